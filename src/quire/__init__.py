@@ -1,0 +1,3 @@
+"""Quire: an LLM inference engine that can be read in an afternoon."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Attention back ends over a paged KV cache."""

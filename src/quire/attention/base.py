@@ -1,0 +1,65 @@
+"""What a model sees of a step (`ForwardBatch`) and what an attention back end must do.
+
+A batch is ragged: row r owns tokens query_start[r] .. query_start[r + 1] of the flat token axis. The
+words prefill and decode do not occur: a row is n new tokens that follow seq_len - n older ones.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+KV = tuple[torch.Tensor, torch.Tensor]  # keys, values of one layer, in the back end's own page layout
+
+
+@dataclass(slots=True)
+class ForwardBatch:
+    """Views into one set of static device buffers, plus host-side bounds. `attn` belongs to the back end."""
+
+    input_ids: torch.Tensor  # int64 [tokens]
+    positions: torch.Tensor  # int64 [tokens]
+    kv_slots: torch.Tensor  # int64 [tokens]: page * block_size + offset, where each new K/V goes
+    query_start: torch.Tensor  # int32 [rows + 1]
+    seq_lens: torch.Tensor  # int32 [rows], the new tokens included
+    block_table: torch.Tensor  # int32 [rows, blocks]
+    logit_index: torch.Tensor  # int64 [logit rows]: tokens whose hidden state is wanted as logits
+    kv: list[KV]  # by layer index
+    num_tokens: np.ndarray  # host, int32 [rows]: new tokens per row
+    seq_bounds: np.ndarray  # host, int32 [rows]: at least seq_lens
+    block_size: int
+    attn: Any = field(default=None)
+
+
+class AttentionLayer(Protocol):
+    """What a back end needs to know of the layer that calls it."""
+
+    index: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None  # a token sees itself and the window - 1 before it; None: all before it
+    soft_cap: float | None  # scores become cap * tanh(score / cap); None: off
+
+
+class AttentionBackend(Protocol):
+    """Writes the new K/V into the pages, then attends over all pages of each row."""
+
+    name: str
+
+    def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        """Shape of the key (and of the value) tensor of one layer."""
+        ...
+
+    def plan(self, batch: ForwardBatch) -> Any:
+        """Per-step metadata, once for all layers; reads host bounds only, never a device value."""
+        ...
+
+    def forward(
+        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """q [tokens, heads, dim], k and v [tokens, kv heads, dim] -> [tokens, heads * dim]."""
+        ...

@@ -1,0 +1,1 @@
+"""The text side: tokenizer, detokenizer, chat templates, engine clients. No torch."""

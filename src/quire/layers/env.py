@@ -1,0 +1,33 @@
+"""`Env`: what every layer is built from. Passed down once, at construction; nothing reads it later."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from quire.attention.base import AttentionBackend
+from quire.parallel.parallel import Parallel
+
+
+class Weights(Protocol):
+    """A checkpoint from which layers pull their own tensors (see models/checkpoint.py)."""
+
+    def has(self, name: str) -> bool: ...
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], rows: slice = slice(None), cols: slice = slice(None)
+    ) -> torch.Tensor:
+        """The tensor `name`, whose full shape must be `shape`, cut to [rows, cols]: on the CPU, in the
+        checkpoint's dtype. Raises ModelError that names a missing or mis-shaped tensor."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Env:
+    weights: Weights
+    parallel: Parallel
+    attention: AttentionBackend
+    device: torch.device
+    dtype: torch.dtype

@@ -1,0 +1,1 @@
+"""The device side of the engine: slots, batches, KV cache, runner."""

@@ -249,7 +249,7 @@ class Request:
     blocks: list[int] = field(default_factory=list)
     published: int = 0  # full blocks already offered to the prefix cache
     publish_at: int = 0  # `computed` at which the next block is full
-    chain: bytes = b""  # hash of the published prefix
+    names: list[bytes] = field(default_factory=list)  # prefix-cache names of its full blocks
     status: Status = "waiting"
     last_step: int = -1  # last step that held a row of this request
     cached: int = -1  # tokens found in the prefix cache on first admission; -1 before it
@@ -305,6 +305,9 @@ class LogprobArrays:
     ids: np.ndarray  # int32 [n, 1 + k]
     logprobs: np.ndarray  # float32 [n, 1 + k]
     ranks: np.ndarray  # int32 [n]
+
+    def __len__(self) -> int:
+        return len(self.ranks)
 
     def at(self, index: int, top: int) -> TokenLogprobs:
         return TokenLogprobs(

@@ -1,0 +1,76 @@
+"""The step loop: schedule, launch, retire. Owns the queue of steps in flight and nothing else.
+
+With depth 1 a step is retired before the next is made; with depth 2 the host schedules step n + 1 while
+the device runs step n (overlap). Neither the scheduler nor the executor knows which.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from quire.core.grammar import Grammar
+from quire.core.scheduler import Scheduler
+from quire.core.steplog import StepLog, StepRecord
+from quire.types import EngineOutput, EngineRequest, Executor, StepHandle
+
+
+class Engine:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        grammar: Grammar,
+        depth: int,
+        log: StepLog,
+        check_invariants: bool = False,
+    ) -> None:
+        self.scheduler, self.executor, self.grammar = scheduler, executor, grammar
+        self.depth, self.log = depth, log
+        self._check = check_invariants
+        self._in_flight: deque[tuple[StepRecord, StepHandle]] = deque()
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request; raises RequestError when it could never run."""
+        self.scheduler.add(request)
+
+    def abort(self, request_id: str) -> None:
+        """End a request; its final output has finish_reason "abort"."""
+        self.scheduler.abort(request_id)
+
+    @property
+    def has_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def step(self) -> list[EngineOutput]:
+        """Launch one step if anybody can run, retire the oldest if the queue is full or nobody can."""
+        begin = time.perf_counter()
+        plan = self.scheduler.schedule()
+        if plan:
+            record = self.log.last
+            record.schedule_s = time.perf_counter() - begin
+            begin = time.perf_counter()
+            self.executor.forward(plan)
+            if self.grammar.needs_tokens(plan):  # the device is busy with `plan` meanwhile
+                while self._in_flight:
+                    self._retire_oldest()
+            handle = self.executor.sample(plan.step, self.grammar.masks(plan))
+            record.launch_s = time.perf_counter() - begin
+            self._in_flight.append((record, handle))
+        while self._in_flight and (len(self._in_flight) >= self.depth or not plan):
+            self._retire_oldest()
+        if self._check:
+            self.scheduler.check()
+        return self.scheduler.take_outputs()
+
+    def _retire_oldest(self) -> None:
+        record, handle = self._in_flight.popleft()
+        begin = time.perf_counter()
+        result = handle.wait()
+        arrived = time.perf_counter()
+        self.scheduler.retire(result)
+        record.wait_s, record.retire_s = arrived - begin, time.perf_counter() - arrived
+
+    def close(self) -> None:
+        self._in_flight.clear()
+        self.executor.close()

@@ -1,0 +1,84 @@
+"""The prefix cache: full pages are found again by the hash of everything up to their end.
+
+A page's name is blake2b(name of the page before it, its token ids), keyed with a secret of this process,
+so that neither a collision nor a crafted prompt can make one request read another's pages. Pages are
+published when their step is *scheduled*: a reader comes later in stream order, so the KV is there by then.
+"""
+
+from __future__ import annotations
+
+import os
+from hashlib import blake2b
+from typing import Protocol
+
+from quire.core.blocks import BlockPool
+from quire.types import Request
+
+
+class PrefixCache(Protocol):
+    def match(self, request: Request) -> list[int]:
+        """Cached pages that hold the beginning of the request, at most up to its last token but one."""
+        ...
+
+    def publish(self, request: Request) -> None:
+        """Offer the full pages of the request that are computed and whose tokens are known."""
+        ...
+
+
+class NoPrefixCache:
+    """Off: nothing is found, nothing is kept."""
+
+    def match(self, request: Request) -> list[int]:
+        return []
+
+    def publish(self, request: Request) -> None:
+        request.publish_at = 1 << 62
+
+
+class HashPrefixCache:
+    def __init__(self, pool: BlockPool, block_size: int) -> None:
+        self._pool = pool
+        self._block_size = block_size
+        self._block_of: dict[bytes, int] = {}
+        self._name_of: dict[int, bytes] = {}
+        self._secret = os.urandom(32)
+        pool.on_evict(self._forget)
+
+    def __len__(self) -> int:
+        return len(self._block_of)
+
+    def match(self, request: Request) -> list[int]:
+        if request.params.prompt_logprobs is not None:
+            return []  # the scores of cached tokens would be missing
+        full = (request.known - 1) // self._block_size
+        self._extend(request, full)
+        found = []
+        for name in request.names[:full]:
+            block = self._block_of.get(name)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def publish(self, request: Request) -> None:
+        full = min(request.computed, request.known) // self._block_size
+        self._extend(request, full)
+        for index in range(request.published, full):
+            name, block = request.names[index], request.blocks[index]
+            if name not in self._block_of:
+                self._block_of[name] = block
+                self._name_of[block] = name
+                self._pool.cached[block] = 1
+        request.published = full
+        request.publish_at = (full + 1) * self._block_size
+
+    def _extend(self, request: Request, full: int) -> None:
+        names, size = request.names, self._block_size
+        while len(names) < full:
+            start = len(names) * size
+            parent = names[-1] if names else request.source.cache_salt.encode()
+            tokens = request.tokens[start : start + size].tobytes()
+            names.append(blake2b(parent + b"|" + tokens, digest_size=16, key=self._secret).digest())
+
+    def _forget(self, block: int) -> None:
+        del self._block_of[self._name_of.pop(block)]

@@ -1,0 +1,388 @@
+"""The scheduler: decides who runs how many tokens in the next step, and books what came of it.
+
+Owns every `Request`, the slots and, through the pool, the pages. One rule serves prompt, chunk, decode
+and recovery alike: a request wants known + pending + drafts - computed tokens. Blocks and slots are
+released at once on finish and preemption, while steps that use them may still be in flight: whoever gets
+them next writes later in stream order. Invariants are spelled out in `check`.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from bisect import insort
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from quire.core.blocks import BlockPool
+from quire.core.policy import Policy
+from quire.core.prefix import PrefixCache
+from quire.core.steplog import StepLog, StepRecord
+from quire.types import (
+    Admit,
+    EngineOutput,
+    EngineRequest,
+    FinishReason,
+    Request,
+    RequestError,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the scheduler must stay within. `keeps_kv` is False when every step recomputes everything."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int
+    block_size: int
+    keeps_kv: bool = True
+    lookahead: bool = True  # schedule a row whose last token is still in flight
+
+
+@dataclass(slots=True)
+class _Draft:
+    """A plan in the making: one list per column."""
+
+    budget: int
+    step: int
+    rows: list[Request] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    num_tokens: list[int] = field(default_factory=list)
+    num_drafts: list[int] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
+    samples: list[bool] = field(default_factory=list)
+    admits: list[Admit] = field(default_factory=list)
+    new_blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    preempted: list[str] = field(default_factory=list)
+
+
+def _order(request: Request) -> tuple[int, ...]:
+    return request.order
+
+
+class Scheduler:
+    def __init__(
+        self, pool: BlockPool, cache: PrefixCache, policy: Policy, limits: Limits, log: StepLog
+    ) -> None:
+        self.pool, self.cache, self.policy, self.limits = pool, cache, policy, limits
+        self.log = log
+        self.requests: dict[str, Request] = {}  # every request that is not finished
+        self.waiting: list[Request] = []  # sorted by order
+        self.running: list[Request] = []  # sorted by order
+        self._free_slots = list(range(limits.max_num_seqs))[::-1]
+        self._in_flight: deque[StepPlan] = deque()
+        self._rows_in_flight: deque[list[Request]] = deque()
+        self._outputs: list[EngineOutput] = []
+        self._sequence = 0
+        self._step = 0
+        self._wait_reason: str | None = None
+
+    # ------------------------------------------------------------------------------ requests in
+
+    def add(self, source: EngineRequest) -> None:
+        """Queue a request. Raises RequestError, with the numbers, when it could never run."""
+        limits, prompt_len = self.limits, len(source.prompt)
+        if source.id in self.requests:
+            raise RequestError(f"request id {source.id!r} is already in use")
+        if prompt_len == 0:
+            raise RequestError("prompt must hold at least one token")
+        if prompt_len >= limits.max_model_len:
+            raise RequestError(
+                f"prompt has {prompt_len} tokens, but max_model_len is {limits.max_model_len} "
+                "and at least one token must be left for the answer"
+            )
+        room = limits.max_model_len - prompt_len
+        answer = room if source.params.max_tokens is None else min(source.params.max_tokens, room)
+        total = prompt_len + answer
+        needed = -(-(total - 1) // limits.block_size)  # the last token's KV is never written
+        if needed > self.pool.num_blocks:
+            raise RequestError(
+                f"the request needs {needed} KV pages of {limits.block_size} tokens (prompt {prompt_len} + "
+                f"max_tokens {answer}), but kv_cache_memory holds {self.pool.num_blocks} pages; "
+                "shorten the prompt, lower max_tokens or raise kv_cache_memory"
+            )
+        request = Request(
+            id=source.id,
+            prompt_len=prompt_len,
+            tokens=array("i", source.prompt),
+            params=source.params,
+            order=self.policy.order(source, self._sequence),
+            limit=total,
+            stop_ids=frozenset(source.stop_ids),
+            eos_ids=frozenset(source.eos_ids),
+            source=source,
+            arrival_s=time.monotonic(),
+        )
+        self._sequence += 1
+        self.requests[request.id] = request
+        self.log.totals.requests += 1
+        self.log.totals.prompt_tokens += prompt_len
+        insort(self.waiting, request, key=_order)
+
+    def abort(self, request_id: str) -> None:
+        """End a request now; unknown ids are ignored, for it may just have finished."""
+        if request := self.requests.get(request_id):
+            self._outputs.append(self._finish(request, [], "abort"))
+            self.log.totals.aborted += 1
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.requests or self._in_flight or self._outputs)
+
+    # ------------------------------------------------------------------------------- next step
+
+    def schedule(self) -> StepPlan | None:
+        """The next step, or None when nobody can run. Rows that want one token go before longer ones."""
+        draft = _Draft(self.limits.max_num_batched_tokens, self._step)
+        was_empty = not self.running
+        long_rows: list[tuple[Request, int]] = []
+        lookahead = self.limits.lookahead
+        for request in list(self.running):
+            pending, known = request.pending, len(request.tokens)
+            if pending and (not lookahead or known + pending >= request.limit):
+                continue  # its next input is not decided yet, or it has its full length
+            want = known + pending + request.drafts - request.computed
+            if want > 1 + request.drafts:
+                long_rows.append((request, want))
+            elif draft.budget >= want:
+                self._place(draft, request, want)
+        for request, want in long_rows:
+            if n := self.policy.chunk(want, draft.budget):
+                self._place(draft, request, n)
+        self._wait_reason = self._admit(draft, was_empty) if self.waiting else None
+        return self._finish_plan(draft) if draft.rows else None
+
+    def _place(self, draft: _Draft, request: Request, n: int) -> None:
+        """Add a row of n tokens, making room for its KV by preemption when pages run out."""
+        if request.status != "running":
+            return  # preempted earlier in this step
+        held = len(request.blocks)
+        if (need := -(-(request.computed + n) // self.limits.block_size) - held) > 0:
+            while need > self.pool.num_free:
+                if not self._preempt_other(draft, request):
+                    return  # those in front run or finish first: try again in the next step
+            fresh = self.pool.take(need)
+            request.blocks += fresh
+            draft.new_blocks.append((request.slot, held, fresh))
+        self._emit(draft, request, n)
+
+    def _emit(self, draft: _Draft, request: Request, n: int) -> None:
+        d = request.drafts
+        start, total = request.computed, len(request.tokens) + request.pending + d
+        end = start + n
+        draft.budget -= n
+        draft.rows.append(request)
+        draft.slots.append(request.slot)
+        draft.num_tokens.append(n)
+        draft.num_drafts.append(d)
+        draft.starts.append(start)
+        draft.samples.append(end == total)
+        request.last_step = draft.step
+        request.computed = end
+        if end >= request.publish_at:
+            self.cache.publish(request)
+        if end == total:
+            request.pending += 1 + d
+            if not self.limits.keeps_kv:
+                request.computed = 0
+
+    def _preempt_other(self, draft: _Draft, request: Request) -> bool:
+        """Take the pages of the last request in order that is not in this step; False if none is behind
+        `request`. The first in order therefore always gets its pages, and so the batch always moves on."""
+        victim = next((r for r in reversed(self.running) if r.last_step != draft.step), request)
+        if victim.order <= request.order:
+            return False
+        self.running.remove(victim)
+        self._release(victim)
+        victim.status, victim.computed, victim.published, victim.publish_at = "waiting", 0, 0, 0
+        victim.preemptions += 1
+        insort(self.waiting, victim, key=_order)
+        draft.preempted.append(victim.id)
+        self.log.totals.preemptions += 1
+        return True
+
+    def _admit(self, draft: _Draft, was_empty: bool) -> str | None:
+        """Move waiting requests into the batch; returns why the first one left must wait."""
+        index = 0
+        while index < len(self.waiting):
+            request = self.waiting[index]
+            if request.pending:  # preempted with a step in flight: its length is not known yet
+                index += 1
+                continue
+            if not self._free_slots:
+                return "slots"
+            if not self.policy.admits(was_empty, draft.budget):
+                return "batch" if draft.budget else "tokens"
+            hits = self.cache.match(request)
+            computed = len(hits) * self.limits.block_size
+            n = self.policy.chunk(request.known - computed, draft.budget)
+            if n == 0 and not (was_empty and draft.rows):
+                return "tokens"
+            fresh = -(-request.known // self.limits.block_size) - len(hits)
+            if fresh > self.pool.num_free - sum(1 for block in hits if not self.pool.refs[block]):
+                return "pages"
+            del self.waiting[index]
+            self._start(draft, request, hits, fresh, n)
+        return "results" if self.waiting else None
+
+    def _start(self, draft: _Draft, request: Request, hits: list[int], fresh: int, n: int) -> None:
+        self.pool.share(hits)
+        request.blocks = hits + self.pool.take(fresh)
+        request.slot = self._free_slots.pop()
+        request.status = "running"
+        request.computed = len(hits) * self.limits.block_size
+        if request.cached < 0:
+            request.cached = request.computed
+            request.first_scheduled_s = time.monotonic()
+        self.log.totals.cached_tokens += request.computed
+        insort(self.running, request, key=_order)
+        draft.admits.append(
+            Admit(request.slot, request.tokens[:], request.prompt_len, request.computed, request.blocks[:], request.source)
+        )
+        if n:
+            self._emit(draft, request, n)
+
+    def _finish_plan(self, draft: _Draft) -> StepPlan:
+        starts = np.array(draft.starts, np.int32)
+        num_tokens = np.array(draft.num_tokens, np.int32)
+        plan = StepPlan(
+            step=draft.step,
+            slots=np.array(draft.slots, np.int32),
+            num_tokens=num_tokens,
+            num_drafts=np.array(draft.num_drafts, np.int32),
+            starts=starts,
+            samples=np.array(draft.samples, np.bool_),
+            admits=draft.admits,
+            new_blocks=draft.new_blocks,
+            total_tokens=self.limits.max_num_batched_tokens - draft.budget,
+            max_seq_len=int((starts + num_tokens).max(initial=0)),
+            score_rows=[
+                i
+                for i, r in enumerate(draft.rows)
+                if r.params.prompt_logprobs is not None and draft.starts[i] + 1 < r.prompt_len
+            ],
+        )
+        self._step += 1
+        self._in_flight.append(plan)
+        self._rows_in_flight.append(draft.rows)
+        self.log.totals.computed_tokens += plan.total_tokens
+        self.log.append(
+            StepRecord(
+                step=plan.step,
+                time_s=time.monotonic(),
+                rows=[(r.id, s, n) for r, s, n in zip(draft.rows, draft.starts, draft.num_tokens)],
+                admitted=[(a.request.id, len(a.tokens), a.computed) for a in draft.admits],
+                preempted=draft.preempted,
+                running=len(self.running),
+                waiting=len(self.waiting),
+                wait_reason=self._wait_reason,
+                free_blocks=self.pool.num_free,
+            )
+        )
+        return plan
+
+    # --------------------------------------------------------------------------------- results
+
+    def retire(self, result: StepResult) -> None:
+        """Book the oldest step in flight; what it brings the requests is handed out by `take_outputs`."""
+        plan, rows = self._in_flight.popleft(), self._rows_in_flight.popleft()
+        assert result.step == plan.step, f"result of step {result.step}, expected {plan.step}"
+        scores = self._book_scores(plan, rows, result) if result.prompt_logprobs else {}
+        drafts = plan.num_drafts.tolist()
+        sampled = 0
+        for index, (request, samples) in enumerate(zip(rows, plan.samples.tolist())):
+            if not samples:
+                continue
+            new = result.tokens[sampled]
+            sampled += 1
+            request.pending -= 1 + drafts[index]
+            if request.status == "finished":
+                continue  # a surplus row: the request ended while this step was in flight
+            if self.limits.keeps_kv:
+                request.computed -= drafts[index] - (len(new) - 1)
+            output = self._append(request, new)
+            if result.logprobs is not None and (top := request.params.logprobs) is not None:
+                output.logprobs = [result.logprobs.at(sampled - 1, top)]
+            if request.id in scores:
+                output.prompt_logprobs_start, output.prompt_logprobs = scores.pop(request.id)
+            self._outputs.append(output)
+        for request_id, (start, entries) in scores.items():
+            self._outputs.append(
+                EngineOutput(request_id, [], prompt_logprobs=entries, prompt_logprobs_start=start)
+            )
+
+    def _append(self, request: Request, new: list[int]) -> EngineOutput:
+        """Commit sampled tokens up to the first that ends the request."""
+        tokens, accepted = request.tokens, new
+        for count, token in enumerate(new, 1):
+            tokens.append(token)
+            if token in request.stop_ids and len(tokens) - request.prompt_len >= request.params.min_tokens:
+                return self._finish(request, new[:count], "stop", None if token in request.eos_ids else token)
+            if len(tokens) >= request.limit:
+                return self._finish(request, new[:count], "length")
+        self.log.totals.generated_tokens += len(accepted)
+        return EngineOutput(request.id, accepted, num_cached_tokens=request.cached)
+
+    def _book_scores(
+        self, plan: StepPlan, rows: list[Request], result: StepResult
+    ) -> dict[str, tuple[int, list[TokenLogprobs]]]:
+        """Prompt log-probabilities by request; after a preemption, positions already delivered are dropped."""
+        found: dict[str, tuple[int, list[TokenLogprobs]]] = {}
+        for row, arrays in (result.prompt_logprobs or {}).items():
+            request = rows[row]
+            top = request.params.prompt_logprobs
+            if request.status == "finished" or top is None:
+                continue
+            first = int(plan.starts[row]) + 1  # entry i scores the token at position first + i
+            last = min(first + len(arrays), request.prompt_len)
+            begin = max(first, request.scored)
+            if begin < last:
+                found[request.id] = (begin, [arrays.at(i - first, top) for i in range(begin, last)])
+                request.scored = last
+        return found
+
+    def _finish(
+        self, request: Request, new: list[int], reason: FinishReason, stop_reason: int | None = None
+    ) -> EngineOutput:
+        if request.status == "running":
+            self.running.remove(request)
+            self._release(request)
+        else:
+            self.waiting.remove(request)
+        request.status = "finished"
+        del self.requests[request.id]
+        totals = self.log.totals
+        totals.finished += 1
+        totals.generated_tokens += len(new)
+        return EngineOutput(request.id, new, reason, stop_reason, num_cached_tokens=max(request.cached, 0))
+
+    def _release(self, request: Request) -> None:
+        self.pool.release(request.blocks)
+        self._free_slots.append(request.slot)
+        request.blocks, request.slot = [], -1
+
+    def take_outputs(self) -> list[EngineOutput]:
+        """What happened since the last call, in order."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    # -------------------------------------------------------------------------------- the books
+
+    def check(self) -> None:
+        """Raise AssertionError unless slots, pages and requests add up."""
+        self.pool.check(request.blocks for request in self.requests.values())
+        assert len(self._free_slots) + len(self.running) == self.limits.max_num_seqs, "a slot was lost"
+        assert len(self.waiting) + len(self.running) == len(self.requests), "a request was lost"
+        assert all(r.status == "running" and r.slot >= 0 for r in self.running)
+        assert all(r.status == "waiting" and not r.blocks for r in self.waiting)
+        assert self.waiting == sorted(self.waiting, key=_order) and self.running == sorted(self.running, key=_order)
+        for r in self.running:
+            assert r.computed <= r.known + r.pending + r.drafts, "computed beyond what is known or in flight"
+            assert len(r.blocks) * self.limits.block_size >= r.computed, "KV entries without a page"
+

@@ -1,0 +1,37 @@
+"""An executor without a model: answers every plan at once with made-up tokens. No torch.
+
+For measuring the host's own cost per step, and for developing clients without weights.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from quire.types import StepHandle, StepPlan, StepResult
+
+
+class _Ready:
+    def __init__(self, result: StepResult) -> None:
+        self._result = result
+
+    def wait(self) -> StepResult:
+        return self._result
+
+
+class DryRunExecutor:
+    """Each sampling row gets the token ids first, first + 1, ... by step, within `vocab_size`."""
+
+    def __init__(self, vocab_size: int, first: int = 10) -> None:
+        self._vocab_size, self._first = vocab_size, first
+        self._plans: dict[int, StepPlan] = {}
+
+    def forward(self, plan: StepPlan) -> None:
+        self._plans[plan.step] = plan
+
+    def sample(self, step: int, masks: Any) -> StepHandle:
+        count = int(self._plans.pop(step).samples.sum())
+        token = (self._first + step) % self._vocab_size
+        return _Ready(StepResult(step, [[token] for _ in range(count)]))
+
+    def close(self) -> None:
+        self._plans.clear()

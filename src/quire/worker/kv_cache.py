@@ -1,0 +1,40 @@
+"""The KV cache: one key and one value tensor per layer, in the attention back end's page layout.
+
+Without a cache (`keeps_kv` off) all layers share one scratch layer: what a layer writes is read by that
+layer only, in the same step.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire.attention.base import KV, AttentionBackend
+
+
+class KVCache:
+    """`num_blocks` pages of `block_size` tokens for each of `num_layers` layers."""
+
+    def __init__(
+        self,
+        backend: AttentionBackend,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        keeps_kv: bool,
+    ) -> None:
+        shape = backend.kv_shape(num_blocks, block_size, num_kv_heads, head_dim)
+
+        def layer() -> KV:
+            # Zeros, not garbage: a masked entry still meets a probability of 0, and 0 * NaN is NaN.
+            return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+
+        self.layers: list[KV] = [layer() for _ in range(num_layers)] if keeps_kv else [layer()] * num_layers
+
+
+def page_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
+    """Bytes of one page over `num_layers` layers, keys and values."""
+    return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize

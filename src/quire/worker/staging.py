@@ -1,0 +1,47 @@
+"""Host-to-device copies: integers of one step packed into one transfer from a pinned ring.
+
+With `depth` steps in flight, depth + 1 ring entries are enough: when an entry comes round again, its
+step has been retired, so its copy is long done. On the CPU the arrays are used where they are.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+class Staging:
+    def __init__(self, device: torch.device, depth: int) -> None:
+        self._device = device
+        self._pinned = device.type == "cuda"
+        self._ring = [torch.empty(0, dtype=torch.int64)] * (depth + 1)
+        self._entry = 0
+        self._used = 0
+
+    def begin(self) -> None:
+        """Start a step: take the next entry of the ring."""
+        self._entry = (self._entry + 1) % len(self._ring)
+        self._used = 0
+
+    def send(self, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
+        """The arrays as int64 device tensors; one copy for all of them."""
+        if not self._pinned:
+            return tuple(torch.from_numpy(np.ascontiguousarray(a, np.int64)) for a in arrays)
+        sizes = [a.size for a in arrays]
+        total = sum(sizes)
+        buffer = self._reserve(total)
+        host, begin = buffer.numpy(), 0
+        for array, size in zip(arrays, sizes):
+            host[begin : begin + size] = array
+            begin += size
+        return torch.split(buffer.to(self._device, non_blocking=True), sizes)
+
+    def _reserve(self, count: int) -> torch.Tensor:
+        ring = self._ring[self._entry]
+        if self._used + count > ring.shape[0]:
+            # The old buffer may still be read by a copy in flight; torch's pinned allocator waits for that.
+            ring = torch.empty(max(2 * count, 1 << 16), dtype=torch.int64, pin_memory=True)
+            self._ring[self._entry], self._used = ring, 0
+        part = ring[self._used : self._used + count]
+        self._used += count
+        return part

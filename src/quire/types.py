@@ -219,6 +219,28 @@ class EngineOutput:
     error: str | None = None
 
 
+@dataclass(slots=True)
+class EngineInfo:
+    """What an engine that has started tells its clients. Times in seconds, sizes in bytes."""
+
+    model: str
+    family: str
+    vocab_size: int
+    max_model_len: int
+    eos_ids: list[int]
+    device: str
+    dtype: str
+    attention: str
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    num_blocks: int
+    block_size: int
+    block_bytes: int
+    weight_bytes: int
+    num_parameters: int
+    phases_s: dict[str, float] = field(default_factory=dict)  # start-up by phase
+
+
 # -------------------------------------------------------------------------- scheduler's own record
 
 Status = Literal["waiting", "running", "finished"]

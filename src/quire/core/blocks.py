@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
+import numpy as np
+
 
 class Evictor(Protocol):
     """Free pages with cached content, in the order in which they are given up."""
@@ -147,11 +149,10 @@ class BlockPool:
 
     def check(self, held: Iterable[list[int]]) -> None:
         """Raise AssertionError unless the books agree with `held`, the block lists of all requests."""
-        counts = [0] * self.num_blocks
+        counts = np.zeros(self.num_blocks, np.int64)
         for blocks in held:
-            for block in blocks:
-                counts[block] += 1
-        assert counts == self.refs, "reference counts do not match the block lists"
-        used = sum(1 for count in counts if count)
+            np.add.at(counts, np.array(blocks, np.int64), 1)
+        assert (counts == np.array(self.refs)).all(), "reference counts do not match the block lists"
+        used = np.count_nonzero(counts)
         assert used + self.num_free == self.num_blocks, f"{used} used + {self.num_free} free != {self.num_blocks}"
-        assert all(not self.cached[block] and not counts[block] for block in self._blank), "a blank page is in use"
+        assert all(not self.cached[block] and not self.refs[block] for block in self._blank), "a blank page is in use"

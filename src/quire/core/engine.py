@@ -71,6 +71,10 @@ class Engine:
         self.scheduler.retire(result)
         record.wait_s, record.retire_s = arrived - begin, time.perf_counter() - arrived
 
+    def check(self) -> None:
+        """Check the books; clients call this when the engine has gone idle. Raises AssertionError."""
+        self.scheduler.check()
+
     def close(self) -> None:
         self._in_flight.clear()
         self.executor.close()

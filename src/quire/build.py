@@ -1,0 +1,181 @@
+"""The composition root: settings in, a finished engine out. The only module that looks at feature
+settings; everything below it is handed objects. Times each phase of the start-up.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+from quire.attention.base import AttentionBackend
+from quire.attention.reference import ReferenceAttention
+from quire.config import EngineConfig
+from quire.core import policy
+from quire.core.blocks import FIFO, LRU, BlockPool
+from quire.core.engine import Engine
+from quire.core.grammar import NoGrammar
+from quire.core.policy import Policy
+from quire.core.prefix import HashPrefixCache, NoPrefixCache, PrefixCache
+from quire.core.scheduler import Limits, Scheduler
+from quire.core.steplog import StepLog
+from quire.frontend.location import locate
+from quire.layers.env import Env
+from quire.models.checkpoint import open_checkpoint
+from quire.models.registry import build_model, load_spec
+from quire.models.spec import ModelSpec
+from quire.parallel.parallel import Parallel
+from quire.types import ConfigError, EngineInfo
+from quire.worker.executor import LocalExecutor
+from quire.worker.sizing import KVSize, kv_budget, size_kv
+from quire.worker.worker import Worker
+
+log = logging.getLogger("quire")
+
+_OVERLAP_DEPTH = 2
+
+
+def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
+    """Load the model and wire an engine. Raises ConfigError or ModelError with one sentence for the user."""
+    clock = _Phases()
+    device = pick_device(config.device)
+    path = locate(config.model, config.revision).path
+    spec = load_spec(path)
+    dtype = pick_dtype(config.dtype, spec.dtype, device)
+    asked_len = config.max_model_len
+    if asked_len is not None and asked_len > spec.max_model_len:
+        raise ConfigError(f"max_model_len {asked_len} exceeds the {spec.max_model_len} positions of {config.model}")
+    config = config.resolved(device.type == "cuda", spec.max_model_len)
+    clock.end("config")
+
+    backend = pick_attention(config.attention, device)
+    depth = _OVERLAP_DEPTH if config.overlap else 1
+    worker = Worker(config, load_model(config, path, spec, backend, device, dtype), backend, device, dtype, depth)
+    clock.end("weights")
+
+    size = plan_kv(config, asked_len, worker, spec, dtype)
+    executor = LocalExecutor(worker.allocate(size))
+    clock.end("kv_cache")
+
+    engine = _wire(config, size, executor, depth)
+    _freeze_garbage()
+    info = EngineInfo(
+        model=config.model,
+        family=spec.family,
+        vocab_size=spec.vocab_size,
+        max_model_len=size.max_model_len,
+        eos_ids=list(spec.eos_ids),
+        device=str(device),
+        dtype=str(dtype).removeprefix("torch."),
+        attention=backend.name,
+        max_num_seqs=config.max_num_seqs or 0,
+        max_num_batched_tokens=config.max_num_batched_tokens or 0,
+        num_blocks=size.num_blocks,
+        block_size=size.block_size,
+        block_bytes=size.block_bytes,
+        weight_bytes=spec.num_parameters * dtype.itemsize,
+        num_parameters=spec.num_parameters,
+        phases_s=clock.phases_s,
+    )
+    return engine, info
+
+
+def pick_device(name: str) -> torch.device:
+    """`auto` takes the first GPU when there is one."""
+    if name == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}") from None
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ConfigError(f"device {name!r} was asked for, but torch sees no CUDA device here")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise ConfigError(f"device {name!r} was asked for, but there are {torch.cuda.device_count()} GPUs")
+        device = torch.device("cuda", device.index or 0)
+        torch.cuda.set_device(device)
+    return device
+
+
+def pick_dtype(asked: str, checkpoint: str, device: torch.device) -> torch.dtype:
+    """`auto` follows the checkpoint, but float16 has no fast path on a CPU: float32 there."""
+    name = checkpoint if asked == "auto" else asked
+    if name == "float16" and device.type == "cpu":
+        if asked == "float16":
+            log.warning("float16 is slow on a CPU; bfloat16 or float32 are faster")
+        else:
+            name = "float32"
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def pick_attention(name: str, device: torch.device) -> AttentionBackend:
+    return ReferenceAttention()
+
+
+def load_model(
+    config: EngineConfig,
+    path: Path,
+    spec: ModelSpec,
+    backend: AttentionBackend,
+    device: torch.device,
+    dtype: torch.dtype,
+):
+    with open_checkpoint(path, spec, config.load_format, config.seed, device) as checkpoint:
+        env = Env(checkpoint, Parallel(), backend, device, dtype)
+        with torch.inference_mode():
+            model = build_model(spec, env)
+        checkpoint.finish()
+    return model
+
+
+def plan_kv(
+    config: EngineConfig, asked_len: int | None, worker: Worker, spec: ModelSpec, dtype: torch.dtype
+) -> KVSize:
+    activations = 0 if config.kv_cache_memory is not None else worker.activation_bytes()
+    budget = kv_budget(config, worker.device, activations)
+    return size_kv(config, asked_len, spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, budget)
+
+
+def _wire(config: EngineConfig, size: KVSize, executor: LocalExecutor, depth: int) -> Engine:
+    keeps_kv = config.kv_layout != "none"
+    pool = BlockPool(size.num_blocks, FIFO() if config.eviction == "fifo" else LRU())
+    cache: PrefixCache = HashPrefixCache(pool, size.block_size) if config.prefix_caching else NoPrefixCache()
+    choices = Policy(
+        order=policy.priority if config.scheduling_policy == "priority" else policy.fcfs,
+        admits=policy.static if config.batching == "static" else policy.continuous,
+        chunk=policy.chunked if config.chunked_prefill else policy.whole,
+    )
+    limits = Limits(
+        max_num_seqs=config.max_num_seqs or 1,
+        max_num_batched_tokens=config.max_num_batched_tokens or 1,
+        max_model_len=size.max_model_len,
+        block_size=size.block_size,
+        keeps_kv=keeps_kv,
+        lookahead=depth > 1,
+    )
+    steplog = StepLog()
+    scheduler = Scheduler(pool, cache, choices, limits, steplog)
+    return Engine(scheduler, executor, NoGrammar(), depth, steplog, config.check_invariants)
+
+
+def _freeze_garbage() -> None:
+    """What exists now lives as long as the engine: keep the collector from walking it in every pass."""
+    gc.collect()
+    gc.freeze()
+
+
+class _Phases:
+    def __init__(self) -> None:
+        self.phases_s: dict[str, float] = {}
+        self._last = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        now = time.perf_counter()
+        self.phases_s[name] = now - self._last
+        self._last = now

@@ -1,0 +1,76 @@
+"""The engine process: builds an engine, then alternates between its socket and the step loop.
+
+Started by `ProcessClient` with the socket's address and the parent's process id; ends with Stop, with the
+parent's death, or with an error, which it reports as its last message.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+import zmq
+
+from quire.core.engine import Engine
+from quire.frontend import messages as msg
+from quire.frontend.client import describe, refusal
+from quire.types import QuireError, RequestError
+
+_IDLE_POLL_MS = 1000  # how often an idle engine looks whether its parent is still there
+
+
+def main(address: str, parent: int) -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the client, which ends us in order
+    socket = zmq.Context().socket(zmq.PAIR)
+    socket.set_hwm(0)
+    socket.connect(address)
+    try:
+        start = msg.decode_to_engine(socket.recv())
+        assert isinstance(start, msg.Start)
+        from quire.build import build_engine  # torch is imported only now, in this process
+
+        engine, info = build_engine(start.config)
+        socket.send(msg.encode(msg.Ready(info)))
+        serve(engine, socket, parent)
+        engine.close()
+        return 0
+    except Exception as error:
+        kind = type(error).__name__ if isinstance(error, QuireError) else "EngineDead"
+        socket.send(msg.encode(msg.Died(kind, describe(error))))
+        if not isinstance(error, QuireError):
+            raise
+        return 1
+    finally:
+        socket.close(linger=1000)
+
+
+def serve(engine: Engine, socket: zmq.Socket[bytes], parent: int) -> None:
+    """Take what has arrived, run a step, send what it brought; wait only when there is nothing to do."""
+    while os.getppid() == parent:
+        wait_ms = 0 if engine.has_work else _IDLE_POLL_MS
+        refused = []
+        while socket.poll(wait_ms):
+            wait_ms = 0
+            match msg.decode_to_engine(socket.recv()):
+                case msg.Add(request):
+                    try:
+                        engine.add(request)
+                    except RequestError as error:
+                        refused.append(refusal(request, error))
+                case msg.Abort(ids):
+                    for request_id in ids:
+                        engine.abort(request_id)
+                case msg.Stop():
+                    return
+        outputs = refused
+        if engine.has_work:
+            outputs = refused + engine.step()
+            if not engine.has_work:
+                engine.check()
+        if outputs:
+            socket.send(msg.encode(msg.Outputs(outputs)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], int(sys.argv[2])))

@@ -1,0 +1,53 @@
+"""What travels between a client and an engine process: msgpack, token ids only, one message per step."""
+
+from __future__ import annotations
+
+import msgspec
+
+from quire.config import EngineConfig
+from quire.types import EngineInfo, EngineOutput, EngineRequest
+
+
+class Start(msgspec.Struct, tag=True):
+    """Client to engine, first: the settings to build from."""
+
+    config: EngineConfig
+
+
+class Add(msgspec.Struct, tag=True):
+    request: EngineRequest
+
+
+class Abort(msgspec.Struct, tag=True):
+    ids: list[str]
+
+
+class Stop(msgspec.Struct, tag=True):
+    """Client to engine, last."""
+
+
+class Ready(msgspec.Struct, tag=True):
+    """Engine to client: built, and this is what came of it."""
+
+    info: EngineInfo
+
+
+class Outputs(msgspec.Struct, tag=True):
+    """Engine to client: everything one step brought."""
+
+    outputs: list[EngineOutput]
+
+
+class Died(msgspec.Struct, tag=True):
+    """Engine to client: the cause of its end; `kind` is the name of the error class."""
+
+    kind: str
+    cause: str
+
+
+ToEngine = Start | Add | Abort | Stop
+ToClient = Ready | Outputs | Died
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_to_client = msgspec.msgpack.Decoder(ToClient).decode

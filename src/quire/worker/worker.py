@@ -1,0 +1,97 @@
+"""One rank: its device, its model, and the memory that its slots and pages take.
+
+Made in two steps, because the KV cache gets what the weights leave: construction loads the model,
+`allocate` makes the runner once the number of pages is known.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from quire.attention.base import AttentionBackend
+from quire.config import EngineConfig
+from quire.models.registry import Model
+from quire.sampling.sampler import Sampler
+from quire.types import StepPlan
+from quire.worker.batch import BatchBuilder
+from quire.worker.graphs import Eager
+from quire.worker.kv_cache import KVCache
+from quire.worker.results import Results
+from quire.worker.runner import Runner
+from quire.worker.sizing import KVSize
+from quire.worker.staging import Staging
+from quire.worker.state import SlotState
+
+
+class Worker:
+    """`config` is resolved; `model` lives on `device` and computes in `dtype`."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: Model,
+        backend: AttentionBackend,
+        device: torch.device,
+        dtype: torch.dtype,
+        depth: int,
+    ) -> None:
+        self.config, self.model, self.device = config, model, device
+        self._backend, self._dtype, self._depth = backend, dtype, depth
+
+    def activation_bytes(self) -> int:
+        """Memory that the largest step takes beyond weights and KV: measured on CUDA, 0 on a CPU."""
+        if self.device.type != "cuda":
+            return 0
+        tokens, rows = self.config.max_num_batched_tokens or 1, self.config.max_num_seqs or 1
+        rows = min(rows, tokens)
+        per_row = tokens // rows
+        runner = self._make_runner(KVSize(1, per_row, 0, per_row), rows)
+        torch.cuda.synchronize(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        plan = StepPlan(
+            step=0,
+            slots=np.arange(rows, dtype=np.int32),
+            num_tokens=np.full(rows, per_row, np.int32),
+            num_drafts=np.zeros(rows, np.int32),
+            starts=np.zeros(rows, np.int32),
+            samples=np.ones(rows, np.bool_),
+            admits=[],
+            new_blocks=[],
+            total_tokens=rows * per_row,
+            max_seq_len=per_row,
+        )
+        runner.forward(plan)
+        runner.sample(0, None).wait()
+        peak = torch.cuda.max_memory_allocated(self.device) - before
+        del runner
+        torch.cuda.empty_cache()
+        return peak
+
+    def allocate(self, size: KVSize) -> Runner:
+        """The runner, with KV pages of `size` and columns for every slot."""
+        return self._make_runner(size, self.config.max_num_seqs or 1)
+
+    def _make_runner(self, size: KVSize, num_slots: int) -> Runner:
+        model, config, device = self.model, self.config, self.device
+        keeps_kv = config.kv_layout != "none"
+        first = model.attention_layers[0]
+        cache = KVCache(
+            self._backend,
+            len(model.attention_layers),
+            size.num_blocks,
+            size.block_size,
+            first.num_kv_heads,
+            first.head_dim,
+            self._dtype,
+            device,
+            keeps_kv,
+        )
+        max_blocks = -(-size.max_model_len // size.block_size)
+        state = SlotState(num_slots, size.max_model_len, max_blocks, keeps_kv, device)
+        tokens = config.max_num_batched_tokens or 1
+        builder = BatchBuilder(state, self._backend, cache.layers, size.block_size, tokens, num_slots, device)
+        sampler = Sampler(state, model.spec.vocab_size, num_slots + 1, device)
+        staging = Staging(device, self._depth)
+        return Runner(model, Eager(model), state, builder, sampler, staging, Results(device))

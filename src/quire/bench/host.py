@@ -1,0 +1,45 @@
+"""Host cost of a step: the real scheduler and step loop over an executor that does nothing. No torch."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+from quire.core.blocks import LRU, BlockPool
+from quire.core.engine import Engine
+from quire.core.grammar import NoGrammar
+from quire.core.policy import Policy
+from quire.core.prefix import HashPrefixCache
+from quire.core.scheduler import Limits, Scheduler
+from quire.core.steplog import StepLog
+from quire.types import EngineRequest, SamplingParams
+from quire.worker.dry_run import DryRunExecutor
+
+
+def host_cost(rows: int = 256, steps: int = 1000, prompt_len: int = 128, block_size: int = 16) -> dict[str, float]:
+    """Run `steps` decode steps of `rows` requests; microseconds of host time per step."""
+    max_len = prompt_len + steps + 64
+    pool = BlockPool(rows * -(-max_len // block_size), LRU())
+    log = StepLog()
+    limits = Limits(rows, 8192, max_len, block_size)
+    scheduler = Scheduler(pool, HashPrefixCache(pool, block_size), Policy(), limits, log)
+    engine = Engine(scheduler, DryRunExecutor(1000), NoGrammar(), 2, log)
+    for i in range(rows):
+        prompt = [(7 * i + j) % 1000 for j in range(prompt_len)]
+        engine.add(EngineRequest(f"r{i}", prompt, SamplingParams(max_tokens=max_len)))
+    while scheduler.waiting or not len(log) or log.last.rows[-1][2] > 1:
+        engine.step()
+    times = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        engine.step()
+        times.append(time.perf_counter() - begin)
+    records = list(log)[-steps:]
+    return {
+        "rows": rows,
+        "steps": steps,
+        "step_us": statistics.median(times) * 1e6,
+        "step_p99_us": sorted(times)[int(0.99 * steps)] * 1e6,
+        "schedule_us": statistics.median(r.schedule_s for r in records) * 1e6,
+        "retire_us": statistics.median(r.retire_s for r in records) * 1e6,
+    }

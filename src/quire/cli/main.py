@@ -1,0 +1,71 @@
+"""The quire command: picks a sub-command and turns errors into one sentence and an exit code.
+
+Sub-commands are imported when chosen, so that `quire --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import os
+import sys
+
+from quire import __version__
+from quire.types import ConfigError, QuireError
+
+COMMANDS = {
+    "generate": "write an answer to a prompt, a file of prompts or standard input",
+    "chat": "talk with a model in the terminal",
+    "doctor": "show what this machine has and what Quire will use, and why",
+    "bench": "measure on this machine",
+}
+
+_EPILOG = """examples:
+  quire generate "Once upon a time"
+  quire chat --model Qwen/Qwen3-0.6B
+  quire generate --model model.gguf --temperature 0 --json < prompts.txt
+
+`quire COMMAND --help` lists the flags of a command."""
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command line; returns the exit code: 0 fine, 1 an error, 2 bad usage, 130 interrupted."""
+    argv = sys.argv[1:] if argv is None else argv
+    logging.basicConfig(format="%(message)s", level=os.environ.get("QUIRE_LOG_LEVEL", "WARNING").upper())
+    parser = _parser()
+    if not argv or argv[0] not in COMMANDS:
+        parser.parse_args(argv)  # --help, --version, or an error that lists the commands
+        parser.print_help()
+        return 2
+    try:
+        command = importlib.import_module(f"quire.cli.{argv[0]}")
+        sub = argparse.ArgumentParser(prog=f"quire {argv[0]}", description=COMMANDS[argv[0]])
+        command.add_arguments(sub)
+        return command.run(sub.parse_args(argv[1:]))
+    except ConfigError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return 2
+    except QuireError as error:
+        print(f"quire: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("quire: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="quire",
+        description="Quire: a fast, readable LLM inference engine.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"quire {__version__}")
+    commands = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())
+    group = parser.add_argument_group("commands", commands)
+    group.add_argument("command", choices=COMMANDS, help=argparse.SUPPRESS, metavar="COMMAND")
+    return parser

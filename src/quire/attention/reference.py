@@ -56,6 +56,8 @@ class ReferenceAttention:
     # ------------------------------------------------------------------------------- per step
 
     def plan(self, batch: ForwardBatch) -> _Plan:
+        # On a CPU reading the lengths costs no wait, so bounds are exact there.
+        bounds = (batch.seq_lens if batch.seq_lens.device.type == "cpu" else batch.seq_bounds).tolist()
         ones: list[int] = []
         longs: list[_Long] = []
         starts = [0, *batch.num_tokens.cumsum().tolist()]
@@ -63,8 +65,7 @@ class ReferenceAttention:
             if n == 1:
                 ones.append(row)
             else:
-                longs.append(self._long(batch, row, starts[row], starts[row + 1]))
-        bounds = batch.seq_bounds.tolist()
+                longs.append(self._long(batch, row, starts[row], starts[row + 1], bounds[row]))
         ones.sort(key=bounds.__getitem__)
         groups, begin = [], 0
         for end in range(1, len(ones) + 1):
@@ -97,8 +98,8 @@ class ReferenceAttention:
             mask=None if exact else (positions <= last)[:, None, None, :],
         )
 
-    def _long(self, batch: ForwardBatch, row: int, start: int, end: int) -> _Long:
-        device, length = batch.seq_lens.device, int(batch.seq_bounds[row])
+    def _long(self, batch: ForwardBatch, row: int, start: int, end: int, length: int) -> _Long:
+        device = batch.seq_lens.device
         positions = torch.arange(length, device=device)
         kv = _kv_slots(batch.block_table[row : row + 1], positions, batch.block_size)[0]
         distance = batch.positions[start:end, None] - positions

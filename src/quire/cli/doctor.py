@@ -1,0 +1,133 @@
+"""`quire doctor`: what this machine has, what Quire will use for a model, and why."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+from importlib import metadata
+
+from quire.cli.flags import add_flags, given
+from quire.config import EngineConfig
+
+_PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "safetensors",
+    "tokenizers",
+    "sentencepiece",
+    "jinja2",
+    "huggingface_hub",
+    "gguf",
+    "pyzmq",
+    "msgspec",
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--load", action="store_true", help="also build the engine and time each phase")
+    add_flags(parser, "engine", EngineConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    config = EngineConfig(**given(args, EngineConfig))
+    _section("Versions")
+    _row("quire", f"{metadata.version('quire')} on Python {platform.python_version()}, {platform.platform()}")
+    for name in _PACKAGES:
+        try:
+            _row(name, metadata.version(name))
+        except metadata.PackageNotFoundError:
+            _row(name, "not installed" + (" (only needed on a GPU)" if name == "triton" else " - MISSING"))
+    _machine()
+    _plan(config)
+    if args.load:
+        _load(config)
+    return 0
+
+
+def _machine() -> None:
+    import psutil
+    import torch
+
+    _section("Machine")
+    memory = psutil.virtual_memory()
+    cores = f"{psutil.cpu_count(logical=False) or '?'} cores, {torch.get_num_threads()} threads used by torch"
+    _row("cpu", f"{cores}, {torch.backends.cpu.get_cpu_capability()}")
+    _row("memory", f"{_size(memory.total)}, {_size(memory.available)} available")
+    if not torch.cuda.is_available():
+        _row("gpu", "none that torch can use" + ("" if torch.version.cuda else " (this torch is a CPU build)"))
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        capability = f"compute capability {properties.major}.{properties.minor}"
+        _row(f"cuda:{index}", f"{properties.name}, {_size(total)}, {_size(free)} free, {capability}")
+
+
+def _plan(config: EngineConfig) -> None:
+    from quire.build import pick_attention, pick_device, pick_dtype
+    from quire.frontend.location import locate
+    from quire.models.registry import load_spec
+    from quire.worker.sizing import kv_budget, size_kv
+
+    device = pick_device(config.device)
+    path = locate(config.model, config.revision).path
+    spec = load_spec(path)
+    dtype = pick_dtype(config.dtype, spec.dtype, device)
+    resolved = config.resolved(device.type == "cuda", spec.max_model_len)
+    _section(f"Plan for {config.model}")
+    _row("model", f"{spec.family}, {spec.num_parameters / 1e6:,.1f} M parameters, {spec.num_layers} layers")
+    _row("device", f"{device}: {_why(config.device, 'a GPU is there' if device.type == 'cuda' else 'no GPU is there')}")
+    _row("dtype", f"{str(dtype)[6:]}: {_why(config.dtype, f'the checkpoint is {spec.dtype}')}")
+    _row("attention", f"{pick_attention(config.attention, device).name}: {_why(config.attention, 'plain torch')}")
+    for name in ("batching", "kv_layout", "chunked_prefill", "prefix_caching", "eviction", "scheduling_policy", "overlap"):
+        _row(name, str(getattr(resolved, name)))
+    _row("max_num_seqs", f"{resolved.max_num_seqs} requests at once")
+    _row("max_num_batched_tokens", f"{resolved.max_num_batched_tokens} tokens per step")
+    weights = spec.num_parameters * dtype.itemsize
+    size = size_kv(
+        resolved,
+        config.max_model_len,
+        spec.num_layers,
+        spec.num_kv_heads,
+        spec.head_dim,
+        dtype,
+        kv_budget(resolved, device, weights),
+    )
+    _section("Memory map (before loading)")
+    _row("weights", _size(weights))
+    pages = f"{size.num_blocks} pages of {size.block_size} tokens, {_size(size.block_bytes)} each"
+    _row("kv cache", f"{_size(size.num_blocks * size.block_bytes)}: {pages}")
+    requests = size.num_blocks * size.block_size // size.max_model_len
+    _row("context", f"{size.max_model_len} tokens; room for {requests} requests of full length at once")
+
+
+def _load(config: EngineConfig) -> None:
+    from quire.build import build_engine
+
+    engine, info = build_engine(config)
+    engine.close()
+    _section("Start-up")
+    for phase, seconds in info.phases_s.items():
+        _row(phase, f"{seconds:.2f} s")
+    _row("total", f"{sum(info.phases_s.values()):.2f} s")
+
+
+def _why(asked: str, reason: str) -> str:
+    return reason if asked == "auto" else "as asked"
+
+
+def _section(title: str) -> None:
+    print(f"\n{title}" if title != "Versions" else title, file=sys.stdout)
+
+
+def _row(name: str, value: str) -> None:
+    print(f"  {name:<24}{value}")
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            break
+        count /= 1024
+    return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"

@@ -1,0 +1,76 @@
+"""Who may import whom: the table of docs/ARCHITECTURE.md, held against the code with `ast`."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).resolve().parents[2] / "src" / "quire"
+
+# What each part may import of Quire; a part may always import itself.
+MAY_IMPORT = {
+    "types": set(),
+    "config": {"types"},
+    "kernels": set(),
+    "parallel": {"types"},
+    "attention": {"types", "kernels"},
+    "quant": {"types", "kernels", "parallel"},
+    "layers": {"types", "kernels", "parallel", "attention", "quant"},
+    "models": {"types", "layers", "attention", "quant", "parallel"},
+    "sampling": {"types", "kernels"},
+    "core": {"types"},
+    "worker": {"types", "config", "models", "sampling", "attention", "layers", "parallel", "quant"},
+    "frontend": {"types", "config", "core"},
+    "bench": {"types", "config", "core", "worker", "frontend", "build", "llm"},
+    "build": {"types", "config", "core", "worker", "models", "sampling", "attention", "layers", "parallel", "frontend"},
+    "engine_process": {"types", "core", "frontend", "build"},
+    "llm": {"types", "config", "frontend", "build"},
+    "cli": {"types", "config", "frontend", "build", "llm", "models", "worker", "bench"},
+}  # fmt: skip
+NO_TORCH = {"types", "config", "core", "frontend"}  # at run time; cli imports it only inside functions
+ENVIRONMENT = {"config", "cli"}
+
+
+def part_of(path: Path) -> str:
+    return path.relative_to(SRC).parts[0].removesuffix(".py")
+
+
+def imports(tree: ast.AST) -> list[str]:
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{node.module}.{alias.name}" for alias in node.names]
+    return names
+
+
+@pytest.mark.parametrize("path", sorted(SRC.rglob("*.py")), ids=lambda p: str(p.relative_to(SRC)))
+def test_imports_follow_the_table(path: Path) -> None:
+    part = part_of(path)
+    if part in ("__init__", "__main__"):
+        return
+    tree = ast.parse(path.read_text())
+    for name in imports(tree):
+        top, _, rest = name.partition(".")
+        if top == "quire" and rest:
+            target = rest.split(".")[0]
+            allowed = target == part or target in MAY_IMPORT[part] or target == "__version__"
+            assert allowed, f"{part} must not import quire.{target}"
+        assert not (top in ("torch", "triton") and part in NO_TORCH), f"{part} must not import {top}"
+        assert not (top == "transformers"), "no transformers at run time"
+    if part not in ENVIRONMENT:
+        reads = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")]
+        assert not reads, f"{part} must not read the environment"
+
+
+def test_host_side_starts_without_torch() -> None:
+    code = (
+        "import sys, quire, quire.core.engine, quire.frontend.client, quire.cli.main, quire.bench.host; "
+        "assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

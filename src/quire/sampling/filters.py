@@ -77,8 +77,8 @@ def _mass(x: Tensor, top: Tensor, cutoff: Tensor) -> Tensor:
 
 
 def _needed(total: Tensor, p: Tensor) -> Tensor:
-    """The mass that top_p asks for; a part in 10^9 is forgiven, which absorbs the rounding of p."""
-    return (total * (p - 1e-9)).ceil_().to(torch.int64).clamp_(min=1)
+    """The mass that top_p asks for; a part in 10^6 is forgiven, about the rounding of float32 logits."""
+    return (total * (p - 1e-6)).ceil_().to(torch.int64).clamp_(min=1)
 
 
 def _by_candidates(

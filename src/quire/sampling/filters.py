@@ -1,0 +1,143 @@
+"""min_p, top_k and top_p as one number per row: the smallest logit that may still be drawn.
+
+A row keeps the tokens with `x >= cutoff`, so tokens of equal logit are kept or dropped together and
+nothing depends on the order of a sort. min_p comes first, then top_k, then top_p over what is left.
+
+Small top_k: the k best values (`topk`) hold the answer. Otherwise: bisection over the integer image of
+float32, which has the order of the floats; 32 halvings are exact. Neither sorts the vocabulary.
+Probability mass is counted in integers of 2^-40 of the top token's, so sums are exact in any order and
+a row's cutoff does not depend on the rows beside it.
+Sources: top-k, Fan et al. (arXiv:1805.04833); top-p, Holtzman et al. (arXiv:1904.09751); min-p, Nguyen
+et al. (arXiv:2407.01082).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.sampling.columns import Gathered, rows_where
+
+MAX_CANDIDATES = 1024  # top_k up to this is found by `topk`
+_FIRST_TRY = 256  # candidates looked at on the CPU before a search over all tokens
+_UNIT = 2.0**40
+_SIGN_FREE = (1 << 31) - 1
+_LOWEST = torch.finfo(torch.float32).min
+
+
+@dataclass(slots=True)
+class FilterFlags:
+    """Host copies of what decides the work of a step, one entry per slot or per row."""
+
+    top_k: np.ndarray  # int64, 0: off
+    top_p: np.ndarray  # bool
+    min_p: np.ndarray  # bool
+
+    @classmethod
+    def empty(cls, num_slots: int) -> FilterFlags:
+        return cls(
+            np.zeros(num_slots, np.int64), np.zeros(num_slots, np.bool_), np.zeros(num_slots, np.bool_)
+        )
+
+    def at(self, index: np.ndarray) -> FilterFlags:
+        return FilterFlags(self.top_k[index], self.top_p[index], self.min_p[index])
+
+    @property
+    def any(self) -> bool:
+        return bool(self.top_k.any() or self.top_p.any() or self.min_p.any())
+
+
+def cutoffs(x: Tensor, flags: FilterFlags, columns: Gathered) -> Tensor:
+    """float32 [rows, 1]: tokens of `x` [rows, vocab] below it are out. `x` holds no nan and no +inf."""
+    top = x.amax(1, keepdim=True).clamp_(min=_LOWEST)  # finite, also where all tokens are masked
+    cutoff = top + columns.float32("log_min_p").unsqueeze(1)  # [rows, 1]; -inf where min_p is off
+    small_k = (flags.top_k > 0) & (flags.top_k <= MAX_CANDIDATES)
+    if small_k.any():
+        rows = rows_where(small_k, x.device)
+        k = columns.int64("top_k")[rows].unsqueeze(1)
+        p = columns.float64("top_p")[rows].unsqueeze(1)
+        most, with_p = int(flags.top_k[small_k].max()), bool(flags.top_p[small_k].any())
+        cutoff[rows] = _by_candidates(x[rows], top[rows], cutoff[rows], k, p, most, with_p)
+    wide = ~small_k & (flags.top_p | (flags.top_k > 0))
+    if wide.any():
+        rows = rows_where(wide, x.device)
+        k = columns.int64("top_k")[rows].unsqueeze(1)
+        p = columns.float64("top_p")[rows].unsqueeze(1)
+        chosen = flags.at(wide)
+        cutoff[rows] = _by_search(x[rows], top[rows], cutoff[rows], k, p, chosen)
+    return cutoff
+
+
+def _mass(x: Tensor, top: Tensor, cutoff: Tensor) -> Tensor:
+    """Unnormalised probability of the tokens that are kept, in units of 2^-40 of the top token's."""
+    return torch.where(x >= cutoff, ((x - top).exp_() * _UNIT).to(torch.int64), 0)
+
+
+def _needed(total: Tensor, p: Tensor) -> Tensor:
+    """The mass that top_p asks for; a part in 10^6 is forgiven, about the rounding of float32 logits."""
+    return (total * (p - 1e-6)).ceil_().to(torch.int64).clamp_(min=1)
+
+
+def _by_candidates(
+    x: Tensor, top: Tensor, cutoff: Tensor, k: Tensor, p: Tensor, most: int, with_p: bool
+) -> Tensor:
+    """Rows with 0 < k <= most, `most` being the largest k among them."""
+    most = min(most, x.shape[1])
+    best = x.topk(most).values  # [rows, most], descending
+    cutoff = torch.maximum(cutoff, best.gather(1, k.clamp(max=most) - 1))
+    if not with_p:
+        return cutoff
+    mass = _mass(best, top, cutoff)
+    # Tokens that equal the k-th best are kept too, even where they are more than the candidates.
+    ties = (x == cutoff).sum(1, keepdim=True) - (best == cutoff).sum(1, keepdim=True)
+    total = mass.sum(1, keepdim=True) + ties * _mass(cutoff, top, cutoff)
+    reached, _ = _reach(best, mass, _needed(total, p))
+    return torch.maximum(cutoff, torch.where(p < 1, reached, cutoff))
+
+
+def _reach(best: Tensor, mass: Tensor, need: Tensor) -> tuple[Tensor, Tensor]:
+    """The candidate whose cumulated mass reaches `need` (else the last one), and whether there is one."""
+    short = (mass.cumsum(1) < need).sum(1, keepdim=True)
+    return best.gather(1, short.clamp(max=best.shape[1] - 1)), short < best.shape[1]
+
+
+def _by_search(x: Tensor, top: Tensor, cutoff: Tensor, k: Tensor, p: Tensor, flags: FilterFlags) -> Tensor:
+    """Rows with top_p alone, or with a top_k beyond the candidates."""
+    if flags.top_k.any():
+        everything = torch.where(k > 0, k, x.shape[1]).clamp(max=x.shape[1])
+        cutoff = torch.maximum(cutoff, _bisect(x, None, everything, top))
+    if not flags.top_p.any():
+        return cutoff
+    mass = _mass(x, top, cutoff)
+    need = _needed(mass.sum(1, keepdim=True), p)
+    reached = None
+    if x.device.type == "cpu":  # asking whether the first candidates are enough costs no wait here
+        best = x.topk(min(_FIRST_TRY, x.shape[1])).values
+        reached, found = _reach(best, _mass(best, top, cutoff), need)
+        if not bool((found | (p >= 1)).all()):
+            reached = None
+    if reached is None:
+        reached = _bisect(x, mass, need, top)
+    return torch.maximum(cutoff, torch.where(p < 1, reached, cutoff))
+
+
+def _ordered(bits: Tensor) -> Tensor:
+    """Between float32 bits and integers of the same order, both int64; its own inverse."""
+    return torch.where(bits >= 0, bits, bits ^ _SIGN_FREE)
+
+
+def _bisect(x: Tensor, mass: Tensor | None, need: Tensor, top: Tensor) -> Tensor:
+    """The largest float32 t such that the tokens with x >= t weigh at least `need` (None: one each)."""
+    low = _ordered(torch.full_like(top, float("-inf")).view(torch.int32).long())  # always enough
+    high = _ordered(top.view(torch.int32).long()) + 1  # never enough
+    for _ in range(32):
+        middle = (low + high) >> 1
+        keep = x >= _ordered(middle).to(torch.int32).view(torch.float32)
+        weight = (keep if mass is None else torch.where(keep, mass, 0)).sum(1, keepdim=True)
+        enough = weight >= need
+        low = torch.where(enough, middle, low)
+        high = torch.where(enough, high, middle)
+    return _ordered(low).to(torch.int32).view(torch.float32)

@@ -1,0 +1,40 @@
+"""Log-probabilities of given tokens, of the most likely ones, and ranks, from unprocessed logits.
+
+Everything follows from the row's log-sum-exp in float32, so only [rows, 1 + k] values are normalised.
+Rows are taken in pieces, so that scoring a long prompt does not hold a float32 copy of all its logits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+Logprobs = tuple[Tensor, Tensor, Tensor]  # ids int32 [n, 1+k], values float32 [n, 1+k], ranks int32 [n]
+
+_PIECE_ELEMENTS = 1 << 26  # 256 MB of float32
+
+
+def score(logits: Tensor, targets: Tensor, k: int) -> Logprobs:
+    """Column 0 is the target, then the k most likely tokens in descending order; rank 1 is the top."""
+    rows, vocab = logits.shape
+    piece = max(1, _PIECE_ELEMENTS // vocab)
+    if rows <= piece:
+        return _score(logits, targets, min(k, vocab))
+    parts = [
+        _score(part, wanted, min(k, vocab)) for part, wanted in zip(logits.split(piece), targets.split(piece))
+    ]
+    ids, values, ranks = zip(*parts)
+    return torch.cat(ids), torch.cat(values), torch.cat(ranks)
+
+
+def _score(logits: Tensor, targets: Tensor, k: int) -> Logprobs:
+    logits = logits.float()  # [n, vocab]
+    ids = targets.unsqueeze(1)  # [n, 1]
+    chosen = logits.gather(1, ids)
+    ranks = (logits > chosen).sum(1, dtype=torch.int32) + 1
+    values = chosen
+    if k:
+        top_values, top_ids = logits.topk(k)  # [n, k]
+        ids, values = torch.cat((ids, top_ids), 1), torch.cat((chosen, top_values), 1)
+    values = values - logits.logsumexp(1, keepdim=True)
+    return ids.to(torch.int32), values, ranks

@@ -1,0 +1,60 @@
+"""Counter-based sampling noise: a pure function of (request seed, position, vocabulary index).
+
+Nothing else enters: not the batch, the rank, the step partition or an earlier draw, so a request
+gives the same tokens alone, in a crowd, after preemption and on every rank. The hash uses 32-bit
+integer operations only, so its bits agree on every device; a Triton kernel can repeat it in uint32.
+
+    mix(x):  x ^= x >> 16; x *= 0x7FEB352D; x ^= x >> 15; x *= 0x846CA68B; x ^= x >> 16
+    k0   = mix(mix(mix(lo ^ 0x9E3779B9) ^ hi) ^ position)    lo, hi: halves of the 64-bit seed
+    k1   = mix(mix(mix(lo ^ 0x3C6EF372) ^ hi) ^ position)
+    bits = mix(mix(v ^ k0) ^ k1)                             v: vocabulary index
+    u    = min(float32(bits & 0x7FFFFFFF) + 0.5, 2^31 - 128) / 2^31
+    g    = -log(-log1p(-u))                                  in float32
+
+`>>` is the logical shift. A high g comes from a small u, where float32 is dense: the upper tail, which
+decides the draw, is resolved to 2^-32 and ties between tokens hardly ever occur.
+Sources: Gumbel-max, Gumbel (1954), Maddison et al. (arXiv:1411.0030); counter-based random numbers,
+Salmon et al. (SC 2011); the constants of `mix` ("lowbias32"), Chris Wellons, hash-prospector.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+_MULTIPLY_1 = 0x7FEB352D
+_MULTIPLY_2 = 0x846CA68B - (1 << 32)  # as a signed 32-bit number
+_STREAM_0 = 0x9E3779B9 - (1 << 32)
+_STREAM_1 = 0x3C6EF372
+_MASK_15 = (1 << 17) - 1  # what a logical shift by 15 leaves of 32 bits
+_MASK_16 = (1 << 16) - 1
+_MASK_31 = (1 << 31) - 1
+_LARGEST = float(2**31 - 128)  # keeps u below 1: the largest float32 under 2^31
+
+
+def mix_(x: Tensor) -> Tensor:
+    """The 32-bit mixing function, in place on an int32 tensor (multiplication wraps)."""
+    x ^= (x >> 16).bitwise_and_(_MASK_16)
+    x *= _MULTIPLY_1
+    x ^= (x >> 15).bitwise_and_(_MASK_15)
+    x *= _MULTIPLY_2
+    x ^= (x >> 16).bitwise_and_(_MASK_16)
+    return x
+
+
+def row_keys(seed_low: Tensor, seed_high: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Two int32 keys per row, from the int32 halves of the seed and int32 positions."""
+    k0 = mix_(mix_(mix_(seed_low ^ _STREAM_0) ^ seed_high) ^ positions)  # [rows]
+    k1 = mix_(mix_(mix_(seed_low ^ _STREAM_1) ^ seed_high) ^ positions)  # [rows]
+    return k0, k1
+
+
+def noise_bits(k0: Tensor, k1: Tensor, vocab_ids: Tensor) -> Tensor:
+    """int32 hash bits; `k0`, `k1` and the int32 `vocab_ids` broadcast against each other."""
+    return mix_(mix_(vocab_ids ^ k0) ^ k1)
+
+
+def gumbel(k0: Tensor, k1: Tensor, vocab_ids: Tensor) -> Tensor:
+    """Standard Gumbel noise, float32, of the broadcast shape of the arguments."""
+    bits = noise_bits(k0, k1, vocab_ids).bitwise_and_(_MASK_31)
+    u = bits.float().add_(0.5).clamp_(max=_LARGEST).mul_(2.0**-31)
+    return u.neg_().log1p_().neg_().log_().neg_()

@@ -1,0 +1,155 @@
+"""The sampler: logits of a batch to one token per row, for any mix of sampling parameters.
+
+Owns the sampling columns of every slot. Order, as in vLLM: log-probabilities of the raw logits; grammar
+mask; allowed ids, bad words, min tokens, bias, penalties; temperature; min_p, top_k, top_p; draw.
+Which of these a step needs is read from host columns, so unused features cost nothing. No call waits
+for the device, and a row's token depends on that row alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from quire.sampling.columns import Gathered, SlotTable, TokenColumns, rows_where
+from quire.sampling.filters import FilterFlags, cutoffs
+from quire.sampling.logprobs import Logprobs, score
+from quire.sampling.masks import apply_mask
+from quire.sampling.noise import gumbel, row_keys
+from quire.sampling.processors import all_processors
+from quire.types import EngineRequest
+
+_COLUMNS = ("temperature", "top_k", "top_p", "log_min_p", "seed_low", "seed_high")
+_NONE = -1  # no log-probabilities wanted
+
+
+@dataclass(slots=True)
+class SampleOutput:
+    """Device tensors of one step. `logprobs` rows that did not ask for any hold zeros."""
+
+    tokens: Tensor  # int32 [n]
+    logprobs: Logprobs | None
+
+
+class Sampler:
+    def __init__(self, columns: TokenColumns, vocab_size: int, num_slots: int, device: torch.device) -> None:
+        self._columns = columns
+        self._table = SlotTable(_COLUMNS, num_slots, device)
+        self._processors = all_processors(columns, vocab_size, num_slots, device)
+        self._device = device
+        self._vocab_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
+        # What each slot uses, on the host.
+        self._greedy = np.ones(num_slots, dtype=np.bool_)
+        self._processed = np.zeros(num_slots, dtype=np.bool_)
+        self._logprobs = np.full(num_slots, _NONE, dtype=np.int64)
+        self._filters = FilterFlags.empty(num_slots)
+
+    def admit(self, slot: int, request: EngineRequest) -> None:
+        """Stage the parameters of the request that takes `slot`, on the host."""
+        params = request.params
+        self._greedy[slot] = params.greedy
+        used = [processor.add(slot, request) for processor in self._processors]
+        self._processed[slot] = any(used)
+        self._logprobs[slot] = _NONE if params.logprobs is None else params.logprobs
+        self._filters.top_k[slot] = max(0, params.top_k)
+        self._filters.top_p[slot] = params.top_p < 1
+        self._filters.min_p[slot] = params.min_p > 0
+        low, high = (int(half) for half in np.array([request.seed], dtype=np.int64).view(np.int32))
+        self._table.stage(
+            slot,
+            {
+                "temperature": 1.0 if params.greedy else float(params.temperature),
+                "top_k": max(0, params.top_k),
+                "top_p": float(params.top_p),
+                "log_min_p": math.log(params.min_p) if params.min_p > 0 else -math.inf,
+                "seed_low": low,
+                "seed_high": high,
+            },
+        )
+
+    def flush(self) -> None:
+        """Send what is staged to the device; call before `sample` in every step that admits."""
+        self._table.flush()
+        for processor in self._processors:
+            processor.flush()
+
+    def sample(
+        self, logits: Tensor, slots_host: np.ndarray, slots: Tensor, mask: Tensor | None = None
+    ) -> SampleOutput:
+        """One token for each row of `logits` [n, vocab], which stays as it is.
+
+        `slots` is the device's copy of `slots_host`; `mask` int32 [n, ceil(vocab / 32)] has a bit per
+        allowed token.
+        """
+        x = logits
+        if mask is not None or self._processed[slots_host].any():
+            x = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+            if mask is not None:
+                apply_mask(x, mask)
+            for processor in self._processors:
+                processor.apply(x, slots_host, slots)
+        tokens = self._choose(x, slots_host, slots)
+        return SampleOutput(tokens.to(torch.int32), self._score(logits, tokens, slots_host))
+
+    def prompt_logprobs(self, logits: Tensor, targets: Tensor, k: int) -> Logprobs:
+        """Log-probabilities of the given tokens int64 [m] under `logits` [m, vocab], and the top k."""
+        return score(logits, targets, k)
+
+    def _choose(self, x: Tensor, slots_host: np.ndarray, slots: Tensor) -> Tensor:
+        """int64 [n]: the greedy choice of every row, overwritten by a draw where one is wanted."""
+        drawn = ~self._greedy[slots_host]
+        if drawn.all():
+            return self._draw(x, slots_host, slots)
+        if self._device.type == "cpu":
+            x = x.float()  # argmax over bfloat16 is several times slower there than the conversion
+        tokens = x.argmax(1)
+        if drawn.any():
+            rows = rows_where(drawn, self._device)
+            tokens[rows] = self._draw(x[rows], slots_host[drawn], slots[rows])
+        return tokens
+
+    def _draw(self, x: Tensor, slots_host: np.ndarray, slots: Tensor) -> Tensor:
+        """Gumbel-max over the tokens that the filters keep: argmax of logit / temperature + noise."""
+        columns = self._table.gather(slots)
+        x = x / columns.float32("temperature").unsqueeze(1)  # float32 [r, vocab]
+        x.nan_to_num_(nan=-math.inf, posinf=torch.finfo(torch.float32).max, neginf=-math.inf)
+        k0, k1 = self._keys(columns, slots)
+        flags = self._filters.at(slots_host)
+        if not flags.any:
+            return (x + gumbel(k0.unsqueeze(1), k1.unsqueeze(1), self._vocab_ids)).argmax(1)
+        keep = x >= cutoffs(x, flags, columns)
+        if self._device.type == "cpu":  # counting what is kept costs no wait here
+            return _argmax_of_kept(x, keep, k0, k1)
+        noisy = x + gumbel(k0.unsqueeze(1), k1.unsqueeze(1), self._vocab_ids)
+        return noisy.masked_fill_(~keep, -math.inf).argmax(1)
+
+    def _keys(self, columns: Gathered, slots: Tensor) -> tuple[Tensor, Tensor]:
+        position = self._columns.num_tokens[slots]
+        return row_keys(columns.int32("seed_low"), columns.int32("seed_high"), position)
+
+    def _score(self, logits: Tensor, tokens: Tensor, slots_host: np.ndarray) -> Logprobs | None:
+        wanted = self._logprobs[slots_host]
+        if (wanted == _NONE).all():
+            return None
+        rows = rows_where(wanted != _NONE, self._device)
+        part = score(logits[rows], tokens[rows], int(wanted.max()))
+        if isinstance(rows, slice):
+            return part
+        ids, values, ranks = (t.new_zeros((len(wanted), *t.shape[1:])) for t in part)
+        ids[rows], values[rows], ranks[rows] = part
+        return ids, values, ranks
+
+
+def _argmax_of_kept(x: Tensor, keep: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
+    """The same draw with noise for the kept tokens only; their number is read, so for the CPU."""
+    row, token = keep.nonzero(as_tuple=True)
+    noisy = x[row, token] + gumbel(k0[row], k1[row], token.to(torch.int32))
+    best = torch.full_like(x[:, 0], -math.inf).scatter_reduce_(0, row, noisy, "amax")  # [r]
+    vocab = x.shape[1]
+    first = torch.where(noisy == best[row], token, vocab)
+    # Of equals the lowest token, as argmax does; token 0 where nothing is kept.
+    return torch.full_like(best, vocab, dtype=torch.int64).scatter_reduce_(0, row, first, "amin") % vocab

@@ -1,0 +1,54 @@
+"""What a model folder says about generation: `generation_config.json`, in the words of SamplingParams."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from quire.types import ModelError
+
+_NAMES = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "top_k": "top_k",
+    "min_p": "min_p",
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; an empty one where the file is missing."""
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return found
+
+
+def load_generation_defaults(folder: Path) -> dict[str, Any]:
+    """The model's own sampling defaults by SamplingParams name; empty for a model that has none.
+
+    `do_sample: false` is not read as temperature 0: published configs leave it at its default by accident.
+    """
+    if not folder.is_dir():
+        return {}
+    config = read_json(folder / "generation_config.json")
+    return {ours: config[theirs] for theirs, ours in _NAMES.items() if config.get(theirs) is not None}
+
+
+def load_eos_ids(folder: Path) -> list[int]:
+    """End-of-sequence ids: of `generation_config.json`, or where it has none of `config.json`."""
+    for name in ("generation_config.json", "config.json"):
+        eos = read_json(folder / name).get("eos_token_id")
+        if eos is not None:
+            ids = eos if isinstance(eos, list) else [eos]
+            if any(not isinstance(i, int) or isinstance(i, bool) for i in ids):
+                raise ModelError(f"eos_token_id in {folder / name} must be an integer or a list of integers")
+            return ids
+    return []

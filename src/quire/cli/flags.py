@@ -13,6 +13,33 @@ from collections.abc import Callable, Collection
 from dataclasses import fields
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from quire.types import SamplingParams
+
+_SAMPLING_HELP = {
+    "n": "answers to each prompt",
+    "temperature": "0 is greedy; higher is more varied",
+    "top_k": "draw from the k most likely tokens only (0: all)",
+    "top_p": "draw from the most likely tokens that together have this probability",
+    "min_p": "leave out tokens less likely than this share of the most likely one",
+    "repetition_penalty": "above 1: tokens of prompt and answer become less likely",
+    "presence_penalty": "above 0: tokens of the answer become less likely",
+    "frequency_penalty": "as presence_penalty, for each time the token occurs",
+    "seed": "seed of the answer: the same seed gives the same tokens",
+    "max_tokens": "longest answer in tokens",
+    "min_tokens": "shortest answer in tokens",
+    "stop": "end the answer before this text (may be repeated)",
+    "stop_token_ids": "end the answer after this token id (may be repeated)",
+    "include_stop_str_in_output": "keep the stop text in the answer",
+    "ignore_eos": "go on after the end-of-sequence token",
+    "logit_bias": 'added to logits, by token id: {"42": -5}',
+    "allowed_token_ids": "only these token ids may be chosen (may be repeated)",
+    "bad_words": "never write this word (may be repeated)",
+    "logprobs": "log-probabilities of this many alternatives for each token",
+    "prompt_logprobs": "the same for the tokens of the prompt",
+    "skip_special_tokens": "leave special tokens out of the text",
+    "spaces_between_special_tokens": "put spaces between special tokens",
+}
+
 
 def add_flags(parser: argparse.ArgumentParser, title: str, cls: type, skip: Collection[str] = ()) -> None:
     """Add a group of flags, one for each field of the dataclass `cls` that is not in `skip`."""
@@ -21,17 +48,23 @@ def add_flags(parser: argparse.ArgumentParser, title: str, cls: type, skip: Coll
     for f in fields(cls):
         if f.name in skip:
             continue
-        names = [f"--{f.name.replace('_', '-')}"]
-        if "_" in f.name:
-            names.append(f"--{f.name}")
-        group.add_argument(
-            *names, dest=f.name, default=argparse.SUPPRESS, help=f.metadata.get("help", ""), **_options(hints[f.name])
-        )
+        flag = _flag(cls, f.name)
+        names = [f"--{flag.replace('_', '-')}"]
+        if "_" in flag:
+            names.append(f"--{flag}")
+        help = f.metadata.get("help") or _SAMPLING_HELP.get(f.name, "")
+        group.add_argument(*names, dest=flag, default=argparse.SUPPRESS, help=help, **_options(hints[f.name]))
 
 
 def given(args: argparse.Namespace, cls: type) -> dict[str, Any]:
     """The fields of `cls` for which a flag was given."""
-    return {f.name: getattr(args, f.name) for f in fields(cls) if hasattr(args, f.name)}
+    flags = {f.name: _flag(cls, f.name) for f in fields(cls)}
+    return {name: getattr(args, flag) for name, flag in flags.items() if hasattr(args, flag)}
+
+
+def _flag(cls: type, name: str) -> str:
+    """The engine's seed is --seed; one request's own is --sampling-seed."""
+    return "sampling_seed" if cls is SamplingParams and name == "seed" else name
 
 
 def _options(hint: Any) -> dict[str, Any]:

@@ -1,0 +1,146 @@
+"""The switch matrix's machinery: a fixed set of requests, engines under any settings, random loads.
+
+Requests are the same in every run, so each is decoded alone once (the expectation) and then under every
+mix of switches, arrivals and page pools. Used by the tests on the CPU and on a GPU.
+"""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import quire.build
+from quire.build import build_engine
+from quire.config import EngineConfig
+from quire.core.engine import Engine
+from quire.types import EngineRequest, SamplingParams
+
+MAX_LEN = 128
+# What is varied, each with its values; the first is the default.
+SWITCHES: dict[str, tuple[Any, ...]] = {
+    "batching": ("continuous", "static"),
+    "kv_layout": ("paged", "contiguous", "none"),
+    "block_size": (16, 1, 5),
+    "chunked_prefill": (None, True, False),
+    "max_num_batched_tokens": (None, 8, 48),
+    "prefix_caching": (None, True, False),
+    "eviction": ("lru", "fifo"),
+    "scheduling_policy": ("fcfs", "priority"),
+    "overlap": (True, False),
+    "max_num_seqs": (8, 1, 3),
+    "pages": ("plenty", "tight"),  # not a field: how much kv_cache_memory there is
+}
+_ALONE = {"overlap": False, "max_num_seqs": 1, "kv_layout": "contiguous", "prefix_caching": False}
+
+
+def legal(settings: dict[str, Any]) -> bool:
+    """Whether the combination is one that the engine accepts (the refusals have tests of their own)."""
+    none = settings["kv_layout"] == "none"
+    if none and (settings["chunked_prefill"] or settings["prefix_caching"]):
+        return False
+    whole = settings["chunked_prefill"] is False or none
+    return not (whole and settings["max_num_batched_tokens"])
+
+
+def defaults() -> dict[str, Any]:
+    return {name: values[0] for name, values in SWITCHES.items()}
+
+
+class Bench:
+    """One model, shared by the engines of all settings."""
+
+    def __init__(self, model: str, device: str = "cpu", dtype: str = "float32") -> None:
+        self._base = {"model": model, "device": device, "dtype": dtype, "max_model_len": MAX_LEN}
+        self._loaded: Any = None
+        self._original = quire.build.load_model
+        self.requests = make_requests(random.Random(7))
+        engine = self.engine({**defaults(), **_ALONE})
+        self.token_bytes = self.info.block_bytes // self.info.block_size
+        self.expected = {}
+        for request in self.requests:
+            engine.add(request)
+            self.expected[request.id] = drain(engine)[request.id]
+        assert any(len(tokens) > 20 for tokens in self.expected.values())
+
+    def engine(self, settings: dict[str, Any]) -> Engine:
+        settings = dict(settings)
+        pages = settings.pop("pages", "plenty")
+        if pages == "tight":  # room for one longest request, and a little more: preemption is forced
+            layers = 1 if settings["kv_layout"] != "none" else self.num_layers
+            settings["kv_cache_memory"] = (MAX_LEN + 3 * settings["block_size"]) * self.token_bytes // layers
+        else:
+            settings["kv_cache_memory"] = 64 << 20
+        quire.build.load_model = self._load  # type: ignore[assignment]
+        try:
+            engine, self.info = build_engine(EngineConfig(**self._base, **settings, check_invariants=True))
+        finally:
+            quire.build.load_model = self._original
+        return engine
+
+    def _load(self, *args: Any) -> Any:
+        if self._loaded is None:
+            self._loaded = self._original(*args)
+            self.num_layers = len(self._loaded.attention_layers)
+        return self._loaded
+
+    def run(self, settings: dict[str, Any], seed: int) -> Engine:
+        """Random arrivals and aborts under `settings`; raises AssertionError on any difference."""
+        rng = random.Random(seed)
+        engine = self.engine(settings)
+        todo = rng.sample(self.requests, rng.randrange(3, 12))
+        got: dict[str, list[int]] = {}
+        aborted: set[str] = set()
+        ended: set[str] = set()
+        while todo or engine.has_work:
+            while todo and (rng.random() < 0.4 or not engine.has_work):
+                got[todo[-1].id] = []
+                engine.add(todo.pop())
+            if rng.random() < 0.02 and (live := sorted(set(got) - ended)):
+                aborted.add(rng.choice(live))
+                engine.abort(next(iter(aborted - ended)))
+            for output in engine.step():
+                got[output.id] += output.token_ids
+                if output.finish_reason:
+                    assert output.id not in ended
+                    ended.add(output.id)
+        assert ended == set(got)
+        for name, tokens in got.items():
+            want = self.expected[name]
+            want = want[: len(tokens)] if name in aborted else want
+            assert tokens == want, f"{name} differs under {settings} (load {seed})"
+        engine.check()
+        return engine
+
+
+def drain(engine: Engine) -> dict[str, list[int]]:
+    got: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            got.setdefault(output.id, []).extend(output.token_ids)
+    return got
+
+
+def make_requests(rng: random.Random) -> list[EngineRequest]:
+    """Greedy and seeded requests; some share beginnings, some are n answers to one prompt."""
+    shared = [rng.randrange(300, 1500) for _ in range(40)]
+    out = []
+    for i in range(20):
+        prompt = shared[: rng.choice([5, 16, 33, 40])] if i % 2 else []
+        prompt = prompt + [rng.randrange(300, 1500) for _ in range(rng.choice([1, 3, 12, 30]))]
+        greedy = i % 3 == 0
+        params = SamplingParams(
+            temperature=0.0 if greedy else rng.choice([0.7, 1.0]),
+            top_p=rng.choice([1.0, 0.9]),
+            top_k=rng.choice([0, 20]),
+            min_p=rng.choice([0.0, 0.0, 0.05]),
+            repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
+            frequency_penalty=rng.choice([0.0, 0.0, 0.5]),
+            max_tokens=rng.choice([1, 2, 9, 24, 40]),
+            min_tokens=rng.choice([0, 1]),
+            logprobs=rng.choice([None, None, 2]),
+        )
+        out.append(EngineRequest(f"r{i}", prompt, params, [0, 2], [0, 2], seed=rng.randrange(1 << 40), priority=i % 3))
+    for j in range(3):  # n = 3
+        params = SamplingParams(temperature=0.8, max_tokens=12)
+        out.append(EngineRequest(f"n{j}", shared[:33], params, seed=1000 + j))
+    return out

@@ -1,0 +1,73 @@
+"""`Linear`: y = x W^T + b, with W pulled from the checkpoint as one fused matrix.
+
+Several checkpoint tensors (q, k, v; gate, up) become one weight and one product. `cut` splits it over
+the tensor-parallel ranks: "rows" gives each rank a part of every output, "cols" a part of the inputs,
+and then the partial products are summed over the ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from quire.layers.env import Env
+from quire.quant.base import UNQUANTISED, Part, QuantMethod
+
+Cut = Literal["rows", "cols"] | None
+
+
+class Linear:
+    """One product for all of `names` (without `.weight`/`.bias`), whose outputs are concatenated.
+
+    With one name and several `out_features` the tensor holds them all, one after the other.
+    `transposed` is for checkpoints that store [inputs, outputs].
+    """
+
+    def __init__(
+        self,
+        env: Env,
+        names: str | list[str],
+        in_features: int,
+        out_features: int | list[int],
+        bias: bool = False,
+        cut: Cut = None,
+        transposed: bool = False,
+        method: QuantMethod = UNQUANTISED,
+    ) -> None:
+        names = [names] if isinstance(names, str) else names
+        outs = [out_features] if isinstance(out_features, int) else out_features
+        parallel = env.parallel
+        cols = parallel.cut(in_features) if cut == "cols" else slice(0, in_features)
+        parts: list[Part] = []
+        offset = 0
+        for i, out in enumerate(outs):
+            rows = parallel.cut(out) if cut == "rows" else slice(0, out)
+            if len(names) == 1:
+                shape = (sum(outs), in_features)
+                parts.append(
+                    Part(names[0] + ".weight", shape, slice(offset + rows.start, offset + rows.stop), cols, transposed)
+                )
+                offset += out
+            else:
+                parts.append(Part(names[i] + ".weight", (out, in_features), rows, cols, transposed))
+        self.in_features = cols.stop - cols.start
+        self.out_features = sum(part.num_rows for part in parts)
+        self.sums = cut == "cols" and parallel.size > 1
+        self.parallel = parallel
+        has_bias = bias and not (cut == "cols" and parallel.rank > 0)  # a summed bias must count once
+        self.multiply = method.load(env, parts, _load_bias(env, parts) if has_bias else None)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.multiply(x)  # [tokens, out_features]
+        return self.parallel.all_reduce(y) if self.sums else y
+
+
+def _load_bias(env: Env, parts: list[Part]) -> torch.Tensor:
+    bias = torch.empty(sum(part.num_rows for part in parts), device=env.device, dtype=env.dtype)
+    start = 0
+    for part in parts:
+        name = part.name.removesuffix(".weight") + ".bias"
+        bias[start : start + part.num_rows].copy_(env.weights.tensor(name, part.shape[:1], part.rows))
+        start += part.num_rows
+    return bias

@@ -1,0 +1,48 @@
+"""Feed-forward layers: the gated one of Llama and its kin, and the plain one of GPT-2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from quire.layers.env import Env
+from quire.layers.linear import Linear
+
+Activation = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
+ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu}
+
+
+class GatedMLP:
+    """down(act(gate(x)) * up(x)) (arXiv:2002.05202), gate and up in one product."""
+
+    def __init__(
+        self, env: Env, prefix: str, hidden: int, intermediate: int, activation: str, bias: bool = False
+    ) -> None:
+        names = [prefix + "gate_proj", prefix + "up_proj"]
+        self.gate_up = Linear(env, names, hidden, [intermediate, intermediate], bias, cut="rows")
+        self.down = Linear(env, prefix + "down_proj", intermediate, hidden, bias, cut="cols")
+        self.activation = ACTIVATIONS[activation]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(self.activation(gate) * up)
+
+
+class PlainMLP:
+    """project(act(expand(x))), names and layout of GPT-2's Conv1D."""
+
+    def __init__(self, env: Env, prefix: str, hidden: int, intermediate: int, activation: str) -> None:
+        self.expand = Linear(env, prefix + "c_fc", hidden, intermediate, True, cut="rows", transposed=True)
+        self.project = Linear(env, prefix + "c_proj", intermediate, hidden, True, cut="cols", transposed=True)
+        self.activation = ACTIVATIONS[activation]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.project(self.activation(self.expand(x)))

@@ -1,0 +1,79 @@
+"""Rotary position embeddings (RoFormer, arXiv:2104.09864), with the ways to stretch them.
+
+All angles are computed once, in fp32, for every position that can occur. A step looks its positions up
+once (`lookup`); layers only multiply (`rotate`). Halves are rotated against each other, not
+neighbouring pairs: that is how Hugging Face checkpoints store q and k.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from quire.layers.rope_params import RopeParams
+
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cos, sin of one step, each [tokens, 1, dim]
+
+
+class Rope:
+    """cos and sin tables for `max_len` positions."""
+
+    def __init__(self, params: RopeParams, dim: int, max_len: int, device: torch.device, dtype: torch.dtype) -> None:
+        positions = torch.arange(max_len, dtype=torch.float32, device=device)
+        angles = torch.outer(positions, inverse_frequencies(params, dim).to(device))  # [max_len, dim / 2]
+        table = torch.cat((angles.cos(), angles.sin()), -1) * params.attention_factor
+        self.table = table.to(dtype)  # [max_len, dim]: cos | sin
+
+    def lookup(self, positions: torch.Tensor) -> Rotation:
+        """cos and sin for a step's tokens, in the form that `rotate` needs."""
+        cos, sin = self.table[positions].unsqueeze(1).chunk(2, -1)
+        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Turn each head of x [tokens, heads, dim]: (a, b) -> (a cos - b sin, b cos + a sin)."""
+    cos, sin = rotation
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def inverse_frequencies(params: RopeParams, dim: int) -> torch.Tensor:
+    """Angle per position of each pair of dimensions, [dim / 2].
+
+    default: theta^(-2i/dim). linear: divided by the factor (arXiv:2306.15595). dynamic: default within
+    the original context, which is all that is served. llama3: long waves divided by the factor, short
+    ones kept, smooth between (Llama 3.1). yarn: the same idea over dimensions (arXiv:2309.00071).
+    """
+    plain = 1.0 / params.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
+    if params.kind in ("default", "dynamic"):
+        return plain
+    if params.kind == "linear":
+        return plain / params.factor
+    if params.kind == "llama3":
+        keep = _llama3_keep(params, plain)
+    elif params.kind == "yarn":
+        keep = _yarn_keep(params, dim)
+    else:
+        raise ValueError(f"unknown rope kind {params.kind!r}")
+    return keep * plain + (1 - keep) * plain / params.factor
+
+
+def _llama3_keep(params: RopeParams, plain: torch.Tensor) -> torch.Tensor:
+    """1 for waves that fit high_freq_factor times into the original context, 0 below low_freq_factor times."""
+    turns = params.original_max_len * plain / (2 * math.pi)
+    low, high = params.low_freq_factor, params.high_freq_factor
+    return ((turns - low) / (high - low)).clamp(0, 1)
+
+
+def _yarn_keep(params: RopeParams, dim: int) -> torch.Tensor:
+    """1 for dimensions that turn at least beta_fast times in the original context, 0 below beta_slow."""
+
+    def dimension(turns: float) -> float:
+        return dim * math.log(params.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(params.theta))
+
+    low, high = dimension(params.beta_fast), dimension(params.beta_slow)
+    if params.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    ramp = (torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low or 0.001)
+    return 1 - ramp.clamp(0, 1)

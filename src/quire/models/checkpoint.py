@@ -1,0 +1,208 @@
+"""Where weights come from: safetensors files, a GGUF file, or thin air (`DummyCheckpoint`).
+
+Files are memory-mapped and layers pull what they need, so a rank reads only its own part. `finish`
+reports tensors that nobody asked for: a model that ignores a weight would be silently wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from quire.models.spec import ModelSpec
+from quire.types import ModelError
+
+_WHOLE = slice(None)
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+# Buffers that old checkpoints carry along, and the vision half of Gemma 3.
+_HARMLESS = re.compile(
+    r"rotary_emb\.inv_freq$|\battn\.(masked_)?bias$|^(model\.)?(vision_tower|multi_modal_projector)\."
+)
+
+
+class Checkpoint(Protocol):
+    """`Weights` (layers/env.py) with an end."""
+
+    def has(self, name: str) -> bool: ...
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE
+    ) -> torch.Tensor: ...
+
+    def finish(self) -> None:
+        """Raise ModelError naming tensors that were never read, and close the files."""
+        ...
+
+
+def open_checkpoint(
+    path: Path,
+    spec: ModelSpec,
+    load_format: str = "auto",
+    *,
+    device: torch.device | None = None,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Checkpoint:
+    """The weights at `path`, a folder or a .gguf file. device, dtype and seed are for dummy weights only."""
+    if load_format == "dummy":
+        return DummyCheckpoint(seed, device or torch.device("cpu"), dtype)
+    spec.check_quantization()
+    path = Path(path)
+    if path.suffix == ".gguf":
+        from quire.models.gguf import GGUFCheckpoint  # here: most runs need no GGUF reader
+
+        return GGUFCheckpoint(path, spec)
+    return SafetensorsCheckpoint(path, spec.tie_embeddings)
+
+
+# --------------------------------------------------------------------------------------- safetensors
+
+
+class SafetensorsCheckpoint:
+    """One file, or the shards that an index names."""
+
+    def __init__(self, folder: Path, tied: bool) -> None:
+        self.files: dict[Path, Any] = {}
+        self.where: dict[str, Path] = {}
+        self.unread: set[str] = set()
+        self.tied = tied
+        for file, names in _shards(folder).items():
+            handle = self.files[file] = _open(file)
+            present = set(handle.keys())
+            for name in present if names is None else names:
+                if name not in present:
+                    raise ModelError(f"{file} lacks tensor {name}, which the index says it holds")
+                self.where[name] = file
+        self.unread.update(self.where)
+
+    def has(self, name: str) -> bool:
+        return name in self.where
+
+    def tensor(self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE) -> torch.Tensor:
+        if name not in self.where:
+            raise ModelError(f"the checkpoint has no tensor {name} (expected shape {list(shape)})")
+        file = self.where[name]
+        part = self.files[file].get_slice(name)
+        check_shape(name, shape, tuple(part.get_shape()))
+        if part.get_dtype() not in _FLOATS:
+            raise ModelError(f"tensor {name} has dtype {part.get_dtype()}, which is not supported")
+        self.unread.discard(name)
+        try:
+            return part[rows, cols] if len(shape) > 1 else part[rows]
+        except SafetensorError as error:
+            raise ModelError(f"cannot read tensor {name} of {file}: {error}") from error
+
+    def finish(self) -> None:
+        self.files.clear()
+        check_unread(self.unread, self.tied)
+
+
+def _shards(folder: Path) -> dict[Path, list[str] | None]:
+    """The safetensors files of a folder, each with the tensors to take from it (None: all)."""
+    if not folder.is_dir():
+        raise ModelError(f"{folder} is no folder and no .gguf file")
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        shards: dict[Path, list[str] | None] = {}
+        for name, file in _weight_map(index).items():
+            names = shards.setdefault(folder / file, [])
+            assert names is not None
+            names.append(name)
+        for file in shards:
+            if not file.exists():
+                raise ModelError(f"{index} names {file.name}, which is missing")
+        return shards
+    single = folder / "model.safetensors"
+    if single.exists():
+        return {single: None}
+    files = sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith(("consolidated", "adapter")))
+    if files:
+        return dict.fromkeys(files)
+    pickles = sorted(f.name for f in folder.iterdir() if f.suffix in _PICKLES)
+    if pickles:
+        raise ModelError(
+            f"{folder} holds only pickled weights ({pickles[0]}), which can run code when loaded and are not "
+            "read; convert them to safetensors (load with transformers, then save_pretrained)"
+        )
+    raise ModelError(f"{folder} holds no weights (*.safetensors)")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ModelError(f"{index} is not a readable index of shards ({error!r})") from error
+    if not isinstance(found, dict) or not all(isinstance(f, str) and Path(f).name == f for f in found.values()):
+        raise ModelError(f"{index}: weight_map must map tensor names to file names")
+    return found
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(str(file), framework="pt", device="cpu")
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ModelError(f"{file} is not a readable safetensors file, perhaps cut short ({error})") from error
+
+
+def check_shape(name: str, expected: tuple[int, ...], found: tuple[int, ...]) -> None:
+    if tuple(found) != tuple(expected):
+        raise ModelError(f"tensor {name} has shape {list(found)}, but the config asks for {list(expected)}")
+
+
+def check_unread(unread: set[str], tied: bool) -> None:
+    left = sorted(n for n in unread if not _HARMLESS.search(n) and not (tied and n == "lm_head.weight"))
+    if left:
+        more = f" and {len(left) - 3} more" if len(left) > 3 else ""
+        raise ModelError(f"the checkpoint holds tensors that the model does not use: {', '.join(left[:3])}{more}")
+
+
+# --------------------------------------------------------------------------------------------- dummy
+
+
+class DummyCheckpoint:
+    """Random weights in whatever shape is asked for, made on the device that will hold them.
+
+    A tensor repeats one block of normal noise from an offset that its name decides, so the values depend
+    on seed, name and position alone, and eight billion of them cost a copy, not eight billion draws.
+    """
+
+    BLOCK = 4_194_301  # prime: rows of no usual width repeat in step with it
+    STD = 0.02
+
+    def __init__(self, seed: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.seed = seed
+        noise = torch.randn(self.BLOCK, generator=torch.Generator().manual_seed(seed)) * self.STD
+        self.block = noise.to(device, dtype)
+
+    def has(self, name: str) -> bool:
+        return True
+
+    def tensor(self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE) -> torch.Tensor:
+        width = shape[1] if len(shape) > 1 else 1
+        first, last, _ = rows.indices(shape[0])
+        flat = self._run(name, first * width, (last - first) * width)
+        if len(shape) > 1:
+            return flat.view(-1, width)[:, cols]
+        is_norm = name.endswith(".weight")  # the only one-dimensional weights; the rest are biases
+        return flat + 1 if is_norm else flat
+
+    def _run(self, name: str, start: int, length: int) -> torch.Tensor:
+        import zlib
+
+        position = (zlib.crc32(name.encode()) + start) % self.BLOCK
+        out = torch.empty(length, device=self.block.device, dtype=self.block.dtype)
+        done = 0
+        while done < length:
+            count = min(length - done, self.BLOCK - position)
+            out[done : done + count] = self.block[position : position + count]
+            done, position = done + count, 0
+        return out
+
+    def finish(self) -> None:
+        return None

@@ -1,0 +1,128 @@
+"""The skeleton that Llama and its kin share: rotary attention, gated MLP, pre-norms, one residual stream.
+
+A family file says only what is different. The residual is carried beside x, so that every addition can
+be fused with the norm that follows it. Weight names are those of Hugging Face checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from quire.attention.base import ForwardBatch
+from quire.layers.attention import Attention
+from quire.layers.embedding import Embedding, LMHead
+from quire.layers.env import Env, Weights
+from quire.layers.linear import Linear
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import HeadNorm, RMSNorm
+from quire.layers.rope import Rope, Rotation, rotate
+from quire.models.spec import ModelSpec
+
+
+class Model(Protocol):
+    """What a worker needs of a model."""
+
+    spec: ModelSpec
+    attention_layers: list[Attention]  # by index
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        """Hidden states [tokens, hidden]; new K/V go where the batch says."""
+        ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, hidden] -> [n, vocab]."""
+        ...
+
+
+class SelfAttention:
+    """Rotary attention with grouped K/V heads and, where the family has it, a norm on each q and k head."""
+
+    def __init__(self, env: Env, spec: ModelSpec, index: int, prefix: str, norm_offset: float = 0.0) -> None:
+        dim = self.dim = spec.head_dim
+        heads, kv_heads = spec.num_heads // env.parallel.size, spec.num_kv_heads // env.parallel.size
+        self.sizes = [heads + kv_heads, kv_heads]  # heads that are rotated, heads that are not
+        self.qk_sizes = [heads, kv_heads]
+        names = [prefix + "q_proj", prefix + "k_proj", prefix + "v_proj"]
+        outs = [spec.num_heads * dim, spec.num_kv_heads * dim, spec.num_kv_heads * dim]
+        self.qkv = Linear(env, names, spec.hidden_size, outs, spec.qkv_bias, cut="rows")
+        self.o = Linear(env, prefix + "o_proj", outs[0], spec.hidden_size, spec.o_bias, cut="cols")
+        self.qk_norm = None
+        if spec.qk_norm:
+            names_qk = (prefix + "q_norm", prefix + "k_norm")
+            self.qk_norm = HeadNorm(env, names_qk, (heads, kv_heads), dim, spec.norm_eps, norm_offset)
+        self.attention = Attention(
+            env, index, heads, kv_heads, dim, spec.query_scale, spec.windows[index], spec.attn_soft_cap
+        )
+
+    def __call__(self, x: torch.Tensor, rotation: Rotation, batch: ForwardBatch) -> torch.Tensor:
+        qkv = self.qkv(x).view(x.shape[0], -1, self.dim)  # [tokens, heads + 2 kv heads, dim]
+        qk, v = qkv.split(self.sizes, 1)
+        if self.qk_norm is not None:
+            qk = self.qk_norm(qk)
+        q, k = rotate(qk, rotation).split(self.qk_sizes, 1)
+        return self.o(self.attention(q, k, v, batch))
+
+
+class FeedForward(Protocol):
+    """The second half of a layer."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
+
+
+class DecoderLayer:
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, env: Env, spec: ModelSpec, index: int, prefix: str) -> None:
+        self.input_norm = RMSNorm(env, prefix + "input_layernorm", spec.hidden_size, spec.norm_eps)
+        self.attn = SelfAttention(env, spec, index, prefix + "self_attn.")
+        self.post_norm = RMSNorm(env, prefix + "post_attention_layernorm", spec.hidden_size, spec.norm_eps)
+        self.mlp = self.make_mlp(env, spec, index, prefix)
+
+    def make_mlp(self, env: Env, spec: ModelSpec, index: int, prefix: str) -> FeedForward:
+        return GatedMLP(
+            env, prefix + "mlp.", spec.hidden_size, spec.intermediate_size, spec.activation, spec.mlp_bias
+        )
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.input_norm(x, residual)
+        x = self.attn(x, rotation, batch)
+        x, residual = self.post_norm(x, residual)
+        return self.mlp(x), residual
+
+
+class DecoderModel:
+    """Embeddings, layers, final norm, head."""
+
+    layer_class = DecoderLayer
+
+    def __init__(self, env: Env, spec: ModelSpec) -> None:
+        assert spec.rope is not None
+        prefix = find_prefix(env.weights, "embed_tokens.weight", ("model.", ""))
+        self.spec = spec
+        self.embed = Embedding(env, prefix + "embed_tokens", spec.vocab_size, spec.hidden_size)
+        self.rope = Rope(spec.rope, spec.head_dim, spec.max_model_len, env.device, env.dtype)
+        self.layers = [self.layer_class(env, spec, i, f"{prefix}layers.{i}.") for i in range(spec.num_layers)]
+        self.norm = RMSNorm(env, prefix + "norm", spec.hidden_size, spec.norm_eps)
+        tied = self.embed if spec.tie_embeddings else None
+        self.head = LMHead(env, "lm_head", spec.hidden_size, spec.vocab_size, tied, spec.final_soft_cap)
+        self.attention_layers = [layer.attn.attention for layer in self.layers]
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        rotation = self.rope.lookup(batch.positions)
+        x, residual = self.embed(batch.input_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, rotation, batch)
+        return self.norm(x, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)
+
+
+def find_prefix(weights: Weights, name: str, prefixes: tuple[str, ...]) -> str:
+    """The first prefix under which the checkpoint has `name`; if none does, the first, so that the
+    missing tensor is reported by its usual name."""
+    return next((prefix for prefix in prefixes if weights.has(prefix + name)), prefixes[0])

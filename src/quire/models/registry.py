@@ -1,0 +1,24 @@
+"""From a spec to a model: one line per family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from quire.layers.env import Env
+from quire.models.decoder import Model
+from quire.models.llama import LlamaModel
+from quire.models.qwen import QwenModel
+from quire.models.spec import ModelSpec
+from quire.types import ModelError
+
+FAMILIES: dict[str, Callable[[Env, ModelSpec], Model]] = {
+    "llama": LlamaModel,
+    "qwen": QwenModel,
+}
+
+
+def build_model(spec: ModelSpec, env: Env) -> Model:
+    """The model of `spec`, its weights pulled from `env.weights`."""
+    if spec.family not in FAMILIES:
+        raise ModelError(f"{spec.architecture} is not supported yet")
+    return FAMILIES[spec.family](env, spec)

@@ -1,0 +1,76 @@
+"""`ModelSpec`: what a checkpoint's `config.json` says, normalised. Plain data, no torch.
+
+One field per fact, whatever spelling the config used. A model or feature that Quire cannot compute
+exactly is a ModelError that names it, never a guess. Parsing is in models/config_json.py (and, for
+GGUF metadata, models/gguf.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from quire.layers.rope_params import RopeParams
+from quire.types import ModelError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoESpec:
+    """The expert layers of a mixture-of-experts model."""
+
+    num_experts: int
+    top_k: int
+    intermediate_size: int
+    norm_topk: bool  # whether the weights of the chosen experts are scaled to sum to 1
+    sparse: tuple[bool, ...]  # by layer: experts, or one ordinary MLP
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSpec:
+    """A decoder-only transformer, by its numbers."""
+
+    architecture: str  # as in config.json, for messages
+    family: str  # key into models/registry.py
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_model_len: int
+    norm_eps: float
+    activation: str  # silu, gelu, gelu_tanh or relu
+    tie_embeddings: bool
+    dtype: str  # float32, bfloat16 or float16
+    rope: RopeParams | None  # None: learned positions
+    local_rope: RopeParams | None = None  # for layers with a window, where it differs
+    windows: tuple[int | None, ...]  # by layer; a token sees itself and the window - 1 before it
+    qk_norm: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    query_scale: float
+    attn_soft_cap: float | None = None
+    final_soft_cap: float | None = None
+    embedding_scale: float | None = None
+    moe: MoESpec | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    quantization: str | None = None  # how the checkpoint's weights are packed; None: plain numbers
+
+    @staticmethod
+    def from_config(config: dict[str, Any]) -> ModelSpec:
+        """The spec of a `config.json`; ModelError names what is missing or not supported."""
+        from quire.models.config_json import parse_config  # here: that module builds on this one
+
+        return parse_config(config)
+
+    def check_quantization(self) -> None:
+        """Raise ModelError if the weights are packed in a format that Quire does not read."""
+        if self.quantization:
+            raise ModelError(f"quantised checkpoints are not supported yet: {self.quantization}")
+
+    @property
+    def layer_is_sparse(self) -> tuple[bool, ...]:
+        return self.moe.sparse if self.moe else (False,) * self.num_layers

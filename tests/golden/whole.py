@@ -1,0 +1,93 @@
+"""A test-only way to run a model over whole sequences: contiguous attention, no cache, no engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from quire.attention.base import AttentionLayer, ForwardBatch
+from quire.layers.env import Env
+from quire.models.checkpoint import open_checkpoint
+from quire.models.decoder import Model
+from quire.models.load import load_spec
+from quire.models.registry import build_model
+from quire.parallel.parallel import Parallel
+
+
+class WholeSequenceAttention:
+    """Every row starts at position 0, so the keys and values of the step are all there are."""
+
+    name = "whole"
+
+    def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return (num_blocks, block_size, num_kv_heads, head_dim)
+
+    def plan(self, batch: ForwardBatch) -> Any:
+        return None
+
+    def forward(
+        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        outs = []
+        ends = np.cumsum(batch.num_tokens).tolist()
+        for start, end in zip([0, *ends], ends):
+            group = layer.num_heads // layer.num_kv_heads
+            keys = k[start:end].repeat_interleave(group, 1)
+            values = v[start:end].repeat_interleave(group, 1)
+            scores = torch.einsum("qhd,khd->hqk", q[start:end], keys) * layer.scale
+            if layer.soft_cap is not None:
+                scores = torch.tanh(scores / layer.soft_cap) * layer.soft_cap
+            at = torch.arange(end - start)
+            hidden = at[None, :] > at[:, None]
+            if layer.window is not None:
+                hidden |= at[None, :] <= at[:, None] - layer.window
+            probs = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            outs.append(torch.einsum("hqk,khd->qhd", probs, values).flatten(1))
+        return torch.cat(outs)
+
+
+def whole_batch(rows: list[list[int]]) -> ForwardBatch:
+    """A ragged batch of whole sequences."""
+    lengths = np.array([len(row) for row in rows], dtype=np.int32)
+    empty = torch.empty(0, dtype=torch.int64)
+    return ForwardBatch(
+        input_ids=torch.tensor([t for row in rows for t in row]),
+        positions=torch.cat([torch.arange(len(row)) for row in rows]),
+        kv_slots=empty,
+        query_start=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
+        seq_lens=torch.tensor(lengths),
+        block_table=torch.empty(len(rows), 0, dtype=torch.int32),
+        logit_index=empty,
+        kv=[],
+        num_tokens=lengths,
+        seq_bounds=lengths,
+        block_size=1,
+    )
+
+
+def load_model(path: Path, dtype: torch.dtype = torch.float32) -> Model:
+    """The model at `path` on the CPU, every tensor of its checkpoint accounted for."""
+    spec = load_spec(path)
+    weights = open_checkpoint(path, spec)
+    env = Env(weights, Parallel(), WholeSequenceAttention(), torch.device("cpu"), dtype)
+    model = build_model(spec, env)
+    weights.finish()
+    return model
+
+
+@torch.inference_mode()
+def logits_of(model: Model, rows: list[list[int]]) -> list[torch.Tensor]:
+    """Logits of every position, by row."""
+    flat = model.logits(model(whole_batch(rows)))
+    return list(flat.split([len(row) for row in rows]))
+
+
+def greedy(model: Model, prompt: list[int], count: int) -> list[int]:
+    """The `count` most likely next tokens, everything computed anew for each."""
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(logits_of(model, [tokens])[0][-1].argmax()))
+    return tokens[len(prompt) :]

@@ -22,10 +22,12 @@ from quire.core.policy import Policy
 from quire.core.prefix import HashPrefixCache, NoPrefixCache, PrefixCache
 from quire.core.scheduler import Limits, Scheduler
 from quire.core.steplog import StepLog
-from quire.frontend.location import locate
+from quire.frontend.location import locate_model
 from quire.layers.env import Env
 from quire.models.checkpoint import open_checkpoint
-from quire.models.registry import build_model, load_spec
+from quire.models.decoder import Model
+from quire.models.load import load_spec
+from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
 from quire.parallel.parallel import Parallel
 from quire.types import ConfigError, EngineInfo
@@ -42,7 +44,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     """Load the model and wire an engine. Raises ConfigError or ModelError with one sentence for the user."""
     clock = _Phases()
     device = pick_device(config.device)
-    path = locate(config.model, config.revision).path
+    path = locate_model(config.model, config.revision).path
     spec = load_spec(path)
     dtype = pick_dtype(config.dtype, spec.dtype, device)
     asked_len = config.max_model_len
@@ -67,7 +69,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         family=spec.family,
         vocab_size=spec.vocab_size,
         max_model_len=size.max_model_len,
-        eos_ids=list(spec.eos_ids),
+        eos_ids=list(spec.eos_token_ids),
         device=str(device),
         dtype=str(dtype).removeprefix("torch."),
         attention=backend.name,
@@ -125,12 +127,12 @@ def load_model(
     backend: AttentionBackend,
     device: torch.device,
     dtype: torch.dtype,
-):
-    with open_checkpoint(path, spec, config.load_format, config.seed, device) as checkpoint:
-        env = Env(checkpoint, Parallel(), backend, device, dtype)
-        with torch.inference_mode():
-            model = build_model(spec, env)
-        checkpoint.finish()
+) -> Model:
+    """The model with its weights on `device`; every tensor of the checkpoint must have been used."""
+    checkpoint = open_checkpoint(path, spec, config.load_format, device=device, dtype=dtype, seed=config.seed)
+    with torch.inference_mode():
+        model = build_model(spec, Env(checkpoint, Parallel(), backend, device, dtype))
+    checkpoint.finish()
     return model
 
 

@@ -66,12 +66,12 @@ def _machine() -> None:
 
 def _plan(config: EngineConfig) -> None:
     from quire.build import pick_attention, pick_device, pick_dtype
-    from quire.frontend.location import locate
-    from quire.models.registry import load_spec
+    from quire.frontend.location import locate_model
+    from quire.models.load import load_spec
     from quire.worker.sizing import kv_budget, size_kv
 
     device = pick_device(config.device)
-    path = locate(config.model, config.revision).path
+    path = locate_model(config.model, config.revision).path
     spec = load_spec(path)
     dtype = pick_dtype(config.dtype, spec.dtype, device)
     resolved = config.resolved(device.type == "cuda", spec.max_model_len)

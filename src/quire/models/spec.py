@@ -74,3 +74,19 @@ class ModelSpec:
     @property
     def layer_is_sparse(self) -> tuple[bool, ...]:
         return self.moe.sparse if self.moe else (False,) * self.num_layers
+
+    @property
+    def num_parameters(self) -> int:
+        """Parameters of the matrices (norms and biases, a few thousandths of the whole, are left out)."""
+        qkv = self.num_heads + 2 * self.num_kv_heads
+        attention = self.hidden_size * self.head_dim * (qkv + self.num_heads)
+        gated = 2 if self.family == "gpt2" else 3
+        total = self.num_layers * attention
+        for sparse in self.layer_is_sparse:
+            if sparse and self.moe:
+                total += self.moe.num_experts * (gated * self.hidden_size * self.moe.intermediate_size + self.hidden_size)
+            else:
+                total += gated * self.hidden_size * self.intermediate_size
+        positions = self.max_model_len * self.hidden_size if self.rope is None else 0
+        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
+        return total + embeddings + positions

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from quire.attention.base import ForwardBatch
-from quire.models.registry import Model
+from quire.models.decoder import Model
 from quire.types import StepPlan
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quire.models.registry import Model
+from quire.models.decoder import Model
 from quire.sampling.sampler import Sampler
 from quire.types import StepHandle, StepPlan
 from quire.worker.batch import BatchBuilder, Step

@@ -11,7 +11,7 @@ import torch
 
 from quire.attention.base import AttentionBackend
 from quire.config import EngineConfig
-from quire.models.registry import Model
+from quire.models.decoder import Model
 from quire.sampling.sampler import Sampler
 from quire.types import StepPlan
 from quire.worker.batch import BatchBuilder

@@ -1,0 +1,260 @@
+"""`LLM`: text in, text out, in this process or with the engine in one of its own.
+
+Owns a client, a tokenizer and the open requests; the step loop runs while a call waits for its answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+from tqdm import tqdm
+
+from quire.build import build_engine
+from quire.config import EngineConfig
+from quire.frontend.chat import render_chat
+from quire.frontend.client import EngineClient, InProcessClient, ProcessClient
+from quire.frontend.location import locate_model, locate_tokenizer
+from quire.frontend.output import OutputAssembler, RequestState
+from quire.frontend.processor import InputProcessor, Prompt
+from quire.frontend.tokenizer import NoTokenizer, Tokenizer, load_generation_defaults, load_tokenizer
+from quire.types import ConfigError, EngineInfo, RequestError, RequestOutput, SamplingParams, check_field_names
+
+Message = Mapping[str, Any]
+_POLL_S = 1.0
+
+
+class LLM:
+    """A model ready to answer.
+
+    `model` is a folder, a .gguf file, a Hugging Face id, `demo` or `demo-draft`; every field of
+    EngineConfig is a keyword. `engine_process` runs the engine in a process of its own. Raises ModelError
+    or ConfigError, in one sentence, when it cannot start.
+    """
+
+    def __init__(self, model: str = "demo", *, engine_process: bool = False, **settings: Any) -> None:
+        check_field_names(EngineConfig, settings, ConfigError)
+        config = EngineConfig(model=model, **settings)
+        self.config = config
+        self._tokenizer = _tokenizer(config)
+        path = locate_model(config.model, config.revision).path
+        self._client: EngineClient
+        if engine_process:
+            self._client = ProcessClient(config)
+        else:
+            self._client = InProcessClient(*build_engine(config))
+        self.info: EngineInfo = self._client.info
+        eos_ids = list(dict.fromkeys([*self.info.eos_ids, *self._tokenizer.eos_ids]))
+        self._processor = InputProcessor(
+            self._tokenizer,
+            self.info.vocab_size,
+            self.info.max_model_len,
+            eos_ids,
+            config.seed,
+            load_generation_defaults(path),
+        )
+        self._assembler = OutputAssembler()
+        self._count = 0
+
+    # ------------------------------------------------------------------------------- answers
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        priority: Sequence[int] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer all prompts, in their order.
+
+        A prompt is a string, a list of token ids, or {"prompt": ...} or {"prompt_token_ids": ...}.
+        `sampling_params` is one for all or one per prompt; without any, the model's own defaults.
+        Raises RequestError before anything runs if one of them cannot be served.
+        """
+        batch = _as_batch(prompts)
+        states = self._submit(batch, _per_prompt(sampling_params, len(batch), "sampling_params"), priority)
+        bar = _Progress(states, use_tqdm)
+        try:
+            for changed in self._run(states):
+                bar.update(changed)
+        finally:
+            bar.close()
+        return [state.output() for state in states]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation, or several, through the model's chat template."""
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = messages if several else [messages]
+        prompts = [
+            self.chat_prompt(
+                conversation,
+                tools,
+                add_generation_prompt,
+                continue_final_message,
+                chat_template,
+                chat_template_kwargs,
+            )
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+        """The answer as it grows: all so far, each time something is new. Closing the iterator ends it."""
+        states = self._submit([prompt], [sampling_params], None)
+        for _ in self._run(states):
+            yield states[0].output()
+
+    # --------------------------------------------------------------------------- for callers
+
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """A conversation as a prompt of token ids."""
+        text = render_chat(
+            self._tokenizer,
+            messages,
+            tools,
+            add_generation_prompt,
+            continue_final_message,
+            chat_template_kwargs,
+            chat_template=chat_template,
+        )
+        return {"prompt": text, "prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return self._processor.default_params()
+
+    def default_params(self, given: Mapping[str, Any], max_tokens: int) -> SamplingParams:
+        """The model's defaults, a `max_tokens` of its own, and over both what was given."""
+        check_field_names(SamplingParams, dict(given), RequestError)
+        return SamplingParams(**{"max_tokens": max_tokens, **self._processor.defaults, **given})
+
+    def close(self) -> None:
+        """Stop the engine and give its memory back."""
+        self._client.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ------------------------------------------------------------------------------ the work
+
+    def _submit(
+        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], priority: Sequence[int] | None
+    ) -> list[RequestState]:
+        """Check everything, then queue everything: one bad prompt must not leave others running."""
+        priorities = _per_prompt(priority, len(prompts), "priority") if priority is not None else [0] * len(prompts)
+        states, requests = [], []
+        for prompt, param, rank in zip(prompts, params, priorities):
+            self._count += 1
+            name = str(self._count - 1)
+            try:
+                made = self._processor.process(name, prompt, param, rank or 0)
+            except RequestError as error:
+                raise RequestError(f"prompt {len(states)}: {error}" if len(prompts) > 1 else str(error)) from None
+            states.append(RequestState(name, _text_of(prompt), made, self._tokenizer))
+            requests += made
+        for state in states:
+            self._assembler.add(state)
+        for request in requests:
+            self._client.add(request)
+        return states
+
+    def _run(self, states: Sequence[RequestState]) -> Iterator[list[RequestState]]:
+        """Drive the engine until `states` are finished; yields those that changed. Ends them if interrupted."""
+        mine = {id(state) for state in states}
+        open_count = len(states)
+        try:
+            while open_count:
+                applied = self._assembler.apply(self._client.poll(_POLL_S))
+                if applied.aborts:
+                    self._client.abort(applied.aborts)
+                changed = [state for state in applied.changed if id(state) in mine]
+                for state in changed:
+                    if state.error is not None:
+                        raise RequestError(state.error)
+                open_count -= sum(1 for state in changed if state.finished)
+                if changed:
+                    yield changed
+        finally:
+            left = [name for state in states if not state.finished for name in self._assembler.abort(state)]
+            if left:
+                self._client.abort(left)
+
+
+class _Progress:
+    """A bar over prompts, with tokens per second in and out."""
+
+    def __init__(self, states: Sequence[RequestState], shown: bool) -> None:
+        self._bar = tqdm(total=len(states), desc="Generating", unit="prompt", disable=not shown, dynamic_ncols=True)
+        self._shown = shown
+        self._prompt_tokens = 0
+        self._states = states
+
+    def update(self, changed: list[RequestState]) -> None:
+        if not self._shown:
+            return
+        done = [state for state in changed if state.finished]
+        self._prompt_tokens += sum(len(state.prompt_token_ids) for state in done)
+        elapsed = self._bar.format_dict["elapsed"] or 1e-9
+        out = sum(len(answer.token_ids) for state in self._states for answer in state.answers) if done else None
+        if out is not None:
+            text = f"in {self._prompt_tokens / elapsed:.0f} tok/s, out {out / elapsed:.0f} tok/s"
+            self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(len(done))
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+def _tokenizer(config: EngineConfig) -> Tokenizer:
+    if config.skip_tokenizer_init:
+        return NoTokenizer()
+    if config.tokenizer is not None:
+        return load_tokenizer(locate_tokenizer(config.tokenizer, config.revision))
+    return load_tokenizer(locate_model(config.model, config.revision).path)
+
+
+def _as_batch(prompts: Any) -> Sequence[Prompt]:
+    """One prompt or many: a string, an object and a list of integers are one."""
+    if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Sequence):
+        return [prompts]
+    return [prompts] if prompts and isinstance(prompts[0], int) else prompts
+
+
+def _per_prompt(given: Any, count: int, name: str) -> list[Any]:
+    if not isinstance(given, (list, tuple)):
+        return [given] * count
+    if len(given) != count:
+        raise RequestError(f"{name} has {len(given)} entries for {count} prompts")
+    return list(given)
+
+
+def _text_of(prompt: Prompt) -> str | None:
+    if isinstance(prompt, str):
+        return prompt
+    return prompt.get("prompt") if isinstance(prompt, Mapping) else None

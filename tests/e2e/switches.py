@@ -67,7 +67,7 @@ class Bench:
         pages = settings.pop("pages", "plenty")
         if pages == "tight":  # room for one longest request, and a little more: preemption is forced
             layers = 1 if settings["kv_layout"] != "none" else self.num_layers
-            settings["kv_cache_memory"] = (MAX_LEN + 3 * settings["block_size"]) * self.token_bytes // layers
+            settings["kv_cache_memory"] = (MAX_LEN + settings["block_size"]) * self.token_bytes // layers
         else:
             settings["kv_cache_memory"] = 64 << 20
         quire.build.load_model = self._load  # type: ignore[assignment]
@@ -126,7 +126,7 @@ def make_requests(rng: random.Random) -> list[EngineRequest]:
     out = []
     for i in range(20):
         prompt = shared[: rng.choice([5, 16, 33, 40])] if i % 2 else []
-        prompt = prompt + [rng.randrange(300, 1500) for _ in range(rng.choice([1, 3, 12, 30]))]
+        prompt = prompt + [rng.randrange(300, 1500) for _ in range(rng.choice([1, 3, 12, 25]))]
         greedy = i % 3 == 0
         params = SamplingParams(
             temperature=0.0 if greedy else rng.choice([0.7, 1.0]),
@@ -135,11 +135,12 @@ def make_requests(rng: random.Random) -> list[EngineRequest]:
             min_p=rng.choice([0.0, 0.0, 0.05]),
             repetition_penalty=rng.choice([1.0, 1.0, 1.2]),
             frequency_penalty=rng.choice([0.0, 0.0, 0.5]),
-            max_tokens=rng.choice([1, 2, 9, 24, 40]),
+            max_tokens=rng.choice([1, 9, 30, 56, 56]),
             min_tokens=rng.choice([0, 1]),
             logprobs=rng.choice([None, None, 2]),
         )
-        out.append(EngineRequest(f"r{i}", prompt, params, [0, 2], [0, 2], seed=rng.randrange(1 << 40), priority=i % 3))
+        stops = [0, 1, 2, 3] if i % 5 == 0 else []
+        out.append(EngineRequest(f"r{i}", prompt, params, stops, stops, seed=rng.randrange(1 << 40), priority=i % 3))
     for j in range(3):  # n = 3
         params = SamplingParams(temperature=0.8, max_tokens=12)
         out.append(EngineRequest(f"n{j}", shared[:33], params, seed=1000 + j))

@@ -223,6 +223,27 @@ def test_agrees_with_the_reference_in_any_mix(device: str, dtype: torch.dtype) -
         assert got == want, [bench.requests[s].params for g, w, s in zip(got, want, slots) if g != w]
 
 
+def test_nothing_asks_the_device_for_a_value() -> None:
+    """On the meta device tensors have shapes and no values: whatever would wait for one raises."""
+    rng = np.random.default_rng(1)
+    device = torch.device("meta")
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.zeros(2, device=device).nonzero()
+    zeros = [
+        torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((SLOTS, LENGTH), SLOTS, SLOTS)
+    ]
+    sampler = Sampler(Columns(*zeros), VOCAB, SLOTS, device)
+    for turn in range(30):
+        for slot in range(SLOTS):
+            sampler.admit(slot, random_request(rng, [1, 2, 3, 4]))
+        sampler.flush()
+        slots = rng.permutation(SLOTS)[: 1 + turn % SLOTS].astype(np.int32)
+        logits = torch.zeros(len(slots), VOCAB, dtype=torch.bfloat16, device=device)
+        mask = torch.zeros(len(slots), 11, dtype=torch.int32, device=device) if turn % 2 else None
+        out = sampler.sample(logits, slots, torch.from_numpy(slots.astype(np.int64)).to(device), mask)
+        assert out.tokens.shape == (len(slots),) and out.tokens.dtype == torch.int32
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_row_does_not_depend_on_its_batch(device: str) -> None:
     rng = np.random.default_rng(5)

@@ -292,6 +292,16 @@ def test_a_reused_slot_keeps_nothing() -> None:
     ]
 
 
+def test_a_reused_slot_of_the_same_batch_loses_its_lists() -> None:
+    bench = Bench()
+    biased = SamplingParams(temperature=0, logit_bias={5: 9.0})
+    for slot in (0, 1):
+        bench.admit(slot, request(biased))
+    assert bench.tokens(torch.zeros(2, VOCAB), [0, 1]) == [5, 5]
+    bench.admit(0, request())
+    assert bench.tokens(torch.zeros(2, VOCAB), [0, 1]) == [0, 5]
+
+
 def test_several_admissions_before_one_flush() -> None:
     bench = Bench()
     for slot in (3, 1, 3, 2):
@@ -355,8 +365,9 @@ def test_bad_words() -> None:
         bench.write(0, tokens, prompt_len)
         assert bench.tokens(logits, [0]) == [want], tokens
     logits[0, 12] = 0.0
-    bench.write(0, [7, 7, 7], 1)
-    assert bench.tokens(logits, [0]) == [0]
+    for count, want in [(1, 13), (2, 13), (3, 0), (4, 0)]:
+        bench.write(0, [7] * count, 1)
+        assert bench.tokens(logits, [0]) == [want]
 
 
 def test_penalties_ignore_what_lies_beyond_the_known_tokens() -> None:
@@ -400,12 +411,37 @@ def test_mask(device: str) -> None:
 # ---------------------------------------------------------------------------------------- filters
 
 
+def kept_rows(x: Tensor, filters: list[tuple[int, float, float]]) -> list[list[int]]:
+    """What each row keeps under its (top_k, top_p, min_p)."""
+    bench = Bench(vocab=x.shape[1], slots=len(filters))
+    for slot, (top_k, top_p, min_p) in enumerate(filters):
+        bench.admit(slot, request(SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)))
+    top_k, top_p, min_p = (np.array(column) for column in zip(*filters))
+    columns = bench.sampler._table.gather(torch.arange(len(filters)))
+    keep = x >= cutoffs(x, FilterFlags(top_k, top_p < 1, min_p > 0), columns)
+    return [row.nonzero().flatten().tolist() for row in keep]
+
+
 def kept(x: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
-    bench = Bench(vocab=x.shape[1], slots=2)
-    bench.admit(0, request(SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)))
-    flags = FilterFlags(np.array([top_k]), np.array([top_p < 1]), np.array([min_p > 0]))
-    columns = bench.sampler._table.gather(torch.tensor([0]))
-    return (x >= cutoffs(x, flags, columns))[0].nonzero().flatten().tolist()
+    return kept_rows(x, [(top_k, top_p, min_p)])[0]
+
+
+def test_top_p_of_one_row_leaves_the_tail_of_another() -> None:
+    x = torch.cat((torch.tensor([0.0]), torch.full((2999,), -60.0))).repeat(4, 1)
+    x[:, 1:3] = torch.tensor([-50.0, -55.0])  # without any mass that counts
+    small = kept_rows(x[:2], [(3, 1.0, 0.0), (3, 0.5, 0.0)])
+    assert small == [[0, 1, 2], [0]]
+    assert kept_rows(x[:2], [(2000, 1.0, 0.0), (0, 0.5, 0.0)]) == [list(range(3000)), [0]]
+    assert kept_rows(x[:2], [(0, 1.0, 0.0), (0, 0.5, 0.0)]) == [list(range(3000)), [0]]
+
+
+def test_search_tells_neighbouring_floats_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.sampling.filters._TRIES", ())
+    for sign in (1.0, -1.0):
+        x = (sign * (1 + torch.arange(4096) * 2.0**-23)).unsqueeze(0)  # one unit in the last place apart
+        best = x[0].argsort(descending=True)
+        assert kept(x, top_k=1500) == sorted(best[:1500].tolist())
+        assert abs(len(kept(x, top_p=0.5)) - 2048) <= 1
 
 
 def test_filters_keep_equals_together() -> None:

@@ -223,6 +223,27 @@ def test_agrees_with_the_reference_in_any_mix(device: str, dtype: torch.dtype) -
         assert got == want, [bench.requests[s].params for g, w, s in zip(got, want, slots) if g != w]
 
 
+def test_nothing_asks_the_device_for_a_value() -> None:
+    """On the meta device tensors have shapes and no values: whatever would wait for one raises."""
+    rng = np.random.default_rng(1)
+    device = torch.device("meta")
+    with pytest.raises((RuntimeError, NotImplementedError)):
+        torch.zeros(2, device=device).nonzero()
+    zeros = [
+        torch.zeros(shape, dtype=torch.int32, device=device) for shape in ((SLOTS, LENGTH), SLOTS, SLOTS)
+    ]
+    sampler = Sampler(Columns(*zeros), VOCAB, SLOTS, device)
+    for turn in range(30):
+        for slot in range(SLOTS):
+            sampler.admit(slot, random_request(rng, [1, 2, 3, 4]))
+        sampler.flush()
+        slots = rng.permutation(SLOTS)[: 1 + turn % SLOTS].astype(np.int32)
+        logits = torch.zeros(len(slots), VOCAB, dtype=torch.bfloat16, device=device)
+        mask = torch.zeros(len(slots), 11, dtype=torch.int32, device=device) if turn % 2 else None
+        out = sampler.sample(logits, slots, torch.from_numpy(slots.astype(np.int64)).to(device), mask)
+        assert out.tokens.shape == (len(slots),) and out.tokens.dtype == torch.int32
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_row_does_not_depend_on_its_batch(device: str) -> None:
     rng = np.random.default_rng(5)
@@ -269,6 +290,16 @@ def test_a_reused_slot_keeps_nothing() -> None:
     assert bench.tokens(logits, [4]) == [
         expected_token(logits[0].numpy(), bench.requests[4], *bench.known(4))
     ]
+
+
+def test_a_reused_slot_of_the_same_batch_loses_its_lists() -> None:
+    bench = Bench()
+    biased = SamplingParams(temperature=0, logit_bias={5: 9.0})
+    for slot in (0, 1):
+        bench.admit(slot, request(biased))
+    assert bench.tokens(torch.zeros(2, VOCAB), [0, 1]) == [5, 5]
+    bench.admit(0, request())
+    assert bench.tokens(torch.zeros(2, VOCAB), [0, 1]) == [0, 5]
 
 
 def test_several_admissions_before_one_flush() -> None:
@@ -334,8 +365,9 @@ def test_bad_words() -> None:
         bench.write(0, tokens, prompt_len)
         assert bench.tokens(logits, [0]) == [want], tokens
     logits[0, 12] = 0.0
-    bench.write(0, [7, 7, 7], 1)
-    assert bench.tokens(logits, [0]) == [0]
+    for count, want in [(1, 13), (2, 13), (3, 0), (4, 0)]:
+        bench.write(0, [7] * count, 1)
+        assert bench.tokens(logits, [0]) == [want]
 
 
 def test_penalties_ignore_what_lies_beyond_the_known_tokens() -> None:
@@ -379,12 +411,37 @@ def test_mask(device: str) -> None:
 # ---------------------------------------------------------------------------------------- filters
 
 
+def kept_rows(x: Tensor, filters: list[tuple[int, float, float]]) -> list[list[int]]:
+    """What each row keeps under its (top_k, top_p, min_p)."""
+    bench = Bench(vocab=x.shape[1], slots=len(filters))
+    for slot, (top_k, top_p, min_p) in enumerate(filters):
+        bench.admit(slot, request(SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)))
+    top_k, top_p, min_p = (np.array(column) for column in zip(*filters))
+    columns = bench.sampler._table.gather(torch.arange(len(filters)))
+    keep = x >= cutoffs(x, FilterFlags(top_k, top_p < 1, min_p > 0), columns)
+    return [row.nonzero().flatten().tolist() for row in keep]
+
+
 def kept(x: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> list[int]:
-    bench = Bench(vocab=x.shape[1], slots=2)
-    bench.admit(0, request(SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)))
-    flags = FilterFlags(np.array([top_k]), np.array([top_p < 1]), np.array([min_p > 0]))
-    columns = bench.sampler._table.gather(torch.tensor([0]))
-    return (x >= cutoffs(x, flags, columns))[0].nonzero().flatten().tolist()
+    return kept_rows(x, [(top_k, top_p, min_p)])[0]
+
+
+def test_top_p_of_one_row_leaves_the_tail_of_another() -> None:
+    x = torch.cat((torch.tensor([0.0]), torch.full((2999,), -60.0))).repeat(4, 1)
+    x[:, 1:3] = torch.tensor([-50.0, -55.0])  # without any mass that counts
+    small = kept_rows(x[:2], [(3, 1.0, 0.0), (3, 0.5, 0.0)])
+    assert small == [[0, 1, 2], [0]]
+    assert kept_rows(x[:2], [(2000, 1.0, 0.0), (0, 0.5, 0.0)]) == [list(range(3000)), [0]]
+    assert kept_rows(x[:2], [(0, 1.0, 0.0), (0, 0.5, 0.0)]) == [list(range(3000)), [0]]
+
+
+def test_search_tells_neighbouring_floats_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("quire.sampling.filters._TRIES", ())
+    for sign in (1.0, -1.0):
+        x = (sign * (1 + torch.arange(4096) * 2.0**-23)).unsqueeze(0)  # one unit in the last place apart
+        best = x[0].argsort(descending=True)
+        assert kept(x, top_k=1500) == sorted(best[:1500].tolist())
+        assert abs(len(kept(x, top_p=0.5)) - 2048) <= 1
 
 
 def test_filters_keep_equals_together() -> None:

@@ -32,8 +32,8 @@ class TokenColumns(Protocol):
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     """A device copy of a host array that does not wait for the device."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cpu":
-        return tensor
+    if device.type != "cuda":
+        return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 

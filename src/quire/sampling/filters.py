@@ -22,7 +22,7 @@ from torch import Tensor
 from quire.sampling.columns import Gathered, rows_where
 
 MAX_CANDIDATES = 1024  # top_k up to this is found by `topk`
-_FIRST_TRY = 256  # candidates looked at on the CPU before a search over all tokens
+_TRIES = (256, 8192)  # candidates looked at on the CPU before a search over all tokens
 _UNIT = 2.0**40
 _SIGN_FREE = (1 << 31) - 1
 _LOWEST = torch.finfo(torch.float32).min
@@ -73,7 +73,7 @@ def cutoffs(x: Tensor, flags: FilterFlags, columns: Gathered) -> Tensor:
 
 def _mass(x: Tensor, top: Tensor, cutoff: Tensor) -> Tensor:
     """Unnormalised probability of the tokens that are kept, in units of 2^-40 of the top token's."""
-    return torch.where(x >= cutoff, ((x - top).exp_() * _UNIT).to(torch.int64), 0)
+    return (x - top).exp_().mul_(_UNIT).masked_fill_(x < cutoff, 0).to(torch.int64)
 
 
 def _needed(total: Tensor, p: Tensor) -> Tensor:
@@ -113,15 +113,21 @@ def _by_search(x: Tensor, top: Tensor, cutoff: Tensor, k: Tensor, p: Tensor, fla
         return cutoff
     mass = _mass(x, top, cutoff)
     need = _needed(mass.sum(1, keepdim=True), p)
-    reached = None
-    if x.device.type == "cpu":  # asking whether the first candidates are enough costs no wait here
-        best = x.topk(min(_FIRST_TRY, x.shape[1])).values
-        reached, found = _reach(best, _mass(best, top, cutoff), need)
-        if not bool((found | (p >= 1)).all()):
-            reached = None
-    if reached is None:
+    if x.device.type == "cpu":
+        reached = _reach_by_tries(x, mass, need, top, cutoff, p)
+    else:
         reached = _bisect(x, mass, need, top)
     return torch.maximum(cutoff, torch.where(p < 1, reached, cutoff))
+
+
+def _reach_by_tries(x: Tensor, mass: Tensor, need: Tensor, top: Tensor, cutoff: Tensor, p: Tensor) -> Tensor:
+    """The same as the bisection; asking whether a few candidates are enough costs no wait on the CPU."""
+    for most in _TRIES:
+        best = x.topk(min(most, x.shape[1])).values
+        reached, found = _reach(best, _mass(best, top, cutoff), need)
+        if bool((found | (p >= 1)).all()):
+            return reached
+    return _bisect(x, mass, need, top)
 
 
 def _ordered(bits: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ Salmon et al. (SC 2011); the constants of `mix` ("lowbias32"), Chris Wellons, ha
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 _MULTIPLY_1 = 0x7FEB352D
@@ -33,11 +34,12 @@ _LARGEST = float(2**31 - 128)  # keeps u below 1: the largest float32 under 2^31
 
 def mix_(x: Tensor) -> Tensor:
     """The 32-bit mixing function, in place on an int32 tensor (multiplication wraps)."""
-    x ^= (x >> 16).bitwise_and_(_MASK_16)
+    shifted = torch.empty_like(x)  # one piece of scratch: fresh memory costs more than the arithmetic
+    x ^= torch.bitwise_right_shift(x, 16, out=shifted).bitwise_and_(_MASK_16)
     x *= _MULTIPLY_1
-    x ^= (x >> 15).bitwise_and_(_MASK_15)
+    x ^= torch.bitwise_right_shift(x, 15, out=shifted).bitwise_and_(_MASK_15)
     x *= _MULTIPLY_2
-    x ^= (x >> 16).bitwise_and_(_MASK_16)
+    x ^= torch.bitwise_right_shift(x, 16, out=shifted).bitwise_and_(_MASK_16)
     return x
 
 
@@ -50,7 +52,7 @@ def row_keys(seed_low: Tensor, seed_high: Tensor, positions: Tensor) -> tuple[Te
 
 def noise_bits(k0: Tensor, k1: Tensor, vocab_ids: Tensor) -> Tensor:
     """int32 hash bits; `k0`, `k1` and the int32 `vocab_ids` broadcast against each other."""
-    return mix_(mix_(vocab_ids ^ k0) ^ k1)
+    return mix_(mix_(vocab_ids ^ k0).bitwise_xor_(k1))
 
 
 def gumbel(k0: Tensor, k1: Tensor, vocab_ids: Tensor) -> Tensor:

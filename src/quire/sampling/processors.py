@@ -77,12 +77,13 @@ class AllowedTokens:
             return
         expanded = self._lists.expand(slots_host)
         restricted = rows_where(on, self._device)
+        never = logits.new_full((), NEVER)  # made on the device: a Python number would be copied there
         if expanded is None:
-            logits[restricted] = NEVER
+            logits[restricted] = never
             return
         flat, index = _flat(logits, expanded[0], expanded[1][:, 0])
         kept = flat[index]
-        logits[restricted] = NEVER
+        logits[restricted] = never
         flat[index] = kept
 
 

@@ -115,17 +115,17 @@ class Sampler:
     def _draw(self, x: Tensor, slots_host: np.ndarray, slots: Tensor) -> Tensor:
         """Gumbel-max over the tokens that the filters keep: argmax of logit / temperature + noise."""
         columns = self._table.gather(slots)
-        x = x / columns.float32("temperature").unsqueeze(1)  # float32 [r, vocab]
+        x = x.to(torch.float32, copy=True).div_(columns.float32("temperature").unsqueeze(1))  # [r, vocab]
         x.nan_to_num_(nan=-math.inf, posinf=torch.finfo(torch.float32).max, neginf=-math.inf)
         k0, k1 = self._keys(columns, slots)
         flags = self._filters.at(slots_host)
         if not flags.any:
-            return (x + gumbel(k0.unsqueeze(1), k1.unsqueeze(1), self._vocab_ids)).argmax(1)
+            return x.add_(gumbel(k0.unsqueeze(1), k1.unsqueeze(1), self._vocab_ids)).argmax(1)
         keep = x >= cutoffs(x, flags, columns)
         if self._device.type == "cpu":  # counting what is kept costs no wait here
             return _argmax_of_kept(x, keep, k0, k1)
-        noisy = x + gumbel(k0.unsqueeze(1), k1.unsqueeze(1), self._vocab_ids)
-        return noisy.masked_fill_(~keep, -math.inf).argmax(1)
+        x += gumbel(k0.unsqueeze(1), k1.unsqueeze(1), self._vocab_ids)
+        return x.masked_fill_(~keep, -math.inf).argmax(1)
 
     def _keys(self, columns: Gathered, slots: Tensor) -> tuple[Tensor, Tensor]:
         position = self._columns.num_tokens[slots]

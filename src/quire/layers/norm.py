@@ -13,35 +13,49 @@ from quire.layers.env import Env
 
 
 class RMSNorm:
-    """x / sqrt(mean(x^2) + eps) * w (arXiv:1910.07467); `offset` is added to w (Gemma stores w - 1)."""
+    """x / sqrt(mean(x^2) + eps) * w (arXiv:1910.07467)."""
 
-    def __init__(self, env: Env, name: str, width: int, eps: float, offset: float = 0.0) -> None:
+    def __init__(self, env: Env, name: str, width: int, eps: float) -> None:
         self.shape = (width,)
         self.eps = eps
-        self.weight = load_norm_weight(env, name, width, offset)
+        self.weight = self.load(env, name, width)
+
+    def load(self, env: Env, name: str, width: int) -> torch.Tensor:
+        return load_vector(env, name + ".weight", width)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         residual = x if residual is None else residual + x
-        return F.rms_norm(residual, self.shape, self.weight, self.eps), residual
+        return self.alone(residual), residual
 
     def alone(self, x: torch.Tensor) -> torch.Tensor:
         """The norm without a residual."""
         return F.rms_norm(x, self.shape, self.weight, self.eps)
 
 
+class OffsetRMSNorm(RMSNorm):
+    """Gemma's: the checkpoint stores w - 1, and the product with w is taken in fp32, before rounding."""
+
+    def load(self, env: Env, name: str, width: int) -> torch.Tensor:
+        return load_vector(env, name + ".weight", width, torch.float32) + 1
+
+    def alone(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float(), self.shape, self.weight, self.eps).to(x.dtype)
+
+
 class HeadNorm:
-    """RMSNorm over each head of q and k at once, with a weight for q heads and one for k heads."""
+    """RMSNorm over each head of q and k at once, with one weight for the q heads and one for the k heads."""
 
     def __init__(
-        self, env: Env, names: tuple[str, str], heads: tuple[int, int], dim: int, eps: float, offset: float = 0.0
+        self, norm: type[RMSNorm], env: Env, names: tuple[str, str], heads: tuple[int, int], dim: int, eps: float
     ) -> None:
         self.shape = (dim,)
         self.eps = eps
-        rows = [load_norm_weight(env, name, dim, offset).expand(n, dim) for name, n in zip(names, heads)]
-        self.weight = torch.cat(rows).contiguous()  # [q heads + k heads, dim]
+        rows = [norm(env, name, dim, eps).weight.expand(n, dim) for name, n in zip(names, heads)]
+        self.weight = torch.cat(rows)  # [q heads + k heads, dim], fp32 if the norm wants its product so
 
     def __call__(self, qk: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(qk, self.shape, None, self.eps) * self.weight  # [tokens, q heads + k heads, dim]
+        normed = F.rms_norm(qk.to(self.weight.dtype), self.shape, None, self.eps)
+        return (normed * self.weight).to(qk.dtype)  # [tokens, q heads + k heads, dim]
 
 
 class LayerNorm:
@@ -50,18 +64,15 @@ class LayerNorm:
     def __init__(self, env: Env, name: str, width: int, eps: float) -> None:
         self.shape = (width,)
         self.eps = eps
-        self.weight = load_norm_weight(env, name, width)
-        bias = env.weights.tensor(name + ".bias", (width,))
-        self.bias = torch.empty_like(self.weight).copy_(bias)
+        self.weight = load_vector(env, name + ".weight", width)
+        self.bias = load_vector(env, name + ".bias", width)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         residual = x if residual is None else residual + x
         return F.layer_norm(residual, self.shape, self.weight, self.bias, self.eps), residual
 
 
-def load_norm_weight(env: Env, name: str, width: int, offset: float = 0.0) -> torch.Tensor:
-    """The weight in the model's dtype; the offset is added in fp32, before rounding."""
-    weight = env.weights.tensor(name + ".weight", (width,))
-    if offset:
-        weight = weight.float() + offset
-    return torch.empty(width, device=env.device, dtype=env.dtype).copy_(weight)
+def load_vector(env: Env, name: str, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """The vector `name` on the model's device, in its dtype unless another is given."""
+    vector = torch.empty(width, device=env.device, dtype=dtype or env.dtype)
+    return vector.copy_(env.weights.tensor(name, (width,)))

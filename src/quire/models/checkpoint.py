@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import zlib
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -114,9 +115,9 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
             names = shards.setdefault(folder / file, [])
             assert names is not None
             names.append(name)
-        for file in shards:
-            if not file.exists():
-                raise ModelError(f"{index} names {file.name}, which is missing")
+        for shard in shards:
+            if not shard.exists():
+                raise ModelError(f"{index} names {shard.name}, which is missing")
         return shards
     single = folder / "model.safetensors"
     if single.exists():
@@ -193,8 +194,6 @@ class DummyCheckpoint:
         return flat + 1 if is_norm else flat
 
     def _run(self, name: str, start: int, length: int) -> torch.Tensor:
-        import zlib
-
         position = (zlib.crc32(name.encode()) + start) % self.BLOCK
         out = torch.empty(length, device=self.block.device, dtype=self.block.dtype)
         done = 0

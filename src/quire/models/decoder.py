@@ -39,7 +39,7 @@ class Model(Protocol):
 class SelfAttention:
     """Rotary attention with grouped K/V heads and, where the family has it, a norm on each q and k head."""
 
-    def __init__(self, env: Env, spec: ModelSpec, index: int, prefix: str, norm_offset: float = 0.0) -> None:
+    def __init__(self, env: Env, spec: ModelSpec, index: int, prefix: str, norm: type[RMSNorm] = RMSNorm) -> None:
         dim = self.dim = spec.head_dim
         heads, kv_heads = spec.num_heads // env.parallel.size, spec.num_kv_heads // env.parallel.size
         self.sizes = [heads + kv_heads, kv_heads]  # heads that are rotated, heads that are not
@@ -51,7 +51,7 @@ class SelfAttention:
         self.qk_norm = None
         if spec.qk_norm:
             names_qk = (prefix + "q_norm", prefix + "k_norm")
-            self.qk_norm = HeadNorm(env, names_qk, (heads, kv_heads), dim, spec.norm_eps, norm_offset)
+            self.qk_norm = HeadNorm(norm, env, names_qk, (heads, kv_heads), dim, spec.norm_eps)
         self.attention = Attention(
             env, index, heads, kv_heads, dim, spec.query_scale, spec.windows[index], spec.attn_soft_cap
         )

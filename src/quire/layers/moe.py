@@ -1,0 +1,124 @@
+"""Mixture of experts: a router picks `top_k` expert MLPs per token and mixes their outputs.
+
+Tokens are sorted by expert, so that each expert runs once per step on all of its tokens. On a GPU
+nothing waits for the host (group boundaries stay on the device); on a CPU only experts that have
+tokens run, each with packed weights.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from quire.layers.env import Env
+from quire.layers.linear import Linear
+from quire.layers.mlp import ACTIVATIONS, Activation
+from quire.quant.base import make_matmul
+
+
+class MoE:
+    """softmax over all experts, top k, optionally scaled to sum to 1 (Mixtral, arXiv:2401.04088)."""
+
+    def __init__(
+        self,
+        env: Env,
+        prefix: str,
+        names: tuple[str, str, str],
+        hidden: int,
+        intermediate: int,
+        num_experts: int,
+        top_k: int,
+        norm_topk: bool,
+        activation: str,
+    ) -> None:
+        """`names` are the gate, up and down projections under `prefix`experts.N."""
+        self.router = Linear(env, prefix + "gate", hidden, num_experts)
+        self.top_k = top_k
+        self.norm_topk = norm_topk
+        self.parallel = env.parallel
+        gate_up, down = _load_experts(env, prefix, names, hidden, intermediate, num_experts)
+        kind = LoopedExperts if env.device.type == "cpu" else GroupedExperts
+        self.experts: Experts = kind(gate_up, down, ACTIVATIONS[activation])
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        probs = self.router(x).float().softmax(-1)  # [tokens, experts]
+        weights, ids = probs.topk(self.top_k, -1)  # [tokens, k]
+        if self.norm_topk:
+            weights = weights / weights.sum(-1, keepdim=True)
+        flat = ids.flatten()
+        order = flat.argsort(stable=True)  # [tokens * k], by expert
+        outs = self.experts(x[order // self.top_k], flat[order])
+        by_token = torch.empty_like(outs).index_copy_(0, order, outs).view(*ids.shape, -1)  # [tokens, k, hidden]
+        # a fixed order of summation: a token's result depends on nothing else in the batch
+        return self.parallel.all_reduce((by_token * weights.to(x.dtype).unsqueeze(-1)).sum(1))
+
+
+class Experts(Protocol):
+    """Rows x [n, hidden], sorted by their expert ids [n] -> [n, hidden]."""
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor: ...
+
+
+class LoopedExperts:
+    """One product after the other, for a CPU."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation) -> None:
+        self.gate_up = [make_matmul(weight, None) for weight in gate_up]
+        self.down = [make_matmul(weight, None) for weight in down]
+        self.activation = activation
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        start = 0
+        for expert, count in enumerate(ids.bincount(minlength=len(self.down)).tolist()):
+            if count:
+                rows = slice(start, start + count)
+                gate, up = self.gate_up[expert](x[rows]).chunk(2, -1)
+                out[rows] = self.down[expert](self.activation(gate) * up)
+                start += count
+        return out
+
+
+class GroupedExperts:
+    """All experts in two grouped products (bf16), or every expert on every row, masked (other dtypes)."""
+
+    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation) -> None:
+        self.gate_up = gate_up.transpose(1, 2)  # [experts, hidden, 2 * intermediate]
+        self.down = down.transpose(1, 2)  # [experts, intermediate, hidden]
+        self.activation = activation
+        self.numbers = torch.arange(down.shape[0], device=down.device)
+        self.grouped = down.dtype == torch.bfloat16 and all(size % 8 == 0 for size in (*down.shape[1:],))
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if not self.grouped:
+            return self.masked(x, ids)
+        ends = torch.searchsorted(ids, self.numbers, right=True).to(torch.int32)  # of each expert's rows
+        gate, up = F.grouped_mm(x, self.gate_up, offs=ends).chunk(2, -1)
+        return F.grouped_mm(self.activation(gate) * up, self.down, offs=ends)
+
+    def masked(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """Exact in any dtype and without a host sync, at the price of `experts` times the work."""
+        out = torch.zeros_like(x)
+        for expert in range(self.numbers.shape[0]):
+            gate, up = (x @ self.gate_up[expert]).chunk(2, -1)
+            mine = (self.activation(gate) * up) @ self.down[expert]
+            out = torch.where((ids == expert).unsqueeze(-1), mine, out)
+        return out
+
+
+def _load_experts(
+    env: Env, prefix: str, names: tuple[str, str, str], hidden: int, intermediate: int, num_experts: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """gate_up [experts, 2 * part, hidden] and down [experts, hidden, part], part: this rank's intermediate."""
+    cut = env.parallel.cut(intermediate)
+    part = cut.stop - cut.start
+    gate_up = torch.empty(num_experts, 2 * part, hidden, device=env.device, dtype=env.dtype)
+    down = torch.empty(num_experts, hidden, part, device=env.device, dtype=env.dtype)
+    for expert in range(num_experts):
+        gate_name, up_name, down_name = (f"{prefix}experts.{expert}.{name}.weight" for name in names)
+        gate_up[expert, :part].copy_(env.weights.tensor(gate_name, (intermediate, hidden), cut))
+        gate_up[expert, part:].copy_(env.weights.tensor(up_name, (intermediate, hidden), cut))
+        down[expert].copy_(env.weights.tensor(down_name, (hidden, intermediate), slice(None), cut))
+    return gate_up, down

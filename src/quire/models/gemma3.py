@@ -1,0 +1,75 @@
+"""Gemma 3 (text): norms before and after each half of a layer, local and global layers with their own
+rotary bases, scaled embeddings, norm weights stored minus one (arXiv:2503.19786).
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire.attention.base import ForwardBatch
+from quire.layers.embedding import Embedding, LMHead
+from quire.layers.env import Env
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import OffsetRMSNorm
+from quire.layers.rope import Rope, Rotation
+from quire.models.decoder import SelfAttention, find_prefix
+from quire.models.spec import ModelSpec
+
+# text-only checkpoints, and the text half of multimodal ones in two spellings
+_PREFIXES = ("model.", "language_model.model.", "model.language_model.")
+
+
+class Gemma3Layer:
+    """x + norm(attention(norm(x))), then x + norm(mlp(norm(x)))."""
+
+    def __init__(self, env: Env, spec: ModelSpec, index: int, prefix: str) -> None:
+        def norm(name: str) -> OffsetRMSNorm:
+            return OffsetRMSNorm(env, prefix + name, spec.hidden_size, spec.norm_eps)
+
+        self.is_local = spec.windows[index] is not None
+        self.input_norm = norm("input_layernorm")
+        self.attn = SelfAttention(env, spec, index, prefix + "self_attn.", OffsetRMSNorm)
+        self.after_attn = norm("post_attention_layernorm")
+        self.mlp_norm = norm("pre_feedforward_layernorm")
+        self.mlp = GatedMLP(env, prefix + "mlp.", spec.hidden_size, spec.intermediate_size, spec.activation)
+        self.after_mlp = norm("post_feedforward_layernorm")
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.input_norm(x, residual)
+        x = self.after_attn.alone(self.attn(x, rotation, batch))
+        x, residual = self.mlp_norm(x, residual)
+        return self.after_mlp.alone(self.mlp(x)), residual
+
+
+class Gemma3Model:
+    """Local layers see a window and turn by the small base, global ones see all and turn by the large."""
+
+    def __init__(self, env: Env, spec: ModelSpec) -> None:
+        assert spec.rope is not None and spec.local_rope is not None
+        prefix = find_prefix(env.weights, "embed_tokens.weight", _PREFIXES)
+        self.spec = spec
+        self.embed = Embedding(
+            env, prefix + "embed_tokens", spec.vocab_size, spec.hidden_size, spec.embedding_scale
+        )
+        self.rope, self.local_rope = (
+            Rope(params, spec.head_dim, spec.max_model_len, env.device, env.dtype)
+            for params in (spec.rope, spec.local_rope)
+        )
+        self.layers = [Gemma3Layer(env, spec, i, f"{prefix}layers.{i}.") for i in range(spec.num_layers)]
+        self.norm = OffsetRMSNorm(env, prefix + "norm", spec.hidden_size, spec.norm_eps)
+        head = find_prefix(env.weights, "lm_head.weight", ("", "language_model."))
+        tied = self.embed if spec.tie_embeddings else None
+        self.head = LMHead(env, head + "lm_head", spec.hidden_size, spec.vocab_size, tied, spec.final_soft_cap)
+        self.attention_layers = [layer.attn.attention for layer in self.layers]
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        whole, local = self.rope.lookup(batch.positions), self.local_rope.lookup(batch.positions)
+        x, residual = self.embed(batch.input_ids), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, local if layer.is_local else whole, batch)
+        return self.norm(x, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)

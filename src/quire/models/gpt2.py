@@ -1,0 +1,65 @@
+"""GPT-2: learned positions, LayerNorm, biases everywhere, weights stored [inputs, outputs].
+
+Checkpoints spell the names with or without a leading `transformer.`.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire.attention.base import ForwardBatch
+from quire.layers.attention import Attention
+from quire.layers.embedding import Embedding, LMHead
+from quire.layers.env import Env
+from quire.layers.linear import Linear
+from quire.layers.mlp import PlainMLP
+from quire.layers.norm import LayerNorm
+from quire.models.decoder import find_prefix
+from quire.models.spec import ModelSpec
+
+
+class GPT2Layer:
+    """x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, env: Env, spec: ModelSpec, index: int, prefix: str) -> None:
+        hidden, heads = spec.hidden_size, spec.num_heads // env.parallel.size
+        self.input_norm = LayerNorm(env, prefix + "ln_1", hidden, spec.norm_eps)
+        self.qkv = Linear(env, prefix + "attn.c_attn", hidden, [hidden] * 3, True, cut="rows", transposed=True)
+        self.attention = Attention(env, index, heads, heads, spec.head_dim, spec.query_scale)
+        self.o = Linear(env, prefix + "attn.c_proj", hidden, hidden, True, cut="cols", transposed=True)
+        self.post_norm = LayerNorm(env, prefix + "ln_2", hidden, spec.norm_eps)
+        self.mlp = PlainMLP(env, prefix + "mlp.", hidden, spec.intermediate_size, spec.activation)
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        x, residual = self.input_norm(x, residual)
+        qkv = self.qkv(x).view(x.shape[0], 3, self.attention.num_heads, self.attention.head_dim)
+        q, k, v = qkv.unbind(1)  # each [tokens, heads, dim]
+        x = self.o(self.attention(q, k, v, batch))
+        x, residual = self.post_norm(x, residual)
+        return self.mlp(x), residual
+
+
+class GPT2Model:
+    """Radford et al., Language Models are Unsupervised Multitask Learners, 2019."""
+
+    def __init__(self, env: Env, spec: ModelSpec) -> None:
+        prefix = find_prefix(env.weights, "wte.weight", ("transformer.", ""))
+        self.spec = spec
+        self.tokens = Embedding(env, prefix + "wte", spec.vocab_size, spec.hidden_size)
+        self.places = Embedding(env, prefix + "wpe", spec.max_model_len, spec.hidden_size)
+        self.layers = [GPT2Layer(env, spec, i, f"{prefix}h.{i}.") for i in range(spec.num_layers)]
+        self.norm = LayerNorm(env, prefix + "ln_f", spec.hidden_size, spec.norm_eps)
+        tied = self.tokens if spec.tie_embeddings else None
+        self.head = LMHead(env, "lm_head", spec.hidden_size, spec.vocab_size, tied)
+        self.attention_layers = [layer.attention for layer in self.layers]
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        x, residual = self.tokens(batch.input_ids) + self.places(batch.positions), None
+        for layer in self.layers:
+            x, residual = layer(x, residual, batch)
+        return self.norm(x, residual)[0]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden)

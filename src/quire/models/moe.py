@@ -1,0 +1,42 @@
+"""Mixture-of-experts models: Mixtral and Qwen3-MoE. The skeleton, with experts in the place of some MLPs.
+
+The two name their experts differently; which layers have experts is in the spec.
+"""
+
+from __future__ import annotations
+
+from quire.layers.env import Env
+from quire.layers.moe import MoE
+from quire.models.decoder import DecoderLayer, DecoderModel, FeedForward
+from quire.models.spec import ModelSpec
+
+# (block, its gate, up and down projections) in the two spellings
+_SPELLINGS = (("mlp.", ("gate_proj", "up_proj", "down_proj")), ("block_sparse_moe.", ("w1", "w3", "w2")))
+
+
+class MoELayer(DecoderLayer):
+    """A decoder layer whose feed-forward half is a set of experts where the spec says so."""
+
+    def make_mlp(self, env: Env, spec: ModelSpec, index: int, prefix: str) -> FeedForward:
+        moe = spec.moe
+        if moe is None or not moe.sparse[index]:
+            return super().make_mlp(env, spec, index, prefix)
+        spelled = (s for s in _SPELLINGS if env.weights.has(prefix + s[0] + "gate.weight"))
+        block, names = next(spelled, _SPELLINGS[0])
+        return MoE(
+            env,
+            prefix + block,
+            names,
+            spec.hidden_size,
+            moe.intermediate_size,
+            moe.num_experts,
+            moe.top_k,
+            moe.norm_topk,
+            spec.activation,
+        )
+
+
+class MoEModel(DecoderModel):
+    """Mixtral: arXiv:2401.04088; Qwen3-MoE: arXiv:2505.09388."""
+
+    layer_class = MoELayer

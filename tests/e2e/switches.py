@@ -46,6 +46,16 @@ def defaults() -> dict[str, Any]:
     return {name: values[0] for name, values in SWITCHES.items()}
 
 
+def random_settings(rng: random.Random) -> dict[str, Any]:
+    """A legal full combination; small page pools and paging are drawn more often than the rest."""
+    while True:
+        settings = {name: rng.choice(values) for name, values in SWITCHES.items()}
+        settings["pages"] = rng.choice(("tight", "tight", "plenty"))
+        settings["kv_layout"] = rng.choice(("paged", settings["kv_layout"]))
+        if legal(settings):
+            return settings
+
+
 class Bench:
     """One model, shared by the engines of all settings."""
 

@@ -12,7 +12,7 @@ import random
 
 import pytest
 
-from switches import SWITCHES, Bench, defaults, legal
+from switches import SWITCHES, Bench, defaults, legal, random_settings
 
 PAIRS = sorted(
     {
@@ -46,10 +46,7 @@ def test_every_pair_of_switches(bench: Bench, first: int) -> None:
 def test_random_combinations(bench: Bench, first: int) -> None:
     preempted = cached = 0
     for seed in range(first, first + CHUNK):
-        rng = random.Random(seed)
-        while not legal(settings := {name: rng.choice(values) for name, values in SWITCHES.items()}):
-            pass
-        totals = bench.run(settings, seed=seed).log.totals
+        totals = bench.run(random_settings(random.Random(seed)), seed=seed).log.totals
         preempted += totals.preemptions
         cached += totals.cached_tokens
     assert preempted and cached, "the load exercised neither preemption nor the prefix cache"
@@ -75,7 +72,4 @@ def test_expectation_does_not_hold_for_other_weights(bench: Bench) -> None:
 def test_switches_on_the_gpu() -> None:
     bench = Bench("demo", device="cuda")
     for seed in range(60):
-        rng = random.Random(seed)
-        while not legal(settings := {name: rng.choice(values) for name, values in SWITCHES.items()}):
-            pass
-        bench.run(settings, seed=seed)
+        bench.run(random_settings(random.Random(seed)), seed=seed)

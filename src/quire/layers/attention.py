@@ -33,6 +33,8 @@ class Attention:
         self.window = window
         self.soft_cap = soft_cap
 
-    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv heads, dim] (dim contiguous) -> [tokens, heads * dim]."""
         return self.backend.forward(self, q, k, v, batch)

@@ -46,7 +46,13 @@ class Linear:
             if len(names) == 1:
                 shape = (sum(outs), in_features)
                 parts.append(
-                    Part(names[0] + ".weight", shape, slice(offset + rows.start, offset + rows.stop), cols, transposed)
+                    Part(
+                        names[0] + ".weight",
+                        shape,
+                        slice(offset + rows.start, offset + rows.stop),
+                        cols,
+                        transposed,
+                    )
                 )
                 offset += out
             else:

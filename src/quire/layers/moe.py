@@ -50,7 +50,9 @@ class MoE:
         flat = ids.flatten()
         order = flat.argsort(stable=True)  # [tokens * k], by expert
         outs = self.experts(x[order // self.top_k], flat[order])
-        by_token = torch.empty_like(outs).index_copy_(0, order, outs).view(*ids.shape, -1)  # [tokens, k, hidden]
+        by_token = (
+            torch.empty_like(outs).index_copy_(0, order, outs).view(*ids.shape, -1)
+        )  # [tokens, k, hidden]
         # a fixed order of summation: a token's result depends on nothing else in the batch
         return self.parallel.all_reduce((by_token * weights.to(x.dtype).unsqueeze(-1)).sum(1))
 

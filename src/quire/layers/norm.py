@@ -46,7 +46,13 @@ class HeadNorm:
     """RMSNorm over each head of q and k at once, with one weight for the q heads and one for the k heads."""
 
     def __init__(
-        self, norm: type[RMSNorm], env: Env, names: tuple[str, str], heads: tuple[int, int], dim: int, eps: float
+        self,
+        norm: type[RMSNorm],
+        env: Env,
+        names: tuple[str, str],
+        heads: tuple[int, int],
+        dim: int,
+        eps: float,
     ) -> None:
         self.shape = (dim,)
         self.eps = eps

@@ -19,7 +19,9 @@ Rotation = tuple[torch.Tensor, torch.Tensor]  # cos, sin of one step, each [toke
 class Rope:
     """cos and sin tables for `max_len` positions."""
 
-    def __init__(self, params: RopeParams, dim: int, max_len: int, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(
+        self, params: RopeParams, dim: int, max_len: int, device: torch.device, dtype: torch.dtype
+    ) -> None:
         positions = torch.arange(max_len, dtype=torch.float32, device=device)
         angles = torch.outer(positions, inverse_frequencies(params, dim).to(device))  # [max_len, dim / 2]
         table = torch.cat((angles.cos(), angles.sin()), -1) * params.attention_factor
@@ -49,6 +51,8 @@ def inverse_frequencies(params: RopeParams, dim: int) -> torch.Tensor:
         return plain
     if params.kind == "linear":
         return plain / params.factor
+    if params.kind == "divisors":
+        return plain / torch.tensor(params.divisors)
     if params.kind == "llama3":
         keep = _llama3_keep(params, plain)
     elif params.kind == "yarn":

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeParams:
-    """Base `theta` and the scaling rule `kind`: default, linear, dynamic, llama3 or yarn.
+    """Base `theta` and the scaling rule `kind`: default, linear, dynamic, llama3, yarn or divisors.
 
     `original_max_len` is the context the model was trained on before its context was extended.
-    `attention_factor` multiplies cos and sin (yarn; 1 elsewhere).
+    `attention_factor` multiplies cos and sin (yarn; 1 elsewhere). `divisors` of the frequencies stand for a rule already applied.
     """
 
     theta: float
@@ -27,3 +27,4 @@ class RopeParams:
     beta_slow: float = 1.0
     truncate: bool = True
     attention_factor: float = 1.0
+    divisors: tuple[float, ...] = ()

@@ -85,7 +85,9 @@ class SafetensorsCheckpoint:
     def has(self, name: str) -> bool:
         return name in self.where
 
-    def tensor(self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE) -> torch.Tensor:
+    def tensor(
+        self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE
+    ) -> torch.Tensor:
         if name not in self.where:
             raise ModelError(f"the checkpoint has no tensor {name} (expected shape {list(shape)})")
         file = self.where[name]
@@ -122,7 +124,9 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
     single = folder / "model.safetensors"
     if single.exists():
         return {single: None}
-    files = sorted(f for f in folder.glob("*.safetensors") if not f.name.startswith(("consolidated", "adapter")))
+    files = sorted(
+        f for f in folder.glob("*.safetensors") if not f.name.startswith(("consolidated", "adapter"))
+    )
     if files:
         return dict.fromkeys(files)
     pickles = sorted(f.name for f in folder.iterdir() if f.suffix in _PICKLES)
@@ -139,7 +143,9 @@ def _weight_map(index: Path) -> dict[str, str]:
         found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ModelError(f"{index} is not a readable index of shards ({error!r})") from error
-    if not isinstance(found, dict) or not all(isinstance(f, str) and Path(f).name == f for f in found.values()):
+    if not isinstance(found, dict) or not all(
+        isinstance(f, str) and Path(f).name == f for f in found.values()
+    ):
         raise ModelError(f"{index}: weight_map must map tensor names to file names")
     return found
 
@@ -160,7 +166,9 @@ def check_unread(unread: set[str], tied: bool) -> None:
     left = sorted(n for n in unread if not _HARMLESS.search(n) and not (tied and n == "lm_head.weight"))
     if left:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
-        raise ModelError(f"the checkpoint holds tensors that the model does not use: {', '.join(left[:3])}{more}")
+        raise ModelError(
+            f"the checkpoint holds tensors that the model does not use: {', '.join(left[:3])}{more}"
+        )
 
 
 # --------------------------------------------------------------------------------------------- dummy
@@ -184,7 +192,9 @@ class DummyCheckpoint:
     def has(self, name: str) -> bool:
         return True
 
-    def tensor(self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE) -> torch.Tensor:
+    def tensor(
+        self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE
+    ) -> torch.Tensor:
         width = shape[1] if len(shape) > 1 else 1
         first, last, _ = rows.indices(shape[0])
         flat = self._run(name, first * width, (last - first) * width)

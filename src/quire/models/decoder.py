@@ -39,7 +39,9 @@ class Model(Protocol):
 class SelfAttention:
     """Rotary attention with grouped K/V heads and, where the family has it, a norm on each q and k head."""
 
-    def __init__(self, env: Env, spec: ModelSpec, index: int, prefix: str, norm: type[RMSNorm] = RMSNorm) -> None:
+    def __init__(
+        self, env: Env, spec: ModelSpec, index: int, prefix: str, norm: type[RMSNorm] = RMSNorm
+    ) -> None:
         dim = self.dim = spec.head_dim
         heads, kv_heads = spec.num_heads // env.parallel.size, spec.num_kv_heads // env.parallel.size
         self.sizes = [heads + kv_heads, kv_heads]  # heads that are rotated, heads that are not

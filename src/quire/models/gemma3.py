@@ -61,7 +61,9 @@ class Gemma3Model:
         self.norm = OffsetRMSNorm(env, prefix + "norm", spec.hidden_size, spec.norm_eps)
         head = find_prefix(env.weights, "lm_head.weight", ("", "language_model."))
         tied = self.embed if spec.tie_embeddings else None
-        self.head = LMHead(env, head + "lm_head", spec.hidden_size, spec.vocab_size, tied, spec.final_soft_cap)
+        self.head = LMHead(
+            env, head + "lm_head", spec.hidden_size, spec.vocab_size, tied, spec.final_soft_cap
+        )
         self.attention_layers = [layer.attn.attention for layer in self.layers]
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:

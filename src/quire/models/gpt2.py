@@ -24,7 +24,9 @@ class GPT2Layer:
     def __init__(self, env: Env, spec: ModelSpec, index: int, prefix: str) -> None:
         hidden, heads = spec.hidden_size, spec.num_heads // env.parallel.size
         self.input_norm = LayerNorm(env, prefix + "ln_1", hidden, spec.norm_eps)
-        self.qkv = Linear(env, prefix + "attn.c_attn", hidden, [hidden] * 3, True, cut="rows", transposed=True)
+        self.qkv = Linear(
+            env, prefix + "attn.c_attn", hidden, [hidden] * 3, True, cut="rows", transposed=True
+        )
         self.attention = Attention(env, index, heads, heads, spec.head_dim, spec.query_scale)
         self.o = Linear(env, prefix + "attn.c_proj", hidden, hidden, True, cut="cols", transposed=True)
         self.post_norm = LayerNorm(env, prefix + "ln_2", hidden, spec.norm_eps)

@@ -15,7 +15,7 @@ def load_spec(path: str | Path) -> ModelSpec:
     """The spec of the model at `path`. End-of-sequence ids of generation_config.json come first."""
     path = Path(path)
     if path.suffix == ".gguf":
-        from quire.models.gguf import gguf_spec  # here: most runs need no GGUF reader
+        from quire.models.gguf_spec import gguf_spec  # here: most runs need no GGUF reader
 
         return gguf_spec(path)
     if not path.is_dir():

@@ -109,7 +109,9 @@ class PackedMatmul:
 
 def _can_pack() -> bool:
     names = ("_reorder_linear_weight", "_linear_pointwise")
-    return torch.backends.mkldnn.is_available() and all(name in dir(torch.ops.mkldnn) or _has_op(name) for name in names)
+    return torch.backends.mkldnn.is_available() and all(
+        name in dir(torch.ops.mkldnn) or _has_op(name) for name in names
+    )
 
 
 def _has_op(name: str) -> bool:

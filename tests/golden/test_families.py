@@ -1,0 +1,208 @@
+"""Every model family against transformers: tiny random checkpoints, fp32, odd shapes, logits and tokens.
+
+Weights are drawn wide (and norms and biases are not left at 1 and 0), so that a wrong scale, a missing
+bias or a misplaced norm moves the logits by far more than the tolerance.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from whole import greedy, load_model, logits_of
+
+transformers = pytest.importorskip("transformers", reason="transformers makes the reference models")
+torch.set_num_threads(1)
+
+VOCAB = 97
+ROWS = [[5, 17, 3, 88, 42, 9, 61, 20, 33, 7, 2, 71, 50, 14, 96, 8, 27], [1, 60, 33, 4, 12]]
+BASE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.25,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "attn_implementation": "eager",
+}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_experts": 5, "decoder_sparse_step": 1}
+
+
+def rope(kind: str, **settings: Any) -> dict[str, Any]:
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **settings}}
+
+
+LLAMA3 = rope(
+    "llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
+)
+YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16)
+GEMMA = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 20,
+    "sliding_window": 5,
+    "sliding_window_pattern": 3,
+    "num_hidden_layers": 5,
+}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "llama-mha": ("Llama", {"num_key_value_heads": 6, "tie_word_embeddings": True}),
+    "llama-mqa": ("Llama", {"num_key_value_heads": 1, "head_dim": 16}),
+    "llama-biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu_pytorch_tanh"}),
+    "llama-dim-from-hidden": ("Llama", {"head_dim": None}),
+    "llama-linear": ("Llama", rope("linear", factor=3.0)),
+    "llama-dynamic": ("Llama", rope("dynamic", factor=3.0)),
+    "llama-llama3": ("Llama", LLAMA3),
+    "llama-yarn": ("Llama", YARN),
+    "llama-yarn-mscale": (
+        "Llama",
+        rope("yarn", factor=8.0, mscale=1.0, mscale_all_dim=0.5, beta_fast=16.0, truncate=False),
+    ),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-window": ("Mistral", {"sliding_window": 4}),
+    "qwen2": ("Qwen2", {"head_dim": 8, "tie_word_embeddings": True}),
+    "qwen2-window": (
+        "Qwen2",
+        {"head_dim": 8, "use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    ),
+    "qwen3": ("Qwen3", {}),
+    "qwen3-tied-yarn": ("Qwen3", {"tie_word_embeddings": True, **YARN}),
+    "qwen3-biases": ("Qwen3", {"attention_bias": True}),
+    "gemma3": ("Gemma3Text", GEMMA),
+    "gemma3-linear": (
+        "Gemma3Text",
+        {
+            **GEMMA,
+            "final_logit_softcapping": 9.0,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 900.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 70.0},
+            },
+        },
+    ),
+    "gemma3-biases": ("Gemma3Text", {**GEMMA, "attention_bias": True}),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2}),
+    "mixtral-window": ("Mixtral", {"num_local_experts": 3, "num_experts_per_tok": 1, "sliding_window": 4}),
+    "qwen3-moe": ("Qwen3Moe", {**MOE, "norm_topk_prob": True}),
+    "qwen3-moe-mixed": (
+        "Qwen3Moe",
+        {**MOE, "norm_topk_prob": False, "decoder_sparse_step": 2, "num_hidden_layers": 4},
+    ),
+    "qwen3-moe-dense": (
+        "Qwen3Moe",
+        {**MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "tie_word_embeddings": True},
+    ),
+    "gpt2": (
+        "GPT2",
+        {
+            "n_embd": 48,
+            "n_layer": 3,
+            "n_head": 4,
+            "n_positions": 64,
+            "n_inner": 56,
+            "tie_word_embeddings": True,
+        },
+    ),
+    "gpt2-untied": (
+        "GPT2",
+        {"n_embd": 40, "n_layer": 2, "n_head": 5, "n_positions": 64, "tie_word_embeddings": False},
+    ),
+}
+CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
+
+
+def make_reference(case: str, folder: Path, **save: Any) -> Any:
+    """Write the case's random checkpoint and return the transformers model that wrote it."""
+    name, settings = CASES[case]
+    base = {k: BASE[k] for k in ("vocab_size", "bos_token_id", "eos_token_id", "initializer_range")}
+    merged = {**(base if name == "GPT2" else BASE), **settings}
+    if merged.get("head_dim", 0) is None:
+        del merged["head_dim"]
+    config = getattr(transformers, name + "Config")(**{**merged, "attn_implementation": "eager"})
+    torch.manual_seed(7)
+    model = getattr(transformers, CLASSES.get(name, name + "ForCausalLM"))(config).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                centre = 1.0 if key.endswith("weight") and "Gemma" not in name else 0.0
+                parameter.copy_(centre + 0.3 * torch.randn_like(parameter))
+            elif "router" in key or key.endswith("gate.weight"):
+                parameter.copy_(0.3 * torch.randn_like(parameter))
+    model.save_pretrained(folder, **save)
+    return model
+
+
+@torch.inference_mode()
+def reference_logits(model: Any, row: list[int]) -> torch.Tensor:
+    return model(torch.tensor([row]), use_cache=False).logits[0]
+
+
+@torch.inference_mode()
+def reference_greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(count):
+        tokens.append(int(reference_logits(model, tokens)[-1].argmax()))
+    return tokens[len(prompt) :]
+
+
+def check(model: Any, folder: Path, count: int = 12) -> None:
+    ours = load_model(folder)
+    for row, logits in zip(ROWS, logits_of(ours, ROWS)):
+        expected = reference_logits(model, row)
+        assert expected.std() > 0.5, "the reference's logits are degenerate"
+        assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+        alone = logits_of(ours, [row])[0]
+        assert (logits - alone).abs().max() <= 1e-5 * expected.abs().max()
+    assert greedy(ours, ROWS[0], count) == reference_greedy(model, ROWS[0], count)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_logits_and_greedy_tokens(case: str, tmp_path: Path) -> None:
+    check(make_reference(case, tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize("case", ["llama", "qwen3-moe", "gpt2"])
+def test_sharded(case: str, tmp_path: Path) -> None:
+    model = make_reference(case, tmp_path, max_shard_size="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    check(model, tmp_path, count=2)
+
+
+def test_old_spellings_of_config(tmp_path: Path) -> None:
+    """Configs as transformers 4 wrote them give the same model."""
+    model = make_reference("llama-llama3", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    scaling = config.pop("rope_parameters")
+    config["rope_theta"] = scaling.pop("rope_theta")
+    config["rope_scaling"] = {"type": scaling.pop("rope_type"), **scaling}
+    config["torch_dtype"] = config.pop("dtype")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check(model, tmp_path, count=2)
+
+
+def test_gpt2_without_prefix(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = make_reference("gpt2", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = {k.removeprefix("transformer."): v for k, v in load_file(file).items()}
+    tensors["h.0.attn.bias"] = torch.ones(1, 1, 64, 64)
+    save_file(tensors, file)
+    check(model, tmp_path, count=2)
+
+
+def test_bfloat16_stays_close(tmp_path: Path) -> None:
+    model = make_reference("qwen3", tmp_path)
+    logits = logits_of(load_model(tmp_path, torch.bfloat16), ROWS)[0]
+    expected = reference_logits(model, ROWS[0])
+    assert logits.dtype == torch.bfloat16
+    assert (logits.float() - expected).abs().mean() < 0.05 * expected.abs().mean()

@@ -75,6 +75,14 @@ def test_a_stop_string_aborts_the_engine_request(include: bool, text: str) -> No
     assert late.changed == [] and late.aborts == [] and state.output().outputs[0].finish_reason == "stop"
 
 
+def test_outputs_after_the_end_change_nothing() -> None:
+    state, _ = opened(stop=["b"])
+    assert state.apply(EngineOutput("r", list(b"ab")))
+    assert not state.apply(EngineOutput("r", list(b"c"), finish_reason="abort"))
+    answer = state.output().outputs[0]
+    assert (bytes(answer.token_ids), answer.text, answer.finish_reason) == (b"ab", "a", "stop")
+
+
 def test_no_abort_for_what_the_engine_has_ended_itself() -> None:
     state, assembler = opened(stop=["b"])
     applied = assembler.apply([EngineOutput("r", [97, 98], finish_reason="length")])

@@ -160,7 +160,8 @@ def _check_growth(value: Any, args: Sequence[Any]) -> None:
     """Each place of `value` may be filled with the longest text that comes along."""
     sized = [a for a in (value, *args) if isinstance(a, (str, list, tuple))]
     sizes = sorted((len(a) for a in sized), reverse=True)
-    if len(sizes) > 1 and sizes[0] * sizes[1] > 64 * MAX_CHARS:
+    parts = sum(len(part) for a in sized if not isinstance(a, str) for part in a if isinstance(part, str))
+    if parts > MAX_CHARS or (len(sizes) > 1 and sizes[0] * sizes[1] > 64 * MAX_CHARS):
         raise SecurityError(f"it builds a text of more than {MAX_CHARS} characters")
 
 
@@ -169,8 +170,8 @@ def _guarded(filter_: Callable[..., Any], check: Callable[[Any, Sequence[Any]], 
 
     @functools.wraps(filter_)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        value = args[1] if hasattr(filter_, "jinja_pass_arg") else args[0]
-        check(value, [*args, *kwargs.values()])
+        at = 1 if hasattr(filter_, "jinja_pass_arg") else 0
+        check(args[at], [*args[at + 1 :], *kwargs.values()])
         return filter_(*args, **kwargs)
 
     return guarded

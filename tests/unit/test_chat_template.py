@@ -122,7 +122,12 @@ PARTS = "{% for m in messages %}{% for c in m['content'] %}({{ c.text }}){% endf
 
 def test_content_parts_are_joined_or_passed_as_the_template_reads_them() -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    assert content_format(STRING) == "string" and content_format(PARTS) == "openai"
+    assert content_format(STRING) == "string" and content_format(PARTS) == "parts"
+    both = "{% for m in messages %}{% if m.content is string %}" + "{{ m.content }}{% else %}"
+    both += "{% for c in m.get('content') %}({{ c.text }}){% endfor %}{% endif %}{% endfor %}"
+    assert content_format(both) == "openai"
+    assert ours(both, parts) == "(a)(b)" and ours(both, [{"role": "user", "content": "ab"}]) == "ab"
+    assert ours(PARTS, [{"role": "user", "content": "ab"}]) == "(ab)"
     assert ours(STRING, parts) == "[user]a\nb>"
     assert ours(PARTS, parts) == "(a)(b)"
 

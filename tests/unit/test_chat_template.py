@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from quire.frontend import sandbox
 from quire.frontend.chat import check_messages, content_format, render_chat
 from quire.frontend.sandbox import compile_template
 from quire.frontend.tokenizer import NoTokenizer
@@ -121,7 +122,12 @@ PARTS = "{% for m in messages %}{% for c in m['content'] %}({{ c.text }}){% endf
 
 def test_content_parts_are_joined_or_passed_as_the_template_reads_them() -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    assert content_format(STRING) == "string" and content_format(PARTS) == "openai"
+    assert content_format(STRING) == "string" and content_format(PARTS) == "parts"
+    both = "{% for m in messages %}{% if m.content is string %}" + "{{ m.content }}{% else %}"
+    both += "{% for c in m.get('content') %}({{ c.text }}){% endfor %}{% endif %}{% endfor %}"
+    assert content_format(both) == "openai"
+    assert ours(both, parts) == "(a)(b)" and ours(both, [{"role": "user", "content": "ab"}]) == "ab"
+    assert ours(PARTS, [{"role": "user", "content": "ab"}]) == "(ab)"
     assert ours(STRING, parts) == "[user]a\nb>"
     assert ours(PARTS, parts) == "(a)(b)"
 
@@ -203,6 +209,21 @@ HOSTILE = [
     "{{ 'a' | center(99999999999) }}",
     "{{ 'a\na' | indent(99999999999) }}",
     "{{ lipsum(n=100000) }}",
+    "{{ ('a' * 1000000) | replace('a', 'a' * 1000000) }}",
+    "{{ ('a' * 1000000).replace('a', 'a' * 1000000) }}",
+    "{{ ('a' * 1000000) | list | join('b' * 1000000) }}",
+    "{{ ('b' * 1000000).join('a' * 1000000) }}",
+    "{{ (['a' * 1000000] * 90000) | join }}",
+    "{{ ''.join(['a' * 1000000] * 90000) }}",
+    "{{ [1] | batch(999999999, 'x') | list }}",
+    "{{ [1] | tojson(indent=999999999) }}",
+    "{{ '%.99999999999f' % 1 }}",
+    "{{ '%*d' % (99999999999, 1) }}",
+    "{% set n = namespace(x='ab') %}{% for a in range(60) %}{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}{% endfor %}",
+    "{% for x in [[1, 1]] recursive %}{% set y = [1, 1] %}{{ loop(y) }}{{ loop(y) }}{% endfor %}",
+    "{% set n = range(99999) | list %}{% for a in n if a in n and 0 %}{% endfor %}{% for a in n %}{% for b in n if -1 in n %}{% endfor %}{% endfor %}",
+    "{% set n = range(99999) | list %}{% for a in n %}{{ n | select('none') | list }}{% endfor %}",
+    "{% for a in messages %}{% for b in 'x' * 9999999 %}{% endfor %}{% endfor %}",
     "{% for m in messages %}{{ m.content + 5 }}{% endfor %}",
     "{{ nothing.at.all }}",
     "{{ 1 / 0 }}",
@@ -215,7 +236,8 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("source", HOSTILE, ids=lambda s: s[:50])
-def test_hostile_and_broken_templates_end_in_a_clean_error(source: str) -> None:
+def test_hostile_and_broken_templates_end_in_a_clean_error(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.5)
     began = time.monotonic()
     if source.startswith("{{{"):
         outcome(lambda: ours(source, PLAIN))
@@ -223,6 +245,13 @@ def test_hostile_and_broken_templates_end_in_a_clean_error(source: str) -> None:
         with pytest.raises(RequestError, match="chat template"):
             ours(source, PLAIN)
     assert time.monotonic() - began < 5
+
+
+def test_the_limits_leave_ordinary_work_alone() -> None:
+    source = "{{ '**%s** 100%% *' % 'x' }}{{ '{:>5}'.format(1) }}{{ 'a-b' | replace('-', '+') }}{{ [1, 2] | join(', ') }}"
+    assert ours(source, PLAIN) == "**x** 100% *    1a+b1, 2"
+    long = [{"role": "user", "content": "word " * 200_000}] * 3
+    assert len(ours("{% for m in messages %}{{ m.content | trim | replace('w', 'W') }}\n{% endfor %}", long)) > 2_900_000
 
 
 def test_a_refusal_carries_the_templates_own_words() -> None:

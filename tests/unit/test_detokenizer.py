@@ -99,6 +99,14 @@ def test_no_half_characters(name: str) -> None:
 
 
 @needs_data
+@pytest.mark.parametrize("cut", [1, 2, 3])
+def test_a_character_begun_by_the_prompt_is_completed(cut: int) -> None:
+    stories = real("models/stories260K")
+    ids = [3 + b for b in "é😀".encode()]  # the vocabulary's 256 byte tokens begin at 3
+    assert stream(Detokenizer(stories, ids[: 2 + cut]), ids[2 + cut :]) == "😀"
+
+
+@needs_data
 def test_sentencepiece_keeps_the_space_of_a_continuation_and_drops_that_of_a_beginning() -> None:
     stories = real("models/stories260K")
     ids = stories.encode("Once upon", add_special_tokens=False)

@@ -76,7 +76,7 @@ class JsonBackend:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        steps = _decoder_steps(json.loads(tokenizer.to_str())["decoder"] if tokenizer.decoder else None)
+        steps = _decoder_steps(json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else None)
         kinds = [step["type"] for step in steps]
         self._byte_level = "ByteLevel" in kinds and set(kinds) <= {"ByteLevel", "Fuse"}
         self._byte_fallback = "ByteFallback" in kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}
@@ -140,7 +140,14 @@ class JsonBackend:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def mark_special(self, pieces: list[str]) -> None:
-        self._tokenizer.add_special_tokens([AddedToken(p, normalized=False, special=True) for p in pieces])
+        added = {token.content: token for token in self._tokenizer.get_added_tokens_decoder().values()}
+        fresh = []
+        for piece in pieces:
+            token = added.get(piece) or AddedToken(piece, normalized=False)
+            if not token.special:
+                token.special = True
+                fresh.append(token)
+        self._tokenizer.add_special_tokens(fresh)
 
     def extend(self, tokens: dict[int, tuple[str, bool]]) -> None:
         for token, (piece, special) in sorted(tokens.items()):

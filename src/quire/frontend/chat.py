@@ -19,7 +19,7 @@ from quire.frontend.tokenizer import Tokenizer
 from quire.types import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-ContentFormat = Literal["string", "openai"]
+ContentFormat = Literal["string", "openai", "parts"]
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which clients send it, best first
 _RESERVED = ("messages", "tools", "add_generation_prompt")
 
@@ -122,12 +122,14 @@ def _check_message(message: Any, where: str, form: ContentFormat) -> dict[str, A
 
 
 def _check_content(content: Any, where: str, form: ContentFormat) -> Any:
+    if isinstance(content, str) and form == "parts":
+        return [{"type": "text", "text": content}]
     if content is None or isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise RequestError(f"{where}.content must be a string or a list of text parts")
     texts = [_check_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
-    return [{"type": "text", "text": text} for text in texts] if form == "openai" else "\n".join(texts)
+    return "\n".join(texts) if form == "string" else [{"type": "text", "text": text} for text in texts]
 
 
 def _check_part(part: Any, where: str) -> str:
@@ -180,7 +182,8 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
 
 @lru_cache(maxsize=32)
 def content_format(source: str) -> ContentFormat:
-    """openai for a template that loops over the parts of a message's content, else string."""
+    """openai for a template that loops over the parts of a message's content (parts, if it takes no
+    string beside them), else string."""
     try:
         tree = parse_template(source)
     except (jinja2.TemplateError, RecursionError):
@@ -192,13 +195,18 @@ def content_format(source: str) -> ContentFormat:
     for macro in tree.find_all(nodes.Macro):
         aliases.update(arg.name for arg in macro.args if "content" in arg.name)
     loops = tree.find_all(nodes.For)
-    return "openai" if any(_reads_content(loop.iter, aliases) for loop in loops) else "string"
+    if not any(_reads_content(loop.iter, aliases) for loop in loops):
+        return "string"
+    asks = any(test.name in ("string", "iterable", "sequence") for test in tree.find_all(nodes.Test))
+    return "openai" if asks else "parts"
 
 
 def _reads_content(node: nodes.Node | None, aliases: set[str]) -> bool:
-    """Whether `node` is `something.content`, `something['content']` or a name that stands for it."""
+    """Whether `node` is the content of something, in one of the ways to write that, or a name that stands for it."""
     while isinstance(node, nodes.Filter):
         node = node.node
+    if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr == "get":
+        return bool(node.args) and isinstance(node.args[0], nodes.Const) and node.args[0].value == "content"
     if isinstance(node, nodes.Getattr):
         return node.attr == "content"
     if isinstance(node, nodes.Getitem):

@@ -88,7 +88,7 @@ class Answer:
                 self.logprobs.append(readable_logprobs(output.logprobs[i], self._tokenizer))
                 self.cumulative_logprob += output.logprobs[i].logprobs[0]
             if not (silent and i == last) and self._say(self._detokenizer.push([token])):
-                self._end("stop", self._stops.stopped)
+                self.finish_reason, self.stop_reason = "stop", self._stops.stopped
                 return output.finish_reason is None
         if output.finish_reason is not None:
             self.finish(output.finish_reason, output.stop_reason)
@@ -100,7 +100,7 @@ class Answer:
             reason, stop_reason = "stop", self._stops.stopped
         else:
             self._show(self._stops.finish())
-        self._end(reason, stop_reason)
+        self.finish_reason, self.stop_reason = reason, stop_reason
 
     def _say(self, text: str) -> bool:
         """Add text; True if it completed a stop string. The first `min_tokens` tokens are not searched."""
@@ -116,9 +116,6 @@ class Answer:
     def _show(self, text: str) -> None:
         if text:
             self._text.append(text)
-
-    def _end(self, reason: FinishReason, stop_reason: int | str | None) -> None:
-        self.finish_reason, self.stop_reason = reason, stop_reason
 
     def output(self) -> CompletionOutput:
         """All so far."""

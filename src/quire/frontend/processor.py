@@ -65,13 +65,7 @@ class InputProcessor:
         params.verify()
         ids = self.prompt_ids(prompt, add_special_tokens)
         self._check_params(params)
-        room = self.max_model_len - len(ids)
-        if params.min_tokens > room:
-            raise RequestError(
-                f"min_tokens is {params.min_tokens}, but after a prompt of {len(ids)} tokens only {room} fit "
-                f"into max_model_len ({self.max_model_len})"
-            )
-        max_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
+        max_tokens = self._max_tokens(len(ids), params)
         stop_ids = list(dict.fromkeys([*([] if params.ignore_eos else self.eos_ids), *params.stop_token_ids]))
         bad_words = self._bad_words_ids(params.bad_words)
         count = next(self._count)
@@ -131,6 +125,16 @@ class InputProcessor:
                 raise RequestError(f"{name} must not exceed the vocabulary size {self.vocab_size}, got {value}")
         if params.stop and isinstance(self.tokenizer, NoTokenizer):
             raise RequestError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
+
+    def _max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
+        """As asked for, within the rest of the context."""
+        room = self.max_model_len - prompt_len
+        if params.min_tokens > room:
+            raise RequestError(
+                f"min_tokens is {params.min_tokens}, but after a prompt of {prompt_len} tokens only {room} fit "
+                f"into max_model_len ({self.max_model_len})"
+            )
+        return room if params.max_tokens is None else min(params.max_tokens, room)
 
     def _bad_words_ids(self, words: list[str]) -> list[list[int]]:
         """Each word as at the beginning of a text and as after a space, where that is another first token."""

@@ -96,8 +96,10 @@ class SafetensorsCheckpoint:
         if part.get_dtype() not in _FLOATS:
             raise ModelError(f"tensor {name} has dtype {part.get_dtype()}, which is not supported")
         self.unread.discard(name)
+        cuts = (rows, cols)[: len(shape)]
+        whole = all(cut.indices(size) == (0, size, 1) for cut, size in zip(cuts, shape))
         try:
-            return part[rows, cols] if len(shape) > 1 else part[rows]
+            return self.files[file].get_tensor(name) if whole else part[cuts]
         except SafetensorError as error:
             raise ModelError(f"cannot read tensor {name} of {file}: {error}") from error
 

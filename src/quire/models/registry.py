@@ -27,4 +27,11 @@ def build_model(spec: ModelSpec, env: Env) -> Model:
     """The model of `spec`, its weights pulled from `env.weights`."""
     if spec.family not in FAMILIES:
         raise ModelError(f"{spec.architecture} is not supported yet")
+    spec.check_quantization()
+    size = env.parallel.size
+    if spec.num_heads % size or spec.num_kv_heads % size or spec.intermediate_size % size:
+        raise ModelError(
+            f"{spec.architecture} with {spec.num_heads} heads, {spec.num_kv_heads} K/V heads and intermediate size "
+            f"{spec.intermediate_size} cannot be cut into {size} equal parts"
+        )
     return FAMILIES[spec.family](env, spec)

@@ -1,0 +1,246 @@
+"""GGUF files made on the spot, the way llama.cpp's converter lays tensors out, against safetensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from whole import load_model, logits_of
+
+transformers = pytest.importorskip("transformers", reason="transformers makes the reference models")
+from test_families import BASE, CASES, ROWS, make_reference, reference_logits  # noqa: E402
+
+from quire.layers.rope import inverse_frequencies  # noqa: E402
+from quire.layers.rope_params import RopeParams  # noqa: E402
+from quire.models.checkpoint import open_checkpoint  # noqa: E402
+from quire.models.load import load_spec  # noqa: E402
+from quire.types import ModelError  # noqa: E402
+
+torch.set_num_threads(1)
+Q = gguf.GGMLQuantizationType
+ARCHS = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "gemma3": gguf.MODEL_ARCH.GEMMA3,
+    "gpt2": gguf.MODEL_ARCH.GPT2,
+}
+CASES["gguf-wide"] = (
+    "Llama",
+    {"hidden_size": 256, "intermediate_size": 512, "head_dim": 32, "num_attention_heads": 8},
+)
+CASES["gguf-gemma3"] = (
+    "Gemma3Text",
+    {**CASES["gemma3"][1], "query_pre_attn_scalar": 16, "sliding_window_pattern": 6, "num_hidden_layers": 7},
+)
+
+
+def write_metadata(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
+    writer.add_context_length(64)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_eos_token_id(2)
+    if arch == "gpt2":
+        writer.add_feed_forward_length(config.n_inner)
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+        return
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(dim)
+    writer.add_value_length(dim)
+    rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(rope["factor"])
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+    if arch == "gemma3":
+        writer.add_sliding_window(config.sliding_window)
+    experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    if experts:
+        writer.add_expert_count(experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        if arch == "qwen3moe":
+            writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+
+def converted(arch: str, tensors: dict[str, torch.Tensor], config: Any) -> dict[str, np.ndarray]:
+    """Tensors by their GGUF names, changed as the converter changes them."""
+    names = gguf.get_tensor_name_map(ARCHS[arch], config.num_hidden_layers)
+    out: dict[str, np.ndarray] = {}
+    stacks: dict[str, dict[int, np.ndarray]] = {}
+    for name, tensor in tensors.items():
+        value = tensor.float().numpy()
+        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+            heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
+            pairs = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
+            value = pairs.swapaxes(1, 2).reshape(value.shape)
+        if arch == "gemma3" and name.endswith("norm.weight"):
+            value = value + 1
+        if arch == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
+            value = value.T
+        if ".experts." in name:
+            head, _, tail = name.partition(".experts.")
+            number, which, _ = tail.split(".")
+            which = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.get(which, which)
+            layer = head.split(".")[2]
+            stack = f"blk.{layer}.ffn_{which.removesuffix('_proj')}_exps.weight"
+            stacks.setdefault(stack, {})[int(number)] = value
+            continue
+        theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert theirs, name
+        out[theirs] = value
+    for stack, values in stacks.items():
+        out[stack] = np.stack([values[i] for i in range(len(values))])
+    return out
+
+
+def write_gguf(
+    folder: Path, arch: str, config: Any, kind: Q = Q.F32, extra: dict[str, np.ndarray] | None = None
+) -> Path:
+    path = folder / f"{kind.name}.gguf"
+    writer = gguf.GGUFWriter(path, arch)
+    write_metadata(writer, arch, config)
+    tensors = converted(arch, load_file(folder / "model.safetensors"), config)
+    for name, value in {**tensors, **(extra or {})}.items():
+        value = np.ascontiguousarray(value)
+        if value.ndim < 2 or kind == Q.F32 or (kind == Q.F16 and value.ndim < 2):
+            writer.add_tensor(name, value)
+        else:
+            writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize(
+    ("arch", "case"),
+    [
+        ("llama", "llama"),
+        ("llama", "llama-biases"),
+        ("llama", "mixtral"),
+        ("qwen2", "qwen2"),
+        ("qwen3", "qwen3-tied-yarn"),
+        ("qwen3moe", "qwen3-moe"),
+        ("gemma3", "gguf-gemma3"),
+        ("gpt2", "gpt2"),
+        ("gpt2", "gpt2-untied"),
+    ],
+)
+def test_f32_equals_transformers(arch: str, case: str, tmp_path: Path) -> None:
+    if case == "llama-biases":
+        CASES["gguf-biases"] = ("Llama", {"attention_bias": True, "mlp_bias": True})
+        case = "gguf-biases"
+    model = make_reference(case, tmp_path)
+    if case == "gpt2-untied":
+        model.config.n_inner = 4 * model.config.n_embd
+    ours = load_model(write_gguf(tmp_path, arch, model.config))
+    for row, logits in zip(ROWS, logits_of(ours, ROWS)):
+        expected = reference_logits(model, row)
+        assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_llama3_rope_divisors(tmp_path: Path) -> None:
+    """The converter stores Llama 3.1's rule as a tensor of divisors."""
+    model = make_reference("llama-llama3", tmp_path)
+    params = RopeParams(theta=500.0, kind="llama3", factor=4.0, original_max_len=16)
+    plain = RopeParams(theta=500.0)
+    divisors = (inverse_frequencies(plain, 12) / inverse_frequencies(params, 12)).numpy()
+    path = write_gguf(tmp_path, "llama", model.config, extra={"rope_freqs.weight": divisors})
+    expected = reference_logits(model, ROWS[0])
+    assert (logits_of(load_model(path), ROWS)[0] - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+@pytest.mark.parametrize("kind", [Q.F16, Q.BF16, Q.Q8_0, Q.Q4_0])
+def test_packed_kinds(kind: Q, tmp_path: Path) -> None:
+    """Logits equal those of the reference with the same rounded weights."""
+    model = make_reference("gguf-wide", tmp_path)
+    path = write_gguf(tmp_path, "llama", model.config, kind)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                packed = gguf.quants.quantize(parameter.numpy(), kind)
+                parameter.copy_(
+                    torch.from_numpy(np.array(gguf.quants.dequantize(packed, kind), dtype=np.float32))
+                )
+    expected = reference_logits(model, ROWS[0])
+    logits = logits_of(load_model(path), ROWS)[0]
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+    assert load_spec(path).dtype == {Q.F16: "float16"}.get(kind, "bfloat16")
+
+
+@pytest.mark.parametrize("kind", [Q.Q4_K, Q.Q6_K, Q.Q5_K])
+def test_k_quants_are_unpacked(kind: Q, tmp_path: Path) -> None:
+    """No packer for these exists here, so random blocks: the q rows come back unpacked and in order."""
+    model = make_reference("gguf-wide", tmp_path)
+    heads, size, hidden = 8, 256, 256
+    block, width = gguf.GGML_QUANT_SIZES[kind]
+    rng = np.random.default_rng(3)
+    raw = rng.integers(0, 112, (size, hidden // block * width), dtype=np.uint8)
+    values = gguf.quants.dequantize(raw, kind)
+    assert np.isfinite(values).all()  # bytes below 112 keep the fp16 scales finite
+    path = tmp_path / "k.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    write_metadata(writer, "llama", model.config)
+    writer.add_tensor("token_embd.weight", np.zeros((97, 256), np.float32))
+    writer.add_tensor("blk.0.attn_q.weight", raw, raw_dtype=kind)
+    writer.add_tensor("blk.0.attn_v.weight", raw, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    weights = open_checkpoint(path, load_spec(path))
+    rows = slice(32, 64)
+    v = weights.tensor("model.layers.0.self_attn.v_proj.weight", (size, hidden), rows)
+    q = weights.tensor("model.layers.0.self_attn.q_proj.weight", (size, hidden), rows)
+    restored = values.reshape(heads, size // heads // 2, 2, hidden).swapaxes(1, 2).reshape(size, hidden)
+    assert np.array_equal(v.numpy(), values[32:64])
+    assert np.array_equal(q.numpy(), restored[32:64])
+
+
+def test_damaged_and_unsupported(tmp_path: Path) -> None:
+    model = make_reference("llama", tmp_path)
+    path = write_gguf(tmp_path, "llama", model.config)
+    whole = path.read_bytes()
+    for length in (0, 3, 20, 200, len(whole) // 2, len(whole) - 100):
+        cut = tmp_path / "cut.gguf"
+        cut.write_bytes(whole[:length])
+        with pytest.raises(ModelError, match=r"cut\.gguf"):
+            load_spec(cut)
+    with pytest.raises(ModelError, match="does not exist"):
+        load_spec(tmp_path / "none.gguf")
+    other = tmp_path / "other.gguf"
+    writer = gguf.GGUFWriter(other, "rwkv6")
+    writer.add_tensor("x", np.zeros((2, 2), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(ModelError, match="rwkv6"):
+        load_spec(other)
+
+
+def test_unused_and_missing_tensors(tmp_path: Path) -> None:
+    model = make_reference("llama", tmp_path)
+    path = write_gguf(
+        tmp_path, "llama", model.config, extra={"blk.0.attn_sinks.weight": np.zeros(6, np.float32)}
+    )
+    with pytest.raises(ModelError, match="attn_sinks"):
+        load_model(path)
+    weights = open_checkpoint(path, load_spec(path))
+    with pytest.raises(ModelError, match=r"attn_q_norm.*q_norm"):
+        weights.tensor("model.layers.0.self_attn.q_norm.weight", (BASE["head_dim"],))
+    with pytest.raises(ModelError, match=r"token|embed.*\[97, 48\].*\[1, 48\]"):
+        weights.tensor("model.embed_tokens.weight", (1, 48))

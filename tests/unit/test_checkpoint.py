@@ -1,0 +1,280 @@
+"""Checkpoints: what is read, what is refused and how the refusal reads; dummy weights; cuts over ranks."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from quire.layers.env import Env, Weights
+from quire.layers.linear import Linear
+from quire.layers.mlp import ACTIVATIONS, GatedMLP
+from quire.layers.moe import GroupedExperts, LoopedExperts, MoE
+from quire.models.checkpoint import DummyCheckpoint, open_checkpoint
+from quire.models.registry import build_model
+from quire.models.spec import ModelSpec
+from quire.parallel.parallel import Parallel
+from quire.quant.base import PlainMatmul, make_matmul
+from quire.types import ModelError
+
+torch.set_num_threads(1)
+CPU = torch.device("cpu")
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 20,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
+SPEC = ModelSpec.from_config(CONFIG)
+
+
+class NoAttention:
+    name = "none"
+
+    def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return ()
+
+    def plan(self, batch: Any) -> Any:
+        return None
+
+    def forward(self, layer: Any, q: Any, k: Any, v: Any, batch: Any) -> torch.Tensor:
+        raise AssertionError("not in these tests")
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf(Parallel):
+    """A rank whose sums are taken by the test."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def env(weights: Weights, parallel: Parallel | None = None, dtype: torch.dtype = torch.float32) -> Env:
+    return Env(weights, parallel or Parallel(), NoAttention(), CPU, dtype)
+
+
+class Recorder(DummyCheckpoint):
+    """Dummy weights that remember what was asked for: every tensor of a model, as a checkpoint has it."""
+
+    def __init__(self) -> None:
+        super().__init__(1, CPU, torch.float32)
+        self.seen: dict[str, torch.Tensor] = {}
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], rows: slice = slice(None), cols: slice = slice(None)
+    ) -> torch.Tensor:
+        self.seen[name] = super().tensor(name, shape).clone()
+        return super().tensor(name, shape, rows, cols)
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    recorder = Recorder()
+    build_model(SPEC, env(recorder))
+    return recorder.seen
+
+
+def load(folder: Path) -> Any:
+    weights = open_checkpoint(folder, SPEC)
+    model = build_model(SPEC, env(weights))
+    weights.finish()
+    return model
+
+
+def test_everything_is_read_and_harmless_extras_are_ignored(
+    tmp_path: Path, tensors: dict[str, torch.Tensor]
+) -> None:
+    extras = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2)}
+    save_file({**tensors, **extras}, tmp_path / "model.safetensors")
+    load(tmp_path)
+
+
+def test_unused_tensors_are_named(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    extra = {f"model.layers.{i}.self_attn.q_proj.bias": torch.ones(16) for i in range(5)}
+    save_file({**tensors, **extra}, tmp_path / "model.safetensors")
+    with pytest.raises(
+        ModelError, match=r"does not use: model\.layers\.0\.self_attn\.q_proj\.bias.* and 2 more"
+    ):
+        load(tmp_path)
+
+
+def test_missing_and_misshaped_tensors_are_named(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    name = "model.layers.1.mlp.down_proj.weight"
+    found = tensors.pop(name)
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"no tensor model\.layers\.1\.mlp\.down_proj\.weight.*\[16, 24\]"):
+        load(tmp_path)
+    save_file({**tensors, name: found.t().contiguous()}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"down_proj\.weight has shape \[24, 16\].*asks for \[16, 24\]"):
+        load(tmp_path)
+    save_file({**tensors, name: found.to(torch.int32)}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match="dtype I32"):
+        load(tmp_path)
+
+
+def test_damaged_files_are_named(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    file = tmp_path / "model.safetensors"
+    save_file(tensors, file)
+    whole = file.read_bytes()
+    for damaged in (b"", whole[:5], whole[:100], whole[:-1], b"\xff" * 64, whole + b"xx"):
+        file.write_bytes(damaged)
+        with pytest.raises(ModelError, match=r"model\.safetensors is not a readable safetensors file"):
+            load(tmp_path)
+
+
+def test_shards(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    names = sorted(tensors)
+    halves = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
+    for file, part in halves.items():
+        save_file({n: tensors[n] for n in part}, tmp_path / file)
+    index = tmp_path / "model.safetensors.index.json"
+    where = {n: file for file, part in halves.items() for n in part}
+    index.write_text(json.dumps({"weight_map": where}))
+    load(tmp_path)
+    index.write_text(json.dumps({"weight_map": {**where, "ghost": "a.safetensors"}}))
+    with pytest.raises(ModelError, match="lacks tensor ghost"):
+        load(tmp_path)
+    index.write_text(json.dumps({"weight_map": {**where, "ghost": "c.safetensors"}}))
+    with pytest.raises(ModelError, match=r"names c\.safetensors, which is missing"):
+        load(tmp_path)
+    for broken in ("{", "[]", "{}", '{"weight_map": {"x": "../y.safetensors"}}'):
+        index.write_text(broken)
+        with pytest.raises(ModelError, match=r"index\.json"):
+            load(tmp_path)
+    index.unlink()
+    load(tmp_path)  # shards without an index
+
+
+def test_folders_without_safetensors(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="no folder"):
+        open_checkpoint(tmp_path / "none", SPEC)
+    with pytest.raises(ModelError, match="holds no weights"):
+        open_checkpoint(tmp_path, SPEC)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(
+        ModelError, match=r"pickled weights \(pytorch_model\.bin\).*convert them to safetensors"
+    ):
+        open_checkpoint(tmp_path, SPEC)
+
+
+def test_only_the_asked_part_is_returned(tmp_path: Path) -> None:
+    tensor = torch.arange(48.0).view(8, 6)
+    save_file({"x": tensor, "y": tensor[0].clone()}, tmp_path / "model.safetensors")
+    weights = open_checkpoint(tmp_path, SPEC)
+    assert torch.equal(weights.tensor("x", (8, 6)), tensor)
+    assert torch.equal(weights.tensor("x", (8, 6), slice(2, 5), slice(1, 3)), tensor[2:5, 1:3])
+    assert torch.equal(weights.tensor("y", (6,), slice(2, 4)), tensor[0, 2:4])
+    assert weights.has("x") and not weights.has("z")
+
+
+# --------------------------------------------------------------------------------------------- dummy
+
+
+def test_dummy_weights_depend_on_seed_and_name_alone() -> None:
+    one, two, other = (DummyCheckpoint(seed, CPU, torch.float32) for seed in (1, 1, 2))
+    whole = one.tensor("a.weight", (300, 50))
+    assert torch.equal(whole, two.tensor("a.weight", (300, 50)))
+    assert torch.equal(
+        whole[100:200, 10:20], two.tensor("a.weight", (300, 50), slice(100, 200), slice(10, 20))
+    )
+    assert not torch.equal(whole, one.tensor("b.weight", (300, 50)))
+    assert not torch.equal(whole, other.tensor("a.weight", (300, 50)))
+    assert 0.018 < float(whole.std()) < 0.022
+    assert abs(float(one.tensor("norm.weight", (64,)).mean()) - 1) < 0.02
+    assert abs(float(one.tensor("x.bias", (64,)).mean())) < 0.02
+
+
+def test_dummy_wraps_around_its_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(DummyCheckpoint, "BLOCK", 101)
+    dummy = DummyCheckpoint(0, CPU, torch.float32)
+    flat = dummy.tensor("x.weight", (60, 7)).flatten()
+    assert torch.equal(flat[:101], flat[101:202])
+    assert torch.equal(dummy.tensor("x.weight", (60, 7), slice(20, 30)).flatten(), flat[140:210])
+
+
+# ---------------------------------------------------------------------------------- layers and ranks
+
+
+def test_merged_linear_and_its_cuts() -> None:
+    weights = DummyCheckpoint(3, CPU, torch.float32)
+    x = torch.randn(5, 12)
+    parts = [weights.tensor(f"{n}.weight", (size, 12)) for n, size in (("q", 8), ("k", 4))]
+    biases = [weights.tensor(f"{n}.bias", (size,)) for n, size in (("q", 8), ("k", 4))]
+    expected = x @ torch.cat(parts).t() + torch.cat(biases)
+    whole = Linear(env(weights), ["q", "k"], 12, [8, 4], bias=True)
+    assert torch.allclose(whole(x), expected, atol=1e-6)
+    ranks = [
+        Linear(env(weights, OneOf(r, 2)), ["q", "k"], 12, [8, 4], bias=True, cut="rows")(x) for r in (0, 1)
+    ]
+    joined = torch.cat((ranks[0][:, :4], ranks[1][:, :4], ranks[0][:, 4:], ranks[1][:, 4:]), 1)
+    assert torch.allclose(joined, expected, atol=1e-6)
+    single = Linear(env(weights), "q", 12, 8, bias=True)(x)
+    summed = sum(
+        Linear(env(weights, OneOf(r, 2)), "q", 12, 8, bias=True, cut="cols")(x[:, 6 * r : 6 * r + 6])
+        for r in (0, 1)
+    )
+    assert torch.allclose(single, summed, atol=1e-6)
+
+
+def test_transposed_linear_holds_three_parts() -> None:
+    weights = DummyCheckpoint(3, CPU, torch.float32)
+    x = torch.randn(5, 6)
+    stored = weights.tensor("c_attn.weight", (6, 12))
+    whole = Linear(env(weights), "c_attn", 6, [4, 4, 4], transposed=True)
+    assert torch.allclose(whole(x), x @ stored, atol=1e-6)
+    second = Linear(env(weights, OneOf(1, 2)), "c_attn", 6, [4, 4, 4], transposed=True, cut="rows")
+    assert torch.allclose(second(x), (x @ stored)[:, [2, 3, 6, 7, 10, 11]], atol=1e-6)
+
+
+def test_ranks_sum_to_the_whole_mlp_and_experts() -> None:
+    weights = DummyCheckpoint(5, CPU, torch.float32)
+    x = torch.randn(7, 12) * 5
+    names = ("gate_proj", "up_proj", "down_proj")
+
+    def mlp(parallel: Parallel) -> torch.Tensor:
+        return GatedMLP(env(weights, parallel), "mlp.", 12, 16, "silu")(x)
+
+    def moe(parallel: Parallel) -> torch.Tensor:
+        return MoE(env(weights, parallel), "moe.", names, 12, 16, 4, 2, True, "silu")(x)
+
+    for layer in (mlp, moe):
+        assert torch.allclose(layer(Parallel()), layer(OneOf(0, 2)) + layer(OneOf(1, 2)), atol=1e-6)
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ModelError, match="cannot be cut into 4"):
+        build_model(SPEC, env(DummyCheckpoint(0, CPU, torch.float32), OneOf(0, 4)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_expert_implementations_agree(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    gate_up, down = torch.randn(4, 32, 24).to(dtype), torch.randn(4, 24, 16).to(dtype)
+    ids = torch.tensor([0, 0, 2, 2, 2, 3])  # expert 1 has no tokens
+    x = torch.randn(6, 24).to(dtype)
+    silu = ACTIVATIONS["silu"]
+    looped = LoopedExperts(gate_up, down, silu)(x, ids).float()
+    grouped = GroupedExperts(gate_up, down, silu)
+    tolerance = 1e-4 if dtype == torch.float32 else 2.0
+    assert grouped.grouped == (dtype == torch.bfloat16)
+    assert torch.allclose(looped, grouped(x, ids).float(), atol=tolerance, rtol=0.02)
+    assert torch.allclose(looped, grouped.masked(x, ids).float(), atol=tolerance, rtol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_product_equals_the_plain_one_for_any_number_of_rows(dtype: torch.dtype) -> None:
+    weight, bias, x = torch.randn(96, 64).to(dtype), torch.randn(96).to(dtype), torch.randn(33, 64).to(dtype)
+    packed, plain = make_matmul(weight, bias), PlainMatmul(weight, bias)
+    whole = packed(x)
+    assert torch.allclose(whole.float(), plain(x).float(), atol=1e-4 if dtype == torch.float32 else 0.1)
+    for rows in (1, 2, 3, 8, 17):
+        assert torch.equal(packed(x[:rows]), whole[:rows])

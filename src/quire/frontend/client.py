@@ -6,6 +6,7 @@ an output with finish_reason "error". When the engine dies every call raises Eng
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -21,6 +22,8 @@ from quire.types import EngineDead, EngineInfo, EngineOutput, EngineRequest, Qui
 
 if TYPE_CHECKING:
     from quire.core.engine import Engine
+
+_LOOK_MS = 200  # how often a waiting client looks whether the engine process still lives
 
 
 class EngineClient(Protocol):
@@ -111,7 +114,8 @@ class ProcessClient:
 
     def close(self) -> None:
         if self._process.poll() is None:
-            self._socket.send(msg.encode(msg.Stop()))
+            with contextlib.suppress(zmq.Again):
+                self._socket.send(msg.encode(msg.Stop()), zmq.NOBLOCK)
             try:
                 self._process.wait(5)
             except subprocess.TimeoutExpired:
@@ -128,6 +132,8 @@ class ProcessClient:
                 return message.info
 
     def _send(self, message: msg.ToEngine) -> None:
+        while not self._dead and not self._socket.poll(_LOOK_MS, zmq.POLLOUT):
+            self._look_for_death()  # nobody is at the other end: not yet, or no longer
         if self._dead:
             raise EngineDead(f"the engine stopped: {self._dead}")
         self._socket.send(msg.encode(message))
@@ -137,10 +143,8 @@ class ProcessClient:
         if self._dead:
             raise EngineDead(f"the engine stopped: {self._dead}")
         if not self._socket.poll(int(timeout_s * 1000)):
-            if (code := self._process.poll()) is None or self._socket.poll(0):
-                return None
-            self._dead = f"its process ended with exit code {code}"
-            raise EngineDead(f"the engine stopped: {self._dead}")
+            self._look_for_death()
+            return None
         message = msg.decode_to_client(self._socket.recv())
         if isinstance(message, msg.Died):
             self._dead = message.cause
@@ -149,6 +153,13 @@ class ProcessClient:
                 raise error(message.cause)
             raise EngineDead(f"the engine stopped: {message.cause}")
         return message
+
+    def _look_for_death(self) -> None:
+        """Raise EngineDead if the process has ended and left no last words."""
+        code = self._process.poll()
+        if code is not None and not self._socket.poll(0):
+            self._dead = f"its process ended with exit code {code}"
+            raise EngineDead(f"the engine stopped: {self._dead}")
 
 
 def refusal(request: EngineRequest, error: RequestError) -> EngineOutput:

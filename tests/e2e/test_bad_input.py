@@ -1,0 +1,152 @@
+"""Bad input from the command line: one sentence on stderr that names the thing, a non-zero exit code, no trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file, save_file
+from tiny import CONFIG, write_tiny
+
+from quire.cli.main import main
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_tiny(tmp_path / "model")
+
+
+def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
+    """Exit code and stderr."""
+    try:
+        code = main(list(args))
+    except SystemExit as stop:
+        code = int(stop.code or 0)
+    return code, capsys.readouterr().err
+
+
+def refused(capsys: pytest.CaptureFixture[str], text: str, *args: str) -> None:
+    code, err = run(capsys, *args)
+    assert code in (1, 2), (code, err)
+    assert text in err, err
+    assert "Traceback" not in err and len([line for line in err.splitlines() if line.strip()]) == 1, err
+
+
+def generate(folder: Path, *more: str) -> list[str]:
+    return ["generate", "--model", str(folder), "--max-tokens", "3", *more]
+
+
+def test_the_tiny_model_itself_works(capsys, folder: Path) -> None:
+    code, err = run(capsys, *generate(folder, "hello"))
+    assert (code, err) == (0, "")
+
+
+def test_unknown_model(capsys, folder: Path) -> None:
+    refused(capsys, "/no/such/model", *generate(Path("/no/such/model"), "x"))
+    refused(capsys, "some-org/some-model", "generate", "--model", "some-org/some-model", "x")
+
+
+def test_no_model_folder(capsys, tmp_path: Path) -> None:
+    refused(capsys, "config.json", *generate(tmp_path, "x"))
+    file = tmp_path / "notes.txt"
+    file.write_text("hello")
+    refused(capsys, "not a .gguf file", *generate(file, "x"))
+
+
+def test_truncated_safetensors(capsys, folder: Path) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    refused(capsys, "model.safetensors is not a readable safetensors file", *generate(folder, "x"))
+
+
+@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF\x03\x00\x00\x00" + b"\xff" * 64, os.urandom(4096)])
+def test_corrupt_gguf(capsys, tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "model.gguf"
+    file.write_bytes(content)
+    refused(capsys, "model.gguf", *generate(file, "x"))
+
+
+def change(folder: Path, edit) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def test_missing_surplus_and_misshaped_tensors(capsys, folder: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    original = (folder / "model.safetensors").read_bytes()
+    change(folder, lambda t: t.pop(name))
+    refused(capsys, f"no tensor {name}", *generate(folder, "x"))
+    (folder / "model.safetensors").write_bytes(original)
+    change(folder, lambda t: t.update({name: t[name][:-1].clone()}))
+    refused(capsys, f"{name} has shape [47, 32], but the config asks for [48, 32]", *generate(folder, "x"))
+    (folder / "model.safetensors").write_bytes(original)
+    change(folder, lambda t: t.update({"model.extra.weight": t[name].clone()}))
+    refused(capsys, "model.extra.weight", *generate(folder, "x"))
+
+
+def test_pickles_are_not_read(capsys, folder: Path) -> None:
+    shutil.move(folder / "model.safetensors", folder / "pytorch_model.bin")
+    refused(capsys, "convert them to safetensors", *generate(folder, "x"))
+
+
+def test_config_that_is_no_json_or_not_supported(capsys, folder: Path) -> None:
+    (folder / "config.json").write_text("{")
+    refused(capsys, "config.json", *generate(folder, "x"))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
+    refused(capsys, "MambaForCausalLM", *generate(folder, "x"))
+    (folder / "config.json").write_text(json.dumps({**CONFIG, "rope_scaling": {"rope_type": "spiral", "factor": 2.0}}))
+    refused(capsys, "spiral", *generate(folder, "x"))
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (["--max-tokens", "0", "x"], "max_tokens must be between 1 and"),
+        (["--temperature", "-1", "x"], "temperature must be in"),
+        (["--block-size", "0", "x"], "block_size must be an integer of at least 1"),
+        (["--max-model-len", "1000", "x"], "max_model_len 1000 exceeds the 256 positions"),
+        (["--kv-cache-memory", "100", "x"], "KV cache"),
+        (["--kv-layout", "none", "--prefix-caching", "x"], "prefix_caching needs a KV cache"),
+        (["--device", "tpu", "x"], "device must be auto, cpu, cuda"),
+        (["--file", "/no/such/file"], "/no/such/file"),
+        (["--stop-token-ids", "9999", "x"], "stop_token_ids"),
+        (["x" * 300], "prompt has 300 tokens, but max_model_len is 256"),
+        (["   "], "the input is empty"),
+    ],
+)
+def test_bad_values(capsys, folder: Path, args: list[str], text: str) -> None:
+    refused(capsys, text, *generate(folder, *args))
+
+
+def test_bad_flags_say_which(capsys, folder: Path) -> None:
+    for args, text in (
+        (["--kv-layout", "woven"], "invalid choice: 'woven'"),
+        (["--max-num-seqs", "many"], "must be an integer, got 'many'"),
+        (["--no-such-flag"], "--no-such-flag"),
+    ):
+        code, err = run(capsys, *generate(folder, "x", *args))
+        assert code == 2 and text in err and "Traceback" not in err
+
+
+def test_interruption_ends_cleanly(folder: Path) -> None:
+    command = [sys.executable, "-m", "quire", *generate(folder, "x", "--max-tokens", "250", "--ignore-eos", "--n", "60")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    time.sleep(2.5)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=30)
+    assert process.returncode in (0, 130) and "Traceback" not in err
+
+
+def test_lines_of_standard_input_to_json_lines(folder: Path) -> None:
+    command = [sys.executable, "-m", "quire", *generate(folder, "--json", "--temperature", "0", "--n", "2")]
+    done = subprocess.run(command, input="first\n\nsecond\n", capture_output=True, text=True, check=True)
+    records = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(r["prompt"], r["index"]) for r in records] == [("first", 0), ("first", 1), ("second", 0), ("second", 1)]

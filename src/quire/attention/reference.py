@@ -82,15 +82,16 @@ class ReferenceAttention:
         device = batch.seq_lens.device
         rows = sorted(rows)
         everything = len(rows) == len(batch.num_tokens)
-        index = torch.tensor(rows, device=device)
         positions = torch.arange(length, device=device)
-        table = batch.block_table if everything else batch.block_table.index_select(0, index)
-        lens = batch.seq_lens if everything else batch.seq_lens.index_select(0, index)
+        table, lens = batch.block_table, batch.seq_lens
+        if not everything:
+            index = _send(rows, device)
+            table, lens = table.index_select(0, index), lens.index_select(0, index)
         kv = _kv_slots(table, positions, batch.block_size)
         exact = device.type == "cpu" and len(rows) == 1
         last = lens.long().unsqueeze(1) - 1
         return _Group(
-            tokens=None if everything else torch.tensor([starts[r] for r in rows], device=device),
+            tokens=None if everything else _send([starts[row] for row in rows], device),
             kv=kv.flatten(),
             length=length,
             positions=positions,
@@ -155,6 +156,12 @@ class ReferenceAttention:
             mask = long.distance >= 0
         out = _attend(q.transpose(0, 1).unsqueeze(0), k, v, mask, mask is None, layer)
         return out[0].transpose(0, 1).reshape(q.shape[0], -1)
+
+
+def _send(values: list[int], device: torch.device) -> torch.Tensor:
+    """Host integers as an int64 device tensor, without waiting for the device."""
+    host = torch.tensor(values)
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def _kv_slots(table: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:

@@ -250,6 +250,18 @@ def test_ranks_sum_to_the_whole_mlp_and_experts() -> None:
         assert torch.allclose(layer(Parallel()), layer(OneOf(0, 2)) + layer(OneOf(1, 2)), atol=1e-6)
 
 
+def test_attention_layers_know_their_window_scale_and_cap() -> None:
+    config = {**CONFIG, "architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 3.0, "head_dim": 8}
+    config |= {"sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16}
+    model = build_model(ModelSpec.from_config(config), env(DummyCheckpoint(0, CPU, torch.float32)))
+    assert [layer.index for layer in model.attention_layers] == [0, 1]
+    assert [layer.window for layer in model.attention_layers] == [5, None]
+    layer = model.attention_layers[0]
+    assert (layer.num_heads, layer.num_kv_heads, layer.head_dim) == (4, 2, 8)
+    assert (layer.scale, layer.soft_cap) == (0.25, 3.0)
+    assert model.logits(torch.zeros(0, 16)).shape == (0, 20)
+
+
 def test_heads_that_do_not_divide_are_refused() -> None:
     with pytest.raises(ModelError, match="cannot be cut into 4"):
         build_model(SPEC, env(DummyCheckpoint(0, CPU, torch.float32), OneOf(0, 4)))
@@ -276,5 +288,7 @@ def test_packed_product_equals_the_plain_one_for_any_number_of_rows(dtype: torch
     packed, plain = make_matmul(weight, bias), PlainMatmul(weight, bias)
     whole = packed(x)
     assert torch.allclose(whole.float(), plain(x).float(), atol=1e-4 if dtype == torch.float32 else 0.1)
+    strided = torch.stack((x, x), -1)[..., 0]
+    assert torch.equal(packed(strided), whole)
     for rows in (1, 2, 3, 8, 17):
         assert torch.equal(packed(x[:rows]), whole[:rows])

@@ -108,15 +108,8 @@ class PackedMatmul:
 
 
 def _can_pack() -> bool:
-    names = ("_reorder_linear_weight", "_linear_pointwise")
-    return torch.backends.mkldnn.is_available() and all(
-        name in dir(torch.ops.mkldnn) or _has_op(name) for name in names
-    )
-
-
-def _has_op(name: str) -> bool:
+    """Whether this build of torch has oneDNN and the two operators, which are not a public interface."""
     try:
-        getattr(torch.ops.mkldnn, name)
+        return all((torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise))
     except AttributeError:
         return False
-    return True

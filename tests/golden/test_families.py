@@ -67,6 +67,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama",
         rope("yarn", factor=8.0, mscale=1.0, mscale_all_dim=0.5, beta_fast=16.0, truncate=False),
     ),
+    "llama-yarn-truncated": (
+        "Llama",
+        {
+            "head_dim": 32,
+            "rope_parameters": {
+                **rope("yarn", factor=4.0, original_max_position_embeddings=4096)["rope_parameters"],
+                "rope_theta": 1e4,
+            },
+        },
+    ),
     "mistral": ("Mistral", {"sliding_window": None}),
     "mistral-window": ("Mistral", {"sliding_window": 4}),
     "qwen2": ("Qwen2", {"head_dim": 8, "tie_word_embeddings": True}),

@@ -54,6 +54,7 @@ def _gpt2(name: str, keys: Keys) -> ModelSpec:
     hidden = keys.integer("n_embd", "hidden_size")
     heads = keys.integer("n_head", "num_attention_heads")
     layers = keys.integer("n_layer", "num_hidden_layers")
+    positions = keys.integer("n_positions", "max_position_embeddings", "context_window_size", "n_ctx")
     head_dim = parse_head_dim(keys, hidden, heads)
     return ModelSpec(
         **common(name, "gpt2", keys, tie=True),
@@ -63,7 +64,8 @@ def _gpt2(name: str, keys: Keys) -> ModelSpec:
         num_kv_heads=heads,
         head_dim=head_dim,
         intermediate_size=keys.integer("n_inner", "intermediate_size", default=4 * hidden),
-        max_model_len=keys.integer("n_positions", "max_position_embeddings", "context_window_size", "n_ctx"),
+        max_model_len=positions,
+        num_positions=positions,
         norm_eps=keys.number("layer_norm_epsilon", default=1e-5),
         activation=parse_activation(keys.get("activation_function", "hidden_act", default="gelu_new")),
         rope=None,

@@ -210,6 +210,7 @@ def _gpt2(meta: Metadata, facts: dict[str, Any], tensors: dict[str, Any]) -> dic
         "family": "gpt2",
         "rope": None,
         "max_model_len": meta.integer(".context_length"),
+        "num_positions": meta.integer(".context_length"),
         "norm_eps": float(meta.need(".attention.layer_norm_epsilon")),
         "activation": "gelu_tanh",
         "qkv_bias": True,

@@ -50,7 +50,7 @@ class GPT2Model:
         prefix = find_prefix(env.weights, "wte.weight", ("transformer.", ""))
         self.spec = spec
         self.tokens = Embedding(env, prefix + "wte", spec.vocab_size, spec.hidden_size)
-        self.places = Embedding(env, prefix + "wpe", spec.max_model_len, spec.hidden_size)
+        self.places = Embedding(env, prefix + "wpe", spec.num_positions, spec.hidden_size)
         self.layers = [GPT2Layer(env, spec, i, f"{prefix}h.{i}.") for i in range(spec.num_layers)]
         self.norm = LayerNorm(env, prefix + "ln_f", spec.hidden_size, spec.norm_eps)
         tied = self.tokens if spec.tie_embeddings else None

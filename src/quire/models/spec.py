@@ -38,12 +38,13 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    max_model_len: int
+    max_model_len: int  # may be lowered (dataclasses.replace) to serve, and make tables for, less
     norm_eps: float
     activation: str  # silu, gelu, gelu_tanh or relu
     tie_embeddings: bool
     dtype: str  # float32, bfloat16 or float16
     rope: RopeParams | None  # None: learned positions
+    num_positions: int = 0  # rows of the table of learned positions; 0 with rope
     local_rope: RopeParams | None = None  # for layers with a window, where it differs
     windows: tuple[int | None, ...]  # by layer; a token sees itself and the window - 1 before it
     qk_norm: bool = False

@@ -5,6 +5,8 @@ eighth of the range never occur in training documents; evaluation can ask for ex
 Everything here is a constant or a pure function of the random generator passed in.
 """
 
+# ruff: noqa: SIM905 - long word lists read better as text that is split
+
 from __future__ import annotations
 
 from random import Random

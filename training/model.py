@@ -10,12 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]  # q, k, v [batch, heads, length, head_dim] -> as q
+# (q, k, v, state) -> as q, all [batch, heads, length, head_dim]. A module-level function and its
+# state are apart, so that a compiled layer sees the same function at every step.
+Attend = Callable[[Tensor, Tensor, Tensor, Any], Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +68,12 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(s.head_dim, s.epsilon)
         self.k_norm = RMSNorm(s.head_dim, s.epsilon)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, state: Any) -> Tensor:
         batch, length, _ = x.shape
         q = self.q_norm(self.q_proj(x).view(batch, length, -1, self.shape.head_dim)).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(batch, length, -1, self.shape.head_dim)).transpose(1, 2)
         v = self.v_proj(x).view(batch, length, -1, self.shape.head_dim).transpose(1, 2)
-        y = attend(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        y = attend(rotate(q, cos, sin), rotate(k, cos, sin), v, state)
         return self.o_proj(y.transpose(1, 2).reshape(batch, length, -1))
 
 
@@ -92,8 +96,8 @@ class Layer(nn.Module):
         self.input_layernorm = RMSNorm(s.hidden, s.epsilon)
         self.post_attention_layernorm = RMSNorm(s.hidden, s.epsilon)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend)
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, state: Any) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend, state)
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
@@ -128,52 +132,61 @@ class Model(nn.Module):
                 zero = name.endswith(("o_proj.weight", "down_proj.weight"))
                 nn.init.normal_(p, std=0.0 if zero else (0.02 if "embed" in name else p.shape[1] ** -0.5))
 
-    def features(self, tokens: Tensor, cos: Tensor, sin: Tensor, attends: list[Attend]) -> Tensor:
+    def features(self, tokens: Tensor, cos: Tensor, sin: Tensor, attend: Attend, states: list[Any]) -> Tensor:
         x = self.model.embed_tokens(tokens)
-        for layer, attend in zip(self.model.layers, attends):
-            x = layer(x, cos, sin, attend)
+        for layer, state in zip(self.model.layers, states):
+            x = layer(x, cos, sin, attend, state)
         return self.model.norm(x)
 
-    def forward(self, tokens: Tensor, attend: Attend) -> Tensor:
+    def forward(self, tokens: Tensor, attend: Attend, state: Any = None) -> Tensor:
         """Final features [batch, length, hidden] of rows that start at position 0."""
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
-        return self.features(tokens, cos, sin, [attend] * self.shape.layers)
+        return self.features(tokens, cos, sin, attend, [state] * self.shape.layers)
 
     def logits(self, features: Tensor) -> Tensor:
         return F.linear(features, self.model.embed_tokens.weight)
 
 
-def weighted_loss(features: Tensor, embedding: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
-    logits = F.linear(features, embedding).flatten(0, 1).float()
-    loss = F.cross_entropy(logits, targets.flatten(), reduction="none")
-    return (loss * weights.flatten()).sum() / weights.sum()
-
-
-def causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal(q: Tensor, k: Tensor, v: Tensor, state: None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
 
 
-def document_attention(documents: Tensor) -> Attend:
-    """Causal attention inside each document; `documents` [batch, length] is not decreasing."""
+def masked(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+
+
+def flex(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
+    return flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+
+
+def document_attention(documents: Tensor) -> tuple[Attend, Any]:
+    """Causal attention inside each document; `documents` [batch, length] numbers them."""
     if documents.device.type == "cpu":
         same = documents[:, None, :, None] == documents[:, None, None, :]
-        mask = same & torch.ones(same.shape[-2:], dtype=torch.bool).tril()
-        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
-    from torch.nn.attention.flex_attention import flex_attention
+        return masked, same & torch.ones(same.shape[-2:], dtype=torch.bool).tril()
 
     def visible(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         return (i >= j) & (documents[b, i] == documents[b, j])
 
     batch, length = documents.shape
-    mask = _block_mask()(visible, batch, None, length, length, device=documents.device)
-    return lambda q, k, v: flex_attention(q, k, v, block_mask=mask, enable_gqa=True)
+    return flex, _block_mask()(visible, batch, None, length, length, device=documents.device)
 
 
 @cache
 def _block_mask() -> Callable[..., object]:
-    from torch.nn.attention.flex_attention import create_block_mask
-
     return torch.compile(create_block_mask)
+
+
+def fill_cache(q: Tensor, k: Tensor, v: Tensor, cache: Tensor) -> Tensor:
+    cache[0, :, :, : k.shape[2]], cache[1, :, :, : k.shape[2]] = k, v
+    return causal(q, k, v, None)
+
+
+def extend_cache(q: Tensor, k: Tensor, v: Tensor, state: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    cache, at, mask = state  # one new token for each row, at its own position
+    rows = torch.arange(len(at), device=at.device)
+    cache[0, rows, :, at], cache[1, rows, :, at] = k[:, :, 0], v[:, :, 0]
+    return masked(q, cache[0], cache[1], mask)
 
 
 @torch.no_grad()
@@ -199,22 +212,9 @@ def _greedy_batch(model: Model, prompts: list[list[int]], max_tokens: int, stop:
     caches = [torch.zeros(2, len(prompts), s.kv_heads, longest, s.head_dim, device=device, dtype=dtype)
               for _ in range(s.layers)]
 
-    def prefill(cache: Tensor) -> Attend:
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            cache[0, :, :, : k.shape[2]], cache[1, :, :, : k.shape[2]] = k, v
-            return causal(q, k, v)
-        return attend
-
-    def step(cache: Tensor, mask: Tensor, at: Tensor) -> Attend:
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            rows = torch.arange(len(prompts), device=device)
-            cache[0, rows, :, at], cache[1, rows, :, at] = k[:, :, 0], v[:, :, 0]
-            return F.scaled_dot_product_attention(q, cache[0], cache[1], attn_mask=mask, enable_gqa=True)
-        return attend
-
     width = tokens.shape[1]
     cos, sin = model.cos.to(dtype), model.sin.to(dtype)
-    features = model.features(tokens.to(device), cos[:width], sin[:width], [prefill(c) for c in caches])
+    features = model.features(tokens.to(device), cos[:width], sin[:width], fill_cache, caches)
     # What right padding wrote lies at or beyond each row's length, hidden until overwritten.
     last = model.logits(features[torch.arange(len(prompts), device=device), lengths - 1]).argmax(-1)
     stops = torch.tensor(sorted(stop), device=device)
@@ -227,7 +227,7 @@ def _greedy_batch(model: Model, prompts: list[list[int]], max_tokens: int, stop:
         at = at.clamp(max=longest - 1)
         mask = (torch.arange(longest, device=device) <= at[:, None])[:, None, None, :]
         features = model.features(last[:, None], cos[at][:, None, None], sin[at][:, None, None],
-                                  [step(c, mask, at) for c in caches])
+                                  extend_cache, [(cache, at, mask) for cache in caches])
         last, at = model.logits(features[:, -1]).argmax(-1), at + 1
     table = torch.stack(columns, 1).tolist()
     return [[t for t in row if t >= 0] for row in table]

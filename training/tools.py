@@ -4,6 +4,8 @@ Known tools have natural requests. Made-up tools (a random verb and noun, random
 are asked for by name, so that the model reads the list of tools instead of reciting it.
 """
 
+# ruff: noqa: SIM905 - long word lists read better as text that is split
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -12,6 +12,8 @@ import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Queue
+from threading import Thread
 
 import numpy as np
 from tokenizers import Tokenizer
@@ -98,22 +100,35 @@ def _work(queue: mp.Queue[Batch], tokenizer_file: Path, worker: int, workers: in
 
 
 class Loader:
-    """Owns the worker processes; `close` ends them."""
+    """Owns the worker processes; `close` ends them.
+
+    A thread for each worker keeps two batches at hand: a batch takes long through a pipe
+    because the worker's sending thread waits for its interpreter.
+    """
 
     def __init__(self, tokenizer_file: Path, workers: int, rows: int) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         context = mp.get_context("spawn")
-        self.queues = [context.Queue(maxsize=8) for _ in range(workers)]
-        self.processes = [context.Process(target=_work, args=(q, tokenizer_file, w, workers, rows), daemon=True)
-                          for w, q in enumerate(self.queues)]
-        for process in self.processes:
+        self.ready: list[Queue[Batch]] = []
+        self.processes = []
+        for worker in range(workers):
+            pipe, ready = context.Queue(maxsize=4), Queue[Batch](maxsize=2)
+            process = context.Process(target=_work, args=(pipe, tokenizer_file, worker, workers, rows), daemon=True)
             process.start()
+            Thread(target=_receive, args=(pipe, ready), daemon=True).start()
+            self.ready.append(ready)
+            self.processes.append(process)
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
-            for queue in self.queues:
-                yield queue.get(timeout=120)
+            for ready in self.ready:
+                yield ready.get(timeout=60)
 
     def close(self) -> None:
         for process in self.processes:
             process.terminate()
+
+
+def _receive(pipe: mp.Queue[Batch], ready: Queue[Batch]) -> None:
+    while True:
+        ready.put(pipe.get())

@@ -138,17 +138,11 @@ def agreement(base: Path, draft: Path, found: list[Case], device: str) -> dict[s
             if len(prompt) + len(answer) > models[0].shape.context:
                 continue
             row = torch.tensor([prompt + answer], device=device)
-            first, second = (m.logits(_features(m, row, causal)[:, len(prompt) - 1 : -1]).argmax(-1) for m in models)
+            first, second = (m.logits(m(row, causal)[:, len(prompt) - 1 : -1]).argmax(-1) for m in models)
             same[case.kind] += int((first == second).sum())
             total[case.kind] += len(answer)
     shares = {kind: round(same[kind] / n, 4) for kind, n in sorted(total.items())}
     return {"all": round(sum(same.values()) / max(1, sum(total.values())), 4), **shares}
-
-
-def _features(model: Any, row: Any, causal: Any) -> Any:
-    dtype = model.model.embed_tokens.weight.dtype
-    n = row.shape[1]
-    return model.features(row, model.cos[:n].to(dtype), model.sin[:n].to(dtype), causal, [None] * model.shape.layers)
 
 
 SAMPLES: list[dict[str, Any]] = [

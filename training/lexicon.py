@@ -9,6 +9,7 @@ Everything here is a constant or a pure function of the random generator passed 
 
 from __future__ import annotations
 
+from itertools import count
 from random import Random
 from zlib import crc32
 
@@ -138,13 +139,17 @@ class Pool:
                 return town
 
     def place(self) -> str:
-        while True:
+        for attempt in count():
             noun = self.rng.choice(PLACES)
             word = self.rng.choice(PLACE_WORDS)
             phrase = f"the {word} {noun}" if word else f"the {noun}"
+            # A long document may run out of nouns; then another word for the same noun will do.
+            key = noun if attempt < 40 else phrase
             # A bare noun is one word, not a pair, so it may occur on both sides.
-            if self._fresh(phrase, noun, self.new_pairs if word else held_out(phrase)):
+            if phrase not in self.used and self._fresh(phrase, key, self.new_pairs if word else held_out(phrase)):
+                self.used.add(phrase)
                 return phrase.replace("_", " ")
+        raise AssertionError
 
     def thing(self) -> tuple[str, str]:
         """(colour, noun) of an object."""

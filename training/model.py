@@ -213,7 +213,7 @@ def _greedy_batch(model: Model, prompts: list[list[int]], max_tokens: int, stop:
               for _ in range(s.layers)]
 
     width = tokens.shape[1]
-    cos, sin = model.cos.to(dtype), model.sin.to(dtype)
+    cos, sin = model.cos, model.sin  # float32: rounded angles would cost precision far from the start
     features = model.features(tokens.to(device), cos[:width], sin[:width], fill_cache, caches)
     # What right padding wrote lies at or beyond each row's length, hidden until overwritten.
     last = model.logits(features[torch.arange(len(prompts), device=device), lengths - 1]).argmax(-1)

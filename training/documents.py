@@ -16,7 +16,7 @@ from typing import Any
 from training.chat import END_OF_TEXT, READ_WEIGHT, Message, Segment, dump, render
 from training.lexicon import JOBS, Pool
 from training.tools import tool_dialogue
-from training.world import DOES_NOT_SAY, Question, Story, Wish, worked_sum
+from training.world import ABOUT_PERSON, DOES_NOT_SAY, QUESTIONS, Question, Story, Wish, worked_sum
 
 EVALUATION_SEED = 1 << 40
 STORY_WEIGHT = 0.3  # stories the assistant writes: free choices, so little to learn per token
@@ -84,7 +84,7 @@ def story_questions(rng: Random, pool: Pool) -> Dialogue:
 
 def long_questions(rng: Random, pool: Pool) -> Dialogue:
     """Several stories in one prompt, with questions about any of them."""
-    stories = [Story(rng, pool, length=rng.randint(3, 6)) for _ in range(rng.randint(3, 13))]
+    stories = [Story(rng, pool, length=rng.randint(3, 6)) for _ in range(rng.randint(3, 11))]
     titled = rng.random() < 0.5
     parts = [f"Story {i}\n{s.text}" if titled else s.text for i, s in enumerate(stories, 1)]
     questions = [q for s in rng.sample(stories, min(len(stories), 5)) for q in s.questions(2, nameless=False, unknown=0.06)]
@@ -226,6 +226,9 @@ def small_talk(rng: Random, pool: Pool) -> Dialogue:
     messages = opening(rng)
     for asks, answer in rng.sample(SMALL_TALK, rng.randint(1, 3)):
         messages += [user(rng.choice(asks)), assistant(answer, "talk")]
+    if rng.random() < 0.3:  # a question about a story that nobody has told
+        way = rng.choice(QUESTIONS[rng.choice(ABOUT_PERSON)][0])
+        messages += [user(way.format(p=pool.name())), assistant(SMALL_TALK[-1][1], "talk")]
     return Dialogue("talk", messages)
 
 

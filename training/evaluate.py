@@ -22,6 +22,7 @@ from training.documents import EVALUATION_SEED, make_dialogue, parse_json
 
 Generate = Callable[[list[str]], list[str]]
 MAX_TOKENS = 224
+LONGEST_PROMPT = 6000  # characters, about 1,850 tokens: the answer has to fit as well
 # task -> dialogues in each set of worlds
 SIZES = {"story": 400, "long": 150, "json": 500, "sums": 200, "tools": 250, "write": 100, "copy": 100, "talk": 50}
 WORLDS = {"new worlds": (False, True), "new names": (True, True)}
@@ -47,7 +48,9 @@ def cases(worlds: str, share: float = 1.0) -> list[Case]:
                 if message["role"] != "assistant" or message["kind"] == "write":
                     continue  # a freely written story has no one right text
                 calls = [call_text(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", [])]
-                found.append(Case(task, message["kind"], dialogue.cut(at), message["content"] or "\n".join(calls)))
+                prompt = dialogue.cut(at)
+                if len(prompt) <= LONGEST_PROMPT:
+                    found.append(Case(task, message["kind"], prompt, message["content"] or "\n".join(calls)))
     return found
 
 

@@ -87,7 +87,7 @@ UNPLACED = ("find_what", "buy_what", "meet_who")
 # Questions that name nobody make sense only when the document has a single story.
 NAMELESS = ("weather", "people")
 
-RELATIONS = ("neighbour", "cousin", "sister", "brother", "aunt", "uncle")
+RELATIONS = ("neighbour", "cousin", "colleague", "flatmate", "classmate", "rival")
 OPENINGS = (
     "Once upon a time", "One day", "Long ago", "Many years ago", "In a faraway land", "Not long ago", "Last summer",
     "Last winter",

@@ -16,7 +16,9 @@ from queue import Queue
 from threading import Thread
 
 import numpy as np
+import torch
 from tokenizers import Tokenizer
+from torch import Tensor
 
 from training.chat import END_OF_TEXT
 from training.documents import training_document
@@ -102,24 +104,25 @@ def _work(queue: mp.Queue[Batch], tokenizer_file: Path, worker: int, workers: in
 class Loader:
     """Owns the worker processes; `close` ends them.
 
-    A thread for each worker keeps two batches at hand: a batch takes long through a pipe
-    because the worker's sending thread waits for its interpreter.
+    A thread for each worker keeps two batches at hand, in pinned memory for a GPU, so that
+    neither the pipe nor the pinning holds up the training loop.
     """
 
-    def __init__(self, tokenizer_file: Path, workers: int, rows: int) -> None:
+    def __init__(self, tokenizer_file: Path, workers: int, rows: int, pin: bool) -> None:
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         context = mp.get_context("spawn")
-        self.ready: list[Queue[Batch]] = []
+        self.ready: list[Queue[tuple[Tensor, ...]]] = []
         self.processes = []
         for worker in range(workers):
-            pipe, ready = context.Queue(maxsize=4), Queue[Batch](maxsize=2)
+            pipe, ready = context.Queue(maxsize=4), Queue[tuple[Tensor, ...]](maxsize=2)
             process = context.Process(target=_work, args=(pipe, tokenizer_file, worker, workers, rows), daemon=True)
             process.start()
-            Thread(target=_receive, args=(pipe, ready), daemon=True).start()
+            Thread(target=_receive, args=(pipe, ready, pin), daemon=True).start()
             self.ready.append(ready)
             self.processes.append(process)
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
+        """Tokens, weights and documents of one batch after another."""
         while True:
             for ready in self.ready:
                 yield ready.get(timeout=60)
@@ -129,6 +132,8 @@ class Loader:
             process.terminate()
 
 
-def _receive(pipe: mp.Queue[Batch], ready: Queue[Batch]) -> None:
+def _receive(pipe: mp.Queue[Batch], ready: Queue[tuple[Tensor, ...]], pin: bool) -> None:
     while True:
-        ready.put(pipe.get())
+        batch = pipe.get()
+        parts = (torch.from_numpy(a) for a in (batch.tokens, batch.weights, batch.documents))
+        ready.put(tuple(p.pin_memory() if pin else p for p in parts))

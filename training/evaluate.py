@@ -21,7 +21,7 @@ from training.chat import TURN_END, call_text
 from training.documents import EVALUATION_SEED, make_dialogue, parse_json
 
 Generate = Callable[[list[str]], list[str]]
-MAX_TOKENS = 224
+MAX_TOKENS = 256
 LONGEST_PROMPT = 6000  # characters, about 1,850 tokens: the answer has to fit as well
 # task -> dialogues in each set of worlds
 SIZES = {"story": 400, "long": 150, "json": 500, "sums": 200, "tools": 250, "write": 100, "copy": 100, "talk": 50}
@@ -193,7 +193,7 @@ def main() -> None:
         for name, row in report[worlds]["groups"].items():
             print(f"  {name:45s} {row['right']:5d} of {row['cases']:5d}  {100 * row['share']:6.2f} %")
         if args.draft:
-            report[worlds]["agreement"] = agreement(args.model, args.draft, found[:: max(1, len(found) // 400)], args.device)
+            report[worlds]["agreement"] = agreement(args.model, args.draft, found[:: max(1, len(found) // 150)], args.device)
             print("  draft agreement", report[worlds]["agreement"]["all"])
         if args.out:
             args.out.write_text(json.dumps(report, indent=1, ensure_ascii=False))

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from training.data import Batch, Loader
+from training.data import Loader
 from training.export import save_model
 from training.model import BASE, DRAFT, TINY, Model, Shape, document_attention
 
@@ -99,17 +99,11 @@ def schedule(progress: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * (progress - WARM_UP) / (1 - WARM_UP)))
 
 
-def to_device(batch: Batch, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    parts = (torch.from_numpy(a) for a in (batch.tokens, batch.weights, batch.documents))
-    tokens, weights, documents = (p.pin_memory().to(device, non_blocking=True) if device == "cuda" else p for p in parts)
-    return tokens.long(), weights.float(), documents.int()
-
-
 def train(out: Path, tokenizer_file: Path, steps: int, minutes: float, rows: int, workers: int, device: str,
           shapes: tuple[Shape, Shape] = (BASE, DRAFT)) -> dict[str, float]:
     started = time.monotonic()
     torch.manual_seed(SEED)
-    loader = Loader(tokenizer_file, workers, rows)
+    loader = Loader(tokenizer_file, workers, rows, pin=device == "cuda")
     base, draft = (Trainer(shape, device) for shape in shapes)
     hard, soft = (torch.compile(f) if device == "cuda" else f for f in (hard_loss, soft_loss))
     log, seen, step, waited = [], 0, 0, 0.0
@@ -121,8 +115,10 @@ def train(out: Path, tokenizer_file: Path, steps: int, minutes: float, rows: int
         progress = max(step / steps, (begun - origin) / (60 * minutes - (origin - started)))
         if progress >= 1:
             break
-        tokens, weights, documents = to_device(next(batches), device)
+        parts = next(batches)
         waited += time.monotonic() - begun
+        on_device = [part.to(device, non_blocking=True) for part in parts]
+        tokens, weights, documents = on_device[0].long(), on_device[1].float(), on_device[2].int()
         attend, state = document_attention(documents[:, :-1].contiguous())
         inputs, targets, weights = tokens[:, :-1], tokens[:, 1:], weights[:, 1:].contiguous()
         scale = schedule(progress)
@@ -156,7 +152,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with tokenizer.json")
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--minutes", type=float, default=8.0, help="time limit; the schedule then ends with it")
-    parser.add_argument("--rows", type=int, default=48, help="rows of 2,048 tokens in a batch")
+    parser.add_argument("--rows", type=int, default=96, help="rows of 2,048 tokens in a batch")
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="two very small models, to try the script out")

@@ -79,7 +79,7 @@ def ask_about(rng: Random, text: str, questions: list[Question]) -> list[Message
 
 def story_questions(rng: Random, pool: Pool) -> Dialogue:
     story = Story(rng, pool)
-    return Dialogue("story", ask_about(rng, story.text, story.questions(rng.randint(1, 14))))
+    return Dialogue("story", ask_about(rng, story.text, story.questions(rng.randint(1, 9))))
 
 
 def long_questions(rng: Random, pool: Pool) -> Dialogue:
@@ -87,7 +87,7 @@ def long_questions(rng: Random, pool: Pool) -> Dialogue:
     stories = [Story(rng, pool, length=rng.randint(3, 6)) for _ in range(rng.randint(3, 11))]
     titled = rng.random() < 0.5
     parts = [f"Story {i}\n{s.text}" if titled else s.text for i, s in enumerate(stories, 1)]
-    questions = [q for s in rng.sample(stories, min(len(stories), 6)) for q in s.questions(3, nameless=False, unknown=0.06)]
+    questions = [q for s in rng.sample(stories, min(len(stories), 5)) for q in s.questions(2, nameless=False, unknown=0.06)]
     rng.shuffle(questions)
     return Dialogue("long", ask_about(rng, "\n\n".join(parts), questions))
 
@@ -163,7 +163,6 @@ def extraction(rng: Random, pool: Pool) -> Dialogue:
 
 
 def bare_story(rng: Random, pool: Pool) -> list[Segment]:
-    pool.common = 1.0  # a made-up name after a made-up name comes out the same when decoded greedily
     text = "\n\n".join(Story(rng, pool).text for _ in range(rng.choice((1, 1, 1, 2))))
     return [(text + END_OF_TEXT, READ_WEIGHT * 2)]
 
@@ -171,19 +170,16 @@ def bare_story(rng: Random, pool: Pool) -> list[Segment]:
 def told_story(rng: Random, pool: Pool) -> Dialogue:
     """A story on request, with questions about it afterwards."""
     wish, parts = Wish(), []
-    wish.name = pool.name() if rng.random() < 0.8 else None
-    if not pool.new_names:
-        pool.common = 1.0  # as in `bare_story`
-    if wish.name:
+    if rng.random() < 0.8:
+        wish.name = pool.name()
         if rng.random() < 0.3:
             wish.job = rng.choice(JOBS)
         parts.append(f"{_a(wish.job)} called {wish.name}" if wish.job else wish.name)
+    if rng.random() < 0.4:
+        wish.thing = pool.thing()
+        parts.append(_a(" ".join(wish.thing)))
     if rng.random() < 0.3:
         wish.place = pool.place()
-    if rng.random() < 0.4:
-        wish.thing = pool.thing(wish.place or "")
-        parts.append(_a(" ".join(wish.thing)))
-    if wish.place:
         parts.append(wish.place)
     about = " and ".join(parts) if len(parts) < 3 else ", ".join(parts[:-1]) + " and " + parts[-1]
     story = Story(rng, pool, wish=wish)
@@ -246,7 +242,7 @@ TASKS: dict[str, Callable[[Random, Pool], Dialogue]] = {
     "sums": sums, "talk": small_talk, "tools": tools_task,
 }
 # Shares of documents, not of tokens: a long document has about eight times a short one's tokens.
-MIXTURE = {"story": 0.34, "long": 0.06, "json": 0.20, "write": 0.08, "copy": 0.04, "sums": 0.06, "talk": 0.02, "tools": 0.13,
+MIXTURE = {"story": 0.34, "long": 0.05, "json": 0.20, "write": 0.07, "copy": 0.03, "sums": 0.08, "talk": 0.02, "tools": 0.14,
            "bare": 0.07}
 
 

@@ -13,7 +13,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", default="6000")
     parser.add_argument("--minutes", default="8")
-    parser.add_argument("--rows", default="96")
+    parser.add_argument("--rows", default="48")
     parser.add_argument("--workers", default="12")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--share", default="1", help="share of the evaluation cases")

@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with tokenizer.json")
     parser.add_argument("--steps", type=int, default=6000)
     parser.add_argument("--minutes", type=float, default=8.0, help="time limit; the schedule then ends with it")
-    parser.add_argument("--rows", type=int, default=96, help="rows of 2,048 tokens in a batch")
+    parser.add_argument("--rows", type=int, default=48, help="rows of 2,048 tokens in a batch")
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="two very small models, to try the script out")

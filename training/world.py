@@ -254,12 +254,7 @@ class Story:
 
     def find(self) -> None:
         p, place = self.person(), self.take_place()
-        if self.wish.thing:
-            (colour, noun), self.wish.thing = self.wish.thing, None
-            while not self.pool.allows(colour, noun, place):
-                place = self.pool.place()
-        else:
-            colour, noun = self.pool.thing(place)
+        (colour, noun), self.wish.thing = self.wish.thing or self.pool.thing(), None
         thing = f"{colour} {noun}"
         slots = {"p": p, "place": place, "thing": thing, "a_thing": with_article(thing), "noun": noun, "colour": colour}
         self.at[p] = place

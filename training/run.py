@@ -11,10 +11,10 @@ from pathlib import Path
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the demo model from nothing.")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", default="6000")
-    parser.add_argument("--minutes", default="8")
+    parser.add_argument("--steps", default="3350")
+    parser.add_argument("--minutes", default="30")
     parser.add_argument("--rows", default="48")
-    parser.add_argument("--workers", default="12")
+    parser.add_argument("--workers", default="14")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--share", default="1", help="share of the evaluation cases")
     parser.add_argument("--tiny", action="store_true")

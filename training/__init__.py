@@ -1,0 +1,1 @@
+"""How the embedded demo model is made: world, tokenizer, model, training, evaluation."""

@@ -6,6 +6,9 @@ layer only, in the same step.
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import torch
 
 from quire.attention.base import KV, AttentionBackend
@@ -29,10 +32,20 @@ class KVCache:
         shape = backend.kv_shape(num_blocks, block_size, num_kv_heads, head_dim)
 
         def layer() -> KV:
-            # Zeros, not garbage: a masked entry still meets a probability of 0, and 0 * NaN is NaN.
-            return torch.zeros(shape, dtype=dtype, device=device), torch.zeros(shape, dtype=dtype, device=device)
+            return _zeros(shape, dtype, device), _zeros(shape, dtype, device)
 
         self.layers: list[KV] = [layer() for _ in range(num_layers)] if keeps_kv else [layer()] * num_layers
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros, not garbage: a masked entry still meets a probability of 0, and 0 * NaN is NaN.
+
+    numpy's zeros come from the operating system page by page, when first written: on a CPU a large cache
+    costs nothing until it is used.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
 def page_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:

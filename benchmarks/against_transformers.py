@@ -90,7 +90,9 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
-    print(f"{torch.get_num_threads()} threads, {args.length} tokens in, {args.tokens} out, best of {args.rounds}")
+    print(
+        f"{torch.get_num_threads()} threads, {args.length} tokens in, {args.tokens} out, best of {args.rounds}"
+    )
     print(f"{'model':<14}{'dtype':<10}{'batch':>5}{'quire tok/s':>13}{'transformers':>14}{'ratio':>7}")
     for shape in args.shape:
         for dtype in args.dtype:
@@ -104,7 +106,10 @@ def main() -> None:
                 theirs = Reference(folder, getattr(torch, dtype))
             for batch in args.batch:
                 rates = [
-                    (ours.decode_rate(batch, args.length, args.tokens), theirs.decode_rate(batch, args.length, args.tokens))
+                    (
+                        ours.decode_rate(batch, args.length, args.tokens),
+                        theirs.decode_rate(batch, args.length, args.tokens),
+                    )
                     for _ in range(args.rounds)
                 ]
                 a, b = max(r[0] for r in rates), max(r[1] for r in rates)

@@ -30,7 +30,10 @@ def single(vocab: int, tokens: int) -> Workload:
 
 def batch(vocab: int, count: int = 256, longest: int = 1024) -> Workload:
     r = random.Random(0)
-    return [([r.randrange(vocab) for _ in range(r.randint(100, longest))], r.randint(100, longest)) for _ in range(count)]
+    return [
+        ([r.randrange(vocab) for _ in range(r.randint(100, longest))], r.randint(100, longest))
+        for _ in range(count)
+    ]
 
 
 def measure(llm: LLM, work: Workload) -> dict[str, float]:
@@ -42,7 +45,12 @@ def measure(llm: LLM, work: Workload) -> dict[str, float]:
     tokens = sum(len(out.outputs[0].token_ids) for out in outputs)
     assert tokens == sum(n for _, n in work)
     first = min(out.metrics.first_token_s - out.metrics.arrival_s for out in outputs)
-    return {"seconds": elapsed, "output_tokens": tokens, "output_tokens_per_s": tokens / elapsed, "first_token_s": first}
+    return {
+        "seconds": elapsed,
+        "output_tokens": tokens,
+        "output_tokens_per_s": tokens / elapsed,
+        "first_token_s": first,
+    }
 
 
 def run(name: str, tokens: int) -> dict[str, object]:

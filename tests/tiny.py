@@ -47,5 +47,7 @@ def write_tiny(folder: Path, seed: int = 0) -> Path:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>"])
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>", "chat_template": TEMPLATE}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": "<|im_end|>", "chat_template": TEMPLATE})
+    )
     return folder

@@ -49,13 +49,17 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     dtype = pick_dtype(config.dtype, spec.dtype, device)
     asked_len = config.max_model_len
     if asked_len is not None and asked_len > spec.max_model_len:
-        raise ConfigError(f"max_model_len {asked_len} exceeds the {spec.max_model_len} positions of {config.model}")
+        raise ConfigError(
+            f"max_model_len {asked_len} exceeds the {spec.max_model_len} positions of {config.model}"
+        )
     config = config.resolved(device.type == "cuda", spec.max_model_len)
     clock.end("config")
 
     backend = pick_attention(config.attention, device)
     depth = _OVERLAP_DEPTH if config.overlap else 1
-    worker = Worker(config, load_model(config, path, spec, backend, device, dtype), backend, device, dtype, depth)
+    worker = Worker(
+        config, load_model(config, path, spec, backend, device, dtype), backend, device, dtype, depth
+    )
     clock.end("weights")
 
     size = plan_kv(config, asked_len, worker, spec, dtype)
@@ -99,7 +103,9 @@ def pick_device(name: str) -> torch.device:
         if not torch.cuda.is_available():
             raise ConfigError(f"device {name!r} was asked for, but torch sees no CUDA device here")
         if (device.index or 0) >= torch.cuda.device_count():
-            raise ConfigError(f"device {name!r} was asked for, but there are {torch.cuda.device_count()} GPUs")
+            raise ConfigError(
+                f"device {name!r} was asked for, but there are {torch.cuda.device_count()} GPUs"
+            )
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     return device

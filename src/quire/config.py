@@ -33,25 +33,41 @@ class EngineConfig:
     revision: str | None = _setting(None, "branch, tag or commit of a Hugging Face id")
     tokenizer: str | None = _setting(None, "tokenizer folder or file, when it is not the model's own")
     skip_tokenizer_init: bool = _setting(False, "work with token ids alone")
-    load_format: LoadFormat = _setting("auto", "auto reads the checkpoint; dummy makes random weights in the true shapes")
+    load_format: LoadFormat = _setting(
+        "auto", "auto reads the checkpoint; dummy makes random weights in the true shapes"
+    )
     dtype: Dtype = _setting("auto", "number format of weights and activations; auto follows the checkpoint")
     device: str = _setting("auto", "auto, cpu, cuda or cuda:N")
     seed: int = _setting(0, "seed of dummy weights and of requests that bring none")
 
-    batching: Batching = _setting("continuous", "continuous admits at every step; static only into an empty batch")
-    kv_layout: KVLayout = _setting("paged", "paged; contiguous (one page as long as the context); none (recompute everything)")
+    batching: Batching = _setting(
+        "continuous", "continuous admits at every step; static only into an empty batch"
+    )
+    kv_layout: KVLayout = _setting(
+        "paged", "paged; contiguous (one page as long as the context); none (recompute everything)"
+    )
     block_size: int = _setting(16, "tokens per page")
-    chunked_prefill: bool | None = _setting(None, "split long prompts over steps (default: on, off with kv_layout none)")
-    max_num_batched_tokens: int | None = _setting(None, "tokens per step (default: 8192 on a GPU, 2048 on a CPU)")
-    prefix_caching: bool | None = _setting(None, "reuse the KV of equal prompt beginnings (default: on, off with kv_layout none)")
+    chunked_prefill: bool | None = _setting(
+        None, "split long prompts over steps (default: on, off with kv_layout none)"
+    )
+    max_num_batched_tokens: int | None = _setting(
+        None, "tokens per step (default: 8192 on a GPU, 2048 on a CPU)"
+    )
+    prefix_caching: bool | None = _setting(
+        None, "reuse the KV of equal prompt beginnings (default: on, off with kv_layout none)"
+    )
     eviction: Eviction = _setting("lru", "which cached page goes first: lru or fifo")
     scheduling_policy: SchedulingPolicy = _setting("fcfs", "fcfs, or priority (lower number first)")
     overlap: bool = _setting(True, "schedule the next step while the device runs this one")
 
     max_num_seqs: int | None = _setting(None, "requests in a batch (default: 256 on a GPU, 32 on a CPU)")
-    max_model_len: int | None = _setting(None, "longest prompt + output in tokens (default: what the model and the memory allow)")
+    max_model_len: int | None = _setting(
+        None, "longest prompt + output in tokens (default: what the model and the memory allow)"
+    )
     kv_cache_memory: int | None = _setting(None, "bytes for the KV cache (default: measured, what is left)")
-    memory_utilization: float = _setting(0.9, "share of the device's memory that Quire may use when kv_cache_memory is not given")
+    memory_utilization: float = _setting(
+        0.9, "share of the device's memory that Quire may use when kv_cache_memory is not given"
+    )
     attention: str = _setting("auto", "attention back end: auto or reference")
     check_invariants: bool = _setting(False, "check the scheduler's books after every step (slow; for tests)")
 
@@ -59,7 +75,13 @@ class EngineConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name in ("block_size", "max_num_batched_tokens", "max_num_seqs", "max_model_len", "kv_cache_memory"):
+        for name in (
+            "block_size",
+            "max_num_batched_tokens",
+            "max_num_seqs",
+            "max_model_len",
+            "kv_cache_memory",
+        ):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")

@@ -19,7 +19,14 @@ from quire.frontend.location import locate_model, locate_tokenizer
 from quire.frontend.output import OutputAssembler, RequestState
 from quire.frontend.processor import InputProcessor, Prompt
 from quire.frontend.tokenizer import NoTokenizer, Tokenizer, load_generation_defaults, load_tokenizer
-from quire.types import ConfigError, EngineInfo, RequestError, RequestOutput, SamplingParams, check_field_names
+from quire.types import (
+    ConfigError,
+    EngineInfo,
+    RequestError,
+    RequestOutput,
+    SamplingParams,
+    check_field_names,
+)
 
 Message = Mapping[str, Any]
 _POLL_S = 1.0
@@ -109,7 +116,9 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Iterator[RequestOutput]:
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None
+    ) -> Iterator[RequestOutput]:
         """The answer as it grows: all so far, each time something is new. Closing the iterator ends it."""
         states = self._submit([prompt], [sampling_params], None)
         for _ in self._run(states):
@@ -164,18 +173,26 @@ class LLM:
     # ------------------------------------------------------------------------------ the work
 
     def _submit(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams | None], priority: Sequence[int] | None
+        self,
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams | None],
+        priority: Sequence[int] | None,
     ) -> list[RequestState]:
         """Check everything, then queue everything: one bad prompt must not leave others running."""
-        priorities = _per_prompt(priority, len(prompts), "priority") if priority is not None else [0] * len(prompts)
-        states, requests = [], []
+        priorities = (
+            _per_prompt(priority, len(prompts), "priority") if priority is not None else [0] * len(prompts)
+        )
+        states: list[RequestState] = []
+        requests: list[EngineRequest] = []
         for prompt, param, rank in zip(prompts, params, priorities):
             self._count += 1
             name = str(self._count - 1)
             try:
                 made = self._processor.process(name, prompt, param, rank or 0)
             except RequestError as error:
-                raise RequestError(f"prompt {len(states)}: {error}" if len(prompts) > 1 else str(error)) from None
+                raise RequestError(
+                    f"prompt {len(states)}: {error}" if len(prompts) > 1 else str(error)
+                ) from None
             states.append(RequestState(name, _text_of(prompt), made, self._tokenizer))
             requests += made
         for state in states:
@@ -210,7 +227,9 @@ class _Progress:
     """A bar over prompts, with tokens per second in and out."""
 
     def __init__(self, states: Sequence[RequestState], shown: bool) -> None:
-        self._bar = tqdm(total=len(states), desc="Generating", unit="prompt", disable=not shown, dynamic_ncols=True)
+        self._bar = tqdm(
+            total=len(states), desc="Generating", unit="prompt", disable=not shown, dynamic_ncols=True
+        )
         self._shown = shown
         self._prompt_tokens = 0
         self._states = states
@@ -221,7 +240,9 @@ class _Progress:
         done = [state for state in changed if state.finished]
         self._prompt_tokens += sum(len(state.prompt_token_ids) for state in done)
         elapsed = self._bar.format_dict["elapsed"] or 1e-9
-        out = sum(len(answer.token_ids) for state in self._states for answer in state.answers) if done else None
+        out = (
+            sum(len(answer.token_ids) for state in self._states for answer in state.answers) if done else None
+        )
         if out is not None:
             text = f"in {self._prompt_tokens / elapsed:.0f} tok/s, out {out / elapsed:.0f} tok/s"
             self._bar.set_postfix_str(text, refresh=False)

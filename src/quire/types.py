@@ -110,7 +110,9 @@ class SamplingParams:
                 bracket = "(" if open_low else "["
                 raise RequestError(f"{name} must be in {bracket}{lowest}, {highest}], got {value}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})")
+            raise RequestError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
+            )
         for name in ("stop", "bad_words"):
             if any(not isinstance(s, str) or not s for s in getattr(self, name)):
                 raise RequestError(f"{name} must hold non-empty strings")
@@ -122,7 +124,9 @@ class SamplingParams:
             raise RequestError("allowed_token_ids must hold at least one token id, or be left out")
         for token, bias in (self.logit_bias or {}).items():
             if token < 0 or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
-                raise RequestError(f"logit_bias must map token ids to values in [-100, 100], got {token}: {bias!r}")
+                raise RequestError(
+                    f"logit_bias must map token ids to values in [-100, 100], got {token}: {bias!r}"
+                )
         if (self.stop or self.bad_words) and not self.detokenize and self.stop:
             raise RequestError("stop strings need detokenize=True; use stop_token_ids with token ids alone")
 
@@ -334,7 +338,9 @@ class LogprobArrays:
 
     def at(self, index: int, top: int) -> TokenLogprobs:
         return TokenLogprobs(
-            self.ids[index, : 1 + top].tolist(), self.logprobs[index, : 1 + top].tolist(), int(self.ranks[index])
+            self.ids[index, : 1 + top].tolist(),
+            self.logprobs[index, : 1 + top].tolist(),
+            int(self.ranks[index]),
         )
 
 

@@ -150,7 +150,9 @@ def make_requests(rng: random.Random) -> list[EngineRequest]:
             logprobs=rng.choice([None, None, 2]),
         )
         stops = [0, 1, 2, 3] if i % 5 == 0 else []
-        out.append(EngineRequest(f"r{i}", prompt, params, stops, stops, seed=rng.randrange(1 << 40), priority=i % 3))
+        out.append(
+            EngineRequest(f"r{i}", prompt, params, stops, stops, seed=rng.randrange(1 << 40), priority=i % 3)
+        )
     for j in range(3):  # n = 3
         params = SamplingParams(temperature=0.8, max_tokens=12)
         out.append(EngineRequest(f"n{j}", shared[:33], params, seed=1000 + j))

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
-from tiny import CONFIG, write_tiny
 
 from quire.cli.main import main
+from tiny import CONFIG, write_tiny
 
 
 @pytest.fixture
@@ -100,9 +100,13 @@ def test_pickles_are_not_read(capsys, folder: Path) -> None:
 def test_config_that_is_no_json_or_not_supported(capsys, folder: Path) -> None:
     (folder / "config.json").write_text("{")
     refused(capsys, "config.json", *generate(folder, "x"))
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "architectures": ["MambaForCausalLM"], "model_type": "mamba"}))
+    (folder / "config.json").write_text(
+        json.dumps({**CONFIG, "architectures": ["MambaForCausalLM"], "model_type": "mamba"})
+    )
     refused(capsys, "MambaForCausalLM", *generate(folder, "x"))
-    (folder / "config.json").write_text(json.dumps({**CONFIG, "rope_scaling": {"rope_type": "spiral", "factor": 2.0}}))
+    (folder / "config.json").write_text(
+        json.dumps({**CONFIG, "rope_scaling": {"rope_type": "spiral", "factor": 2.0}})
+    )
     refused(capsys, "spiral", *generate(folder, "x"))
 
 
@@ -137,7 +141,12 @@ def test_bad_flags_say_which(capsys, folder: Path) -> None:
 
 
 def test_interruption_ends_cleanly(folder: Path) -> None:
-    command = [sys.executable, "-m", "quire", *generate(folder, "x", "--max-tokens", "250", "--ignore-eos", "--n", "60")]
+    command = [
+        sys.executable,
+        "-m",
+        "quire",
+        *generate(folder, "x", "--max-tokens", "250", "--ignore-eos", "--n", "60"),
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     time.sleep(2.5)
     process.send_signal(signal.SIGINT)
@@ -149,4 +158,9 @@ def test_lines_of_standard_input_to_json_lines(folder: Path) -> None:
     command = [sys.executable, "-m", "quire", *generate(folder, "--json", "--temperature", "0", "--n", "2")]
     done = subprocess.run(command, input="first\n\nsecond\n", capture_output=True, text=True, check=True)
     records = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [(r["prompt"], r["index"]) for r in records] == [("first", 0), ("first", 1), ("second", 0), ("second", 1)]
+    assert [(r["prompt"], r["index"]) for r in records] == [
+        ("first", 0),
+        ("first", 1),
+        ("second", 0),
+        ("second", 1),
+    ]

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tiny import write_tiny
 
 from quire import LLM, SamplingParams
 from quire.types import ConfigError, EngineDead, RequestError
+from tiny import write_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -73,7 +74,9 @@ def test_same_seed_same_answer_in_any_company(llm: LLM) -> None:
     params = SamplingParams(temperature=1.0, max_tokens=16, seed=3, ignore_eos=True)
     alone = llm.generate("who", params, use_tqdm=False)[0].outputs[0].token_ids
     others = [SamplingParams(temperature=1.3, max_tokens=9, top_p=0.8) for _ in range(6)]
-    crowd = llm.generate(["x", "yy", "who", "z", "w", "v", "u"], [*others[:2], params, *others[2:]], use_tqdm=False)
+    crowd = llm.generate(
+        ["x", "yy", "who", "z", "w", "v", "u"], [*others[:2], params, *others[2:]], use_tqdm=False
+    )
     assert crowd[2].outputs[0].token_ids == alone
 
 
@@ -100,7 +103,7 @@ def test_stream_adds_up(llm: LLM) -> None:
     for last in llm.stream("stream", GREEDY):
         texts.append(last.outputs[0].text)
     assert last is not None and last.finished and last.outputs[0].text == whole.text
-    assert all(b.startswith(a) for a, b in zip(texts, texts[1:]))
+    assert all(b.startswith(a) for a, b in itertools.pairwise(texts))
 
 
 def test_leaving_a_stream_frees_everything(llm: LLM) -> None:
@@ -138,7 +141,10 @@ def test_logprobs_are_aligned(llm: LLM) -> None:
 def test_ids_alone_without_a_tokenizer(folder: Path, llm: LLM) -> None:
     with LLM(str(folder), skip_tokenizer_init=True) as bare:
         out = bare.generate([{"prompt_token_ids": [5, 6, 7]}], GREEDY, use_tqdm=False)[0].outputs[0]
-        assert out.text == "" and out.token_ids == llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        assert (
+            out.text == ""
+            and out.token_ids == llm.generate([[5, 6, 7]], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+        )
         with pytest.raises(RequestError, match="without a tokenizer"):
             bare.generate("text", GREEDY, use_tqdm=False)
 
@@ -164,7 +170,9 @@ def test_a_bad_prompt_is_refused_and_others_are_served(request, where: str, prom
 
 @pytest.mark.parametrize("process", [False, True])
 def test_what_never_fits_is_refused_with_the_numbers(folder: Path, process: bool) -> None:
-    with LLM(str(folder), engine_process=process, max_model_len=200, kv_cache_memory=13 * 16 * 512, max_num_seqs=2) as small:
+    with LLM(
+        str(folder), engine_process=process, max_model_len=200, kv_cache_memory=13 * 16 * 512, max_num_seqs=2
+    ) as small:
         assert small.info.num_blocks * small.info.block_size < 220
         small.generate("x" * 100, SamplingParams(max_tokens=50), use_tqdm=False)
         with pytest.raises(RequestError, match="prompt has 230 tokens, but max_model_len is 200"):

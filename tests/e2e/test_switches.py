@@ -11,7 +11,6 @@ import itertools
 import random
 
 import pytest
-
 from switches import SWITCHES, Bench, defaults, legal, random_settings
 
 PAIRS = sorted(

@@ -66,8 +66,12 @@ def naive(layer: Layer, q, k, v, rows, kv, table, block_size) -> torch.Tensor:
     out, at = [], 0
     for row, (old, new) in enumerate(rows):
         flat = [int(table[row, p // block_size]) * block_size + p % block_size for p in range(old)]
-        keys = torch.cat([kv[0].view(-1, layer.num_kv_heads, layer.head_dim)[flat], k[at : at + new]]).double()
-        values = torch.cat([kv[1].view(-1, layer.num_kv_heads, layer.head_dim)[flat], v[at : at + new]]).double()
+        keys = torch.cat(
+            [kv[0].view(-1, layer.num_kv_heads, layer.head_dim)[flat], k[at : at + new]]
+        ).double()
+        values = torch.cat(
+            [kv[1].view(-1, layer.num_kv_heads, layer.head_dim)[flat], v[at : at + new]]
+        ).double()
         for i in range(new):
             end = old + i + 1
             begin = max(0, end - layer.window) if layer.window else 0

@@ -42,7 +42,11 @@ CALLS = [
         "role": "assistant",
         "content": "",
         "tool_calls": [
-            {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": {"place": "Köln"}}}
+            {
+                "id": "abcdefghi",
+                "type": "function",
+                "function": {"name": "weather", "arguments": {"place": "Köln"}},
+            }
         ],
     },
     {"role": "tool", "tool_call_id": "abcdefghi", "name": "weather", "content": '{"sky": "blue"}'},
@@ -99,7 +103,10 @@ def test_published_templates_render_as_in_transformers(path: Path | None) -> Non
                 rendered += isinstance(mine, str) and messages is not CALLS
     assert rendered >= 2, "the template must render a plain conversation"
     # One of them is made for tools alone.
-    assert any("who are you?" in str(outcome(lambda t=t: ours(source, PLAIN, tools=t, template_kwargs=extra))) for t in (None, TOOLS))
+    assert any(
+        "who are you?" in str(outcome(lambda t=t: ours(source, PLAIN, tools=t, template_kwargs=extra)))
+        for t in (None, TOOLS)
+    )
 
 
 def test_all_templates_are_there() -> None:
@@ -138,7 +145,9 @@ def test_continue_final_message_ends_inside_the_last_message() -> None:
     text = ours(source, messages, add_generation_prompt=False, continue_final_message=True)
     assert text == "<user>x</end><assistant>The answer is "
     trimmed = source.replace("m.content", "m.content | trim")
-    assert ours(trimmed, messages, add_generation_prompt=False, continue_final_message=True).endswith("answer is")
+    assert ours(trimmed, messages, add_generation_prompt=False, continue_final_message=True).endswith(
+        "answer is"
+    )
     with pytest.raises(RequestError, match="exclude each other"):
         ours(source, messages, continue_final_message=True)
 
@@ -174,7 +183,10 @@ def test_a_model_without_a_template_says_so() -> None:
         ([{"role": "user", "content": 5}], r"messages\[0\].content"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}], "image_url"),
         ([{"role": "user", "content": [{"type": "text"}]}], "must be a string"),
-        ([{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}], "valid JSON"),
+        (
+            [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+            "valid JSON",
+        ),
         ([{"role": "assistant", "tool_calls": ["x"]}], "function with a name"),
         ([{"role": "user", "content": "x", "extra": object()}], "JSON values"),
     ],
@@ -236,7 +248,9 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize("source", HOSTILE, ids=lambda s: s[:50])
-def test_hostile_and_broken_templates_end_in_a_clean_error(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_and_broken_templates_end_in_a_clean_error(
+    source: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.5)
     began = time.monotonic()
     if source.startswith("{{{"):
@@ -251,7 +265,10 @@ def test_the_limits_leave_ordinary_work_alone() -> None:
     source = "{{ '**%s** 100%% *' % 'x' }}{{ '{:>5}'.format(1) }}{{ 'a-b' | replace('-', '+') }}{{ [1, 2] | join(', ') }}"
     assert ours(source, PLAIN) == "**x** 100% *    1a+b1, 2"
     long = [{"role": "user", "content": "word " * 200_000}] * 3
-    assert len(ours("{% for m in messages %}{{ m.content | trim | replace('w', 'W') }}\n{% endfor %}", long)) > 2_900_000
+    assert (
+        len(ours("{% for m in messages %}{{ m.content | trim | replace('w', 'W') }}\n{% endfor %}", long))
+        > 2_900_000
+    )
 
 
 def test_a_refusal_carries_the_templates_own_words() -> None:

@@ -51,7 +51,9 @@ def test_illegal_settings_are_refused_with_the_reason(settings, text) -> None:
 
 def test_whole_prompts_must_fit_into_a_step() -> None:
     config = EngineConfig(chunked_prefill=False, max_num_batched_tokens=100)
-    with pytest.raises(ConfigError, match=r"max_num_batched_tokens \(100\) must be at least max_model_len \(4096\)"):
+    with pytest.raises(
+        ConfigError, match=r"max_num_batched_tokens \(100\) must be at least max_model_len \(4096\)"
+    ):
         config.resolved(False, 4096)
 
 
@@ -80,11 +82,15 @@ def test_every_field_is_a_flag() -> None:
     add_flags(parser, "engine", EngineConfig)
     add_flags(parser, "sampling", SamplingParams)
     args = parser.parse_args(
-        "--kv-layout none --max_num_seqs 4 --kv-cache-memory 2g --no-overlap --stop a --stop b "
-        '--logit-bias {"5":1.5} --temperature 0 --seed 3 --sampling-seed 4'.split()
+        ["--kv-layout", "none", "--max_num_seqs", "4", "--kv-cache-memory", "2g", "--no-overlap", "--stop", "a", "--stop", "b", "--logit-bias", '{"5":1.5}', "--temperature", "0", "--seed", "3", "--sampling-seed", "4"]
     )
     engine = EngineConfig(**given(args, EngineConfig))
-    assert (engine.kv_layout, engine.max_num_seqs, engine.kv_cache_memory, engine.overlap) == ("none", 4, 2 << 30, False)
+    assert (engine.kv_layout, engine.max_num_seqs, engine.kv_cache_memory, engine.overlap) == (
+        "none",
+        4,
+        2 << 30,
+        False,
+    )
     params = SamplingParams(**given(args, SamplingParams))
     assert params.stop == ["a", "b"] and params.logit_bias == {5: 1.5} and params.greedy
     assert (engine.seed, params.seed) == (3, 4)
@@ -94,7 +100,9 @@ def test_help_answers_at_once() -> None:
     times = []
     for _ in range(5):
         begin = time.perf_counter()
-        out = subprocess.run([sys.executable, "-m", "quire", "--help"], capture_output=True, text=True, check=True)
+        out = subprocess.run(
+            [sys.executable, "-m", "quire", "--help"], capture_output=True, text=True, check=True
+        )
         times.append(time.perf_counter() - begin)
     assert "generate" in out.stdout
     assert min(times) < 0.3

@@ -14,7 +14,12 @@ from quire.frontend.detokenizer import Detokenizer, StopStrings
 from quire.frontend.tokenizer import Tokenizer, load_tokenizer
 
 DATA = Path(__file__).parents[2] / ".." / "shared" / "data"
-NAMES = ["tokenizers/llama-3.1", "tokenizers/qwen3", "models/stories260K", "models/stories260K/tokenizer.model"]
+NAMES = [
+    "tokenizers/llama-3.1",
+    "tokenizers/qwen3",
+    "models/stories260K",
+    "models/stories260K/tokenizer.model",
+]
 needs_data = pytest.mark.skipif(not DATA.is_dir(), reason="shared/data is absent")
 _loaded: dict[str, Tokenizer] = {}
 
@@ -47,7 +52,9 @@ def token_lists(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
     single_bytes = [i for i in range(300) if len(tokenizer.token_bytes(i)) == 1]
     part = st.one_of(
         st.text(max_size=8).map(lambda t: tokenizer.encode(t, add_special_tokens=False)),
-        st.sampled_from(["😀", "👩‍👩‍👧 ", "日本", " é"]).map(lambda t: tokenizer.encode(t, add_special_tokens=False)),
+        st.sampled_from(["😀", "👩‍👩‍👧 ", "日本", " é"]).map(
+            lambda t: tokenizer.encode(t, add_special_tokens=False)
+        ),
         st.lists(st.sampled_from(single_bytes), max_size=5),
         st.sampled_from(special).map(lambda i: [i]),
         st.lists(st.integers(0, tokenizer.vocab_size + 3), max_size=5),

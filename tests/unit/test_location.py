@@ -98,7 +98,9 @@ def hub_error(kind: type[Exception]) -> Exception:
         (ConnectionError, "check the network"),
     ],
 )
-def test_what_goes_wrong_while_fetching(kind: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_goes_wrong_while_fetching(
+    kind: type[Exception], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def fail(name: str, **options: Any) -> str:
         raise hub_error(kind)
 
@@ -113,7 +115,9 @@ def test_offline_without_a_cache_is_a_clean_error(tmp_path: Path, monkeypatch: p
 
     original = huggingface_hub.snapshot_download
     monkeypatch.setattr(
-        huggingface_hub, "snapshot_download", partial(original, local_files_only=True, cache_dir=str(tmp_path))
+        huggingface_hub,
+        "snapshot_download",
+        partial(original, local_files_only=True, cache_dir=str(tmp_path)),
     )
     with pytest.raises(ModelError, match="not in the local cache"):
         locate_model("some/model")

@@ -45,7 +45,12 @@ def test_a_plain_answer() -> None:
     assert applied.changed == [state] and applied.aborts == []
     assembler.apply([EngineOutput("r", [107, EOS], finish_reason="stop")], now_s=3.0)
     out = state.output()
-    assert out.finished and out.prompt_token_ids == [104, 105] and out.prompt == "hi" and out.num_cached_tokens == 2
+    assert (
+        out.finished
+        and out.prompt_token_ids == [104, 105]
+        and out.prompt == "hi"
+        and out.num_cached_tokens == 2
+    )
     (answer,) = out.outputs
     assert (answer.text, answer.token_ids) == ("ok", [111, 107, EOS])
     assert (answer.finish_reason, answer.stop_reason) == ("stop", None)
@@ -104,15 +109,25 @@ def test_stop_strings_are_not_looked_for_before_min_tokens() -> None:
 
 def test_log_probabilities() -> None:
     state, assembler = opened(logprobs=2, prompt_logprobs=1)
-    found = [TokenLogprobs([98, 97, 98], [-1.0, -0.5, -1.0], 2), TokenLogprobs([0xE2, 97, 98], [-3.0, -0.5, -1.0], 9)]
+    found = [
+        TokenLogprobs([98, 97, 98], [-1.0, -0.5, -1.0], 2),
+        TokenLogprobs([0xE2, 97, 98], [-3.0, -0.5, -1.0], 9),
+    ]
     prompt = [TokenLogprobs([105, 97], [-2.0, -0.1], 4)]
     assembler.apply([EngineOutput("r", [], prompt_logprobs=prompt, prompt_logprobs_start=1)])
-    assembler.apply([EngineOutput("r", [98, 0xE2], logprobs=found, prompt_logprobs=prompt, prompt_logprobs_start=1)])
+    assembler.apply(
+        [EngineOutput("r", [98, 0xE2], logprobs=found, prompt_logprobs=prompt, prompt_logprobs_start=1)]
+    )
     out = state.output()
     answer = out.outputs[0]
     assert answer.cumulative_logprob == -4.0 and answer.logprobs is not None
     first = answer.logprobs[0]
-    assert list(first) == [98, 97] and first[98].rank == 2 and first[97].rank == 1 and first[97].decoded_token == "a"
+    assert (
+        list(first) == [98, 97]
+        and first[98].rank == 2
+        and first[97].rank == 1
+        and first[97].decoded_token == "a"
+    )
     assert list(answer.logprobs[1]) == [0xE2, 97, 98] and answer.logprobs[1][0xE2].rank == 9
     assert out.prompt_logprobs is not None and out.prompt_logprobs[0] is None
     assert len(out.prompt_logprobs) == 2 and out.prompt_logprobs[1] is not None
@@ -136,7 +151,9 @@ def test_n_answers_are_merged() -> None:
     assert [(o.index, o.text, o.finish_reason) for o in delta.outputs] == [(0, "a", None), (1, "b", "stop")]
     assembler.apply([EngineOutput("r#0", [99], finish_reason="length")])
     assert state.finished and [o.text for o in state.output().outputs] == ["ac", "b"]
-    assert [(o.index, o.text) for o in state.take_delta().outputs] == [(0, "c")], "a finished answer has no more news"
+    assert [(o.index, o.text) for o in state.take_delta().outputs] == [(0, "c")], (
+        "a finished answer has no more news"
+    )
     assert state.take_delta().outputs == []
 
 
@@ -170,7 +187,9 @@ def test_abort_and_failure() -> None:
     st.integers(0, 2**32),
     st.booleans(),
 )
-def test_deltas_add_up_to_the_answer_in_any_steps(text: str, stops: list[str], seed: int, include: bool) -> None:
+def test_deltas_add_up_to_the_answer_in_any_steps(
+    text: str, stops: list[str], seed: int, include: bool
+) -> None:
     rng = random.Random(seed)
     ids = list(text.encode())
     state, assembler = opened(stop=stops, include_stop_str_in_output=include)

@@ -30,14 +30,25 @@ TOKENIZER = byte_tokenizer()
 
 def processor(**changes: Any) -> InputProcessor:
     options: dict[str, Any] = {
-        "tokenizer": TOKENIZER, "vocab_size": VOCAB, "max_model_len": 20, "eos_ids": [258], "seed": 5
+        "tokenizer": TOKENIZER,
+        "vocab_size": VOCAB,
+        "max_model_len": 20,
+        "eos_ids": [258],
+        "seed": 5,
     }
     return InputProcessor(**options | changes)
 
 
 @pytest.mark.parametrize(
     "prompt",
-    ["ab", {"prompt": "ab"}, {"prompt_token_ids": [257, 97, 98]}, [257, 97, 98], (257, 97, 98), np.array([257, 97, 98]).tolist()],
+    [
+        "ab",
+        {"prompt": "ab"},
+        {"prompt_token_ids": [257, 97, 98]},
+        [257, 97, 98],
+        (257, 97, 98),
+        np.array([257, 97, 98]).tolist(),
+    ],
 )
 def test_every_form_of_prompt(prompt: Any) -> None:
     (request,) = processor().process("r", prompt, SamplingParams())

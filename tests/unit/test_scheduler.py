@@ -149,7 +149,9 @@ def make_engine(rng: random.Random | None = None, **fixed) -> tuple[Engine, int]
     budget = choose("budget", [1, 6, 9, 64]) if chunk else max(64, max_len)
     depth = choose("depth", [1, 2, 2, 3])
     pool = BlockPool(num_blocks, choose("evictor", [LRU, FIFO])())
-    cache = HashPrefixCache(pool, block_size) if keeps and choose("prefix", [True, False]) else NoPrefixCache()
+    cache = (
+        HashPrefixCache(pool, block_size) if keeps and choose("prefix", [True, False]) else NoPrefixCache()
+    )
     policy = Policy(
         order=choose("order", [fcfs, priority]),
         admits=choose("admits", [continuous, continuous, static]),
@@ -158,7 +160,9 @@ def make_engine(rng: random.Random | None = None, **fixed) -> tuple[Engine, int]
     limits = Limits(choose("rows", [1, 3, 8]), budget, max_len, block_size, keeps, depth > 1)
     log = StepLog()
     scheduler = Scheduler(pool, cache, policy, limits, log)
-    return Engine(scheduler, FakeDevice(block_size, keeps), NoGrammar(), depth, log, check_invariants=True), max_len
+    return Engine(
+        scheduler, FakeDevice(block_size, keeps), NoGrammar(), depth, log, check_invariants=True
+    ), max_len
 
 
 def random_requests(rng: random.Random, max_len: int) -> list[EngineRequest]:

@@ -44,7 +44,7 @@ def test_an_automatic_context_shrinks_to_what_fits() -> None:
 
 
 def test_an_explicit_context_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_model_len 4000 needs .* MiB of KV cache"):
+    with pytest.raises(ConfigError, match=r"max_model_len 4000 needs .* MiB of KV cache"):
         size(1000, asked=4000)
     with pytest.raises(ConfigError, match="lower max_model_len or raise kv_cache_memory"):
         size(100)

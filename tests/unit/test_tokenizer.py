@@ -39,7 +39,17 @@ def reference(vocab: str) -> list[tuple[str, list[int]]]:
 
 
 def random_text(rng: random.Random) -> str:
-    kinds = ["ab cde THE", "  \n\t", "éüñß", "日本語テキスト", "😀👩‍👩‍👧🇩🇪", "<>/s|", "0123456789", "'s're.,!?", "\u0301\u200d\ufeff"]
+    kinds = [
+        "ab cde THE",
+        "  \n\t",
+        "éüñß",
+        "日本語テキスト",
+        "😀👩‍👩‍👧🇩🇪",
+        "<>/s|",
+        "0123456789",
+        "'s're.,!?",
+        "\u0301\u200d\ufeff",
+    ]
     return "".join(rng.choice(rng.choice(kinds)) for _ in range(rng.randrange(40)))
 
 
@@ -174,7 +184,9 @@ def gguf_bytes(values: dict[str, Any]) -> bytes:
 
 def byte_level_meta(name: str, pre: str, bos: int | None, eos: int) -> dict[str, Any]:
     document = json.loads((DATA / "tokenizers" / name / "tokenizer.json").read_text(encoding="utf-8"))
-    pieces = {i: t for t, i in document["model"]["vocab"].items()} | {t["id"]: t["content"] for t in document["added_tokens"]}
+    pieces = {i: t for t, i in document["model"]["vocab"].items()} | {
+        t["id"]: t["content"] for t in document["added_tokens"]
+    }
     special = {t["id"]: 3 if t["special"] else 4 for t in document["added_tokens"]}
     meta = {
         "tokenizer.ggml.model": "gpt2",
@@ -202,7 +214,11 @@ def test_byte_level_vocabulary_inside_gguf(
     for text, ids in reference(vocab):
         assert ours.encode(text, add_special_tokens=False) == ids
         assert ours.encode(text) == theirs.encode(text)
-    assert (ours.special_ids, ours.vocab_size, ours.bos_id) == (theirs.special_ids, theirs.vocab_size, theirs.bos_id)
+    assert (ours.special_ids, ours.vocab_size, ours.bos_id) == (
+        theirs.special_ids,
+        theirs.vocab_size,
+        theirs.bos_id,
+    )
     assert set(theirs.eos_ids) <= set(ours.eos_ids) and ours.eos_ids[0] == eos
     assert ours.chat_template == "{{ bos_token }}!"
     chat = "<|start_header_id|>user<|end_header_id|>\n\nx<|eot_id|><|im_start|>y<|im_end|>"
@@ -272,7 +288,11 @@ def test_broken_folders_are_named(tmp_path: Path, files: dict[str, bytes], says:
         load_tokenizer(tmp_path)
 
 
-TINY = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": ["<unk>", "a"], "tokenizer.ggml.scores": [0.0, 0.0]}
+TINY = {
+    "tokenizer.ggml.model": "llama",
+    "tokenizer.ggml.tokens": ["<unk>", "a"],
+    "tokenizer.ggml.scores": [0.0, 0.0],
+}
 
 
 @pytest.mark.parametrize(
@@ -328,12 +348,22 @@ def test_an_end_token_that_the_vocabulary_does_not_call_special_becomes_so(tmp_p
     (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "</s>"}')
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer.eos_ids == [2] and tokenizer.is_special(2)
-    assert tokenizer.encode("</s>  a", add_special_tokens=False) == [2, *tokenizer.encode("a", add_special_tokens=False)]
+    assert tokenizer.encode("</s>  a", add_special_tokens=False) == [
+        2,
+        *tokenizer.encode("a", add_special_tokens=False),
+    ]
 
 
 def test_generation_defaults(tmp_path: Path) -> None:
     assert load_generation_defaults(tmp_path) == {}
-    config = {"temperature": 0.6, "top_k": 20, "max_new_tokens": 99, "do_sample": True, "eos_token_id": [5, 6], "min_p": None}
+    config = {
+        "temperature": 0.6,
+        "top_k": 20,
+        "max_new_tokens": 99,
+        "do_sample": True,
+        "eos_token_id": [5, 6],
+        "min_p": None,
+    }
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
     assert load_generation_defaults(tmp_path) == {"temperature": 0.6, "top_k": 20, "max_tokens": 99}
 
@@ -350,7 +380,9 @@ def test_end_of_sequence_ids_of_the_generation_config_count(tmp_path: Path) -> N
 
 
 @needs_data
-@pytest.mark.parametrize("name", ["tokenizers/qwen3", "models/stories260K", "models/stories260K/stories260K-F32.gguf"])
+@pytest.mark.parametrize(
+    "name", ["tokenizers/qwen3", "models/stories260K", "models/stories260K/stories260K-F32.gguf"]
+)
 def test_half_a_surrogate_pair_is_refused(name: str) -> None:
     with pytest.raises(RequestError, match="Unicode"):
         real(name).encode("a\ud800b")
@@ -361,7 +393,9 @@ def test_token_text_is_readable() -> None:
     stories = real("models/stories260K")
     assert stories.token_text(403) == " Once" and stories.token_text(1) == "<s>"
     assert stories.token_bytes(3 + 0xE2) == b"\xe2" and stories.token_text(3 + 0xE2) == "�"
-    assert stories.token_text(99999) == "" and stories.token_id("</s>") == 2 and stories.token_id("nope") is None
+    assert (
+        stories.token_text(99999) == "" and stories.token_id("</s>") == 2 and stories.token_id("nope") is None
+    )
 
 
 def test_no_tokenizer_refuses_text() -> None:

@@ -124,7 +124,9 @@ class ReferenceAttention:
             rows = q.index_select(0, group.tokens)
             out.index_copy_(0, group.tokens, self._attend_group(layer, group, rows, keys, values))
         for long in plan.longs:
-            out[long.start : long.end] = self._attend_long(layer, long, q[long.start : long.end], keys, values)
+            out[long.start : long.end] = self._attend_long(
+                layer, long, q[long.start : long.end], keys, values
+            )
         return out
 
     def _attend_group(
@@ -173,7 +175,12 @@ def _kv_slots(table: torch.Tensor, positions: torch.Tensor, block_size: int) -> 
 
 
 def _attend(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool, layer: AttentionLayer
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    layer: AttentionLayer,
 ) -> torch.Tensor:
     """softmax(cap(q k^T * scale) + mask) v over [rows, heads, queries, dim]."""
     if layer.soft_cap is None:

@@ -16,7 +16,9 @@ from quire.types import EngineRequest, SamplingParams
 from quire.worker.dry_run import DryRunExecutor
 
 
-def host_cost(rows: int = 256, steps: int = 1000, prompt_len: int = 128, block_size: int = 16) -> dict[str, float]:
+def host_cost(
+    rows: int = 256, steps: int = 1000, prompt_len: int = 128, block_size: int = 16
+) -> dict[str, float]:
     """Run `steps` decode steps of `rows` requests; microseconds of host time per step."""
     max_len = prompt_len + steps + 64
     pool = BlockPool(rows * -(-max_len // block_size), LRU())

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from quire.llm import LLM
 
 _MAX_TOKENS = 1024
-_HELP = "/reset starts over, /system TEXT sets the system message, /quit or Ctrl-D ends; Ctrl-C stops an answer"
+_HELP = (
+    "/reset starts over, /system TEXT sets the system message, /quit or Ctrl-D ends; Ctrl-C stops an answer"
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -56,7 +56,9 @@ def _machine() -> None:
     _row("cpu", f"{cores}, {torch.backends.cpu.get_cpu_capability()}")
     _row("memory", f"{_size(memory.total)}, {_size(memory.available)} available")
     if not torch.cuda.is_available():
-        _row("gpu", "none that torch can use" + ("" if torch.version.cuda else " (this torch is a CPU build)"))
+        _row(
+            "gpu", "none that torch can use" + ("" if torch.version.cuda else " (this torch is a CPU build)")
+        )
     for index in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
@@ -77,10 +79,24 @@ def _plan(config: EngineConfig) -> None:
     resolved = config.resolved(device.type == "cuda", spec.max_model_len)
     _section(f"Plan for {config.model}")
     _row("model", f"{spec.family}, {spec.num_parameters / 1e6:,.1f} M parameters, {spec.num_layers} layers")
-    _row("device", f"{device}: {_why(config.device, 'a GPU is there' if device.type == 'cuda' else 'no GPU is there')}")
+    _row(
+        "device",
+        f"{device}: {_why(config.device, 'a GPU is there' if device.type == 'cuda' else 'no GPU is there')}",
+    )
     _row("dtype", f"{str(dtype)[6:]}: {_why(config.dtype, f'the checkpoint is {spec.dtype}')}")
-    _row("attention", f"{pick_attention(config.attention, device).name}: {_why(config.attention, 'plain torch')}")
-    for name in ("batching", "kv_layout", "chunked_prefill", "prefix_caching", "eviction", "scheduling_policy", "overlap"):
+    _row(
+        "attention",
+        f"{pick_attention(config.attention, device).name}: {_why(config.attention, 'plain torch')}",
+    )
+    for name in (
+        "batching",
+        "kv_layout",
+        "chunked_prefill",
+        "prefix_caching",
+        "eviction",
+        "scheduling_policy",
+        "overlap",
+    ):
         _row(name, str(getattr(resolved, name)))
     _row("max_num_seqs", f"{resolved.max_num_seqs} requests at once")
     _row("max_num_batched_tokens", f"{resolved.max_num_batched_tokens} tokens per step")

@@ -20,11 +20,17 @@ _MAX_TOKENS = 256  # when neither a flag nor the model says otherwise
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prompt", nargs="*", metavar="PROMPT", help="prompts; without any, one per line of standard input")
+    parser.add_argument(
+        "prompt", nargs="*", metavar="PROMPT", help="prompts; without any, one per line of standard input"
+    )
     parser.add_argument("--file", type=Path, help="a file with one prompt per line")
-    parser.add_argument("--chat", action="store_true", help="send each prompt as a user message through the chat template")
+    parser.add_argument(
+        "--chat", action="store_true", help="send each prompt as a user message through the chat template"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object per answer")
-    parser.add_argument("--summary", action="store_true", help="print tokens, speed and start-up time at the end")
+    parser.add_argument(
+        "--summary", action="store_true", help="print tokens, speed and start-up time at the end"
+    )
     add_flags(parser, "engine", EngineConfig)
     add_flags(parser, "sampling", SamplingParams, skip={"detokenize"})
 
@@ -37,7 +43,9 @@ def run(args: argparse.Namespace) -> int:
     with LLM(**given(args, EngineConfig)) as llm:
         ready_s = time.perf_counter() - started
         params = llm.default_params(given(args, SamplingParams), _MAX_TOKENS)
-        inputs = [llm.chat_prompt([{"role": "user", "content": p}]) for p in prompts] if args.chat else prompts
+        inputs = (
+            [llm.chat_prompt([{"role": "user", "content": p}]) for p in prompts] if args.chat else prompts
+        )
         started = time.perf_counter()
         if len(inputs) == 1 and params.n == 1 and not args.json:
             outputs = [_stream(llm, inputs[0], params, echo=None if args.chat else prompts[0])]
@@ -106,7 +114,9 @@ def _summary(llm: LLM, outputs: list[RequestOutput], ready_s: float, elapsed_s: 
     assert metrics is not None and metrics.first_token_s is not None
     first_s = metrics.first_token_s - metrics.arrival_s
     print()
-    print(f"model       {info.model}: {info.num_parameters / 1e6:.1f} M parameters, {info.dtype} on {info.device}")
+    print(
+        f"model       {info.model}: {info.num_parameters / 1e6:.1f} M parameters, {info.dtype} on {info.device}"
+    )
     print(f"tokens      {prompt_tokens} in, {tokens} out")
     if len(outputs) == 1 and tokens > 1 and metrics.finished_s is not None:
         decode_s = metrics.finished_s - metrics.first_token_s

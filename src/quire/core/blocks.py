@@ -154,5 +154,9 @@ class BlockPool:
             np.add.at(counts, np.array(blocks, np.int64), 1)
         assert (counts == np.array(self.refs)).all(), "reference counts do not match the block lists"
         used = np.count_nonzero(counts)
-        assert used + self.num_free == self.num_blocks, f"{used} used + {self.num_free} free != {self.num_blocks}"
-        assert all(not self.cached[block] and not self.refs[block] for block in self._blank), "a blank page is in use"
+        assert used + self.num_free == self.num_blocks, (
+            f"{used} used + {self.num_free} free != {self.num_blocks}"
+        )
+        assert all(not self.cached[block] and not self.refs[block] for block in self._blank), (
+            "a blank page is in use"
+        )

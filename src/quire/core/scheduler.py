@@ -243,7 +243,14 @@ class Scheduler:
         self.log.totals.cached_tokens += request.computed
         insort(self.running, request, key=_order)
         draft.admits.append(
-            Admit(request.slot, request.tokens[:], request.prompt_len, request.computed, request.blocks[:], request.source)
+            Admit(
+                request.slot,
+                request.tokens[:],
+                request.prompt_len,
+                request.computed,
+                request.blocks[:],
+                request.source,
+            )
         )
         if n:
             self._emit(draft, request, n)
@@ -381,8 +388,9 @@ class Scheduler:
         assert len(self.waiting) + len(self.running) == len(self.requests), "a request was lost"
         assert all(r.status == "running" and r.slot >= 0 for r in self.running)
         assert all(r.status == "waiting" and not r.blocks for r in self.waiting)
-        assert self.waiting == sorted(self.waiting, key=_order) and self.running == sorted(self.running, key=_order)
+        assert self.waiting == sorted(self.waiting, key=_order) and self.running == sorted(
+            self.running, key=_order
+        )
         for r in self.running:
             assert r.computed <= r.known + r.pending + r.drafts, "computed beyond what is known or in flight"
             assert len(r.blocks) * self.limits.block_size >= r.computed, "KV entries without a page"
-

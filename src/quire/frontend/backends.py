@@ -79,7 +79,12 @@ class JsonBackend:
         steps = _decoder_steps(json.loads(tokenizer.decoder.__getstate__()) if tokenizer.decoder else None)
         kinds = [step["type"] for step in steps]
         self._byte_level = "ByteLevel" in kinds and set(kinds) <= {"ByteLevel", "Fuse"}
-        self._byte_fallback = "ByteFallback" in kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}
+        self._byte_fallback = "ByteFallback" in kinds and set(kinds) <= {
+            "Replace",
+            "ByteFallback",
+            "Fuse",
+            "Strip",
+        }
         self._replaced = [
             (step["pattern"]["String"], step["content"])
             for step in steps

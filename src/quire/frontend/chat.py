@@ -40,7 +40,9 @@ def render_chat(
     enable_thinking. With `continue_final_message` the text ends inside the last message.
     """
     if continue_final_message and add_generation_prompt:
-        raise RequestError("continue_final_message and add_generation_prompt exclude each other: set only one to true")
+        raise RequestError(
+            "continue_final_message and add_generation_prompt exclude each other: set only one to true"
+        )
     source = chat_template or _template_of(tokenizer, bool(tools))
     chat = check_messages(messages, content_format(source))
     variables: dict[str, Any] = {
@@ -82,7 +84,9 @@ def _cut_after_last(text: str, message: dict[str, Any]) -> str:
     core = content.strip() if isinstance(content, str) else ""
     at = text.rfind(core)
     if not core or at < 0:
-        raise RequestError("continue_final_message needs a last message with text that the chat template keeps")
+        raise RequestError(
+            "continue_final_message needs a last message with text that the chat template keeps"
+        )
     tail = content[len(content.rstrip()) :] if isinstance(content, str) else ""
     end = at + len(core)
     return text[: end + len(tail)] if text.startswith(tail, end) else text[:end]

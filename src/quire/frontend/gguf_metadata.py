@@ -26,7 +26,9 @@ class _Cursor:
 
     def take(self, size: int) -> bytes:
         if size > len(self._data) - self._at:
-            raise ModelError(f"{self._path} is cut short or corrupt: its header runs past the end of the file")
+            raise ModelError(
+                f"{self._path} is cut short or corrupt: its header runs past the end of the file"
+            )
         self._at += size
         return self._data[self._at - size : self._at]
 
@@ -56,7 +58,9 @@ class _Cursor:
     def _fits(self, count: int) -> bool:
         """An array of `count` items needs at least that many bytes: refuse before looping over it."""
         if count > len(self._data) - self._at:
-            raise ModelError(f"{self._path} is corrupt: an array of {count} values does not fit into the file")
+            raise ModelError(
+                f"{self._path} is corrupt: an array of {count} values does not fit into the file"
+            )
         return count > 0
 
 
@@ -69,7 +73,9 @@ def read_gguf_metadata(path: Path) -> dict[str, Any]:
                 raise ModelError(f"{path} is not a GGUF file: it does not begin with the letters GGUF")
             (version,) = cursor.numbers("I", 1)
             if version not in (2, 3):
-                raise ModelError(f"{path} has GGUF version {version}; Quire reads little-endian versions 2 and 3")
+                raise ModelError(
+                    f"{path} has GGUF version {version}; Quire reads little-endian versions 2 and 3"
+                )
             cursor.length()  # number of tensors
             found: dict[str, Any] = {}
             for _ in range(cursor.length()):

@@ -75,7 +75,9 @@ def gguf_backend(meta: dict[str, Any], name: str) -> Backend:
         return _byte_level_backend(meta, name, tokens, types)
     if kind == "llama":
         return _score_backend(meta, name, tokens, types)
-    raise ModelError(f"{name} has a tokenizer of kind {kind!r}; Quire reads gpt2 and llama, or give another tokenizer")
+    raise ModelError(
+        f"{name} has a tokenizer of kind {kind!r}; Quire reads gpt2 and llama, or give another tokenizer"
+    )
 
 
 def _byte_level_backend(meta: dict[str, Any], name: str, tokens: list[str], types: list[int]) -> Backend:

@@ -39,7 +39,9 @@ def locate_model(name: str, revision: str | None = None) -> ModelFiles:
         return _folder(path, name)
     if path.is_file():
         if path.suffix != ".gguf":
-            raise ModelError(f"{name} is a file but not a .gguf file: give the folder that holds the checkpoint")
+            raise ModelError(
+                f"{name} is a file but not a .gguf file: give the folder that holds the checkpoint"
+            )
         return ModelFiles(path, "gguf", name)
     looks_local = name.startswith((".", "/", "~")) or path.suffix == ".gguf" or not _HUB_ID.fullmatch(name)
     if looks_local:
@@ -88,7 +90,9 @@ def _explained(name: str, revision: str | None, error: Exception) -> ModelError:
 
     at = f" at revision {revision}" if revision else ""
     if isinstance(error, errors.GatedRepoError):
-        return ModelError(f"{name} is gated: accept its terms on its page, then set HF_TOKEN to a token of that account")
+        return ModelError(
+            f"{name} is gated: accept its terms on its page, then set HF_TOKEN to a token of that account"
+        )
     if isinstance(error, errors.RevisionNotFoundError):
         return ModelError(f"{name} has no revision {revision}: check the branch, tag or commit")
     if isinstance(error, errors.RepositoryNotFoundError):
@@ -104,6 +108,10 @@ def _explained(name: str, revision: str | None, error: Exception) -> ModelError:
             "or give a local folder"
         )
     if isinstance(error, PermissionError):
-        return ModelError(f"{name} cannot be stored in the local cache: set HF_HOME to a folder that you may write to")
+        return ModelError(
+            f"{name} cannot be stored in the local cache: set HF_HOME to a folder that you may write to"
+        )
     reason = " ".join(str(error).split())[:200] or type(error).__name__
-    return ModelError(f"{name}{at} cannot be fetched from Hugging Face ({reason}): check the network, or give a local folder")
+    return ModelError(
+        f"{name}{at} cannot be fetched from Hugging Face ({reason}): check the network, or give a local folder"
+    )

@@ -84,7 +84,11 @@ class Answer:
         last = len(output.token_ids) - 1
         for i, token in enumerate(output.token_ids):
             self.token_ids.append(token)
-            if output.logprobs is not None and self.logprobs is not None and self.cumulative_logprob is not None:
+            if (
+                output.logprobs is not None
+                and self.logprobs is not None
+                and self.cumulative_logprob is not None
+            ):
                 self.logprobs.append(readable_logprobs(output.logprobs[i], self._tokenizer))
                 self.cumulative_logprob += output.logprobs[i].logprobs[0]
             if not (silent and i == last) and self._say(self._detokenizer.push([token])):

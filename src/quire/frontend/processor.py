@@ -113,7 +113,9 @@ class InputProcessor:
     def _check_ids(self, name: str, ids: Sequence[int]) -> None:
         if ids and (min(ids) < 0 or max(ids) >= self.vocab_size):
             wrong = next(i for i in ids if not 0 <= i < self.vocab_size)
-            raise RequestError(f"{name} must be at least 0 and below the vocabulary size {self.vocab_size}, got {wrong}")
+            raise RequestError(
+                f"{name} must be at least 0 and below the vocabulary size {self.vocab_size}, got {wrong}"
+            )
 
     def _check_params(self, params: SamplingParams) -> None:
         self._check_ids("stop_token_ids", params.stop_token_ids)
@@ -122,7 +124,9 @@ class InputProcessor:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(params, name)
             if value is not None and value > self.vocab_size:
-                raise RequestError(f"{name} must not exceed the vocabulary size {self.vocab_size}, got {value}")
+                raise RequestError(
+                    f"{name} must not exceed the vocabulary size {self.vocab_size}, got {value}"
+                )
         if params.stop and isinstance(self.tokenizer, NoTokenizer):
             raise RequestError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
 
@@ -175,7 +179,9 @@ def _member(prompt: Mapping[str, Any]) -> Any:
             raise RequestError("prompt_token_ids must be a list of token ids, got a string")
         return prompt["prompt_token_ids"]
     if not isinstance(prompt.get("prompt"), str):
-        raise RequestError('a prompt object must hold "prompt" (a string) or "prompt_token_ids" (a list of integers)')
+        raise RequestError(
+            'a prompt object must hold "prompt" (a string) or "prompt_token_ids" (a list of integers)'
+        )
     return prompt["prompt"]
 
 

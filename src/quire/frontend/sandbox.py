@@ -120,7 +120,11 @@ class _Environment(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         if operator == "*":
             for text, times in ((left, right), (right, left)):
-                if isinstance(text, (str, list, tuple)) and isinstance(times, int) and len(text) * times > MAX_CHARS:
+                if (
+                    isinstance(text, (str, list, tuple))
+                    and isinstance(times, int)
+                    and len(text) * times > MAX_CHARS
+                ):
                     raise SecurityError(f"it builds a text of more than {MAX_CHARS} characters")
             if isinstance(left, int) and isinstance(right, int) and max(abs(left), abs(right)) > 2**63:
                 raise SecurityError("it multiplies numbers of more than 64 bits")
@@ -204,7 +208,9 @@ def _to_json(
     sort_keys: bool = False,
 ) -> str:
     """As chat templates expect it: no HTML escapes, other letters than ASCII as they are."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> None:
@@ -235,7 +241,9 @@ def compile_template(source: str) -> jinja2.Template:
     try:
         return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
-        raise RequestError(f"the chat template is not valid Jinja (line {error.lineno}): {error.message}") from error
+        raise RequestError(
+            f"the chat template is not valid Jinja (line {error.lineno}): {error.message}"
+        ) from error
     except (jinja2.TemplateError, RecursionError, SyntaxError, ValueError) as error:
         raise RequestError(f"the chat template cannot be compiled: {error}") from error
 

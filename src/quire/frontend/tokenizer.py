@@ -24,7 +24,15 @@ __all__ = ["NoTokenizer", "Tokenizer", "load_generation_defaults", "load_tokeniz
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 # Ends of a turn, which GGUF files often carry without naming them as an end of sequence.
-_END_OF_TURN = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|eom_id|>", "<|endoftext|>", "<|return|>")
+_END_OF_TURN = (
+    "<|eot_id|>",
+    "<|im_end|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "<|eom_id|>",
+    "<|endoftext|>",
+    "<|return|>",
+)
 
 
 @dataclass(slots=True)
@@ -130,10 +138,14 @@ class NoTokenizer(Tokenizer):
         self.eos_ids = eos_ids or []
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        raise RequestError("this engine runs without a tokenizer (skip_tokenizer_init): give prompt_token_ids, not text")
+        raise RequestError(
+            "this engine runs without a tokenizer (skip_tokenizer_init): give prompt_token_ids, not text"
+        )
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        raise RequestError("this engine runs without a tokenizer (skip_tokenizer_init): it returns token ids, no text")
+        raise RequestError(
+            "this engine runs without a tokenizer (skip_tokenizer_init): it returns token ids, no text"
+        )
 
     def token_bytes(self, token: int) -> bytes:
         return b""
@@ -235,7 +247,11 @@ def _folder_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         if isinstance(given, str):
             found["default"] = given
         elif isinstance(given, list):
-            found |= {e["name"]: e["template"] for e in given if isinstance(e, dict) and {"name", "template"} <= e.keys()}
+            found |= {
+                e["name"]: e["template"]
+                for e in given
+                if isinstance(e, dict) and {"name", "template"} <= e.keys()
+            }
     files = {"default": folder / "chat_template.jinja"}
     files |= {f.stem: f for f in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
     return found | {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}

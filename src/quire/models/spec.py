@@ -85,7 +85,9 @@ class ModelSpec:
         total = self.num_layers * attention
         for sparse in self.layer_is_sparse:
             if sparse and self.moe:
-                total += self.moe.num_experts * (gated * self.hidden_size * self.moe.intermediate_size + self.hidden_size)
+                total += self.moe.num_experts * (
+                    gated * self.hidden_size * self.moe.intermediate_size + self.hidden_size
+                )
             else:
                 total += gated * self.hidden_size * self.intermediate_size
         positions = self.max_model_len * self.hidden_size if self.rope is None else 0

@@ -65,7 +65,9 @@ class BatchBuilder:
             ends[sampling] - 1,
             host_slots,
         )
-        positions = torch.add(state.num_computed.index_select(0, slot_of_token), offset, out=self._positions[:total])
+        positions = torch.add(
+            state.num_computed.index_select(0, slot_of_token), offset, out=self._positions[:total]
+        )
         input_ids = self._input_ids[:total]
         input_ids.copy_(state.tokens.view(-1).index_select(0, slot_of_token * state.max_len + positions))
         block, within = positions // self._block_size, positions % self._block_size
@@ -81,7 +83,9 @@ class BatchBuilder:
             kv_slots=kv_slots,
             query_start=query_start,
             seq_lens=seq_lens,
-            block_table=state.block_table.index_select(0, slots)[:, : -(-plan.max_seq_len // self._block_size)],
+            block_table=state.block_table.index_select(0, slots)[
+                :, : -(-plan.max_seq_len // self._block_size)
+            ],
             logit_index=logit_index,
             kv=self._kv,
             num_tokens=plan.num_tokens,

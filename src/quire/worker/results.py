@@ -32,7 +32,9 @@ class StepOutput:
         arrays = iter(x.numpy() for x in host)
         tokens = [[token] for token in next(arrays).tolist()]
         logprobs = LogprobArrays(next(arrays), next(arrays), next(arrays)) if self.logprobs else None
-        scores = {row: LogprobArrays(next(arrays), next(arrays), next(arrays)) for row in self.prompt_logprobs}
+        scores = {
+            row: LogprobArrays(next(arrays), next(arrays), next(arrays)) for row in self.prompt_logprobs
+        }
         return StepResult(self.step, tokens, logprobs, scores or None)
 
 

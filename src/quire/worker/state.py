@@ -16,7 +16,9 @@ from quire.worker.staging import Staging
 class SlotState:
     """Columns of `num_slots` requests (plus the dummy), each up to `max_len` tokens in `max_blocks` pages."""
 
-    def __init__(self, num_slots: int, max_len: int, max_blocks: int, keeps_kv: bool, device: torch.device) -> None:
+    def __init__(
+        self, num_slots: int, max_len: int, max_blocks: int, keeps_kv: bool, device: torch.device
+    ) -> None:
         def column(*shape: int) -> torch.Tensor:
             return torch.zeros(num_slots + 1, *shape, dtype=torch.int32, device=device)
 
@@ -34,7 +36,8 @@ class SlotState:
             self._admit(plan, staging)
         if plan.new_blocks:
             index = [
-                np.arange(len(blocks)) + (slot * self.max_blocks + first) for slot, first, blocks in plan.new_blocks
+                np.arange(len(blocks)) + (slot * self.max_blocks + first)
+                for slot, first, blocks in plan.new_blocks
             ]
             values = [blocks for _, _, blocks in plan.new_blocks]
             flat, blocks = staging.send(np.concatenate(index), np.concatenate(values))
@@ -60,7 +63,11 @@ class SlotState:
         self.block_table.view(-1).index_copy_(0, d_bi, d_blocks.int())
 
     def advance(
-        self, slots: torch.Tensor, num_tokens: torch.Tensor, sampling_slots: torch.Tensor, sampled: torch.Tensor
+        self,
+        slots: torch.Tensor,
+        num_tokens: torch.Tensor,
+        sampling_slots: torch.Tensor,
+        sampled: torch.Tensor,
     ) -> None:
         """After a step: the rows' KV is written, and each sampling row has one more token."""
         if self.keeps_kv:

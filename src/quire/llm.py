@@ -22,6 +22,7 @@ from quire.frontend.tokenizer import NoTokenizer, Tokenizer, load_generation_def
 from quire.types import (
     ConfigError,
     EngineInfo,
+    EngineRequest,
     RequestError,
     RequestOutput,
     SamplingParams,

@@ -82,7 +82,27 @@ def test_every_field_is_a_flag() -> None:
     add_flags(parser, "engine", EngineConfig)
     add_flags(parser, "sampling", SamplingParams)
     args = parser.parse_args(
-        ["--kv-layout", "none", "--max_num_seqs", "4", "--kv-cache-memory", "2g", "--no-overlap", "--stop", "a", "--stop", "b", "--logit-bias", '{"5":1.5}', "--temperature", "0", "--seed", "3", "--sampling-seed", "4"]
+        [
+            "--kv-layout",
+            "none",
+            "--max_num_seqs",
+            "4",
+            "--kv-cache-memory",
+            "2g",
+            "--no-overlap",
+            "--stop",
+            "a",
+            "--stop",
+            "b",
+            "--logit-bias",
+            '{"5":1.5}',
+            "--temperature",
+            "0",
+            "--seed",
+            "3",
+            "--sampling-seed",
+            "4",
+        ]
     )
     engine = EngineConfig(**given(args, EngineConfig))
     assert (engine.kv_layout, engine.max_num_seqs, engine.kv_cache_memory, engine.overlap) == (

@@ -60,7 +60,9 @@ def test_values_stand_in_the_story() -> None:
 
 def test_last_holder_by_reading_the_gifts() -> None:
     """Follows 'A gave B the cup' sentences without the generator's own records."""
-    gift = re.compile(r"(\w+) (?:did not need the \w+ \w+, so \w+ )?gave (?:(?P<to>\w+) the (?P<a>\w+)\.|(?:the (?P<b>\w+)|it) to (?P<to2>\w+))")
+    gift = re.compile(
+        r"(\w+) (?:did not need the \w+ \w+, so \w+ )?gave (?:(?P<to>\w+) the (?P<a>\w+)\.|(?:the (?P<b>\w+)|it) to (?P<to2>\w+))"
+    )
     checked = 0
     for seed in range(400):
         story = story_of(seed)
@@ -85,7 +87,9 @@ def test_counts_by_reading_the_numbers() -> None:
             if kind == "left":
                 goods = slots["goods"]
                 total = int(slots["count"])
-                total -= sum(int(n) for n in re.findall(rf"(?:gave|lost|sold|ate) (\d+) of the {goods}", text))
+                total -= sum(
+                    int(n) for n in re.findall(rf"(?:gave|lost|sold|ate) (\d+) of the {goods}", text)
+                )
                 total += sum(int(n) for n in re.findall(rf"(\d+) more {goods}", text))
                 assert str(total) == slots["left"], text
                 checked += 1
@@ -134,4 +138,6 @@ def test_chat_template_writes_what_training_saw() -> None:
             d = make_dialogue(task, seed)
             assert template.render(messages=d.messages, tools=d.tools) == text_of(render(d.messages, d.tools))
             at = len(d.messages) - 1
-            assert template.render(messages=d.messages[:at], tools=d.tools, add_generation_prompt=True) == d.cut(at)
+            assert template.render(
+                messages=d.messages[:at], tools=d.tools, add_generation_prompt=True
+            ) == d.cut(at)

@@ -2,7 +2,7 @@
 
     python benchmarks/against_transformers.py [--shape Qwen3-0.6B] [--dtype bfloat16] [--batch 1 8]
 
-Both sides get the same prompts (token ids), the same dtype and number of threads, and decode greedily
+Both sides get the same prompts (token ids) and dtype, choose their threads by default, and decode greedily
 without stopping. Ratios are what counts on a shared machine.
 """
 
@@ -34,6 +34,7 @@ LLAMA31_8B = {
     "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                      "original_max_position_embeddings": 8192},
 }  # fmt: skip
+THREADS = torch.get_num_threads()  # what transformers runs with: torch's default
 SHAPES = {"Qwen3-0.6B": QWEN3_06B, "Llama-3.1-8B": LLAMA31_8B}
 
 
@@ -55,6 +56,7 @@ class Reference:
         self.model.eval().generation_config.eos_token_id = None
 
     def decode_rate(self, batch: int, length: int, tokens: int) -> float:
+        torch.set_num_threads(THREADS)
         ids = torch.tensor(prompts(batch, length))
         with torch.inference_mode():
             cache, times = None, []

@@ -15,7 +15,7 @@ from quire.models.decoder import Model
 from quire.sampling.sampler import Sampler
 from quire.types import StepPlan
 from quire.worker.batch import BatchBuilder
-from quire.worker.graphs import Eager
+from quire.worker.graphs import Eager, Threads
 from quire.worker.kv_cache import KVCache
 from quire.worker.results import Results
 from quire.worker.runner import Runner
@@ -94,4 +94,5 @@ class Worker:
         builder = BatchBuilder(state, self._backend, cache.layers, size.block_size, tokens, num_slots, device)
         sampler = Sampler(state, model.spec.vocab_size, num_slots + 1, device)
         staging = Staging(device, self._depth)
-        return Runner(model, Eager(model), state, builder, sampler, staging, Results(device))
+        threads = Threads(model.spec.num_parameters, config.cpu_threads) if device.type == "cpu" else None
+        return Runner(model, Eager(model, threads), state, builder, sampler, staging, Results(device))

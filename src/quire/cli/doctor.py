@@ -7,6 +7,7 @@ import platform
 import sys
 from importlib import metadata
 
+from quire import __version__
 from quire.cli.flags import add_flags, given
 from quire.config import EngineConfig
 
@@ -33,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config = EngineConfig(**given(args, EngineConfig))
     _section("Versions")
-    _row("quire", f"{metadata.version('quire')} on Python {platform.python_version()}, {platform.platform()}")
+    _row("quire", f"{__version__} on Python {platform.python_version()}, {platform.platform()}")
     for name in _PACKAGES:
         try:
             _row(name, metadata.version(name))

@@ -74,6 +74,7 @@ class EngineConfig:
         0.9, "share of the device's memory that Quire may use when kv_cache_memory is not given"
     )
     attention: str = _setting("auto", "attention back end: auto or reference")
+    cuda_graphs: bool = _setting(True, "replay captured CUDA graphs where the attention back end allows it")
     cpu_threads: int | None = _setting(
         None, "threads of a step on a CPU (default: all cores, or one when the step is small)"
     )

@@ -49,6 +49,7 @@ class AttentionBackend(Protocol):
     """Writes the new K/V into the pages, then attends over all pages of each row."""
 
     name: str
+    capturable: bool  # whether plan and forward of rows with one token may be part of a CUDA graph
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """Shape of the key (and of the value) tensor of one layer."""

@@ -49,6 +49,7 @@ class _Plan:
 
 class ReferenceAttention:
     name = "reference"
+    capturable = False  # shapes follow the lengths of the rows
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (num_blocks, block_size, num_kv_heads, head_dim)

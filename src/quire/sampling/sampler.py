@@ -95,6 +95,13 @@ class Sampler:
         tokens = self._choose(x, slots_host, slots)
         return SampleOutput(tokens.to(torch.int32), self._score(logits, tokens, slots_host))
 
+    def is_plain_greedy(self, slots_host: np.ndarray) -> bool:
+        """Whether every row takes its most likely token and wants nothing else."""
+        plain = (
+            self._greedy[slots_host] & ~self._processed[slots_host] & (self._logprobs[slots_host] == _NONE)
+        )
+        return bool(plain.all())
+
     def prompt_logprobs(self, logits: Tensor, targets: Tensor, k: int) -> Logprobs:
         """Log-probabilities of the given tokens int64 [m] under `logits` [m, vocab], and the top k."""
         return score(logits, targets, k)

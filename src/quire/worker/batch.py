@@ -25,7 +25,6 @@ class Step:
     batch: ForwardBatch
     slots: torch.Tensor  # int64 [rows]
     num_tokens: torch.Tensor  # int32 [rows]
-    slot_of_token: torch.Tensor  # int64 [tokens]
     sampling_slots: torch.Tensor  # int64 [sampling rows]
     sampling_slots_host: np.ndarray  # int32 [sampling rows]
 
@@ -93,4 +92,29 @@ class BatchBuilder:
             block_size=self._block_size,
         )
         batch.attn = self._backend.plan(batch)
-        return Step(plan, batch, slots, num_tokens, slot_of_token, sampling_slots, host_slots)
+        return Step(plan, batch, slots, num_tokens, sampling_slots, host_slots)
+
+    def build_single(self, slots: torch.Tensor) -> ForwardBatch:
+        """The batch of rows with one token each, all sampling, from slots int64 [rows] on the device alone:
+        nothing here depends on the host, so it can be part of a captured graph."""
+        state, rows = self._state, slots.shape[0]
+        computed = state.num_computed.index_select(0, slots)
+        positions = computed.long()
+        table = state.block_table.index_select(0, slots)
+        pages = table.gather(1, (positions // self._block_size).unsqueeze(1)).squeeze(1)
+        every = torch.arange(rows + 1, device=slots.device)
+        batch = ForwardBatch(
+            input_ids=state.tokens.view(-1).index_select(0, slots * state.max_len + positions).long(),
+            positions=positions,
+            kv_slots=pages.long() * self._block_size + positions % self._block_size,
+            query_start=every.int(),
+            seq_lens=computed + 1,
+            block_table=table,
+            logit_index=every[:rows],
+            kv=self._kv,
+            num_tokens=np.ones(rows, np.int32),
+            seq_bounds=np.full(rows, state.max_len, np.int32),
+            block_size=self._block_size,
+        )
+        batch.attn = self._backend.plan(batch)
+        return batch

@@ -1,25 +1,42 @@
-"""How a step's forward pass is launched. `Eager` calls the model; a graph runner replays a capture of it
-for the batch's shape (the batch's tensors are views into static buffers for that purpose)."""
+"""How a step is launched: batch building, model and logits, eagerly or as one replay of a CUDA graph.
+
+A step in which every row runs one token and samples needs nothing from the host but its slots, so it can be
+captured once for a number of rows and replayed: the graph reads the slots from a static buffer and derives
+everything else from the columns. Fewer rows are padded with the dummy slot. All other steps run eagerly.
+"""
 
 from __future__ import annotations
 
+import bisect
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from quire.attention.base import ForwardBatch
 from quire.models.decoder import Model
 from quire.types import StepPlan
+from quire.worker.batch import BatchBuilder, Step
+from quire.worker.staging import Staging
+from quire.worker.state import SlotState
 
 
-class GraphRunner(Protocol):
-    def shape_for(self, plan: StepPlan) -> tuple[int, int]:
-        """(rows, tokens) to which the batch is padded."""
-        ...
+@dataclass(slots=True)
+class Launched:
+    """A step under way on the device."""
 
-    def run(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [tokens, hidden]."""
-        ...
+    step: Step
+    hidden: torch.Tensor  # [tokens, hidden]
+    logits: torch.Tensor  # [sampling rows, vocab]
+    greedy: torch.cuda.CUDAGraph | None = (
+        None  # replaying it takes the most likely tokens and advances the columns
+    )
+    tokens: torch.Tensor | None = None  # int32 [sampling rows]: where `greedy` leaves them
+
+
+class Launcher(Protocol):
+    def launch(self, plan: StepPlan, staging: Staging) -> Launched: ...
 
 
 class Threads:
@@ -44,13 +61,91 @@ _ALL_THREADS = torch.get_num_threads()  # before any step has changed it
 
 
 class Eager:
-    def __init__(self, model: Model, threads: Threads | None = None) -> None:
-        self._model, self._threads = model, threads
+    """One launch per operation. `threads` is for the CPU."""
 
-    def shape_for(self, plan: StepPlan) -> tuple[int, int]:
-        return len(plan.slots), plan.total_tokens
+    def __init__(self, model: Model, builder: BatchBuilder, threads: Threads | None = None) -> None:
+        self._model, self._builder, self._threads = model, builder, threads
 
-    def run(self, batch: ForwardBatch) -> torch.Tensor:
+    def launch(self, plan: StepPlan, staging: Staging) -> Launched:
         if self._threads:
-            self._threads.use_for(batch.input_ids.shape[0])
-        return self._model(batch)
+            self._threads.use_for(plan.total_tokens)
+        step = self._builder.build(plan, staging)
+        hidden = self._model(step.batch)
+        return Launched(step, hidden, self._model.logits(hidden.index_select(0, step.batch.logit_index)))
+
+
+@dataclass(slots=True)
+class _Captured:
+    """The graphs of one padded number of rows, and where they leave their results."""
+
+    forward: torch.cuda.CUDAGraph
+    greedy: torch.cuda.CUDAGraph
+    batch: ForwardBatch
+    hidden: torch.Tensor
+    logits: torch.Tensor
+    tokens: torch.Tensor
+
+
+class CudaGraphs:
+    """Replays steps of single tokens; `eager` runs the rest. Captures when a size first occurs."""
+
+    def __init__(
+        self,
+        eager: Eager,
+        model: Model,
+        builder: BatchBuilder,
+        state: SlotState,
+        max_rows: int,
+        device: torch.device,
+    ) -> None:
+        self._eager, self._model, self._builder, self._state = eager, model, builder, state
+        self._sizes = graph_sizes(max_rows)
+        self._slots = torch.full((max_rows,), state.dummy, dtype=torch.int64, device=device)
+        self._ones = torch.ones(max_rows, dtype=torch.int32, device=device)
+        self._captured: dict[int, _Captured] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def launch(self, plan: StepPlan, staging: Staging) -> Launched:
+        rows = len(plan.slots)
+        if plan.total_tokens != rows or not plan.samples.all() or plan.score_rows:
+            return self._eager.launch(plan, staging)
+        size = self._sizes[bisect.bisect_left(self._sizes, rows)]
+        found = self._captured.get(size) or self._capture(size)
+        slots = np.full(size, self._state.dummy, np.int64)
+        slots[:rows] = plan.slots
+        self._slots[:size].copy_(staging.send(slots)[0])
+        found.forward.replay()
+        step = Step(plan, found.batch, self._slots[:rows], self._ones[:rows], self._slots[:rows], plan.slots)
+        return Launched(step, found.hidden, found.logits[:rows], found.greedy, found.tokens[:rows])
+
+    def _capture(self, size: int) -> _Captured:
+        """Record the step for `size` rows, first running it on dummy rows so that kernels are compiled."""
+        slots, ones = self._slots[:size], self._ones[:size]
+        slots.fill_(self._state.dummy)
+
+        def forward() -> tuple[ForwardBatch, torch.Tensor, torch.Tensor]:
+            batch = self._builder.build_single(slots)
+            hidden = self._model(batch)
+            return batch, hidden, self._model.logits(hidden)
+
+        def greedy(logits: torch.Tensor) -> torch.Tensor:
+            tokens = logits.argmax(1).int()
+            self._state.advance(slots, ones, slots, tokens)
+            self._state.reset_dummy()
+            return tokens
+
+        greedy(forward()[2])
+        torch.cuda.synchronize()
+        first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(first, pool=self._pool):
+            batch, hidden, logits = forward()
+        with torch.cuda.graph(second, pool=self._pool):
+            tokens = greedy(logits)
+        found = self._captured[size] = _Captured(first, second, batch, hidden, logits, tokens)
+        return found
+
+
+def graph_sizes(max_rows: int) -> list[int]:
+    """Numbers of rows that are captured: fine steps where few rows make a step cheap."""
+    sizes = {1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, 4097, 32)}
+    return sorted(size for size in sizes if size < max_rows) + [max_rows]

@@ -17,7 +17,13 @@ class SlotState:
     """Columns of `num_slots` requests (plus the dummy), each up to `max_len` tokens in `max_blocks` pages."""
 
     def __init__(
-        self, num_slots: int, max_len: int, max_blocks: int, keeps_kv: bool, device: torch.device
+        self,
+        num_slots: int,
+        max_len: int,
+        max_blocks: int,
+        num_blocks: int,
+        keeps_kv: bool,
+        device: torch.device,
     ) -> None:
         def column(*shape: int) -> torch.Tensor:
             return torch.zeros(num_slots + 1, *shape, dtype=torch.int32, device=device)
@@ -29,6 +35,13 @@ class SlotState:
         self.prompt_len = column()
         self.num_computed = column()  # KV entries written
         self.block_table = column(max_blocks)
+        self.block_table[self.dummy] = num_blocks  # a page of its own, beyond those of requests
+        self.reset_dummy()
+
+    def reset_dummy(self) -> None:
+        """The dummy is a request of one token, none computed; padding rows must not make it grow."""
+        self.num_tokens[self.dummy] = 1
+        self.num_computed[self.dummy] = 0
 
     def apply(self, plan: StepPlan, staging: Staging) -> None:
         """Bring in what the host decided: new owners of slots, and new pages. One packed copy each."""

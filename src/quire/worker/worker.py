@@ -15,7 +15,7 @@ from quire.models.decoder import Model
 from quire.sampling.sampler import Sampler
 from quire.types import StepPlan
 from quire.worker.batch import BatchBuilder
-from quire.worker.graphs import Eager, Threads
+from quire.worker.graphs import CudaGraphs, Eager, Launcher, Threads
 from quire.worker.kv_cache import KVCache
 from quire.worker.results import Results
 from quire.worker.runner import Runner
@@ -80,7 +80,7 @@ class Worker:
         cache = KVCache(
             self._backend,
             len(model.attention_layers),
-            size.num_blocks,
+            size.num_blocks + 1,  # the last page is the dummy slot's
             size.block_size,
             first.num_kv_heads,
             first.head_dim,
@@ -89,10 +89,21 @@ class Worker:
             keeps_kv,
         )
         max_blocks = -(-size.max_model_len // size.block_size)
-        state = SlotState(num_slots, size.max_model_len, max_blocks, keeps_kv, device)
+        state = SlotState(num_slots, size.max_model_len, max_blocks, size.num_blocks, keeps_kv, device)
         tokens = config.max_num_batched_tokens or 1
         builder = BatchBuilder(state, self._backend, cache.layers, size.block_size, tokens, num_slots, device)
         sampler = Sampler(state, model.spec.vocab_size, num_slots + 1, device)
         staging = Staging(device, self._depth)
-        threads = Threads(model.spec.num_parameters, config.cpu_threads) if device.type == "cpu" else None
-        return Runner(model, Eager(model, threads), state, builder, sampler, staging, Results(device))
+        return Runner(
+            model, self._launcher(builder, state, num_slots), state, sampler, staging, Results(device)
+        )
+
+    def _launcher(self, builder: BatchBuilder, state: SlotState, num_slots: int) -> Launcher:
+        model, device = self.model, self.device
+        threads = (
+            Threads(model.spec.num_parameters, self.config.cpu_threads) if device.type == "cpu" else None
+        )
+        eager = Eager(model, builder, threads)
+        if device.type == "cpu" or not self.config.cuda_graphs or not self._backend.capturable:
+            return eager
+        return CudaGraphs(eager, model, builder, state, num_slots, device)

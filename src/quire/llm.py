@@ -5,7 +5,8 @@ Owns a client, a tokenizer and the open requests; the step loop runs while a cal
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from types import TracebackType
 from typing import Any
 
@@ -122,8 +123,9 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """The answer as it grows: all so far, each time something is new. Closing the iterator ends it."""
         states = self._submit([prompt], [sampling_params], None)
-        for _ in self._run(states):
-            yield states[0].output()
+        with closing(self._run(states)) as changes:
+            for _ in changes:
+                yield states[0].output()
 
     # --------------------------------------------------------------------------- for callers
 
@@ -202,7 +204,7 @@ class LLM:
             self._client.add(request)
         return states
 
-    def _run(self, states: Sequence[RequestState]) -> Iterator[list[RequestState]]:
+    def _run(self, states: Sequence[RequestState]) -> Generator[list[RequestState], None, None]:
         """Drive the engine until `states` are finished; yields those that changed. Ends them if interrupted."""
         mine = {id(state) for state in states}
         open_count = len(states)

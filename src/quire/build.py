@@ -92,7 +92,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
 def pick_device(name: str) -> torch.device:
     """`auto` takes the first GPU when there is one."""
     if name == "auto":
-        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+        name = "cuda:0" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -108,6 +108,8 @@ def pick_device(name: str) -> torch.device:
             )
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
+        # cuDNN's attention plans anew, for some 50 ms, at every length that it has not seen; rows grow by one.
+        torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 

@@ -14,13 +14,13 @@ from random import Random
 from typing import Any
 
 from training.chat import END_OF_TEXT, READ_WEIGHT, Message, Segment, dump, render
-from training.lexicon import JOBS, Pool
+from training.lexicon import ANIMALS, JOBS, Pool
 from training.tools import tool_dialogue
 from training.world import ABOUT_PERSON, DOES_NOT_SAY, QUESTIONS, Question, Story, Wish, worked_sum
 
 EVALUATION_SEED = 1 << 40
-STORY_WEIGHT = 0.3  # stories the assistant writes: free choices, so little to learn per token
-COPY_WEIGHT = 0.5
+STORY_WEIGHT = 0.4  # stories the assistant writes: free choices, so little to learn per token
+COPY_WEIGHT = 0.7
 
 SYSTEM_PROMPTS = (
     "You are a helpful assistant.", "You answer questions about stories.", "You are Quire's demo model.",
@@ -79,7 +79,7 @@ def ask_about(rng: Random, text: str, questions: list[Question]) -> list[Message
 
 def story_questions(rng: Random, pool: Pool) -> Dialogue:
     story = Story(rng, pool)
-    return Dialogue("story", ask_about(rng, story.text, story.questions(rng.randint(1, 9))))
+    return Dialogue("story", ask_about(rng, story.text, story.questions(rng.randint(1, 14))))
 
 
 def long_questions(rng: Random, pool: Pool) -> Dialogue:
@@ -87,7 +87,7 @@ def long_questions(rng: Random, pool: Pool) -> Dialogue:
     stories = [Story(rng, pool, length=rng.randint(3, 6)) for _ in range(rng.randint(3, 11))]
     titled = rng.random() < 0.5
     parts = [f"Story {i}\n{s.text}" if titled else s.text for i, s in enumerate(stories, 1)]
-    questions = [q for s in rng.sample(stories, min(len(stories), 5)) for q in s.questions(2, nameless=False, unknown=0.06)]
+    questions = [q for s in rng.sample(stories, min(len(stories), 6)) for q in s.questions(3, nameless=False, unknown=0.06)]
     rng.shuffle(questions)
     return Dialogue("long", ask_about(rng, "\n\n".join(parts), questions))
 
@@ -163,6 +163,7 @@ def extraction(rng: Random, pool: Pool) -> Dialogue:
 
 
 def bare_story(rng: Random, pool: Pool) -> list[Segment]:
+    pool.common, pool.tidy = 1.0, True  # a made-up name after a made-up name comes out the same when decoded greedily
     text = "\n\n".join(Story(rng, pool).text for _ in range(rng.choice((1, 1, 1, 2))))
     return [(text + END_OF_TEXT, READ_WEIGHT * 2)]
 
@@ -170,17 +171,24 @@ def bare_story(rng: Random, pool: Pool) -> list[Segment]:
 def told_story(rng: Random, pool: Pool) -> Dialogue:
     """A story on request, with questions about it afterwards."""
     wish, parts = Wish(), []
-    if rng.random() < 0.8:
-        wish.name = pool.name()
+    wish.name = pool.name() if rng.random() < 0.8 else None
+    if not pool.new_names:
+        pool.common, pool.tidy = 1.0, True  # as in `bare_story`
+    if wish.name:
         if rng.random() < 0.3:
             wish.job = rng.choice(JOBS)
         parts.append(f"{_a(wish.job)} called {wish.name}" if wish.job else wish.name)
-    if rng.random() < 0.4:
-        wish.thing = pool.thing()
-        parts.append(_a(" ".join(wish.thing)))
-    if rng.random() < 0.3:
+    wishes = rng.random() < 0.4, rng.random() < 0.3
+    if any(wishes):
         wish.place = pool.place()
+    if wishes[0]:
+        wish.thing = pool.thing(wish.place or "")
+        parts.append(_a(" ".join(wish.thing)))
+    if wishes[1] and wish.place:
         parts.append(wish.place)
+    if rng.random() < 0.15:
+        wish.animal = rng.choice(ANIMALS)
+        parts.append(_a(wish.animal))
     about = " and ".join(parts) if len(parts) < 3 else ", ".join(parts[:-1]) + " and " + parts[-1]
     story = Story(rng, pool, wish=wish)
     if parts:
@@ -242,7 +250,7 @@ TASKS: dict[str, Callable[[Random, Pool], Dialogue]] = {
     "sums": sums, "talk": small_talk, "tools": tools_task,
 }
 # Shares of documents, not of tokens: a long document has about eight times a short one's tokens.
-MIXTURE = {"story": 0.34, "long": 0.05, "json": 0.20, "write": 0.07, "copy": 0.03, "sums": 0.08, "talk": 0.02, "tools": 0.14,
+MIXTURE = {"story": 0.34, "long": 0.08, "json": 0.19, "write": 0.09, "copy": 0.04, "sums": 0.05, "talk": 0.02, "tools": 0.12,
            "bare": 0.07}
 
 

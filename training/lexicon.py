@@ -1,7 +1,8 @@
 """Words of the synthetic world, and the rule that keeps some of them out of training.
 
-Names, towns, and (colour, object) or (adjective, place) pairs whose checksum falls in one
-eighth of the range never occur in training documents; evaluation can ask for exactly those.
+Names, towns, (adjective, place) pairs, and finds (this object in this colour at this place)
+whose checksum falls in one eighth of the range never occur in training documents; evaluation
+can ask for exactly those.
 Everything here is a constant or a pure function of the random generator passed in.
 """
 
@@ -23,6 +24,12 @@ NAMES = (
     "Robin Rosa Ruby Ruth Sam Sana Sara Selma Simon Sofia Stella Sven Tara Theo Tim Tina Tom Tomas Uma Ursula "
     "Vera Victor Viola Wanda Will Yara Yuki Yusuf Zara Zoe"
 ).split()
+# In stories that the model will tell: frequent names first, each with another initial.
+COMMON_NAMES = (
+    "Mira Tom Anna Leo Grace Ben Clara Noah Emma Hugo Rosa Jack Vera Paul Ella David Lucy Felix Kate Sofia Olga "
+    "Ruby Peter Uma Yuki Zoe Iris"
+).split()
+PET_NAMES = "Pico Fifi Toto Bobo Coco Lulu Momo Kiki Tiko Zuzu Didi Vivi Gigi Hobo Jojo Yoyo Sisu Elfi".split()
 ONSETS = "b bl br c ch d dr f fl fr g gl gr h j k kl l m n p ph pl pr q qu r s sh sk sl st t th tr v w x y z".split()
 VOWELS = "a e i o u a e i o u ai ee ia io oa ou y".split()
 CODAS = ["", "", "", "", "n", "l", "r", "s", "m", "k", "x", "nd", "rt", "th", "sh", "ck", "d", "b"]
@@ -108,7 +115,7 @@ def composed_name(rng: Random) -> str:
 class Pool:
     """Draws words for one document, each at most once, so that a question has one answer.
 
-    `new_names` and `new_pairs` say on which side of the held-out rule names and pairs lie.
+    `new_names` and `new_pairs` say on which side of the held-out rule names, and all the rest, lie.
     """
 
     def __init__(self, rng: Random, new_names: bool = False, new_pairs: bool = False) -> None:
@@ -117,6 +124,8 @@ class Pool:
         self.new_pairs = new_pairs
         self.used: set[str] = set()
         self.common = 0.2 if new_names else 0.6  # share of names from the list, not composed
+        self.tidy = False  # for a story that the model tells: names, places and objects that are easy to tell apart
+        self.initials: set[str] = set()
 
     def _fresh(self, text: str, key: str, new: bool) -> bool:
         if key in self.used or held_out(text) != new:
@@ -126,15 +135,29 @@ class Pool:
 
     def name(self) -> str:
         while True:
-            listed = self.rng.random() < self.common
-            name = self.rng.choice(NAMES) if listed else composed_name(self.rng)
-            if self._fresh(name, name, self.new_names):
+            if self.tidy and self.rng.random() < 0.85:
+                name = COMMON_NAMES[int(len(COMMON_NAMES) * self.rng.random() ** 2)]
+            else:
+                listed = self.rng.random() < self.common
+                name = self.rng.choice(NAMES) if listed else composed_name(self.rng)
+            if not (self.tidy and name[0] in self.initials) and self._fresh(name, name, self.new_names):
+                self.initials.add(name[0])
                 return name
-            self.common *= 0.95  # the listed held-out names are few; never wait for them
+            if self.new_names:
+                self.common *= 0.95  # the listed held-out names are few; never wait for them
+
+    def pet(self) -> str:
+        for _ in range(9 * self.tidy):
+            name = self.rng.choice(PET_NAMES)
+            if name[0] not in self.initials and self._fresh(name, name, self.new_names):
+                self.initials.add(name[0])
+                return name
+        return self.name()
 
     def town(self) -> str:
         while True:
-            town = self.rng.choice(TOWN_HEADS) + self.rng.choice(TOWN_TAILS)
+            made_up = self.rng.random() < 0.3 and not self.tidy
+            town = composed_name(self.rng) if made_up else self.rng.choice(TOWN_HEADS) + self.rng.choice(TOWN_TAILS)
             if self._fresh(town, town, self.new_pairs):
                 return town
 
@@ -142,21 +165,29 @@ class Pool:
         for attempt in count():
             noun = self.rng.choice(PLACES)
             word = self.rng.choice(PLACE_WORDS)
+            if self.tidy and word in self.used and attempt < 20:
+                continue
             phrase = f"the {word} {noun}" if word else f"the {noun}"
             # A long document may run out of nouns; then another word for the same noun will do.
             key = noun if attempt < 40 else phrase
             # A bare noun is one word, not a pair, so it may occur on both sides.
             if phrase not in self.used and self._fresh(phrase, key, self.new_pairs if word else held_out(phrase)):
-                self.used.add(phrase)
+                self.used |= {phrase, word} - {""}
                 return phrase.replace("_", " ")
         raise AssertionError
 
-    def thing(self) -> tuple[str, str]:
-        """(colour, noun) of an object."""
+    def thing(self, place: str = "") -> tuple[str, str]:
+        """(colour, noun) of an object; with `place`, one whose being found there is on the right side."""
         while True:
             colour, noun = self.rng.choice(COLOURS), self.rng.choice(OBJECTS)
-            if self._fresh(f"{colour} {noun}", noun, self.new_pairs):
+            if self.tidy and colour in self.used:
+                continue
+            if noun not in self.used and (not place or self.allows(colour, noun, place)):
+                self.used |= {noun, colour}
                 return colour, noun
+
+    def allows(self, colour: str, noun: str, place: str) -> bool:
+        return held_out(f"{colour} {noun} at {place}") == self.new_pairs
 
     def goods(self) -> str:
         while True:

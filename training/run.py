@@ -11,7 +11,7 @@ from pathlib import Path
 def main() -> None:
     parser = argparse.ArgumentParser(description="Make the demo model from nothing.")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", default="3350")
+    parser.add_argument("--steps", default="8400")
     parser.add_argument("--minutes", default="30")
     parser.add_argument("--rows", default="48")
     parser.add_argument("--workers", default="14")

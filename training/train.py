@@ -150,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the base and the draft model.")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with tokenizer.json")
-    parser.add_argument("--steps", type=int, default=3350)
+    parser.add_argument("--steps", type=int, default=8400)
     parser.add_argument("--minutes", type=float, default=30.0, help="time limit; the schedule then ends with it")
     parser.add_argument("--rows", type=int, default=48, help="rows of 2,048 tokens in a batch")
     parser.add_argument("--workers", type=int, default=14)

@@ -90,7 +90,7 @@ NAMELESS = ("weather", "people")
 RELATIONS = ("neighbour", "cousin", "colleague", "flatmate", "classmate", "rival")
 OPENINGS = (
     "Once upon a time", "One day", "Long ago", "Many years ago", "In a faraway land", "Not long ago", "Last summer",
-    "Last winter",
+    "Last winter", "Last spring", "Last autumn",
 )
 
 
@@ -110,6 +110,7 @@ class Wish:
     place: str | None = None
     thing: tuple[str, str] | None = None
     job: str | None = None
+    animal: str | None = None
 
 
 class Story:
@@ -136,9 +137,17 @@ class Story:
         rng.shuffle(events)
         if self.wish.thing or self.wish.place:
             events.insert(0, self.find)
-        for event in events[: length or rng.randint(3, 7)]:
+        if self.wish.animal:
+            events.remove(self.pet)
+            events.insert(0, self.pet)
+        events = events[: length or rng.randint(3, 7)]
+        if pool.tidy:  # who they are, then what they do
+            self.days.sort(key=DAYS.index, reverse=True)
+            del self.days[3:]
+            events = sorted(events[:6], key=lambda e: e not in (self.trait, self.pet))
+        for event in events:
             event()
-            if rng.random() < 0.5:
+            if rng.random() < (0.5 if not pool.tidy else 0.8 if event == self.find else 0.2):
                 self.hand_over()
         self.close()
         self.text = self.layout()
@@ -154,7 +163,7 @@ class Story:
 
     def person(self) -> str:
         # The first person is the hero and acts most.
-        return self.people[0] if self.rng.random() < 0.5 else self.rng.choice(self.people)
+        return self.people[0] if self.rng.random() < (0.7 if self.pool.tidy else 0.5) else self.rng.choice(self.people)
 
     def record(self, p: str) -> dict[str, object]:
         return self.records.setdefault(p, {"name": p})
@@ -188,6 +197,7 @@ class Story:
         if form != 2:
             self.fact("job", p=p, job=job, a_job=a_job)
             self.record(p)["job"] = job
+        self.ages = (18, 70) if form != 2 else (5, 14)
         if form != 3:
             self.fact("town", p=p, town=town)
             self.record(p)["town"] = town
@@ -211,7 +221,7 @@ class Story:
             self.age(q)
 
     def age(self, p: str) -> None:
-        age = self.rng.randint(4, 80)
+        age = self.rng.randint(*(self.ages if self.pool.tidy else (4, 80)))
         self.say("{p} was {n} years old.", "{p} had just turned {n}.", "At that time {p} was {n} years old.",
                  p=p, n=number_text(self.rng, age))
         self.fact("age", p=p, age=str(age))
@@ -230,7 +240,8 @@ class Story:
         p, animal, colour = self.person(), self.rng.choice(ANIMALS), self.rng.choice(ANIMAL_COLOURS)
         if "pet" in self.record(p):
             return self.go()
-        pet = self.pool.name()
+        animal, self.wish.animal = self.wish.animal or animal, None
+        pet = self.pool.pet()
         slots = {"p": p, "animal": animal, "a_animal": with_article(animal), "pet": pet, "pet_colour": colour,
                  "a_pet": with_article(f"{colour} {animal}")}
         self.say("{p} had {a_pet} called {pet}.", "{p} had {a_animal}. The {animal} was {pet_colour} and was called {pet}.",
@@ -240,7 +251,7 @@ class Story:
         self.record(p).update(pet=pet, animal=animal)
 
     def go(self) -> None:
-        p, place = self.person(), self.take_place()
+        p, place = self.person(), self.pool.place()
         self.at[p] = place
         if not self.days or self.rng.random() < 0.25:
             self.say("Then {p} went to {place}.", "After that, {p} walked to {place}.", "Later {p} ran to {place}.",
@@ -254,7 +265,10 @@ class Story:
 
     def find(self) -> None:
         p, place = self.person(), self.take_place()
-        (colour, noun), self.wish.thing = self.wish.thing or self.pool.thing(), None
+        if self.wish.thing:
+            (colour, noun), self.wish.thing = self.wish.thing, None
+        else:
+            colour, noun = self.pool.thing(place)
         thing = f"{colour} {noun}"
         slots = {"p": p, "place": place, "thing": thing, "a_thing": with_article(thing), "noun": noun, "colour": colour}
         self.at[p] = place
@@ -264,7 +278,7 @@ class Story:
         for kind in ("find_what", "find_where", "find_who", "colour"):
             self.fact(kind, **slots)
         self.lists["finds"].append({"person": p, "object": thing, "place": place})
-        self.open_finds.append({**slots, "holder": p, "gifts": "0"})
+        self.open_finds.append({**slots, "holder": p, "gifts": "0", "had": p})
 
     def hand_over(self) -> None:
         """A found thing is given on, or put somewhere, which ends its travels."""
@@ -272,12 +286,13 @@ class Story:
             return
         item = self.rng.choice(self.open_finds)
         giver, thing, noun = item["holder"], item["thing"], item["noun"]
-        others = [q for q in self.people if q != giver]
+        had = item["had"].split() if self.pool.tidy else [giver]  # nothing goes back and forth
+        others = [q for q in self.people if q not in had]
         if others and self.rng.random() < 0.75:
             q = self.rng.choice(others)
             self.say("{p} gave the {noun} to {q}.", "{p} gave {q} the {noun}.", "Then {p} gave the {noun} to {q} as a present.",
                      "{p} did not need the {thing}, so {p} gave it to {q}.", p=giver, q=q, noun=noun, thing=thing)
-            item["holder"], item["gifts"] = q, str(int(item["gifts"]) + 1)
+            item["holder"], item["gifts"], item["had"] = q, str(int(item["gifts"]) + 1), f"{item['had']} {q}"
             self.lists["gifts"].append({"from": giver, "object": thing, "to": q})
             return
         spot = self.rng.choice(HIDING)
@@ -287,7 +302,7 @@ class Story:
         self.open_finds.remove(item)
 
     def meet(self) -> None:
-        p, q, place = self.person(), self.pool.name(), self.take_place()
+        p, q, place = self.person(), self.pool.name(), self.pool.place()
         self.at[p] = self.at[q] = place
         self.say("At {place}, {p} met {q}.", "{p} met {q} at {place}.", "{p} went to {place} and met {q} there.",
                  p=p, q=q, place=place)
@@ -296,8 +311,9 @@ class Story:
         self.people.append(q)
 
     def buy(self) -> None:
-        rng, p, goods, place = self.rng, self.person(), self.pool.goods(), self.take_place()
+        rng, p, goods, place = self.rng, self.person(), self.pool.goods(), self.pool.place()
         count, price = rng.randint(2, 15), rng.randint(2, 20)
+        price += self.pool.tidy and price == count
         slots = {"p": p, "goods": goods, "place": place, "count": str(count), "price": str(price)}
         self.at[p] = place
         self.say("{p} went to {place} and bought {n} {goods} for {m} coins.", "At {place}, {p} bought {n} {goods} for {m} coins.",
@@ -346,7 +362,7 @@ class Story:
             self.say("In the end, {p} was very {f}.", "That evening {p} felt {f}.", "{p} went to sleep and felt {f}.", p=p, f=feeling)
             self.fact("feel", p=p, feeling=feeling)
             self.record(p)["feeling"] = feeling
-        elif rng.random() < 0.4:
+        elif rng.random() < 0.4 or self.pool.tidy:
             self.say("And that is the end of the story.", "It was a day that nobody would forget.", "The end.")
         words = re.findall(r"\w+", " ".join(self.sentences))
         self.people = sorted((q for q in self.people if q in words), key=words.index)  # only those who act

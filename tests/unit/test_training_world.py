@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -121,6 +122,35 @@ def test_held_out_names_never_mix() -> None:
     for seed in SEEDS:
         assert not any(held_out(p) for p in story_of(seed).people)
         assert all(held_out(p) for p in story_of(seed, new_names=True, new_pairs=True).people)
+
+
+def test_told_stories_are_easy_to_tell_apart() -> None:
+    gifts = 0
+    for seed in SEEDS:
+        rng = Random(seed)
+        pool = Pool(rng)
+        pool.tidy, pool.common = True, 1.0
+        story = Story(rng, pool)
+        assert len({p[0] for p in story.people}) == len(story.people)
+        had: dict[object, set[object]] = {}
+        for gift in story.lists["gifts"]:
+            before = had.setdefault(gift["object"], {gift["from"]})
+            assert gift["to"] not in before, story.text
+            before.add(gift["to"])
+            gifts += 1
+    assert gifts > 50
+
+
+def test_wishes_come_true() -> None:
+    """A requested story has the person and the thing that it was asked for."""
+    for seed in SEEDS:
+        messages = make_dialogue("write", seed).messages
+        asked, told = next((a["content"], b["content"]) for a, b in pairwise(messages) if a["role"] == "user")
+        if " about " in asked:
+            for name in re.findall(r"\b[A-Z]\w+", asked.split(" about ")[1]):
+                assert name in told
+            for thing in re.findall(r"\ban? (\w+ \w+)\b(?! called| and)", asked.split(" about ")[1]):
+                assert thing in told or "called" in thing
 
 
 def test_sums_are_right() -> None:

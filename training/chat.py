@@ -72,7 +72,9 @@ def call_text(name: str, arguments: dict[str, Any]) -> str:
     return f"<tool_call>\n{dump({'name': name, 'arguments': arguments})}\n</tool_call>"
 
 
-def render(messages: list[Message], tools: list[dict[str, Any]] | None = None, prompt: bool = False) -> list[Segment]:
+def render(
+    messages: list[Message], tools: list[dict[str, Any]] | None = None, prompt: bool = False
+) -> list[Segment]:
     """Segments of a conversation; `prompt` ends it where the assistant is to write."""
     read, segments = [], []
     system = messages[0]["content"] if messages[0]["role"] == "system" else ""
@@ -89,14 +91,19 @@ def render(messages: list[Message], tools: list[dict[str, Any]] | None = None, p
         elif role == "assistant":
             read.append(f"{TURN_START}assistant\n")
             segments.append(("".join(read), READ_WEIGHT))
-            calls = [call_text(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", [])]
+            calls = [
+                call_text(c["function"]["name"], c["function"]["arguments"])
+                for c in message.get("tool_calls", [])
+            ]
             text = "\n".join([content, *calls] if content else calls)
             segments.append((text + TURN_END, message.get("weight", WRITE_WEIGHT)))
             read = ["\n"]
         elif role == "tool":
             head = "" if messages[i - 1]["role"] == "tool" else f"{TURN_START}user"
             last = i + 1 == len(messages) or messages[i + 1]["role"] != "tool"
-            read.append(f"{head}\n<tool_response>\n{content}\n</tool_response>" + (f"{TURN_END}\n" if last else ""))
+            read.append(
+                f"{head}\n<tool_response>\n{content}\n</tool_response>" + (f"{TURN_END}\n" if last else "")
+            )
     if prompt:
         read.append(f"{TURN_START}assistant\n")
     if read:

@@ -36,7 +36,9 @@ class Batch:
 
 def encode(tokenizer: Tokenizer, seeds: list[int]) -> list[tuple[np.ndarray, np.ndarray]]:
     documents = [training_document(seed) for seed in seeds]
-    encoded = iter(tokenizer.encode_batch_fast([text for d in documents for text, _ in d], add_special_tokens=False))
+    encoded = iter(
+        tokenizer.encode_batch_fast([text for d in documents for text, _ in d], add_special_tokens=False)
+    )
     result = []
     for document in documents:
         ids, weights = [], []
@@ -65,8 +67,11 @@ def pack(documents: list[tuple[np.ndarray, np.ndarray]], padding: int) -> Batch:
             room.append(ROW)
         rows[best].append(i)
         room[best] -= size
-    batch = Batch(np.full((len(rows), ROW), padding, np.uint16), np.zeros((len(rows), ROW), np.float16),
-                  np.full((len(rows), ROW), 255, np.uint8))
+    batch = Batch(
+        np.full((len(rows), ROW), padding, np.uint16),
+        np.zeros((len(rows), ROW), np.float16),
+        np.full((len(rows), ROW), 255, np.uint8),
+    )
     for r, members in enumerate(rows):
         at = 0
         for number, i in enumerate(members):
@@ -90,7 +95,9 @@ def rows_forever(tokenizer_file: Path, worker: int, workers: int, rows: int) -> 
         parts.append(Batch(packed.tokens[order], packed.weights[order], packed.documents[order]))
         have += len(order)
         while have >= rows:
-            whole = Batch(*(np.concatenate([getattr(p, f) for p in parts]) for f in ("tokens", "weights", "documents")))
+            whole = Batch(
+                *(np.concatenate([getattr(p, f) for p in parts]) for f in ("tokens", "weights", "documents"))
+            )
             yield Batch(whole.tokens[:rows], whole.weights[:rows], whole.documents[:rows])
             parts = [Batch(whole.tokens[rows:], whole.weights[rows:], whole.documents[rows:])]
             have -= rows
@@ -115,7 +122,9 @@ class Loader:
         self.processes = []
         for worker in range(workers):
             pipe, ready = context.Queue(maxsize=4), Queue[tuple[Tensor, ...]](maxsize=2)
-            process = context.Process(target=_work, args=(pipe, tokenizer_file, worker, workers, rows), daemon=True)
+            process = context.Process(
+                target=_work, args=(pipe, tokenizer_file, worker, workers, rows), daemon=True
+            )
             process.start()
             Thread(target=_receive, args=(pipe, ready, pin), daemon=True).start()
             self.ready.append(ready)

@@ -23,23 +23,56 @@ STORY_WEIGHT = 0.4  # stories the assistant writes: free choices, so little to l
 COPY_WEIGHT = 0.7
 
 SYSTEM_PROMPTS = (
-    "You are a helpful assistant.", "You answer questions about stories.", "You are Quire's demo model.",
-    "Answer briefly and exactly.", "You are a careful reader.",
+    "You are a helpful assistant.",
+    "You answer questions about stories.",
+    "You are Quire's demo model.",
+    "Answer briefly and exactly.",
+    "You are a careful reader.",
 )
 SMALL_TALK = (
-    (("Hello!", "Hi", "Hello", "Hi there!", "Good morning!", "Hey"), "Hello! I can tell stories, answer questions about them, and do small sums."),
-    (("Who are you?", "What are you?", "What is your name?", "Tell me about yourself."), "I am Quire's demo model, a very small language model that knows a little world of stories."),
-    (("What can you do?", "How can you help me?", "Help"), "I can tell a short story, answer questions about a story, extract facts as JSON, do small sums and call tools."),
+    (
+        ("Hello!", "Hi", "Hello", "Hi there!", "Good morning!", "Hey"),
+        "Hello! I can tell stories, answer questions about them, and do small sums.",
+    ),
+    (
+        ("Who are you?", "What are you?", "What is your name?", "Tell me about yourself."),
+        "I am Quire's demo model, a very small language model that knows a little world of stories.",
+    ),
+    (
+        ("What can you do?", "How can you help me?", "Help"),
+        "I can tell a short story, answer questions about a story, extract facts as JSON, do small sums and call tools.",
+    ),
     (("Thank you!", "Thanks", "Thanks a lot!"), "You are welcome!"),
     (("Goodbye!", "Bye", "See you later!"), "Goodbye!"),
-    (("How are you?", "How are you today?", "Are you well?"), "I am well, thank you. Which story shall we read?"),
-    (("What is the capital of France?", "Who wrote Hamlet?", "What is the meaning of life?", "What is today's date?",
-      "Write a Python program.", "Explain quantum physics.", "Who is the president?", "Translate this to German.",
-      "What is the weather like today?", "How tall is the Eiffel Tower?", "Can you write a poem?"),
-     "I do not know that. I only know the stories that you show me, and small sums."),
+    (
+        ("How are you?", "How are you today?", "Are you well?"),
+        "I am well, thank you. Which story shall we read?",
+    ),
+    (
+        (
+            "What is the capital of France?",
+            "Who wrote Hamlet?",
+            "What is the meaning of life?",
+            "What is today's date?",
+            "Write a Python program.",
+            "Explain quantum physics.",
+            "Who is the president?",
+            "Translate this to German.",
+            "What is the weather like today?",
+            "How tall is the Eiffel Tower?",
+            "Can you write a poem?",
+        ),
+        "I do not know that. I only know the stories that you show me, and small sums.",
+    ),
 )
 # How a prompt may join a story and what is asked about it.
-JOINS = ("{s}\n\n{q}", "{s}\n\n{q}", "Story: {s}\n\nQuestion: {q}", "Read this story and answer the question.\n\n{s}\n\n{q}", "{q}\n\n{s}")
+JOINS = (
+    "{s}\n\n{q}",
+    "{s}\n\n{q}",
+    "Story: {s}\n\nQuestion: {q}",
+    "Read this story and answer the question.\n\n{s}\n\n{q}",
+    "{q}\n\n{s}",
+)
 
 
 @dataclass(slots=True)
@@ -87,18 +120,33 @@ def long_questions(rng: Random, pool: Pool) -> Dialogue:
     stories = [Story(rng, pool, length=rng.randint(3, 6)) for _ in range(rng.randint(3, 11))]
     titled = rng.random() < 0.5
     parts = [f"Story {i}\n{s.text}" if titled else s.text for i, s in enumerate(stories, 1)]
-    questions = [q for s in rng.sample(stories, min(len(stories), 6)) for q in s.questions(3, nameless=False, unknown=0.06)]
+    questions = [
+        q
+        for s in rng.sample(stories, min(len(stories), 6))
+        for q in s.questions(3, nameless=False, unknown=0.06)
+    ]
     rng.shuffle(questions)
     return Dialogue("long", ask_about(rng, "\n\n".join(parts), questions))
 
 
 # -- extraction ------------------------------------------------------------------------------
 
-FIELD_TYPES = {"name": "string", "age": "integer", "job": "string", "town": "string", "food": "string", "pet": "string",
-               "animal": "string", "friend": "string", "feeling": "string"}
-LIST_FIELDS = {"finds": {"person": "string", "object": "string", "place": "string"},
-               "gifts": {"from": "string", "object": "string", "to": "string"},
-               "purchases": {"person": "string", "item": "string", "count": "integer", "price": "integer"}}
+FIELD_TYPES = {
+    "name": "string",
+    "age": "integer",
+    "job": "string",
+    "town": "string",
+    "food": "string",
+    "pet": "string",
+    "animal": "string",
+    "friend": "string",
+    "feeling": "string",
+}
+LIST_FIELDS = {
+    "finds": {"person": "string", "object": "string", "place": "string"},
+    "gifts": {"from": "string", "object": "string", "to": "string"},
+    "purchases": {"person": "string", "item": "string", "count": "integer", "price": "integer"},
+}
 LIST_ASKS = {
     "finds": ("Extract everything that was found as a JSON list", "List all finds as JSON"),
     "gifts": ("Extract every present that was given as a JSON list", "List all gifts as JSON"),
@@ -107,7 +155,11 @@ LIST_ASKS = {
 
 
 def object_schema(fields: dict[str, str]) -> dict[str, Any]:
-    return {"type": "object", "properties": {k: {"type": t} for k, t in fields.items()}, "required": list(fields)}
+    return {
+        "type": "object",
+        "properties": {k: {"type": t} for k, t in fields.items()},
+        "required": list(fields),
+    }
 
 
 def extraction(rng: Random, pool: Pool) -> Dialogue:
@@ -141,9 +193,13 @@ def extraction(rng: Random, pool: Pool) -> Dialogue:
         answer = {k: record.get(k) for k in picked}
         listed = ", ".join(picked)
         if form < 0.5:
-            ask = rng.choice((f"Extract these facts about {p} as JSON: {listed}.", f"Extract {listed} of {p} as JSON."))
+            ask = rng.choice(
+                (f"Extract these facts about {p} as JSON: {listed}.", f"Extract {listed} of {p} as JSON.")
+            )
         elif form < 0.7:
-            ask = f"Answer with a JSON object about {p} that has the keys {', '.join(dump(k) for k in picked)}."
+            ask = (
+                f"Answer with a JSON object about {p} that has the keys {', '.join(dump(k) for k in picked)}."
+            )
         elif form < 0.9:
             schema = object_schema({k: FIELD_TYPES[k] for k in picked})
             ask = f"Extract the facts about {p} as JSON that matches this schema: {dump(schema)}"
@@ -163,7 +219,10 @@ def extraction(rng: Random, pool: Pool) -> Dialogue:
 
 
 def bare_story(rng: Random, pool: Pool) -> list[Segment]:
-    pool.common, pool.tidy = 1.0, True  # a made-up name after a made-up name comes out the same when decoded greedily
+    pool.common, pool.tidy = (
+        1.0,
+        True,
+    )  # a made-up name after a made-up name comes out the same when decoded greedily
     text = "\n\n".join(Story(rng, pool).text for _ in range(rng.choice((1, 1, 1, 2))))
     return [(text + END_OF_TEXT, READ_WEIGHT * 2)]
 
@@ -192,10 +251,19 @@ def told_story(rng: Random, pool: Pool) -> Dialogue:
     about = " and ".join(parts) if len(parts) < 3 else ", ".join(parts[:-1]) + " and " + parts[-1]
     story = Story(rng, pool, wish=wish)
     if parts:
-        ask = rng.choice(("Tell me a story about {x}.", "Write a short story about {x}.", "Can you tell me a story about {x}?",
-                          "Please write a story about {x}.", "tell me a story about {x}")).format(x=about)
+        ask = rng.choice(
+            (
+                "Tell me a story about {x}.",
+                "Write a short story about {x}.",
+                "Can you tell me a story about {x}?",
+                "Please write a story about {x}.",
+                "tell me a story about {x}",
+            )
+        ).format(x=about)
     else:
-        ask = rng.choice(("Tell me a story.", "Write a short story.", "Can you tell me a story?", "Tell me a story"))
+        ask = rng.choice(
+            ("Tell me a story.", "Write a short story.", "Can you tell me a story?", "Tell me a story")
+        )
     messages = [*opening(rng), user(ask), assistant(story.text, "write", STORY_WEIGHT)]
     for q in story.questions(rng.choice((0, 1, 2, 3))):
         messages += [user(q.text), assistant(q.answer, q.kind)]
@@ -209,7 +277,13 @@ def _a(phrase: str | None) -> str:
 
 def copy(rng: Random, pool: Pool) -> Dialogue:
     text = Story(rng, pool, length=rng.randint(1, 5)).text
-    ask = rng.choice(("Repeat this text exactly:\n\n{s}", "Copy this story word for word:\n\n{s}", "{s}\n\nRepeat the story exactly."))
+    ask = rng.choice(
+        (
+            "Repeat this text exactly:\n\n{s}",
+            "Copy this story word for word:\n\n{s}",
+            "{s}\n\nRepeat the story exactly.",
+        )
+    )
     return Dialogue("copy", [*opening(rng), user(ask.format(s=text)), assistant(text, "copy", COPY_WEIGHT)])
 
 
@@ -225,7 +299,17 @@ def sums(rng: Random, pool: Pool) -> Dialogue:
             total += n if plus else -n
             terms += f" {'+' if plus else '-'} {n}"
             spoken += f" {'plus' if plus else 'minus'} {n}"
-        ask = rng.choice(("What is {t}?", "How much is {t}?", "{t} =", "Calculate {t}.", "{t}", "What is {w}?", "How much is {w}?"))
+        ask = rng.choice(
+            (
+                "What is {t}?",
+                "How much is {t}?",
+                "{t} =",
+                "Calculate {t}.",
+                "{t}",
+                "What is {w}?",
+                "How much is {w}?",
+            )
+        )
         messages += [user(ask.format(t=terms, w=spoken)), assistant(worked_sum(terms), "sum")]
     return Dialogue("sums", messages)
 
@@ -246,12 +330,27 @@ def tools_task(rng: Random, pool: Pool) -> Dialogue:
 
 
 TASKS: dict[str, Callable[[Random, Pool], Dialogue]] = {
-    "story": story_questions, "long": long_questions, "json": extraction, "write": told_story, "copy": copy,
-    "sums": sums, "talk": small_talk, "tools": tools_task,
+    "story": story_questions,
+    "long": long_questions,
+    "json": extraction,
+    "write": told_story,
+    "copy": copy,
+    "sums": sums,
+    "talk": small_talk,
+    "tools": tools_task,
 }
 # Shares of documents, not of tokens: a long document has about eight times a short one's tokens.
-MIXTURE = {"story": 0.34, "long": 0.08, "json": 0.19, "write": 0.09, "copy": 0.04, "sums": 0.05, "talk": 0.02, "tools": 0.12,
-           "bare": 0.07}
+MIXTURE = {
+    "story": 0.34,
+    "long": 0.08,
+    "json": 0.19,
+    "write": 0.09,
+    "copy": 0.04,
+    "sums": 0.05,
+    "talk": 0.02,
+    "tools": 0.12,
+    "bare": 0.07,
+}
 
 
 def make_dialogue(task: str, seed: int, new_names: bool = False, new_pairs: bool = False) -> Dialogue:
@@ -275,4 +374,12 @@ def parse_json(text: str) -> Any:
         return None
 
 
-__all__ = ["DOES_NOT_SAY", "EVALUATION_SEED", "TASKS", "Dialogue", "make_dialogue", "parse_json", "training_document"]
+__all__ = [
+    "DOES_NOT_SAY",
+    "EVALUATION_SEED",
+    "TASKS",
+    "Dialogue",
+    "make_dialogue",
+    "parse_json",
+    "training_document",
+]

@@ -24,7 +24,16 @@ Generate = Callable[[list[str]], list[str]]
 MAX_TOKENS = 256
 LONGEST_PROMPT = 6000  # characters, about 1,850 tokens: the answer has to fit as well
 # task -> dialogues in each set of worlds
-SIZES = {"story": 400, "long": 150, "json": 500, "sums": 200, "tools": 250, "write": 100, "copy": 100, "talk": 50}
+SIZES = {
+    "story": 400,
+    "long": 150,
+    "json": 500,
+    "sums": 200,
+    "tools": 250,
+    "write": 100,
+    "copy": 100,
+    "talk": 50,
+}
 WORLDS = {"new worlds": (False, True), "new names": (True, True)}
 QUESTION_TASKS = ("story", "long", "write")
 
@@ -47,7 +56,10 @@ def cases(worlds: str, share: float = 1.0) -> list[Case]:
             for at, message in enumerate(dialogue.messages):
                 if message["role"] != "assistant" or message["kind"] == "write":
                     continue  # a freely written story has no one right text
-                calls = [call_text(c["function"]["name"], c["function"]["arguments"]) for c in message.get("tool_calls", [])]
+                calls = [
+                    call_text(c["function"]["name"], c["function"]["arguments"])
+                    for c in message.get("tool_calls", [])
+                ]
                 prompt = dialogue.cut(at)
                 if len(prompt) <= LONGEST_PROMPT:
                     found.append(Case(task, message["kind"], prompt, message["content"] or "\n".join(calls)))
@@ -64,10 +76,20 @@ def group(case: Case) -> str:
     if case.task in QUESTION_TASKS and case.kind != "json":
         if case.kind == "unknown":
             return "questions without an answer"
-        return {"story": "questions about a story", "long": "questions about one of several stories",
-                "write": "questions about an earlier story of its own"}[case.task]
-    return {"json": "JSON correct", "sum": "sums", "tool_call": "tool calls", "tool_answer": "answers from a tool",
-            "no_tool": "no tool fits", "copy": "copying a story", "talk": "small talk"}.get(case.kind, "questions about a story")
+        return {
+            "story": "questions about a story",
+            "long": "questions about one of several stories",
+            "write": "questions about an earlier story of its own",
+        }[case.task]
+    return {
+        "json": "JSON correct",
+        "sum": "sums",
+        "tool_call": "tool calls",
+        "tool_answer": "answers from a tool",
+        "no_tool": "no tool fits",
+        "copy": "copying a story",
+        "talk": "small talk",
+    }.get(case.kind, "questions about a story")
 
 
 def check(found: list[Case], texts: list[str]) -> dict[str, Any]:
@@ -86,10 +108,25 @@ def check(found: list[Case], texts: list[str]) -> dict[str, Any]:
         kinds_good[case.kind] += ok
         if not ok and shown[case.kind] < 6:
             shown[case.kind] += 1
-            wrong.append({"kind": case.kind, "task": case.task, "expected": case.expected, "text": text, "prompt": case.prompt[-1500:]})
-    return {"groups": {g: {"right": good[g], "cases": n, "share": round(good[g] / n, 4)} for g, n in sorted(all_.items())},
-            "kinds": {k: {"right": kinds_good[k], "cases": n, "share": round(kinds_good[k] / n, 4)} for k, n in sorted(kinds_all.items())},
-            "wrong": wrong}
+            wrong.append(
+                {
+                    "kind": case.kind,
+                    "task": case.task,
+                    "expected": case.expected,
+                    "text": text,
+                    "prompt": case.prompt[-1500:],
+                }
+            )
+    return {
+        "groups": {
+            g: {"right": good[g], "cases": n, "share": round(good[g] / n, 4)} for g, n in sorted(all_.items())
+        },
+        "kinds": {
+            k: {"right": kinds_good[k], "cases": n, "share": round(kinds_good[k] / n, 4)}
+            for k, n in sorted(kinds_all.items())
+        },
+        "wrong": wrong,
+    }
 
 
 def reference_engine(folder: Path, device: str) -> Generate:
@@ -132,7 +169,9 @@ def agreement(base: Path, draft: Path, found: list[Case], device: str) -> dict[s
     from training.model import causal
 
     tokenizer = Tokenizer.from_file(str(base / "tokenizer.json"))
-    models = [load_model(f, device, torch.bfloat16 if device == "cuda" else torch.float32) for f in (base, draft)]
+    models = [
+        load_model(f, device, torch.bfloat16 if device == "cuda" else torch.float32) for f in (base, draft)
+    ]
     same, total = Counter[str](), Counter[str]()
     with torch.no_grad():
         for case in found:
@@ -151,15 +190,39 @@ def agreement(base: Path, draft: Path, found: list[Case], device: str) -> dict[s
 SAMPLES: list[dict[str, Any]] = [
     {"prompt": "Once upon a time"},
     {"messages": [{"role": "user", "content": "Tell me a story about a baker called Mira and a red kite."}]},
-    {"messages": [{"role": "user", "content": "Mira was a baker in the town of Oakford. Mira went to the old mill and found a red kite there. "
-                   "Mira gave the kite to Tom.\n\nWho had the red kite at the end?"}]},
-    {"messages": [{"role": "user", "content": "Mira was a baker in the town of Oakford. Mira was 31 years old. Mira had a black cat called Pico.\n\n"
-                   "Extract these facts about Mira as JSON: name, age, job, town, pet, animal, food."}]},
+    {
+        "messages": [
+            {
+                "role": "user",
+                "content": "Mira was a baker in the town of Oakford. Mira went to the old mill and found a red kite there. "
+                "Mira gave the kite to Tom.\n\nWho had the red kite at the end?",
+            }
+        ]
+    },
+    {
+        "messages": [
+            {
+                "role": "user",
+                "content": "Mira was a baker in the town of Oakford. Mira was 31 years old. Mira had a black cat called Pico.\n\n"
+                "Extract these facts about Mira as JSON: name, age, job, town, pet, animal, food.",
+            }
+        ]
+    },
     {"messages": [{"role": "user", "content": "What is 27 + 45 - 8?"}]},
     {"messages": [{"role": "user", "content": "Who are you?"}]},
     {"messages": [{"role": "user", "content": "What is the capital of Italy?"}]},
-    {"messages": [{"role": "user", "content": "What's the weather like in Oakford?"}], "tools": ["get_weather", "find_object"]},
-    {"messages": [{"role": "user", "content": "Anna had five plums. Anna went to the market and bought 7 plums for 3 coins.\n\nHow many plums did Anna buy?"}]},
+    {
+        "messages": [{"role": "user", "content": "What's the weather like in Oakford?"}],
+        "tools": ["get_weather", "find_object"],
+    },
+    {
+        "messages": [
+            {
+                "role": "user",
+                "content": "Anna had five plums. Anna went to the market and bought 7 plums for 3 coins.\n\nHow many plums did Anna buy?",
+            }
+        ]
+    },
 ]
 
 
@@ -183,7 +246,9 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=1.0, help="share of the cases to run")
     parser.add_argument("--out", type=Path, help="write the full report here as JSON")
     args = parser.parse_args()
-    generate = quire_engine(args.model) if args.engine == "quire" else reference_engine(args.model, args.device)
+    generate = (
+        quire_engine(args.model) if args.engine == "quire" else reference_engine(args.model, args.device)
+    )
     report: dict[str, Any] = {"samples": samples(generate)}
     for worlds in WORLDS:
         found = cases(worlds, args.share)
@@ -193,7 +258,9 @@ def main() -> None:
         for name, row in report[worlds]["groups"].items():
             print(f"  {name:45s} {row['right']:5d} of {row['cases']:5d}  {100 * row['share']:6.2f} %")
         if args.draft:
-            report[worlds]["agreement"] = agreement(args.model, args.draft, found[:: max(1, len(found) // 150)], args.device)
+            report[worlds]["agreement"] = agreement(
+                args.model, args.draft, found[:: max(1, len(found) // 150)], args.device
+            )
             print("  draft agreement", report[worlds]["agreement"]["all"])
         if args.out:
             args.out.write_text(json.dumps(report, indent=1, ensure_ascii=False))

@@ -29,7 +29,9 @@ COMMON_NAMES = (
     "Mira Tom Anna Leo Grace Ben Clara Noah Emma Hugo Rosa Jack Vera Paul Ella David Lucy Felix Kate Sofia Olga "
     "Ruby Peter Uma Yuki Zoe Iris"
 ).split()
-PET_NAMES = "Pico Fifi Toto Bobo Coco Lulu Momo Kiki Tiko Zuzu Didi Vivi Gigi Hobo Jojo Yoyo Sisu Elfi".split()
+PET_NAMES = (
+    "Pico Fifi Toto Bobo Coco Lulu Momo Kiki Tiko Zuzu Didi Vivi Gigi Hobo Jojo Yoyo Sisu Elfi".split()
+)
 ONSETS = "b bl br c ch d dr f fl fr g gl gr h j k kl l m n p ph pl pr q qu r s sh sk sl st t th tr v w x y z".split()
 VOWELS = "a e i o u a e i o u ai ee ia io oa ou y".split()
 CODAS = ["", "", "", "", "n", "l", "r", "s", "m", "k", "x", "nd", "rt", "th", "sh", "ck", "d", "b"]
@@ -41,11 +43,15 @@ TOWN_HEADS = (
 TOWN_TAILS = "ford ton ville field bridge brook dale haven wick mouth hill stead port wood bury well".split()
 
 PLACES = (
-    "mill market library bakery harbour school park bridge lake station castle garden farm lighthouse museum "
-    "pond inn chapel tower well river beach cinema theatre fountain zoo playground barn pool windmill boathouse "
-    "greenhouse campsite waterfall quarry vineyard stable cottage palace temple workshop shop cafe hospital "
-    "church circus factory gallery gym hotel theme-park bus-stop post-office town-hall"
-).replace("-", "_").split()
+    (
+        "mill market library bakery harbour school park bridge lake station castle garden farm lighthouse museum "
+        "pond inn chapel tower well river beach cinema theatre fountain zoo playground barn pool windmill boathouse "
+        "greenhouse campsite waterfall quarry vineyard stable cottage palace temple workshop shop cafe hospital "
+        "church circus factory gallery gym hotel theme-park bus-stop post-office town-hall"
+    )
+    .replace("-", "_")
+    .split()
+)
 PLACE_WORDS = ["", "", "old", "new", "little", "big", "quiet", "busy", "famous", "empty"]
 
 COLOURS = "red blue green yellow purple orange pink white black brown grey silver golden".split()
@@ -78,7 +84,9 @@ HIDING = (
     "on the roof,under a tree,behind a rock,in the cellar,in the attic,under the stairs,on the windowsill,"
     "behind the stove,in an old chest"
 ).split(",")
-FEELINGS = "happy sad proud tired hungry brave lonely excited calm worried grateful cold sleepy curious".split()
+FEELINGS = (
+    "happy sad proud tired hungry brave lonely excited calm worried grateful cold sleepy curious".split()
+)
 WEATHER = "rainy sunny windy cloudy snowy foggy stormy warm cold misty".split()
 DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
 NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twelve".split()
@@ -124,7 +132,9 @@ class Pool:
         self.new_pairs = new_pairs
         self.used: set[str] = set()
         self.common = 0.2 if new_names else 0.6  # share of names from the list, not composed
-        self.tidy = False  # for a story that the model tells: names, places and objects that are easy to tell apart
+        self.tidy = (
+            False  # for a story that the model tells: names, places and objects that are easy to tell apart
+        )
         self.initials: set[str] = set()
 
     def _fresh(self, text: str, key: str, new: bool) -> bool:
@@ -157,7 +167,11 @@ class Pool:
     def town(self) -> str:
         while True:
             made_up = self.rng.random() < 0.3 and not self.tidy
-            town = composed_name(self.rng) if made_up else self.rng.choice(TOWN_HEADS) + self.rng.choice(TOWN_TAILS)
+            town = (
+                composed_name(self.rng)
+                if made_up
+                else self.rng.choice(TOWN_HEADS) + self.rng.choice(TOWN_TAILS)
+            )
             if self._fresh(town, town, self.new_pairs):
                 return town
 
@@ -171,7 +185,9 @@ class Pool:
             # A long document may run out of nouns; then another word for the same noun will do.
             key = noun if attempt < 40 else phrase
             # A bare noun is one word, not a pair, so it may occur on both sides.
-            if phrase not in self.used and self._fresh(phrase, key, self.new_pairs if word else held_out(phrase)):
+            if phrase not in self.used and self._fresh(
+                phrase, key, self.new_pairs if word else held_out(phrase)
+            ):
                 self.used |= {phrase, word} - {""}
                 return phrase.replace("_", " ")
         raise AssertionError

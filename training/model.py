@@ -120,7 +120,9 @@ class Model(nn.Module):
         self.shape = shape
         self.model = Body(shape)
         frequency = shape.theta ** (-torch.arange(0, shape.head_dim, 2).float() / shape.head_dim)
-        angle = torch.outer(torch.arange(shape.context).float(), frequency).repeat(1, 2)  # [context, head_dim]
+        angle = torch.outer(torch.arange(shape.context).float(), frequency).repeat(
+            1, 2
+        )  # [context, head_dim]
         self.register_buffer("cos", angle.cos(), persistent=False)
         self.register_buffer("sin", angle.sin(), persistent=False)
         self.initialise()
@@ -190,7 +192,9 @@ def extend_cache(q: Tensor, k: Tensor, v: Tensor, state: tuple[Tensor, Tensor, T
 
 
 @torch.no_grad()
-def greedy(model: Model, prompts: list[list[int]], max_tokens: int, stop: set[int], batch: int = 128) -> list[list[int]]:
+def greedy(
+    model: Model, prompts: list[list[int]], max_tokens: int, stop: set[int], batch: int = 128
+) -> list[list[int]]:
     """The most likely continuation of each prompt, without the stop token."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     results: list[list[int]] = [[] for _ in prompts]
@@ -209,8 +213,10 @@ def _greedy_batch(model: Model, prompts: list[list[int]], max_tokens: int, stop:
     for row, prompt in zip(tokens, prompts):
         row[: len(prompt)] = torch.tensor(prompt)
     dtype = model.model.embed_tokens.weight.dtype
-    caches = [torch.zeros(2, len(prompts), s.kv_heads, longest, s.head_dim, device=device, dtype=dtype)
-              for _ in range(s.layers)]
+    caches = [
+        torch.zeros(2, len(prompts), s.kv_heads, longest, s.head_dim, device=device, dtype=dtype)
+        for _ in range(s.layers)
+    ]
 
     width = tokens.shape[1]
     cos, sin = model.cos, model.sin  # float32: rounded angles would cost precision far from the start
@@ -226,8 +232,13 @@ def _greedy_batch(model: Model, prompts: list[list[int]], max_tokens: int, stop:
             break
         at = at.clamp(max=longest - 1)
         mask = (torch.arange(longest, device=device) <= at[:, None])[:, None, None, :]
-        features = model.features(last[:, None], cos[at][:, None, None], sin[at][:, None, None],
-                                  extend_cache, [(cache, at, mask) for cache in caches])
+        features = model.features(
+            last[:, None],
+            cos[at][:, None, None],
+            sin[at][:, None, None],
+            extend_cache,
+            [(cache, at, mask) for cache in caches],
+        )
         last, at = model.logits(features[:, -1]).argmax(-1), at + 1
     table = torch.stack(columns, 1).tolist()
     return [[t for t in row if t >= 0] for row in table]

@@ -20,9 +20,32 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
     out: Path = args.out
-    train = ["--tokenizer", out / "tokenizer", "--out", out, "--steps", args.steps, "--minutes", args.minutes,
-             "--rows", args.rows, "--workers", args.workers, "--device", args.device]
-    evaluate = ["--model", out / "base", "--draft", out / "draft", "--device", args.device, "--share", args.share]
+    train = [
+        "--tokenizer",
+        out / "tokenizer",
+        "--out",
+        out,
+        "--steps",
+        args.steps,
+        "--minutes",
+        args.minutes,
+        "--rows",
+        args.rows,
+        "--workers",
+        args.workers,
+        "--device",
+        args.device,
+    ]
+    evaluate = [
+        "--model",
+        out / "base",
+        "--draft",
+        out / "draft",
+        "--device",
+        args.device,
+        "--share",
+        args.share,
+    ]
     for module, options in (
         ("tokenizer", ["--out", out / "tokenizer"]),
         ("train", train + ["--tiny"] * args.tiny),

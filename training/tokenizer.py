@@ -35,13 +35,17 @@ def corpus(documents: int) -> Iterator[str]:
 
 def train_tokenizer(documents: int = 20_000) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(PATTERN), "isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-    ])
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY - len(TAGS), special_tokens=list(SPECIAL), show_progress=False,
+        vocab_size=VOCABULARY - len(TAGS),
+        special_tokens=list(SPECIAL),
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
     tokenizer.train_from_iterator(corpus(documents), trainer)
@@ -54,14 +58,27 @@ def save(tokenizer: Tokenizer, folder: Path, context: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer.save(str(folder / "tokenizer.json"))
     added = {
-        str(tokenizer.token_to_id(t)): {"content": t, "lstrip": False, "normalized": False, "rstrip": False,
-                                        "single_word": False, "special": t in SPECIAL}
+        str(tokenizer.token_to_id(t)): {
+            "content": t,
+            "lstrip": False,
+            "normalized": False,
+            "rstrip": False,
+            "single_word": False,
+            "special": t in SPECIAL,
+        }
         for t in (*SPECIAL, *TAGS)
     }
     config = {
-        "added_tokens_decoder": added, "add_bos_token": False, "add_prefix_space": False, "bos_token": None,
-        "chat_template": CHAT_TEMPLATE, "clean_up_tokenization_spaces": False, "eos_token": TURN_END,
-        "model_max_length": context, "pad_token": END_OF_TEXT, "tokenizer_class": "PreTrainedTokenizerFast",
+        "added_tokens_decoder": added,
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "bos_token": None,
+        "chat_template": CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+        "eos_token": TURN_END,
+        "model_max_length": context,
+        "pad_token": END_OF_TEXT,
+        "tokenizer_class": "PreTrainedTokenizerFast",
         "unk_token": None,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")

@@ -39,14 +39,28 @@ class Tool:
     def schema(self) -> dict[str, Any]:
         properties = {k: {"type": t} for k, t in self.parameters.items()}
         parameters = {"type": "object", "properties": properties, "required": list(properties)}
-        return {"type": "function", "function": {"name": self.name, "description": self.description, "parameters": parameters}}
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": self.description, "parameters": parameters},
+        }
 
 
 def _weather(rng: Random, pool: Pool) -> Use:
     city, sky, degrees = pool.town(), rng.choice(WEATHER), rng.randint(0, 35)
-    ask = rng.choice(("What is the weather in {c}?", "How is the weather in {c}?", "What's the weather like in {c} today?", "Is it raining in {c}?"))
-    return Use(ask.format(c=city), {"city": city}, {"condition": sky, "temperature": degrees},
-               f"The weather in {city} is {sky}, with {degrees} degrees.")
+    ask = rng.choice(
+        (
+            "What is the weather in {c}?",
+            "How is the weather in {c}?",
+            "What's the weather like in {c} today?",
+            "Is it raining in {c}?",
+        )
+    )
+    return Use(
+        ask.format(c=city),
+        {"city": city},
+        {"condition": sky, "temperature": degrees},
+        f"The weather in {city} is {sky}, with {degrees} degrees.",
+    )
 
 
 def _time(rng: Random, pool: Pool) -> Use:
@@ -57,7 +71,14 @@ def _time(rng: Random, pool: Pool) -> Use:
 
 def _add(rng: Random, pool: Pool) -> Use:
     a, b = rng.randint(0, 999), rng.randint(0, 999)
-    ask = rng.choice(("Add {a} and {b}.", "What is {a} plus {b}?", "What is {a} + {b}?", "Use the tool to add {a} and {b}."))
+    ask = rng.choice(
+        (
+            "Add {a} and {b}.",
+            "What is {a} plus {b}?",
+            "What is {a} + {b}?",
+            "Use the tool to add {a} and {b}.",
+        )
+    )
     return Use(ask.format(a=a, b=b), {"a": a, "b": b}, {"result": a + b}, f"{a} + {b} = {a + b}.")
 
 
@@ -69,7 +90,9 @@ def _multiply(rng: Random, pool: Pool) -> Use:
 
 def _find(rng: Random, pool: Pool) -> Use:
     thing, place = " ".join(pool.thing()), pool.place()
-    ask = rng.choice(("Where is the {t}?", "Find the {t}.", "I am looking for the {t}.", "Can you find the {t} for me?"))
+    ask = rng.choice(
+        ("Where is the {t}?", "Find the {t}.", "I am looking for the {t}.", "Can you find the {t} for me?")
+    )
     return Use(ask.format(t=thing), {"object": thing}, {"place": place}, f"The {thing} is at {place}.")
 
 
@@ -82,13 +105,32 @@ def _person(rng: Random, pool: Pool) -> Use:
 def _price(rng: Random, pool: Pool) -> Use:
     goods, price = rng.choice(GOODS), rng.randint(1, 50)
     ask = rng.choice(("How much do {g} cost?", "What is the price of {g}?"))
-    return Use(ask.format(g=goods), {"item": goods}, {"price": price}, f"The price of {goods} is {price} coins.")
+    return Use(
+        ask.format(g=goods), {"item": goods}, {"price": price}, f"The price of {goods} is {price} coins."
+    )
 
 
 def _message(rng: Random, pool: Pool) -> Use:
-    name, text = pool.name(), rng.choice(("see you soon", "dinner is ready", "I am late", "happy birthday", "please call me", "meet me at " + pool.place()))
+    name, text = (
+        pool.name(),
+        rng.choice(
+            (
+                "see you soon",
+                "dinner is ready",
+                "I am late",
+                "happy birthday",
+                "please call me",
+                "meet me at " + pool.place(),
+            )
+        ),
+    )
     ask = rng.choice(("Send a message to {p}: {t}", "Tell {p}: {t}", "Write to {p}: {t}"))
-    return Use(ask.format(p=name, t=text), {"to": name, "text": text}, {"status": "sent"}, f"I sent your message to {name}.")
+    return Use(
+        ask.format(p=name, t=text),
+        {"to": name, "text": text},
+        {"status": "sent"},
+        f"I sent your message to {name}.",
+    )
 
 
 def _alarm(rng: Random, pool: Pool) -> Use:
@@ -99,21 +141,32 @@ def _alarm(rng: Random, pool: Pool) -> Use:
 
 def _timer(rng: Random, pool: Pool) -> Use:
     n = rng.randint(2, 90)
-    ask = rng.choice(("Set a timer for {n} minutes.", "Start a timer of {n} minutes.", "Remind me in {n} minutes."))
+    ask = rng.choice(
+        ("Set a timer for {n} minutes.", "Start a timer of {n} minutes.", "Remind me in {n} minutes.")
+    )
     return Use(ask.format(n=n), {"minutes": n}, {"status": "ok"}, f"The timer is set for {n} minutes.")
 
 
 def _table(rng: Random, pool: Pool) -> Use:
     place, n = pool.place(), rng.randint(2, 12)
     ask = rng.choice(("Book a table for {n} at {p}.", "I need a table for {n} people at {p}."))
-    return Use(ask.format(n=n, p=place), {"place": place, "people": n}, {"status": "booked"},
-               f"I booked a table for {n} people at {place}.")
+    return Use(
+        ask.format(n=n, p=place),
+        {"place": place, "people": n},
+        {"status": "booked"},
+        f"I booked a table for {n} people at {place}.",
+    )
 
 
 def _stock(rng: Random, pool: Pool) -> Use:
     goods, place, n = rng.choice(GOODS), pool.place(), rng.randint(0, 99)
     ask = rng.choice(("How many {g} are there at {p}?", "Count the {g} at {p}."))
-    return Use(ask.format(g=goods, p=place), {"item": goods, "place": place}, {"count": n}, f"There are {n} {goods} at {place}.")
+    return Use(
+        ask.format(g=goods, p=place),
+        {"item": goods, "place": place},
+        {"count": n},
+        f"There are {n} {goods} at {place}.",
+    )
 
 
 TOOLS = (
@@ -130,10 +183,21 @@ TOOLS = (
     Tool("book_table", "Book a table.", {"place": "string", "people": "integer"}, _table),
     Tool("count_items", "Count the items at a place.", {"item": "string", "place": "string"}, _stock),
 )
-VERBS = "get set find open close check start stop make move load save read write count sort draw paint".split()
+VERBS = (
+    "get set find open close check start stop make move load save read write count sort draw paint".split()
+)
 NOUNS = "door light room file list record song page track letter route score level team garden report photo ticket".split()
-PARAMETERS = {"name": "string", "city": "string", "object": "string", "place": "string", "number": "integer", "count": "integer",
-              "size": "integer", "title": "string", "level": "integer"}
+PARAMETERS = {
+    "name": "string",
+    "city": "string",
+    "object": "string",
+    "place": "string",
+    "number": "integer",
+    "count": "integer",
+    "size": "integer",
+    "title": "string",
+    "level": "integer",
+}
 
 
 def made_up(rng: Random) -> Tool:
@@ -142,12 +206,21 @@ def made_up(rng: Random) -> Tool:
 
     def use(rng: Random, pool: Pool) -> Use:
         draw: dict[str, Callable[[], Any]] = {
-            "name": pool.name, "city": pool.town, "object": lambda: " ".join(pool.thing()), "place": pool.place,
-            "title": lambda: rng.choice(OBJECTS)}
+            "name": pool.name,
+            "city": pool.town,
+            "object": lambda: " ".join(pool.thing()),
+            "place": pool.place,
+            "title": lambda: rng.choice(OBJECTS),
+        }
         arguments = {k: draw[k]() if k in draw else rng.randint(0, 99) for k in names}
         told = " and ".join(f"{k} {v}" for k, v in arguments.items())
-        ask = rng.choice((f"Use {verb}_{noun} with {told}.", f"Call {verb}_{noun} with {told}.",
-                          f"{verb.capitalize()} the {noun} with {told}."))
+        ask = rng.choice(
+            (
+                f"Use {verb}_{noun} with {told}.",
+                f"Call {verb}_{noun} with {told}.",
+                f"{verb.capitalize()} the {noun} with {told}.",
+            )
+        )
         result: Any = rng.choice((rng.randint(0, 999), "done", pool.name()))
         return Use(ask, arguments, {"result": result}, f"The result is {result}.")
 
@@ -169,18 +242,31 @@ def tool_dialogue(rng: Random, pool: Pool) -> tuple[list[dict[str, Any]], list[M
     for _ in range(rng.choice((1, 1, 2))):
         form = rng.random()
         if form < 0.12:
-            other = rng.choice([tool for tool in TOOLS if tool.name not in names and tool.name not in ("add", "multiply")])
-            messages += [{"role": "user", "content": other.use(rng, pool).ask}, {"role": "assistant", "content": NO_TOOL, "kind": "no_tool"}]
+            other = rng.choice(
+                [tool for tool in TOOLS if tool.name not in names and tool.name not in ("add", "multiply")]
+            )
+            messages += [
+                {"role": "user", "content": other.use(rng, pool).ask},
+                {"role": "assistant", "content": NO_TOOL, "kind": "no_tool"},
+            ]
             continue
         uses = [(tool, tool.use(rng, pool)) for tool in [rng.choice(offered)]]
         if form < 0.25:  # two calls in one turn
             tool = rng.choice(offered)
             uses.append((tool, tool.use(rng, pool)))
         messages.append({"role": "user", "content": " ".join(_sentence(use.ask) for _, use in uses)})
-        messages.append({"role": "assistant", "content": "", "kind": "tool_call",
-                         "tool_calls": [call(tool.name, use.arguments) for tool, use in uses]})
+        messages.append(
+            {
+                "role": "assistant",
+                "content": "",
+                "kind": "tool_call",
+                "tool_calls": [call(tool.name, use.arguments) for tool, use in uses],
+            }
+        )
         messages += [{"role": "tool", "content": dump(use.response)} for _, use in uses]
-        messages.append({"role": "assistant", "content": " ".join(use.answer for _, use in uses), "kind": "tool_answer"})
+        messages.append(
+            {"role": "assistant", "content": " ".join(use.answer for _, use in uses), "kind": "tool_answer"}
+        )
     return [tool.schema() for tool in offered], messages
 
 

@@ -47,7 +47,9 @@ class Muon:
         self.groups: dict[torch.Size, list[nn.Parameter]] = {}
         for p in parameters:
             self.groups.setdefault(p.shape, []).append(p)
-        self.momentum = {shape: torch.zeros(len(ps), *shape, device=ps[0].device) for shape, ps in self.groups.items()}
+        self.momentum = {
+            shape: torch.zeros(len(ps), *shape, device=ps[0].device) for shape, ps in self.groups.items()
+        }
 
     @torch.no_grad()
     def step(self, rate: float, beta: float = 0.95, decay: float = 0.01) -> None:
@@ -67,7 +69,9 @@ class Trainer:
         matrices = [p for n, p in self.model.named_parameters() if p.dim() == 2 and "embed" not in n]
         others = [p for n, p in self.model.named_parameters() if p.dim() != 2 or "embed" in n]
         self.muon = Muon(matrices)
-        self.adam = torch.optim.AdamW(others, lr=ADAM_RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=device == "cuda")
+        self.adam = torch.optim.AdamW(
+            others, lr=ADAM_RATE, betas=(0.9, 0.98), weight_decay=0.0, fused=device == "cuda"
+        )
         if device == "cuda":
             for layer in self.model.model.layers:
                 layer.compile()  # one layer's code serves all of them
@@ -99,8 +103,16 @@ def schedule(progress: float) -> float:
     return 0.5 * (1 + math.cos(math.pi * (progress - WARM_UP) / (1 - WARM_UP)))
 
 
-def train(out: Path, tokenizer_file: Path, steps: int, minutes: float, rows: int, workers: int, device: str,
-          shapes: tuple[Shape, Shape] = (BASE, DRAFT)) -> dict[str, float]:
+def train(
+    out: Path,
+    tokenizer_file: Path,
+    steps: int,
+    minutes: float,
+    rows: int,
+    workers: int,
+    device: str,
+    shapes: tuple[Shape, Shape] = (BASE, DRAFT),
+) -> dict[str, float]:
     started = time.monotonic()
     torch.manual_seed(SEED)
     loader = Loader(tokenizer_file, workers, rows, pin=device == "cuda")
@@ -133,9 +145,15 @@ def train(out: Path, tokenizer_file: Path, steps: int, minutes: float, rows: int
         draft.update(draft_loss, scale)
         seen += inputs.numel()
         if step % 50 == 0 or step + 1 == steps:
-            entry = {"step": step, "seconds": round(time.monotonic() - started, 1), "tokens": seen,
-                     "loss": round(loss.item(), 4), "draft_loss": round(draft_hard.item(), 4),
-                     "rate": round(scale, 4), "waited_s": round(waited, 1)}
+            entry = {
+                "step": step,
+                "seconds": round(time.monotonic() - started, 1),
+                "tokens": seen,
+                "loss": round(loss.item(), 4),
+                "draft_loss": round(draft_hard.item(), 4),
+                "rate": round(scale, 4),
+                "waited_s": round(waited, 1),
+            }
             log.append(entry)
             if step % 200 == 0 or step < 200:
                 print(json.dumps(entry), flush=True)
@@ -151,7 +169,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--tokenizer", type=Path, required=True, help="folder with tokenizer.json")
     parser.add_argument("--steps", type=int, default=8400)
-    parser.add_argument("--minutes", type=float, default=30.0, help="time limit; the schedule then ends with it")
+    parser.add_argument(
+        "--minutes", type=float, default=30.0, help="time limit; the schedule then ends with it"
+    )
     parser.add_argument("--rows", type=int, default=48, help="rows of 2,048 tokens in a batch")
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--device", default="cuda")
@@ -159,8 +179,18 @@ def main() -> None:
     args = parser.parse_args()
     shapes = (TINY, TINY) if args.tiny else (BASE, DRAFT)
     args.out.mkdir(parents=True, exist_ok=True)
-    print(train(args.out, args.tokenizer / "tokenizer.json", args.steps, args.minutes, args.rows, args.workers,
-                args.device, shapes))
+    print(
+        train(
+            args.out,
+            args.tokenizer / "tokenizer.json",
+            args.steps,
+            args.minutes,
+            args.rows,
+            args.workers,
+            args.device,
+            shapes,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -31,54 +31,140 @@ DOES_NOT_SAY = "The story does not say."
 
 # kind -> (ways to ask, the answer, the slot that holds the shortest answer)
 QUESTIONS: dict[str, tuple[tuple[str, ...], str, str]] = {
-    "job": (("What was {p}'s job?", "What did {p} do for a living?", "What work did {p} do?"),
-            "{p} was {a_job}.", "job"),
+    "job": (
+        ("What was {p}'s job?", "What did {p} do for a living?", "What work did {p} do?"),
+        "{p} was {a_job}.",
+        "job",
+    ),
     "town": (("Where did {p} live?", "In which town did {p} live?"), "{p} lived in {town}.", "town"),
     "age": (("How old was {p}?", "What was {p}'s age?"), "{p} was {age} years old.", "age"),
-    "food": (("What did {p} like to eat?", "What was {p}'s favourite food?", "What food did {p} love?"),
-             "{p} loved {food}.", "food"),
-    "friend": (("Who was {p}'s best friend?", "What was the name of {p}'s best friend?"),
-               "{p}'s best friend was {q}.", "q"),
-    "relation": (("Who was {p}'s {relation}?", "What was the name of {p}'s {relation}?"), "{p}'s {relation} was {q}.", "q"),
-    "pet_name": (("What was {p}'s {animal} called?", "What was the name of {p}'s {animal}?"),
-                 "{p}'s {animal} was called {pet}.", "pet"),
-    "pet_kind": (("What kind of animal was {pet}?", "What animal was {pet}?"), "{pet} was {a_animal}.", "animal"),
-    "pet_colour": (("What colour was {pet}?", "What colour was {p}'s {animal}?"), "{pet} was {pet_colour}.",
-                   "pet_colour"),
-    "pet_owner": (("Who had {a_animal} called {pet}?", "Whose {animal} was {pet}?"),
-                  "{p} had {a_animal} called {pet}.", "p"),
-    "go_where": (("Where did {p} go on {day}?", "On {day}, where did {p} go?"), "On {day} {p} went to {place}.",
-                 "place"),
-    "go_day": (("On which day did {p} go to {place}?", "When did {p} go to {place}?"),
-               "{p} went to {place} on {day}.", "day"),
-    "find_what": (("What did {p} find at {place}?", "What did {p} find?"), "{p} found {a_thing} at {place}.",
-                  "thing"),
-    "find_where": (("Where did {p} find the {thing}?", "Where did {p} find the {noun}?"),
-                   "{p} found the {thing} at {place}.", "place"),
+    "food": (
+        ("What did {p} like to eat?", "What was {p}'s favourite food?", "What food did {p} love?"),
+        "{p} loved {food}.",
+        "food",
+    ),
+    "friend": (
+        ("Who was {p}'s best friend?", "What was the name of {p}'s best friend?"),
+        "{p}'s best friend was {q}.",
+        "q",
+    ),
+    "relation": (
+        ("Who was {p}'s {relation}?", "What was the name of {p}'s {relation}?"),
+        "{p}'s {relation} was {q}.",
+        "q",
+    ),
+    "pet_name": (
+        ("What was {p}'s {animal} called?", "What was the name of {p}'s {animal}?"),
+        "{p}'s {animal} was called {pet}.",
+        "pet",
+    ),
+    "pet_kind": (
+        ("What kind of animal was {pet}?", "What animal was {pet}?"),
+        "{pet} was {a_animal}.",
+        "animal",
+    ),
+    "pet_colour": (
+        ("What colour was {pet}?", "What colour was {p}'s {animal}?"),
+        "{pet} was {pet_colour}.",
+        "pet_colour",
+    ),
+    "pet_owner": (
+        ("Who had {a_animal} called {pet}?", "Whose {animal} was {pet}?"),
+        "{p} had {a_animal} called {pet}.",
+        "p",
+    ),
+    "go_where": (
+        ("Where did {p} go on {day}?", "On {day}, where did {p} go?"),
+        "On {day} {p} went to {place}.",
+        "place",
+    ),
+    "go_day": (
+        ("On which day did {p} go to {place}?", "When did {p} go to {place}?"),
+        "{p} went to {place} on {day}.",
+        "day",
+    ),
+    "find_what": (
+        ("What did {p} find at {place}?", "What did {p} find?"),
+        "{p} found {a_thing} at {place}.",
+        "thing",
+    ),
+    "find_where": (
+        ("Where did {p} find the {thing}?", "Where did {p} find the {noun}?"),
+        "{p} found the {thing} at {place}.",
+        "place",
+    ),
     "find_who": (("Who found the {thing}?", "Who found {a_thing}?"), "{p} found the {thing}.", "p"),
-    "colour": (("What colour was the {noun}?", "What colour was the {noun} that {p} found?"),
-               "The {noun} was {colour}.", "colour"),
-    "give_to": (("Who did {p} give the {thing} to?", "To whom did {p} give the {noun}?"),
-                "{p} gave the {thing} to {q}.", "q"),
-    "give_from": (("Who gave {q} the {thing}?", "Who gave the {noun} to {q}?"), "{p} gave the {thing} to {q}.", "p"),
-    "holder": (("Who had the {thing} at the end?", "At the end, who had the {noun}?"),
-               "{q} had the {thing} at the end.", "q"),
-    "put_where": (("Where did {p} put the {thing}?", "Where did {p} hide the {noun}?", "Where was the {thing} at the end?"),
-                  "{p} put the {thing} {spot}.", "spot"),
+    "colour": (
+        ("What colour was the {noun}?", "What colour was the {noun} that {p} found?"),
+        "The {noun} was {colour}.",
+        "colour",
+    ),
+    "give_to": (
+        ("Who did {p} give the {thing} to?", "To whom did {p} give the {noun}?"),
+        "{p} gave the {thing} to {q}.",
+        "q",
+    ),
+    "give_from": (
+        ("Who gave {q} the {thing}?", "Who gave the {noun} to {q}?"),
+        "{p} gave the {thing} to {q}.",
+        "p",
+    ),
+    "holder": (
+        ("Who had the {thing} at the end?", "At the end, who had the {noun}?"),
+        "{q} had the {thing} at the end.",
+        "q",
+    ),
+    "put_where": (
+        (
+            "Where did {p} put the {thing}?",
+            "Where did {p} hide the {noun}?",
+            "Where was the {thing} at the end?",
+        ),
+        "{p} put the {thing} {spot}.",
+        "spot",
+    ),
     "meet_who": (("Who did {p} meet at {place}?", "Who did {p} meet?"), "{p} met {q} at {place}.", "q"),
-    "meet_where": (("Where did {p} meet {q}?", "Where did {p} and {q} meet?"), "{p} met {q} at {place}.", "place"),
+    "meet_where": (
+        ("Where did {p} meet {q}?", "Where did {p} and {q} meet?"),
+        "{p} met {q} at {place}.",
+        "place",
+    ),
     "buy_count": (("How many {goods} did {p} buy?",), "{p} bought {count} {goods}.", "count"),
-    "buy_price": (("How much did {p} pay for the {goods}?", "How many coins did the {goods} cost?"),
-                  "{p} paid {price} coins for the {goods}.", "price"),
-    "buy_what": (("What did {p} buy at {place}?", "What did {p} buy?"), "{p} bought {count} {goods}.", "goods"),
-    "left": (("How many {goods} did {p} have at the end?", "At the end, how many {goods} did {p} have?"),
-             "{sum}, so {p} had {left} {goods} at the end.", "left"),
-    "end_place": (("Where was {p} at the end?", "At the end, where was {p}?"), "At the end {p} was at {place}.",
-                  "place"),
-    "feel": (("How did {p} feel at the end?", "How did {p} feel?"), "{p} felt {feeling} at the end.", "feeling"),
-    "weather": (("What was the weather like?", "What kind of day was it?"), "It was a {weather} day.", "weather"),
-    "people": (("Who are the people in the story?", "Which people does the story name?"),
-               "The people in the story are {people}.", "people"),
+    "buy_price": (
+        ("How much did {p} pay for the {goods}?", "How many coins did the {goods} cost?"),
+        "{p} paid {price} coins for the {goods}.",
+        "price",
+    ),
+    "buy_what": (
+        ("What did {p} buy at {place}?", "What did {p} buy?"),
+        "{p} bought {count} {goods}.",
+        "goods",
+    ),
+    "left": (
+        ("How many {goods} did {p} have at the end?", "At the end, how many {goods} did {p} have?"),
+        "{sum}, so {p} had {left} {goods} at the end.",
+        "left",
+    ),
+    "end_place": (
+        ("Where was {p} at the end?", "At the end, where was {p}?"),
+        "At the end {p} was at {place}.",
+        "place",
+    ),
+    "feel": (
+        ("How did {p} feel at the end?", "How did {p} feel?"),
+        "{p} felt {feeling} at the end.",
+        "feeling",
+    ),
+    "weather": (
+        ("What was the weather like?", "What kind of day was it?"),
+        "It was a {weather} day.",
+        "weather",
+    ),
+    "people": (
+        ("Who are the people in the story?", "Which people does the story name?"),
+        "The people in the story are {people}.",
+        "people",
+    ),
 }
 # Questions about a person that need only the name, and so can be asked when nothing was said.
 ABOUT_PERSON = ("job", "town", "age", "food", "friend", "feel")
@@ -89,8 +175,16 @@ NAMELESS = ("weather", "people")
 
 RELATIONS = ("neighbour", "cousin", "colleague", "flatmate", "classmate", "rival")
 OPENINGS = (
-    "Once upon a time", "One day", "Long ago", "Many years ago", "In a faraway land", "Not long ago", "Last summer",
-    "Last winter", "Last spring", "Last autumn",
+    "Once upon a time",
+    "One day",
+    "Long ago",
+    "Many years ago",
+    "In a faraway land",
+    "Not long ago",
+    "Last summer",
+    "Last winter",
+    "Last spring",
+    "Last autumn",
 )
 
 
@@ -163,7 +257,11 @@ class Story:
 
     def person(self) -> str:
         # The first person is the hero and acts most.
-        return self.people[0] if self.rng.random() < (0.7 if self.pool.tidy else 0.5) else self.rng.choice(self.people)
+        return (
+            self.people[0]
+            if self.rng.random() < (0.7 if self.pool.tidy else 0.5)
+            else self.rng.choice(self.people)
+        )
 
     def record(self, p: str) -> dict[str, object]:
         return self.records.setdefault(p, {"name": p})
@@ -183,17 +281,39 @@ class Story:
         opening = rng.choice(OPENINGS) if rng.random() < 0.6 else OPENINGS[0]
         form = rng.randrange(4)
         if form == 0:
-            self.say("{o} there was {a_job} called {p} who lived in {town}.",
-                     "{o} {a_job} named {p} lived in {town}.", o=opening, a_job=a_job, p=p, town=town)
+            self.say(
+                "{o} there was {a_job} called {p} who lived in {town}.",
+                "{o} {a_job} named {p} lived in {town}.",
+                o=opening,
+                a_job=a_job,
+                p=p,
+                town=town,
+            )
         elif form == 1:
-            self.say("{p} was {a_job} in the town of {town}.", "{p} lived in {town} and was {a_job}.",
-                     "In {town} lived {a_job} called {p}.", a_job=a_job, p=p, town=town)
+            self.say(
+                "{p} was {a_job} in the town of {town}.",
+                "{p} lived in {town} and was {a_job}.",
+                "In {town} lived {a_job} called {p}.",
+                a_job=a_job,
+                p=p,
+                town=town,
+            )
         elif form == 2:
-            self.say("{o} there was a child called {p} who lived in {town}.", "{o} {p} lived in {town}.",
-                     o=opening, p=p, town=town)
+            self.say(
+                "{o} there was a child called {p} who lived in {town}.",
+                "{o} {p} lived in {town}.",
+                o=opening,
+                p=p,
+                town=town,
+            )
         else:
-            self.say("{o} there was {a_job} called {p}.", "This is a story about {p}, who was {a_job}.",
-                     o=opening, a_job=a_job, p=p)
+            self.say(
+                "{o} there was {a_job} called {p}.",
+                "This is a story about {p}, who was {a_job}.",
+                o=opening,
+                a_job=a_job,
+                p=p,
+            )
         if form != 2:
             self.fact("job", p=p, job=job, a_job=a_job)
             self.record(p)["job"] = job
@@ -212,8 +332,15 @@ class Story:
             self.introduce(p, q, relation)
 
     def introduce(self, p: str, q: str, relation: str) -> None:
-        self.say("{p}'s {r} was {q}.", "{p} had {a_r} called {q}.", "{p}'s {r} was called {q}.",
-                 p=p, q=q, r=relation, a_r=with_article(relation))
+        self.say(
+            "{p}'s {r} was {q}.",
+            "{p} had {a_r} called {q}.",
+            "{p}'s {r} was called {q}.",
+            p=p,
+            q=q,
+            r=relation,
+            a_r=with_article(relation),
+        )
         self.fact("friend" if relation == "best friend" else "relation", p=p, q=q, relation=relation)
         if relation == "best friend":
             self.record(p)["friend"] = q
@@ -222,8 +349,13 @@ class Story:
 
     def age(self, p: str) -> None:
         age = self.rng.randint(*(self.ages if self.pool.tidy else (4, 80)))
-        self.say("{p} was {n} years old.", "{p} had just turned {n}.", "At that time {p} was {n} years old.",
-                 p=p, n=number_text(self.rng, age))
+        self.say(
+            "{p} was {n} years old.",
+            "{p} had just turned {n}.",
+            "At that time {p} was {n} years old.",
+            p=p,
+            n=number_text(self.rng, age),
+        )
         self.fact("age", p=p, age=str(age))
         self.record(p)["age"] = age
 
@@ -231,8 +363,13 @@ class Story:
         p, food = self.person(), self.rng.choice(FOODS)
         if "food" in self.record(p):
             return self.go()
-        self.say("{p} loved {f} more than anything else.", "{p}'s favourite food was {f}.",
-                 "Every day {p} ate {f}, because {p} loved {f}.", p=p, f=food)
+        self.say(
+            "{p} loved {f} more than anything else.",
+            "{p}'s favourite food was {f}.",
+            "Every day {p} ate {f}, because {p} loved {f}.",
+            p=p,
+            f=food,
+        )
         self.fact("food", p=p, food=food)
         self.record(p)["food"] = food
 
@@ -242,10 +379,20 @@ class Story:
             return self.go()
         animal, self.wish.animal = self.wish.animal or animal, None
         pet = self.pool.pet()
-        slots = {"p": p, "animal": animal, "a_animal": with_article(animal), "pet": pet, "pet_colour": colour,
-                 "a_pet": with_article(f"{colour} {animal}")}
-        self.say("{p} had {a_pet} called {pet}.", "{p} had {a_animal}. The {animal} was {pet_colour} and was called {pet}.",
-                 "{p}'s {animal} {pet} was {pet_colour}.", **slots)
+        slots = {
+            "p": p,
+            "animal": animal,
+            "a_animal": with_article(animal),
+            "pet": pet,
+            "pet_colour": colour,
+            "a_pet": with_article(f"{colour} {animal}"),
+        }
+        self.say(
+            "{p} had {a_pet} called {pet}.",
+            "{p} had {a_animal}. The {animal} was {pet_colour} and was called {pet}.",
+            "{p}'s {animal} {pet} was {pet_colour}.",
+            **slots,
+        )
         for kind in ("pet_name", "pet_kind", "pet_colour", "pet_owner"):
             self.fact(kind, **slots)
         self.record(p).update(pet=pet, animal=animal)
@@ -254,12 +401,23 @@ class Story:
         p, place = self.person(), self.pool.place()
         self.at[p] = place
         if not self.days or self.rng.random() < 0.25:
-            self.say("Then {p} went to {place}.", "After that, {p} walked to {place}.", "Later {p} ran to {place}.",
-                     p=p, place=place)
+            self.say(
+                "Then {p} went to {place}.",
+                "After that, {p} walked to {place}.",
+                "Later {p} ran to {place}.",
+                p=p,
+                place=place,
+            )
             return
         day = self.days.pop()
-        self.say("On {day}, {p} went to {place}.", "On {day} {p} walked to {place}.", "{p} went to {place} on {day}.",
-                 p=p, place=place, day=day)
+        self.say(
+            "On {day}, {p} went to {place}.",
+            "On {day} {p} walked to {place}.",
+            "{p} went to {place} on {day}.",
+            p=p,
+            place=place,
+            day=day,
+        )
         self.fact("go_where", p=p, place=place, day=day)
         self.fact("go_day", p=p, place=place, day=day)
 
@@ -270,11 +428,22 @@ class Story:
         else:
             colour, noun = self.pool.thing(place)
         thing = f"{colour} {noun}"
-        slots = {"p": p, "place": place, "thing": thing, "a_thing": with_article(thing), "noun": noun, "colour": colour}
+        slots = {
+            "p": p,
+            "place": place,
+            "thing": thing,
+            "a_thing": with_article(thing),
+            "noun": noun,
+            "colour": colour,
+        }
         self.at[p] = place
-        self.say("{p} went to {place} and found {a_thing} there.", "At {place}, {p} found {a_thing}.",
-                 "{p} found {a_thing} at {place}.", "One morning {p} was at {place} and saw {a_thing} on the ground. {p} picked it up.",
-                 **slots)
+        self.say(
+            "{p} went to {place} and found {a_thing} there.",
+            "At {place}, {p} found {a_thing}.",
+            "{p} found {a_thing} at {place}.",
+            "One morning {p} was at {place} and saw {a_thing} on the ground. {p} picked it up.",
+            **slots,
+        )
         for kind in ("find_what", "find_where", "find_who", "colour"):
             self.fact(kind, **slots)
         self.lists["finds"].append({"person": p, "object": thing, "place": place})
@@ -290,22 +459,43 @@ class Story:
         others = [q for q in self.people if q not in had]
         if others and self.rng.random() < 0.75:
             q = self.rng.choice(others)
-            self.say("{p} gave the {noun} to {q}.", "{p} gave {q} the {noun}.", "Then {p} gave the {noun} to {q} as a present.",
-                     "{p} did not need the {thing}, so {p} gave it to {q}.", p=giver, q=q, noun=noun, thing=thing)
+            self.say(
+                "{p} gave the {noun} to {q}.",
+                "{p} gave {q} the {noun}.",
+                "Then {p} gave the {noun} to {q} as a present.",
+                "{p} did not need the {thing}, so {p} gave it to {q}.",
+                p=giver,
+                q=q,
+                noun=noun,
+                thing=thing,
+            )
             item["holder"], item["gifts"], item["had"] = q, str(int(item["gifts"]) + 1), f"{item['had']} {q}"
             self.lists["gifts"].append({"from": giver, "object": thing, "to": q})
             return
         spot = self.rng.choice(HIDING)
-        self.say("{p} put the {noun} {spot}.", "{p} hid the {noun} {spot}.", "In the evening {p} put the {thing} {spot}.",
-                 p=giver, noun=noun, thing=thing, spot=spot)
+        self.say(
+            "{p} put the {noun} {spot}.",
+            "{p} hid the {noun} {spot}.",
+            "In the evening {p} put the {thing} {spot}.",
+            p=giver,
+            noun=noun,
+            thing=thing,
+            spot=spot,
+        )
         self.fact("put_where", p=giver, thing=thing, noun=noun, spot=spot)
         self.open_finds.remove(item)
 
     def meet(self) -> None:
         p, q, place = self.person(), self.pool.name(), self.pool.place()
         self.at[p] = self.at[q] = place
-        self.say("At {place}, {p} met {q}.", "{p} met {q} at {place}.", "{p} went to {place} and met {q} there.",
-                 p=p, q=q, place=place)
+        self.say(
+            "At {place}, {p} met {q}.",
+            "{p} met {q} at {place}.",
+            "{p} went to {place} and met {q} there.",
+            p=p,
+            q=q,
+            place=place,
+        )
         self.fact("meet_who", p=p, q=q, place=place)
         self.fact("meet_where", p=p, q=q, place=place)
         self.people.append(q)
@@ -316,9 +506,14 @@ class Story:
         price += self.pool.tidy and price == count
         slots = {"p": p, "goods": goods, "place": place, "count": str(count), "price": str(price)}
         self.at[p] = place
-        self.say("{p} went to {place} and bought {n} {goods} for {m} coins.", "At {place}, {p} bought {n} {goods} for {m} coins.",
-                 "{p} bought {n} {goods} at {place} and paid {m} coins.",
-                 n=number_text(rng, count), m=number_text(rng, price), **slots)
+        self.say(
+            "{p} went to {place} and bought {n} {goods} for {m} coins.",
+            "At {place}, {p} bought {n} {goods} for {m} coins.",
+            "{p} bought {n} {goods} at {place} and paid {m} coins.",
+            n=number_text(rng, count),
+            m=number_text(rng, price),
+            **slots,
+        )
         for kind in ("buy_count", "buy_price", "buy_what"):
             self.fact(kind, **slots)
         self.lists["purchases"].append({"person": p, "item": goods, "count": count, "price": price})
@@ -336,8 +531,13 @@ class Story:
                 total, terms = total - n, f"{terms} - {n}"
             else:
                 n = rng.randint(2, 9)
-                self.say("Then {p} got {n} more {goods}.", "Later {p} found {n} more {goods}.", p=p,
-                         n=number_text(rng, n), goods=goods)
+                self.say(
+                    "Then {p} got {n} more {goods}.",
+                    "Later {p} found {n} more {goods}.",
+                    p=p,
+                    n=number_text(rng, n),
+                    goods=goods,
+                )
                 total, terms = total + n, f"{terms} + {n}"
         if terms != str(count):
             self.fact("left", sum=worked_sum(terms), left=str(total), **slots)
@@ -359,11 +559,19 @@ class Story:
             self.fact("end_place", p=q, place=place)
         if rng.random() < 0.5:
             feeling = rng.choice(FEELINGS)
-            self.say("In the end, {p} was very {f}.", "That evening {p} felt {f}.", "{p} went to sleep and felt {f}.", p=p, f=feeling)
+            self.say(
+                "In the end, {p} was very {f}.",
+                "That evening {p} felt {f}.",
+                "{p} went to sleep and felt {f}.",
+                p=p,
+                f=feeling,
+            )
             self.fact("feel", p=p, feeling=feeling)
             self.record(p)["feeling"] = feeling
         elif rng.random() < 0.4 or self.pool.tidy:
-            self.say("And that is the end of the story.", "It was a day that nobody would forget.", "The end.")
+            self.say(
+                "And that is the end of the story.", "It was a day that nobody would forget.", "The end."
+            )
         words = re.findall(r"\w+", " ".join(self.sentences))
         self.people = sorted((q for q in self.people if q in words), key=words.index)  # only those who act
         if len(self.people) > 1:
@@ -407,7 +615,12 @@ class Story:
     def once(self, kind: str, slots: dict[str, str]) -> bool:
         """Whether this person did this kind of thing only once; a meeting counts for both."""
         p = slots.get("p")
-        return sum(k == kind and (s.get("p") == p or (kind == "meet_who" and s["q"] == p)) for k, s in self.facts) == 1
+        return (
+            sum(
+                k == kind and (s.get("p") == p or (kind == "meet_who" and s["q"] == p)) for k, s in self.facts
+            )
+            == 1
+        )
 
     def unknown_question(self, nameless: bool) -> Question:
         """A question about somebody in the story, or nobody in it, that the story leaves open."""
@@ -429,7 +642,9 @@ class Story:
         taken = {s["relation"] for k, s in self.facts if k == "relation" and s["p"] == p}
         relation = rng.choice([r for r in RELATIONS if r not in taken])
         way = ways[1] if kind in UNPLACED else rng.choice(ways)
-        return Question("unknown", way.format(p=p, animal=rng.choice(ANIMALS), relation=relation), DOES_NOT_SAY, "")
+        return Question(
+            "unknown", way.format(p=p, animal=rng.choice(ANIMALS), relation=relation), DOES_NOT_SAY, ""
+        )
 
 
 def worked_sum(terms: str) -> str:

@@ -35,7 +35,15 @@ def test_chat_over_several_turns() -> None:
 def test_doctor_says_what_and_why() -> None:
     done = quire("doctor", "--load", "--device", "cpu", "--kv-layout", "contiguous")
     assert done.returncode == 0, done.stderr
-    for word in ("torch", "10.4 M parameters", "cpu: as asked", "contiguous", "weights", "pages of 2048 tokens", "Start-up"):
+    for word in (
+        "torch",
+        "10.4 M parameters",
+        "cpu: as asked",
+        "contiguous",
+        "weights",
+        "pages of 2048 tokens",
+        "Start-up",
+    ):
         assert word in done.stdout
 
 

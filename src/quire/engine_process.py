@@ -6,6 +6,7 @@ parent's death, or with an error, which it reports as its last message.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -18,12 +19,14 @@ from quire.frontend.client import describe, refusal
 from quire.types import QuireError, RequestError
 
 _IDLE_POLL_MS = 1000  # how often an idle engine looks whether its parent is still there
+_GONE_MS = 5000  # a message that cannot be sent for so long has nobody to read it
 
 
 def main(address: str, parent: int) -> int:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the client, which ends us in order
     socket = zmq.Context().socket(zmq.PAIR)
     socket.set_hwm(0)
+    socket.setsockopt(zmq.SNDTIMEO, _GONE_MS)
     socket.connect(address)
     try:
         start = msg.decode_to_engine(socket.recv())
@@ -35,9 +38,12 @@ def main(address: str, parent: int) -> int:
         serve(engine, socket, parent)
         engine.close()
         return 0
+    except zmq.Again:  # the client is gone: there is nobody to tell
+        return 1
     except Exception as error:
         kind = type(error).__name__ if isinstance(error, QuireError) else "EngineDead"
-        socket.send(msg.encode(msg.Died(kind, describe(error))))
+        with contextlib.suppress(zmq.Again):
+            socket.send(msg.encode(msg.Died(kind, describe(error))))
         if not isinstance(error, QuireError):
             raise
         return 1

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -202,3 +206,24 @@ def test_a_failing_step_ends_the_engine_with_its_cause(folder: Path, monkeypatch
         for _ in range(2):
             with pytest.raises(EngineDead, match="out of luck"):
                 llm.generate("x", GREEDY, use_tqdm=False)
+
+
+def test_the_engine_process_does_not_outlive_its_client(folder: Path) -> None:
+    code = (
+        "import os, signal, threading\n"
+        "from quire import LLM, SamplingParams\n"
+        f"llm = LLM({str(folder)!r}, engine_process=True)\n"
+        "print(llm._client._process.pid, flush=True)\n"
+        "threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()\n"
+        "while True:\n"
+        "    llm.generate(['a'] * 8, SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert done.returncode == -signal.SIGKILL
+    engine, deadline = int(done.stdout), time.monotonic() + 20
+    while Path(f"/proc/{engine}/stat").exists() and time.monotonic() < deadline:
+        if " Z " in Path(f"/proc/{engine}/stat").read_text():
+            break
+        time.sleep(0.2)
+    else:
+        assert not Path(f"/proc/{engine}").exists(), "the engine process is still there"

@@ -343,3 +343,91 @@ def test_plan_arrays_are_compact() -> None:
     engine.add(request("r", [1] * 9))
     plan = engine.scheduler.schedule()
     assert plan is not None and plan.slots.dtype == np.int32 and plan.samples.tolist() == [True]
+
+
+# ------------------------------------------------------------- the simulation notices broken rules
+
+
+def _break_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockPool, "share", lambda self, blocks: None)
+
+
+def _break_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = HashPrefixCache.match
+
+    def match(self: HashPrefixCache, request) -> list[int]:
+        request.tokens.append(0)  # as if the last token need not be computed
+        try:
+            return original(self, request)
+        finally:
+            request.tokens.pop()
+
+    monkeypatch.setattr(HashPrefixCache, "match", match)
+
+
+def _break_readmission(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Scheduler._admit
+
+    def admit(self: Scheduler, draft, was_empty):
+        held = [(request, request.pending) for request in self.waiting]
+        for request, _ in held:
+            request.pending = 0  # as if nothing were in flight
+        try:
+            return original(self, draft, was_empty)
+        finally:
+            for request, pending in held:
+                request.pending += pending
+
+    monkeypatch.setattr(Scheduler, "_admit", admit)
+
+
+def _break_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockPool, "on_evict", lambda self, forget: None)
+
+
+def _break_length_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Scheduler._append
+
+    def append(self: Scheduler, request, new):
+        request.limit += 1
+        return original(self, request, new)
+
+    monkeypatch.setattr(Scheduler, "_append", append)
+
+
+def _break_preemption_reset(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Scheduler._preempt_other
+
+    def preempt(self: Scheduler, draft, request):
+        computed = {r.id: r.computed for r in self.running}
+        done = original(self, draft, request)
+        for waiting in self.waiting:
+            if waiting.id in computed:
+                waiting.names, waiting.published = [b"stale"] * 99, 0
+        return done
+
+    monkeypatch.setattr(Scheduler, "_preempt_other", preempt)
+
+
+def _break_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = BlockPool.release
+    monkeypatch.setattr(BlockPool, "release", lambda self, blocks: original(self, blocks[1:]))
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        _break_share,
+        _break_last_token,
+        _break_readmission,
+        _break_forgetting,
+        _break_length_limit,
+        _break_preemption_reset,
+        _break_release,
+    ],
+)
+def test_a_broken_rule_is_noticed(rule, monkeypatch: pytest.MonkeyPatch) -> None:
+    rule(monkeypatch)
+    with pytest.raises(Exception):  # noqa: B017  an assertion, or the loop falling over
+        for seed in range(400):
+            random_run(seed)

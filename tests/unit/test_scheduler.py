@@ -171,6 +171,8 @@ def random_requests(rng: random.Random, max_len: int) -> list[EngineRequest]:
     for i in range(rng.randrange(1, 14)):
         prompt = shared[: rng.randrange(16)] if rng.random() < 0.6 else []
         prompt = prompt + [rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, 7))]
+        if out and rng.random() < 0.2:
+            prompt = rng.choice(out).prompt  # the whole prompt may be in the cache
         params = SamplingParams(max_tokens=rng.choice([None, *range(1, 13)]))
         params.min_tokens = rng.choice([0, 0, 2])
         stop = [EOS] if rng.random() < 0.8 else []

@@ -7,13 +7,14 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
 from quire.attention.base import AttentionBackend
 from quire.attention.reference import ReferenceAttention
-from quire.config import EngineConfig
+from quire.config import EngineConfig, triton_interpreted
 from quire.core import policy
 from quire.core.blocks import FIFO, LRU, BlockPool
 from quire.core.engine import Engine
@@ -125,7 +126,18 @@ def pick_dtype(asked: str, checkpoint: str, device: torch.device) -> torch.dtype
 
 
 def pick_attention(name: str, device: torch.device) -> AttentionBackend:
-    return ReferenceAttention()
+    """`auto` takes the Triton kernels where they run fast: on a GPU, when Triton is installed."""
+    installed = find_spec("triton") is not None
+    if name == "reference" or (name == "auto" and not (installed and device.type == "cuda")):
+        return ReferenceAttention()
+    if not installed:
+        raise ConfigError("attention triton was asked for, but the package triton is not installed")
+    if device.type != "cuda" and not triton_interpreted():
+        raise ConfigError(f"attention triton needs a CUDA device, but the device is {device}")
+    # Imported here: an installation for CPUs has no Triton.
+    from quire.attention.triton import TritonAttention
+
+    return TritonAttention()
 
 
 def load_model(

@@ -73,7 +73,7 @@ class EngineConfig:
     memory_utilization: float = _setting(
         0.9, "share of the device's memory that Quire may use when kv_cache_memory is not given"
     )
-    attention: str = _setting("auto", "attention back end: auto or reference")
+    attention: str = _setting("auto", "attention back end: auto, reference or triton (auto: triton on a GPU)")
     cuda_graphs: bool = _setting(True, "replay captured CUDA graphs where the attention back end allows it")
     cpu_threads: int | None = _setting(
         None, "threads of a step on a CPU (default: all cores, or one when the step is small)"
@@ -139,7 +139,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "scheduling_policy": get_args(SchedulingPolicy),
     "dtype": get_args(Dtype),
     "load_format": get_args(LoadFormat),
-    "attention": ("auto", "reference"),
+    "attention": ("auto", "reference", "triton"),
 }
 
 # Combinations that cannot work, each with the reason. What depends on the model is checked in build.py.
@@ -158,6 +158,11 @@ ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
 def env_flag(name: str) -> bool:
     """Whether the environment variable `name` is set to a true value."""
     return os.environ.get(name, "").lower() in {"1", "true", "yes", "on"}
+
+
+def triton_interpreted() -> bool:
+    """Whether Triton kernels are interpreted, so that they run (slowly) without a GPU."""
+    return env_flag("TRITON_INTERPRET")
 
 
 def field_help() -> dict[str, str]:

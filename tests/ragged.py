@@ -1,0 +1,129 @@
+"""Random ragged batches on shuffled pages, and attention over them written out row by row in float64:
+the oracle of every attention back end."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from quire.attention.base import AttentionBackend, ForwardBatch
+
+Rows = list[tuple[int, int]]  # (entries already there, new tokens) per row
+
+
+@dataclass
+class Layer:
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    scale: float
+    window: int | None = None
+    soft_cap: float | None = None
+    index: int = 0
+
+
+@dataclass
+class Case:
+    """One layer's inputs on a batch; old_k and old_v are [slots, kv heads, dim], new ones not yet in them."""
+
+    layer: Layer
+    rows: Rows
+    batch: ForwardBatch
+    old_k: torch.Tensor
+    old_v: torch.Tensor
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+def make_case(
+    rng: random.Random,
+    backend: AttentionBackend,
+    layer: Layer,
+    rows: Rows,
+    block_size: int,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    slack: int = 0,
+) -> Case:
+    """`slack` makes the host's bounds larger than the device's lengths, as drafts in flight do."""
+    lens = [old + new for old, new in rows]
+    need = [-(-(n + slack) // block_size) for n in lens]
+    pages = list(range(sum(need) + 3))
+    rng.shuffle(pages)
+    table = torch.zeros(len(rows), max(need), dtype=torch.int32)
+    for row, count in enumerate(need):
+        table[row, :count] = torch.tensor([pages.pop() for _ in range(count)])
+    positions = torch.cat([torch.arange(old, old + new) for old, new in rows])
+    row_of = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([new for _, new in rows]))
+    kv_slots = table[row_of, positions // block_size].long() * block_size + positions % block_size
+    counts = np.array([new for _, new in rows], np.int32)
+
+    def random_tensor(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    heads, dim, num_pages = layer.num_kv_heads, layer.head_dim, sum(need) + 3
+    old_k, old_v = (random_tensor(num_pages, block_size, heads, dim) for _ in range(2))
+    head_first = backend.kv_shape(2, 3, 5, 7) == (2, 5, 3, 7)
+    # q, k and v are slices of one tensor, as a fused projection leaves them.
+    qkv = random_tensor(len(positions), layer.num_heads + 2 * heads, dim)
+    q, k, v = qkv.split([layer.num_heads, heads, heads], 1)
+    batch = ForwardBatch(
+        input_ids=torch.zeros_like(positions).to(device),
+        positions=positions.to(device),
+        kv_slots=kv_slots.to(device),
+        query_start=torch.tensor([0, *counts.cumsum()], dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        block_table=table.to(device),
+        logit_index=torch.empty(0, dtype=torch.int64, device=device),
+        kv=[_pages(old_k, old_v, head_first)],
+        num_tokens=counts,
+        seq_bounds=np.array(lens, np.int32) + slack,
+        block_size=block_size,
+    )
+    batch.attn = backend.plan(batch)
+    return Case(layer, rows, batch, old_k.view(-1, heads, dim), old_v.view(-1, heads, dim), q, k, v)
+
+
+def _pages(k: torch.Tensor, v: torch.Tensor, head_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    if head_first:
+        return k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
+    return k.clone(), v.clone()
+
+
+def oracle(case: Case) -> torch.Tensor:
+    """[tokens, heads * dim] in float64."""
+    layer, batch, out, at = case.layer, case.batch, [], 0
+    group = layer.num_heads // layer.num_kv_heads
+    for row, (old, new) in enumerate(case.rows):
+        seen = torch.arange(old, device=case.q.device)
+        slots = batch.block_table[row][seen // batch.block_size] * batch.block_size + seen % batch.block_size
+        keys = torch.cat([case.old_k[slots], case.k[at : at + new]]).double().repeat_interleave(group, 1)
+        values = torch.cat([case.old_v[slots], case.v[at : at + new]]).double().repeat_interleave(group, 1)
+        scores = torch.einsum("qhd,khd->hqk", case.q[at : at + new].double(), keys) * layer.scale
+        if layer.soft_cap:
+            scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+        key = torch.arange(old + new, device=case.q.device)
+        query = key[old:, None]
+        visible = key <= query
+        if layer.window:
+            visible &= key > query - layer.window
+        scores.masked_fill_(~visible, float("-inf"))
+        out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+        at += new
+    return torch.cat(out).flatten(1)
+
+
+def check(case: Case, backend: AttentionBackend) -> None:
+    got = backend.forward(case.layer, case.q, case.k, case.v, case.batch)
+    want = oracle(case)
+    assert got.shape == want.shape
+    assert got.dtype == case.q.dtype
+    if case.q.dtype == torch.float32:
+        torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-4)
+    else:
+        error = (got.double() - want).norm() / want.norm()
+        assert error < (1e-2 if case.q.dtype == torch.bfloat16 else 2e-3), f"relative error {error:.1e}"

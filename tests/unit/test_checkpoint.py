@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from quire.layers.env import Env, Weights
 from quire.layers.linear import Linear
-from quire.layers.mlp import ACTIVATIONS, GatedMLP
+from quire.layers.mlp import GatedMLP, gated
 from quire.layers.moe import GroupedExperts, LoopedExperts, MoE
 from quire.models.checkpoint import DummyCheckpoint, open_checkpoint
 from quire.models.registry import build_model
@@ -273,7 +273,7 @@ def test_expert_implementations_agree(dtype: torch.dtype) -> None:
     gate_up, down = torch.randn(4, 32, 24).to(dtype), torch.randn(4, 24, 16).to(dtype)
     ids = torch.tensor([0, 0, 2, 2, 2, 3])  # expert 1 has no tokens
     x = torch.randn(6, 24).to(dtype)
-    silu = ACTIVATIONS["silu"]
+    silu = gated("silu", CPU)
     looped = LoopedExperts(gate_up, down, silu)(x, ids).float()
     grouped = GroupedExperts(gate_up, down, silu)
     tolerance = 1e-4 if dtype == torch.float32 else 2.0

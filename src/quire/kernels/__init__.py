@@ -1,1 +1,17 @@
-"""Triton kernels."""
+"""Triton kernels. Each has a twin in plain torch, in the layer that uses it: what the kernel must compute.
+
+Nothing here waits for the device or reads a device value, grids follow from shapes, and memory comes
+from torch.empty alone: every call can be captured in a CUDA graph. The modules import triton, so they
+are imported only where `available` says so, once, when a layer is built.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+
+
+def available(device: torch.device) -> bool:
+    """Whether layers on `device` use the kernels."""
+    return device.type == "cuda" and find_spec("triton") is not None

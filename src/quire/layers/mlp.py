@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from quire.kernels import available
 from quire.layers.env import Env
 from quire.layers.linear import Linear
 
@@ -20,6 +21,21 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu}
 
 
+def gated(activation: str, device: torch.device) -> Activation:
+    """act(gate) * up of packed rows gate|up [rows, 2 * width] -> [rows, width]."""
+    if available(device):
+        from quire.kernels.activation import gated as fused
+
+        return lambda gate_up: fused(gate_up, activation)
+    act = ACTIVATIONS[activation]
+
+    def plain(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, -1)
+        return act(gate) * up
+
+    return plain
+
+
 class GatedMLP:
     """down(act(gate(x)) * up(x)) (arXiv:2002.05202), gate and up in one product."""
 
@@ -29,11 +45,10 @@ class GatedMLP:
         names = [prefix + "gate_proj", prefix + "up_proj"]
         self.gate_up = Linear(env, names, hidden, [intermediate, intermediate], bias, cut="rows")
         self.down = Linear(env, prefix + "down_proj", intermediate, hidden, bias, cut="cols")
-        self.activation = ACTIVATIONS[activation]
+        self.activation = gated(activation, env.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(self.activation(gate) * up)
+        return self.down(self.activation(self.gate_up(x)))
 
 
 class PlainMLP:

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from quire.layers.env import Env
 from quire.layers.linear import Linear
-from quire.layers.mlp import ACTIVATIONS, Activation
+from quire.layers.mlp import Activation, gated
 from quire.quant.base import make_matmul
 
 
@@ -40,7 +40,7 @@ class MoE:
         self.parallel = env.parallel
         gate_up, down = _load_experts(env, prefix, names, hidden, intermediate, num_experts)
         kind = LoopedExperts if env.device.type == "cpu" else GroupedExperts
-        self.experts: Experts = kind(gate_up, down, ACTIVATIONS[activation])
+        self.experts: Experts = kind(gate_up, down, gated(activation, env.device))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         probs = self.router(x).float().softmax(-1)  # [tokens, experts]
@@ -77,8 +77,7 @@ class LoopedExperts:
         for expert, count in enumerate(ids.bincount(minlength=len(self.down)).tolist()):
             if count:
                 rows = slice(start, start + count)
-                gate, up = self.gate_up[expert](x[rows]).chunk(2, -1)
-                out[rows] = self.down[expert](self.activation(gate) * up)
+                out[rows] = self.down[expert](self.activation(self.gate_up[expert](x[rows])))
                 start += count
         return out
 
@@ -97,15 +96,14 @@ class GroupedExperts:
         if not self.grouped:
             return self.masked(x, ids)
         ends = torch.searchsorted(ids, self.numbers, right=True).to(torch.int32)  # of each expert's rows
-        gate, up = F.grouped_mm(x, self.gate_up, offs=ends).chunk(2, -1)
-        return F.grouped_mm(self.activation(gate) * up, self.down, offs=ends)
+        gate_up = F.grouped_mm(x, self.gate_up, offs=ends)
+        return F.grouped_mm(self.activation(gate_up), self.down, offs=ends)
 
     def masked(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Exact in any dtype and without a host sync, at the price of `experts` times the work."""
         out = torch.zeros_like(x)
         for expert in range(self.numbers.shape[0]):
-            gate, up = (x @ self.gate_up[expert]).chunk(2, -1)
-            mine = (self.activation(gate) * up) @ self.down[expert]
+            mine = self.activation(x @ self.gate_up[expert]) @ self.down[expert]
             out = torch.where((ids == expert).unsqueeze(-1), mine, out)
         return out
 

@@ -1,7 +1,8 @@
 """Normalisation layers, with the addition of the residual stream folded in.
 
 `norm(x, residual)` returns the normed sum and the sum itself, which is the next residual; a residual of
-None is the beginning of the stream. Back ends with a fused kernel only have to replace this call.
+None is the beginning of the stream. How it is computed is chosen when the layer is built: by the kernels
+of kernels/norm.py, or by plain torch.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from quire.kernels import available
 from quire.layers.env import Env
 
-Rms = Callable[[torch.Tensor], torch.Tensor]
+Norm = Callable[[torch.Tensor], torch.Tensor]  # x -> normed
+AddNorm = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # -> normed sum, sum
 
 
 class RMSNorm:
@@ -21,14 +24,18 @@ class RMSNorm:
 
     def __init__(self, env: Env, name: str, width: int, eps: float) -> None:
         self.weight = self.load(env, name + ".weight", width)
-        self.alone = make_rms(self.weight, width, eps)  # the norm without a residual
+        # the norm without a residual, and with one
+        if available(env.device):
+            self.alone, self.add = fused_rms(self.weight, eps)
+        else:
+            self.alone = make_rms(self.weight, width, eps)
+            self.add = after_add(self.alone)
 
     def load(self, env: Env, name: str, width: int) -> torch.Tensor:
         return load_vector(env, name, width)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        residual = x if residual is None else residual + x
-        return self.alone(residual), residual
+        return (self.alone(x), x) if residual is None else self.add(x, residual)
 
 
 class OffsetRMSNorm(RMSNorm):
@@ -51,7 +58,8 @@ class HeadNorm:
         eps: float,
     ) -> None:
         rows = [norm(env, name, dim, eps).weight.expand(n, dim) for name, n in zip(names, heads)]
-        self.rms = make_rms(torch.cat(rows), dim, eps)
+        self.weight, self.eps = torch.cat(rows), eps  # [q heads + k heads, dim]
+        self.rms = make_rms(self.weight, dim, eps)
 
     def __call__(self, qk: torch.Tensor) -> torch.Tensor:
         return self.rms(qk)  # [tokens, q heads + k heads, dim]
@@ -61,17 +69,47 @@ class LayerNorm:
     """(x - mean) / sqrt(var + eps) * w + b (arXiv:1607.06450)."""
 
     def __init__(self, env: Env, name: str, width: int, eps: float) -> None:
-        self.shape = (width,)
-        self.eps = eps
-        self.weight = load_vector(env, name + ".weight", width)
-        self.bias = load_vector(env, name + ".bias", width)
+        weight = load_vector(env, name + ".weight", width)
+        bias = load_vector(env, name + ".bias", width)
+        if available(env.device):
+            self.alone, self.add = fused_layer_norm(weight, bias, eps)
+        else:
+            self.alone = make_layer_norm(weight, bias, eps)
+            self.add = after_add(self.alone)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        residual = x if residual is None else residual + x
-        return F.layer_norm(residual, self.shape, self.weight, self.bias, self.eps), residual
+        return (self.alone(x), x) if residual is None else self.add(x, residual)
 
 
-def make_rms(weight: torch.Tensor, width: int, eps: float) -> Rms:
+def after_add(norm: Norm) -> AddNorm:
+    """The addition of the residual, then the norm."""
+
+    def add(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        total = residual + x
+        return norm(total), total
+
+    return add
+
+
+def fused_rms(weight: torch.Tensor, eps: float) -> tuple[Norm, AddNorm]:
+    from quire.kernels.norm import add_rms_norm, rms_norm
+
+    return (lambda x: rms_norm(x, weight, eps)), (lambda x, r: add_rms_norm(x, r, weight, eps))
+
+
+def fused_layer_norm(weight: torch.Tensor, bias: torch.Tensor, eps: float) -> tuple[Norm, AddNorm]:
+    from quire.kernels.norm import add_layer_norm, layer_norm
+
+    return (lambda x: layer_norm(x, weight, bias, eps)), (
+        lambda x, r: add_layer_norm(x, r, weight, bias, eps)
+    )
+
+
+def make_layer_norm(weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Norm:
+    return lambda x: F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def make_rms(weight: torch.Tensor, width: int, eps: float) -> Norm:
     """RMS norm over the last dimension, times `weight` [width] or [heads, width], in the quickest form.
 
     A CPU has no fused kernel, and five plain calls beat F.rms_norm's eight (4.6 instead of 7.0 us for a

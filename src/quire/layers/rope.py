@@ -1,19 +1,25 @@
 """Rotary position embeddings (RoFormer, arXiv:2104.09864), with the ways to stretch them.
 
 All angles are computed once, in fp32, for every position that can occur. A step looks its positions up
-once (`lookup`); layers only multiply (`rotate`). Halves are rotated against each other, not
-neighbouring pairs: that is how Hugging Face checkpoints store q and k.
+once (`lookup`); each layer's `RotaryHeads` turns q and k by what was found. Both come in two forms,
+chosen when they are built: kernels/rope.py, which also does the norm of the heads, or plain torch. Halves
+are rotated against each other, not neighbouring pairs: so do Hugging Face checkpoints store q and k.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
+from quire.kernels import available
+from quire.layers.norm import HeadNorm
 from quire.layers.rope_params import RopeParams
 
-Rotation = tuple[torch.Tensor, torch.Tensor]  # cos, sin of one step, each [tokens, 1, dim]
+# One step's angles. Plain: cos and sin, each [tokens, 1, dim]. Fused: positions [tokens], the table.
+Rotation = tuple[torch.Tensor, torch.Tensor]
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v, each [tokens, heads, dim]
 
 
 class Rope:
@@ -26,11 +32,54 @@ class Rope:
         angles = torch.outer(positions, inverse_frequencies(params, dim).to(device))  # [max_len, dim / 2]
         table = torch.cat((angles.cos(), angles.sin()), -1) * params.attention_factor
         self.table = table.to(dtype)  # [max_len, dim]: cos | sin
+        # what RotaryHeads needs of a step's tokens; the kernel reads the table itself
+        self.lookup = self._as_it_is if available(device) else self._expanded
 
-    def lookup(self, positions: torch.Tensor) -> Rotation:
-        """cos and sin for a step's tokens, in the form that `rotate` needs."""
+    def _as_it_is(self, positions: torch.Tensor) -> Rotation:
+        return positions, self.table
+
+    def _expanded(self, positions: torch.Tensor) -> Rotation:
         cos, sin = self.table[positions].unsqueeze(1).chunk(2, -1)
         return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
+class RotaryHeads:
+    """Packed q|k|v of one layer -> q and k, normed if the layer has a norm and rotated, and v.
+
+    The result may be views of the argument, overwritten.
+    """
+
+    def __init__(
+        self, heads: int, kv_heads: int, dim: int, norm: HeadNorm | None, device: torch.device
+    ) -> None:
+        self.dim = dim
+        self.sizes = [heads, kv_heads, kv_heads]
+        self.turned = heads + kv_heads
+        self.norm = norm
+        self.turn = self._fused() if available(device) else self._plain
+
+    def __call__(self, qkv: torch.Tensor, rotation: Rotation) -> Heads:
+        return self.turn(qkv, rotation)  # [tokens, (heads + 2 kv heads) * dim]
+
+    def _plain(self, qkv: torch.Tensor, rotation: Rotation) -> Heads:
+        heads, kv_heads, _ = self.sizes
+        qk, v = qkv.view(qkv.shape[0], -1, self.dim).split([self.turned, kv_heads], 1)
+        if self.norm is not None:
+            qk = self.norm(qk)
+        q, k = rotate(qk, rotation).split([heads, kv_heads], 1)
+        return q, k, v
+
+    def _fused(self) -> Callable[[torch.Tensor, Rotation], Heads]:
+        from quire.kernels.rope import norm_rotate_
+
+        weight, eps = (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
+
+        def turn(qkv: torch.Tensor, rotation: Rotation) -> Heads:
+            norm_rotate_(qkv, *rotation, weight, eps, self.turned)
+            q, k, v = qkv.view(qkv.shape[0], -1, self.dim).split(self.sizes, 1)
+            return q, k, v
+
+        return turn
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:

@@ -17,7 +17,7 @@ from quire.layers.env import Env, Weights
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import HeadNorm, RMSNorm
-from quire.layers.rope import Rope, Rotation, rotate
+from quire.layers.rope import Rope, RotaryHeads, Rotation
 from quire.models.spec import ModelSpec
 
 
@@ -42,28 +42,23 @@ class SelfAttention:
     def __init__(
         self, env: Env, spec: ModelSpec, index: int, prefix: str, norm: type[RMSNorm] = RMSNorm
     ) -> None:
-        dim = self.dim = spec.head_dim
+        dim = spec.head_dim
         heads, kv_heads = spec.num_heads // env.parallel.size, spec.num_kv_heads // env.parallel.size
-        self.sizes = [heads + kv_heads, kv_heads]  # heads that are rotated, heads that are not
-        self.qk_sizes = [heads, kv_heads]
         names = [prefix + "q_proj", prefix + "k_proj", prefix + "v_proj"]
         outs = [spec.num_heads * dim, spec.num_kv_heads * dim, spec.num_kv_heads * dim]
         self.qkv = Linear(env, names, spec.hidden_size, outs, spec.qkv_bias, cut="rows")
         self.o = Linear(env, prefix + "o_proj", outs[0], spec.hidden_size, spec.o_bias, cut="cols")
-        self.qk_norm = None
+        qk_norm = None
         if spec.qk_norm:
             names_qk = (prefix + "q_norm", prefix + "k_norm")
-            self.qk_norm = HeadNorm(norm, env, names_qk, (heads, kv_heads), dim, spec.norm_eps)
+            qk_norm = HeadNorm(norm, env, names_qk, (heads, kv_heads), dim, spec.norm_eps)
+        self.heads = RotaryHeads(heads, kv_heads, dim, qk_norm, env.device)
         self.attention = Attention(
             env, index, heads, kv_heads, dim, spec.query_scale, spec.windows[index], spec.attn_soft_cap
         )
 
     def __call__(self, x: torch.Tensor, rotation: Rotation, batch: ForwardBatch) -> torch.Tensor:
-        qkv = self.qkv(x).view(x.shape[0], -1, self.dim)  # [tokens, heads + 2 kv heads, dim]
-        qk, v = qkv.split(self.sizes, 1)
-        if self.qk_norm is not None:
-            qk = self.qk_norm(qk)
-        q, k = rotate(qk, rotation).split(self.qk_sizes, 1)
+        q, k, v = self.heads(self.qkv(x), rotation)
         return self.o(self.attention(q, k, v, batch))
 
 

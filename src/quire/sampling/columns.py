@@ -72,6 +72,13 @@ class SlotTable:
         self._table.index_copy_(0, packed[:, 0], packed[:, 1:])
         self._staged.clear()
 
+    def int64(self, name: str) -> Tensor:
+        """The device's column [slots], in place for good."""
+        return self._table[:, self._column[name]]
+
+    def float64(self, name: str) -> Tensor:
+        return self._table.view(torch.float64)[:, self._column[name]]
+
     def gather(self, slots: Tensor) -> Gathered:
         return Gathered(self._column, self._table[slots])
 

@@ -3,18 +3,21 @@
 Owns the sampling columns of every slot. Order, as in vLLM: log-probabilities of the raw logits; grammar
 mask; allowed ids, bad words, min tokens, bias, penalties; temperature; min_p, top_k, top_p; draw.
 Which of these a step needs is read from host columns, so unused features cost nothing. No call waits
-for the device, and a row's token depends on that row alone.
+for the device, and a row's token depends on that row alone. Batches without filters are drawn by the
+kernel of kernels/sampling.py where it runs.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels import available
 from quire.sampling.columns import Gathered, SlotTable, TokenColumns, rows_where
 from quire.sampling.filters import FilterFlags, cutoffs
 from quire.sampling.logprobs import Logprobs, score
@@ -24,7 +27,11 @@ from quire.sampling.processors import all_processors
 from quire.types import EngineRequest
 
 _COLUMNS = ("temperature", "top_k", "top_p", "log_min_p", "seed_low", "seed_high")
+_GREEDY = 0.0  # as a temperature
 _NONE = -1  # no log-probabilities wanted
+
+
+Choose = Callable[[Tensor, np.ndarray, Tensor], Tensor]  # logits, slots on the host and device -> tokens
 
 
 @dataclass(slots=True)
@@ -47,6 +54,8 @@ class Sampler:
         self._processed = np.zeros(num_slots, dtype=np.bool_)
         self._logprobs = np.full(num_slots, _NONE, dtype=np.int64)
         self._filters = FilterFlags.empty(num_slots)
+        # the choice for batches without filters
+        self._unfiltered: Choose = self._fused() if available(device) else self._plain
 
     def admit(self, slot: int, request: EngineRequest) -> None:
         """Stage the parameters of the request that takes `slot`, on the host."""
@@ -62,7 +71,7 @@ class Sampler:
         self._table.stage(
             slot,
             {
-                "temperature": 1.0 if params.greedy else float(params.temperature),
+                "temperature": _GREEDY if params.greedy else float(params.temperature),
                 "top_k": max(0, params.top_k),
                 "top_p": float(params.top_p),
                 "log_min_p": math.log(params.min_p) if params.min_p > 0 else -math.inf,
@@ -107,7 +116,19 @@ class Sampler:
         return score(logits, targets, k)
 
     def _choose(self, x: Tensor, slots_host: np.ndarray, slots: Tensor) -> Tensor:
-        """int64 [n]: the greedy choice of every row, overwritten by a draw where one is wanted."""
+        """int32 or int64 [n]."""
+        filtered = self._filters.at(slots_host[~self._greedy[slots_host]]).any
+        return (self._plain if filtered else self._unfiltered)(x, slots_host, slots)
+
+    def _fused(self) -> Choose:
+        from quire.kernels.sampling import choose
+
+        temperature = self._table.float64("temperature")
+        low, high = self._table.int64("seed_low"), self._table.int64("seed_high")
+        return lambda x, _, slots: choose(x, slots, temperature, low, high, self._columns.num_tokens)
+
+    def _plain(self, x: Tensor, slots_host: np.ndarray, slots: Tensor) -> Tensor:
+        """The greedy choice of every row, overwritten by a draw where one is wanted."""
         drawn = ~self._greedy[slots_host]
         if drawn.all():
             return self._draw(x, slots_host, slots)
@@ -143,7 +164,7 @@ class Sampler:
         if (wanted == _NONE).all():
             return None
         rows = rows_where(wanted != _NONE, self._device)
-        part = score(logits[rows], tokens[rows], int(wanted.max()))
+        part = score(logits[rows], tokens[rows].long(), int(wanted.max()))
         if isinstance(rows, slice):
             return part
         ids, values, ranks = (t.new_zeros((len(wanted), *t.shape[1:])) for t in part)

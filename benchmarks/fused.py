@@ -180,9 +180,9 @@ def main() -> None:
             "_launch",
             tuple(map(launch_with, (4, 8, 16, 32))),
             lambda: add_norm(tokens, hidden),
-        )  # noqa: B023
-        sweep(f"rope heads {at}", rope, "_HEADS", (1, 2, 4, 8, 16), lambda: heads(tokens, hidden))  # noqa: B023
-        sweep(f"silu block {at}", activation, "_BLOCK", (512, 1024, 2048, 4096), lambda: silu(tokens, hidden))  # noqa: B023
+        )
+        sweep(f"rope heads {at}", rope, "_HEADS", (1, 2, 4, 8, 16), lambda: heads(tokens, hidden))
+        sweep(f"silu block {at}", activation, "_BLOCK", (512, 1024, 2048, 4096), lambda: silu(tokens, hidden))
     for temperature, rows in itertools.product((0.0, 1.0), (1, 32, 256)):
         at = f"t {temperature} x {rows}"
         sweep(
@@ -191,7 +191,7 @@ def main() -> None:
             "_BLOCK",
             (1024, 2048, 4096, 8192),
             lambda: choice(temperature, rows),
-        )  # noqa: B023
+        )
 
 
 if __name__ == "__main__":

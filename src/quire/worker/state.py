@@ -40,8 +40,8 @@ class SlotState:
 
     def reset_dummy(self) -> None:
         """The dummy is a request of one token, none computed; padding rows must not make it grow."""
-        self.num_tokens[self.dummy] = 1
-        self.num_computed[self.dummy] = 0
+        self.num_tokens[self.dummy :].fill_(1)  # fills, because a captured graph takes nothing from the host
+        self.num_computed[self.dummy :].fill_(0)
 
     def apply(self, plan: StepPlan, staging: Staging) -> None:
         """Bring in what the host decided: new owners of slots, and new pages. One packed copy each."""

@@ -53,6 +53,25 @@ def measure(llm: LLM, work: Workload) -> dict[str, float]:
     }
 
 
+def best(llm: LLM, work: Workload) -> dict[str, object]:
+    """The better of two runs, as the first compiles kernels and captures graphs; the first one's seconds too.
+
+    Prompts of the second are shifted by one token id, so that no prefix is found in the cache.
+    """
+    first = measure(llm, work)
+    second = measure(llm, [([(t + 1) % 1900 for t in ids], n) for ids, n in work])
+    records = list(llm._client.engine.log)[-1000:]
+    host = {
+        name: sorted(getattr(r, name) for r in records)[len(records) // 2]
+        for name in ("schedule_s", "launch_s", "wait_s", "retire_s")
+    }
+    return {
+        **min(first, second, key=lambda r: r["seconds"]),
+        "first_run_s": first["seconds"],
+        "median_step": host,
+    }
+
+
 def run(name: str, tokens: int) -> dict[str, object]:
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()
@@ -66,11 +85,12 @@ def run(name: str, tokens: int) -> dict[str, object]:
         with llm:
             start_s = time.perf_counter() - begin
             measure(llm, single(1900, 8))
-            found = {kind: measure(llm, items) for kind, items in work.items()}
+            found = {kind: best(llm, items) for kind, items in work.items()}
             info = llm.info
     torch.cuda.empty_cache()
     print(f"{name:<14}start {start_s:.1f} s  " + "  ".join(
-        f"{kind} {f['output_tokens_per_s']:,.0f} tok/s ({f['seconds']:.1f} s)" for kind, f in found.items()
+        f"{kind} {f['output_tokens_per_s']:,.0f} tok/s ({f['seconds']:.2f} s, first {f['first_run_s']:.2f} s) "
+        + " ".join(f"{k[:-2]} {v * 1e6:.0f}us" for k, v in f["median_step"].items()) for kind, f in found.items()
     ), flush=True)  # fmt: skip
     return {"model": name, "start_s": start_s, "phases_s": info.phases_s, "pages": info.num_blocks, **found}
 

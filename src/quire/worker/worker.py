@@ -46,7 +46,7 @@ class Worker:
         tokens, rows = self.config.max_num_batched_tokens or 1, self.config.max_num_seqs or 1
         rows = min(rows, tokens)
         per_row = tokens // rows
-        runner = self._make_runner(KVSize(1, per_row, 0, per_row), rows)
+        runner = self._make_runner(KVSize(1, per_row + 1, 0, per_row + 1), rows, graphs=False)
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
@@ -71,9 +71,9 @@ class Worker:
 
     def allocate(self, size: KVSize) -> Runner:
         """The runner, with KV pages of `size` and columns for every slot."""
-        return self._make_runner(size, self.config.max_num_seqs or 1)
+        return self._make_runner(size, self.config.max_num_seqs or 1, self.config.cuda_graphs)
 
-    def _make_runner(self, size: KVSize, num_slots: int) -> Runner:
+    def _make_runner(self, size: KVSize, num_slots: int, graphs: bool) -> Runner:
         model, config, device = self.model, self.config, self.device
         keeps_kv = config.kv_layout != "none"
         first = model.attention_layers[0]
@@ -95,15 +95,15 @@ class Worker:
         sampler = Sampler(state, model.spec.vocab_size, num_slots + 1, device)
         staging = Staging(device, self._depth)
         return Runner(
-            model, self._launcher(builder, state, num_slots), state, sampler, staging, Results(device)
+            model, self._launcher(builder, state, num_slots, graphs), state, sampler, staging, Results(device)
         )
 
-    def _launcher(self, builder: BatchBuilder, state: SlotState, num_slots: int) -> Launcher:
+    def _launcher(self, builder: BatchBuilder, state: SlotState, num_slots: int, graphs: bool) -> Launcher:
         model, device = self.model, self.device
         threads = (
             Threads(model.spec.num_parameters, self.config.cpu_threads) if device.type == "cpu" else None
         )
         eager = Eager(model, builder, threads)
-        if device.type == "cpu" or not self.config.cuda_graphs or not self._backend.capturable:
+        if device.type == "cpu" or not graphs or not self._backend.capturable:
             return eager
         return CudaGraphs(eager, model, builder, state, num_slots, device)

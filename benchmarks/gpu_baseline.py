@@ -53,6 +53,11 @@ def measure(llm: LLM, work: Workload) -> dict[str, float]:
     }
 
 
+def measure_once(llm: LLM, work: Workload) -> dict[str, object]:
+    found = measure(llm, work)
+    return {**found, "first_run_s": found["seconds"], "median_step": {}}
+
+
 def best(llm: LLM, work: Workload) -> dict[str, object]:
     """The better of two runs, as the first compiles kernels and captures graphs; the first one's seconds too.
 
@@ -72,20 +77,22 @@ def best(llm: LLM, work: Workload) -> dict[str, object]:
     }
 
 
-def run(name: str, tokens: int) -> dict[str, object]:
+def run(name: str, tokens: int, eager: bool) -> dict[str, object]:
+    settings = {"attention": "reference", "cuda_graphs": False} if eager else {}
+    rounds = measure_once if eager else best
     with tempfile.TemporaryDirectory() as folder:
         begin = time.perf_counter()
         if name == "demo":
-            llm = LLM("demo", dtype="bfloat16")
+            llm = LLM("demo", **settings)
             work = {"single": single(1900, tokens), "batch": batch(1900, longest=512)}
         else:
             (Path(folder) / "config.json").write_text(json.dumps(SHAPES[name]))
-            llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=4096)
+            llm = LLM(folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=4096, **settings)
             work = {"single": single(100_000, tokens), "batch": batch(100_000)}
         with llm:
             start_s = time.perf_counter() - begin
             measure(llm, single(1900, 8))
-            found = {kind: best(llm, items) for kind, items in work.items()}
+            found = {kind: rounds(llm, items) for kind, items in work.items()}
             info = llm.info
     torch.cuda.empty_cache()
     print(f"{name:<14}start {start_s:.1f} s  " + "  ".join(
@@ -99,11 +106,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--models", nargs="+", default=["demo", "Qwen3-0.6B", "Llama-3.1-8B"])
     parser.add_argument("--tokens", type=int, default=128, help="output tokens of `single`")
+    parser.add_argument(
+        "--eager", action="store_true", help="plain torch attention, no graphs: the baseline; one run each"
+    )
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     results = {"gpu": torch.cuda.get_device_name(0), "torch": torch.__version__, "runs": []}
     for name in args.models:
-        results["runs"].append(run(name, args.tokens))
+        results["runs"].append(run(name, args.tokens, args.eager))
         if args.out:
             args.out.write_text(json.dumps(results, indent=1))
 

@@ -25,13 +25,11 @@ COMPUTE = 777e12  # bf16 operations/s of an 8192^3 product, measured on an H200
 DIM, KV_HEADS, BLOCK_SIZE = 128, 8, 16
 DTYPE = torch.bfloat16
 
-SHORT_TILES = [
-    (128, 4, 4), (128, 4, 6), (128, 8, 4), (128, 8, 6), (64, 4, 4), (64, 4, 6), (64, 4, 8), (64, 2, 4),
-    (64, 2, 6), (64, 2, 8), (32, 2, 6), (32, 2, 8),
-]  # fmt: skip
-LONG_TILES = [
-    (128, 64, 8, 3), (128, 64, 8, 5), (128, 64, 4, 3), (128, 128, 8, 3), (128, 128, 8, 5), (128, 128, 4, 3),
-    (64, 64, 4, 3), (64, 128, 4, 3), (128, 32, 8, 5),
+SHORT_TILES = [(128, 4, 4), (64, 4, 4), (64, 2, 4), (64, 2, 5), (64, 2, 6), (64, 2, 8), (32, 2, 6)]
+LONG_TILES: list[tuple[int, int, int, int, int | None]] = [
+    (128, 64, 8, 3, None), (128, 64, 8, 3, 128), (128, 64, 8, 4, 128), (128, 128, 8, 3, None),
+    (128, 128, 8, 5, None), (128, 32, 8, 3, 128), (128, 32, 8, 5, 128), (64, 64, 4, 3, None),
+    (64, 64, 4, 3, 168), (64, 64, 4, 4, None), (64, 32, 4, 3, 128), (64, 32, 4, 5, 168),
 ]  # fmt: skip
 
 
@@ -62,7 +60,9 @@ class Work:
         heads = KV_HEADS * self.group
         self.operations = 4 * heads * DIM * sum(n * n / 2 for n in self.lens) if self.new > 1 else 0
 
-    def short(self, splits: int | None = None, tile: tuple[int, int, int] | None = None) -> float:
+    def short(
+        self, splits: int | None = None, tile: tuple[int, int, int] | None = None, pdl: bool = True
+    ) -> float:
         if splits is None:
             splits = kernels.num_splits(len(self.lens), KV_HEADS, max(self.lens), DIM, DTYPE.itemsize)
 
@@ -70,12 +70,12 @@ class Work:
             for keys, values in self.kv:
                 kernels.attend_short(
                     self.q, keys, values, self.out, self.seq_lens, None, self.table, DIM**-0.5,
-                    splits=splits, tile=tile,
+                    splits=splits, pdl=pdl, tile=tile,
                 )  # fmt: skip
 
         return seconds(run) / len(self.kv)
 
-    def long(self, tile: tuple[int, int, int, int] | None = None) -> float:
+    def long(self, tile: tuple[int, int, int, int, int | None] | None = None) -> float:
         tokens = max((tile or kernels.long_tile(DIM, DTYPE.itemsize))[0], self.group) // self.group
         tiles = len(self.lens) * -(-self.new // tokens)
 
@@ -124,14 +124,16 @@ def decode(name: str, lens: list[int], sweep: bool, splits: list[int]) -> None:
     for group in (2, 4):
         work = Work(name, lens, 1, group)
         work.report("chosen", work.short())
-        if not sweep or group == 4:
+        if len(lens) == 1:
+            work.report("chosen, without early launch", work.short(pdl=False))
+        if not sweep:
             continue
         times = {}
         for tile in SHORT_TILES:
             for count in splits:
                 if count <= max(lens) // tile[0]:
                     times[f"{tile} x {count}"] = attempt(partial(work.short, count, tile))
-        for label, time_s in sorted(times.items(), key=lambda item: item[1])[:8]:
+        for label, time_s in sorted(times.items(), key=lambda item: item[1])[:6]:
             work.report(label, time_s)
 
 
@@ -167,9 +169,10 @@ def main() -> None:
     rng = random.Random(0)
     decode("256 x 425-1275", [rng.randint(425, 1275) for _ in range(256)], sweep, [1, 2])
     decode("64 x 2048", [2048] * 64, sweep, [1, 2, 4])
-    decode("1 x 4096", [4096], sweep, [16, 32, 64, 128])
+    decode("8 x 2048", [2048] * 8, sweep, [1, 2, 4, 8, 16])
+    decode("1 x 4096", [4096], sweep, [16, 32, 64])
     prefill("prompt 4096", [4096], sweep)
-    prefill("8 prompts 1024", [1024] * 8, False)
+    prefill("8 prompts 1024", [1024] * 8, sweep)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,10 @@ class _Plan:
 class TritonAttention:
     name = "triton"
 
+    def __init__(self) -> None:
+        # Hopper can launch a kernel while the one before it still runs.
+        self._pdl = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (num_blocks, num_kv_heads, block_size, head_dim)
 
@@ -81,7 +85,7 @@ class TritonAttention:
             kernels.attend_short(
                 q, keys, values, out, batch.seq_lens, None if plan.ones else batch.query_start,
                 batch.block_table, layer.scale, layer.window, layer.soft_cap, work.queries,
-                kernels.num_splits(rows, layer.num_kv_heads, plan.max_len, dim, q.element_size()),
+                kernels.num_splits(rows, layer.num_kv_heads, plan.max_len, dim, q.element_size()), self._pdl,
             )  # fmt: skip
         if work.tiles:
             kernels.attend_long(

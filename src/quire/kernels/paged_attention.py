@@ -350,17 +350,17 @@ def attend_long(
     window: int | None = None,
     soft_cap: float | None = None,
     queries: int = 0,
-    tile: tuple[int, int, int, int] | None = None,
+    tile: tuple[int, int, int, int, int | None] | None = None,
 ) -> None:
     """All rows with more than `queries` new tokens, in at most `tiles` tiles of `long_tokens(...)` tokens.
 
     q [tokens, heads, dim] (dim contiguous), out [tokens, heads * dim]. `tile` is (query rows, keys,
-    warps, stages).
+    warps, stages, registers per thread).
     """
     heads, dim = q.shape[1:]
     kv_heads = keys.shape[1]
     group = heads // kv_heads
-    block_m, block_n, warps, stages = tile or long_tile(dim, q.element_size())
+    block_m, block_n, warps, stages, registers = tile or long_tile(dim, q.element_size())
     block_m = max(block_m, triton.next_power_of_2(group))
     factor, cap = _score_factors(scale, soft_cap)
     _long_kernel[(kv_heads, tiles)](
@@ -370,7 +370,7 @@ def attend_long(
         GROUP=group, QUERIES=queries, TOKENS=block_m // group, ROWS=block_m,
         DIM=dim, DIM_PAD=_pad(dim), BLOCK_SIZE=keys.shape[2], BLOCK_N=block_n,
         WINDOW=window is not None, CAPPED=soft_cap is not None,
-        num_warps=warps, num_stages=stages,
+        num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
 
 
@@ -387,13 +387,13 @@ def short_tile(dim: int, itemsize: int) -> tuple[int, int, int]:
     return 32, 4, 3
 
 
-def long_tile(dim: int, itemsize: int) -> tuple[int, int, int, int]:
-    """(query rows, keys, warps, stages) of the long kernel; measured on an H200 (benchmarks/kernels.py)."""
+def long_tile(dim: int, itemsize: int) -> tuple[int, int, int, int, int | None]:
+    """(query rows, keys, warps, stages, registers per thread) of the long kernel; measured likewise."""
     if itemsize == 4:
-        return (64, 32, 8, 2) if _pad(dim) <= 128 else (32, 32, 8, 2)
+        return (64, 32, 8, 2, None) if _pad(dim) <= 128 else (32, 32, 8, 2, None)
     if _pad(dim) <= 128:
-        return 128, 64, 8, 3
-    return 128, 64, 8, 2
+        return 128, 64, 8, 3, 128
+    return 128, 64, 8, 2, None
 
 
 def long_tokens(dim: int, itemsize: int, group: int) -> int:

@@ -63,14 +63,14 @@ def write_kv(
 
 
 @triton.jit
-def _load_rows(base, offsets, inside, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """Rows of DIM numbers at base + offsets, 0 where not `inside` and in the padding of a row."""
+def _load_rows(base, offsets, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """Rows of DIM numbers at base + offsets, with 0 in their padding."""
     dim = tl.arange(0, DIM_PAD)
     at = base + offsets[:, None] + dim[None, :]
     if DIM == DIM_PAD:
-        return tl.load(at, mask=inside[:, None], other=0.0)
+        return tl.load(at)
     else:
-        return tl.load(at, mask=inside[:, None] & (dim < DIM)[None, :], other=0.0)
+        return tl.load(at, mask=(dim < DIM)[None, :], other=0.0)
 
 
 @triton.jit
@@ -85,10 +85,10 @@ def _attend_tile(
     The queries are at positions low_pos .. high_pos: a tile that all of them see whole needs no mask.
     """
     pos = start + tl.arange(0, BLOCK_N)
-    inside = pos < end
-    page = tl.load(table + pos // BLOCK_SIZE, mask=inside, other=0)
-    offsets = page.to(tl.int64) * page_stride + pos % BLOCK_SIZE * token_stride
-    k = _load_rows(keys, offsets, inside, DIM, DIM_PAD)
+    there = tl.minimum(pos, end - 1)  # past the end the last key again: no masked loads, and no query sees it
+    page = tl.load(table + there // BLOCK_SIZE)
+    offsets = page.to(tl.int64) * page_stride + there % BLOCK_SIZE * token_stride
+    k = _load_rows(keys, offsets, DIM, DIM_PAD)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if CAPPED:  # cap * tanh(x), where scale holds the 2 * log2(e) / cap that exp2 needs
         scores = cap - 2.0 * cap / (tl.exp2(scores * scale) + 1.0)
@@ -106,7 +106,7 @@ def _attend_tile(
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(p, 1)
     acc = acc * shrink[:, None]
-    v = _load_rows(values, offsets, inside, DIM, DIM_PAD)
+    v = _load_rows(values, offsets, DIM, DIM_PAD)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     return acc, total, new_top
 
@@ -140,7 +140,7 @@ def _short_kernel(
     if not ONES:
         token = tl.load(query_start + row)
         n = tl.load(query_start + row + 1) - token
-        if n > QUERIES:
+        if (n > QUERIES) | (n == 0):
             return
     seq_len = tl.load(seq_lens + row)
     first, tiles = _key_range(seq_len, n, window, WINDOW, BLOCK_N)
@@ -154,8 +154,9 @@ def _short_kernel(
     query, head = m // GROUP, kv_head * GROUP + m % GROUP
     valid = query < n
     query_pos = seq_len - n + query
-    q_offsets = (token + query).to(tl.int64) * q_token + head * q_head
-    q_tile = _load_rows(q, q_offsets, valid, DIM, DIM_PAD)
+    # A row past the last query repeats it, so that loads need no mask; it is not stored.
+    q_offsets = (token + tl.minimum(query, n - 1)).to(tl.int64) * q_token + head * q_head
+    q_tile = _load_rows(q, q_offsets, DIM, DIM_PAD)
 
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -306,11 +307,12 @@ def _long_kernel(
     old = seq_len - n  # keys before the row's new tokens
 
     m = tl.arange(0, ROWS)
-    query, head = tile + m // GROUP, kv_head * GROUP + m % GROUP
-    valid = (query < n) & (m < TOKENS * GROUP)
-    query_pos = old + query
-    q_offsets = (token + query).to(tl.int64) * q_token + head * q_head
-    q_tile = _load_rows(q, q_offsets, valid, DIM, DIM_PAD)
+    query, head = m // GROUP, kv_head * GROUP + m % GROUP
+    valid = (tile + query < n) & (m < TOKENS * GROUP)
+    query_pos = old + tile + query
+    first = (token + tile).to(tl.int64)  # offsets from the first token fit in 32 bits: fewer registers
+    real = tl.minimum(query, n - 1 - tile)  # a row past the last query repeats it and is not stored
+    q_tile = _load_rows(q + first * q_token, real * q_token + head * q_head, DIM, DIM_PAD)
 
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -330,11 +332,12 @@ def _long_kernel(
             DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, CAPPED,
         )  # fmt: skip
 
-    dim = tl.arange(0, DIM_PAD)
-    at = (token + query).to(tl.int64) * (tl.num_programs(0) * GROUP) + head
+    dim, heads = tl.arange(0, DIM_PAD), tl.num_programs(0) * GROUP
+    to = out + first * heads * DIM
+    at = (query * heads + head) * DIM
     result = acc / total[:, None]
     mask = valid[:, None] & (dim < DIM)[None, :]
-    tl.store(out + at[:, None] * DIM + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
+    tl.store(to + at[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
 def attend_long(

@@ -81,11 +81,14 @@ class TritonAttention:
         group = heads // layer.num_kv_heads
         work = plan.work_for(group, dim, q.element_size())
         if work.any_short:
-            rows = len(plan.num_tokens)
+            reach = plan.max_len if layer.window is None else min(plan.max_len, layer.window)
+            splits = kernels.num_splits(
+                len(plan.num_tokens), layer.num_kv_heads, reach, dim, q.element_size()
+            )
             kernels.attend_short(
                 q, keys, values, out, batch.seq_lens, None if plan.ones else batch.query_start,
                 batch.block_table, layer.scale, layer.window, layer.soft_cap, work.queries,
-                kernels.num_splits(rows, layer.num_kv_heads, plan.max_len, dim, q.element_size()), self._pdl,
+                splits, self._pdl,
             )  # fmt: skip
         if work.tiles:
             kernels.attend_long(

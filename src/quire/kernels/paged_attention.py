@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 
 _LOG2E = 1.4426950408889634
-# A masked score. Finite, so a tile without any visible key makes no NaN: what it adds to the sums is
-# multiplied by exp2(-1e30 - top) = 0 once a visible key is met.
-_MASKED = tl.constexpr(-1.0e30)
+# A masked score. Finite, so that a tile without any visible key makes no NaN: what it adds to the sums is
+# multiplied by exp2(masked - top) = 0 once a visible key is met. A power of two, so that its product with
+# the scale is exact: a fused multiply-subtract of equal scores is then exactly 0.
+_MASKED = tl.constexpr(-(2.0**100))
 _SEARCH = tl.constexpr(256)  # rows looked at at once when the long kernel searches for its row
 
 SHORT_ROWS = 16  # query rows of the short kernel: the least that a matrix unit takes
@@ -238,7 +239,7 @@ def attend_short(
     heads, dim = q.shape[1:]
     rows, kv_heads = seq_lens.shape[0], keys.shape[1]
     group = heads // kv_heads
-    block_n, warps, stages = tile or short_tile(dim, q.element_size())
+    block_n, warps, stages = tile or short_tile(dim, q.element_size(), rows * kv_heads * splits)
     factor, cap = _score_factors(scale, soft_cap)
     ones = query_start is None
     starts = seq_lens if query_start is None else query_start
@@ -380,14 +381,12 @@ def attend_long(
 # ------------------------------------------------------------------------------------ sizes of the work
 
 
-def short_tile(dim: int, itemsize: int) -> tuple[int, int, int]:
+def short_tile(dim: int, itemsize: int, programs: int) -> tuple[int, int, int]:
     """(keys, warps, stages) of the short kernel; measured on an H200 (benchmarks/kernels.py)."""
-    row_bytes = _pad(dim) * itemsize
-    if row_bytes <= 256:
-        return 128, 4, 4
-    if row_bytes <= 512:
-        return 64, 4, 3
-    return 32, 4, 3
+    keys = max(16, min(_TILE_BYTES // (_pad(dim) * itemsize), 128))
+    # With 4 stages the buffers of a program are half as large, and 5 of them fit on a multiprocessor
+    # instead of 3. That pays when it saves a second, nearly empty wave of programs.
+    return keys, 2, 4 if 3 * _SMS < programs <= 5 * _SMS else 5
 
 
 def long_tile(dim: int, itemsize: int) -> tuple[int, int, int, int, int | None]:
@@ -407,14 +406,15 @@ def long_tokens(dim: int, itemsize: int, group: int) -> int:
 def num_splits(rows: int, kv_heads: int, max_len: int, dim: int, itemsize: int) -> int:
     """Programs per row and KV head: enough to fill the device, a power of two so that few kernels exist."""
     programs = rows * kv_heads
-    if programs >= _FULL:
+    if programs >= 2 * _SMS:
         return 1
-    tiles = triton.cdiv(max_len, short_tile(dim, itemsize)[0])
-    wanted = min(triton.cdiv(_FULL, programs), tiles, _MAX_SPLITS)
+    tiles = triton.cdiv(max_len, short_tile(dim, itemsize, programs)[0])
+    wanted = max(1, min(triton.cdiv(2 * _SMS, programs), tiles, _MAX_SPLITS))
     return 1 << (wanted.bit_length() - 1)
 
 
-_FULL = 264  # two programs for each of 132 multiprocessors
+_SMS = 132  # multiprocessors
+_TILE_BYTES = 16384  # of the keys, and of the values, that one step of the short kernel reads
 _MAX_SPLITS = 64
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -113,8 +114,10 @@ def seconds(run: Callable[[], object], replays: int = 12) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run()
-    for _ in range(3):
+    warm = time.perf_counter() + 0.05  # clocks rise under load
+    while time.perf_counter() < warm:
         graph.replay()
+        torch.cuda.synchronize()
     times = []
     for _ in range(replays):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

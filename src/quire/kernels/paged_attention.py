@@ -383,7 +383,10 @@ def attend_long(
 
 def short_tile(dim: int, itemsize: int, programs: int) -> tuple[int, int, int]:
     """(keys, warps, stages) of the short kernel; measured on an H200 (benchmarks/kernels.py)."""
-    keys = max(16, min(_TILE_BYTES // (_pad(dim) * itemsize), 128))
+    row_bytes = _pad(dim) * itemsize
+    if row_bytes == 512:
+        return 64, 4, 4
+    keys = max(16, min(_TILE_BYTES // row_bytes, 128))
     # With 4 stages the buffers of a program are half as large, and 5 of them fit on a multiprocessor
     # instead of 3. That pays when it saves a second, nearly empty wave of programs.
     return keys, 2, 4 if 3 * _SMS < programs <= 5 * _SMS else 5
@@ -393,9 +396,9 @@ def long_tile(dim: int, itemsize: int) -> tuple[int, int, int, int, int | None]:
     """(query rows, keys, warps, stages, registers per thread) of the long kernel; measured likewise."""
     if itemsize == 4:
         return (64, 32, 8, 2, None) if _pad(dim) <= 128 else (32, 32, 8, 2, None)
-    if _pad(dim) <= 128:
-        return 128, 64, 8, 3, 128
-    return 128, 64, 8, 2, None
+    if _pad(dim) <= 128:  # so few registers that two programs fit on a multiprocessor: one multiplies
+        return 128, 64, 8, 3, 128  # while the other takes exponents
+    return 128, 64, 8, 3, None
 
 
 def long_tokens(dim: int, itemsize: int, group: int) -> int:

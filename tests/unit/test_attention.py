@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from quire.attention.reference import ReferenceAttention
+from quire.build import pick_attention
+from quire.types import ConfigError
 from ragged import Layer, check, make_case
 
 
@@ -43,3 +45,11 @@ def test_reference_agrees_with_attention_written_out(seed: int) -> None:
 def test_reference_on_the_gpu(seed: int) -> None:
     torch.backends.cuda.matmul.allow_tf32 = False
     compare(seed, "cuda")
+
+
+def test_a_cpu_gets_the_reference_and_triton_only_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert pick_attention("auto", cpu).name == "reference"
+    with pytest.raises(ConfigError, match="attention triton"):
+        pick_attention("triton", cpu)

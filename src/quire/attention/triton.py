@@ -53,6 +53,10 @@ class TritonAttention:
     name = "triton"
     capturable = True
 
+    def __init__(self) -> None:
+        # Hopper can launch a kernel while the one before it still runs.
+        self._pdl = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (num_blocks, num_kv_heads, block_size, head_dim)
 
@@ -78,11 +82,14 @@ class TritonAttention:
         group = heads // layer.num_kv_heads
         work = plan.work_for(group, dim, q.element_size())
         if work.any_short:
-            rows = len(plan.num_tokens)
+            reach = plan.max_len if layer.window is None else min(plan.max_len, layer.window)
+            splits = kernels.num_splits(
+                len(plan.num_tokens), layer.num_kv_heads, reach, dim, q.element_size()
+            )
             kernels.attend_short(
                 q, keys, values, out, batch.seq_lens, None if plan.ones else batch.query_start,
                 batch.block_table, layer.scale, layer.window, layer.soft_cap, work.queries,
-                kernels.num_splits(rows, layer.num_kv_heads, plan.max_len, dim, q.element_size()),
+                splits, self._pdl,
             )  # fmt: skip
         if work.tiles:
             kernels.attend_long(

@@ -85,9 +85,10 @@ def _plan(config: EngineConfig) -> None:
         f"{device}: {_why(config.device, 'a GPU is there' if device.type == 'cuda' else 'no GPU is there')}",
     )
     _row("dtype", f"{str(dtype)[6:]}: {_why(config.dtype, f'the checkpoint is {spec.dtype}')}")
+    backend = pick_attention(config.attention, device).name
     _row(
         "attention",
-        f"{pick_attention(config.attention, device).name}: {_why(config.attention, 'plain torch')}",
+        f"{backend}: {_why(config.attention, 'plain torch' if backend == 'reference' else 'a GPU is there')}",
     )
     for name in (
         "batching",

@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 
 _LOG2E = 1.4426950408889634
-# A masked score. Finite, so a tile without any visible key makes no NaN: what it adds to the sums is
-# multiplied by exp2(-1e30 - top) = 0 once a visible key is met.
-_MASKED = tl.constexpr(-1.0e30)
+# A masked score. Finite, so that a tile without any visible key makes no NaN: what it adds to the sums is
+# multiplied by exp2(masked - top) = 0 once a visible key is met. A power of two, so that its product with
+# the scale is exact: a fused multiply-subtract of equal scores is then exactly 0.
+_MASKED = tl.constexpr(-(2.0**100))
 _SEARCH = tl.constexpr(256)  # rows looked at at once when the long kernel searches for its row
 
 SHORT_ROWS = 16  # query rows of the short kernel: the least that a matrix unit takes
@@ -63,50 +64,50 @@ def write_kv(
 
 
 @triton.jit
-def _load_rows(
-    base, offsets, inside, DIM: tl.constexpr, DIM_PAD: tl.constexpr, MASKED: tl.constexpr
-):  # fmt: skip
-    """Rows of DIM numbers at base + offsets, 0 where not `inside` and in the padding of a row."""
+def _load_rows(base, offsets, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """Rows of DIM numbers at base + offsets, with 0 in their padding."""
     dim = tl.arange(0, DIM_PAD)
     at = base + offsets[:, None] + dim[None, :]
-    if DIM != DIM_PAD:
-        return tl.load(at, mask=inside[:, None] & (dim < DIM)[None, :], other=0.0)
-    elif MASKED:
-        return tl.load(at, mask=inside[:, None], other=0.0)
-    else:
+    if DIM == DIM_PAD:
         return tl.load(at)
+    else:
+        return tl.load(at, mask=(dim < DIM)[None, :], other=0.0)
 
 
 @triton.jit
 def _attend_tile(
-    acc, total, top, q, query_pos, start, end, keys, values, table, scale, cap, window,
+    acc, total, top, q, query_pos, low_pos, high_pos, start, end, keys, values, table, scale, cap, window,
     page_stride, token_stride,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    MASKED: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the keys start .. start + BLOCK_N; `table` is the row's, keys and values the head's."""
+    """Online softmax over the keys start .. start + BLOCK_N; `table` is the row's, keys and values the head's.
+
+    The queries are at positions low_pos .. high_pos: a tile that all of them see whole needs no mask.
+    """
     pos = start + tl.arange(0, BLOCK_N)
-    inside = pos < end
-    if MASKED:
-        page = tl.load(table + pos // BLOCK_SIZE, mask=inside, other=0)
-    else:
-        page = tl.load(table + pos // BLOCK_SIZE)
-    offsets = page.to(tl.int64) * page_stride + pos % BLOCK_SIZE * token_stride
-    k = _load_rows(keys, offsets, inside, DIM, DIM_PAD, MASKED)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-    if CAPPED:  # cap * tanh(x), where scale already holds the 2 * log2(e) / cap of exp2
-        scores = cap - 2.0 * cap / (tl.exp2(scores) + 1.0)
-    if MASKED:
+    there = tl.minimum(pos, end - 1)  # past the end the last key again: no masked loads, and no query sees it
+    page = tl.load(table + there // BLOCK_SIZE)
+    offsets = page.to(tl.int64) * page_stride + there % BLOCK_SIZE * token_stride
+    k = _load_rows(keys, offsets, DIM, DIM_PAD)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if CAPPED:  # cap * tanh(x), where scale holds the 2 * log2(e) / cap that exp2 needs
+        scores = cap - 2.0 * cap / (tl.exp2(scores * scale) + 1.0)
+        scale = 1.0
+    edge = start + BLOCK_N - 1 > low_pos
+    if WINDOW:
+        edge |= start <= high_pos - window
+    if edge:
         visible = pos[None, :] <= query_pos[:, None]
         if WINDOW:
             visible &= pos[None, :] > query_pos[:, None] - window
         scores = tl.where(visible, scores, _MASKED)
-    new_top = tl.maximum(top, tl.max(scores, 1))
-    p = tl.exp2(scores - new_top[:, None])
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+    p = tl.exp2(scores * scale - new_top[:, None])
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(p, 1)
     acc = acc * shrink[:, None]
-    v = _load_rows(values, offsets, inside, DIM, DIM_PAD, MASKED)
+    v = _load_rows(values, offsets, DIM, DIM_PAD)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     return acc, total, new_top
 
@@ -129,16 +130,18 @@ def _short_kernel(
     q_token, q_head, page_stride, head_stride, token_stride, table_row, scale, cap, window, splits,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    ONES: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    ONES: tl.constexpr, SPLIT: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads, rows, splits). ONES: every row has one token, and query_start is not read."""
     kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if PDL and SPLIT:  # the merge may be launched now; it waits for this kernel's end before it reads
+        tl.extra.cuda.gdc_launch_dependents()
     heads = tl.num_programs(0) * GROUP
     token, n = row, 1
     if not ONES:
         token = tl.load(query_start + row)
         n = tl.load(query_start + row + 1) - token
-        if n > QUERIES:
+        if (n > QUERIES) | (n == 0):
             return
     seq_len = tl.load(seq_lens + row)
     first, tiles = _key_range(seq_len, n, window, WINDOW, BLOCK_N)
@@ -146,16 +149,15 @@ def _short_kernel(
     if SPLIT:
         each = tl.cdiv(tiles, splits) * BLOCK_N
         begin = first + split * each
-        end = tl.minimum(begin + each, seq_len)
-        if begin >= end:
-            return
+        end = tl.minimum(begin + each, seq_len)  # surplus splits have no keys; they add 0 to the merge
 
     m = tl.arange(0, ROWS)
     query, head = m // GROUP, kv_head * GROUP + m % GROUP
     valid = query < n
     query_pos = seq_len - n + query
-    q_offsets = (token + query).to(tl.int64) * q_token + head * q_head
-    q_tile = _load_rows(q, q_offsets, valid, DIM, DIM_PAD, True)
+    # A row past the last query repeats it, so that loads need no mask; it is not stored.
+    q_offsets = (token + tl.minimum(query, n - 1)).to(tl.int64) * q_token + head * q_head
+    q_tile = _load_rows(q, q_offsets, DIM, DIM_PAD)
 
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -165,9 +167,9 @@ def _short_kernel(
     row_table = table + row.to(tl.int64) * table_row
     for start in range(begin, end, BLOCK_N):
         acc, total, top = _attend_tile(
-            acc, total, top, q_tile, query_pos, start, end, head_keys, head_values, row_table, scale, cap,
-            window, page_stride, token_stride,
-            DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, True, WINDOW, CAPPED,
+            acc, total, top, q_tile, query_pos, seq_len - n, seq_len - 1, start, end, head_keys, head_values,
+            row_table, scale, cap, window, page_stride, token_stride,
+            DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, CAPPED,
         )  # fmt: skip
 
     dim = tl.arange(0, DIM_PAD)
@@ -185,27 +187,25 @@ def _short_kernel(
 
 @triton.jit
 def _merge_kernel(
-    sums, stats, out, seq_lens, query_start, window, splits,
-    QUERIES: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_N: tl.constexpr,
-    SPLITS_PAD: tl.constexpr, ONES: tl.constexpr, WINDOW: tl.constexpr,
+    sums, stats, out, query_start, splits,
+    QUERIES: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
+    ONES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, rows, QUERIES): weighs the splits of one query by their top scores."""
     head, row, query = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token, n = row, 1
+    token = row
     if not ONES:
         token = tl.load(query_start + row)
         n = tl.load(query_start + row + 1) - token
         if (n > QUERIES) | (query >= n):
             return
-    seq_len = tl.load(seq_lens + row)
-    first, tiles = _key_range(seq_len, n, window, WINDOW, BLOCK_N)
-    each = tl.cdiv(tiles, splits) * BLOCK_N
-    split = tl.arange(0, SPLITS_PAD)
-    used = (first + split * each < seq_len) & (split < splits)
     heads = tl.num_programs(0)
+    split = tl.arange(0, SPLITS_PAD)
     at = ((row * QUERIES + query) * heads + head) * splits + split
     dim = tl.arange(0, DIM_PAD)
-    real = dim < DIM
+    used, real = split < splits, dim < DIM
+    if PDL:
+        tl.extra.cuda.gdc_wait()
     parts = tl.load(sums + at[:, None] * DIM + dim[None, :], mask=used[:, None] & real[None, :], other=0.0)
     total = tl.load(stats + at * 2, mask=used, other=0.0)
     top = tl.load(stats + at * 2 + 1, mask=used, other=_MASKED)
@@ -229,6 +229,7 @@ def attend_short(
     soft_cap: float | None = None,
     queries: int = 1,
     splits: int = 1,
+    pdl: bool = False,
     tile: tuple[int, int, int] | None = None,
 ) -> None:
     """All rows with at most `queries` new tokens; query_start None: every row has exactly one token.
@@ -238,7 +239,7 @@ def attend_short(
     heads, dim = q.shape[1:]
     rows, kv_heads = seq_lens.shape[0], keys.shape[1]
     group = heads // kv_heads
-    block_n, warps, stages = tile or short_tile(dim, q.element_size())
+    block_n, warps, stages = tile or short_tile(dim, q.element_size(), rows * kv_heads * splits)
     factor, cap = _score_factors(scale, soft_cap)
     ones = query_start is None
     starts = seq_lens if query_start is None else query_start
@@ -254,14 +255,13 @@ def attend_short(
         GROUP=group, QUERIES=queries, ROWS=max(SHORT_ROWS, triton.next_power_of_2(group * queries)),
         DIM=dim, DIM_PAD=_pad(dim), BLOCK_SIZE=keys.shape[2], BLOCK_N=block_n,
         ONES=ones, SPLIT=splits > 1, WINDOW=window is not None, CAPPED=soft_cap is not None,
-        num_warps=warps, num_stages=stages,
+        PDL=pdl, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(heads, rows, queries)](
-            sums, stats, out, seq_lens, starts, window or 0, splits,
-            QUERIES=queries, DIM=dim, DIM_PAD=_pad(dim), BLOCK_N=block_n,
-            SPLITS_PAD=triton.next_power_of_2(splits), ONES=ones, WINDOW=window is not None,
-            num_warps=4,
+            sums, stats, out, starts, splits,
+            QUERIES=queries, DIM=dim, DIM_PAD=_pad(dim), SPLITS_PAD=triton.next_power_of_2(splits),
+            ONES=ones, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
 
 
@@ -308,11 +308,12 @@ def _long_kernel(
     old = seq_len - n  # keys before the row's new tokens
 
     m = tl.arange(0, ROWS)
-    query, head = tile + m // GROUP, kv_head * GROUP + m % GROUP
-    valid = (query < n) & (m < TOKENS * GROUP)
-    query_pos = old + query
-    q_offsets = (token + query).to(tl.int64) * q_token + head * q_head
-    q_tile = _load_rows(q, q_offsets, valid, DIM, DIM_PAD, True)
+    query, head = m // GROUP, kv_head * GROUP + m % GROUP
+    valid = (tile + query < n) & (m < TOKENS * GROUP)
+    query_pos = old + tile + query
+    first = (token + tile).to(tl.int64)  # offsets from the first token fit in 32 bits: fewer registers
+    real = tl.minimum(query, n - 1 - tile)  # a row past the last query repeats it and is not stored
+    q_tile = _load_rows(q + first * q_token, real * q_token + head * q_head, DIM, DIM_PAD)
 
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -321,31 +322,23 @@ def _long_kernel(
     head_values = values + kv_head.to(tl.int64) * head_stride
     row_table = table + row.to(tl.int64) * table_row
 
-    # keys:   0 ........ whole | ...... end        Below `whole` every query of the tile sees every key;
-    #         no mask          | causal mask       with a window all tiles are masked.
+    begin, low_pos = 0, old + tile
     end = old + tl.minimum(tile + TOKENS, n)
-    whole = (old + tile + 1) // BLOCK_N * BLOCK_N
     if WINDOW:
-        whole = tl.maximum(old + tile + 1 - window, 0) // BLOCK_N * BLOCK_N
-    else:
-        for start in range(0, whole, BLOCK_N):
-            acc, total, top = _attend_tile(
-                acc, total, top, q_tile, query_pos, start, end, head_keys, head_values, row_table, scale,
-                cap, window, page_stride, token_stride,
-                DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, False, WINDOW, CAPPED,
-            )  # fmt: skip
-    for start in range(whole, end, BLOCK_N):
+        begin = tl.maximum(low_pos + 1 - window, 0) // BLOCK_N * BLOCK_N
+    for start in range(begin, end, BLOCK_N):
         acc, total, top = _attend_tile(
-            acc, total, top, q_tile, query_pos, start, end, head_keys, head_values, row_table, scale,
-            cap, window, page_stride, token_stride,
-            DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, True, WINDOW, CAPPED,
+            acc, total, top, q_tile, query_pos, low_pos, end - 1, start, end, head_keys, head_values,
+            row_table, scale, cap, window, page_stride, token_stride,
+            DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, CAPPED,
         )  # fmt: skip
 
-    dim = tl.arange(0, DIM_PAD)
-    at = (token + query).to(tl.int64) * (tl.num_programs(0) * GROUP) + head
+    dim, heads = tl.arange(0, DIM_PAD), tl.num_programs(0) * GROUP
+    to = out + first * heads * DIM
+    at = (query * heads + head) * DIM
     result = acc / total[:, None]
     mask = valid[:, None] & (dim < DIM)[None, :]
-    tl.store(out + at[:, None] * DIM + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
+    tl.store(to + at[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
 def attend_long(
@@ -361,17 +354,17 @@ def attend_long(
     window: int | None = None,
     soft_cap: float | None = None,
     queries: int = 0,
-    tile: tuple[int, int, int, int] | None = None,
+    tile: tuple[int, int, int, int, int | None] | None = None,
 ) -> None:
     """All rows with more than `queries` new tokens, in at most `tiles` tiles of `long_tokens(...)` tokens.
 
     q [tokens, heads, dim] (dim contiguous), out [tokens, heads * dim]. `tile` is (query rows, keys,
-    warps, stages).
+    warps, stages, registers per thread).
     """
     heads, dim = q.shape[1:]
     kv_heads = keys.shape[1]
     group = heads // kv_heads
-    block_m, block_n, warps, stages = tile or long_tile(dim, q.element_size())
+    block_m, block_n, warps, stages, registers = tile or long_tile(dim, q.element_size())
     block_m = max(block_m, triton.next_power_of_2(group))
     factor, cap = _score_factors(scale, soft_cap)
     _long_kernel[(kv_heads, tiles)](
@@ -381,30 +374,31 @@ def attend_long(
         GROUP=group, QUERIES=queries, TOKENS=block_m // group, ROWS=block_m,
         DIM=dim, DIM_PAD=_pad(dim), BLOCK_SIZE=keys.shape[2], BLOCK_N=block_n,
         WINDOW=window is not None, CAPPED=soft_cap is not None,
-        num_warps=warps, num_stages=stages,
+        num_warps=warps, num_stages=stages, maxnreg=registers,
     )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------ sizes of the work
 
 
-def short_tile(dim: int, itemsize: int) -> tuple[int, int, int]:
+def short_tile(dim: int, itemsize: int, programs: int) -> tuple[int, int, int]:
     """(keys, warps, stages) of the short kernel; measured on an H200 (benchmarks/kernels.py)."""
     row_bytes = _pad(dim) * itemsize
-    if row_bytes <= 256:
-        return 128, 4, 4
-    if row_bytes <= 512:
-        return 64, 4, 3
-    return 32, 4, 3
+    if row_bytes == 512:
+        return 64, 4, 4
+    keys = max(16, min(_TILE_BYTES // row_bytes, 128))
+    # With 4 stages the buffers of a program are half as large, and 5 of them fit on a multiprocessor
+    # instead of 3. That pays when it saves a second, nearly empty wave of programs.
+    return keys, 2, 4 if 3 * _SMS < programs <= 5 * _SMS else 5
 
 
-def long_tile(dim: int, itemsize: int) -> tuple[int, int, int, int]:
-    """(query rows, keys, warps, stages) of the long kernel; measured on an H200 (benchmarks/kernels.py)."""
+def long_tile(dim: int, itemsize: int) -> tuple[int, int, int, int, int | None]:
+    """(query rows, keys, warps, stages, registers per thread) of the long kernel; measured likewise."""
     if itemsize == 4:
-        return (64, 32, 8, 2) if _pad(dim) <= 128 else (32, 32, 8, 2)
-    if _pad(dim) <= 128:
-        return 128, 64, 8, 3
-    return 128, 64, 8, 2
+        return (64, 32, 8, 2, None) if _pad(dim) <= 128 else (32, 32, 8, 2, None)
+    if _pad(dim) <= 128:  # so few registers that two programs fit on a multiprocessor: one multiplies
+        return 128, 64, 8, 3, 128  # while the other takes exponents
+    return 128, 64, 8, 3, None
 
 
 def long_tokens(dim: int, itemsize: int, group: int) -> int:
@@ -415,14 +409,15 @@ def long_tokens(dim: int, itemsize: int, group: int) -> int:
 def num_splits(rows: int, kv_heads: int, max_len: int, dim: int, itemsize: int) -> int:
     """Programs per row and KV head: enough to fill the device, a power of two so that few kernels exist."""
     programs = rows * kv_heads
-    if programs >= _FULL:
+    if programs >= 2 * _SMS:
         return 1
-    tiles = triton.cdiv(max_len, short_tile(dim, itemsize)[0])
-    wanted = min(triton.cdiv(_FULL, programs), tiles, _MAX_SPLITS)
+    tiles = triton.cdiv(max_len, short_tile(dim, itemsize, programs)[0])
+    wanted = max(1, min(triton.cdiv(2 * _SMS, programs), tiles, _MAX_SPLITS))
     return 1 << (wanted.bit_length() - 1)
 
 
-_FULL = 264  # two programs for each of 132 multiprocessors
+_SMS = 132  # multiprocessors
+_TILE_BYTES = 16384  # of the keys, and of the values, that one step of the short kernel reads
 _MAX_SPLITS = 64
 
 

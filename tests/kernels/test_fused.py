@@ -257,7 +257,7 @@ def test_everything_can_be_captured() -> None:
     table = Rope(RopeParams(theta=10000.0), 128, 64, device, dtype).table
     positions = torch.arange(8, device=device)
     sampler = sampler_of([0.0, 1.0] * 4, 1024, device)
-    slots = torch.arange(8, device=device)
+    slots_host, slots = np.arange(8, dtype=np.int32), torch.arange(8, device=device)
     choose = sampler._with_kernel()
 
     def everything() -> tuple[Tensor, ...]:
@@ -268,7 +268,7 @@ def test_everything_can_be_captured() -> None:
         qkv = torch.cat((lonely, again), 1)
         rope.norm_rotate_(qkv, positions, table, None, 0.0, 12)
         out = activation.gated(qkv, "silu")
-        return qkv, out, choose(out, np.empty(0), slots)
+        return qkv, out, choose(out, slots_host, slots)
 
     everything()
     torch.cuda.synchronize()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 from collections.abc import Callable, Iterator
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -158,6 +159,9 @@ def launch_with(elements: int) -> Callable[[int], dict[str, int]]:
     return launch
 
 
+LAUNCHES = tuple(map(launch_with, (4, 8, 16, 32)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sweep", action="store_true")
@@ -172,26 +176,16 @@ def main() -> None:
         )
     if not args.sweep:
         return
-    for hidden, tokens in itertools.product((1024, 4096), (1, 256, 2048)):
-        at = f"{hidden} x {tokens}"
-        sweep(
-            f"norm {at}",
-            norm,
-            "_launch",
-            tuple(map(launch_with, (4, 8, 16, 32))),
-            lambda: add_norm(tokens, hidden),
-        )
-        sweep(f"rope heads {at}", rope, "_HEADS", (1, 2, 4, 8, 16), lambda: heads(tokens, hidden))
-        sweep(f"silu block {at}", activation, "_BLOCK", (512, 1024, 2048, 4096), lambda: silu(tokens, hidden))
+    for width, tokens in itertools.product((1024, 4096), (1, 256, 2048)):
+        at = f"{width} x {tokens}"
+        sweep(f"norm {at}", norm, "_launch", LAUNCHES, partial(add_norm, tokens, width))
+        sweep(f"rope heads {at}", rope, "_HEADS", (2, 4, 8, 16), partial(heads, tokens, width))
+        sweep(f"silu block {at}", activation, "_BLOCK", (512, 1024, 2048), partial(silu, tokens, width))
     for temperature, rows in itertools.product((0.0, 1.0), (1, 32, 256)):
-        at = f"t {temperature} x {rows}"
-        sweep(
-            f"choice block {at}",
-            sampling,
-            "_BLOCK",
-            (1024, 2048, 4096, 8192),
-            lambda: choice(temperature, rows),
-        )
+        at, make = f"t {temperature} x {rows}", partial(choice, temperature, rows)
+        sweep(f"choice block {at}", sampling, "_BLOCK", (512, 1024, 2048, 4096), make)
+        sweep(f"choice warps {at}", sampling, "_WARPS", (2, 4, 8), make)
+        sweep(f"choice rounds {at}", sampling, "_MOST_ROUNDS", (1, 4, 16, 64), make)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def values(*shape: int, device: torch.device, dtype: torch.dtype, seed: int = 0)
 
 
 def assert_close(got: Tensor, wanted: Tensor, equal: bool = False) -> None:
-    """Equal, or different by a rounding here and there."""
+    """Equal, or different by a rounding here and there (and in the tails of gelu, where torch cancels)."""
     assert got.dtype == wanted.dtype and got.shape == wanted.shape
     ulp = torch.finfo(wanted.dtype).eps
     if got.device == CPU and wanted.dtype == torch.bfloat16:  # the interpreter cuts it off, unrounded
@@ -54,7 +54,9 @@ def assert_close(got: Tensor, wanted: Tensor, equal: bool = False) -> None:
         assert torch.equal(got, wanted)
     else:
         torch.testing.assert_close(got.float(), wanted.float(), rtol=2 * ulp, atol=16 * ulp)
-        assert wanted.dtype == torch.float32 or (got != wanted).sum() <= 2 + wanted.numel() // 20
+        assert (
+            wanted.dtype == torch.float32 or (got - wanted).abs().gt(1e-5).sum() <= 1 + wanted.numel() // 50
+        )
 
 
 # ------------------------------------------------------------------------------------------- norms
@@ -175,7 +177,7 @@ def test_choice(device: torch.device, dtype: torch.dtype, vocab: int, mix: list[
     logits = 3 * values(len(temperatures), vocab, device=device, dtype=dtype)
     order = np.random.default_rng(1).permutation(len(temperatures)).astype(np.int32)
     slots = torch.from_numpy(order).to(device, torch.int64)
-    got = sampler._fused()(logits, order, slots)
+    got = sampler._with_kernel()(logits, order, slots)
     wanted = sampler._plain(logits, order, slots)
     # float32 noise differs in its last bits, so two scores that are that close may swap
     differ = (got != wanted).nonzero().flatten()
@@ -203,8 +205,26 @@ def test_choice_among_special_values(
     sampler = sampler_of([temperature] * len(rows), vocab, device)
     slots_host = np.arange(len(rows), dtype=np.int32)
     slots = torch.from_numpy(slots_host).to(device, torch.int64)
-    got = sampler._fused()(logits, slots_host, slots).tolist()
+    got = sampler._with_kernel()(logits, slots_host, slots).tolist()
     assert got == sampler._plain(logits, slots_host, slots).tolist()
+
+
+@pytest.mark.parametrize(("device", "dtype", "vocab"), VOCABS)
+def test_a_token_does_not_depend_on_the_batch(
+    device: torch.device, dtype: torch.dtype, vocab: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone, and in a batch so large that a program takes several blocks in turn."""
+    rows, alone = (8 if device == CPU else 256), 8
+    sampler = sampler_of([0.0, 0.8, 1.5, 1.0] * (rows // 4), vocab, device)
+    logits = values(rows, vocab, device=device, dtype=dtype)
+    order = np.arange(rows, dtype=np.int32)
+    slots = torch.from_numpy(order).to(device, torch.int64)
+    choose = sampler._with_kernel()
+    wanted = [choose(logits[i : i + 1], order[i : i + 1], slots[i : i + 1]) for i in range(alone)]
+    monkeypatch.setattr(sampling, "_PROGRAMS", 3)
+    for rounds in (2, 16):
+        monkeypatch.setattr(sampling, "_MOST_ROUNDS", rounds)
+        assert torch.equal(choose(logits, order, slots)[:alone], torch.cat(wanted))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="reads what the interpreter computes")
@@ -218,10 +238,10 @@ def test_noise_near_its_ends() -> None:
         at = tl.arange(0, SIZE)
         tl.store(out + at, sampling._log1p_of_minus(tl.load(u + at)))
 
-    u = torch.tensor([2.0**-32, 1e-9, 3e-8, 5.96e-8, 1e-7, 1e-3, 0.5, 1 - 2.0**-24])
+    u = torch.tensor([2.0**-32, 1e-8, 1e-7, 1e-3, 0.1249, 0.1251, 0.5, 1 - 2.0**-24])
     out = torch.empty_like(u)
     of_array[(1,)](u, out, SIZE=8)
-    torch.testing.assert_close(out.double(), torch.log1p(-u.double()), rtol=3e-7, atol=0)
+    torch.testing.assert_close(out.double(), torch.log1p(-u.double()), rtol=5e-7, atol=0)
 
 
 # ---------------------------------------------------------------------------------------- captured
@@ -237,8 +257,8 @@ def test_everything_can_be_captured() -> None:
     table = Rope(RopeParams(theta=10000.0), 128, 64, device, dtype).table
     positions = torch.arange(8, device=device)
     sampler = sampler_of([0.0, 1.0] * 4, 1024, device)
-    slots = torch.arange(8, device=device)
-    choose = sampler._fused()
+    slots_host, slots = np.arange(8, dtype=np.int32), torch.arange(8, device=device)
+    choose = sampler._with_kernel()
 
     def everything() -> tuple[Tensor, ...]:
         normed, total = norm.add_rms_norm(x, residual, weight, 1e-6)
@@ -248,7 +268,7 @@ def test_everything_can_be_captured() -> None:
         qkv = torch.cat((lonely, again), 1)
         rope.norm_rotate_(qkv, positions, table, None, 0.0, 12)
         out = activation.gated(qkv, "silu")
-        return qkv, out, choose(out, np.empty(0), slots)
+        return qkv, out, choose(out, slots_host, slots)
 
     everything()
     torch.cuda.synchronize()

@@ -46,6 +46,10 @@ class FilterFlags:
         return FilterFlags(self.top_k[index], self.top_p[index], self.min_p[index])
 
     @property
+    def used(self) -> np.ndarray:
+        return (self.top_k > 0) | self.top_p | self.min_p
+
+    @property
     def any(self) -> bool:
         return bool(self.top_k.any() or self.top_p.any() or self.min_p.any())
 

@@ -3,7 +3,7 @@
 Owns the sampling columns of every slot. Order, as in vLLM: log-probabilities of the raw logits; grammar
 mask; allowed ids, bad words, min tokens, bias, penalties; temperature; min_p, top_k, top_p; draw.
 Which of these a step needs is read from host columns, so unused features cost nothing. No call waits
-for the device, and a row's token depends on that row alone. Batches without filters are drawn by the
+for the device, and a row's token depends on that row alone. Rows without filters are chosen by the
 kernel of kernels/sampling.py where it runs.
 """
 
@@ -54,8 +54,7 @@ class Sampler:
         self._processed = np.zeros(num_slots, dtype=np.bool_)
         self._logprobs = np.full(num_slots, _NONE, dtype=np.int64)
         self._filters = FilterFlags.empty(num_slots)
-        # the choice for batches without filters
-        self._unfiltered: Choose = self._fused() if available(device) else self._plain
+        self._choose: Choose = self._with_kernel() if available(device) else self._plain
 
     def admit(self, slot: int, request: EngineRequest) -> None:
         """Stage the parameters of the request that takes `slot`, on the host."""
@@ -115,20 +114,28 @@ class Sampler:
         """Log-probabilities of the given tokens int64 [m] under `logits` [m, vocab], and the top k."""
         return score(logits, targets, k)
 
-    def _choose(self, x: Tensor, slots_host: np.ndarray, slots: Tensor) -> Tensor:
-        """int32 or int64 [n]."""
-        filtered = self._filters.at(slots_host[~self._greedy[slots_host]]).any
-        return (self._plain if filtered else self._unfiltered)(x, slots_host, slots)
-
-    def _fused(self) -> Choose:
+    def _with_kernel(self) -> Choose:
+        """Rows with filters are drawn by `_draw`, all others by the kernel: which of the two a row gets
+        does not depend on its batch, so neither does its token."""
         from quire.kernels.sampling import choose
 
         temperature = self._table.float64("temperature")
         low, high = self._table.int64("seed_low"), self._table.int64("seed_high")
-        return lambda x, _, slots: choose(x, slots, temperature, low, high, self._columns.num_tokens)
+
+        def chosen(x: Tensor, slots_host: np.ndarray, slots: Tensor) -> Tensor:
+            filtered = ~self._greedy[slots_host] & self._filters.at(slots_host).used
+            if filtered.all():
+                return self._draw(x, slots_host, slots)
+            tokens = choose(x, slots, temperature, low, high, self._columns.num_tokens)
+            if filtered.any():
+                rows = rows_where(filtered, self._device)
+                tokens[rows] = self._draw(x[rows], slots_host[filtered], slots[rows]).int()
+            return tokens
+
+        return chosen
 
     def _plain(self, x: Tensor, slots_host: np.ndarray, slots: Tensor) -> Tensor:
-        """The greedy choice of every row, overwritten by a draw where one is wanted."""
+        """int64 [n]: the greedy choice of every row, overwritten by a draw where one is wanted."""
         drawn = ~self._greedy[slots_host]
         if drawn.all():
             return self._draw(x, slots_host, slots)

@@ -1,0 +1,86 @@
+"""Whole models with the kernels in their layers and without: the same logits, family by family."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from golden.whole import WholeSequenceAttention, whole_batch
+from quire.layers.env import Env
+from quire.models.checkpoint import DummyCheckpoint
+from quire.models.registry import build_model
+from quire.models.spec import ModelSpec
+from quire.parallel.parallel import Parallel
+
+pytest.importorskip("triton")
+pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of the interpreter
+
+BASE: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 48,
+    "intermediate_size": 56,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {"architectures": ["LlamaForCausalLM"], "hidden_act": "gelu"},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"], "tie_word_embeddings": True},
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 5,
+        "sliding_window_pattern": 2,
+    },
+    "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2},
+    "gpt2": {
+        "architectures": ["GPT2LMHeadModel"],
+        "n_embd": 48,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 64,
+        "layer_norm_epsilon": 1e-5,
+    },
+}
+ROWS = [[5, 17, 3, 88, 42, 9, 61], [1, 60, 33]]
+
+
+class WideCheckpoint(DummyCheckpoint):
+    """Weights so large that a wrong layer moves the logits."""
+
+    STD = 0.3
+
+
+def logits_of(family: str, device: torch.device, kernels: bool, patch: pytest.MonkeyPatch) -> torch.Tensor:
+    for layer in ("norm", "mlp", "rope"):
+        patch.setattr(f"quire.layers.{layer}.available", lambda _: kernels)
+    spec = ModelSpec.from_config({**BASE, **FAMILIES[family]})
+    weights = WideCheckpoint(0, device, torch.float32)
+    model = build_model(spec, Env(weights, Parallel(), WholeSequenceAttention(), device, torch.float32))
+    with torch.inference_mode(), device:
+        return model.logits(model(whole_batch(ROWS))).cpu()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param(
+            "cpu", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="needs the interpreter")
+        ),
+        pytest.param(
+            "cuda",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")],
+        ),
+    ],
+)
+def test_the_kernels_change_nothing(family: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, fused = (logits_of(family, torch.device(device), on, monkeypatch) for on in (False, True))
+    assert plain.std() > 0.1 and not plain.isnan().any()
+    torch.testing.assert_close(fused, plain, rtol=1e-3, atol=1e-3 * float(plain.std()))

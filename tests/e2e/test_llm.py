@@ -227,3 +227,33 @@ def test_the_engine_process_does_not_outlive_its_client(folder: Path) -> None:
         time.sleep(0.2)
     else:
         assert not Path(f"/proc/{engine}").exists(), "the engine process is still there"
+
+
+def test_prompt_logprobs_do_not_depend_on_chunks_or_preemption(folder: Path) -> None:
+    prompts = [f"a prompt of its own, number {i}, that is a little longer than a chunk" for i in range(5)]
+    params = SamplingParams(temperature=0, max_tokens=50, prompt_logprobs=2, logprobs=1, ignore_eos=True)
+
+    def scores(**settings) -> tuple[list[list[float]], int]:
+        with LLM(str(folder), max_model_len=160, **settings) as llm:
+            outs = llm.generate(prompts, params, use_tqdm=False)
+            found = []
+            for out in outs:
+                assert out.prompt_logprobs is not None and len(out.prompt_logprobs) == len(
+                    out.prompt_token_ids
+                )
+                pairs = zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:])
+                found.append([entry[token].logprob for token, entry in pairs])
+                assert len(out.outputs[0].logprobs) == 50
+            return found, llm._client.engine.log.totals.preemptions
+
+    whole, _ = scores(chunked_prefill=False, max_num_seqs=1)
+    for settings in (
+        {"max_num_batched_tokens": 7},
+        {"max_num_batched_tokens": 33, "kv_cache_memory": 11 * 16 * 512},
+        {"kv_layout": "none"},
+        {"kv_layout": "contiguous", "overlap": False},
+    ):
+        found, preemptions = scores(**settings)
+        for a, b in zip(whole, found):
+            assert a == pytest.approx(b, abs=1e-4)
+        assert bool(preemptions) == ("kv_cache_memory" in settings)

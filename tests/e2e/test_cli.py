@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 
 
 def quire(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -50,3 +52,27 @@ def test_doctor_says_what_and_why() -> None:
 def test_bench_host() -> None:
     done = quire("bench", "host", "--rows", "16", "--steps", "50")
     assert done.returncode == 0 and "16 decode rows" in done.stdout
+
+
+def test_bench_throughput_and_latency(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    lengths = ["--input-len", "20", "--output-len", "6"]
+    done = quire("bench", "throughput", "--num-prompts", "5", *lengths, "--output-json", str(file))
+    assert done.returncode == 0, done.stderr
+    found = json.loads(file.read_text())
+    assert found["total_input_tokens"] == 100 and found["total_output_tokens"] == 30
+    assert found["tokens_per_second"] == 130 / found["elapsed_time"]
+    assert "Throughput: " in done.stdout and "Total num output tokens:  30" in done.stdout
+    few = ["--batch-size", "2", "--num-iters-warmup", "1", "--num-iters", "3"]
+    done = quire("bench", "latency", *lengths, *few, "--output-json", str(file))
+    assert done.returncode == 0 and "99% percentile latency" in done.stdout
+    assert len(json.loads(file.read_text())["latencies"]) == 3
+
+
+def test_bench_refuses_what_does_not_fit() -> None:
+    done = quire("bench", "throughput", "--workload", "prefill")
+    assert done.returncode == 2 and "3586 tokens, but max_model_len is 2048" in done.stderr
+    done = quire(
+        "bench", "throughput", "--num-prompts", "1", "--output-len", "1", "--output-json", "/no/such/x.json"
+    )
+    assert done.returncode == 2 and "cannot write /no/such/x.json" in done.stderr

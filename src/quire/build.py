@@ -33,7 +33,7 @@ from quire.models.spec import ModelSpec
 from quire.parallel.parallel import Parallel
 from quire.types import ConfigError, EngineInfo
 from quire.worker.executor import LocalExecutor
-from quire.worker.sizing import KVSize, kv_budget, size_kv
+from quire.worker.sizing import KVSize, free_memory, kv_budget, size_kv
 from quire.worker.worker import Worker
 
 log = logging.getLogger("quire")
@@ -149,6 +149,12 @@ def load_model(
     dtype: torch.dtype,
 ) -> Model:
     """The model with its weights on `device`; every tensor of the checkpoint must have been used."""
+    needed, (free, total) = spec.num_parameters * dtype.itemsize, free_memory(device)
+    if needed > free:
+        raise ConfigError(
+            f"the weights of {config.model} need {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} of "
+            f"{total / 2**30:.1f} GiB are free on {device}; choose a smaller model or dtype, or free memory"
+        )
     checkpoint = open_checkpoint(path, spec, config.load_format, device=device, dtype=dtype, seed=config.seed)
     with torch.inference_mode():
         model = build_model(spec, Env(checkpoint, Parallel(), backend, device, dtype))

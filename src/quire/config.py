@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
 from quire.types import ConfigError
@@ -163,7 +163,3 @@ def env_flag(name: str) -> bool:
 def triton_interpreted() -> bool:
     """Whether Triton kernels are interpreted, so that they run (slowly) without a GPU."""
     return env_flag("TRITON_INTERPRET")
-
-
-def field_help() -> dict[str, str]:
-    return {f.name: f.metadata.get("help", "") for f in fields(EngineConfig)}

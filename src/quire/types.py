@@ -127,7 +127,7 @@ class SamplingParams:
                 raise RequestError(
                     f"logit_bias must map token ids to values in [-100, 100], got {token}: {bias!r}"
                 )
-        if (self.stop or self.bad_words) and not self.detokenize and self.stop:
+        if self.stop and not self.detokenize:
             raise RequestError("stop strings need detokenize=True; use stop_token_ids with token ids alone")
 
     @property

@@ -110,6 +110,15 @@ def test_config_that_is_no_json_or_not_supported(capsys, folder: Path) -> None:
     refused(capsys, "spiral", *generate(folder, "x"))
 
 
+def test_weights_that_do_not_fit(capsys, folder: Path) -> None:
+    (folder / "config.json").write_text(
+        json.dumps({**CONFIG, "hidden_size": 1 << 16, "intermediate_size": 1 << 22})
+    )
+    refused(
+        capsys, "GiB are free on cpu", *generate(folder, "--load-format", "dummy", "--device", "cpu", "x")
+    )
+
+
 @pytest.mark.parametrize(
     ("args", "text"),
     [

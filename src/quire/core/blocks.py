@@ -109,10 +109,6 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._blank) + len(self._evictor)
 
-    @property
-    def num_evictable(self) -> int:
-        return len(self._evictor)
-
     def take(self, count: int) -> list[int]:
         """`count` fresh pages, held once. The caller has checked `num_free`."""
         taken = []

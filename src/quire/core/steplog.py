@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 @dataclass(slots=True)
@@ -27,7 +27,6 @@ class StepRecord:
     launch_s: float = 0.0
     wait_s: float = 0.0
     retire_s: float = 0.0
-    finished: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True)

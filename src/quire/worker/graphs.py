@@ -82,7 +82,6 @@ class _Captured:
     greedy: torch.cuda.CUDAGraph
     batch: ForwardBatch
     hidden: torch.Tensor
-    logits: torch.Tensor
     tokens: torch.Tensor
 
 
@@ -96,6 +95,7 @@ class CudaGraphs:
         builder: BatchBuilder,
         state: SlotState,
         max_rows: int,
+        dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._eager, self._model, self._builder, self._state = eager, model, builder, state
@@ -103,6 +103,8 @@ class CudaGraphs:
         self._slots = torch.full((max_rows,), state.dummy, dtype=torch.int64, device=device)
         self._ones = torch.ones(max_rows, dtype=torch.int32, device=device)
         self._captured: dict[int, _Captured] = {}
+        # One buffer of logits for all sizes: kept per size, they would add up to gigabytes.
+        self._logits = torch.empty(max_rows, model.spec.vocab_size, dtype=dtype, device=device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def launch(self, plan: StepPlan, staging: Staging) -> Launched:
@@ -116,32 +118,34 @@ class CudaGraphs:
         self._slots[:size].copy_(staging.send(slots)[0])
         found.forward.replay()
         step = Step(plan, found.batch, self._slots[:rows], self._ones[:rows], self._slots[:rows], plan.slots)
-        return Launched(step, found.hidden, found.logits[:rows], found.greedy, found.tokens[:rows])
+        return Launched(step, found.hidden, self._logits[:rows], found.greedy, found.tokens[:rows])
 
     def _capture(self, size: int) -> _Captured:
         """Record the step for `size` rows, first running it on dummy rows so that kernels are compiled."""
-        slots, ones = self._slots[:size], self._ones[:size]
+        slots, ones, logits = self._slots[:size], self._ones[:size], self._logits[:size]
         slots.fill_(self._state.dummy)
 
-        def forward() -> tuple[ForwardBatch, torch.Tensor, torch.Tensor]:
+        def forward() -> tuple[ForwardBatch, torch.Tensor]:
             batch = self._builder.build_single(slots)
             hidden = self._model(batch)
-            return batch, hidden, self._model.logits(hidden)
+            logits.copy_(self._model.logits(hidden))
+            return batch, hidden
 
-        def greedy(logits: torch.Tensor) -> torch.Tensor:
+        def greedy() -> torch.Tensor:
             tokens = logits.argmax(1).int()
             self._state.advance(slots, ones, slots, tokens)
             self._state.reset_dummy()
             return tokens
 
-        greedy(forward()[2])
+        forward()
+        greedy()
         torch.cuda.synchronize()
         first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
         with torch.cuda.graph(first, pool=self._pool):
-            batch, hidden, logits = forward()
+            batch, hidden = forward()
         with torch.cuda.graph(second, pool=self._pool):
-            tokens = greedy(logits)
-        found = self._captured[size] = _Captured(first, second, batch, hidden, logits, tokens)
+            tokens = greedy()
+        found = self._captured[size] = _Captured(first, second, batch, hidden, tokens)
         return found
 
 

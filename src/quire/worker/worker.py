@@ -106,4 +106,4 @@ class Worker:
         eager = Eager(model, builder, threads)
         if device.type == "cpu" or not graphs or not self._backend.capturable:
             return eager
-        return CudaGraphs(eager, model, builder, state, num_slots, device)
+        return CudaGraphs(eager, model, builder, state, num_slots, self._dtype, device)

@@ -33,7 +33,7 @@ from quire.models.spec import ModelSpec
 from quire.parallel.parallel import Parallel
 from quire.types import ConfigError, EngineInfo
 from quire.worker.executor import LocalExecutor
-from quire.worker.sizing import KVSize, free_memory, kv_budget, size_kv
+from quire.worker.sizing import KVSize, free_memory, gpu_memory, kv_budget, size_kv
 from quire.worker.worker import Worker
 
 log = logging.getLogger("quire")
@@ -53,7 +53,7 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         raise ConfigError(
             f"max_model_len {asked_len} exceeds the {spec.max_model_len} positions of {config.model}"
         )
-    config = config.resolved(device.type == "cuda", spec.max_model_len)
+    config = config.resolved(gpu_memory(device), spec.max_model_len)
     clock.end("config")
 
     backend = pick_attention(config.attention, device)

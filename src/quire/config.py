@@ -65,7 +65,9 @@ class EngineConfig:
     scheduling_policy: SchedulingPolicy = _setting("fcfs", "fcfs, or priority (lower number first)")
     overlap: bool = _setting(True, "schedule the next step while the device runs this one")
 
-    max_num_seqs: int | None = _setting(None, "requests in a batch (default: 256 on a GPU, 32 on a CPU)")
+    max_num_seqs: int | None = _setting(
+        None, "requests in a batch (default: 1024 on a GPU of 64 GB or more, 256 on others, 32 on a CPU)"
+    )
     max_model_len: int | None = _setting(
         None, "longest prompt + output in tokens (default: what the model and the memory allow)"
     )
@@ -100,12 +102,13 @@ class EngineConfig:
             if illegal(self):
                 raise ConfigError(message.format(c=self))
 
-    def resolved(self, on_gpu: bool, model_max_len: int) -> EngineConfig:
-        """The same settings with every None that depends only on other settings filled in."""
+    def resolved(self, gpu_bytes: int, model_max_len: int) -> EngineConfig:
+        """The same settings with every None filled in that depends only on other settings, on the memory of
+        the GPU (0: it is a CPU) and on the longest context of the model."""
         recompute = self.kv_layout == "none"
         chunked = not recompute if self.chunked_prefill is None else self.chunked_prefill
         max_len = min(self.max_model_len or model_max_len, model_max_len)
-        budget = self.max_num_batched_tokens or (8192 if on_gpu else 2048)
+        budget = self.max_num_batched_tokens or (8192 if gpu_bytes else 2048)
         if not chunked and budget < max_len:
             if self.max_num_batched_tokens:
                 raise ConfigError(
@@ -117,11 +120,17 @@ class EngineConfig:
             self,
             chunked_prefill=chunked,
             prefix_caching=not recompute if self.prefix_caching is None else self.prefix_caching,
-            max_num_seqs=self.max_num_seqs or (256 if on_gpu else 32),
+            max_num_seqs=self.max_num_seqs or _most_seqs(gpu_bytes),
             max_num_batched_tokens=budget,
             max_model_len=max_len,
             block_size=self.block_size if self.kv_layout == "paged" else max_len,
         )
+
+
+def _most_seqs(gpu_bytes: int) -> int:
+    if not gpu_bytes:
+        return 32
+    return 1024 if gpu_bytes >= 64_000_000_000 else 256
 
 
 _COUNTS = (

@@ -54,7 +54,8 @@ def main(address: str, parent: int) -> int:
 def serve(engine: Engine, socket: zmq.Socket[bytes], parent: int) -> None:
     """Take what has arrived, run a step, send what it brought; wait only when there is nothing to do."""
     while os.getppid() == parent:
-        wait_ms = 0 if engine.has_work else _IDLE_POLL_MS
+        busy = engine.has_work or (not socket.poll(0) and engine.idle())
+        wait_ms = 0 if busy else _IDLE_POLL_MS
         refused = []
         while socket.poll(wait_ms):
             wait_ms = 0

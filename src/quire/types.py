@@ -46,6 +46,29 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(slots=True)
+class StructuredOutputsParams:
+    """What an answer's text must be: exactly one of these. Names as in vLLM.
+
+    `json` is a JSON schema (an object, or its text), `regex` must match the whole text, `choice` lists the
+    possible texts, `grammar` is a context-free grammar, `json_object` asks for any JSON object.
+    """
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+
+    def __post_init__(self) -> None:
+        given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(
+                "structured_outputs must hold exactly one of json, regex, choice, grammar and json_object, "
+                f"got {' and '.join(given) or 'none'}"
+            )
+
+
+@dataclass(slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen. Names and defaults as in vLLM.
 
@@ -76,6 +99,7 @@ class SamplingParams:
     bad_words: list[str] = field(default_factory=list)
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -368,6 +392,10 @@ class Executor(Protocol):
     def forward(self, plan: StepPlan) -> None: ...
 
     def sample(self, step: int, masks: Any) -> StepHandle: ...
+
+    def warm_up(self) -> bool:
+        """Use a moment without work to make later steps cheaper; False: nothing is left to prepare."""
+        ...
 
     def close(self) -> None: ...
 

@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "models": {"types", "layers", "attention", "quant", "parallel"},
     "sampling": {"types", "kernels"},
     "core": {"types"},
-    "worker": {"types", "config", "models", "sampling", "attention", "layers", "parallel", "quant"},
+    "worker": {"types", "config", "models", "sampling", "attention", "layers", "parallel", "quant", "kernels"},
     "frontend": {"types", "config", "core"},
     "bench": {"types", "config", "core", "worker", "frontend", "build", "llm"},
     "build": {"types", "config", "core", "worker", "models", "sampling", "attention", "layers", "parallel", "frontend"},

@@ -27,7 +27,7 @@ class ForwardBatch:
     block_table: torch.Tensor  # int32 [rows, blocks]
     logit_index: torch.Tensor  # int64 [logit rows]: tokens whose hidden state is wanted as logits
     kv: list[KV]  # by layer index
-    num_tokens: np.ndarray  # host, int32 [rows]: new tokens per row
+    num_tokens: np.ndarray | None  # host, int32 [rows]: new tokens per row; None: any that fit the tensors
     seq_bounds: np.ndarray  # host, int32 [rows]: at least seq_lens
     block_size: int
     attn: Any = field(default=None)

@@ -58,6 +58,7 @@ class ReferenceAttention:
 
     def plan(self, batch: ForwardBatch) -> _Plan:
         # On a CPU reading the lengths costs no wait, so bounds are exact there.
+        assert batch.num_tokens is not None  # not capturable: it is never asked to work from bounds alone
         bounds = (batch.seq_lens if batch.seq_lens.device.type == "cpu" else batch.seq_bounds).tolist()
         ones: list[int] = []
         longs: list[_Long] = []
@@ -82,7 +83,7 @@ class ReferenceAttention:
     def _group(self, batch: ForwardBatch, rows: list[int], starts: list[int], length: int) -> _Group:
         device = batch.seq_lens.device
         rows = sorted(rows)
-        everything = len(rows) == len(batch.num_tokens)
+        everything = len(rows) == len(batch.seq_lens)
         positions = torch.arange(length, device=device)
         table, lens = batch.block_table, batch.seq_lens
         if not everything:

@@ -27,7 +27,9 @@ class _Work:
 
 @dataclass(slots=True)
 class _Plan:
-    num_tokens: np.ndarray
+    num_tokens: np.ndarray | None  # None: `tokens` tokens in any rows
+    rows: int
+    tokens: int
     ones: bool  # every row has one new token
     max_len: int  # that the block table has room for
     work: dict[tuple[int, int], _Work] = field(default_factory=dict)
@@ -43,8 +45,10 @@ class _Plan:
     def _count(self, group: int, head_dim: int, itemsize: int) -> _Work:
         counts = self.num_tokens
         queries = max(kernels.SHORT_ROWS // group, 1)
-        long = counts[counts > queries]
         tile = kernels.long_tokens(head_dim, itemsize, group)
+        if counts is None:  # at most so many tiles are full, and each long row has at most one that is not
+            return _Work(queries, True, self.tokens // tile + min(self.rows, self.tokens // (queries + 1)))
+        long = counts[counts > queries]
         tiles = int((-(-long // tile)).sum())
         return _Work(queries, long.size < counts.size, tiles)
 
@@ -62,7 +66,9 @@ class TritonAttention:
 
     def plan(self, batch: ForwardBatch) -> _Plan:
         counts = batch.num_tokens
-        return _Plan(counts, bool((counts == 1).all()), batch.block_table.shape[1] * batch.block_size)
+        ones = counts is not None and bool((counts == 1).all())
+        rows, tokens = batch.seq_lens.shape[0], batch.input_ids.shape[0]
+        return _Plan(counts, rows, tokens, ones, batch.block_table.shape[1] * batch.block_size)
 
     def forward(
         self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
@@ -83,9 +89,7 @@ class TritonAttention:
         work = plan.work_for(group, dim, q.element_size())
         if work.any_short:
             reach = plan.max_len if layer.window is None else min(plan.max_len, layer.window)
-            splits = kernels.num_splits(
-                len(plan.num_tokens), layer.num_kv_heads, reach, dim, q.element_size()
-            )
+            splits = kernels.num_splits(plan.rows, layer.num_kv_heads, reach, dim, q.element_size())
             kernels.attend_short(
                 q, keys, values, out, batch.seq_lens, None if plan.ones else batch.query_start,
                 batch.block_table, layer.scale, layer.window, layer.soft_cap, work.queries,

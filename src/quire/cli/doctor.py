@@ -71,13 +71,13 @@ def _plan(config: EngineConfig) -> None:
     from quire.build import pick_attention, pick_device, pick_dtype
     from quire.frontend.location import locate_model
     from quire.models.load import load_spec
-    from quire.worker.sizing import kv_budget, size_kv
+    from quire.worker.sizing import gpu_memory, kv_budget, size_kv
 
     device = pick_device(config.device)
     path = locate_model(config.model, config.revision).path
     spec = load_spec(path)
     dtype = pick_dtype(config.dtype, spec.dtype, device)
-    resolved = config.resolved(device.type == "cuda", spec.max_model_len)
+    resolved = config.resolved(gpu_memory(device), spec.max_model_len)
     _section(f"Plan for {config.model}")
     _row("model", f"{spec.family}, {spec.num_parameters / 1e6:,.1f} M parameters, {spec.num_layers} layers")
     _row(

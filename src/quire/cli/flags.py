@@ -46,7 +46,7 @@ def add_flags(parser: argparse.ArgumentParser, title: str, cls: type, skip: Coll
     group = parser.add_argument_group(title)
     hints = get_type_hints(cls)
     for f in fields(cls):
-        if f.name in skip:
+        if f.name in skip or f.name == "structured_outputs":  # a structure of its own, not a flag
             continue
         flag = _flag(cls, f.name)
         names = [f"--{flag.replace('_', '-')}"]

@@ -71,6 +71,10 @@ class Engine:
         self.scheduler.retire(result)
         record.wait_s, record.retire_s = arrived - begin, time.perf_counter() - arrived
 
+    def idle(self) -> bool:
+        """Use a moment without work to make later steps cheaper; False: nothing is left to prepare."""
+        return self.executor.warm_up()
+
     def check(self) -> None:
         """Check the books; clients call this when the engine has gone idle. Raises AssertionError."""
         self.scheduler.check()

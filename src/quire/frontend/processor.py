@@ -127,6 +127,8 @@ class InputProcessor:
                 raise RequestError(
                     f"{name} must not exceed the vocabulary size {self.vocab_size}, got {value}"
                 )
+        if params.structured_outputs is not None:
+            raise RequestError("structured_outputs is not available in this version")
         if params.stop and isinstance(self.tokenizer, NoTokenizer):
             raise RequestError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
 

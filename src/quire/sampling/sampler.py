@@ -103,12 +103,19 @@ class Sampler:
         tokens = self._choose(x, slots_host, slots)
         return SampleOutput(tokens.to(torch.int32), self._score(logits, tokens, slots_host))
 
-    def is_plain_greedy(self, slots_host: np.ndarray) -> bool:
-        """Whether every row takes its most likely token and wants nothing else."""
-        plain = (
-            self._greedy[slots_host] & ~self._processed[slots_host] & (self._logprobs[slots_host] == _NONE)
-        )
-        return bool(plain.all())
+    def needs_host(self, slots_host: np.ndarray) -> bool:
+        """Whether any row wants what `choose` does not do."""
+        host = self._processed[slots_host] | (self._logprobs[slots_host] != _NONE)
+        host |= ~self._greedy[slots_host] & self._filters.at(slots_host).used
+        return bool(host.any())
+
+    def choose(self, logits: Tensor, slots: Tensor) -> Tensor:
+        """int32 [rows], from device columns alone, so that it can be part of a CUDA graph. Needs the kernels."""
+        from quire.kernels.sampling import choose
+
+        temperature = self._table.float64("temperature")
+        low, high = self._table.int64("seed_low"), self._table.int64("seed_high")
+        return choose(logits, slots, temperature, low, high, self._columns.num_tokens)
 
     def prompt_logprobs(self, logits: Tensor, targets: Tensor, k: int) -> Logprobs:
         """Log-probabilities of the given tokens int64 [m] under `logits` [m, vocab], and the top k."""

@@ -33,5 +33,8 @@ class DryRunExecutor:
         token = (self._first + step) % self._vocab_size
         return _Ready(StepResult(step, [[token] for _ in range(count)]))
 
+    def warm_up(self) -> bool:
+        return False
+
     def close(self) -> None:
         self._plans.clear()

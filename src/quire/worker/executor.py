@@ -18,5 +18,8 @@ class LocalExecutor:
     def sample(self, step: int, masks: Any) -> StepHandle:
         return self._runner.sample(step, masks)
 
+    def warm_up(self) -> bool:
+        return self._runner.warm_up()
+
     def close(self) -> None:
         del self._runner

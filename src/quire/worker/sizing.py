@@ -38,6 +38,11 @@ def free_memory(device: torch.device) -> tuple[int, int]:
     return memory.available, memory.total
 
 
+def gpu_memory(device: torch.device) -> int:
+    """Total bytes of a GPU; 0 for a CPU."""
+    return free_memory(device)[1] if device.type == "cuda" else 0
+
+
 def kv_budget(config: EngineConfig, device: torch.device, activations: int) -> int:
     """Bytes for KV pages: kv_cache_memory, or what memory_utilization leaves beside all else.
 

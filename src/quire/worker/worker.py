@@ -11,10 +11,11 @@ import torch
 
 from quire.attention.base import AttentionBackend
 from quire.config import EngineConfig
+from quire.kernels import available
 from quire.models.decoder import Model
 from quire.sampling.sampler import Sampler
 from quire.types import StepPlan
-from quire.worker.batch import BatchBuilder
+from quire.worker.batch import Batcher, KernelBatcher, TorchBatcher
 from quire.worker.graphs import CudaGraphs, Eager, Launcher, Threads
 from quire.worker.kv_cache import KVCache
 from quire.worker.results import Results
@@ -22,6 +23,8 @@ from quire.worker.runner import Runner
 from quire.worker.sizing import KVSize
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
+
+_GRAPH_TOKENS = 2048  # the longest step that is captured; launching a longer one takes less than running it
 
 
 class Worker:
@@ -40,7 +43,7 @@ class Worker:
         self._backend, self._dtype, self._depth = backend, dtype, depth
 
     def activation_bytes(self) -> int:
-        """Memory that the largest step takes beyond weights and KV: measured on CUDA, 0 on a CPU."""
+        """Memory that steps take beyond weights and KV pages: measured on CUDA, 0 on a CPU."""
         if self.device.type != "cuda":
             return 0
         tokens, rows = self.config.max_num_batched_tokens or 1, self.config.max_num_seqs or 1
@@ -67,7 +70,22 @@ class Worker:
         peak = torch.cuda.max_memory_allocated(self.device) - before
         del runner
         torch.cuda.empty_cache()
-        return peak
+        return peak + self._column_bytes() + self._graph_bytes(peak)
+
+    def _column_bytes(self) -> int:
+        """Of the slot columns: a place for each token that a request may have, and for each page."""
+        config = self.config
+        rows, length = config.max_num_seqs or 1, config.max_model_len or 1
+        return 4 * (rows + 1) * (length + -(-length // config.block_size))
+
+    def _graph_bytes(self, largest_step: int) -> int:
+        """Of captured steps: their own activations, in one pool, and logits."""
+        config = self.config
+        if not (config.cuda_graphs and self._backend.capturable):
+            return 0
+        tokens = config.max_num_batched_tokens or 1
+        logits = (config.max_num_seqs or 1) * self.model.spec.vocab_size * self._dtype.itemsize
+        return largest_step * min(tokens, _GRAPH_TOKENS) // tokens + 2 * logits
 
     def allocate(self, size: KVSize) -> Runner:
         """The runner, with KV pages of `size` and columns for every slot."""
@@ -90,20 +108,28 @@ class Worker:
         )
         max_blocks = -(-size.max_model_len // size.block_size)
         state = SlotState(num_slots, size.max_model_len, max_blocks, size.num_blocks, keeps_kv, device)
-        tokens = config.max_num_batched_tokens or 1
-        builder = BatchBuilder(state, self._backend, cache.layers, size.block_size, tokens, num_slots, device)
         sampler = Sampler(state, model.spec.vocab_size, num_slots + 1, device)
-        staging = Staging(device, self._depth)
-        return Runner(
-            model, self._launcher(builder, state, num_slots, graphs), state, sampler, staging, Results(device)
-        )
+        turns = self._depth + 1
+        launcher: Launcher
+        batcher: Batcher
+        if available(device):
+            tokens = max(config.max_num_batched_tokens or 1, num_slots)
+            batcher = KernelBatcher(
+                state, self._backend, cache.layers, size.block_size, tokens, num_slots, turns, device
+            )
+            launcher = Eager(model, batcher)
+            if graphs and self._backend.capturable:
+                longest = min(config.max_num_batched_tokens or 1, _GRAPH_TOKENS)
+                launcher = CudaGraphs(
+                    launcher, model, batcher, sampler, num_slots, longest, self._dtype, device
+                )
+        else:
+            batcher = TorchBatcher(state, self._backend, cache.layers, size.block_size)
+            launcher = Eager(model, batcher, self._threads())
+        staging, results = Staging(device, self._depth), Results(device, turns)
+        return Runner(model, launcher, batcher, state, sampler, staging, results)
 
-    def _launcher(self, builder: BatchBuilder, state: SlotState, num_slots: int, graphs: bool) -> Launcher:
-        model, device = self.model, self.device
-        threads = (
-            Threads(model.spec.num_parameters, self.config.cpu_threads) if device.type == "cpu" else None
-        )
-        eager = Eager(model, builder, threads)
-        if device.type == "cpu" or not graphs or not self._backend.capturable:
-            return eager
-        return CudaGraphs(eager, model, builder, state, num_slots, self._dtype, device)
+    def _threads(self) -> Threads | None:
+        if self.device.type != "cpu":
+            return None
+        return Threads(self.model.spec.num_parameters, self.config.cpu_threads)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -117,13 +116,10 @@ def test_every_field_is_a_flag() -> None:
     assert (engine.seed, params.seed) == (3, 4)
 
 
-def test_help_answers_at_once() -> None:
-    times = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        out = subprocess.run(
-            [sys.executable, "-m", "quire", "--help"], capture_output=True, text=True, check=True
-        )
-        times.append(time.perf_counter() - begin)
-    assert "generate" in out.stdout
-    assert min(times) < 0.3
+def test_help_loads_nothing_heavy() -> None:
+    """So it answers at once, however slow the machine."""
+    command = [sys.executable, "-X", "importtime", "-m", "quire", "--help"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True)
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in out.stderr.splitlines()}
+    assert "generate" in out.stdout and "quire" in loaded
+    assert not loaded & {"torch", "triton", "tokenizers", "jinja2", "zmq", "numpy", "tqdm", "msgspec"}

@@ -67,6 +67,7 @@ def random_plan(rng: random.Random, step: int, known: dict[int, list[int]]) -> S
             blocks = rng.sample(range(900), MAX_BLOCKS)
             request = EngineRequest(f"{step}.{slot}", list(tokens), SamplingParams())
             admits.append(Admit(slot, tokens, length, computed, blocks, request))
+    fresh = {admit.slot for admit in admits}  # a step gives new pages to a slot or a new owner, never both
     rows = [slot for slot in rng.sample(range(SLOTS), SLOTS) if slot in known and rng.random() < 0.7]
     rows = [slot for slot in rows if known[slot][0] < MAX_LEN - 1]
     counts, starts, samples = [], [], []
@@ -86,7 +87,9 @@ def random_plan(rng: random.Random, step: int, known: dict[int, list[int]]) -> S
         starts=np.array(starts, np.int32),
         samples=np.array(samples, np.bool_),
         admits=admits,
-        new_blocks=[(slot, 3, [rng.randrange(900)]) for slot in rows if rng.random() < 0.2],
+        new_blocks=[
+            (slot, 3, [rng.randrange(900)]) for slot in rows if slot not in fresh and rng.random() < 0.2
+        ],
         total_tokens=sum(counts),
         max_seq_len=max((s + n for s, n in zip(starts, counts)), default=0),
     )

@@ -10,6 +10,7 @@ the engine has nothing to do. All graphs share one pool of memory, because they 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -91,7 +92,10 @@ class Shape:
 
 
 class CudaGraphs:
-    """Replays steps of up to `max_tokens` tokens; `eager` runs longer ones, and those whose prompts are scored."""
+    """Replays steps of up to `max_tokens` tokens; `eager` runs longer ones, and those whose prompts are scored.
+
+    `reserve` is about the memory of the largest of them, in bytes.
+    """
 
     def __init__(
         self,
@@ -101,6 +105,7 @@ class CudaGraphs:
         sampler: Sampler,
         max_rows: int,
         max_tokens: int,
+        reserve: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -113,6 +118,11 @@ class CudaGraphs:
         self._logits = torch.empty(max_rows, model.spec.vocab_size, dtype=dtype, device=device)
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # to record on: nothing runs there
+        # A first block of the pool as large as any step needs, for all graphs to be cut from: if each took
+        # what it needs, the growing sizes of steps could not use each other's memory.
+        self._first = self._record(
+            lambda: torch.empty(max(reserve, 1 << 20), dtype=torch.uint8, device=device)[:1].zero_()
+        )
 
     def launch(self, plan: StepPlan, staging: Staging) -> Launched:
         shape = self._shape_for(plan)
@@ -168,16 +178,19 @@ class CudaGraphs:
             self._logits[: shape.rows].copy_(logits)
 
     def _capture(self, shape: Shape) -> None:
-        """Record `_run`. Not with torch.cuda.graph, which waits for the device and collects garbage first."""
+        self._captured[shape] = self._record(lambda: self._run(shape))
+
+    def _record(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """Not with torch.cuda.graph, which waits for the device and collects garbage first."""
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
             try:
-                self._run(shape)
+                run()
             finally:
                 graph.capture_end()
-        self._captured[shape] = graph
+        return graph
 
 
 def _round_up(sizes: list[int], wanted: int) -> int:

@@ -41,6 +41,7 @@ class Worker:
     ) -> None:
         self.config, self.model, self.device = config, model, device
         self._backend, self._dtype, self._depth = backend, dtype, depth
+        self._graph_bytes = 0  # activations of the largest captured step
 
     def activation_bytes(self) -> int:
         """Memory that steps take beyond weights and KV pages: measured on CUDA, 0 on a CPU."""
@@ -70,7 +71,8 @@ class Worker:
         peak = torch.cuda.max_memory_allocated(self.device) - before
         del runner
         torch.cuda.empty_cache()
-        return peak + self._column_bytes() + self._graph_bytes(peak)
+        self._graph_bytes = self._bytes_of_graphs(peak)
+        return peak + self._column_bytes() + self._graph_bytes
 
     def _column_bytes(self) -> int:
         """Of the slot columns: a place for each token that a request may have, and for each page."""
@@ -78,8 +80,8 @@ class Worker:
         rows, length = config.max_num_seqs or 1, config.max_model_len or 1
         return 4 * (rows + 1) * (length + -(-length // config.block_size))
 
-    def _graph_bytes(self, largest_step: int) -> int:
-        """Of captured steps: their own activations, in one pool, and logits."""
+    def _bytes_of_graphs(self, largest_step: int) -> int:
+        """Of captured steps: they run one at a time, so their activations share one block."""
         config = self.config
         if not (config.cuda_graphs and self._backend.capturable):
             return 0
@@ -121,7 +123,15 @@ class Worker:
             if graphs and self._backend.capturable:
                 longest = min(config.max_num_batched_tokens or 1, _GRAPH_TOKENS)
                 launcher = CudaGraphs(
-                    launcher, model, batcher, sampler, num_slots, longest, self._dtype, device
+                    launcher,
+                    model,
+                    batcher,
+                    sampler,
+                    num_slots,
+                    longest,
+                    self._graph_bytes,
+                    self._dtype,
+                    device,
                 )
         else:
             batcher = TorchBatcher(state, self._backend, cache.layers, size.block_size)

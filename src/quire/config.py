@@ -58,6 +58,11 @@ class EngineConfig:
     max_num_batched_tokens: int | None = _setting(
         None, "tokens per step (default: 8192 on a GPU, 2048 on a CPU)"
     )
+    mixed_prefill_tokens: int | None = _setting(
+        None,
+        "tokens for prompts in a step in which other requests decode: fewer keep answers fluent, more start "
+        "them sooner (default: 2048 on a GPU, 512 on a CPU; all, when chunked_prefill is off)",
+    )
     prefix_caching: bool | None = _setting(
         None, "reuse the KV of equal prompt beginnings (default: on, off with kv_layout none)"
     )
@@ -86,13 +91,7 @@ class EngineConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name in (
-            "block_size",
-            "max_num_batched_tokens",
-            "max_num_seqs",
-            "max_model_len",
-            "kv_cache_memory",
-        ):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
@@ -122,6 +121,9 @@ class EngineConfig:
             prefix_caching=not recompute if self.prefix_caching is None else self.prefix_caching,
             max_num_seqs=self.max_num_seqs or _most_seqs(gpu_bytes),
             max_num_batched_tokens=budget,
+            mixed_prefill_tokens=min(self.mixed_prefill_tokens or (2048 if gpu_bytes else 512), budget)
+            if chunked
+            else budget,
             max_model_len=max_len,
             block_size=self.block_size if self.kv_layout == "paged" else max_len,
         )
@@ -136,6 +138,7 @@ def _most_seqs(gpu_bytes: int) -> int:
 _COUNTS = (
     "block_size",
     "max_num_batched_tokens",
+    "mixed_prefill_tokens",
     "max_num_seqs",
     "max_model_len",
     "kv_cache_memory",
@@ -153,6 +156,10 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 # Combinations that cannot work, each with the reason. What depends on the model is checked in build.py.
 ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
+    (
+        lambda c: c.chunked_prefill is False and bool(c.mixed_prefill_tokens),
+        "mixed_prefill_tokens splits prompts over steps, which chunked_prefill off forbids",
+    ),
     (
         lambda c: c.kv_layout == "none" and bool(c.chunked_prefill),
         "chunked_prefill needs a KV cache: with kv_layout none every step computes the whole sequence at once",

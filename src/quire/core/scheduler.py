@@ -43,6 +43,7 @@ class Limits:
     block_size: int
     keeps_kv: bool = True
     lookahead: bool = True  # schedule a row whose last token is still in flight
+    mixed_prefill_tokens: int = 1 << 30  # tokens for prompts in a step that others use to decode
 
 
 @dataclass(slots=True)
@@ -152,6 +153,8 @@ class Scheduler:
                 long_rows.append((request, want))
             elif draft.budget >= want:
                 self._place(draft, request, want)
+        if draft.rows:
+            draft.budget = min(draft.budget, self.limits.mixed_prefill_tokens)
         for request, want in long_rows:
             if n := self.policy.chunk(want, draft.budget):
                 self._place(draft, request, n)
@@ -267,7 +270,7 @@ class Scheduler:
             samples=np.array(draft.samples, np.bool_),
             admits=draft.admits,
             new_blocks=draft.new_blocks,
-            total_tokens=self.limits.max_num_batched_tokens - draft.budget,
+            total_tokens=sum(draft.num_tokens),
             max_seq_len=int((starts + num_tokens).max(initial=0)),
             score_rows=[
                 i

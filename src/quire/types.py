@@ -347,6 +347,8 @@ class StepPlan:
     total_tokens: int
     max_seq_len: int  # bound on starts + num_tokens
     score_rows: list[int] = field(default_factory=list)  # rows that want prompt log-probabilities
+    # int32 [rows]: tokens in pages that rows begin with in common, 0 for rows that do not; None: nothing is
+    shared: np.ndarray | None = None
 
 
 @dataclass(slots=True)

@@ -19,6 +19,7 @@ import numpy as np
 from quire.core.blocks import BlockPool
 from quire.core.policy import Policy
 from quire.core.prefix import PrefixCache
+from quire.core.shared import NoSharedPrefix, SharedPrefix
 from quire.core.steplog import StepLog, StepRecord
 from quire.types import (
     Admit,
@@ -69,9 +70,16 @@ def _order(request: Request) -> tuple[int, ...]:
 
 class Scheduler:
     def __init__(
-        self, pool: BlockPool, cache: PrefixCache, policy: Policy, limits: Limits, log: StepLog
+        self,
+        pool: BlockPool,
+        cache: PrefixCache,
+        policy: Policy,
+        limits: Limits,
+        log: StepLog,
+        shared: SharedPrefix | None = None,
     ) -> None:
         self.pool, self.cache, self.policy, self.limits = pool, cache, policy, limits
+        self.shared = shared or NoSharedPrefix()
         self.log = log
         self.requests: dict[str, Request] = {}  # every request that is not finished
         self.waiting: list[Request] = []  # sorted by order
@@ -81,6 +89,7 @@ class Scheduler:
         self._rows_in_flight: deque[list[Request]] = deque()
         self._outputs: list[EngineOutput] = []
         self._sequence = 0
+        self._admissions = 0
         self._step = 0
         self._wait_reason: str | None = None
 
@@ -235,6 +244,7 @@ class Scheduler:
         return "results" if self.waiting else None
 
     def _start(self, draft: _Draft, request: Request, hits: list[int], fresh: int, n: int) -> None:
+        self._admissions += 1
         self.pool.share(hits)
         request.blocks = hits + self.pool.take(fresh)
         request.slot = self._free_slots.pop()
@@ -261,22 +271,27 @@ class Scheduler:
     def _finish_plan(self, draft: _Draft) -> StepPlan:
         starts = np.array(draft.starts, np.int32)
         num_tokens = np.array(draft.num_tokens, np.int32)
+        slots, total = np.array(draft.slots, np.int32), sum(draft.num_tokens)
+        shared = None
+        if total == len(slots):  # one token each
+            shared = self.shared.find(draft.rows, (self._admissions, slots.tobytes()))
         plan = StepPlan(
             step=draft.step,
-            slots=np.array(draft.slots, np.int32),
+            slots=slots,
             num_tokens=num_tokens,
             num_drafts=np.array(draft.num_drafts, np.int32),
             starts=starts,
             samples=np.array(draft.samples, np.bool_),
             admits=draft.admits,
             new_blocks=draft.new_blocks,
-            total_tokens=sum(draft.num_tokens),
+            total_tokens=total,
             max_seq_len=int((starts + num_tokens).max(initial=0)),
             score_rows=[
                 i
                 for i, r in enumerate(draft.rows)
                 if r.params.prompt_logprobs is not None and draft.starts[i] + 1 < r.prompt_len
             ],
+            shared=shared,
         )
         self._step += 1
         self._in_flight.append(plan)

@@ -1,5 +1,9 @@
 """The composition root: settings in, a finished engine out. The only module that looks at feature
 settings; everything below it is handed objects. Times each phase of the start-up.
+
+On a GPU weights are read by threads while this one goes on: memory is measured, pages are allocated and
+kernels are compiled with whatever the weights hold so far. (`start.py` is the way in for callers that have
+not imported torch.)
 """
 
 from __future__ import annotations
@@ -7,6 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,7 +30,7 @@ from quire.core.scheduler import Limits, Scheduler
 from quire.core.steplog import StepLog
 from quire.frontend.location import locate_model
 from quire.layers.env import Env
-from quire.models.checkpoint import open_checkpoint
+from quire.models.checkpoint import Checkpoint, open_checkpoint
 from quire.models.decoder import Model
 from quire.models.load import load_spec
 from quire.models.registry import build_model
@@ -41,12 +46,16 @@ log = logging.getLogger("quire")
 _OVERLAP_DEPTH = 2
 
 
-def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
-    """Load the model and wire an engine. Raises ConfigError or ModelError with one sentence for the user."""
-    clock = _Phases()
-    device = pick_device(config.device)
+def build_engine(config: EngineConfig, imports_s: float = 0.0) -> tuple[Engine, EngineInfo]:
+    """Load the model and wire an engine. Raises ConfigError or ModelError with one sentence for the user.
+
+    `imports_s`: how long the caller waited for this module; it becomes part of the times.
+    """
+    clock = _Phases(imports_s)
     path = locate_model(config.model, config.revision).path
     spec = load_spec(path)
+    clock.end("config")
+    device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, spec.dtype, device)
     asked_len = config.max_model_len
     if asked_len is not None and asked_len > spec.max_model_len:
@@ -54,21 +63,24 @@ def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
             f"max_model_len {asked_len} exceeds the {spec.max_model_len} positions of {config.model}"
         )
     config = config.resolved(gpu_memory(device), spec.max_model_len)
-    clock.end("config")
-
     backend = pick_attention(config.attention, device)
+    clock.end("device")
+
     depth = _OVERLAP_DEPTH if config.overlap else 1
-    worker = Worker(
-        config, load_model(config, path, spec, backend, device, dtype), backend, device, dtype, depth
-    )
-    clock.end("weights")
-
-    size = plan_kv(config, asked_len, worker, spec, dtype)
-    executor = LocalExecutor(worker.allocate(size))
-    clock.end("kv_cache")
-
-    engine = _wire(config, size, executor, depth)
-    _freeze_garbage()
+    model, checkpoint = load_model(config, path, spec, backend, device, dtype)
+    with closing(checkpoint):
+        worker = Worker(config, model, backend, device, dtype, depth)
+        clock.end("weights")
+        size = plan_kv(config, asked_len, worker, spec, dtype)
+        runner = worker.allocate(size)
+        clock.end("kv_cache")
+        if device.type == "cuda":  # a CPU has nothing to compile
+            worker.rehearse(runner, size)
+        engine = _wire(config, size, LocalExecutor(runner), depth)
+        _freeze_garbage()
+        clock.end("warm_up")
+        checkpoint.finish()
+        clock.end("weights")
     info = EngineInfo(
         model=config.model,
         family=spec.family,
@@ -147,8 +159,8 @@ def load_model(
     backend: AttentionBackend,
     device: torch.device,
     dtype: torch.dtype,
-) -> Model:
-    """The model with its weights on `device`; every tensor of the checkpoint must have been used."""
+) -> tuple[Model, Checkpoint]:
+    """The model on `device`, and the checkpoint, which must be finished before the weights can be relied on."""
     needed, (free, total) = spec.num_parameters * dtype.itemsize, free_memory(device)
     if needed > free:
         raise ConfigError(
@@ -156,10 +168,12 @@ def load_model(
             f"{total / 2**30:.1f} GiB are free on {device}; choose a smaller model or dtype, or free memory"
         )
     checkpoint = open_checkpoint(path, spec, config.load_format, device=device, dtype=dtype, seed=config.seed)
-    with torch.inference_mode():
-        model = build_model(spec, Env(checkpoint, Parallel(), backend, device, dtype))
-    checkpoint.finish()
-    return model
+    try:
+        with torch.inference_mode():
+            return build_model(spec, Env(checkpoint, Parallel(), backend, device, dtype)), checkpoint
+    except BaseException:
+        checkpoint.close()
+        raise
 
 
 def plan_kv(
@@ -200,11 +214,13 @@ def _freeze_garbage() -> None:
 
 
 class _Phases:
-    def __init__(self) -> None:
-        self.phases_s: dict[str, float] = {}
+    """Wall time by phase; a phase may come in several parts."""
+
+    def __init__(self, imports_s: float) -> None:
+        self.phases_s = {"import": imports_s}
         self._last = time.perf_counter()
 
     def end(self, name: str) -> None:
         now = time.perf_counter()
-        self.phases_s[name] = now - self._last
+        self.phases_s[name] = self.phases_s.get(name, 0.0) + now - self._last
         self._last = now

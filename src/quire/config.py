@@ -123,7 +123,7 @@ class EngineConfig:
             max_num_batched_tokens=budget,
             mixed_prefill_tokens=min(self.mixed_prefill_tokens or (2048 if gpu_bytes else 512), budget)
             if chunked
-            else budget,
+            else None,
             max_model_len=max_len,
             block_size=self.block_size if self.kv_layout == "paged" else max_len,
         )

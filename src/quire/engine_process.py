@@ -16,6 +16,7 @@ import zmq
 from quire.core.engine import Engine
 from quire.frontend import messages as msg
 from quire.frontend.client import describe, refusal
+from quire.start import start_engine
 from quire.types import QuireError, RequestError
 
 _IDLE_POLL_MS = 1000  # how often an idle engine looks whether its parent is still there
@@ -31,9 +32,7 @@ def main(address: str, parent: int) -> int:
     try:
         start = msg.decode_to_engine(socket.recv())
         assert isinstance(start, msg.Start)
-        from quire.build import build_engine  # torch is imported only now, in this process
-
-        engine, info = build_engine(start.config)
+        engine, info = start_engine(start.config)
         socket.send(msg.encode(msg.Ready(info)))
         serve(engine, socket, parent)
         engine.close()

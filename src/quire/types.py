@@ -269,6 +269,11 @@ class EngineInfo:
     num_parameters: int
     phases_s: dict[str, float] = field(default_factory=dict)  # start-up by phase
 
+    def start_up(self) -> str:
+        """The phases of the start in one line, for people."""
+        phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.phases_s.items())
+        return f"{sum(self.phases_s.values()):.2f} s ({phases})"
+
 
 # -------------------------------------------------------------------------- scheduler's own record
 

@@ -91,7 +91,7 @@ class Bench:
     def _load(self, *args: Any) -> Any:
         if self._loaded is None:
             self._loaded = self._original(*args)
-            self.num_layers = len(self._loaded.attention_layers)
+            self.num_layers = len(self._loaded[0].attention_layers)
         return self._loaded
 
     def run(self, settings: dict[str, Any], seed: int) -> Engine:

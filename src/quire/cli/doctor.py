@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
+import time
 from importlib import metadata
 
 from quire import __version__
@@ -40,10 +41,14 @@ def run(args: argparse.Namespace) -> int:
             _row(name, metadata.version(name))
         except metadata.PackageNotFoundError:
             _row(name, "not installed" + (" (only needed on a GPU)" if name == "triton" else " - MISSING"))
+    begin = time.perf_counter()
+    import quire.build  # noqa: F401  (torch, timed here because all that follows needs it)
+
+    imports_s = time.perf_counter() - begin
     _machine()
     _plan(config)
     if args.load:
-        _load(config)
+        _load(config, imports_s)
     return 0
 
 
@@ -120,10 +125,10 @@ def _plan(config: EngineConfig) -> None:
     _row("context", f"{size.max_model_len} tokens; room for {requests} requests of full length at once")
 
 
-def _load(config: EngineConfig) -> None:
+def _load(config: EngineConfig, imports_s: float) -> None:
     from quire.build import build_engine
 
-    engine, info = build_engine(config)
+    engine, info = build_engine(config, imports_s)
     engine.close()
     _section("Start-up")
     for phase, seconds in info.phases_s.items():

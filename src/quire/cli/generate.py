@@ -123,5 +123,4 @@ def _summary(llm: LLM, outputs: list[RequestOutput], ready_s: float, elapsed_s: 
         print(f"speed       {(tokens - 1) / decode_s:.0f} tokens/s after the first")
     print(f"throughput  {tokens / elapsed_s:.0f} tokens/s over all")
     print(f"first token {first_s * 1000:.0f} ms after the request")
-    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in info.phases_s.items())
-    print(f"start-up    {ready_s:.2f} s (imports {ready_s - sum(info.phases_s.values()):.2f} s, {phases})")
+    print(f"start-up    {ready_s:.2f} s, of these the engine {info.start_up()}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.attention.base import AttentionBackend
+from quire.attention.base import KV, AttentionBackend
 from quire.config import EngineConfig
 from quire.kernels import available
 from quire.models.decoder import Model
@@ -25,6 +25,7 @@ from quire.worker.staging import Staging
 from quire.worker.state import SlotState
 
 _GRAPH_TOKENS = 2048  # the longest step that is captured; launching a longer one takes less than running it
+_PROMPT_TOKENS = 128  # of the request that is rehearsed
 
 
 class Worker:
@@ -42,6 +43,7 @@ class Worker:
         self.config, self.model, self.device = config, model, device
         self._backend, self._dtype, self._depth = backend, dtype, depth
         self._graph_bytes = 0  # activations of the largest captured step
+        self._pages: list[KV] = []
 
     def activation_bytes(self) -> int:
         """Memory that steps take beyond weights and KV pages: measured on CUDA, 0 on a CPU."""
@@ -50,24 +52,12 @@ class Worker:
         tokens, rows = self.config.max_num_batched_tokens or 1, self.config.max_num_seqs or 1
         rows = min(rows, tokens)
         per_row = tokens // rows
-        runner = self._make_runner(KVSize(1, per_row + 1, 0, per_row + 1), rows, graphs=False)
+        size = KVSize(1, per_row + 1, 0, per_row + 1)
+        runner = self._make_runner(size, rows, self._make_pages(size), graphs=False)
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        plan = StepPlan(
-            step=0,
-            slots=np.arange(rows, dtype=np.int32),
-            num_tokens=np.full(rows, per_row, np.int32),
-            num_drafts=np.zeros(rows, np.int32),
-            starts=np.zeros(rows, np.int32),
-            samples=np.ones(rows, np.bool_),
-            admits=[],
-            new_blocks=[],
-            total_tokens=rows * per_row,
-            max_seq_len=per_row,
-        )
-        runner.forward(plan)
-        runner.sample(0, None).wait()
+        _run(runner, rows, per_row)
         peak = torch.cuda.max_memory_allocated(self.device) - before
         del runner
         torch.cuda.empty_cache()
@@ -91,23 +81,42 @@ class Worker:
 
     def allocate(self, size: KVSize) -> Runner:
         """The runner, with KV pages of `size` and columns for every slot."""
-        return self._make_runner(size, self.config.max_num_seqs or 1, self.config.cuda_graphs)
+        self._pages = self._make_pages(size)
+        return self._make_runner(size, self.config.max_num_seqs or 1, self._pages, self.config.cuda_graphs)
 
-    def _make_runner(self, size: KVSize, num_slots: int, graphs: bool) -> Runner:
-        model, config, device = self.model, self.config, self.device
-        keeps_kv = config.kv_layout != "none"
-        first = model.attention_layers[0]
+    def rehearse(self, runner: Runner, size: KVSize) -> None:
+        """Run what a first request would: a short prompt, and a token. So its kernels are compiled, or found
+        on disk, and libraries are loaded. The weights need not be there yet."""
+        tokens = min(_PROMPT_TOKENS, size.max_model_len - 1, self.config.max_num_batched_tokens or 1)
+        if tokens < 1:
+            return
+        _run(runner, 1, tokens)
+        _run(runner, 1, 1, before=tokens)
+        # Admission overwrites a slot's columns, but not its pages, and what lies behind the end of a
+        # request must be finite. A slot without an owner uses the first page, padding the last.
+        for pair in self._pages:
+            for pages in pair:
+                pages[0].zero_()
+                pages[-1].zero_()
+
+    def _make_pages(self, size: KVSize) -> list[KV]:
+        first = self.model.attention_layers[0]
         cache = KVCache(
             self._backend,
-            len(model.attention_layers),
+            len(self.model.attention_layers),
             size.num_blocks + 1,  # the last page is the dummy slot's
             size.block_size,
             first.num_kv_heads,
             first.head_dim,
             self._dtype,
-            device,
-            keeps_kv,
+            self.device,
+            self.config.kv_layout != "none",
         )
+        return cache.layers
+
+    def _make_runner(self, size: KVSize, num_slots: int, pages: list[KV], graphs: bool) -> Runner:
+        model, config, device = self.model, self.config, self.device
+        keeps_kv = config.kv_layout != "none"
         max_blocks = -(-size.max_model_len // size.block_size)
         state = SlotState(num_slots, size.max_model_len, max_blocks, size.num_blocks, keeps_kv, device)
         sampler = Sampler(state, model.spec.vocab_size, num_slots + 1, device)
@@ -117,7 +126,7 @@ class Worker:
         if available(device):
             tokens = max(config.max_num_batched_tokens or 1, num_slots)
             batcher = KernelBatcher(
-                state, self._backend, cache.layers, size.block_size, tokens, num_slots, turns, device
+                state, self._backend, pages, size.block_size, tokens, num_slots, turns, device
             )
             launcher = Eager(model, batcher)
             if graphs and self._backend.capturable:
@@ -134,7 +143,7 @@ class Worker:
                     device,
                 )
         else:
-            batcher = TorchBatcher(state, self._backend, cache.layers, size.block_size)
+            batcher = TorchBatcher(state, self._backend, pages, size.block_size)
             launcher = Eager(model, batcher, self._threads())
         staging, results = Staging(device, self._depth), Results(device, turns)
         return Runner(model, launcher, batcher, state, sampler, staging, results)
@@ -143,3 +152,22 @@ class Worker:
         if self.device.type != "cpu":
             return None
         return Threads(self.model.spec.num_parameters, self.config.cpu_threads)
+
+
+def _run(runner: Runner, rows: int, per_row: int, before: int = 0) -> None:
+    """A greedy step of `rows` rows with `per_row` tokens each, in slots that nobody has been admitted to and
+    that have run `before` tokens."""
+    plan = StepPlan(
+        step=0,
+        slots=np.arange(rows, dtype=np.int32),
+        num_tokens=np.full(rows, per_row, np.int32),
+        num_drafts=np.zeros(rows, np.int32),
+        starts=np.full(rows, before, np.int32),
+        samples=np.ones(rows, np.bool_),
+        admits=[],
+        new_blocks=[],
+        total_tokens=rows * per_row,
+        max_seq_len=before + per_row,
+    )
+    runner.forward(plan)
+    runner.sample(0, None).wait()

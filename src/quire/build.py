@@ -200,7 +200,7 @@ def _wire(config: EngineConfig, size: KVSize, executor: LocalExecutor, depth: in
         block_size=size.block_size,
         keeps_kv=keeps_kv,
         lookahead=depth > 1,
-        mixed_prefill_tokens=config.mixed_prefill_tokens or 1,
+        mixed_prefill_tokens=config.mixed_prefill_tokens or config.max_num_batched_tokens or 1,
     )
     steplog = StepLog()
     scheduler = Scheduler(pool, cache, choices, limits, steplog)

@@ -1,11 +1,12 @@
 """The way to an engine for callers that have not imported torch: `build.py`, reached without idle waiting.
 
-Importing torch takes seconds, and so may a driver's first look at its GPU. The first is work of the
-interpreter, the second is not and runs beside it.
+Importing torch takes seconds and keeps the interpreter busy. What else must be done first, and does not
+need the interpreter, runs beside it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import threading
@@ -37,20 +38,22 @@ def start_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
 
 
 def wake_gpu(device: str) -> None:
-    """Have the driver set up the GPU that `device` names, so that torch finds it ready.
+    """Prepare the driver for the GPU that `device` names, and Triton, which hashes all of itself (half a
+    gigabyte) before it looks for a kernel on disk; both keep what they have done.
 
-    Only a head start: whatever is wrong here is left for torch to find, and to explain.
+    Only a head start: whatever is wrong here is left for torch and Triton to find, and to explain.
     """
     kind, _, index = device.partition(":")
     if kind not in ("auto", "cuda") or not (index or "0").isdigit() or not _torch_has_cuda():
         return
-    try:
+    with contextlib.suppress(OSError, ImportError):
         driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return
-    gpu, context = ctypes.c_int(), ctypes.c_void_p()
-    if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(gpu), int(index or 0)) == 0:
-        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), gpu)  # torch's is the same
+        gpu, context = ctypes.c_int(), ctypes.c_void_p()
+        if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(gpu), int(index or 0)) == 0:
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), gpu)  # torch's is the same
+            from triton.runtime.cache import triton_key
+
+            triton_key()
 
 
 def _torch_has_cuda() -> bool:

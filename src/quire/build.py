@@ -71,6 +71,8 @@ def build_engine(config: EngineConfig, imports_s: float = 0.0) -> tuple[Engine, 
     with closing(checkpoint):
         worker = Worker(config, model, backend, device, dtype, depth)
         clock.end("weights")
+        worker.compile_kernels()
+        clock.end("warm_up")
         size = plan_kv(config, asked_len, worker, spec, dtype)
         runner = worker.allocate(size)
         clock.end("kv_cache")

@@ -45,14 +45,32 @@ class Worker:
         self._graph_bytes = 0  # activations of the largest captured step
         self._pages: list[KV] = []
 
+    def compile_kernels(self) -> None:
+        """Have the kernels of usual steps compiled side by side, or found on disk, and loaded."""
+        config = self.config
+        if not available(self.device) or config.kv_layout != "paged":  # elsewhere a single page can be huge
+            return
+        # Imported here: an installation for CPUs has no Triton.
+        from quire.kernels.ahead import side_by_side
+
+        rows, per_row = self._largest_step()
+        size = self._scratch_size(per_row)
+        pages = self._make_pages(size)
+        slots = config.max_num_seqs or 1
+        eager = self._make_runner(size, slots, pages, graphs=False)
+        usual = self._make_runner(size, slots, pages, config.cuda_graphs)
+        with side_by_side(self.device):
+            _run(eager, min(rows, 16), per_row)  # as 16 rows, so any other multiple of 16
+            self._run_request(usual, size)
+        del eager, usual, pages
+        torch.cuda.empty_cache()
+
     def activation_bytes(self) -> int:
         """Memory that steps take beyond weights and KV pages: measured on CUDA, 0 on a CPU."""
         if self.device.type != "cuda":
             return 0
-        tokens, rows = self.config.max_num_batched_tokens or 1, self.config.max_num_seqs or 1
-        rows = min(rows, tokens)
-        per_row = tokens // rows
-        size = KVSize(1, per_row + 1, 0, per_row + 1)
+        rows, per_row = self._largest_step()
+        size = self._scratch_size(per_row)
         runner = self._make_runner(size, rows, self._make_pages(size), graphs=False)
         torch.cuda.synchronize(self.device)
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -63,6 +81,19 @@ class Worker:
         torch.cuda.empty_cache()
         self._graph_bytes = self._bytes_of_graphs(peak)
         return peak + self._column_bytes() + self._graph_bytes
+
+    def _largest_step(self) -> tuple[int, int]:
+        """(rows, tokens of each)."""
+        tokens, rows = self.config.max_num_batched_tokens or 1, self.config.max_num_seqs or 1
+        rows = min(rows, tokens)
+        return rows, tokens // rows
+
+    def _scratch_size(self, per_row: int) -> KVSize:
+        """A single page, which all positions share, in tables of the real width: other numbers would need
+        kernels of their own. Elsewhere than in the paged layout, a page that is just long enough."""
+        if self.config.kv_layout == "paged":
+            return KVSize(1, self.config.block_size, 0, max(self.config.max_model_len or 1, per_row + 1))
+        return KVSize(1, per_row + 1, 0, per_row + 1)
 
     def _column_bytes(self) -> int:
         """Of the slot columns: a place for each token that a request may have, and for each page."""
@@ -85,19 +116,21 @@ class Worker:
         return self._make_runner(size, self.config.max_num_seqs or 1, self._pages, self.config.cuda_graphs)
 
     def rehearse(self, runner: Runner, size: KVSize) -> None:
-        """Run what a first request would: a short prompt, and a token. So its kernels are compiled, or found
-        on disk, and libraries are loaded. The weights need not be there yet."""
-        tokens = min(_PROMPT_TOKENS, size.max_model_len - 1, self.config.max_num_batched_tokens or 1)
-        if tokens < 1:
-            return
-        _run(runner, 1, tokens)
-        _run(runner, 1, 1, before=tokens)
+        """Run what a first request would, so that everything it takes is there. The weights need not be."""
+        self._run_request(runner, size)
         # Admission overwrites a slot's columns, but not its pages, and what lies behind the end of a
         # request must be finite. A slot without an owner uses the first page, padding the last.
         for pair in self._pages:
             for pages in pair:
                 pages[0].zero_()
                 pages[-1].zero_()
+
+    def _run_request(self, runner: Runner, size: KVSize) -> None:
+        """A short prompt, and a token after it."""
+        tokens = min(_PROMPT_TOKENS, size.max_model_len - 1, self.config.max_num_batched_tokens or 1)
+        if tokens > 0:
+            _run(runner, 1, tokens)
+            _run(runner, 1, 1, before=tokens)
 
     def _make_pages(self, size: KVSize) -> list[KV]:
         first = self.model.attention_layers[0]

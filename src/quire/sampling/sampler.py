@@ -3,8 +3,11 @@
 Owns the sampling columns of every slot. Order, as in vLLM: log-probabilities of the raw logits; grammar
 mask; allowed ids, bad words, min tokens, bias, penalties; temperature; min_p, top_k, top_p; draw.
 Which of these a step needs is read from host columns, so unused features cost nothing. No call waits
-for the device, and a row's token depends on that row alone. Rows without filters are chosen by the
-kernel of kernels/sampling.py where it runs.
+for the device, and a row's token depends on that row alone.
+
+From temperature on, everything is `choose`: on a GPU the kernels of kernels/sampling.py, which read what
+each row wants on the device, so that it can be captured. A step whose rows do not `need_host_work` is
+`choose` and nothing else.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ _GREEDY = 0.0  # as a temperature
 _NONE = -1  # no log-probabilities wanted
 
 
-Choose = Callable[[Tensor, np.ndarray, Tensor], Tensor]  # logits, slots on the host and device -> tokens
+# logits [n, vocab], slots [n], tokens int32 [n] to fill, slots on the host (if known), may rows have filters
+Choose = Callable[[Tensor, Tensor, Tensor, np.ndarray | None, bool], None]
 
 
 @dataclass(slots=True)
@@ -54,7 +58,7 @@ class Sampler:
         self._processed = np.zeros(num_slots, dtype=np.bool_)
         self._logprobs = np.full(num_slots, _NONE, dtype=np.int64)
         self._filters = FilterFlags.empty(num_slots)
-        self._choose: Choose = self._with_kernel() if available(device) else self._plain
+        self._choose: Choose = self._with_kernels(vocab_size, num_slots) if available(device) else self._plain
 
     def admit(self, slot: int, request: EngineRequest) -> None:
         """Stage the parameters of the request that takes `slot`, on the host."""
@@ -100,64 +104,67 @@ class Sampler:
                 apply_mask(x, mask)
             for processor in self._processors:
                 processor.apply(x, slots_host, slots)
-        tokens = self._choose(x, slots_host, slots)
-        return SampleOutput(tokens.to(torch.int32), self._score(logits, tokens, slots_host))
+        tokens = torch.empty(len(slots_host), dtype=torch.int32, device=logits.device)
+        self._choose(x, slots, tokens, slots_host, self.has_filters(slots_host))
+        return SampleOutput(tokens, self._score(logits, tokens, slots_host))
 
-    def needs_host(self, slots_host: np.ndarray) -> bool:
-        """Whether any row wants what `choose` does not do."""
-        host = self._processed[slots_host] | (self._logprobs[slots_host] != _NONE)
-        host |= ~self._greedy[slots_host] & self._filters.at(slots_host).used
-        return bool(host.any())
+    def choose(self, logits: Tensor, slots: Tensor, tokens: Tensor, filtered: bool = True) -> None:
+        """Into `tokens` int32 [n]: one for each row of `logits` [n, vocab], for rows that need no host work.
 
-    def choose(self, logits: Tensor, slots: Tensor) -> Tensor:
-        """int32 [rows], from device columns alone, so that it can be part of a CUDA graph. Needs the kernels."""
-        from quire.kernels.sampling import choose
+        On a GPU it can be captured in a graph, which then serves any requests in those slots; with
+        `filtered` False, any without filters.
+        """
+        self._choose(logits, slots, tokens, None, filtered)
 
-        temperature = self._table.float64("temperature")
-        low, high = self._table.int64("seed_low"), self._table.int64("seed_high")
-        return choose(logits, slots, temperature, low, high, self._columns.num_tokens)
+    def needs_host_work(self, slots_host: np.ndarray) -> bool:
+        """Whether any row wants more than `choose`: changed logits or log-probabilities."""
+        return bool((self._processed[slots_host] | (self._logprobs[slots_host] != _NONE)).any())
+
+    def has_filters(self, slots_host: np.ndarray) -> bool:
+        """Whether any row is drawn under top_k, top_p or min_p."""
+        return bool((self._filters.at(slots_host).used & ~self._greedy[slots_host]).any())
 
     def prompt_logprobs(self, logits: Tensor, targets: Tensor, k: int) -> Logprobs:
         """Log-probabilities of the given tokens int64 [m] under `logits` [m, vocab], and the top k."""
         return score(logits, targets, k)
 
-    def _with_kernel(self) -> Choose:
-        """Rows with filters are drawn by `_draw`, all others by the kernel: which of the two a row gets
-        does not depend on its batch, so neither does its token."""
-        from quire.kernels.sampling import choose
+    def _with_kernels(self, vocab_size: int, num_slots: int) -> Choose:
+        from quire.kernels.row import COLUMNS
+        from quire.kernels.sampling import Scratch, choose
 
-        temperature = self._table.float64("temperature")
-        low, high = self._table.int64("seed_low"), self._table.int64("seed_high")
+        assert COLUMNS == _COLUMNS
+        scratch = Scratch.empty(num_slots, vocab_size, self._device)
 
-        def chosen(x: Tensor, slots_host: np.ndarray, slots: Tensor) -> Tensor:
-            filtered = ~self._greedy[slots_host] & self._filters.at(slots_host).used
-            if filtered.all():
-                return self._draw(x, slots_host, slots)
-            tokens = choose(x, slots, temperature, low, high, self._columns.num_tokens)
-            if filtered.any():
-                rows = rows_where(filtered, self._device)
-                tokens[rows] = self._draw(x[rows], slots_host[filtered], slots[rows]).int()
-            return tokens
+        def chosen(
+            x: Tensor, slots: Tensor, tokens: Tensor, slots_host: np.ndarray | None, filtered: bool
+        ) -> None:
+            choose(x, slots, self._table.values, self._columns.num_tokens, scratch, tokens, filtered)
 
         return chosen
 
-    def _plain(self, x: Tensor, slots_host: np.ndarray, slots: Tensor) -> Tensor:
-        """int64 [n]: the greedy choice of every row, overwritten by a draw where one is wanted."""
+    def _plain(
+        self, x: Tensor, slots: Tensor, tokens: Tensor, slots_host: np.ndarray | None, filtered: bool
+    ) -> None:
+        """The greedy choice of every row, overwritten by a draw where one is wanted."""
+        if slots_host is None:
+            slots_host = slots.cpu().numpy()
         drawn = ~self._greedy[slots_host]
         if drawn.all():
-            return self._draw(x, slots_host, slots)
+            tokens.copy_(self._draw(x, slots_host, slots))
+            return
         if self._device.type == "cpu":
             x = x.float()  # argmax over bfloat16 is several times slower there than the conversion
-        tokens = x.argmax(1)
+        tokens.copy_(x.argmax(1))
         if drawn.any():
             rows = rows_where(drawn, self._device)
-            tokens[rows] = self._draw(x[rows], slots_host[drawn], slots[rows])
-        return tokens
+            tokens[rows] = self._draw(x[rows], slots_host[drawn], slots[rows]).int()
 
     def _draw(self, x: Tensor, slots_host: np.ndarray, slots: Tensor) -> Tensor:
         """Gumbel-max over the tokens that the filters keep: argmax of logit / temperature + noise."""
         columns = self._table.gather(slots)
-        x = x.to(torch.float32, copy=True).div_(columns.float32("temperature").unsqueeze(1))  # [r, vocab]
+        # By the reciprocal, as in the kernels: both see the same bits.
+        scale = columns.float32("temperature").reciprocal().unsqueeze(1)
+        x = x.to(torch.float32, copy=True).mul_(scale)  # [r, vocab]
         x.nan_to_num_(nan=-math.inf, posinf=torch.finfo(torch.float32).max, neginf=-math.inf)
         k0, k1 = self._keys(columns, slots)
         flags = self._filters.at(slots_host)

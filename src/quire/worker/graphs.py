@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -80,11 +80,13 @@ class Eager:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a graph is captured for. As many tokens as rows: one token each. `sampled`: sampling included."""
+    """What a graph is captured for. As many tokens as rows: one token each."""
 
     rows: int
     tokens: int
-    sampled: bool
+    sampling: Literal[
+        "plain", "filtered", "later"
+    ]  # later: not in the graph, because the host has a part in it
 
     @property
     def one_each(self) -> bool:
@@ -136,12 +138,14 @@ class CudaGraphs:
             if shape in self._seen:
                 self._capture(shape)
             self._seen.add(shape)
-        return Launched(self._batcher.step(plan), None if shape.sampled else self._logits[: len(plan.slots)])
+        return Launched(
+            self._batcher.step(plan), self._logits[: len(plan.slots)] if shape.sampling == "later" else None
+        )
 
     def warm_up(self, staging: Staging) -> bool:
         while self._idle_sizes:
             size = self._idle_sizes.pop()
-            shape = Shape(size, size, True)
+            shape = Shape(size, size, "plain")
             if shape not in self._captured:
                 staging.begin()
                 self._batcher.load(plan_header(None), staging, size, True)
@@ -154,28 +158,33 @@ class CudaGraphs:
         rows, tokens = len(plan.slots), plan.total_tokens
         if plan.score_rows:
             return None
-        sampled = not self._sampler.needs_host(plan.slots)
+        sampling = self._sampling(plan)
         if rows == tokens:
             size = _round_up(self._row_sizes, rows)
-            return Shape(size, size, sampled)
+            return Shape(size, size, sampling)
         if tokens > self._token_sizes[-1]:
             return None
         # Few sizes of rows: a surplus row costs little beside the tokens of the others.
         rows = min(max(8, 1 << (rows - 1).bit_length()), self._row_sizes[-1])
         tokens = _round_up(self._token_sizes, max(tokens, rows + 1))
-        return Shape(rows, tokens, sampled) if tokens > rows else None
+        return Shape(rows, tokens, sampling) if tokens > rows else None
+
+    def _sampling(self, plan: StepPlan) -> Literal["plain", "filtered", "later"]:
+        if self._sampler.needs_host_work(plan.slots):
+            return "later"
+        return "filtered" if self._sampler.has_filters(plan.slots) else "plain"
 
     def _run(self, shape: Shape) -> None:
         """The step for whatever header is there."""
         batch = self._batcher.bounded(shape.rows, shape.tokens)
         hidden = self._model(batch)
         logits = self._model.logits(hidden if shape.one_each else hidden.index_select(0, batch.logit_index))
-        if shape.sampled:
-            self._batcher.advance_rows(
-                shape.rows, self._sampler.choose(logits, self._batcher.slots(shape.rows))
-            )
-        else:
+        if shape.sampling == "later":
             self._logits[: shape.rows].copy_(logits)
+            return
+        tokens = torch.empty(shape.rows, dtype=torch.int32, device=logits.device)
+        self._sampler.choose(logits, self._batcher.slots(shape.rows), tokens, shape.sampling == "filtered")
+        self._batcher.advance_rows(shape.rows, tokens)
 
     def _capture(self, shape: Shape) -> None:
         self._captured[shape] = self._record(lambda: self._run(shape))

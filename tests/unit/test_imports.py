@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "core": {"types"},
     "worker": {"types", "config", "models", "sampling", "attention", "layers", "parallel", "quant", "kernels"},
     "frontend": {"types", "config", "core"},
-    "bench": {"types", "config", "core", "worker", "frontend", "build", "llm"},
+    "bench": {"types", "config", "core", "worker", "frontend", "models", "build", "llm"},
     "build": {"types", "config", "core", "worker", "models", "sampling", "attention", "layers", "parallel", "frontend"},
     "start": {"types", "config", "core", "build"},
     "engine_process": {"types", "core", "frontend", "start"},

@@ -19,6 +19,7 @@ COMMANDS = {
     "chat": "talk with a model in the terminal",
     "doctor": "show what this machine has and what Quire will use, and why",
     "bench": "measure on this machine",
+    "profile": "show where the time of a step goes, and where the memory is",
 }
 
 _EPILOG = """examples:

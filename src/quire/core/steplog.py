@@ -57,6 +57,10 @@ class StepLog:
     def last(self) -> StepRecord:
         return self._records[-1]
 
+    def newest(self, count: int) -> list[StepRecord]:
+        """The last `count` records, oldest first."""
+        return [self._records[-i] for i in range(count, 0, -1)]
+
     def __len__(self) -> int:
         return len(self._records)
 

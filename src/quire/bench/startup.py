@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-from quire.types import EngineDead
+from quire.types import EngineDead, QuireError
 
 _PROMPT = list(range(10, 138))
 
@@ -26,7 +26,9 @@ def start_up(settings: dict[str, Any]) -> dict[str, float]:
     begin = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        line = process.stdout.readline()
+        line = next(
+            (line for line in process.stdout if line.startswith("{")), ""
+        )  # past what libraries print
         total = time.perf_counter() - begin
     if not line:
         raise EngineDead(f"the fresh process ended with exit code {process.returncode} and no token")
@@ -48,4 +50,7 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    try:
+        _main()
+    except QuireError as error:
+        sys.exit(f"quire: {error}")

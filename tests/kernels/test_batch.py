@@ -162,7 +162,7 @@ def test_padding_changes_nothing(device: str, one_each: bool) -> None:
     sampled = torch.arange(padded, dtype=torch.int32, device=device)
     assert isinstance(side.batcher, KernelBatcher)
     side.batcher.load(plan_header(plan), side.staging, padded, one_each)
-    batch = side.batcher.bounded(padded, places)
+    batch = side.batcher.bounded(padded, places, False)
     side.batcher.advance_rows(padded, sampled)
     step, expected = exact.batcher.build(plan, exact.staging)
     exact.batcher.advance(step, sampled)

@@ -30,6 +30,9 @@ class ForwardBatch:
     num_tokens: np.ndarray | None  # host, int32 [rows]: new tokens per row; None: any that fit the tensors
     seq_bounds: np.ndarray  # host, int32 [rows]: at least seq_lens
     block_size: int
+    # int32 [rows]: how many of a row's first tokens are in pages that other rows begin with as well (0: none);
+    # every number but 0 is the same, and names the same pages. Only where each row has one token.
+    shared: torch.Tensor | None = None
     attn: Any = field(default=None)
 
 

@@ -1,7 +1,8 @@
 """The ends of a step on the device: from the header of a plan to the tensors that a model reads, and from
 sampled tokens to the slot columns.
 
-The header is int32 [rows, 3]: slot, new tokens, whether the row samples. Everything else comes from the
+The header is int32 [rows, 4]: slot, new tokens, whether the row samples, and tokens in pages that rows
+share, which is for attention. Everything else comes from the
 columns, so a captured graph serves every batch of its shape: rows without tokens are padding, and so is
 every row of the last slot, the dummy, whose columns never change.
 """
@@ -30,7 +31,7 @@ def _prepare_kernel(
     begin = row
     if not ONES:
         before = tl.arange(0, ROWS_PAD)
-        begin = tl.sum(tl.load(header + 3 * before + 1, mask=before < row, other=0), 0)
+        begin = tl.sum(tl.load(header + 4 * before + 1, mask=before < row, other=0), 0)
     tl.store(query_start + row, begin)
     if row == rows:
         for start in range(begin, total, TOKENS):
@@ -40,8 +41,8 @@ def _prepare_kernel(
             tl.store(positions + at, tl.zeros([TOKENS], tl.int64), mask=inside)
             tl.store(kv_slots + at, tl.full([TOKENS], -1, tl.int64), mask=inside)
         return
-    slot = tl.load(header + 3 * row).to(tl.int64)
-    n = tl.load(header + 3 * row + 1)
+    slot = tl.load(header + 4 * row).to(tl.int64)
+    n = tl.load(header + 4 * row + 1)
     computed = tl.load(num_computed + slot)
     tl.store(slots + row, slot)
     tl.store(seq_lens + row, tl.where(n > 0, computed + n, 0))
@@ -100,13 +101,13 @@ def _advance_kernel(
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
-    slot = tl.load(header + 3 * row, mask=inside, other=0)
+    slot = tl.load(header + 4 * row, mask=inside, other=0)
     real = inside & (slot != dummy)
     if KEEPS_KV:
-        n = tl.load(header + 3 * row + 1, mask=real, other=0)
+        n = tl.load(header + 4 * row + 1, mask=real, other=0)
         computed = tl.load(num_computed + slot, mask=real, other=0)
         tl.store(num_computed + slot, computed + n, mask=real)
-    samples = real & (tl.load(header + 3 * row + 2, mask=real, other=0) != 0)
+    samples = real & (tl.load(header + 4 * row + 2, mask=real, other=0) != 0)
     token = tl.load(sampled + row, mask=inside, other=0)
     length = tl.load(num_tokens + slot, mask=samples, other=0)
     tl.store(tokens + slot.to(tl.int64) * max_len + length, token, mask=samples)

@@ -37,10 +37,11 @@ class Batcher(Protocol):
 
 
 def plan_header(plan: StepPlan | None) -> np.ndarray:
-    """int32 [rows, 3] of a plan: slot, new tokens, whether the row samples. None: no rows."""
+    """int32 [rows, 4] of a plan: slot, new tokens, whether the row samples, shared tokens. None: no rows."""
     if plan is None:
-        return np.empty((0, 3), np.int32)
-    return np.stack((plan.slots, plan.num_tokens, plan.samples), 1, dtype=np.int32, casting="unsafe")
+        return np.empty((0, 4), np.int32)
+    shared = np.zeros_like(plan.slots) if plan.shared is None else plan.shared
+    return np.stack((plan.slots, plan.num_tokens, plan.samples, shared), 1, dtype=np.int32, casting="unsafe")
 
 
 class TorchBatcher:
@@ -122,7 +123,7 @@ class KernelBatcher:
 
         self._kernels = kernels
         self._state, self._backend, self._kv, self._block_size = state, backend, kv, block_size
-        self._header = buffer(max_rows, 3, dtype=torch.int32)  # slot, new tokens, samples
+        self._header = buffer(max_rows, 4, dtype=torch.int32)  # slot, new tokens, samples, shared tokens
         self._sent = b""  # what the header holds
         self._input_ids, self._positions, self._kv_slots = (buffer(max_tokens) for _ in range(3))
         self._logit_index, self._slots = (buffer(max_rows) for _ in range(2))
@@ -136,31 +137,38 @@ class KernelBatcher:
         rows = len(plan.slots)
         self.load(plan_header(plan), staging, rows)
         table_len = -(-plan.max_seq_len // self._block_size)
-        batch = self._batch(
-            rows, plan.total_tokens, plan.num_tokens, plan.starts + plan.num_tokens, table_len
-        )
+        bounds = plan.starts + plan.num_tokens
+        shares = plan.shared is not None
+        batch = self._batch(rows, plan.total_tokens, plan.num_tokens, bounds, table_len, shares)
         return self.step(plan), batch
 
-    def bounded(self, rows: int, tokens: int) -> ForwardBatch:
+    def bounded(self, rows: int, tokens: int, shares: bool) -> ForwardBatch:
         """The batch of any header with `rows` rows and up to `tokens` tokens (as many as rows: one token
-        each), for a graph: nothing here depends on the host."""
+        each), for a graph: nothing here depends on the host. `shares`: some rows may share pages."""
         state = self._state
         counts = np.ones(rows, np.int32) if rows == tokens else None
-        return self._batch(rows, tokens, counts, np.full(rows, state.max_len, np.int32), state.max_blocks)
+        bounds = np.full(rows, state.max_len, np.int32)
+        return self._batch(rows, tokens, counts, bounds, state.max_blocks, shares)
 
     def load(self, content: np.ndarray, staging: Staging, rows: int, one_each: bool = False) -> None:
-        """Send the header [real rows, 3] of a step, padded to `rows` with dummy rows, which have a token only
+        """Send the header [real rows, 4] of a step, padded to `rows` with dummy rows, which have a token only
         if every row has one. What is there already, as in most steps of steady decoding, is not sent."""
-        header = np.empty((rows, 3), np.int32)
+        header = np.empty((rows, 4), np.int32)
         header[: len(content)] = content
-        header[len(content) :] = self._state.dummy, one_each, 0
+        header[len(content) :] = self._state.dummy, one_each, 0, 0
         if (content_bytes := header.tobytes()) != self._sent:
             staging.send_into(self._header[:rows], header)
             self._sent = content_bytes
         self._turn_host = (self._turn_host + 1) % self._ring.shape[0]
 
     def _batch(
-        self, rows: int, tokens: int, counts: np.ndarray | None, bounds: np.ndarray, table_len: int
+        self,
+        rows: int,
+        tokens: int,
+        counts: np.ndarray | None,
+        bounds: np.ndarray,
+        table_len: int,
+        shares: bool,
     ) -> ForwardBatch:
         state = self._state
         slots = self._slots[:rows]
@@ -176,6 +184,7 @@ class KernelBatcher:
             num_tokens=counts,
             seq_bounds=bounds,
             block_size=self._block_size,
+            shared=self._header[:rows, 3] if shares else None,
         )
         self._kernels.prepare(
             self._header, rows, tokens, rows == tokens, state.tokens, state.num_computed, state.block_table,

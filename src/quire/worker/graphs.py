@@ -161,7 +161,7 @@ class CudaGraphs:
         sampling = self._sampling(plan)
         if rows == tokens:
             size = _round_up(self._row_sizes, rows)
-            return Shape(size, size, sampling)
+            return Shape(size, size, sampling, plan.shared is not None)
         if tokens > self._token_sizes[-1]:
             return None
         # Few sizes of rows: a surplus row costs little beside the tokens of the others.
@@ -176,7 +176,7 @@ class CudaGraphs:
 
     def _run(self, shape: Shape) -> None:
         """The step for whatever header is there."""
-        batch = self._batcher.bounded(shape.rows, shape.tokens)
+        batch = self._batcher.bounded(shape.rows, shape.tokens, shape.shares)
         hidden = self._model(batch)
         logits = self._model.logits(hidden if shape.one_each else hidden.index_select(0, batch.logit_index))
         if shape.sampling == "later":

@@ -27,11 +27,20 @@ MAY_IMPORT = {
     "frontend": {"types", "config", "core"},
     "bench": {"types", "config", "core", "worker", "frontend", "build", "llm"},
     "build": {"types", "config", "core", "worker", "models", "sampling", "attention", "layers", "parallel", "frontend"},
-    "engine_process": {"types", "core", "frontend", "build"},
+    "serve": {"types", "config", "frontend"},
+    "dry_run": {"types", "config", "core", "worker", "models", "frontend"},
+    "engine_process": {"types", "core", "frontend", "build", "dry_run"},
     "llm": {"types", "config", "frontend", "build"},
-    "cli": {"types", "config", "frontend", "build", "llm", "models", "worker", "bench"},
+    "cli": {"types", "config", "frontend", "build", "llm", "models", "worker", "bench", "serve"},
 }  # fmt: skip
-NO_TORCH = {"types", "config", "core", "frontend"}  # at run time; cli imports it only inside functions
+NO_TORCH = {
+    "types",
+    "config",
+    "core",
+    "frontend",
+    "serve",
+    "dry_run",
+}  # at run time; cli imports it only inside functions
 ENVIRONMENT = {"config", "cli"}
 
 
@@ -72,7 +81,8 @@ def test_imports_follow_the_table(path: Path) -> None:
 
 def test_host_side_starts_without_torch() -> None:
     code = (
-        "import sys, quire, quire.core.engine, quire.frontend.client, quire.cli.main, quire.bench.host; "
+        "import sys, quire, quire.core.engine, quire.frontend.client, quire.cli.main, quire.bench.host, "
+        "quire.serve.server, quire.dry_run; "
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -199,7 +199,8 @@ class RequestState:
         now_s = time.monotonic() if now_s is None else now_s
         if output.token_ids and self.metrics.first_token_s is None:
             self.metrics.first_token_s = now_s
-        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        if answer.index == 0:  # the others find what the first one computed
+            self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         if output.prompt_logprobs and self.prompt_logprobs is not None and answer.index == 0:
             seen = max(0, len(self.prompt_logprobs) - output.prompt_logprobs_start)
             fresh = output.prompt_logprobs[seen:]

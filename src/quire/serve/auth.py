@@ -33,6 +33,11 @@ class Keys:
     def __len__(self) -> int:
         return len(self._keys)
 
+    @property
+    def total_weight(self) -> float:
+        """Of all clients, each counted once."""
+        return sum(client.weight for client in set(self._keys.values())) or 1.0
+
     def client(self, given: str | None) -> Client | None:
         """Whose key this is; None if it is nobody's. Takes as long for a wrong key as for a right one."""
         if not self._keys:

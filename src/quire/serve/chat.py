@@ -43,12 +43,10 @@ async def chat_completions(request: Request) -> Response:
                 chat.cache_salt or "",
                 bool(chat.add_special_tokens),
                 keep_last(server, chat.truncate_prompt_tokens),
-                client.name,
-                client.weight,
             )
         ]
 
-    generation = await server.engine.generate(params.n, jobs, bool(chat.stream), chat.timeout)
+    generation = await server.engine.generate(client, params.n, jobs, bool(chat.stream), chat.timeout)
     answer = ChatAnswer(server, chat, model, generation, warnings)
     if chat.stream:
         slow_s = server.settings.slow_reader_timeout
@@ -63,7 +61,7 @@ def keep_last(server: Server, given: int | None) -> int | None:
 
 
 def _check_chat(chat: ChatRequest) -> None:
-    if chat.top_logprobs is not None and not chat.logprobs:
+    if chat.top_logprobs and not chat.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
     if chat.top_logprobs is not None and chat.top_logprobs < 0:
         raise bad_request(f"top_logprobs must be at least 0, got {chat.top_logprobs}", "top_logprobs")

@@ -52,14 +52,12 @@ async def completions(request: Request) -> Response:
                 wanted.cache_salt or "",
                 wanted.add_special_tokens is not False,
                 keep_last(server, wanted.truncate_prompt_tokens),
-                client.name,
-                client.weight,
                 bool(wanted.echo),
             )
             for prompt in prompts
         ]
 
-    generation = await server.engine.generate(choices, jobs, bool(wanted.stream), wanted.timeout)
+    generation = await server.engine.generate(client, choices, jobs, bool(wanted.stream), wanted.timeout)
     answer = CompletionAnswer(server, wanted, model, generation, warnings)
     if wanted.stream:
         slow_s = server.settings.slow_reader_timeout

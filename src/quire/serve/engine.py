@@ -25,6 +25,7 @@ from quire.frontend.output import OutputAssembler, RequestState
 from quire.frontend.processor import InputProcessor, Prompt
 from quire.frontend.tokenizer import NoTokenizer, Tokenizer, load_generation_defaults, load_tokenizer
 from quire.serve.admission import Admission
+from quire.serve.auth import Client
 from quire.serve.errors import ApiError, as_api_error
 from quire.serve.generation import Generation
 from quire.serve.process import EngineProcess
@@ -37,7 +38,7 @@ _STATS_S = 5.0
 
 @dataclass(slots=True)
 class Job:
-    """One prompt as a route asks for it. `client` and `weight` are the caller's, for taking turns."""
+    """One prompt as a route asks for it."""
 
     prompt: Prompt
     params: SamplingParams
@@ -45,8 +46,6 @@ class Job:
     cache_salt: str = ""
     add_special_tokens: bool = True
     keep_last: int | None = None  # of the prompt's tokens; None: all
-    client: str = ""
-    weight: float = 1.0
     echo: bool = False  # the text of the prompt is wanted, whatever form it came in
 
 
@@ -59,8 +58,11 @@ class Prepared:
 
 
 class AsyncEngine:
-    def __init__(self, config: EngineConfig, settings: ServeConfig, process: EngineProcess) -> None:
-        self.config, self.settings = config, settings
+    def __init__(
+        self, config: EngineConfig, settings: ServeConfig, process: EngineProcess, total_weight: float = 1.0
+    ) -> None:
+        """`total_weight`: of all clients that there are keys for."""
+        self.config, self.settings, self._total_weight = config, settings, total_weight
         self.died = asyncio.Event()
         self.cause: str | None = None
         self.completed = 0  # HTTP requests whose answers are complete
@@ -91,7 +93,9 @@ class AsyncEngine:
             load_generation_defaults(path),
         )
         settings = self.settings
-        self.admission = Admission(settings.max_waiting, settings.max_waiting_tokens, self.info.max_num_seqs)
+        self.admission = Admission(
+            settings.max_waiting, settings.max_waiting_tokens, self.info.max_num_seqs, self._total_weight
+        )
         self._receiver = asyncio.ensure_future(self._receive())
 
     async def in_thread(self, work: Callable[..., T], *args: object) -> T:
@@ -101,7 +105,12 @@ class AsyncEngine:
     # ------------------------------------------------------------------------------ requests in
 
     async def generate(
-        self, choices: int, make_jobs: Callable[[], Sequence[Job]], live: bool, timeout_s: float | None
+        self,
+        client: Client,
+        choices: int,
+        make_jobs: Callable[[], Sequence[Job]],
+        live: bool,
+        timeout_s: float | None,
     ) -> Generation:
         """Admit a request, prepare its prompts in a thread, send them.
 
@@ -110,14 +119,21 @@ class AsyncEngine:
         much waits already.
         """
         self._raise_if_dead()
-        self.admission.arrive(choices)
+        admission = self.admission
+        admission.arrive(client, choices)
         try:
-            prepared = await self.in_thread(self._prepare, make_jobs)
+            try:
+                prepared = await self.in_thread(self._prepare, make_jobs, client)
+            finally:
+                admission.prepared(choices)
             self._raise_if_dead()
-            self.admission.pass_on(choices, sum(len(p.state.prompt_token_ids) for p in prepared))
-        finally:
-            self.admission.leave(choices)
-        generation = Generation([p.state for p in prepared], live, self.cancel)
+            admission.pass_on(client, choices, sum(len(p.state.prompt_token_ids) for p in prepared))
+        except BaseException:
+            admission.leave(client, choices)
+            raise
+        generation = Generation(
+            [p.state for p in prepared], live, lambda ended: self._close(ended, client, choices)
+        )
         for one in prepared:
             self._open[one.state.request_id] = generation
             self._assembler.add(one.state)
@@ -129,10 +145,10 @@ class AsyncEngine:
                 self._process.send(msg.Add(request))
         return generation
 
-    def _prepare(self, make_jobs: Callable[[], Sequence[Job]]) -> list[Prepared]:
-        return [self._prepare_one(job) for job in make_jobs()]
+    def _prepare(self, make_jobs: Callable[[], Sequence[Job]], client: Client) -> list[Prepared]:
+        return [self._prepare_one(job, client) for job in make_jobs()]
 
-    def _prepare_one(self, job: Job) -> Prepared:
+    def _prepare_one(self, job: Job, client: Client) -> Prepared:
         name = f"{next(self._ids):x}"
         prompt = job.prompt
         if job.keep_last is not None:
@@ -143,22 +159,24 @@ class AsyncEngine:
         requests = self.processor.process(
             name, prompt, job.params, job.priority, job.cache_salt, job.add_special_tokens
         )
-        requests = [replace(request, client=job.client, weight=job.weight) for request in requests]
+        requests = [replace(request, client=client.name, weight=client.weight) for request in requests]
         text = prompt if isinstance(prompt, str) else None
         if job.echo and text is None:
             text = self.tokenizer.decode(requests[0].prompt, skip_special_tokens=False)
         return Prepared(RequestState(name, text, requests, self.tokenizer), requests)
 
-    def cancel(self, generation: Generation) -> None:
-        """Take an unfinished generation from the engine: its slots and pages are free before the next step."""
+    def _close(self, generation: Generation, client: Client, choices: int) -> None:
+        """A generation is over. What it still has in the engine is aborted: slots and pages are free before
+        the next step."""
         ids = [name for state in generation.states for name in self._assembler.abort(state)]
-        self._close(generation)
-        if ids and not self.died.is_set():
-            self._process.send(msg.Abort(ids))
-
-    def _close(self, generation: Generation) -> None:
         for state in generation.states:
             self._open.pop(state.request_id, None)
+        if ids and not self.died.is_set():
+            self._process.send(msg.Abort(ids))
+        self.admission.leave(client, choices)
+        if generation.error is None:
+            self.admission.finished(choices)
+            self.completed += 1
 
     # ----------------------------------------------------------------------------- outputs back
 
@@ -187,13 +205,8 @@ class AsyncEngine:
             return
         if state.error is not None:
             generation.fail(ApiError(400, state.error))
-            return
-        if state.finished:
-            del self._open[state.request_id]
-            self.admission.finished(len(state.answers))
-        if generation.finished:
-            self.completed += 1
-        generation.changed()
+        else:
+            generation.changed()
 
     def _die(self, cause: str) -> None:
         self.cause = cause
@@ -216,8 +229,8 @@ class AsyncEngine:
 
     @property
     def num_open(self) -> int:
-        """Prompts that are not answered yet."""
-        return len(self._open)
+        """Choices that are not answered yet, those whose prompt is being prepared included."""
+        return self.admission.num_open
 
     async def stats(self) -> EngineStats:
         """The engine's figures now. Raises ApiError 503 if it does not answer within some seconds."""

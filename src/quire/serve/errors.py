@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from quire.types import EngineDead, Overloaded, RequestError
@@ -54,7 +55,7 @@ def as_api_error(error: Exception, fields: frozenset[str] = frozenset()) -> ApiE
         return error
     if isinstance(error, RequestError):
         message = str(error)
-        word = message.split(None, 1)[0].rstrip(":") if message else ""
+        word = re.match(r"\w*", message)[0]  # type: ignore[index]
         code = "context_length_exceeded" if "max_model_len" in message else None
         return ApiError(400, message, word if word in fields else None, code)
     if isinstance(error, Overloaded):

@@ -45,10 +45,8 @@ async def generate(request: Request) -> Response:
         wanted.cache_salt or "",
         wanted.add_special_tokens is not False,
         keep_last(server, wanted.truncate_prompt_tokens),
-        client.name,
-        client.weight,
     )
-    generation = await engine.generate(1, lambda: [job], False, wanted.timeout)
+    generation = await engine.generate(client, 1, lambda: [job], False, wanted.timeout)
     await whole(request, generation)
     answer = generation.states[0].output().outputs[0]
     return json_response(

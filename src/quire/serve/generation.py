@@ -16,13 +16,14 @@ from quire.types import RequestOutput
 
 class Generation:
     def __init__(
-        self, states: Sequence[RequestState], live: bool, cancel: Callable[[Generation], None]
+        self, states: Sequence[RequestState], live: bool, over: Callable[[Generation], None]
     ) -> None:
-        """`live`: wake for every token, not only for the end. `cancel` takes the generation from the engine."""
+        """`live`: wake for every token, not only for the end. `over` is called once, when all is finished or
+        an error ended it."""
         self.states = list(states)
         self.error: ApiError | None = None  # why it ended early; its answers are worth nothing then
         self._live = live
-        self._cancel = cancel
+        self._over: Callable[[Generation], None] | None = over
         self._event = asyncio.Event()
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -55,25 +56,27 @@ class Generation:
         return [state.take_delta() for state in self.states]
 
     def changed(self) -> None:
-        if self._live or self.finished:
+        """Something is new."""
+        if self.finished:
+            self._end()
+        elif self._live:
             self._event.set()
-            if self.finished:
-                self._stop_clock()
 
     def fail(self, error: ApiError) -> None:
-        """End it with an error, unless it has one already."""
-        if self.error is None:
+        """End it with an error, unless it is over."""
+        if self._over is not None:
             self.error = error
-            self._cancel(self)
-            self._event.set()
-        self._stop_clock()
+            self._end()
+
+    def _end(self) -> None:
+        self._event.set()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        over, self._over = self._over, None
+        if over is not None:
+            over(self)
 
     def give_up_after(self, seconds: float) -> None:
         """End it with 504 unless it is finished within `seconds`."""
         error = ApiError(504, f"the request took longer than its timeout of {seconds:g} s", code="timeout")
         self._deadline = asyncio.get_running_loop().call_later(seconds, self.fail, error)
-
-    def _stop_clock(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None

@@ -10,6 +10,7 @@ import re
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.serve.auth import Keys, bearer
@@ -52,6 +53,8 @@ class Front:
                     raise _unauthorized(headers)
                 scope["client_key"] = client
             await self._app(scope, receive, named)
+        except ClientDisconnect:  # in the middle of its body: there is nobody to answer
+            pass
         except Exception as error:
             found = as_api_error(error)
             if found.status >= 500 and not isinstance(error, ApiError):

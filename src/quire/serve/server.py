@@ -80,7 +80,7 @@ async def _serve(
     sock: socket.socket,
     began_s: float,
 ) -> int:
-    engine = AsyncEngine(config, settings, process)
+    engine = AsyncEngine(config, settings, process, keys.total_weight)
     stop = _Stop()
     try:
         started = asyncio.ensure_future(engine.start())

@@ -6,9 +6,11 @@ Everything that a client can send and that is wrong ends here as a 4xx that name
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import msgspec
+import msgspec.inspect
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -83,7 +85,10 @@ def _deeper(value: Any, limit: int) -> bool:
 
 def parse(body: dict[str, Any], cls: type[T], strict: bool) -> tuple[T, list[str]]:
     """The request in `body`, and warnings about fields that Quire does not know. `strict` refuses those."""
-    known = field_names(cls)
+    known, integers = field_names(cls), _integer_fields(cls)
+    for name in integers & body.keys():
+        if isinstance(value := body[name], float) and value.is_integer() and abs(value) < 2**53:
+            body[name] = int(value)  # JSON has one kind of number, and some clients write 16 as 16.0
     unknown = [name for name in body if name not in known]
     if unknown and strict:
         raise bad_request(f"unknown field {unknown[0]!r} (the server runs with --strict)", unknown[0])
@@ -96,6 +101,19 @@ def parse(body: dict[str, Any], cls: type[T], strict: bool) -> tuple[T, list[str
 
 def field_names(cls: type[msgspec.Struct]) -> frozenset[str]:
     return frozenset(cls.__struct_encode_fields__)
+
+
+@lru_cache
+def _integer_fields(cls: type[msgspec.Struct]) -> frozenset[str]:
+    found = msgspec.inspect.type_info(cls)
+    assert isinstance(found, msgspec.inspect.StructType)
+    plain = (msgspec.inspect.IntType, msgspec.inspect.NoneType)
+    names = []
+    for field in found.fields:
+        kinds = field.type.types if isinstance(field.type, msgspec.inspect.UnionType) else (field.type,)
+        if all(isinstance(kind, plain) for kind in kinds):
+            names.append(field.name)
+    return frozenset(names)
 
 
 def _explained(text: str) -> ApiError:

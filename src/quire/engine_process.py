@@ -32,6 +32,9 @@ def main(address: str, parent: int) -> int:
     socket.setsockopt(zmq.SNDTIMEO, _GONE_MS)
     socket.connect(address)
     try:
+        while not socket.poll(_IDLE_POLL_MS):
+            if os.getppid() != parent:
+                return 1
         start = msg.decode_to_engine(socket.recv())
         assert isinstance(start, msg.Start)
         engine, info = _build(start)

@@ -106,7 +106,9 @@ def test_usage_in_streams(demo: Server) -> None:
     body = chat(SUM, temperature=0, stream=True)
     plain = events(demo.post("/v1/chat/completions", body))
     assert all("usage" not in chunk for chunk in plain[:-1])
-    with_usage = events(demo.post("/v1/chat/completions", {**body, "stream_options": {"include_usage": True}}))
+    with_usage = events(
+        demo.post("/v1/chat/completions", {**body, "stream_options": {"include_usage": True}})
+    )
     assert [chunk["usage"] for chunk in with_usage[:-2]] == [None] * (len(with_usage) - 2)
     assert with_usage[-2]["choices"] == [] and with_usage[-2]["usage"]["total_tokens"] == 29
     options = {"include_usage": True, "continuous_usage_stats": True}
@@ -122,7 +124,7 @@ def test_logprobs(demo: Server) -> None:
     assert "".join(entry["token"] for entry in content) == "27 + 45 = 72<|im_end|>"
     assert bytes(content[0]["bytes"]) == b"2"
     for entry in content:
-        assert [top["token"] for top in entry["top_logprobs"]][0] == entry["token"]  # greedy
+        assert next(top["token"] for top in entry["top_logprobs"]) == entry["token"]  # greedy
         assert len(entry["top_logprobs"]) == 2 and entry["logprob"] <= 0
     named = demo.post("/v1/chat/completions", {**body, "return_tokens_as_token_ids": True}).json()
     assert named["choices"][0]["logprobs"]["content"][0]["token"].startswith("token_id:")
@@ -161,7 +163,9 @@ def test_template_fields(dry: Server) -> None:
     assert prompt(messages=begun, continue_final_message=True).endswith("assistant\nWell,")
     template = "{{ mood }}{% for m in messages %}{{ m.content }}{% endfor %}"
     assert prompt(chat_template=template, chat_template_kwargs={"mood": "glad "}) == "glad Hi"
-    assert prompt(messages=[{"role": "user", "content": [{"type": "text", "text": "part"}]}]).count("part") == 1
+    assert (
+        prompt(messages=[{"role": "user", "content": [{"type": "text", "text": "part"}]}]).count("part") == 1
+    )
 
 
 def test_echo_and_truncation(dry: Server) -> None:

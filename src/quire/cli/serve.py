@@ -11,6 +11,8 @@ from typing import Any
 from quire.cli.flags import add_flags, given
 from quire.config import EngineConfig
 from quire.serve.auth import load_keys
+from quire.serve.listen import bind
+from quire.serve.process import EngineProcess
 from quire.serve.settings import ServeConfig
 from quire.types import ConfigError
 
@@ -38,13 +40,15 @@ def run(args: argparse.Namespace) -> int:
 
 def _start(config: EngineConfig, settings: ServeConfig) -> int:
     keys = load_keys(settings.api_key, os.environ.get("QUIRE_API_KEY", ""), settings.api_key_file)
+    sock = bind(settings)
     # The engine process imports torch while this one imports what HTTP needs.
-    from quire.serve.process import EngineProcess
-
     process = EngineProcess(config, settings.dry_run_step_ms / 1000 if settings.dry_run else None)
-    from quire.serve.server import bind, run
+    try:
+        from quire.serve.server import run
 
-    return run(config, settings, keys, process, bind(settings))
+        return run(config, settings, keys, process, sock)
+    finally:
+        process.kill()
 
 
 def _read(file: str) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -28,6 +28,7 @@ from quire.serve.admission import Admission
 from quire.serve.auth import Client
 from quire.serve.errors import ApiError, as_api_error
 from quire.serve.generation import Generation
+from quire.serve.length import check_length, tail
 from quire.serve.process import EngineProcess
 from quire.serve.settings import ServeConfig
 from quire.types import EngineDead, EngineInfo, EngineRequest, EngineStats, SamplingParams
@@ -151,9 +152,11 @@ class AsyncEngine:
     def _prepare_one(self, job: Job, client: Client) -> Prepared:
         name = f"{next(self._ids):x}"
         prompt = job.prompt
+        if isinstance(prompt, str) and job.keep_last is None:
+            check_length(self.tokenizer, prompt, self.info.max_model_len)
         if job.keep_last is not None:
             if isinstance(prompt, str):
-                prompt = self.tokenizer.encode(prompt, job.add_special_tokens)
+                prompt = self.tokenizer.encode(tail(prompt, job.keep_last), job.add_special_tokens)
             assert isinstance(prompt, list)
             prompt = prompt[-job.keep_last :]
         requests = self.processor.process(

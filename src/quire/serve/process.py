@@ -101,18 +101,20 @@ class EngineProcess:
                     raise error(message.cause)
         raise EngineDead(f"the engine stopped: {self._dead}")
 
-    async def close(self, kill: bool = False) -> int | None:
-        """End the process, in order if it answers within some seconds; its exit code."""
-        if self._process.poll() is None:
-            if not kill:
-                self.send(msg.Stop())
-                with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._ended.wait(), _STOP_S)
-            if self._process.poll() is None:
-                self._process.kill()
-                self._process.wait()
+    async def close(self, kill: bool = False) -> None:
+        """End the process, in order if it answers within some seconds."""
+        if not kill and self._process.poll() is None:
+            self.send(msg.Stop())
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), _STOP_S)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process now, and give everything back."""
         self._dead = self._dead or "it was closed"
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
         self._socket.close(linger=0)
         self._context.term()
         self._dir.cleanup()
-        return self._process.returncode

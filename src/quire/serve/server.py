@@ -35,21 +35,6 @@ log = logging.getLogger("quire.serve")
 _LAST_ANSWERS_S = 1.0  # from the engine's death to the end: open requests and health checks get their answer
 
 
-def bind(settings: ServeConfig) -> socket.socket:
-    """Take the port now, so that one in use is known before a model is loaded."""
-    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.bind((settings.host, settings.port))
-    except OSError as error:
-        sock.close()
-        raise ConfigError(
-            f"cannot listen on {settings.host}:{settings.port} ({error.strerror or error}); choose another --port"
-        ) from None
-    return sock
-
-
 class _Uvicorn(uvicorn.Server):
     """uvicorn without its signal handlers: when to stop is decided here."""
 

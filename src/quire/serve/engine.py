@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from quire.types import EngineDead, EngineInfo, EngineRequest, EngineStats, Samp
 
 T = TypeVar("T")
 _STATS_S = 5.0
+_YIELD_S = 0.005  # how long outputs may be taken in before what they brought is sent to clients
 
 
 @dataclass(slots=True)
@@ -184,9 +186,14 @@ class AsyncEngine:
     # ----------------------------------------------------------------------------- outputs back
 
     async def _receive(self) -> None:
+        yielded_s = time.monotonic()
         try:
             while True:
-                match await self._process.receive():
+                message = await self._process.receive()
+                if time.monotonic() - yielded_s > _YIELD_S:  # messages that are there already do not wait
+                    await asyncio.sleep(0)
+                    yielded_s = time.monotonic()
+                match message:
                     case msg.Outputs(outputs, load):
                         self.admission.report(load)
                         applied = self._assembler.apply(outputs)
@@ -209,7 +216,7 @@ class AsyncEngine:
         if state.error is not None:
             generation.fail(ApiError(400, state.error))
         else:
-            generation.changed()
+            generation.changed(state)
 
     def _die(self, cause: str) -> None:
         self.cause = cause

@@ -23,13 +23,14 @@ class Generation:
         self.states = list(states)
         self.error: ApiError | None = None  # why it ended early; its answers are worth nothing then
         self._live = live
+        self._left = len(self.states)  # prompts whose answers are not finished
         self._over: Callable[[Generation], None] | None = over
         self._event = asyncio.Event()
         self._deadline: asyncio.TimerHandle | None = None
 
     @property
     def finished(self) -> bool:
-        return self.error is not None or all(state.finished for state in self.states)
+        return self.error is not None or self._left == 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -55,8 +56,10 @@ class Generation:
         """What is new for each prompt, in their order."""
         return [state.take_delta() for state in self.states]
 
-    def changed(self) -> None:
-        """Something is new."""
+    def changed(self, state: RequestState) -> None:
+        """Something is new in one of its states."""
+        if state.finished:
+            self._left -= 1
         if self.finished:
             self._end()
         elif self._live:

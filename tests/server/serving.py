@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import psutil
 
 _START_S = 120  # a loaded machine imports torch slowly
 
@@ -61,10 +62,8 @@ class Server:
         return self.http.get("/stats").json()
 
     def engine_pid(self) -> int:
-        found = subprocess.run(
-            ["ps", "-o", "pid=", "--ppid", str(self.process.pid)], capture_output=True, text=True
-        )
-        return int(found.stdout.split()[0])
+        (child,) = psutil.Process(self.process.pid).children()
+        return child.pid
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

@@ -40,7 +40,8 @@ class EngineProcess:
         self._socket.set_hwm(0)
         self._socket.bind(address)
         command = [sys.executable, "-m", "quire.engine_process", address, str(os.getpid())]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        # A group of its own: Ctrl-C in a terminal reaches us alone, and we end it when its requests are done.
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
         self._dead: str | None = None
         self._next: asyncio.Future[Any] | None = None  # what `receive` waits for
 

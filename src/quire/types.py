@@ -219,6 +219,8 @@ class EngineRequest:
     seed: int = 0
     priority: int = 0
     cache_salt: str = ""
+    client: str = ""  # whose request it is: waiting requests are taken in turn between clients
+    weight: float = 1.0  # the client's share of the tokens, against those of others
 
 
 @dataclass(slots=True)
@@ -275,6 +277,31 @@ class EngineInfo:
         return f"{sum(self.phases_s.values()):.2f} s ({phases})"
 
 
+@dataclass(slots=True)
+class Load:
+    """How busy an engine is, in requests and tokens. `received` counts requests since it started."""
+
+    received: int = 0
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0  # prompt tokens of the requests that wait
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """An engine's figures: now, and since it started (`totals`, in requests, steps and tokens)."""
+
+    load: Load
+    wait_reason: str | None  # why the first waiting request waits
+    pages: int
+    free_pages: int  # evictable ones included
+    cached_pages: int  # free pages that still hold the beginning of some prompt
+    page_size: int  # tokens
+    totals: dict[str, int]
+    last_step: dict[str, float]  # rows, tokens, and durations in seconds of the latest step
+    served_tokens: dict[str, int]  # tokens computed for each client
+
+
 # -------------------------------------------------------------------------- scheduler's own record
 
 Status = Literal["waiting", "running", "finished"]
@@ -312,6 +339,7 @@ class Request:
     scored: int = 1  # next prompt position whose log-probability is still to be delivered
     preemptions: int = 0
     first_scheduled_s: float = 0.0
+    charged: int = 0  # output tokens booked to its client so far
 
     @property
     def known(self) -> int:

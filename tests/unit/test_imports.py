@@ -28,11 +28,20 @@ MAY_IMPORT = {
     "bench": {"types", "config", "core", "worker", "frontend", "models", "build", "llm"},
     "build": {"types", "config", "core", "worker", "models", "sampling", "attention", "layers", "parallel", "frontend"},
     "start": {"types", "config", "core", "build"},
-    "engine_process": {"types", "core", "frontend", "start"},
+    "serve": {"types", "config", "frontend"},
+    "dry_run": {"types", "config", "core", "worker", "models", "frontend"},
+    "engine_process": {"types", "core", "frontend", "start", "dry_run"},
     "llm": {"types", "config", "frontend", "start"},
-    "cli": {"types", "config", "frontend", "build", "llm", "models", "worker", "bench"},
+    "cli": {"types", "config", "frontend", "build", "llm", "models", "worker", "bench", "serve"},
 }  # fmt: skip
-NO_TORCH = {"types", "config", "core", "frontend"}  # at run time; cli imports it only inside functions
+NO_TORCH = {
+    "types",
+    "config",
+    "core",
+    "frontend",
+    "serve",
+    "dry_run",
+}  # at run time; cli imports it only inside functions
 ENVIRONMENT = {"config", "cli"}
 
 
@@ -73,7 +82,8 @@ def test_imports_follow_the_table(path: Path) -> None:
 
 def test_host_side_starts_without_torch() -> None:
     code = (
-        "import sys, quire.llm, quire.core.engine, quire.frontend.process_client, quire.cli.main, quire.bench.host; "
+        "import sys, quire.llm, quire.core.engine, quire.frontend.process_client, quire.cli.main, quire.bench.host, "
+        "quire.serve.server, quire.dry_run; "
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -21,6 +21,7 @@ from quire.core.policy import Policy
 from quire.core.prefix import PrefixCache
 from quire.core.shared import NoSharedPrefix, SharedPrefix
 from quire.core.steplog import StepLog, StepRecord
+from quire.core.waiting import Waiting
 from quire.types import (
     Admit,
     EngineOutput,
@@ -82,7 +83,7 @@ class Scheduler:
         self.shared = shared or NoSharedPrefix()
         self.log = log
         self.requests: dict[str, Request] = {}  # every request that is not finished
-        self.waiting: list[Request] = []  # sorted by order
+        self.waiting = Waiting()
         self.running: list[Request] = []  # sorted by order
         self._free_slots = list(range(limits.max_num_seqs))[::-1]
         self._in_flight: deque[StepPlan] = deque()
@@ -133,7 +134,7 @@ class Scheduler:
         self.requests[request.id] = request
         self.log.totals.requests += 1
         self.log.totals.prompt_tokens += prompt_len
-        insort(self.waiting, request, key=_order)
+        self.waiting.add(request)
 
     def abort(self, request_id: str) -> None:
         """End a request now; unknown ids are ignored, for it may just have finished."""
@@ -214,18 +215,15 @@ class Scheduler:
         self._release(victim)
         victim.status, victim.computed, victim.published, victim.publish_at = "waiting", 0, 0, 0
         victim.preemptions += 1
-        insort(self.waiting, victim, key=_order)
+        self.waiting.add(victim)
         draft.preempted.append(victim.id)
         self.log.totals.preemptions += 1
         return True
 
     def _admit(self, draft: _Draft, was_empty: bool) -> str | None:
         """Move waiting requests into the batch; returns why the first one left must wait."""
-        index = 0
-        while index < len(self.waiting):
-            request = self.waiting[index]
+        for request in self.waiting.by_turn(self.running):
             if request.pending:  # preempted with a step in flight: its length is not known yet
-                index += 1
                 continue
             if not self._free_slots:
                 return "slots"
@@ -239,7 +237,7 @@ class Scheduler:
             fresh = -(-request.known // self.limits.block_size) - len(hits)
             if fresh > self.pool.num_free - sum(1 for block in hits if not self.pool.refs[block]):
                 return "pages"
-            del self.waiting[index]
+            self.waiting.remove(request)
             self._start(draft, request, hits, fresh, n)
         return "results" if self.waiting else None
 
@@ -252,6 +250,7 @@ class Scheduler:
         request.computed = len(hits) * self.limits.block_size
         if request.cached < 0:
             request.cached = request.computed
+            self.waiting.charge(request, request.prompt_len - request.computed)
             request.first_scheduled_s = time.monotonic()
         self.log.totals.cached_tokens += request.computed
         insort(self.running, request, key=_order)
@@ -381,6 +380,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         request.status = "finished"
+        self.waiting.settle(request)
         del self.requests[request.id]
         totals = self.log.totals
         totals.finished += 1
@@ -406,9 +406,8 @@ class Scheduler:
         assert len(self.waiting) + len(self.running) == len(self.requests), "a request was lost"
         assert all(r.status == "running" and r.slot >= 0 for r in self.running)
         assert all(r.status == "waiting" and not r.blocks for r in self.waiting)
-        assert self.waiting == sorted(self.waiting, key=_order) and self.running == sorted(
-            self.running, key=_order
-        )
+        self.waiting.check()
+        assert self.running == sorted(self.running, key=_order)
         for r in self.running:
             assert r.computed <= r.known + r.pending + r.drafts, "computed beyond what is known or in flight"
             assert len(r.blocks) * self.limits.block_size >= r.computed, "KV entries without a page"

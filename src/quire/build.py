@@ -27,6 +27,7 @@ from quire.core.grammar import NoGrammar
 from quire.core.policy import Policy
 from quire.core.prefix import HashPrefixCache, NoPrefixCache, PrefixCache
 from quire.core.scheduler import Limits, Scheduler
+from quire.core.shared import CommonPages, NoSharedPrefix, SharedPrefix
 from quire.core.steplog import StepLog
 from quire.frontend.location import locate_model
 from quire.layers.env import Env
@@ -78,7 +79,9 @@ def build_engine(config: EngineConfig, imports_s: float = 0.0) -> tuple[Engine, 
         clock.end("kv_cache")
         if device.type == "cuda":  # a CPU has nothing to compile
             worker.rehearse(runner, size)
-        engine = _wire(config, size, LocalExecutor(runner), depth)
+        engine = _wire(
+            config, size, LocalExecutor(runner), depth, config.shared_prefix and backend.reads_shared
+        )
         _freeze_garbage()
         clock.end("warm_up")
         checkpoint.finish()
@@ -186,7 +189,7 @@ def plan_kv(
     return size_kv(config, asked_len, spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, budget)
 
 
-def _wire(config: EngineConfig, size: KVSize, executor: LocalExecutor, depth: int) -> Engine:
+def _wire(config: EngineConfig, size: KVSize, executor: LocalExecutor, depth: int, shares: bool) -> Engine:
     keeps_kv = config.kv_layout != "none"
     pool = BlockPool(size.num_blocks, FIFO() if config.eviction == "fifo" else LRU())
     cache: PrefixCache = HashPrefixCache(pool, size.block_size) if config.prefix_caching else NoPrefixCache()
@@ -205,7 +208,8 @@ def _wire(config: EngineConfig, size: KVSize, executor: LocalExecutor, depth: in
         mixed_prefill_tokens=config.mixed_prefill_tokens or config.max_num_batched_tokens or 1,
     )
     steplog = StepLog()
-    scheduler = Scheduler(pool, cache, choices, limits, steplog)
+    shared: SharedPrefix = CommonPages(size.block_size) if shares else NoSharedPrefix()
+    scheduler = Scheduler(pool, cache, choices, limits, steplog, shared)
     return Engine(scheduler, executor, NoGrammar(), depth, steplog, config.check_invariants)
 
 

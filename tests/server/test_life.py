@@ -44,8 +44,9 @@ class Background:
 
 
 def wait_until_active(server: Server, count: int) -> None:
+    """Until `count` requests run and have got some tokens."""
     deadline = time.monotonic() + 10
-    while server.stats()["requests"]["active"] < count:
+    while (stats := server.stats())["requests"]["active"] < count or stats["tokens"]["generated"] < 8:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 

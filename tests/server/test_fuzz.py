@@ -22,15 +22,43 @@ ROUTES = {
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
-NUMBERS = [0, 1, -1, 2, 3, 20, 255, 2047, 2048, 2**31, 2**63, 2**64, -(2**63), 10**40, 0.5, 1e-300, 1e300, -0.0]
+NUMBERS = [
+    0,
+    1,
+    -1,
+    2,
+    3,
+    20,
+    255,
+    2047,
+    2048,
+    2**31,
+    2**63,
+    2**64,
+    -(2**63),
+    10**40,
+    0.5,
+    1e-300,
+    1e300,
+    -0.0,
+]
 TEXTS = ["", "a", "user", "auto", "json_object", "\x00", "\u202e", "🙂", "{{", "(a+)+$", "x" * 3000]
 scalar = st.one_of(
-    st.none(), st.booleans(), st.sampled_from(NUMBERS), st.sampled_from(TEXTS), st.integers(), st.text(max_size=20)
+    st.none(),
+    st.booleans(),
+    st.sampled_from(NUMBERS),
+    st.sampled_from(TEXTS),
+    st.integers(),
+    st.text(max_size=20),
 )
-KEYS = st.sampled_from(["role", "content", "type", "text", "function", "name", "schema", "json_schema", "5", "json"])
+KEYS = st.sampled_from(
+    ["role", "content", "type", "text", "function", "name", "schema", "json_schema", "5", "json"]
+)
 value = st.recursive(
     scalar,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(KEYS | st.text(max_size=5), inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(KEYS | st.text(max_size=5), inner, max_size=4)
+    ),
     max_leaves=12,
 )
 GOOD = {
@@ -59,7 +87,10 @@ def test_any_value_in_any_field(dry: Server, case: tuple[str, dict[str, Any]]) -
     path, body = case
     content = json.dumps(body).encode("utf-8", "surrogatepass")
     answer = dry.http.post(path, content=content, timeout=30)
-    assert answer.status_code < 500 or (answer.status_code == 504 and body.get("timeout")), (body, answer.text)
+    assert answer.status_code < 500 or (answer.status_code == 504 and body.get("timeout")), (
+        body,
+        answer.text,
+    )
     if answer.status_code != 200:
         assert answer.json()["error"]["message"]
 

@@ -31,7 +31,7 @@ def modern(schema: Any) -> Any:
 def check(data: Path) -> Check:
     """Raises unless a body is what the named schema describes."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    found = yaml.load((data / "api" / "openapi.yaml").read_text(), loader)  # noqa: S506
+    found = yaml.load((data / "api" / "openapi.yaml").read_text(), loader)
     schemas = modern(found["components"]["schemas"])
 
     def run(body: Any, name: str) -> None:
@@ -63,7 +63,8 @@ def test_chats(demo: Server, check: Check, fields: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    "fields", [{}, {"n": 2}, {"logprobs": 2}, {"prompt": ["a", "b"], "echo": True}, {"max_tokens": 0, "echo": True}]
+    "fields",
+    [{}, {"n": 2}, {"logprobs": 2}, {"prompt": ["a", "b"], "echo": True}, {"max_tokens": 0, "echo": True}],
 )
 def test_completions(demo: Server, check: Check, fields: dict) -> None:
     body = {"prompt": "Once upon a time", **fields}
@@ -72,7 +73,9 @@ def test_completions(demo: Server, check: Check, fields: dict) -> None:
     for chunk in chunks:
         if chunk.get("usage") is None:
             chunk.pop("usage", None)  # null in all chunks but the last, says the text of the description
-        for choice in chunk["choices"]:  # and this schema, unlike that of chats, does not know unfinished chunks
+        for choice in chunk[
+            "choices"
+        ]:  # and this schema, unlike that of chats, does not know unfinished chunks
             choice["finish_reason"] = choice["finish_reason"] or "stop"
         check(chunk, "CreateCompletionResponse")
 
@@ -80,5 +83,9 @@ def test_completions(demo: Server, check: Check, fields: dict) -> None:
 def test_models_and_errors(dry: Server, check: Check) -> None:
     check(dry.http.get("/v1/models").json(), "ListModelsResponse")
     check(dry.http.get("/v1/models/demo").json(), "Model")
-    for path, body in ((CHAT, {}), (CHAT, chat("Hi", temperature=-1)), (TEXT, {"prompt": "Hi", "model": "x"})):
+    for path, body in (
+        (CHAT, {}),
+        (CHAT, chat("Hi", temperature=-1)),
+        (TEXT, {"prompt": "Hi", "model": "x"}),
+    ):
         check(dry.post(path, body).json(), "ErrorResponse")

@@ -13,7 +13,7 @@ from starlette.requests import Request
 from quire.serve.auth import ANYONE, Client
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
-from quire.serve.parser import ParserFactory, plain_text
+from quire.serve.form import Forms
 from quire.serve.protocol.sampling import SamplingFields
 from quire.serve.settings import ServeConfig
 from quire.serve.wire import parse, read_json
@@ -26,8 +26,8 @@ class Server:
     engine: AsyncEngine
     settings: ServeConfig
     names: list[str]  # of the model; the first is used in answers
+    forms: Forms  # of its answers
     chat_template: str | None = None  # in place of the model's
-    make_parser: ParserFactory = plain_text
     started_s: float = field(default_factory=time.time)
     draining: bool = False
 

@@ -27,6 +27,7 @@ from quire.serve.auth import Keys
 from quire.serve.context import Server
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
+from quire.serve.form import Forms
 from quire.serve.process import EngineProcess
 from quire.serve.settings import ServeConfig
 from quire.types import ConfigError
@@ -74,7 +75,14 @@ async def _serve(
             started.cancel()
             return 128 + stop.first.result()
         started.result()
-        server = Server(engine, settings, settings.served_model_name or [config.model], _template(settings))
+        forms = Forms(
+            engine.tokenizer,
+            settings.tool_call_parser,
+            settings.reasoning_parser,
+            settings.stream_tool_arguments,
+        )
+        names = settings.served_model_name or [config.model]
+        server = Server(engine, settings, names, forms, _template(settings))
         options = uvicorn.Config(
             build_app(server, keys),
             log_level=settings.log_level.lower(),

@@ -6,7 +6,7 @@ out while they are written, for texts that a grammar keeps in shape.
 
     attempt -- text --> accept (a call is complete) -- text --> accept ... end
        |                                                 |
-       +-- Malformed: all text since the last accept, or since the attempt, is content
+       +-- Malformed: all text since the last accept, or since the attempt, is content, but for what was told
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 
 from quire.serve.incremental import SPACE, Steps
 from quire.serve.parser import Arguments, Content, Event, ToolCall
-from quire.serve.tools.json_reader import JsonReader, Malformed, discard, is_object
+from quire.serve.tools.json_reader import Ended, JsonReader, Malformed, discard, is_object
 
 _ARGUMENTS = ("arguments", "parameters")
 _BESIDE = ("type", "id")  # keys that some models write beside name and arguments
@@ -38,9 +38,7 @@ class CallOptions:
 
 
 @dataclass(slots=True)
-class _Call:
-    """The call under way."""
-
+class CallUnderWay:
     index: int | None = None  # once it has a name
     seen: set[str] = field(default_factory=set)  # its keys
     waiting: list[str] = field(default_factory=list)  # arguments that came before the name
@@ -108,19 +106,19 @@ class CallParser(JsonReader):
         index = self._calls
         self._calls += 1
         self._emit(ToolCall(index, self._options.make_id(), name))
-        if not self._options.hold:
-            self._record = None  # from here on all that comes is told as it comes
         return index
 
     def _emit(self, event: Event) -> None:
+        """All that was read of the call is told by its events so far."""
         if self._options.hold:
             self._held.append(event)
         else:
+            self._record = []
             self._out(event)
 
     def _call(self) -> Steps[None]:
         """An object with a name and arguments, in any order. Without arguments, there are none."""
-        call = _Call()
+        call = CallUnderWay()
         yield from self._character("{")
         after = ","
         while after == ",":
@@ -136,7 +134,7 @@ class CallParser(JsonReader):
         if "arguments" not in call.seen:
             self._take(call, "{}")
 
-    def _member(self, call: _Call, key: str) -> Steps[None]:
+    def _member(self, call: CallUnderWay, key: str) -> Steps[None]:
         if key in call.seen:
             raise Malformed
         call.seen.add(key)
@@ -151,18 +149,18 @@ class CallParser(JsonReader):
         else:
             raise Malformed
 
-    def _take(self, call: _Call, piece: str) -> None:
+    def _take(self, call: CallUnderWay, piece: str) -> None:
         """A piece of the arguments."""
         if call.index is None:
             call.waiting.append(piece)
         else:
             self._emit(Arguments(call.index, piece))
 
-    def _arguments(self, call: _Call) -> Steps[None]:
+    def _arguments(self, call: CallUnderWay) -> Steps[None]:
         """An object; also null, or a string that holds an object, as some models write it."""
         first = yield from self._peek()
         if first == "{":
-            yield from self._object(lambda piece: self._take(call, piece))
+            yield from self._object_of_arguments(call)
         elif first == '"':
             text = (yield from self._read_string()).strip(SPACE) or "{}"
             if not is_object(text):
@@ -173,6 +171,15 @@ class CallParser(JsonReader):
             self._take(call, "{}")
         else:
             raise Malformed
+
+    def _object_of_arguments(self, call: CallUnderWay) -> Steps[None]:
+        try:
+            yield from self._object(lambda piece: self._take(call, piece))
+        except Ended:
+            if not self._options.hold and call.index is not None:  # it was told so far: tell all of it
+                self._advance(len(self._text))
+                self._take(call, "".join(self._record or ()))
+            raise
 
     def _list_of_calls(self) -> Steps[None]:
         """`[call, call]`, each accepted when it is complete."""

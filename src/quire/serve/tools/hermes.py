@@ -8,17 +8,20 @@ Some text
 
 from __future__ import annotations
 
+import re
+
 from quire.serve.incremental import Steps
 from quire.serve.tools.calls import CallParser
 from quire.serve.tools.grammar import Shape
 from quire.serve.tools.json_reader import Malformed
 
 BEGIN, END = "<tool_call>", "</tool_call>"
+_OBJECT = re.compile(r'\{\\?"name\\?"')
 
 
 def matches(template: str) -> bool:
     """Whether a chat template asks for such calls; others put XML between the same tags."""
-    return BEGIN in template and not any(tag in template for tag in ("<function=", "<arg_key>", "ns_token"))
+    return BEGIN in template and _OBJECT.search(template) is not None
 
 
 class HermesParser(CallParser):

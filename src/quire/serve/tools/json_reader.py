@@ -28,6 +28,10 @@ class Malformed(Exception):
     """The text is not what it began as."""
 
 
+class Ended(Malformed):
+    """The text ended too early; so far it was right."""
+
+
 def discard(piece: str) -> None:
     """The sink for what nobody wants."""
 
@@ -54,7 +58,9 @@ class JsonReader(Incremental):
     def _character(self, choices: str, sink: Sink = discard) -> Steps[str]:
         """One of `choices`."""
         found = yield from self._peek()
-        if not found or found not in choices:
+        if not found:
+            raise Ended
+        if found not in choices:
             raise Malformed
         sink(self._advance(self._at + 1))
         return found
@@ -71,6 +77,8 @@ class JsonReader(Incremental):
             yield from self._string(sink)
         else:
             word = yield from self._while(_WORD)
+            if (yield from self._peek()) == "":
+                raise Ended
             if word not in _LITERALS and not _NUMBER.fullmatch(word):
                 raise Malformed
             sink(word)
@@ -122,7 +130,7 @@ class JsonReader(Incremental):
             elif first:
                 sink(json.dumps(self._advance(self._at + 1))[1:-1])
             else:
-                raise Malformed
+                raise Ended
         sink(self._advance(self._at + 1))
 
     def _escape(self) -> Steps[str]:
@@ -135,7 +143,7 @@ class JsonReader(Incremental):
             yield
         match = _ESCAPE.match(self._text, self._at)
         if match is None:
-            raise Malformed
+            raise Ended if len(self._text) - self._at < size else Malformed
         return self._advance(match.end())
 
     def _read_string(self) -> Steps[str]:

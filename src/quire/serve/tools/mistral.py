@@ -11,8 +11,7 @@ import secrets
 import string
 
 from quire.serve.incremental import Steps
-from quire.serve.parser import Arguments
-from quire.serve.tools.calls import CallParser
+from quire.serve.tools.calls import CallParser, CallUnderWay
 from quire.serve.tools.grammar import Shape
 from quire.serve.tools.json_reader import Malformed
 
@@ -55,8 +54,7 @@ class MistralParser(CallParser):
         yield from self._spaces()
         if (yield from self._peek()) != "{":
             raise Malformed
-        index = self._begin(name)
-        yield from self._object(lambda piece: self._emit(Arguments(index, piece)))
+        yield from self._object_of_arguments(CallUnderWay(self._begin(name)))
 
 
 def shape(template: str, single: bool) -> Shape:

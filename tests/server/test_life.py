@@ -140,6 +140,28 @@ def test_cors_is_off_until_asked_for(dry: Server) -> None:
         assert "access-control-allow-origin" not in other.headers
 
 
+def test_a_full_disk_for_its_output_does_not_stop_it() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "quire", "serve", *SLOW, "--port", str(port), "--log-level", "debug"]
+        process = subprocess.Popen(command, stdout=full, stderr=full)
+    try:
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
+        while True:
+            try:
+                assert httpx.post(url + TEXT, json={"prompt": "a b", "max_tokens": 2}).status_code == 200
+                break
+            except httpx.TransportError:
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
+
+
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
 def test_tls(tmp_path: Path) -> None:
     key, cert = tmp_path / "key.pem", tmp_path / "cert.pem"

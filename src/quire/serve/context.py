@@ -19,6 +19,7 @@ from quire.serve.settings import ServeConfig
 from quire.serve.wire import parse, read_json
 
 T = TypeVar("T", bound=msgspec.Struct)
+_NO_EFFECT = ("stream_interval", "verbosity", "vllm_xargs")
 
 
 @dataclass(slots=True)
@@ -56,6 +57,9 @@ async def read_request(request: Request, cls: type[T]) -> tuple[T, list[str]]:
     settings = server_of(request).settings
     body = await read_json(request, settings.max_body_bytes)
     found, warnings = parse(body, cls, settings.strict)
+    for name in _NO_EFFECT:
+        if getattr(found, name, None) not in (None, 1):
+            warnings.append(f"{name} has no effect in Quire")
     policy = server_of(request).engine.config.scheduling_policy
     if isinstance(found, SamplingFields) and found.priority and policy != "priority":
         warnings.append("priority has no effect: the server runs without --scheduling-policy priority")

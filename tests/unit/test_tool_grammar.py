@@ -18,9 +18,6 @@ from quire.serve.structured import structured_outputs
 from quire.serve.tools.registry import TOOL_PARSERS
 from quire.serve.tools.request import tool_use
 
-matching = pytest.importorskip("quire.grammar.matching", reason="this version has no grammars")
-structured = pytest.importorskip("quire.frontend.structured")
-
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<think>", "</think>"]
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"],
         "additionalProperties": False}  # fmt: skip
@@ -61,7 +58,9 @@ class Writer:
     """Writes texts that a constraint allows, token by token."""
 
     def __init__(self, form: AnswerForm, special: bool = False) -> None:
-        self.form, self.names = form, SPECIAL if special else []
+        matching = pytest.importorskip("quire.grammar.matching", reason="this version has no grammars")
+        structured = pytest.importorskip("quire.frontend.structured")
+        self.names = SPECIAL if special else []
         vocabulary = matching.Vocabulary([*matching.BYTES, *(b"" for _ in self.names)])
         spec = structured.grammar_spec(form.constraint)
         self._start = matching.compiled(vocabulary, spec, matching.grammar_text(spec))

@@ -25,13 +25,21 @@ MAY_IMPORT = {
     "core": {"types"},
     "worker": {"types", "config", "models", "sampling", "attention", "layers", "parallel", "quant", "kernels"},
     "frontend": {"types", "config", "core"},
+    "grammar": {"types", "core", "frontend"},
     "bench": {"types", "config", "core", "worker", "frontend", "build", "llm"},
-    "build": {"types", "config", "core", "worker", "models", "sampling", "attention", "layers", "parallel", "frontend"},
+    "build": {"types", "config", "core", "worker", "models", "sampling", "attention", "layers", "parallel", "frontend",
+              "grammar"},
     "engine_process": {"types", "core", "frontend", "build"},
     "llm": {"types", "config", "frontend", "build"},
     "cli": {"types", "config", "frontend", "build", "llm", "models", "worker", "bench"},
 }  # fmt: skip
-NO_TORCH = {"types", "config", "core", "frontend"}  # at run time; cli imports it only inside functions
+NO_TORCH = {
+    "types",
+    "config",
+    "core",
+    "frontend",
+    "grammar",
+}  # at run time; cli imports it only inside functions
 ENVIRONMENT = {"config", "cli"}
 
 

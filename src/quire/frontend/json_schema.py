@@ -9,6 +9,7 @@ refused as well. Pure Python, linear in the size of the schema.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -45,13 +46,25 @@ _HINTS = {
     "dependencies": "use anyOf",
 }
 
-# The library checks dates by the form of their parts. A second pattern leaves out 29 February of common
-# years and seconds of 60, which the parsers of most languages refuse.
+# The library checks some formats by the form of their parts. What this adds leaves out 29 February of common
+# years and seconds of 60, which the parsers of most languages refuse, and host names with encoded labels (IDNA).
 _LEAP_YEAR = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
 _COMMON_DAY = r"[0-9]{4}-(?:(?:0[13-9]|1[0-2])-[0-9]{2}|02-(?:[01][0-9]|2[0-8]))"
 _DATE = rf"(?:{_COMMON_DAY}|{_LEAP_YEAR}-02-29)"
 _TIME = r"[0-9]{2}:[0-9]{2}:[0-5][0-9](?:[^0-9].*)?"
-_PATTERNS = {"date": rf"^{_DATE}$", "time": rf"^{_TIME}$", "date-time": rf"^{_DATE}[Tt]{_TIME}$"}
+_LETTER = "[A-Za-z0-9-]"
+_LABEL = rf"(?:{_LETTER}{{1,3}}|{_LETTER}{{2}}(?:[A-Za-z0-9]{_LETTER}|-[A-Za-z0-9]){_LETTER}*)"
+_REFINED: dict[str, dict[str, Any]] = {
+    "date": {"pattern": rf"^{_DATE}$"},
+    "time": {"pattern": rf"^{_TIME}$"},
+    "date-time": {"pattern": rf"^{_DATE}[Tt]{_TIME}$"},
+    "hostname": {"pattern": rf"^{_LABEL}(?:\.{_LABEL})*$", "maxLength": 253},
+}
+# Written as JSON, these need \u escapes, which Quire leaves out (structured.py).
+_CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+_ESCAPED_CONTROL = re.compile(
+    r"\\(?:[av]|(?:x|u00|U000000)(?:0[0-7bef]|1[0-9a-f]|7f)|[xuU]\{0*(?:[0-7bef]|1[0-9a-f]|7f)\})", re.IGNORECASE
+)
 
 
 def enforceable(schema: Any) -> dict[str, Any]:
@@ -88,8 +101,8 @@ def _checked(schema: Any, at: str, depth: int) -> Any:
             found[keyword] = [_checked(v, f"{at}/{keyword}/{i}", depth + 1) for i, v in enumerate(part)]
         elif keyword in _SCHEMA:
             found[keyword] = _checked(part, f"{at}/{keyword}", depth + 1)
-    if (pattern := _PATTERNS.get(str(schema.get("format")))) is not None:
-        found["allOf"] = [*found.get("allOf", ()), {"pattern": pattern}]
+    if (refined := _REFINED.get(str(schema.get("format")))) is not None:
+        found["allOf"] = [*found.get("allOf", ()), refined]
     return found
 
 
@@ -126,23 +139,53 @@ def _check_values(schema: dict[str, Any], at: str) -> None:
             f"'required' properties plus one, {named + 1}"
         )
     for keyword in ("const", "enum", *_NUMBERS):
-        if any(abs(number) > _EXACT_INTEGERS for number in _integers(schema.get(keyword))):
-            raise RequestError(
-                f"json schema: the keyword {keyword!r} at {at} holds an integer beyond 2**53, which cannot be enforced"
-            )
+        for leaf in _leaves(schema.get(keyword)):
+            if isinstance(leaf, int) and abs(leaf) > _EXACT_INTEGERS:
+                raise RequestError(
+                    f"json schema: the keyword {keyword!r} at {at} holds an integer beyond 2**53, which cannot be "
+                    "enforced"
+                )
+            if isinstance(leaf, str) and _CONTROL.search(leaf):
+                raise RequestError(_CONTROLS.format(keyword, at))
+    patterns = {"pattern": [schema.get("pattern")], "patternProperties": schema.get("patternProperties") or ()}
+    for keyword, found in patterns.items():
+        if any(isinstance(pattern, str) and _matches_control(pattern) for pattern in found):
+            raise RequestError(_CONTROLS.format(keyword, at))
 
 
-def _integers(value: Any) -> Iterator[int]:
-    """Every integer in a JSON value."""
+_CONTROLS = "json schema: the keyword {!r} at {} holds a control character, which cannot be enforced"
+
+
+def _matches_control(pattern: str) -> bool:
+    """Whether a regular expression names a single control character; in ranges and negated classes it may."""
+    classes: list[bool] = []  # open ones, whether they are negated
+    i = 0
+    while i < len(pattern):
+        escape = _ESCAPED_CONTROL.match(pattern, i)
+        end = escape.end() if escape else i + (2 if pattern[i] == "\\" else 1)
+        if escape or _CONTROL.match(pattern, i):
+            in_range = pattern[i - 1 : i] == "-" or (pattern[end : end + 1] == "-" and pattern[end + 1 : end + 2] != "]")
+            if not classes or not (classes[-1] or in_range):
+                return True
+        elif pattern[i] == "[":
+            classes.append(pattern[end : end + 1] == "^")
+        elif pattern[i] == "]" and classes:
+            classes.pop()
+        i = end
+    return False
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Every number, string and name in a JSON value, but not booleans."""
     todo = [value]
     while todo:
         item = todo.pop()
-        if isinstance(item, int) and not isinstance(item, bool):
-            yield item
-        elif isinstance(item, dict):
-            todo += item.values()
+        if isinstance(item, dict):
+            todo += [*item, *item.values()]
         elif isinstance(item, (list, tuple)):
             todo += item
+        elif not isinstance(item, bool):
+            yield item
 
 
 def read_json(text: str) -> Any:

@@ -18,9 +18,9 @@ _ANY_OBJECT = '{"type":"object"}'
 _EMBEDDED = re.compile(r"%json\b\s*")
 
 # How the library is to write JSON. \u escapes are left out because a key may hide behind one: {"\u0061": ...}
-# would pass for an additional property beside the declared "a". White space is bounded because a model that
-# has nothing to say fills the context with it.
-_JSON_OPTIONS = {"json_allowed_escapes": 'nrbtf\\"', "whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,20}"}
+# would pass for an additional property beside the declared "a". Between two parts there is one space at most,
+# because a small model that may write white space writes it until the context is full.
+_JSON_OPTIONS = {"json_allowed_escapes": 'nrbtf\\"', "whitespace_pattern": r"\x20"}
 
 
 def grammar_spec(params: StructuredOutputsParams) -> GrammarSpec:

@@ -113,6 +113,8 @@ def _set_bits(mask: bytes) -> list[int]:
 
 def _reason(message: str) -> str:
     """The first line, which names the place, and what a parser found; not the picture of the source between."""
+    if "oneOf constraints are not supported" in message:
+        return "oneOf, unless its options provably exclude each other; use anyOf"
     first, *others = (line.strip() for line in message.strip().split("\n"))
     found = next((line.removeprefix("error: ") for line in others if line.startswith("error: ")), "")
     return f"{first[:300]} {found[:200]}".strip()

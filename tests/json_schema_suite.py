@@ -73,8 +73,12 @@ def texts(value: Any, most: int = _ORDERS) -> list[str]:
     if isinstance(value, dict):
         found: list[str] = []
         for order in itertools.permutations(value.items()):
-            parts = [[f"{json.dumps(k, ensure_ascii=False)}:{text}" for text in texts(v, 6)] for k, v in order]
-            found += ["{" + ",".join(chosen) + "}" for chosen in itertools.islice(itertools.product(*parts), most)]
+            parts = [
+                [f"{json.dumps(k, ensure_ascii=False)}:{text}" for text in texts(v, 6)] for k, v in order
+            ]
+            found += [
+                "{" + ",".join(chosen) + "}" for chosen in itertools.islice(itertools.product(*parts), most)
+            ]
             if len(found) >= most:
                 break
         return found[:most]

@@ -63,7 +63,8 @@ _REFINED: dict[str, dict[str, Any]] = {
 # Written as JSON, these need \u escapes, which Quire leaves out (structured.py).
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _ESCAPED_CONTROL = re.compile(
-    r"\\(?:[av]|(?:x|u00|U000000)(?:0[0-7bef]|1[0-9a-f]|7f)|[xuU]\{0*(?:[0-7bef]|1[0-9a-f]|7f)\})", re.IGNORECASE
+    r"\\(?:[av]|(?:x|u00|U000000)(?:0[0-7bef]|1[0-9a-f]|7f)|[xuU]\{0*(?:[0-7bef]|1[0-9a-f]|7f)\})",
+    re.IGNORECASE,
 )
 
 
@@ -147,7 +148,10 @@ def _check_values(schema: dict[str, Any], at: str) -> None:
                 )
             if isinstance(leaf, str) and _CONTROL.search(leaf):
                 raise RequestError(_CONTROLS.format(keyword, at))
-    patterns = {"pattern": [schema.get("pattern")], "patternProperties": schema.get("patternProperties") or ()}
+    patterns = {
+        "pattern": [schema.get("pattern")],
+        "patternProperties": schema.get("patternProperties") or (),
+    }
     for keyword, found in patterns.items():
         if any(isinstance(pattern, str) and _matches_control(pattern) for pattern in found):
             raise RequestError(_CONTROLS.format(keyword, at))
@@ -164,7 +168,9 @@ def _matches_control(pattern: str) -> bool:
         escape = _ESCAPED_CONTROL.match(pattern, i)
         end = escape.end() if escape else i + (2 if pattern[i] == "\\" else 1)
         if escape or _CONTROL.match(pattern, i):
-            in_range = pattern[i - 1 : i] == "-" or (pattern[end : end + 1] == "-" and pattern[end + 1 : end + 2] != "]")
+            in_range = pattern[i - 1 : i] == "-" or (
+                pattern[end : end + 1] == "-" and pattern[end + 1 : end + 2] != "]"
+            )
             if not classes or not (classes[-1] or in_range):
                 return True
         elif pattern[i] == "[":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import random
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -66,6 +67,22 @@ class World:
     @staticmethod
     def allows(matcher: LLMatcher, token: int) -> bool:
         return bool(matcher.compute_bitmask()[token // 8] >> token % 8 & 1)
+
+
+def write_random(world: World, matcher: LLMatcher, rng: random.Random, most: int = 60) -> str | None:
+    """A text of random allowed tokens, short ones and the end preferred; None if it has no end by then."""
+    matcher, tokens = matcher.deep_copy(), []
+    end = world.vocabulary.end
+    while len(tokens) < most:
+        mask = matcher.compute_bitmask()
+        allowed = [i for i in range(end) if mask[i // 8] >> i % 8 & 1]
+        if mask[end // 8] >> end % 8 & 1 and (not allowed or rng.random() < 0.4):
+            return b"".join(map(world.tokenizer.token_bytes, tokens)).decode()
+        assert allowed, matcher.get_error()
+        closing = [i for i in allowed if world.tokenizer.token_bytes(i) in (b'"', b"}", b"]", b":", b'":')]
+        tokens.append(rng.choice(closing if closing and len(tokens) > 20 else allowed))
+        assert matcher.consume_token(tokens[-1])
+    return None
 
 
 def texts(value: Any, most: int = _ORDERS) -> list[str]:

@@ -25,8 +25,10 @@ MAY_IMPORT = {
     "core": {"types"},
     "worker": {"types", "config", "models", "sampling", "attention", "layers", "parallel", "quant", "kernels"},
     "frontend": {"types", "config", "core"},
+    "grammar": {"types", "core", "frontend"},
     "bench": {"types", "config", "core", "worker", "frontend", "models", "build", "llm"},
-    "build": {"types", "config", "core", "worker", "models", "sampling", "attention", "layers", "parallel", "frontend"},
+    "build": {"types", "config", "core", "worker", "models", "sampling", "attention", "layers", "parallel", "frontend",
+              "grammar"},
     "start": {"types", "config", "core", "build"},
     "serve": {"types", "config", "frontend"},
     "dry_run": {"types", "config", "core", "worker", "models", "frontend"},
@@ -41,6 +43,7 @@ NO_TORCH = {
     "frontend",
     "serve",
     "dry_run",
+    "grammar",
 }  # at run time; cli imports it only inside functions
 ENVIRONMENT = {"config", "cli"}
 

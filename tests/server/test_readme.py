@@ -29,4 +29,5 @@ def test_python(demo: Server) -> None:
     for snippet in snippets("python"):
         code = snippet.replace("http://localhost:8000", demo.url)
         found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-        assert found.stdout == "27 + 45 = 72", found
+        wanted = 'get_weather {"city": "Oakford"}\n' if "tools=" in snippet else "27 + 45 = 72"
+        assert found.stdout == wanted, found

@@ -172,11 +172,19 @@ def test_a_forced_call_comes_as_it_is_written(constrained: Server) -> None:
 
 def test_random_tokens_under_a_forced_call(constrained: Server) -> None:
     """At a temperature at which the model knows nothing any more."""
-    for seed in range(5):
-        (found,) = both(constrained, ask("Hi", tool_choice=NAMED, temperature=20, seed=seed, max_tokens=400))
-        if found["finish_reason"] == "tool_calls":
-            ((name, arguments),) = found["calls"]
-            assert name == "find_object" and list(json.loads(arguments)) == ["object"]
+    parameters = {
+        "type": "object",
+        "properties": {"text": {"type": "string", "maxLength": 20}, "kind": {"enum": ["a", "b"]}},
+        "required": ["text", "kind"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "note", "parameters": parameters}}
+    (found,) = both(
+        constrained,
+        ask("Hi", tools=[tool], tool_choice="required", parallel_tool_calls=False, temperature=20, seed=3),
+    )
+    ((name, arguments),) = found["calls"]
+    assert name == "note" and set(json.loads(arguments)) == {"text", "kind"} and not found["content"]
 
 
 def test_schemas_that_cannot_be_enforced(constrained: Server) -> None:

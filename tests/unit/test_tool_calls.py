@@ -238,7 +238,7 @@ def test_long_texts_take_linear_time() -> None:
 def test_ids() -> None:
     ids = {call_id() for _ in range(100)}
     assert len(ids) == 100 and all(found.startswith("call_") for found in ids)
-    call, _ = TOOL_PARSERS["mistral"].make_parser(NAMES, True, False).feed(f"[TOOL_CALLS][{TWO}]")
+    call, *_ = TOOL_PARSERS["mistral"].make_parser(NAMES, True, False).feed(f"[TOOL_CALLS][{TWO}]")
     assert isinstance(call, ToolCall) and len(call.id) == 9 and call.id.isalnum()
 
 

@@ -44,12 +44,11 @@ class Lark:
 
     def __init__(self, special: Mapping[str, int]) -> None:
         self._special = special
-        self._rules: list[str] = []
+        self._rules: dict[str, None] = {}  # in the order in which they came
         self._pattern = re.compile("|".join(f"({re.escape(word)})" for word in special) or "(?!)")
 
     def add(self, rule: str) -> None:
-        if rule not in self._rules:
-            self._rules.append(rule)
+        self._rules[rule] = None
 
     def literal(self, text: str) -> str:
         """`text` as a sequence of strings and special tokens."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ from quire.serve.errors import bad_request
 from quire.serve.protocol.chat import ChatRequest
 
 _MAX_NAME = 256
+_MAX_TOOLS = 1024
 _CHOICES = ("none", "auto", "required")
 _SHAPE = 'tool_choice must be {"type": "function", "function": {"name": ...}} to name a function'
 
@@ -45,16 +46,19 @@ def tool_use(chat: ChatRequest) -> ToolUse:
         raise bad_request("tools must hold at least one tool, or be left out", "tools")
     if choice is not None and choice != "none" and not tools:
         raise bad_request("tool_choice needs tools", "tool_choice")
+    if len(tools or ()) > _MAX_TOOLS:
+        raise bad_request(f"tools must hold at most {_MAX_TOOLS} tools", "tools")
     functions = tuple(_function(tool, f"tools[{index}]") for index, tool in enumerate(tools or ()))
     if not tools or choice == "none":
         return NO_TOOLS
     single = chat.parallel_tool_calls is False
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        mode, allowed = _allowed(choice, functions)
-        told = [tool for tool, function in zip(tools, functions) if function in allowed]
-        return ToolUse(told, allowed, mode, single)
+        mode, names = _allowed(choice, functions)
+        kept = [(tool, function) for tool, function in zip(tools, functions) if function.name in names]
+        return ToolUse([tool for tool, _ in kept], tuple(function for _, function in kept), mode, single)
     if isinstance(choice, dict):
-        return ToolUse(tools, _named(choice, functions), "required", True)
+        named = _named(choice, {function.name for function in functions})
+        return ToolUse(tools, tuple(f for f in functions if f.name == named)[:1], "required", True)
     if choice not in (None, *_CHOICES):
         raise bad_request(
             "tool_choice must be none, auto, required, or an object that names a function", "tool_choice"
@@ -77,21 +81,21 @@ def _function(tool: Mapping[str, Any], where: str) -> Function:
     return Function(name, parameters or {}, bool(strict))
 
 
-def _named(choice: Mapping[str, Any], functions: tuple[Function, ...]) -> tuple[Function, ...]:
+def _named(choice: Mapping[str, Any], names: Set[str]) -> str:
+    """The function that `choice` names, one of `names`."""
     function = choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if choice.get("type") != "function" or not isinstance(name, str):
         raise bad_request(_SHAPE, "tool_choice")
-    found = tuple(f for f in functions if f.name == name)
-    if not found:
+    if name not in names:
         raise bad_request(f"tool_choice names {name[:64]!r}, which is not among the tools", "tool_choice")
-    return found[:1]
+    return name
 
 
 def _allowed(
     choice: Mapping[str, Any], functions: tuple[Function, ...]
-) -> tuple[Literal["auto", "required"], tuple[Function, ...]]:
-    """OpenAI's allowed_tools: a mode, and the tools that may be called in it."""
+) -> tuple[Literal["auto", "required"], Set[str]]:
+    """OpenAI's allowed_tools: a mode, and the names of the functions that may be called in it."""
     allowed = choice.get("allowed_tools")
     mode = allowed.get("mode") if isinstance(allowed, dict) else None
     tools = allowed.get("tools") if isinstance(allowed, dict) else None
@@ -101,5 +105,5 @@ def _allowed(
         )
     if not all(isinstance(tool, dict) for tool in tools):
         raise bad_request(_SHAPE, "tool_choice")
-    found = tuple(function for tool in tools for function in _named(tool, functions))
-    return mode, tuple({function.name: function for function in found}.values())
+    names = {function.name for function in functions}
+    return mode, {_named(tool, names) for tool in tools}

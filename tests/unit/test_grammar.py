@@ -3,6 +3,7 @@ against decoding one request after the other."""
 
 from __future__ import annotations
 
+import json
 import random
 import sys
 import time
@@ -15,9 +16,10 @@ from test_scheduler import EOS, VOCAB, FakeDevice, Handle, chain, drain, make_en
 
 from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
+from quire.grammar.checker_process import Verdict
 from quire.grammar.compiler import Compiler
 from quire.grammar.library import LibraryGrammar
-from quire.grammar.matching import Vocabulary, compiled, grammar_text
+from quire.grammar.matching import BYTES, Vocabulary, compiled, grammar_text
 from quire.types import (
     EngineRequest,
     GrammarSpec,
@@ -74,14 +76,15 @@ class Source:
     def __init__(self, delay_s: float = 0.0) -> None:
         self.delay_s = delay_s
         self.checked: list[GrammarSpec] = []
+        self.memory_bytes = 1 << 20
 
     def tokens(self) -> list[bytes]:
         return TOKENS
 
-    def check(self, spec: GrammarSpec) -> str:
+    def check(self, spec: GrammarSpec) -> Verdict:
         self.checked.append(spec)
         time.sleep(self.delay_s)
-        return grammar_text(spec)
+        return Verdict(0, grammar_text(spec), self.memory_bytes)
 
     def close(self) -> None:
         pass
@@ -308,6 +311,41 @@ def test_an_engine_without_grammars_refuses() -> None:
     engine.add(ask("r", SPECS[0]))
     (output,) = engine.step()
     assert output.finish_reason == "error" and "tokenizer" in output.error
+
+
+def test_the_cache_is_bounded_in_memory_and_number() -> None:
+    source = Source()
+    compiler = Compiler(source)
+
+    def get(i: int) -> None:
+        compiler.submit(GrammarSpec("regex", f"a{{{i}}}")).result(10)
+
+    for i in range(300):
+        get(i)
+    assert len(compiler._cache) == len(compiler._bytes) == 256
+    get(299)
+    assert len(source.checked) == 300
+    get(0)
+    assert len(source.checked) == 301
+    source.memory_bytes = 200 << 20
+    for i in range(300, 304):
+        get(i)
+    assert len(compiler._cache) == 2 and sum(compiler._bytes.values()) == 400 << 20
+    compiler.close()
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [["a", "ab"], ['"q"', "back\\slash", "new\nline"], ["é😀", "\0\x7f", "/re.*/", "// c"], ["", "a"]],
+)
+def test_choices_are_taken_literally(texts: list[str], vocabulary: Vocabulary) -> None:
+    spec = GrammarSpec("choice", json.dumps(texts))
+    bytes_only = Vocabulary(BYTES)
+    matcher = compiled(bytes_only, spec, grammar_text(spec))
+    for text in [*texts, "zz", "a" * 3]:
+        copy, tokens = matcher.deep_copy(), list(text.encode())
+        accepted = copy.try_consume_tokens(tokens) == len(tokens) and copy.is_accepting()
+        assert accepted == (text in texts), text
 
 
 def test_a_fault_of_the_compiler_is_not_remembered() -> None:

@@ -18,7 +18,7 @@ from quire.sampling.filters import FilterFlags, cutoffs
 from quire.sampling.masks import unpack
 from quire.sampling.noise import gumbel, noise_bits, row_keys
 from quire.sampling.sampler import Sampler
-from quire.types import EngineRequest, SamplingParams, TokenMasks
+from quire.types import EngineRequest, GrammarSpec, SamplingParams, TokenMasks
 
 torch.set_num_threads(1)
 
@@ -408,6 +408,27 @@ def test_masks(device: str) -> None:
     assert bench.tokens(logits, [0, 1], everything) == free
     one = TokenMasks(np.array([1]), bits[1:])
     assert bench.tokens(logits, [0, 1], one) == [free[0], expected[1]]
+
+
+def test_a_grammar_needs_the_host() -> None:
+    """So a step that holds such a row is not sampled by a graph."""
+    bench = Bench("cpu")
+    bench.admit(0, request(grammar=GrammarSpec("regex", "a")))
+    bench.admit(1, request())
+    assert bench.sampler.needs_host(np.array([1, 0])) and not bench.sampler.needs_host(np.array([1]))
+    bench.admit(0, request())
+    assert not bench.sampler.needs_host(np.array([0, 1]))
+
+
+def test_min_tokens_is_left_to_the_grammar() -> None:
+    bench = Bench("cpu")
+    params = SamplingParams(temperature=0, min_tokens=5)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7] = 1.0
+    bench.write(0, [1, 2], prompt_len=2)
+    for grammar, token in ((None, 0), (GrammarSpec("regex", "a"), 7)):
+        bench.admit(0, request(params, eos_ids=[7], grammar=grammar))
+        assert bench.tokens(logits, [0]) == [token]
 
 
 def packed(allowed: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from typing import IO, TypeVar
 
 import msgspec
 
-from quire.grammar.checker_process import Answer, Check, Frames, Table, frame
+from quire.grammar.checker_process import Check, Frames, Table, Verdict, frame
 from quire.types import GrammarSpec, Overloaded, RequestError
 
 T = TypeVar("T")
@@ -38,15 +38,15 @@ class Checker:
         self._lock = threading.Lock()
         self._process: _Process | None = None
 
-    def check(self, spec: GrammarSpec) -> str:
-        """The spec in the library's language, after it was compiled and tried out elsewhere. Waits.
+    def check(self, spec: GrammarSpec) -> Verdict:
+        """The spec in the library's language, after it was compiled and tried out there. Waits.
         Raises RequestError for a spec that cannot be enforced, Overloaded when nobody could tell."""
         process = self._running()
         process.wait_for_table()
-        answer = process.ask(Check(next(self._ids), spec))
-        if answer.error is not None:
-            raise RequestError(answer.error)
-        return answer.text
+        verdict = process.ask(Check(next(self._ids), spec))
+        if verdict.error is not None:
+            raise RequestError(verdict.error)
+        return verdict
 
     def tokens(self) -> list[bytes]:
         """What each token id adds to a text; empty for those that no grammar may use. Waits.
@@ -80,7 +80,7 @@ class _Process:
         self.dead = False
         self._lock = threading.Lock()
         self._table: Future[Table] = Future()
-        self._asked: dict[int, Future[Answer]] = {}
+        self._asked: dict[int, Future[Verdict]] = {}
         threading.Thread(target=self._listen, name="quire-grammar-answers", daemon=True).start()
 
     def wait_for_table(self) -> list[bytes]:
@@ -89,8 +89,8 @@ class _Process:
             raise RequestError(f"structured_outputs need the model's tokenizer: {table.error}")
         return table.tokens
 
-    def ask(self, check: Check) -> Answer:
-        future: Future[Answer] = Future()
+    def ask(self, check: Check) -> Verdict:
+        future: Future[Verdict] = Future()
         with self._lock:
             if self.dead:
                 raise Overloaded(_GONE)
@@ -117,11 +117,11 @@ class _Process:
                     told = True
                     self._table.set_result(msgspec.msgpack.decode(body, type=Table))
                     continue
-                answer = msgspec.msgpack.decode(body, type=Answer)
+                verdict = msgspec.msgpack.decode(body, type=Verdict)
                 with self._lock:
-                    future = self._asked.pop(answer.id, None)
+                    future = self._asked.pop(verdict.id, None)
                 if future is not None:
-                    future.set_result(answer)
+                    future.set_result(verdict)
         with self._lock:
             self.dead = True
             left = list(self._asked.values())

@@ -4,7 +4,7 @@ It loads the vocabulary, then forks for each spec that arrives: the child compil
 limits of processor time, memory and stack, which the kernel enforces, and answers with the grammar's text
 or the reason against it. The parent stays single-threaded, small, and alive. Ends with its input.
 
-stdin    frames of Check                            stdout    one frame of Table, then frames of Answer
+stdin    frames of Check                            stdout    one frame of Table, then frames of Verdict
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from quire.types import GrammarSpec, QuireError, RequestError
 MAX_CHILDREN = 8  # specs checked at once; more wait
 _CPU_S = 2.0
 _WALL_S = 20.0  # for a child that waits for a processor, or for nothing
-_MEMORY_BYTES = 1 << 30  # beyond what the parent has
+_MEMORY_BYTES = 512 << 20  # address space, beyond what the parent has
 _STACK_BYTES = 2 << 20  # less than any thread that will use what passes here
 
 
@@ -42,11 +42,13 @@ class Check(msgspec.Struct):
     spec: GrammarSpec
 
 
-class Answer(msgspec.Struct):
-    """`text` is the grammar in the library's language, or `error` says why there is none."""
+class Verdict(msgspec.Struct):
+    """`text` is the grammar in the library's language, or `error` says why there is none. `memory_bytes` is what
+    compiling it and a short text took, as near as the kernel tells."""
 
     id: int
     text: str = ""
+    memory_bytes: int = 0
     error: str | None = None
 
 
@@ -154,11 +156,11 @@ def _child(vocabulary: object, check: Check, writer: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, _CPU_S)
         signal.setitimer(signal.ITIMER_REAL, _WALL_S)
         threading.stack_size(_STACK_BYTES)
-        answers: list[Answer] = []
-        thread = threading.Thread(target=lambda: answers.append(_answer(vocabulary, check)))
+        verdicts: list[Verdict] = []
+        thread = threading.Thread(target=lambda: verdicts.append(_verdict(vocabulary, check)))
         thread.start()
         thread.join()
-        _write(writer, frame(answers[0]))
+        _write(writer, frame(verdicts[0]))
         done = 0
     finally:
         os._exit(done)
@@ -174,22 +176,29 @@ def _limit_memory() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def _answer(vocabulary: object, check: Check) -> Answer:
+def _verdict(vocabulary: object, check: Check) -> Verdict:
     from quire.grammar.matching import Vocabulary, compiled, grammar_text, try_out
 
     assert isinstance(vocabulary, Vocabulary)
-    spec = check.spec
+    spec, before = check.spec, _peak_bytes()
     try:
         text = grammar_text(spec)
         try_out(compiled(vocabulary, spec, text), vocabulary, spec)
-        return Answer(check.id, text)
+        return Verdict(check.id, text, _peak_bytes() - before)
     except RequestError as error:
-        return Answer(check.id, error=str(error))
+        return Verdict(check.id, error=str(error))
     except (RecursionError, MemoryError):
-        return Answer(check.id, error=f"{spec.kind} cannot be enforced: it is nested too deeply or too large")
+        return Verdict(
+            check.id, error=f"{spec.kind} cannot be enforced: it is nested too deeply or too large"
+        )
 
 
-def _obituary(check: Check, status: int) -> Answer:
+def _peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10
+
+
+def _obituary(check: Check, status: int) -> Verdict:
     """What the end of a child says about its spec."""
     died_of = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
     if died_of in (signal.SIGPROF, signal.SIGALRM):
@@ -200,7 +209,7 @@ def _obituary(check: Check, status: int) -> Answer:
         reason = f"it takes more than {_MEMORY_BYTES >> 20} MiB to compile"
     else:
         reason = "compiling it failed"
-    return Answer(check.id, error=f"{check.spec.kind} cannot be enforced: {reason}")
+    return Verdict(check.id, error=f"{check.spec.kind} cannot be enforced: {reason}")
 
 
 def _write(descriptor: int, data: bytes) -> None:

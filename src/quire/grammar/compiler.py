@@ -1,7 +1,8 @@
 """Specs to matchers, off the step loop: cached, shared, and never before the helper process has survived them.
 
-A few threads wait for the helper and then compile with the GIL released. Owns the cache, least recently
-used out first, of matchers and of refusals alike. The vocabulary is loaded when the first spec arrives.
+A few threads wait for the helper and then compile with the GIL released. Owns the cache, of matchers and of
+refusals alike, bounded in number and memory, least recently used out first. The vocabulary is loaded when
+the first spec arrives.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from quire.types import GrammarSpec, RequestError
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+    from quire.grammar.checker_process import Verdict
     from quire.grammar.matching import Vocabulary
 
 _THREADS = 4
 _STACK_BYTES = 64 << 20  # reserved, not used: what passed the helper with 2 MB needs no more here
 _CACHED = 256
+_CACHED_BYTES = 512 << 20
 
 
 class Source(Protocol):
@@ -29,7 +32,7 @@ class Source(Protocol):
 
     def tokens(self) -> list[bytes]: ...
 
-    def check(self, spec: GrammarSpec) -> str: ...
+    def check(self, spec: GrammarSpec) -> Verdict: ...
 
     def close(self) -> None: ...
 
@@ -41,6 +44,7 @@ class Compiler:
         self._source = source
         self._lock = threading.Lock()
         self._cache: OrderedDict[GrammarSpec, Future[LLMatcher]] = OrderedDict()
+        self._bytes: dict[GrammarSpec, int] = {}  # of those that are compiled
         self._jobs: queue.SimpleQueue[tuple[GrammarSpec, Future[LLMatcher]] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._news = threading.Event()
@@ -55,8 +59,7 @@ class Compiler:
                 found = self._cache[spec] = Future()
                 self._start_threads()
                 self._jobs.put((spec, found))
-                if len(self._cache) > _CACHED:
-                    self._cache.popitem(last=False)
+                self._evict()
             self._cache.move_to_end(spec)
             return found
 
@@ -69,6 +72,14 @@ class Compiler:
         for _ in self._threads:
             self._jobs.put(None)
         self._source.close()
+
+    def _evict(self) -> None:
+        """Requests that use what goes keep it alive."""
+        while len(self._cache) > _CACHED or (
+            len(self._cache) > 1 and sum(self._bytes.values()) > _CACHED_BYTES
+        ):
+            spec, _ = self._cache.popitem(last=False)
+            self._bytes.pop(spec, None)
 
     def _start_threads(self) -> None:
         if self._threads:
@@ -99,8 +110,14 @@ class Compiler:
         # Imported here: without structured output the library is not loaded.
         from quire.grammar.matching import compiled
 
-        text = self._source.check(spec)
-        return compiled(self._load_vocabulary(), spec, text)
+        vocabulary = self._load_vocabulary()  # while the helper process makes its own
+        verdict = self._source.check(spec)
+        matcher = compiled(vocabulary, spec, verdict.text)
+        with self._lock:
+            if spec in self._cache:
+                self._bytes[spec] = verdict.memory_bytes
+                self._evict()
+        return matcher
 
     def _load_vocabulary(self) -> Vocabulary:
         from quire.grammar.matching import Vocabulary

@@ -68,7 +68,7 @@ class LibraryGrammar:
         self._failed: list[Settled] = []
         self._rows: list[tuple[int, _State]] = []  # of the plan that `needs_tokens` saw last
         self._executor: LLExecutor | None = None
-        self._threads = min(8, os.cpu_count() or 1)
+        self._threads = min(8, (os.cpu_count() or 1) // 2)  # the rest is for what runs beside it
 
     # -------------------------------------------------------------------------- requests in and out
 

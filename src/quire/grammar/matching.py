@@ -66,8 +66,11 @@ def grammar_text(spec: GrammarSpec) -> str:
         grammars = json.loads(LLMatcher.grammar_from_regex(spec.text))["grammars"]
         grammars[0]["lark_grammar"] = _OPTIONS + grammars[0]["lark_grammar"]
     elif spec.kind == "choice":
-        texts = (json.dumps(text, ensure_ascii=False) for text in json.loads(spec.text))
-        grammars = [{"lark_grammar": f"{_OPTIONS}start: {' | '.join(texts)}"}]
+        texts = (
+            json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in json.loads(spec.text)
+        )
+        # A terminal, in capitals, is one regular expression, however many texts there are.
+        grammars = [{"lark_grammar": f"{_OPTIONS}start: CHOICE\nCHOICE: {' | '.join(texts)}"}]
     else:
         try:
             lark = any_to_lark(spec.text)
@@ -94,11 +97,10 @@ def try_out(matcher: LLMatcher, vocabulary: Vocabulary, spec: GrammarSpec) -> No
         mask = matcher.compute_bitmask()
         if step:  # the first prepares the others
             spent_s += time.thread_time() - begin
-        allowed = _set_bits(mask)
-        if matcher.is_error() or not allowed:
+        token = _any_bit(mask, rng)
+        if matcher.is_error() or token is None:
             reason = "no text satisfies it" if not step else "it is too complex"
             raise RequestError(f"{spec.kind} cannot be enforced: {reason}")
-        token = rng.choice(allowed)
         if token == vocabulary.end or not matcher.consume_token(token):
             break
     if matcher.is_error():
@@ -107,8 +109,13 @@ def try_out(matcher: LLMatcher, vocabulary: Vocabulary, spec: GrammarSpec) -> No
         raise RequestError(f"{spec.kind} cannot be enforced: its masks take too long to compute")
 
 
-def _set_bits(mask: bytes) -> list[int]:
-    return [8 * i + bit for i, byte in enumerate(mask) if byte for bit in range(8) if byte >> bit & 1]
+def _any_bit(mask: bytes, rng: random.Random) -> int | None:
+    """A set bit somewhere, not evenly drawn; None if there is none."""
+    begin = rng.randrange(len(mask))
+    rest = mask[begin:].lstrip(b"\0") or mask.lstrip(b"\0")
+    if not rest:
+        return None
+    return 8 * (len(mask) - len(rest)) + rng.choice([bit for bit in range(8) if rest[0] >> bit & 1])
 
 
 def _reason(message: str) -> str:

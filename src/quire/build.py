@@ -23,12 +23,16 @@ from quire.config import EngineConfig, triton_interpreted
 from quire.core import policy
 from quire.core.blocks import FIFO, LRU, BlockPool
 from quire.core.engine import Engine
-from quire.core.grammar import NoGrammar
+from quire.core.grammar import Grammar, NoGrammar
 from quire.core.policy import Policy
 from quire.core.prefix import HashPrefixCache, NoPrefixCache, PrefixCache
 from quire.core.scheduler import Limits, Scheduler
+from quire.core.shared import CommonPages, NoSharedPrefix, SharedPrefix
 from quire.core.steplog import StepLog
-from quire.frontend.location import locate_model
+from quire.frontend.location import locate_model, locate_tokenizer
+from quire.grammar.checker import Checker
+from quire.grammar.compiler import Compiler
+from quire.grammar.library import LibraryGrammar
 from quire.layers.env import Env
 from quire.models.checkpoint import Checkpoint, open_checkpoint
 from quire.models.decoder import Model
@@ -78,7 +82,14 @@ def build_engine(config: EngineConfig, imports_s: float = 0.0) -> tuple[Engine, 
         clock.end("kv_cache")
         if device.type == "cuda":  # a CPU has nothing to compile
             worker.rehearse(runner, size)
-        engine = _wire(config, size, LocalExecutor(runner), depth)
+        engine = _wire(
+            config,
+            size,
+            LocalExecutor(runner),
+            pick_grammar(config, path, spec.vocab_size),
+            depth,
+            config.shared_prefix and backend.reads_shared,
+        )
         _freeze_garbage()
         clock.end("warm_up")
         checkpoint.finish()
@@ -186,7 +197,17 @@ def plan_kv(
     return size_kv(config, asked_len, spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, budget)
 
 
-def _wire(config: EngineConfig, size: KVSize, executor: LocalExecutor, depth: int) -> Engine:
+def pick_grammar(config: EngineConfig, model: Path, vocab_size: int) -> Grammar:
+    """Structured output, which needs to know what tokens read as. Nothing is loaded before it is asked for."""
+    if config.skip_tokenizer_init:
+        return NoGrammar()
+    tokenizer = model if config.tokenizer is None else locate_tokenizer(config.tokenizer, config.revision)
+    return LibraryGrammar(Compiler(Checker(tokenizer, vocab_size)), vocab_size)
+
+
+def _wire(
+    config: EngineConfig, size: KVSize, executor: LocalExecutor, grammar: Grammar, depth: int, shares: bool
+) -> Engine:
     keeps_kv = config.kv_layout != "none"
     pool = BlockPool(size.num_blocks, FIFO() if config.eviction == "fifo" else LRU())
     cache: PrefixCache = HashPrefixCache(pool, size.block_size) if config.prefix_caching else NoPrefixCache()
@@ -205,8 +226,9 @@ def _wire(config: EngineConfig, size: KVSize, executor: LocalExecutor, depth: in
         mixed_prefill_tokens=config.mixed_prefill_tokens or config.max_num_batched_tokens or 1,
     )
     steplog = StepLog()
-    scheduler = Scheduler(pool, cache, choices, limits, steplog)
-    return Engine(scheduler, executor, NoGrammar(), depth, steplog, config.check_invariants)
+    shared: SharedPrefix = CommonPages(size.block_size) if shares else NoSharedPrefix()
+    scheduler = Scheduler(pool, cache, choices, limits, steplog, shared)
+    return Engine(scheduler, executor, grammar, depth, steplog, config.check_invariants)
 
 
 def _freeze_garbage() -> None:

@@ -82,6 +82,9 @@ class EngineConfig:
     )
     attention: str = _setting("auto", "attention back end: auto, reference or triton (auto: triton on a GPU)")
     cuda_graphs: bool = _setting(True, "replay captured CUDA graphs where the attention back end allows it")
+    shared_prefix: bool = _setting(
+        True, "read pages that many decoding requests begin with once for all of them (triton attention)"
+    )
     cpu_threads: int | None = _setting(
         None, "threads of a step on a CPU (default: all cores, or one when the step is small)"
     )

@@ -68,6 +68,20 @@ class StructuredOutputsParams:
             )
 
 
+GrammarKind = Literal["json", "regex", "choice", "grammar"]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """A checked `StructuredOutputsParams` on its way to the engine; equal ones share their compiled form.
+
+    `text` is a JSON schema, a regular expression, a JSON list of strings, or a Lark or GBNF grammar.
+    """
+
+    kind: GrammarKind
+    text: str
+
+
 @dataclass(slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen. Names and defaults as in vLLM.
@@ -207,7 +221,8 @@ class EngineRequest:
     """What a client sends to the engine: token ids in, no text. `params.n` is 1 here; the client fans out.
 
     `stop_ids` end the request when sampled (end-of-sequence ids unless ignore_eos, and
-    stop_token_ids). `bad_words_ids` are the tokenised bad words. `seed` is always set.
+    stop_token_ids). `bad_words_ids` are the tokenised bad words. `seed` is always set. With a `grammar`,
+    which replaces `params.structured_outputs`, it is the grammar that honours ignore_eos and min_tokens.
     """
 
     id: str
@@ -221,6 +236,7 @@ class EngineRequest:
     cache_salt: str = ""
     client: str = ""  # whose request it is: waiting requests are taken in turn between clients
     weight: float = 1.0  # the client's share of the tokens, against those of others
+    grammar: GrammarSpec | None = None
 
 
 @dataclass(slots=True)
@@ -323,6 +339,7 @@ class Request:
     limit: int  # total tokens after which the request has its full length
     stop_ids: frozenset[int]
     eos_ids: frozenset[int]
+    min_tokens: int  # before which stop_ids do not count
     source: EngineRequest
     arrival_s: float = 0.0
     computed: int = 0
@@ -334,6 +351,7 @@ class Request:
     publish_at: int = 0  # `computed` at which the next block is full
     names: list[bytes] = field(default_factory=list)  # prefix-cache names of its full blocks
     status: Status = "waiting"
+    held: str | None = None  # why it must not be admitted yet; None: it may
     last_step: int = -1  # last step that held a row of this request
     cached: int = -1  # tokens found in the prefix cache on first admission; -1 before it
     scored: int = 1  # next prompt position whose log-probability is still to be delivered
@@ -385,6 +403,15 @@ class StepPlan:
 
 
 @dataclass(slots=True)
+class TokenMasks:
+    """What the constrained rows of a step may sample: bit v % 32 of word v // 32 is token v. Other rows may
+    sample anything."""
+
+    rows: np.ndarray  # int64 [k], ascending rows of the plan
+    bits: np.ndarray  # int32 [k, ceil(vocab / 32)]
+
+
+@dataclass(slots=True)
 class LogprobArrays:
     """Column 0 is the chosen (or given) token, then the top ones in descending order."""
 
@@ -426,7 +453,7 @@ class Executor(Protocol):
 
     def forward(self, plan: StepPlan) -> None: ...
 
-    def sample(self, step: int, masks: Any) -> StepHandle: ...
+    def sample(self, step: int, masks: TokenMasks | None) -> StepHandle: ...
 
     def warm_up(self) -> bool:
         """Use a moment without work to make later steps cheaper; False: nothing is left to prepare."""

@@ -64,6 +64,8 @@ FIELDS = [
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"include_usage": 3}}, "stream_options"),
     ({"cache_salt": ""}, "cache_salt"),
+    ({"cache_salt": "x" * 5000}, "cache_salt"),
+    ({"allowed_token_ids": [5] * 5000}, "allowed_token_ids"),
     ({"timeout": -1}, "timeout"),
     ({"timeout": 1e300}, "timeout"),
     ({"priority": 2**80}, "priority"),

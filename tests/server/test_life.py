@@ -44,8 +44,9 @@ class Background:
 
 
 def wait_until_active(server: Server, count: int) -> None:
+    """Until `count` requests run and have got some tokens."""
     deadline = time.monotonic() + 10
-    while server.stats()["requests"]["active"] < count:
+    while (stats := server.stats())["requests"]["active"] < count or stats["tokens"]["generated"] < 8:
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
@@ -137,6 +138,28 @@ def test_cors_is_off_until_asked_for(dry: Server) -> None:
         assert answer.status_code == 401 and "access-control-allow-origin" in answer.headers
         other = server.http.get("/health", headers={"Origin": "http://other.example"})
         assert "access-control-allow-origin" not in other.headers
+
+
+def test_a_full_disk_for_its_output_does_not_stop_it() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "quire", "serve", *SLOW, "--port", str(port), "--log-level", "debug"]
+        process = subprocess.Popen(command, stdout=full, stderr=full)
+    try:
+        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + 60
+        while True:
+            try:
+                assert httpx.post(url + TEXT, json={"prompt": "a b", "max_tokens": 2}).status_code == 200
+                break
+            except httpx.TransportError:
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+    finally:
+        process.kill()
 
 
 @pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")

@@ -109,16 +109,17 @@ def test_a_client_that_does_not_read_is_dropped() -> None:
 
 
 def keyed(server: Server, key: str) -> httpx.Client:
-    return httpx.Client(base_url=server.url, headers={"Authorization": f"Bearer {key}"}, timeout=60)
+    limits = httpx.Limits(max_connections=None)
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.Client(base_url=server.url, headers=headers, timeout=60, limits=limits)
 
 
-def burst(server: Server, key: str, count: int, tokens: int) -> list[float]:
+def burst(client: httpx.Client, count: int, tokens: int) -> list[float]:
     """When each of `count` requests, all sent at once, was answered."""
 
     def one(number: int) -> float:
         body = {"prompt": [5 + number, 6, 7], "max_tokens": tokens, "ignore_eos": True}
-        with keyed(server, key) as client:
-            assert client.post(TEXT, json=body).status_code == 200
+        assert client.post(TEXT, json=body).status_code == 200
         return time.monotonic()
 
     with ThreadPoolExecutor(count) as pool:
@@ -129,25 +130,37 @@ def test_a_burst_of_one_key_does_not_starve_another(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("alpha name=alpha\nbeta name=beta\n# comment\n")
     flags = ["--dry-run", "--dry-run-step-ms", "5", "--max-num-seqs", "2", "--api-key-file", str(keys)]
-    with serving("demo", *flags) as server, ThreadPoolExecutor(2) as pool:
-        first = pool.submit(burst, server, "alpha", 40, 20)
+    with (
+        serving("demo", *flags) as server,
+        ThreadPoolExecutor(2) as pool,
+        keyed(server, "alpha") as one,
+        keyed(server, "beta") as other,
+    ):
+        first = pool.submit(burst, one, 40, 20)
         time.sleep(0.5)
-        second = pool.submit(burst, server, "beta", 6, 20)
+        second = pool.submit(burst, other, 6, 20)
         alpha, beta = first.result(), second.result()
         # Taken in turn, beta's six requests take as long as about twelve; behind the burst they would be last.
         before_beta = sum(end < beta[-1] for end in alpha)
         assert before_beta < 25, f"{before_beta} of 40 came first"
-        with keyed(server, "alpha") as client:
-            served = client.get("/stats").json()["tokens"]["by_client"]
+        served = one.get("/stats").json()["tokens"]["by_client"]
         assert set(served) == {"alpha", "beta"} and served["alpha"] == 40 * 23 and served["beta"] == 6 * 23
 
 
 def test_weights_are_shares(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
-    keys.write_text("alpha name=alpha weight=3\nbeta name=beta weight=1\n")
+    keys.write_text("alpha name=alpha weight=3\nbeta name=beta weight=1\ngamma\n")
     flags = ["--dry-run", "--dry-run-step-ms", "5", "--max-num-seqs", "1", "--api-key-file", str(keys)]
-    with serving("demo", *flags) as server, ThreadPoolExecutor(2) as pool:
-        runs = [pool.submit(burst, server, key, 24, 10) for key in ("alpha", "beta")]
+    with (
+        serving("demo", *flags) as server,
+        ThreadPoolExecutor(3) as pool,
+        keyed(server, "alpha") as one,
+        keyed(server, "beta") as other,
+        keyed(server, "gamma") as third,
+    ):
+        pool.submit(third.post, TEXT, json={**LONG, "max_tokens": 400})  # until all others wait
+        time.sleep(0.2)
+        runs = [pool.submit(burst, client, 24, 10) for client in (one, other)]
         alpha, beta = (run.result() for run in runs)
         half = alpha[11]  # when alpha had 12 answers
         assert 2 <= sum(end <= half for end in beta) <= 7
@@ -157,16 +170,19 @@ def test_one_key_cannot_fill_the_queue_for_all(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("alpha\nbeta\n")
     flags = ["--dry-run", "--dry-run-step-ms", "20", "--max-num-seqs", "1", "--max-waiting", "4"]
-    with serving("demo", *flags, "--api-key-file", str(keys)) as server, ThreadPoolExecutor(10) as pool:
-        clients = [keyed(server, key) for key in ["alpha"] * 8 + ["beta"]]
+    with (
+        serving("demo", *flags, "--api-key-file", str(keys)) as server,
+        ThreadPoolExecutor(10) as pool,
+        keyed(server, "alpha") as one,
+        keyed(server, "beta") as other,
+    ):
 
         def post(client: httpx.Client) -> int:
-            with client:
-                return client.post(TEXT, json={**LONG, "max_tokens": 100}).status_code
+            return client.post(TEXT, json={**LONG, "max_tokens": 100}).status_code
 
-        alpha = [pool.submit(post, client) for client in clients[:8]]
+        alpha = [pool.submit(post, one) for _ in range(8)]
         time.sleep(0.5)
-        beta = pool.submit(post, clients[8])
+        beta = pool.submit(post, other)
         assert beta.result() == 200
         assert sorted(run.result() for run in alpha) == [200] * 5 + [503] * 3
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from quire.attention.base import AttentionLayer, ForwardBatch
+from quire.attention.base import AttentionLayer, ForwardBatch, HeadNorms
 
 _GROUP_TOKENS = 1 << 18  # KV entries gathered at once; bounds the memory of one group
 
@@ -63,6 +63,7 @@ class _Plan:
 class ReferenceAttention:
     name = "reference"
     capturable = False  # shapes follow the lengths of the rows
+    takes_packed = reads_shared = False
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (num_blocks, block_size, num_kv_heads, head_dim)
@@ -71,12 +72,13 @@ class ReferenceAttention:
 
     def plan(self, batch: ForwardBatch) -> _Plan:
         # On a CPU reading the lengths costs no wait, so bounds are exact there.
-        assert batch.num_tokens is not None  # not capturable: it is never asked to work from bounds alone
         bounds = (batch.seq_lens if batch.seq_lens.device.type == "cpu" else batch.seq_bounds).tolist()
         ones: list[int] = []
         longs: list[_Long] = []
-        starts = [0, *batch.num_tokens.cumsum().tolist()]
-        for row, n in enumerate(batch.num_tokens.tolist()):
+        counts = batch.num_tokens
+        assert counts is not None, "bounds only: not for a back end that cannot be captured"
+        starts = [0, *counts.cumsum().tolist()]
+        for row, n in enumerate(counts.tolist()):
             if n == 1:
                 ones.append(row)
             else:
@@ -96,7 +98,7 @@ class ReferenceAttention:
     def _group(self, batch: ForwardBatch, rows: list[int], starts: list[int], length: int) -> _Group:
         device = batch.seq_lens.device
         rows = sorted(rows)
-        everything = len(rows) == len(batch.seq_lens)
+        everything = len(rows) == batch.seq_lens.shape[0]
         tokens = None if everything else _send([starts[row] for row in rows], device)
         table, lens = batch.block_table, batch.seq_lens
         if device.type == "cpu" and len(rows) == 1:
@@ -140,6 +142,16 @@ class ReferenceAttention:
             seen = (k[new], v[new]) if long.kv is None else (_read(keys, long.kv), _read(values, long.kv))
             out[new] = self._attend_long(layer, long, q[new], *seen)
         return out
+
+    def forward_packed(
+        self,
+        layer: AttentionLayer,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        table: torch.Tensor,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        raise NotImplementedError("not without `takes_packed`")
 
     def _attend_group(
         self, layer: AttentionLayer, group: _Group, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor

@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.flags import add_flags, given
+from quire.cli.flags import add_flags, add_structured_flags, given, given_structured
 from quire.config import EngineConfig
 from quire.types import RequestError, RequestOutput, SamplingParams
 
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--summary", action="store_true", help="print tokens, speed and start-up time at the end"
     )
     add_flags(parser, "engine", EngineConfig)
+    add_structured_flags(parser)
     add_flags(parser, "sampling", SamplingParams, skip={"detokenize"})
 
 
@@ -42,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
 
     with LLM(**given(args, EngineConfig)) as llm:
         ready_s = time.perf_counter() - started
-        params = llm.default_params(given(args, SamplingParams), _MAX_TOKENS)
+        asked = {**given(args, SamplingParams), **given_structured(args)}
+        params = llm.default_params(asked, _MAX_TOKENS)
         inputs = (
             [llm.chat_prompt([{"role": "user", "content": p}]) for p in prompts] if args.chat else prompts
         )

@@ -96,8 +96,9 @@ class Scheduler:
 
     # ------------------------------------------------------------------------------ requests in
 
-    def add(self, source: EngineRequest) -> None:
-        """Queue a request. Raises RequestError, with the numbers, when it could never run."""
+    def add(self, source: EngineRequest, held: str | None = None) -> None:
+        """Queue a request; while it is `held`, for that reason, it waits for `settle`. Raises RequestError,
+        with the numbers, when it could never run."""
         limits, prompt_len = self.limits, len(source.prompt)
         if source.id in self.requests:
             raise RequestError(f"request id {source.id!r} is already in use")
@@ -127,14 +128,25 @@ class Scheduler:
             limit=total,
             stop_ids=frozenset(source.stop_ids),
             eos_ids=frozenset(source.eos_ids),
+            min_tokens=0 if source.grammar else source.params.min_tokens,
             source=source,
             arrival_s=time.monotonic(),
+            held=held,
         )
         self._sequence += 1
         self.requests[request.id] = request
         self.log.totals.requests += 1
         self.log.totals.prompt_tokens += prompt_len
         self.waiting.add(request)
+
+    def settle(self, request_id: str, error: str | None) -> None:
+        """Let a held request run, or end a request with an error; unknown ids are ignored."""
+        if request := self.requests.get(request_id):
+            request.held = None
+            if error is not None:
+                output = self._finish(request, [], "error")
+                output.error = error
+                self._outputs.append(output)
 
     def abort(self, request_id: str) -> None:
         """End a request now; unknown ids are ignored, for it may just have finished."""
@@ -222,8 +234,10 @@ class Scheduler:
 
     def _admit(self, draft: _Draft, was_empty: bool) -> str | None:
         """Move waiting requests into the batch; returns why the first one left must wait."""
+        skipped = None
         for request in self.waiting.by_turn(self.running):
-            if request.pending:  # preempted with a step in flight: its length is not known yet
+            if request.pending or request.held:  # preempted with a step in flight: its length is not known
+                skipped = skipped or request.held or "results"
                 continue
             if not self._free_slots:
                 return "slots"
@@ -239,7 +253,7 @@ class Scheduler:
                 return "pages"
             self.waiting.remove(request)
             self._start(draft, request, hits, fresh, n)
-        return "results" if self.waiting else None
+        return skipped
 
     def _start(self, draft: _Draft, request: Request, hits: list[int], fresh: int, n: int) -> None:
         self._admissions += 1
@@ -346,7 +360,7 @@ class Scheduler:
         tokens, accepted = request.tokens, new
         for count, token in enumerate(new, 1):
             tokens.append(token)
-            if token in request.stop_ids and len(tokens) - request.prompt_len >= request.params.min_tokens:
+            if token in request.stop_ids and len(tokens) - request.prompt_len >= request.min_tokens:
                 return self._finish(request, new[:count], "stop", None if token in request.eos_ids else token)
             if len(tokens) >= request.limit:
                 return self._finish(request, new[:count], "length")

@@ -19,7 +19,7 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 NEVER = tl.constexpr(float("-inf"))
 _WIDTH = tl.constexpr(len(COLUMNS))
 _SIGN_FREE = tl.constexpr((1 << 31) - 1)
-_UNIT = tl.constexpr(2.0**40)
+UNIT = tl.constexpr(2.0**40)
 
 
 # --------------------------------------------------------------------------------------- parameters
@@ -80,7 +80,7 @@ def load_scaled(at, ids, inside, scale):
 @triton.jit
 def mass_of(x, top):
     """Unnormalised probability as an integer, 2^40 for the top token: sums are exact in any order."""
-    return (tl.exp(x - top) * _UNIT).to(tl.int64)
+    return (tl.exp(x - top) * UNIT).to(tl.int64)
 
 
 # --------------------------------------------------------------------------------------------- noise
@@ -118,11 +118,39 @@ def log1p_of_minus(u):
 
 
 @triton.jit
-def gumbel(ids, k0, k1):
+def uniform(ids, k0, k1):
     bits = mix(mix(ids.to(tl.uint32) ^ k0) ^ k1) & 0x7FFFFFFF
     u = bits.to(tl.int32).to(tl.float32) + 0.5
-    u = tl.minimum(u, 2147483520.0) * 4.656612873077393e-10  # 2^31 - 128, 2^-31
+    return tl.minimum(u, 2147483520.0) * 4.656612873077393e-10  # 2^31 - 128, 2^-31
+
+
+@triton.jit
+def gumbel_of(u):
     return -tl.log(-log1p_of_minus(u))
+
+
+@triton.jit
+def any_beats(x, u, record):
+    """False if no token's score can exceed the record: as -log1p(-u) >= u, that takes u < exp(x - record).
+
+    In most blocks of a row there is none, and the two logarithms of the noise are saved. The slack is far
+    beyond the rounding of scores.
+    """
+    slack = tl.where(record > NEVER, 1e-3 + tl.abs(record) * 1e-6, 0.0)
+    return tl.max((u < tl.exp(x - record + slack)).to(tl.int32), 0) > 0
+
+
+@triton.jit
+def contend(x, ids, k0, k1, record, value, token):
+    """One more block of tokens in a Gumbel-max draw: each lane keeps the best score of its own ids, which
+    ascend, in `value`, and that id in `token`; `record` is the best of all."""
+    u = uniform(ids, k0, k1)
+    if any_beats(x, u, record):
+        score = x + gumbel_of(u)
+        token = tl.where(score > value, ids, token)
+        value = tl.maximum(score, value)
+        record = tl.max(value, 0)
+    return record, value, token
 
 
 # ------------------------------------------------------------------------------------ ordered floats
@@ -144,6 +172,6 @@ def float_of(key):
 
 @triton.jit
 def best_of(value, ids):
-    """The highest value and its id, of equals the lowest; all of the ids are below 2^31 - 1."""
+    """The highest value and its id, of equals the lowest."""
     best = tl.max(value, 0)
     return best, tl.min(tl.where(value == best, ids, 0x7FFFFFFF), 0)

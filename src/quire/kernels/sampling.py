@@ -15,14 +15,16 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import dependent_launch, filters
+from quire.kernels import dependent_launch, filtered_draw, filters
+from quire.kernels.filters import BOUNDS, COLLECT, INF, SETTLED, SUMS, WHOLE_ROW
 from quire.kernels.row import (
     COLUMNS,
     LOWEST,
     NEVER,
     SAME_BITS,
+    UNIT,
     best_of,
-    gumbel,
+    contend,
     is_filtered,
     keys_of,
     log_min_p_of,
@@ -36,8 +38,9 @@ from quire.kernels.row import (
 _BLOCK = 1024  # tokens at a time
 _WARPS = 4
 _STAGES = 3  # blocks on their way while one is worked on
-_PROGRAMS = 132 * 8  # enough to fill a large GPU; beyond that a program takes several blocks in turn
-_MOST_ROUNDS = 16
+_PROGRAMS = 132 * 6  # as many as a large GPU holds at once; beyond that a program takes several blocks
+_COLLECTING = 132 * 5  # with _REGISTERS each
+_REGISTERS = 96
 _ROW_WARPS = 16  # of a kernel with one program for a row
 
 
@@ -50,14 +53,16 @@ class Scratch:
     best_ids: torch.Tensor  # int32 [R, spans]
     heads: torch.Tensor  # float32 [R, groups]
     weights: torch.Tensor  # float32 [R, groups]
-    bounds: torch.Tensor  # float32 [R, 4]
-    sums: torch.Tensor  # int64 [R, 5]
-    candidates: torch.Tensor  # int32 [R, capacity]
+    kinds: torch.Tensor  # int32 [R]
+    bounds: torch.Tensor  # float32 [R, BOUNDS]
+    sums: torch.Tensor  # int64 [R, SUMS]
+    groups: torch.Tensor  # int32 [R, most groups]
+    listed: torch.Tensor  # int32 [R, capacity]
 
     @classmethod
     def empty(cls, rows: int, vocab: int, device: torch.device) -> Scratch:
-        def of(dtype: torch.dtype, width: int) -> torch.Tensor:
-            return torch.empty(rows, width, dtype=dtype, device=device)
+        def of(dtype: torch.dtype, *width: int) -> torch.Tensor:
+            return torch.empty(rows, *width, dtype=dtype, device=device)
 
         spans, groups = triton.cdiv(vocab, _BLOCK), triton.cdiv(vocab, filters.GROUP)
         return cls(
@@ -65,8 +70,10 @@ class Scratch:
             of(torch.int32, spans),
             of(torch.float32, groups),
             of(torch.float32, groups),
-            of(torch.float32, 4),
-            of(torch.int64, 5),
+            of(torch.int32),
+            of(torch.float32, BOUNDS.value),
+            of(torch.int64, SUMS.value),
+            of(torch.int32, filters.MOST_GROUPS),
             of(torch.int32, filters.CAPACITY),
         )
 
@@ -107,24 +114,22 @@ def _scan(
     else:
         ids = begin + tl.arange(0, BLOCK)
         k0, k1 = keys_of(table, slot, num_tokens)
-        # Each lane keeps the best of its own ids, which ascend; they are compared once, at the end.
-        top = tl.full([BLOCK], NEVER, tl.float32)
-        top_ids = ids
+        record = tl.full([], NEVER, tl.float32)
+        value, token = tl.full([BLOCK], NEVER, tl.float32), ids  # each lane's best, the first of equals
         for _ in tl.range(rounds, num_stages=STAGES):
             raw = tl.load(at + ids, mask=ids < vocab, other=NEVER)
             if temperature == 0.0:
                 x = raw.to(tl.float32)
-                x = tl.where(x == x, x, float("inf"))  # torch's order: nothing is above a nan
+                x = tl.where(x == x, x, INF)  # torch's order: nothing is above a nan
+                token = tl.where(x > value, ids, token)
+                value = tl.maximum(x, value)
             else:
-                x = scaled(raw, scale) + gumbel(ids, k0, k1)
-            better = x > top
-            top = tl.where(better, x, top)
-            top_ids = tl.where(better, ids, top_ids)
+                record, value, token = contend(scaled(raw, scale), ids, k0, k1, record, value, token)
             ids += BLOCK
-        value, token = best_of(top, top_ids)
+        winner_value, winner = best_of(value, token)
         place = row * tl.num_programs(1) + span
-        tl.store(best + place, value)
-        tl.store(best_ids + place, token)
+        tl.store(best + place, winner_value)
+        tl.store(best_ids + place, winner)
 
 
 @triton.jit(do_not_specialize=["spans"])
@@ -136,16 +141,20 @@ def _settle(
     table,
     best,  # float32 [rows, spans]
     best_ids,  # int32 [rows, spans]
-    heads,
-    weights,
-    bounds,  # float32 [rows, 4]
-    sums,  # int64 [rows, 5]
+    heads,  # float32 [rows, groups]
+    weights,  # float32 [rows, groups]
+    kinds,  # int32 [rows]
+    bounds,  # float32 [rows, BOUNDS]
+    sums,  # int64 [rows, SUMS]
+    groups,  # int32 [rows, MOST_GROUPS]
     tokens,  # int32 [rows]
     spans,
     SPANS: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
+    MOST_GROUPS: tl.constexpr,
     SAMPLES: tl.constexpr,
+    BINS: tl.constexpr,
     CAPACITY: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
@@ -160,29 +169,43 @@ def _settle(
         value = tl.load(best + row * spans + i, mask=i < spans, other=NEVER)
         winner = tl.argmax(value, 0)  # the first of equals
         tl.store(tokens + row, tl.load(best_ids + row * spans + winner))
-        tl.store(bounds + row * 4 + 2, float("inf"))  # settled
+        tl.store(kinds + row, SETTLED)
         return
-    scale, top_k, top_p = scale_of(table, slot), top_k_of(table, slot), top_p_of(table, slot)
-    groups = tl.cdiv(vocab, GROUP)
+    top_k, top_p, log_min_p = top_k_of(table, slot), top_p_of(table, slot), log_min_p_of(table, slot)
+    count = tl.cdiv(vocab, GROUP)
     i = tl.arange(0, GROUPS)
-    at_group = row.to(tl.int64) * groups + i
-    head = tl.load(heads + at_group, mask=i < groups, other=NEVER)
+    at_group = row.to(tl.int64) * count + i
+    head = tl.load(heads + at_group, mask=i < count, other=NEVER)
+    weighed = tl.where((top_k == 0) & (top_p < 1), count, 0)
+    weight = tl.load(weights + at_group, mask=i < weighed, other=0.0)
     top = tl.max(head, 0)
     if top == NEVER:  # no token is possible
         tl.store(tokens + row, 0)
-        tl.store(bounds + row * 4 + 2, float("inf"))
+        tl.store(kinds + row, SETTLED)
         return
-    floor = tl.maximum(top + log_min_p_of(table, slot), LOWEST)
-    at = logits + row.to(tl.int64) * stride
-    weighed = tl.where((top_k == 0) & (top_p < 1), groups, 0)
-    weight = tl.load(weights + at_group, mask=i < weighed, other=0.0)
-    lo, hi = filters.bracket(at, vocab, scale, head, weight, top, floor, top_k, top_p, SAMPLES, CAPACITY)
-    tl.store(bounds + row * 4, top)
-    tl.store(bounds + row * 4 + 1, floor)
-    tl.store(bounds + row * 4 + 2, lo)
-    tl.store(bounds + row * 4 + 3, hi)
-    j = tl.arange(0, 8)
-    tl.store(sums + row * 5 + j, tl.zeros([8], tl.int64), mask=j < 5)
+    floor = tl.maximum(top + log_min_p, LOWEST)
+    lo, hi, mass = filters.bracket(
+        logits + row.to(tl.int64) * stride, vocab, scale_of(table, slot), head, weight, top, floor,
+        top_k, top_p, GROUP, SAMPLES, BINS, CAPACITY,
+    )  # fmt: skip
+    # A few groups are looked at by the last kernel itself, if it need not know the mass below them.
+    chosen = (head >= lo).to(tl.int32)
+    few = tl.sum(chosen, 0)
+    direct = (few <= MOST_GROUPS) & (hi > top)
+    direct &= (top_k > 0) | (top_p >= 1) | (log_min_p == NEVER) | (lo == floor)
+    if direct:
+        tl.store(groups + row * MOST_GROUPS + tl.cumsum(chosen, 0) - 1, i, mask=chosen > 0)
+    elif (top_k == 0) & (top_p >= 1):
+        hi = lo  # min_p alone: everything that is kept is known
+    both = (hi <= top) & (top_k > 0) & (top_p < 1)  # the mass of the top_k tokens is not known
+    tl.store(kinds + row, tl.where(direct, few, tl.where(both, WHOLE_ROW, COLLECT)))
+    tl.store(bounds + row * BOUNDS, top)
+    tl.store(bounds + row * BOUNDS + 1, floor)
+    tl.store(bounds + row * BOUNDS + 2, lo)
+    tl.store(bounds + row * BOUNDS + 3, hi)
+    tl.store(sums + row * SUMS, tl.where(direct, (mass * UNIT).to(tl.int64), 0))
+    for j in tl.static_range(1, SUMS):
+        tl.store(sums + row * SUMS + j, tl.zeros([], tl.int64))
 
 
 def choose(
@@ -204,31 +227,40 @@ def choose(
     if rows > scratch.bounds.shape[0]:
         raise ValueError(f"{rows} rows of logits, but scratch memory for {scratch.bounds.shape[0]}")
     assert table.shape[1] == len(COLUMNS)
-    rounds = min(max(rows * vocab // (_BLOCK * _PROGRAMS), 1), _MOST_ROUNDS)
-    spans = triton.cdiv(vocab, _BLOCK * rounds)
     pdl = dependent_launch(logits.device)
     how = {"PDL": pdl, "launch_pdl": pdl, **SAME_BITS}
+    # The widest a row can be split, whatever the number of rows: one kernel for every batch size.
+    widest = triton.next_power_of_2(triton.cdiv(vocab, _BLOCK))
     given = logits, logits.stride(0), vocab, slots, table
     s = scratch
+    rounds, spans = _split(rows, vocab, _PROGRAMS)
     _scan[(rows, spans)](
         *given, num_tokens, s.best, s.best_ids, s.heads, s.weights, rounds,
         GROUP=filters.GROUP, BLOCK=_BLOCK, STAGES=_STAGES, num_warps=_WARPS, **how,
     )  # fmt: skip
     _settle[(rows,)](
-        *given, s.best, s.best_ids, s.heads, s.weights, s.bounds, s.sums, tokens, spans,
-        # the widest a row can be split, whatever the number of rows: one kernel for every batch size
-        SPANS=triton.next_power_of_2(triton.cdiv(vocab, _BLOCK)),
-        GROUP=filters.GROUP, GROUPS=triton.next_power_of_2(triton.cdiv(vocab, filters.GROUP)),
-        SAMPLES=filters.SAMPLES, CAPACITY=filters.CAPACITY, num_warps=_ROW_WARPS, **how,
+        *given, s.best, s.best_ids, s.heads, s.weights, s.kinds, s.bounds, s.sums, s.groups, tokens, spans,
+        SPANS=widest, GROUP=filters.GROUP, GROUPS=triton.next_power_of_2(triton.cdiv(vocab, filters.GROUP)),
+        MOST_GROUPS=filters.MOST_GROUPS, SAMPLES=filters.SAMPLES, BINS=filters.BINS,
+        CAPACITY=filters.CAPACITY, num_warps=_ROW_WARPS, **how,
     )  # fmt: skip
     if not filtered:
         return
+    rounds, spans = _split(rows, vocab, _COLLECTING)
     filters.collect[(rows, spans)](
-        *given, num_tokens, s.bounds, s.sums, s.candidates, s.best, s.best_ids, rounds,
-        CAPACITY=filters.CAPACITY, BLOCK=_BLOCK, STAGES=_STAGES, num_warps=_WARPS, **how,
+        *given, num_tokens, s.kinds, s.bounds, s.sums, s.listed, s.best, s.best_ids, rounds,
+        CAPACITY=filters.CAPACITY, BLOCK=_BLOCK, STAGES=_STAGES, num_warps=_WARPS, maxnreg=_REGISTERS, **how,
     )  # fmt: skip
-    filters.draw[(rows,)](
-        *given, num_tokens, s.bounds, s.sums, s.candidates, s.best, s.best_ids, tokens, spans,
-        SPANS=triton.next_power_of_2(triton.cdiv(vocab, _BLOCK)),
-        FEW=filters.FEW, CAPACITY=filters.CAPACITY, BLOCK=filters.ROW_BLOCK, num_warps=_ROW_WARPS, **how,
+    filtered_draw.draw[(rows,)](
+        *given, num_tokens, s.kinds, s.bounds, s.sums, s.groups, s.listed, s.best, s.best_ids, tokens, spans,
+        SPANS=widest, GROUP=filters.GROUP, MOST_GROUPS=filters.MOST_GROUPS, LISTING=filtered_draw.LISTING,
+        FEW=filtered_draw.FEW, CAPACITY=filters.CAPACITY, BLOCK=filtered_draw.ROW_BLOCK,
+        num_warps=_ROW_WARPS, **how,
     )  # fmt: skip
+
+
+def _split(rows: int, vocab: int, programs: int) -> tuple[int, int]:
+    """Blocks that a program takes, and programs to a row: about so many programs in all."""
+    blocks = triton.cdiv(vocab, _BLOCK)
+    rounds = triton.cdiv(blocks, max(programs // rows, 1))
+    return rounds, triton.cdiv(blocks, rounds)

@@ -126,7 +126,8 @@ class BadWords:
 
 
 class MinTokens:
-    """min_tokens: no stop token before the output has that many tokens."""
+    """min_tokens: no stop token before the output has that many tokens. With a grammar it is the grammar's mask
+    that sees to it, because a complete answer must be able to end."""
 
     def __init__(self, columns: TokenColumns, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._columns = columns
@@ -134,7 +135,7 @@ class MinTokens:
         self._lists = SlotLists(num_slots, device)
 
     def add(self, slot: int, request: EngineRequest) -> bool:
-        least = request.params.min_tokens
+        least = 0 if request.grammar else request.params.min_tokens
         stops = {*request.stop_ids, *request.eos_ids, *request.params.stop_token_ids} if least > 0 else set()
         return self._lists.put(slot, [[t, least] for t in sorted(stops) if 0 <= t < self._vocab_size])
 

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor
 
 from quire.kernels import available
-from quire.sampling.columns import Gathered, SlotTable, TokenColumns, rows_where
+from quire.sampling import masks as plain_masks
+from quire.sampling.columns import Gathered, SlotTable, TokenColumns, rows_where, to_device
 from quire.sampling.filters import FilterFlags, cutoffs
 from quire.sampling.logprobs import Logprobs, score
-from quire.sampling.masks import apply_mask
 from quire.sampling.noise import gumbel, row_keys
 from quire.sampling.on_cpu import contenders, draw, highest
 from quire.sampling.processors import all_processors
-from quire.types import EngineRequest
+from quire.types import EngineRequest, TokenMasks
 
 _COLUMNS = ("temperature", "top_k", "top_p", "log_min_p", "seed_low", "seed_high")
 _GREEDY = 0.0  # as a temperature
@@ -59,7 +59,9 @@ class Sampler:
         self._processed = np.zeros(num_slots, dtype=np.bool_)
         self._logprobs = np.full(num_slots, _NONE, dtype=np.int64)
         self._filters = FilterFlags.empty(num_slots)
+        self._masked = np.zeros(num_slots, dtype=np.bool_)
         self._choose: Choose = self._with_kernels(vocab_size, num_slots) if available(device) else self._plain
+        self._apply_masks = _masks_kernel() if available(device) else plain_masks.apply_masks
 
     def admit(self, slot: int, request: EngineRequest) -> None:
         """Stage the parameters of the request that takes `slot`, on the host."""
@@ -71,6 +73,7 @@ class Sampler:
         self._filters.top_k[slot] = max(0, params.top_k)
         self._filters.top_p[slot] = params.top_p < 1
         self._filters.min_p[slot] = params.min_p > 0
+        self._masked[slot] = request.grammar is not None
         low, high = (int(half) for half in np.array([request.seed], dtype=np.int64).view(np.int32))
         self._table.stage(
             slot,
@@ -91,18 +94,17 @@ class Sampler:
             processor.flush()
 
     def sample(
-        self, logits: Tensor, slots_host: np.ndarray, slots: Tensor, mask: Tensor | None = None
+        self, logits: Tensor, slots_host: np.ndarray, slots: Tensor, masks: TokenMasks | None = None
     ) -> SampleOutput:
         """One token for each row of `logits` [n, vocab], which stays as it is.
 
-        `slots` is the device's copy of `slots_host`; `mask` int32 [n, ceil(vocab / 32)] has a bit per
-        allowed token.
+        `slots` is the device's copy of `slots_host`; `masks` are for some of the rows.
         """
         x = logits
-        if mask is not None or self._processed[slots_host].any():
+        if masks is not None or self._processed[slots_host].any():
             x = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-            if mask is not None:
-                apply_mask(x, mask)
+            if masks is not None:
+                self._apply_masks(x, to_device(masks.rows, self._device), to_device(masks.bits, self._device))
             for processor in self._processors:
                 processor.apply(x, slots_host, slots)
         tokens = torch.empty(len(slots_host), dtype=torch.int32, device=logits.device)
@@ -118,8 +120,9 @@ class Sampler:
         self._choose(logits, slots, tokens, None, filtered)
 
     def needs_host_work(self, slots_host: np.ndarray) -> bool:
-        """Whether any row wants more than `choose`: changed logits or log-probabilities."""
-        return bool((self._processed[slots_host] | (self._logprobs[slots_host] != _NONE)).any())
+        """Whether any row wants more than `choose`: changed or masked logits, or log-probabilities."""
+        host = self._processed[slots_host] | self._masked[slots_host] | (self._logprobs[slots_host] != _NONE)
+        return bool(host.any())
 
     def has_filters(self, slots_host: np.ndarray) -> bool:
         """Whether any row is drawn under top_k, top_p or min_p."""
@@ -201,3 +204,9 @@ class Sampler:
         ids, values, ranks = (t.new_zeros((len(wanted), *t.shape[1:])) for t in part)
         ids[rows], values[rows], ranks[rows] = part
         return ids, values, ranks
+
+
+def _masks_kernel() -> Callable[[Tensor, Tensor, Tensor], None]:
+    from quire.kernels.masks import apply_masks
+
+    return apply_masks

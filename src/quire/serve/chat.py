@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from typing import Any
 
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.frontend.chat import render_chat
+from quire.frontend.chat import render_chat, template_of
 from quire.serve.choice import ChatChoiceBuilder
 from quire.serve.context import Server, answer_id, client_of, read_request, server_of
 from quire.serve.engine import Job
 from quire.serve.errors import bad_request
+from quire.serve.form import AnswerForm
 from quire.serve.generation import Generation
 from quire.serve.logprobs import prompt_logprobs
 from quire.serve.protocol.chat import ChatChunk, ChatRequest, ChatResponse
 from quire.serve.protocol.sampling import usage_of
 from quire.serve.sampling import check_fields, sampling_params
 from quire.serve.stream import stream, whole
+from quire.serve.tools.request import tool_use
 from quire.serve.wire import json_response
 from quire.types import RequestOutput, SamplingParams
 
@@ -31,14 +32,23 @@ async def chat_completions(request: Request) -> Response:
     model = server.check_model(chat.model)
     check_fields(chat)
     _check_chat(chat)
+    use = tool_use(chat)
     params = _params(server, chat)
     client = client_of(request)
+    template = (
+        chat.chat_template or server.chat_template or template_of(server.engine.tokenizer, bool(use.tools))
+    )
+    if use.tools and "tools" not in template:
+        warnings.append("tools are not told to the model: its chat template has no place for them")
+    forms: list[AnswerForm] = []
 
     def jobs() -> list[Job]:
+        prompt = chat_prompt(server, chat, use.tools, template)
+        forms.append(server.forms.of(chat, use, template, prompt, params.structured_outputs))
         return [
             Job(
-                chat_prompt(server, chat),
-                params,
+                prompt,
+                forms[0].params(params),
                 chat.priority or 0,
                 chat.cache_salt or "",
                 bool(chat.add_special_tokens),
@@ -47,7 +57,7 @@ async def chat_completions(request: Request) -> Response:
         ]
 
     generation = await server.engine.generate(client, params.n, jobs, bool(chat.stream), chat.timeout)
-    answer = ChatAnswer(server, chat, model, generation, warnings)
+    answer = ChatAnswer(server, chat, model, generation, forms[0], warnings)
     if chat.stream:
         slow_s = server.settings.slow_reader_timeout
         return await stream(request, generation, answer.chunks, answer.last, slow_s)
@@ -65,37 +75,6 @@ def _check_chat(chat: ChatRequest) -> None:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
     if chat.top_logprobs is not None and chat.top_logprobs < 0:
         raise bad_request(f"top_logprobs must be at least 0, got {chat.top_logprobs}", "top_logprobs")
-    choice = chat.tool_choice
-    if chat.tools is not None and not chat.tools:
-        raise bad_request("tools must hold at least one tool, or be left out", "tools")
-    if choice is not None and choice != "none" and not chat.tools:
-        raise bad_request("tool_choice needs tools", "tool_choice")
-    for index, tool in enumerate(chat.tools or []):
-        function = tool.get("function")
-        if tool.get("type") != "function" or not isinstance(function, dict):
-            raise bad_request(f"tools[{index}] must have type function, and a function", "tools")
-        if not isinstance(function.get("name"), str) or not function["name"]:
-            raise bad_request(f"tools[{index}].function.name must be a string", "tools")
-        if not isinstance(function.get("parameters", {}), (dict, type(None))):
-            raise bad_request(f"tools[{index}].function.parameters must be a JSON schema", "tools")
-    if isinstance(choice, dict):
-        _check_named(choice, [tool["function"]["name"] for tool in chat.tools or []])
-    elif choice not in (None, "none", "auto", "required"):
-        raise bad_request(
-            "tool_choice must be none, auto, required, or an object that names a function", "tool_choice"
-        )
-
-
-def _check_named(choice: Mapping[str, Any], names: list[str]) -> None:
-    function = choice.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if choice.get("type") != "function" or not isinstance(name, str):
-        raise bad_request(
-            'tool_choice must be {"type": "function", "function": {"name": ...}} to name a function',
-            "tool_choice",
-        )
-    if name not in names:
-        raise bad_request(f"tool_choice names {name[:64]!r}, which is not among the tools", "tool_choice")
 
 
 def _params(server: Server, chat: ChatRequest) -> SamplingParams:
@@ -110,7 +89,7 @@ def _params(server: Server, chat: ChatRequest) -> SamplingParams:
     )
 
 
-def chat_prompt(server: Server, chat: ChatRequest) -> str:
+def chat_prompt(server: Server, chat: ChatRequest, tools: list[dict[str, Any]], template: str) -> str:
     """The text of the prompt. Raises RequestError for messages that the template does not take."""
     continues = bool(chat.continue_final_message)
     variables = dict(chat.chat_template_kwargs or {})
@@ -120,12 +99,12 @@ def chat_prompt(server: Server, chat: ChatRequest) -> str:
     return render_chat(
         server.engine.tokenizer,
         chat.messages,
-        None if chat.tool_choice == "none" else chat.tools,
+        tools or None,
         not continues if generation_prompt is None else generation_prompt,
         continues,
         variables,
         chat.documents,
-        chat.chat_template or server.chat_template,
+        template,
     )
 
 
@@ -140,7 +119,13 @@ class ChatAnswer:
     """The answer to one chat, whole or in chunks. Owns the builders of its choices."""
 
     def __init__(
-        self, server: Server, chat: ChatRequest, model: str, generation: Generation, warnings: list[str]
+        self,
+        server: Server,
+        chat: ChatRequest,
+        model: str,
+        generation: Generation,
+        form: AnswerForm,
+        warnings: list[str],
     ) -> None:
         self._server, self._chat, self._model, self._generation = server, chat, model, generation
         self._warnings = warnings
@@ -154,7 +139,7 @@ class ChatAnswer:
         self._builders = [
             ChatChoiceBuilder(
                 index,
-                server.make_parser(chat),
+                form.make_parser(),
                 server.engine.tokenizer,
                 role=role,
                 prefix=_echoed(chat, role),

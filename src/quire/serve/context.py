@@ -13,12 +13,13 @@ from starlette.requests import Request
 from quire.serve.auth import ANYONE, Client
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
-from quire.serve.parser import ParserFactory, plain_text
+from quire.serve.form import Forms
 from quire.serve.protocol.sampling import SamplingFields
 from quire.serve.settings import ServeConfig
 from quire.serve.wire import parse, read_json
 
 T = TypeVar("T", bound=msgspec.Struct)
+_NO_EFFECT = ("stream_interval", "verbosity", "vllm_xargs")
 
 
 @dataclass(slots=True)
@@ -26,8 +27,8 @@ class Server:
     engine: AsyncEngine
     settings: ServeConfig
     names: list[str]  # of the model; the first is used in answers
+    forms: Forms  # of its answers
     chat_template: str | None = None  # in place of the model's
-    make_parser: ParserFactory = plain_text
     started_s: float = field(default_factory=time.time)
     draining: bool = False
 
@@ -56,6 +57,9 @@ async def read_request(request: Request, cls: type[T]) -> tuple[T, list[str]]:
     settings = server_of(request).settings
     body = await read_json(request, settings.max_body_bytes)
     found, warnings = parse(body, cls, settings.strict)
+    for name in _NO_EFFECT:
+        if getattr(found, name, None) not in (None, 1):
+            warnings.append(f"{name} has no effect in Quire")
     policy = server_of(request).engine.config.scheduling_policy
     if isinstance(found, SamplingFields) and found.priority and policy != "priority":
         warnings.append("priority has no effect: the server runs without --scheduling-policy priority")

@@ -7,11 +7,8 @@ so they cannot differ. It may hold text back until it knows what it is, and must
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
-
-from quire.serve.protocol.chat import ChatRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +51,6 @@ class TextParser(Protocol):
         ...
 
 
-# Makes the parser of one choice. Looks at the request (tools, tool_choice, include_reasoning).
-ParserFactory: TypeAlias = Callable[[ChatRequest], TextParser]
-
-
 class PlainText:
     """All text is content."""
 
@@ -66,7 +59,3 @@ class PlainText:
 
     def finish(self) -> list[Event]:
         return []
-
-
-def plain_text(request: ChatRequest) -> TextParser:
-    return PlainText()

@@ -59,7 +59,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "media_io_kwargs": ({},),
 }
 _HINTS = {"functions": "; use tools", "function_call": "; use tool_choice"}
-_MAX_STOPS, _MAX_STOP_CHARS, _MAX_BAD_WORDS = 64, 512, 1024
+_MAX_STOPS, _MAX_STOP_CHARS, _MAX_BAD_WORDS, _MAX_SALT_CHARS = 64, 512, 1024, 1024
 MAX_CHOICES = 2048
 
 
@@ -73,8 +73,10 @@ def check_fields(request: SamplingFields) -> None:
         raise bad_request("stream_options needs stream to be true", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise bad_request("prompt_logprobs cannot be streamed: set stream to false", "prompt_logprobs")
-    if request.cache_salt == "":
-        raise bad_request("cache_salt must not be empty: leave it out instead", "cache_salt")
+    if request.cache_salt is not None and not 0 < len(request.cache_salt) <= _MAX_SALT_CHARS:
+        raise bad_request(
+            f"cache_salt must have 1 to {_MAX_SALT_CHARS} characters, or be left out", "cache_salt"
+        )
     if request.timeout is not None and not 0 < request.timeout <= 1e6:
         raise bad_request(
             f"timeout must be above 0 and at most 1e6 seconds, got {request.timeout}", "timeout"
@@ -127,6 +129,9 @@ def sampling_params(
     for name, value in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
         if value is not None and max_logprobs >= 0 and value > max_logprobs:
             raise bad_request(f"{name} must be at most {max_logprobs} (max_logprobs), got {value}", name)
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        if len(given.get(name, ())) > vocab_size:
+            raise bad_request(f"{name} must not hold more ids than the vocabulary ({vocab_size})", name)
     bias = given.get("logit_bias")
     if bias is not None and any(not math.isfinite(value) for value in bias.values()):
         raise bad_request("logit_bias must hold finite numbers", "logit_bias")

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,7 +27,9 @@ from quire.serve.auth import Keys
 from quire.serve.context import Server
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
+from quire.serve.form import Forms
 from quire.serve.process import EngineProcess
+from quire.serve.say import STDERR, say
 from quire.serve.settings import ServeConfig
 from quire.types import ConfigError
 
@@ -74,7 +76,14 @@ async def _serve(
             started.cancel()
             return 128 + stop.first.result()
         started.result()
-        server = Server(engine, settings, settings.served_model_name or [config.model], _template(settings))
+        forms = Forms(
+            engine.tokenizer,
+            settings.tool_call_parser,
+            settings.reasoning_parser,
+            settings.stream_tool_arguments,
+        )
+        names = settings.served_model_name or [config.model]
+        server = Server(engine, settings, names, forms, _template(settings))
         options = uvicorn.Config(
             build_app(server, keys),
             log_level=settings.log_level.lower(),
@@ -85,11 +94,14 @@ async def _serve(
             ssl_keyfile=settings.ssl_keyfile,
             ssl_certfile=settings.ssl_certfile,
             timeout_graceful_shutdown=2,
+            timeout_keep_alive=75,  # longer than proxies keep theirs, so that it is they who close
         )
         web = _Uvicorn(options)
         serving = asyncio.ensure_future(web.serve(sockets=[sock]))
         while not web.started and not serving.done():
             await asyncio.sleep(0.001)
+        gc.collect()
+        gc.freeze()  # what exists now lives as long as the server
         _announce(engine, settings, keys, sock, time.perf_counter() - began_s)
         code = await _until_the_end(server, stop, serving)
         web.should_exit = True
@@ -125,7 +137,7 @@ async def _until_the_end(server: Server, stop: _Stop, serving: asyncio.Future[No
         await _drain(server, stop, died)
     died.cancel()
     if engine.cause is not None:
-        print(f"quire: {engine.cause}", file=sys.stderr, flush=True)
+        say(f"quire: {engine.cause}", STDERR)
         await asyncio.sleep(_LAST_ANSWERS_S)
         return 1
     return 0 if not stop.second.done() else 128 + stop.second.result()
@@ -138,10 +150,9 @@ async def _drain(server: Server, stop: _Stop, died: asyncio.Future[Any]) -> None
     engine.admission.draining = "the server is shutting down"
     deadline_s = time.monotonic() + timeout_s
     if engine.num_open:
-        print(
+        say(
             f"quire: stopping; {engine.num_open} open requests may go on for {timeout_s:g} s (again: stop now)",
-            file=sys.stderr,
-            flush=True,
+            STDERR,
         )
     while engine.num_open and time.monotonic() < deadline_s and not (stop.second.done() or died.done()):
         await asyncio.wait((stop.second, died), timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
@@ -176,10 +187,9 @@ def _announce(
     reach = "this machine only; --host 0.0.0.0 opens it to the network" if local else "open to the network"
     if not local and not len(keys):
         reach += ", to everybody: --api-key asks for a key"
-    print(
+    say(
         f"quire {__version__}: {info.model} ({kind}) on {info.device}, context {info.max_model_len} tokens, "
         f"{info.max_num_seqs} requests at once\n"
         f"start-up {took_s:.2f} s; engine: {phases}\n"
-        f"serving on {scheme}://{host}:{port} ({reach})",
-        flush=True,
+        f"serving on {scheme}://{host}:{port} ({reach})"
     )

@@ -48,6 +48,16 @@ class ServeConfig:
     max_logprobs: int = _setting(20, "most alternatives per token that a request may ask for; -1: no limit")
     response_role: str = _setting("assistant", "role of answers in chats")
     chat_template: str | None = _setting(None, "a Jinja chat template, or a file that holds one")
+    tool_call_parser: str = _setting(
+        "auto",
+        "how the model writes calls of tools: hermes, llama3_json, mistral, json; none; auto: by its template",
+    )
+    reasoning_parser: str = _setting(
+        "auto", "how the model marks its thoughts: think (for <think>); none; auto: by its template"
+    )
+    stream_tool_arguments: bool = _setting(
+        False, "send calls while they are written, also if only the end can tell whether they are well-formed"
+    )
     tokenizer_threads: int = _setting(2, "threads for tokenizer and chat templates")
     dry_run: bool = _setting(False, "load no model: every request is answered with its own prompt")
     dry_run_step_ms: float = _setting(0.0, "milliseconds that a step takes with --dry-run")
@@ -74,5 +84,21 @@ class ServeConfig:
             raise ConfigError(f"max_waiting_tokens must be at least 1, got {self.max_waiting_tokens}")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("TLS needs both ssl_keyfile and ssl_certfile")
+        self._check_parsers()
         if self.log_level.lower() not in ("debug", "info", "warning", "error"):
             raise ConfigError(f"log_level must be debug, info, warning or error, got {self.log_level!r}")
+
+    def _check_parsers(self) -> None:
+        if self.tool_call_parser not in ("auto", "none"):
+            from quire.serve.tools.registry import TOOL_PARSERS, known_tool_parser
+
+            if not known_tool_parser(self.tool_call_parser):
+                names = ", ".join(["auto", *TOOL_PARSERS])
+                raise ConfigError(f"tool_call_parser must be {names} or none, got {self.tool_call_parser!r}")
+        if self.reasoning_parser not in ("auto", "none"):
+            from quire.serve.reasoning import known_reasoning_parser
+
+            if not known_reasoning_parser(self.reasoning_parser):
+                raise ConfigError(
+                    f"reasoning_parser must be auto, think or none, got {self.reasoning_parser!r}"
+                )

@@ -5,6 +5,7 @@ Everything that a client can send and that is wrong ends here as a 4xx that name
 
 from __future__ import annotations
 
+import asyncio
 import re
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -31,6 +32,7 @@ _KINDS = {
 }
 _EXPECTED = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
 _MAX_DEPTH = 64
+_STALL_S = 60.0  # between two pieces of a body
 
 
 async def read_json(request: Request, limit_bytes: int) -> dict[str, Any]:
@@ -39,11 +41,17 @@ async def read_json(request: Request, limit_bytes: int) -> dict[str, Any]:
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit_bytes:
         raise _too_large(limit_bytes)
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit_bytes:
-            raise _too_large(limit_bytes)
-        chunks.append(chunk)
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(_STALL_S) as stall:
+            async for chunk in request.stream():
+                stall.reschedule(loop.time() + _STALL_S)
+                size += len(chunk)
+                if size > limit_bytes:
+                    raise _too_large(limit_bytes)
+                chunks.append(chunk)
+    except TimeoutError:
+        raise ApiError(408, f"no more of the body came for {_STALL_S:g} s", code="timeout") from None
     return decode_object(b"".join(chunks))
 
 

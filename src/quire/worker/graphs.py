@@ -84,9 +84,8 @@ class Shape:
 
     rows: int
     tokens: int
-    sampling: Literal[
-        "plain", "filtered", "later"
-    ]  # later: not in the graph, because the host has a part in it
+    sampling: Literal["plain", "filtered", "later"]  # later: not in the graph; the host has a part in it
+    shares: bool = False  # rows share pages that attention reads once
 
     @property
     def one_each(self) -> bool:

@@ -7,13 +7,11 @@ on one stream, in plan order, which is what makes the scheduler's early release 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from quire.models.decoder import Model
 from quire.sampling.sampler import Sampler
-from quire.types import StepHandle, StepPlan
+from quire.types import StepHandle, StepPlan, TokenMasks
 from quire.worker.batch import Batcher
 from quire.worker.graphs import Launched, Launcher
 from quire.worker.results import Arrays, Results, StepOutput
@@ -51,7 +49,7 @@ class Runner:
         self._launched = self._launcher.launch(plan, self._staging)
 
     @torch.inference_mode()
-    def sample(self, step_id: int, masks: Any) -> StepHandle:
+    def sample(self, step_id: int, masks: TokenMasks | None) -> StepHandle:
         launched = self._launched
         assert launched is not None and launched.step.plan.step == step_id, (
             "sample must follow its own forward"
@@ -59,6 +57,7 @@ class Runner:
         self._launched = None
         step, plan = launched.step, launched.step.plan
         output = StepOutput(step_id, plan.samples, step.tokens_host)
+        assert masks is None or launched.logits is not None, "a step with masks is not sampled by a graph"
         if launched.logits is not None:
             out = self._sampler.sample(launched.logits, plan.slots, step.slots, masks)
             output.logprobs = out.logprobs

@@ -20,7 +20,7 @@ from quire.types import EngineRequest, SamplingParams
 
 pytest.importorskip("triton")
 
-from quire.kernels import filters, row, sampling
+from quire.kernels import filtered_draw, filters, row, sampling
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -117,8 +117,11 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     """In the interpreter: sizes with which a few thousand tokens are many."""
     if torch.cuda.is_available():
         return
-    for name, size in dict(GROUP=16, SAMPLES=512, CAPACITY=1024, FEW=64, ROW_BLOCK=512).items():
+    sizes = dict(GROUP=16, MOST_GROUPS=32, SAMPLES=512, BINS=64, CAPACITY=1024)
+    for name, size in sizes.items():
         monkeypatch.setattr(filters, name, size)
+    for name, size in dict(FEW=16, LISTING=8, ROW_BLOCK=512).items():
+        monkeypatch.setattr(filtered_draw, name, size)
     monkeypatch.setattr(sampling, "_BLOCK", 256)
 
 
@@ -173,9 +176,9 @@ def test_a_token_does_not_depend_on_the_batch(
     logits = normal(rows, vocab, device, dtype)
     order = np.arange(rows, dtype=np.int32)
     wanted = torch.cat([pair.choose(logits[i : i + 1], order[i : i + 1]) for i in range(alone)])
-    monkeypatch.setattr(sampling, "_PROGRAMS", 3)
-    for rounds in (2,) if device == CPU else (2, 16):
-        monkeypatch.setattr(sampling, "_MOST_ROUNDS", rounds)
+    for programs in (2 * rows,) if device == CPU else (1, 20 * rows):
+        monkeypatch.setattr(sampling, "_PROGRAMS", programs)
+        monkeypatch.setattr(sampling, "_COLLECTING", programs)
         assert torch.equal(pair.choose(logits, order)[:alone], wanted)
 
 

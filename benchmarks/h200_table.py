@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from against_transformers import SHAPES as TWO_SHAPES
 from random_checkpoint import write_checkpoint
+from shapes import SHAPES as TWO_SHAPES
 
 from quire import EngineConfig
 from quire.bench.cost import Machine

@@ -180,7 +180,7 @@ def main() -> None:
         child(args.child)
         return
     import torch
-    from against_transformers import SHAPES
+    from shapes import SHAPES
 
     results: dict[str, Any] = {
         "gpu": torch.cuda.get_device_name(0) if torch.cuda.is_available() else None,

@@ -26,6 +26,7 @@ from quire.sampling.columns import Gathered, SlotTable, TokenColumns, rows_where
 from quire.sampling.filters import FilterFlags, cutoffs
 from quire.sampling.logprobs import Logprobs, score
 from quire.sampling.noise import gumbel, row_keys
+from quire.sampling.on_cpu import contenders, draw, highest
 from quire.sampling.processors import all_processors
 from quire.types import EngineRequest, TokenMasks
 
@@ -155,9 +156,7 @@ class Sampler:
         if drawn.all():
             tokens.copy_(self._draw(x, slots_host, slots))
             return
-        if self._device.type == "cpu":
-            x = x.float()  # argmax over bfloat16 is several times slower there than the conversion
-        tokens.copy_(x.argmax(1))
+        tokens.copy_(highest(x))
         if drawn.any():
             rows = rows_where(drawn, self._device)
             tokens[rows] = self._draw(x[rows], slots_host[drawn], slots[rows]).int()
@@ -172,12 +171,23 @@ class Sampler:
         k0, k1 = self._keys(columns, slots)
         flags = self._filters.at(slots_host)
         if not flags.any:
-            return x.add_(gumbel(k0.unsqueeze(1), k1.unsqueeze(1), self._vocab_ids)).argmax(1)
+            return highest(x.add_(gumbel(k0.unsqueeze(1), k1.unsqueeze(1), self._vocab_ids)))
+        if self._device.type == "cpu":
+            return self._draw_on_cpu(x, flags, columns, k0, k1)
         keep = x >= cutoffs(x, flags, columns)
-        if self._device.type == "cpu":  # counting what is kept costs no wait here
-            return _argmax_of_kept(x, keep, k0, k1)
         x += gumbel(k0.unsqueeze(1), k1.unsqueeze(1), self._vocab_ids)
         return x.masked_fill_(~keep, -math.inf).argmax(1)
+
+    def _draw_on_cpu(
+        self, x: Tensor, flags: FilterFlags, columns: Gathered, k0: Tensor, k1: Tensor
+    ) -> Tensor:
+        """The same, looking at few tokens where every row has a small top_k. Counting costs no wait here."""
+        vocab = x.shape[1]
+        if flags.top_k.all() and (few := contenders(x, int(flags.top_k.max()))):
+            cutoff = cutoffs(few.values, flags, columns)
+            if not bool((few.rest >= cutoff).any()):  # else a token that was left out is kept
+                return draw(few.values, few.values >= cutoff, few.tokens, vocab, k0, k1)
+        return draw(x, x >= cutoffs(x, flags, columns), None, vocab, k0, k1)
 
     def _keys(self, columns: Gathered, slots: Tensor) -> tuple[Tensor, Tensor]:
         position = self._columns.num_tokens[slots]
@@ -200,14 +210,3 @@ def _masks_kernel() -> Callable[[Tensor, Tensor, Tensor], None]:
     from quire.kernels.masks import apply_masks
 
     return apply_masks
-
-
-def _argmax_of_kept(x: Tensor, keep: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
-    """The same draw with noise for the kept tokens only; their number is read, so for the CPU."""
-    row, token = keep.nonzero(as_tuple=True)
-    noisy = x[row, token] + gumbel(k0[row], k1[row], token.to(torch.int32))
-    best = torch.full_like(x[:, 0], -math.inf).scatter_reduce_(0, row, noisy, "amax")  # [r]
-    vocab = x.shape[1]
-    first = torch.where(noisy == best[row], token, vocab)
-    # Of equals the lowest token, as argmax does; token 0 where nothing is kept.
-    return torch.full_like(best, vocab, dtype=torch.int64).scatter_reduce_(0, row, first, "amin") % vocab

@@ -76,7 +76,10 @@ def attention(heads: int, kv_heads: int, dim: int, cap: float | None) -> None:
     for splits, state in ((1, None), (1, begun), (8, None)):
         attend_short.attend_short(q, keys, values, out, lens, None, table, 0.1, None, cap, 1, splits, state)
     attend_short.attend_short(q, keys, values, out, lens, starts, table, 0.1, 77, cap, 4, 2)
-    attend_long.attend_long(q, keys, values, out, lens, starts, table, 0.1, 9, None, cap, 4)
+    tiles = attend_long.list_tiles(
+        starts, lens, 9, 4, attend_long.long_tokens(dim, 2, heads // kv_heads), kv_heads
+    )
+    attend_long.attend_long(q, keys, values, out, table, tiles, 0.1, None, cap)
     qkv, weight = zeros(rows, (heads + 2 * kv_heads) * dim), zeros(heads + kv_heads, dim)
     rope.norm_rotate_store(qkv, longs(rows), zeros(100, dim), weight, 1e-6, keys, values, longs(rows))
     kv_write.write_kv(q[:, :kv_heads], q[:, :kv_heads], keys, values, longs(rows))

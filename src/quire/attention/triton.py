@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from quire.attention.base import AttentionLayer, ForwardBatch, HeadNorms
-from quire.kernels.attend_long import attend_long, long_tokens, most_tiles
+from quire.kernels.attend_long import attend_long, list_tiles, long_tokens, most_tiles
 from quire.kernels.attend_shared import Begun, attend_shared
 from quire.kernels.attend_short import SHORT_ROWS, attend_short, num_splits
 from quire.kernels.kv_write import write_kv
@@ -24,37 +23,44 @@ from quire.kernels.rope import norm_rotate_store
 
 @dataclass(slots=True)
 class _Work:
-    """The grids of one batch for one ratio of query to KV heads."""
+    """What the layers with one ratio of query to KV heads and one head size share."""
 
+    layer: int  # the first of them
     queries: int  # rows with at most so many new tokens are short
     any_short: bool
-    tiles: int  # of the long rows, at most
+    tiles: torch.Tensor | None  # of the long rows; None: there are none
 
 
 @dataclass(slots=True)
 class _Plan:
-    counts: np.ndarray | None  # new tokens per row; None: the device knows
-    tokens: int
-    rows: int
     ones: bool  # every row has one new token
-    max_len: int  # that the block table has room for
     work: dict[tuple[int, int], _Work] = field(default_factory=dict)
 
-    def work_for(self, group: int, head_dim: int, itemsize: int) -> _Work:
-        """Counted when the first layer of its kind asks; a model nearly always has one kind."""
-        work = self.work.get((group, head_dim))
-        if work is None:
-            work = _Work(1, True, 0) if self.ones else self._count(group, head_dim, itemsize)
-            self.work[group, head_dim] = work
+    def work_for(self, layer: AttentionLayer, batch: ForwardBatch, itemsize: int) -> _Work:
+        """Found anew when the first layer of its kind asks, in each pass over the model: what is launched
+        for it must be part of whatever graph that pass is captured in."""
+        kind = layer.num_heads // layer.num_kv_heads, layer.head_dim
+        work = self.work.get(kind)
+        if work is None or work.layer == layer.index:
+            work = self.work[kind] = self._find(layer, batch, itemsize)
         return work
 
-    def _count(self, group: int, head_dim: int, itemsize: int) -> _Work:
+    def _find(self, layer: AttentionLayer, batch: ForwardBatch, itemsize: int) -> _Work:
+        if self.ones:
+            return _Work(layer.index, 1, True, None)
+        group = layer.num_heads // layer.num_kv_heads
         queries = max(SHORT_ROWS // group, 1)
-        tile = long_tokens(head_dim, itemsize, group)
-        if self.counts is None:
-            return _Work(queries, True, most_tiles(self.tokens, self.rows, queries, tile))
-        long = self.counts[self.counts > queries]
-        return _Work(queries, long.size < self.counts.size, int((-(-long // tile)).sum()))
+        per_tile = long_tokens(layer.head_dim, itemsize, group)
+        any_short, counts = True, batch.num_tokens
+        if counts is None:
+            most = most_tiles(batch.input_ids.shape[0], batch.seq_lens.shape[0], queries, per_tile)
+        else:
+            long = counts[counts > queries]
+            any_short, most = long.size < counts.size, int((-(-long // per_tile)).sum())
+        if not most:
+            return _Work(layer.index, queries, any_short, None)
+        tiles = list_tiles(batch.query_start, batch.seq_lens, most, queries, per_tile, layer.num_kv_heads)
+        return _Work(layer.index, queries, any_short, tiles)
 
 
 class TritonAttention:
@@ -68,13 +74,7 @@ class TritonAttention:
 
     def plan(self, batch: ForwardBatch) -> _Plan:
         counts = batch.num_tokens
-        return _Plan(
-            counts,
-            tokens=batch.input_ids.shape[0],
-            rows=batch.seq_lens.shape[0],
-            ones=counts is not None and bool((counts == 1).all()),
-            max_len=batch.block_table.shape[1] * batch.block_size,
-        )
+        return _Plan(ones=counts is not None and bool((counts == 1).all()))
 
     def forward(
         self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
@@ -100,13 +100,14 @@ class TritonAttention:
     def _attend(self, layer: AttentionLayer, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """q [tokens, heads, dim] -> [tokens, heads * dim]; the pages hold the new tokens already."""
         keys, values = batch.kv[layer.index]
-        heads, dim = layer.num_heads, layer.head_dim
-        out = torch.empty(q.shape[0], heads * dim, dtype=q.dtype, device=q.device)
+        dim, kv_heads, itemsize = layer.head_dim, layer.num_kv_heads, q.element_size()
+        out = torch.empty(q.shape[0], layer.num_heads * dim, dtype=q.dtype, device=q.device)
         plan: _Plan = batch.attn
-        work = plan.work_for(heads // layer.num_kv_heads, dim, q.element_size())
+        work = plan.work_for(layer, batch, itemsize)
         if work.any_short:
-            reach = plan.max_len if layer.window is None else min(plan.max_len, layer.window)
-            splits = num_splits(plan.rows, layer.num_kv_heads, reach, dim, q.element_size())
+            reach = batch.block_table.shape[1] * batch.block_size
+            reach = reach if layer.window is None else min(reach, layer.window)
+            splits = num_splits(batch.seq_lens.shape[0], kv_heads, reach, dim, itemsize)
             begun: Begun | None = None
             if batch.shared is not None and splits == 1 and layer.window is None:
                 begun = attend_shared(
@@ -116,9 +117,9 @@ class TritonAttention:
                 q, keys, values, out, batch.seq_lens, None if plan.ones else batch.query_start,
                 batch.block_table, layer.scale, layer.window, layer.soft_cap, work.queries, splits, begun,
             )  # fmt: skip
-        if work.tiles:
+        if work.tiles is not None:
             attend_long(
-                q, keys, values, out, batch.seq_lens, batch.query_start, batch.block_table,
-                layer.scale, work.tiles, layer.window, layer.soft_cap, work.queries,
+                q, keys, values, out, batch.block_table, work.tiles,
+                layer.scale, layer.window, layer.soft_cap,
             )  # fmt: skip
         return out

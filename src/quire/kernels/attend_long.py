@@ -1,7 +1,7 @@
 """Attention over pages for rows with many new tokens, which are tiled as well ("FlashAttention-2", Dao 2023).
 
-A program finds its tile from device tensors alone, in a grid that has room for the most tiles there can be,
-so a captured graph serves any mix of rows.
+A small kernel lists the tiles of a step, once for all layers, from device tensors alone; the list and the
+grid have room for the most tiles there can be, so a captured graph serves any mix of rows.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from quire.kernels import dependent_launch
-from quire.kernels.attention_tile import MASKED, attend_tile, load_rows, pad, score_factors
+from quire.kernels.attention_tile import MASKED, SMS, attend_tile, load_rows, pad, score_factors
 
-_SEARCH = tl.constexpr(256)  # rows looked at at once when a program searches for its row
+_SEARCH = tl.constexpr(256)  # rows looked at at once
+_ENTRY = tl.constexpr(8)  # numbers per listed tile: row, first token in row, the row's start, n, seq_len
 
 
 @triton.jit
@@ -36,26 +37,75 @@ def _find_tile(query_start, rows, index, QUERIES: tl.constexpr, TOKENS: tl.const
 
 
 @triton.jit
+def _list_kernel(
+    tiles, query_start, seq_lens, rows,
+    QUERIES: tl.constexpr, TOKENS: tl.constexpr, LONGEST_FIRST: tl.constexpr,
+):  # fmt: skip
+    """Grid (most tiles). Row by row from each row's end; or over all rows those with the most keys first."""
+    index = tl.program_id(0)
+    row, back = _find_tile(query_start, rows, index, QUERIES, TOKENS)
+    if row >= rows:
+        tl.store(tiles + index * _ENTRY, -1)
+        return
+    token = tl.load(query_start + row)
+    n = tl.load(query_start + row + 1) - token
+    seq_len = tl.load(seq_lens + row)
+    tile = tl.cdiv(n, TOKENS) - 1 - back
+    place = index
+    if LONGEST_FIRST:  # after all tiles that end later, and those of rows before that end at the same place
+        depth = tile + (seq_len - n) // TOKENS
+        place = 0
+        for base in range(0, rows, _SEARCH):
+            other = base + tl.arange(0, _SEARCH)
+            begin = tl.load(query_start + other, mask=other < rows, other=0)
+            new = tl.load(query_start + other + 1, mask=other < rows, other=0) - begin
+            older = (tl.load(seq_lens + other, mask=other < rows, other=0) - new) // TOKENS
+            count = tl.where(new > QUERIES, tl.cdiv(new, TOKENS), 0)
+            later = tl.minimum(tl.maximum(count - tl.maximum(depth + 1 - older, 0), 0), count)
+            same = (depth >= older) & (depth - older < count) & (other < row)
+            place += tl.sum(later + same.to(tl.int32), 0)
+    entry = tiles + place * _ENTRY
+    tl.store(entry, row)
+    tl.store(entry + 1, tile * TOKENS)
+    tl.store(entry + 2, token)
+    tl.store(entry + 3, n)
+    tl.store(entry + 4, seq_len)
+
+
+def list_tiles(
+    query_start: torch.Tensor,
+    seq_lens: torch.Tensor,
+    most: int,
+    queries: int,
+    per_tile: int,
+    kv_heads: int,
+) -> torch.Tensor:
+    """The tiles of `per_tile` tokens of all rows with more than `queries` new tokens, at most `most`."""
+    tiles = torch.empty(most, _ENTRY.value, dtype=torch.int32, device=seq_lens.device)
+    _list_kernel[(most,)](
+        tiles, query_start, seq_lens, seq_lens.shape[0],
+        QUERIES=queries, TOKENS=per_tile, LONGEST_FIRST=most * kv_heads <= _FEW_PROGRAMS,
+    )  # fmt: skip
+    return tiles
+
+
+@triton.jit
 def _long_kernel(
-    q, keys, values, out, seq_lens, query_start, table, rows,
+    q, keys, values, out, table, tiles,
     q_token, q_head, page_stride, head_stride, token_stride, table_row, scale, cap, window,
-    GROUP: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads, tiles): TOKENS queries of a row, each with the GROUP heads of one KV head."""
     kv_head = tl.program_id(0)
     if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    row, back = _find_tile(query_start, rows, tl.program_id(1), QUERIES, TOKENS)
-    if row >= rows:
+    entry = tiles + tl.program_id(1) * _ENTRY
+    row, tile, token = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    n, seq_len = tl.load(entry + 3), tl.load(entry + 4)
+    if row < 0:
         return
-    token = tl.load(query_start + row)
-    n = tl.load(query_start + row + 1) - token
-    seq_len = tl.load(seq_lens + row)
-    # The last tiles of a row see the most keys: they come first, so that the short ones fill the gaps.
-    tile = (tl.cdiv(n, TOKENS) - 1 - back) * TOKENS
     old = seq_len - n  # keys before the row's new tokens
 
     m = tl.arange(0, ROWS)
@@ -97,17 +147,14 @@ def attend_long(
     keys: torch.Tensor,
     values: torch.Tensor,
     out: torch.Tensor,
-    seq_lens: torch.Tensor,
-    query_start: torch.Tensor,
     table: torch.Tensor,
+    tiles: torch.Tensor,
     scale: float,
-    tiles: int,
     window: int | None = None,
     soft_cap: float | None = None,
-    queries: int = 0,
     tile: tuple[int, int, int, int, int | None] | None = None,
 ) -> None:
-    """All rows with more than `queries` new tokens, in at most `tiles` tiles of `long_tokens(...)` tokens.
+    """The rows of `tiles`: a list, by `list_tiles`, of tiles of `long_tokens(...)` tokens.
 
     q [tokens, heads, dim] (dim contiguous), out [tokens, heads * dim]. `tile` is (query rows, keys,
     warps, stages, registers per thread).
@@ -119,11 +166,11 @@ def attend_long(
     block_m = max(block_m, triton.next_power_of_2(group))
     factor, cap = score_factors(scale, soft_cap)
     pdl = dependent_launch(q.device)
-    _long_kernel[(kv_heads, tiles)](
-        q, keys, values, out, seq_lens, query_start, table, seq_lens.shape[0],
+    _long_kernel[(kv_heads, tiles.shape[0])](
+        q, keys, values, out, table, tiles,
         q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), table.stride(0),
         factor, cap, window or 0,
-        GROUP=group, QUERIES=queries, TOKENS=block_m // group, ROWS=block_m,
+        GROUP=group, TOKENS=block_m // group, ROWS=block_m,
         DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=keys.shape[2], BLOCK_N=block_n,
         WINDOW=window is not None, CAPPED=soft_cap is not None,
         PDL=pdl, num_warps=warps, num_stages=stages, maxnreg=registers, launch_pdl=pdl,
@@ -131,6 +178,11 @@ def attend_long(
 
 
 # ------------------------------------------------------------------------------------ sizes of the work
+
+
+# Below so many programs, about five for each that runs at a time, the last ones decide how long it takes, and
+# the order evens them out; above, tiles of one row that run side by side and share its keys are worth more.
+_FEW_PROGRAMS = 10 * SMS
 
 
 def long_tile(dim: int, itemsize: int) -> tuple[int, int, int, int, int | None]:

@@ -45,8 +45,7 @@ def _short_kernel(
     SHARED (with ONES, without splits): a row goes on from what attend_shared has begun.
     """
     kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if PDL:
-        tl.extra.cuda.gdc_launch_dependents()
+    if PDL:  # and no early start for the next kernel: its programs would take up room that this one needs
         tl.extra.cuda.gdc_wait()
     heads = tl.num_programs(0) * GROUP
     token, n = row, 1

@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,6 +30,9 @@ from shapes import SHAPES
 
 import quire
 from quire import LLM, SamplingParams
+
+# Else transformers takes the kernels.py beside this file for the package of that name.
+sys.path.remove(str(Path(__file__).resolve().parent))
 
 THREADS = torch.get_num_threads()  # Quire changes it from step to step
 MAX_LEN = 1024

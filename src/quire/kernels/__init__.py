@@ -7,6 +7,7 @@ are imported only where `available` says so, once, when a layer is built.
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.util import find_spec
 
 import torch
@@ -15,3 +16,9 @@ import torch
 def available(device: torch.device) -> bool:
     """Whether layers on `device` use the kernels."""
     return device.type == "cuda" and find_spec("triton") is not None
+
+
+@cache
+def dependent_launch(device: torch.device) -> bool:
+    """Whether kernels on `device` may start before the one before them has ended: Hopper and later."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)

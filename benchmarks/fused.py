@@ -18,7 +18,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from quire.kernels import activation, norm, rope, sampling
+from quire.kernels import activation, norm, rope
 from quire.layers.mlp import gated
 from quire.layers.norm import after_add, make_rms
 from quire.layers.rope import Rope, rotate
@@ -106,37 +106,12 @@ def silu(tokens: int, hidden: int) -> Case:
     )
 
 
-def choice(temperature: float, rows: int) -> Case:
-    vocab = 151936
-    sets = [randn(rows, vocab) for _ in copies(rows * vocab * 2)]
-    slots = torch.arange(rows, device=CUDA)
-    parameters = torch.zeros(rows, 6, dtype=torch.int64, device=CUDA)
-    floats = parameters.view(torch.float64)
-    floats[:, 0] = temperature
-    numbers = torch.arange(rows, device=CUDA, dtype=torch.int32)
-    columns = (floats[:, 0], parameters[:, 4], parameters[:, 5], numbers)
-    fused = [lambda x=x: sampling.choose(x, slots, *columns) for x in sets]
-    if temperature == 0:
-        return rows * vocab * 2, fused, [lambda x=x: x.argmax(1) for x in sets]
-    from quire.sampling.noise import gumbel
-
-    ids = torch.arange(vocab, device=CUDA, dtype=torch.int32)
-    keys = numbers.unsqueeze(1)
-
-    def plain(x: Tensor) -> Tensor:
-        return (x.float() / temperature).add_(gumbel(keys, keys, ids)).argmax(1)
-
-    return rows * vocab * 2, fused, [lambda x=x: plain(x) for x in sets]
-
-
 def cases() -> Iterator[tuple[str, int, int, Case]]:
     for hidden, (name, make) in itertools.product(
         (1024, 4096), (("add + rms norm", add_norm), ("qk norm + rope", heads), ("silu * up", silu))
     ):
         for tokens in TOKENS:
             yield name, hidden, tokens, make(tokens, hidden)
-    for temperature, rows in itertools.product((0.0, 1.0), (1, 32, 256)):
-        yield ("draw" if temperature else "argmax"), 151936, rows, choice(temperature, rows)
 
 
 def sweep(name: str, module: ModuleType, attribute: str, options: tuple, make: Callable[[], Case]) -> None:
@@ -181,11 +156,6 @@ def main() -> None:
         sweep(f"norm {at}", norm, "_launch", LAUNCHES, partial(add_norm, tokens, width))
         sweep(f"rope heads {at}", rope, "_HEADS", (2, 4, 8, 16), partial(heads, tokens, width))
         sweep(f"silu block {at}", activation, "_BLOCK", (512, 1024, 2048), partial(silu, tokens, width))
-    for temperature, rows in itertools.product((0.0, 1.0), (1, 32, 256)):
-        at, make = f"t {temperature} x {rows}", partial(choice, temperature, rows)
-        sweep(f"choice block {at}", sampling, "_BLOCK", (512, 1024, 2048, 4096), make)
-        sweep(f"choice warps {at}", sampling, "_WARPS", (2, 4, 8), make)
-        sweep(f"choice rounds {at}", sampling, "_MOST_ROUNDS", (1, 4, 16, 64), make)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
 """Random ragged batches on shuffled pages, and attention over them written out row by row in float64:
-the oracle of every attention back end."""
+the oracle of every attention back end. Also padded to bounds, as captured graphs see them, and with packed
+q|k|v whose heads are still to be normed and turned."""
 
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
 from quire.attention.base import AttentionBackend, ForwardBatch
+from quire.layers.norm import HeadNorm, make_rms
+from quire.layers.rope import Rope, RotaryHeads
+from quire.layers.rope_params import RopeParams
 
 Rows = list[tuple[int, int]]  # (entries already there, new tokens) per row
 
@@ -34,6 +38,7 @@ class Case:
     batch: ForwardBatch
     old_k: torch.Tensor
     old_v: torch.Tensor
+    qkv: torch.Tensor  # [tokens, heads + 2 kv heads, dim], of which q, k and v are views
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -48,8 +53,10 @@ def make_case(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     slack: int = 0,
+    unused: tuple[int, int] | None = None,
 ) -> Case:
-    """`slack` makes the host's bounds larger than the device's lengths, as drafts in flight do."""
+    """`slack` makes the host's bounds larger than the device's lengths, as drafts in flight do. `unused` are
+    tokens and rows beyond those in use, in a batch of which the host knows the bounds only."""
     lens = [old + new for old, new in rows]
     need = [-(-(n + slack) // block_size) for n in lens]
     pages = list(range(sum(need) + 3))
@@ -61,6 +68,8 @@ def make_case(
     row_of = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([new for _, new in rows]))
     kv_slots = table[row_of, positions // block_size].long() * block_size + positions % block_size
     counts = np.array([new for _, new in rows], np.int32)
+    starts = [0, *counts.cumsum().tolist()]
+    spare_tokens, spare_rows = unused or (0, 0)
 
     def random_tensor(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device).to(dtype)
@@ -69,23 +78,27 @@ def make_case(
     old_k, old_v = (random_tensor(num_pages, block_size, heads, dim) for _ in range(2))
     head_first = backend.kv_shape(2, 3, 5, 7) == (2, 5, 3, 7)
     # q, k and v are slices of one tensor, as a fused projection leaves them.
-    qkv = random_tensor(len(positions), layer.num_heads + 2 * heads, dim)
+    qkv = random_tensor(len(positions) + spare_tokens, layer.num_heads + 2 * heads, dim)
+    qkv[len(positions) :] = float("nan")  # so that nobody reads them
     q, k, v = qkv.split([layer.num_heads, heads, heads], 1)
+    more = torch.zeros(spare_tokens, dtype=torch.int64)
+    positions, kv_slots = torch.cat([positions, more]), torch.cat([kv_slots, more - 1])
+    table = torch.cat([table, table.new_zeros(spare_rows, table.shape[1])])
     batch = ForwardBatch(
         input_ids=torch.zeros_like(positions).to(device),
         positions=positions.to(device),
         kv_slots=kv_slots.to(device),
-        query_start=torch.tensor([0, *counts.cumsum()], dtype=torch.int32, device=device),
-        seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
+        query_start=torch.tensor(starts + [starts[-1]] * spare_rows, dtype=torch.int32, device=device),
+        seq_lens=torch.tensor(lens + [0] * spare_rows, dtype=torch.int32, device=device),
         block_table=table.to(device),
         logit_index=torch.empty(0, dtype=torch.int64, device=device),
         kv=[_pages(old_k, old_v, head_first)],
-        num_tokens=counts,
+        num_tokens=counts if unused is None else None,
         seq_bounds=np.array(lens, np.int32) + slack,
         block_size=block_size,
     )
     batch.attn = backend.plan(batch)
-    return Case(layer, rows, batch, old_k.view(-1, heads, dim), old_v.view(-1, heads, dim), q, k, v)
+    return Case(layer, rows, batch, old_k.view(-1, heads, dim), old_v.view(-1, heads, dim), qkv, q, k, v)
 
 
 def _pages(k: torch.Tensor, v: torch.Tensor, head_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -118,12 +131,42 @@ def oracle(case: Case) -> torch.Tensor:
 
 
 def check(case: Case, backend: AttentionBackend) -> None:
-    got = backend.forward(case.layer, case.q, case.k, case.v, case.batch)
+    compare(backend.forward(case.layer, case.q, case.k, case.v, case.batch), case)
+
+
+def compare(got: torch.Tensor, case: Case) -> None:
     want = oracle(case)
-    assert got.shape == want.shape
+    assert got.shape == (case.q.shape[0], want.shape[1])
     assert got.dtype == case.q.dtype
+    got = got[: want.shape[0]]
     if case.q.dtype == torch.float32:
         torch.testing.assert_close(got.double(), want, atol=2e-5, rtol=1e-4)
     else:
         error = (got.double() - want).norm() / want.norm()
         assert error < (1e-2 if case.q.dtype == torch.bfloat16 else 2e-3), f"relative error {error:.1e}"
+
+
+def check_packed(case: Case, backend: AttentionBackend, normed: bool) -> None:
+    """`forward_packed` against plain norm, rotation and attention; and the pages hold what they should."""
+    layer, batch, dim = case.layer, case.batch, case.layer.head_dim
+    device, dtype = case.q.device, case.q.dtype
+    heads, kv_heads = layer.num_heads, layer.num_kv_heads
+    norms = None
+    if normed:
+        norms = object.__new__(HeadNorm)  # without a checkpoint
+        norms.weight = (1 + torch.randn(heads + kv_heads, dim, device=device) / 4).to(dtype)
+        norms.eps, norms.rms = 1e-6, make_rms(norms.weight, dim, 1e-6)
+    rope = Rope(RopeParams(theta=10000.0), dim, int(batch.positions.max()) + 1, device, dtype)
+    plain = RotaryHeads(heads, kv_heads, dim, norms, torch.device("cpu"))
+    flat = case.qkv.flatten(1)
+    q, k, v = (x.clone() for x in plain(flat.clone(), rope._expanded(batch.positions)))
+    turned = replace(case, q=q, k=k, v=v)
+    assert backend.takes_packed
+    compare(backend.forward_packed(layer, flat, norms, rope.table, batch), turned)
+    stored = batch.kv_slots >= 0
+    for pages, old, new in zip(batch.kv[layer.index], (case.old_k, case.old_v), (k, v)):
+        want = old.clone()
+        want[batch.kv_slots[stored]] = new[stored]
+        got = pages.transpose(1, 2).reshape(want.shape)  # such back ends have pages with the head in front
+        ulp = torch.finfo(dtype).eps
+        torch.testing.assert_close(got.float(), want.float(), rtol=4 * ulp, atol=16 * ulp)

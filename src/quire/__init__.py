@@ -9,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
-from quire.types import SamplingParams
+from quire.types import SamplingParams, StructuredOutputsParams
 
 if TYPE_CHECKING:
     from quire.llm import LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "SamplingParams"]
+__all__ = ["LLM", "EngineConfig", "SamplingParams", "StructuredOutputsParams"]
 
 
 def __getattr__(name: str) -> Any:

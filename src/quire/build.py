@@ -1,5 +1,9 @@
 """The composition root: settings in, a finished engine out. The only module that looks at feature
 settings; everything below it is handed objects. Times each phase of the start-up.
+
+On a GPU weights are read by threads while this one goes on: memory is measured, pages are allocated and
+kernels are compiled with whatever the weights hold so far. (`start.py` is the way in for callers that have
+not imported torch.)
 """
 
 from __future__ import annotations
@@ -7,6 +11,7 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from contextlib import closing
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,14 +23,18 @@ from quire.config import EngineConfig, triton_interpreted
 from quire.core import policy
 from quire.core.blocks import FIFO, LRU, BlockPool
 from quire.core.engine import Engine
-from quire.core.grammar import NoGrammar
+from quire.core.grammar import Grammar, NoGrammar
 from quire.core.policy import Policy
 from quire.core.prefix import HashPrefixCache, NoPrefixCache, PrefixCache
 from quire.core.scheduler import Limits, Scheduler
+from quire.core.shared import CommonPages, NoSharedPrefix, SharedPrefix
 from quire.core.steplog import StepLog
-from quire.frontend.location import locate_model
+from quire.frontend.location import locate_model, locate_tokenizer
+from quire.grammar.checker import Checker
+from quire.grammar.compiler import Compiler
+from quire.grammar.library import LibraryGrammar
 from quire.layers.env import Env
-from quire.models.checkpoint import open_checkpoint
+from quire.models.checkpoint import Checkpoint, open_checkpoint
 from quire.models.decoder import Model
 from quire.models.load import load_spec
 from quire.models.registry import build_model
@@ -33,7 +42,7 @@ from quire.models.spec import ModelSpec
 from quire.parallel.parallel import Parallel
 from quire.types import ConfigError, EngineInfo
 from quire.worker.executor import LocalExecutor
-from quire.worker.sizing import KVSize, free_memory, kv_budget, size_kv
+from quire.worker.sizing import KVSize, free_memory, gpu_memory, kv_budget, size_kv
 from quire.worker.worker import Worker
 
 log = logging.getLogger("quire")
@@ -41,34 +50,50 @@ log = logging.getLogger("quire")
 _OVERLAP_DEPTH = 2
 
 
-def build_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
-    """Load the model and wire an engine. Raises ConfigError or ModelError with one sentence for the user."""
-    clock = _Phases()
-    device = pick_device(config.device)
+def build_engine(config: EngineConfig, imports_s: float = 0.0) -> tuple[Engine, EngineInfo]:
+    """Load the model and wire an engine. Raises ConfigError or ModelError with one sentence for the user.
+
+    `imports_s`: how long the caller waited for this module; it becomes part of the times.
+    """
+    clock = _Phases(imports_s)
     path = locate_model(config.model, config.revision).path
     spec = load_spec(path)
+    clock.end("config")
+    device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, spec.dtype, device)
     asked_len = config.max_model_len
     if asked_len is not None and asked_len > spec.max_model_len:
         raise ConfigError(
             f"max_model_len {asked_len} exceeds the {spec.max_model_len} positions of {config.model}"
         )
-    config = config.resolved(device.type == "cuda", spec.max_model_len)
-    clock.end("config")
-
+    config = config.resolved(gpu_memory(device), spec.max_model_len)
     backend = pick_attention(config.attention, device)
+    clock.end("device")
+
     depth = _OVERLAP_DEPTH if config.overlap else 1
-    worker = Worker(
-        config, load_model(config, path, spec, backend, device, dtype), backend, device, dtype, depth
-    )
-    clock.end("weights")
-
-    size = plan_kv(config, asked_len, worker, spec, dtype)
-    executor = LocalExecutor(worker.allocate(size))
-    clock.end("kv_cache")
-
-    engine = _wire(config, size, executor, depth)
-    _freeze_garbage()
+    model, checkpoint = load_model(config, path, spec, backend, device, dtype)
+    with closing(checkpoint):
+        worker = Worker(config, model, backend, device, dtype, depth)
+        clock.end("weights")
+        worker.compile_kernels()
+        clock.end("warm_up")
+        size = plan_kv(config, asked_len, worker, spec, dtype)
+        runner = worker.allocate(size)
+        clock.end("kv_cache")
+        if device.type == "cuda":  # a CPU has nothing to compile
+            worker.rehearse(runner, size)
+        engine = _wire(
+            config,
+            size,
+            LocalExecutor(runner),
+            pick_grammar(config, path, spec.vocab_size),
+            depth,
+            config.shared_prefix and backend.reads_shared,
+        )
+        _freeze_garbage()
+        clock.end("warm_up")
+        checkpoint.finish()
+        clock.end("weights")
     info = EngineInfo(
         model=config.model,
         family=spec.family,
@@ -147,8 +172,8 @@ def load_model(
     backend: AttentionBackend,
     device: torch.device,
     dtype: torch.dtype,
-) -> Model:
-    """The model with its weights on `device`; every tensor of the checkpoint must have been used."""
+) -> tuple[Model, Checkpoint]:
+    """The model on `device`, and the checkpoint, which must be finished before the weights can be relied on."""
     needed, (free, total) = spec.num_parameters * dtype.itemsize, free_memory(device)
     if needed > free:
         raise ConfigError(
@@ -156,10 +181,12 @@ def load_model(
             f"{total / 2**30:.1f} GiB are free on {device}; choose a smaller model or dtype, or free memory"
         )
     checkpoint = open_checkpoint(path, spec, config.load_format, device=device, dtype=dtype, seed=config.seed)
-    with torch.inference_mode():
-        model = build_model(spec, Env(checkpoint, Parallel(), backend, device, dtype))
-    checkpoint.finish()
-    return model
+    try:
+        with torch.inference_mode():
+            return build_model(spec, Env(checkpoint, Parallel(), backend, device, dtype)), checkpoint
+    except BaseException:
+        checkpoint.close()
+        raise
 
 
 def plan_kv(
@@ -170,7 +197,17 @@ def plan_kv(
     return size_kv(config, asked_len, spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, budget)
 
 
-def _wire(config: EngineConfig, size: KVSize, executor: LocalExecutor, depth: int) -> Engine:
+def pick_grammar(config: EngineConfig, model: Path, vocab_size: int) -> Grammar:
+    """Structured output, which needs to know what tokens read as. Nothing is loaded before it is asked for."""
+    if config.skip_tokenizer_init:
+        return NoGrammar()
+    tokenizer = model if config.tokenizer is None else locate_tokenizer(config.tokenizer, config.revision)
+    return LibraryGrammar(Compiler(Checker(tokenizer, vocab_size)), vocab_size)
+
+
+def _wire(
+    config: EngineConfig, size: KVSize, executor: LocalExecutor, grammar: Grammar, depth: int, shares: bool
+) -> Engine:
     keeps_kv = config.kv_layout != "none"
     pool = BlockPool(size.num_blocks, FIFO() if config.eviction == "fifo" else LRU())
     cache: PrefixCache = HashPrefixCache(pool, size.block_size) if config.prefix_caching else NoPrefixCache()
@@ -186,10 +223,12 @@ def _wire(config: EngineConfig, size: KVSize, executor: LocalExecutor, depth: in
         block_size=size.block_size,
         keeps_kv=keeps_kv,
         lookahead=depth > 1,
+        mixed_prefill_tokens=config.mixed_prefill_tokens or config.max_num_batched_tokens or 1,
     )
     steplog = StepLog()
-    scheduler = Scheduler(pool, cache, choices, limits, steplog)
-    return Engine(scheduler, executor, NoGrammar(), depth, steplog, config.check_invariants)
+    shared: SharedPrefix = CommonPages(size.block_size) if shares else NoSharedPrefix()
+    scheduler = Scheduler(pool, cache, choices, limits, steplog, shared)
+    return Engine(scheduler, executor, grammar, depth, steplog, config.check_invariants)
 
 
 def _freeze_garbage() -> None:
@@ -199,11 +238,13 @@ def _freeze_garbage() -> None:
 
 
 class _Phases:
-    def __init__(self) -> None:
-        self.phases_s: dict[str, float] = {}
+    """Wall time by phase; a phase may come in several parts."""
+
+    def __init__(self, imports_s: float) -> None:
+        self.phases_s = {"import": imports_s}
         self._last = time.perf_counter()
 
     def end(self, name: str) -> None:
         now = time.perf_counter()
-        self.phases_s[name] = now - self._last
+        self.phases_s[name] = self.phases_s.get(name, 0.0) + now - self._last
         self._last = now

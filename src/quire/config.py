@@ -58,6 +58,11 @@ class EngineConfig:
     max_num_batched_tokens: int | None = _setting(
         None, "tokens per step (default: 8192 on a GPU, 2048 on a CPU)"
     )
+    mixed_prefill_tokens: int | None = _setting(
+        None,
+        "tokens for prompts in a step in which other requests decode: fewer keep answers fluent, more start "
+        "them sooner (default: 2048 on a GPU, 512 on a CPU; all, when chunked_prefill is off)",
+    )
     prefix_caching: bool | None = _setting(
         None, "reuse the KV of equal prompt beginnings (default: on, off with kv_layout none)"
     )
@@ -65,7 +70,9 @@ class EngineConfig:
     scheduling_policy: SchedulingPolicy = _setting("fcfs", "fcfs, or priority (lower number first)")
     overlap: bool = _setting(True, "schedule the next step while the device runs this one")
 
-    max_num_seqs: int | None = _setting(None, "requests in a batch (default: 256 on a GPU, 32 on a CPU)")
+    max_num_seqs: int | None = _setting(
+        None, "requests in a batch (default: 1024 on a GPU of 64 GB or more, 256 on others, 32 on a CPU)"
+    )
     max_model_len: int | None = _setting(
         None, "longest prompt + output in tokens (default: what the model and the memory allow)"
     )
@@ -75,6 +82,9 @@ class EngineConfig:
     )
     attention: str = _setting("auto", "attention back end: auto, reference or triton (auto: triton on a GPU)")
     cuda_graphs: bool = _setting(True, "replay captured CUDA graphs where the attention back end allows it")
+    shared_prefix: bool = _setting(
+        True, "read pages that many decoding requests begin with once for all of them (triton attention)"
+    )
     cpu_threads: int | None = _setting(
         None, "threads of a step on a CPU (default: all cores, or one when the step is small)"
     )
@@ -84,13 +94,7 @@ class EngineConfig:
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name in (
-            "block_size",
-            "max_num_batched_tokens",
-            "max_num_seqs",
-            "max_model_len",
-            "kv_cache_memory",
-        ):
+        for name in _COUNTS:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
@@ -100,12 +104,13 @@ class EngineConfig:
             if illegal(self):
                 raise ConfigError(message.format(c=self))
 
-    def resolved(self, on_gpu: bool, model_max_len: int) -> EngineConfig:
-        """The same settings with every None that depends only on other settings filled in."""
+    def resolved(self, gpu_bytes: int, model_max_len: int) -> EngineConfig:
+        """The same settings with every None filled in that depends only on other settings, on the memory of
+        the GPU (0: it is a CPU) and on the longest context of the model."""
         recompute = self.kv_layout == "none"
         chunked = not recompute if self.chunked_prefill is None else self.chunked_prefill
         max_len = min(self.max_model_len or model_max_len, model_max_len)
-        budget = self.max_num_batched_tokens or (8192 if on_gpu else 2048)
+        budget = self.max_num_batched_tokens or (8192 if gpu_bytes else 2048)
         if not chunked and budget < max_len:
             if self.max_num_batched_tokens:
                 raise ConfigError(
@@ -117,16 +122,26 @@ class EngineConfig:
             self,
             chunked_prefill=chunked,
             prefix_caching=not recompute if self.prefix_caching is None else self.prefix_caching,
-            max_num_seqs=self.max_num_seqs or (256 if on_gpu else 32),
+            max_num_seqs=self.max_num_seqs or _most_seqs(gpu_bytes),
             max_num_batched_tokens=budget,
+            mixed_prefill_tokens=min(self.mixed_prefill_tokens or (2048 if gpu_bytes else 512), budget)
+            if chunked
+            else None,
             max_model_len=max_len,
             block_size=self.block_size if self.kv_layout == "paged" else max_len,
         )
 
 
+def _most_seqs(gpu_bytes: int) -> int:
+    if not gpu_bytes:
+        return 32
+    return 1024 if gpu_bytes >= 64_000_000_000 else 256
+
+
 _COUNTS = (
     "block_size",
     "max_num_batched_tokens",
+    "mixed_prefill_tokens",
     "max_num_seqs",
     "max_model_len",
     "kv_cache_memory",
@@ -144,6 +159,10 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 # Combinations that cannot work, each with the reason. What depends on the model is checked in build.py.
 ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
+    (
+        lambda c: c.chunked_prefill is False and bool(c.mixed_prefill_tokens),
+        "mixed_prefill_tokens splits prompts over steps, which chunked_prefill off forbids",
+    ),
     (
         lambda c: c.kv_layout == "none" and bool(c.chunked_prefill),
         "chunked_prefill needs a KV cache: with kv_layout none every step computes the whole sequence at once",

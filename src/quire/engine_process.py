@@ -14,26 +14,31 @@ import sys
 import zmq
 
 from quire.core.engine import Engine
+from quire.core.stats import load_of, stats_of
 from quire.frontend import messages as msg
 from quire.frontend.client import describe, refusal
-from quire.types import QuireError, RequestError
+from quire.start import start_engine
+from quire.types import EngineInfo, QuireError, RequestError
 
 _IDLE_POLL_MS = 1000  # how often an idle engine looks whether its parent is still there
 _GONE_MS = 5000  # a message that cannot be sent for so long has nobody to read it
 
 
 def main(address: str, parent: int) -> int:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the client, which ends us in order
+    # Ctrl-C and a supervisor's SIGTERM go to the client too, which ends us when its requests are done.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     socket = zmq.Context().socket(zmq.PAIR)
     socket.set_hwm(0)
     socket.setsockopt(zmq.SNDTIMEO, _GONE_MS)
     socket.connect(address)
     try:
+        while not socket.poll(_IDLE_POLL_MS):
+            if os.getppid() != parent:
+                return 1
         start = msg.decode_to_engine(socket.recv())
         assert isinstance(start, msg.Start)
-        from quire.build import build_engine  # torch is imported only now, in this process
-
-        engine, info = build_engine(start.config)
+        engine, info = _build(start)
         socket.send(msg.encode(msg.Ready(info)))
         serve(engine, socket, parent)
         engine.close()
@@ -51,15 +56,26 @@ def main(address: str, parent: int) -> int:
         socket.close(linger=1000)
 
 
+def _build(start: msg.Start) -> tuple[Engine, EngineInfo]:
+    if start.dry_run_step_s is not None:
+        from quire.dry_run import build_dry_run
+
+        return build_dry_run(start.config, start.dry_run_step_s)
+    return start_engine(start.config)
+
+
 def serve(engine: Engine, socket: zmq.Socket[bytes], parent: int) -> None:
     """Take what has arrived, run a step, send what it brought; wait only when there is nothing to do."""
+    received = told = 0  # requests taken in, and how many of them the client knows of
     while os.getppid() == parent:
-        wait_ms = 0 if engine.has_work else _IDLE_POLL_MS
+        busy = engine.has_work or (not socket.poll(0) and engine.idle())
+        wait_ms = 0 if busy else _IDLE_POLL_MS
         refused = []
         while socket.poll(wait_ms):
             wait_ms = 0
             match msg.decode_to_engine(socket.recv()):
                 case msg.Add(request):
+                    received += 1
                     try:
                         engine.add(request)
                     except RequestError as error:
@@ -67,6 +83,8 @@ def serve(engine: Engine, socket: zmq.Socket[bytes], parent: int) -> None:
                 case msg.Abort(ids):
                     for request_id in ids:
                         engine.abort(request_id)
+                case msg.AskStats():
+                    socket.send(msg.encode(msg.Stats(stats_of(engine, received))))
                 case msg.Stop():
                     return
         outputs = refused
@@ -74,8 +92,9 @@ def serve(engine: Engine, socket: zmq.Socket[bytes], parent: int) -> None:
             outputs = refused + engine.step()
             if not engine.has_work:
                 engine.check()
-        if outputs:
-            socket.send(msg.encode(msg.Outputs(outputs)))
+        if outputs or received > told:
+            told = received
+            socket.send(msg.encode(msg.Outputs(outputs, load_of(engine, received))))
 
 
 if __name__ == "__main__":

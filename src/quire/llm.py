@@ -1,6 +1,7 @@
 """`LLM`: text in, text out, in this process or with the engine in one of its own.
 
 Owns a client, a tokenizer and the open requests; the step loop runs while a call waits for its answers.
+What only some runs need (chat templates, the other process, progress bars) is imported by those.
 """
 
 from __future__ import annotations
@@ -10,16 +11,13 @@ from contextlib import closing
 from types import TracebackType
 from typing import Any
 
-from tqdm import tqdm
-
-from quire.build import build_engine
 from quire.config import EngineConfig
-from quire.frontend.chat import render_chat
-from quire.frontend.client import EngineClient, InProcessClient, ProcessClient
+from quire.frontend.client import EngineClient, InProcessClient
 from quire.frontend.location import locate_model, locate_tokenizer
 from quire.frontend.output import OutputAssembler, RequestState
 from quire.frontend.processor import InputProcessor, Prompt
 from quire.frontend.tokenizer import NoTokenizer, Tokenizer, load_generation_defaults, load_tokenizer
+from quire.start import start_engine
 from quire.types import (
     ConfigError,
     EngineInfo,
@@ -50,9 +48,11 @@ class LLM:
         path = locate_model(config.model, config.revision).path
         self._client: EngineClient
         if engine_process:
+            from quire.frontend.process_client import ProcessClient
+
             self._client = ProcessClient(config)
         else:
-            self._client = InProcessClient(*build_engine(config))
+            self._client = InProcessClient(*start_engine(config))
         self.info: EngineInfo = self._client.info
         eos_ids = list(dict.fromkeys([*self.info.eos_ids, *self._tokenizer.eos_ids]))
         self._processor = InputProcessor(
@@ -139,6 +139,8 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """A conversation as a prompt of token ids."""
+        from quire.frontend.chat import render_chat
+
         text = render_chat(
             self._tokenizer,
             messages,
@@ -230,29 +232,29 @@ class _Progress:
     """A bar over prompts, with tokens per second in and out."""
 
     def __init__(self, states: Sequence[RequestState], shown: bool) -> None:
-        self._bar = tqdm(
-            total=len(states), desc="Generating", unit="prompt", disable=not shown, dynamic_ncols=True
-        )
-        self._shown = shown
+        self._bar: Any = None
+        if shown:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=len(states), desc="Generating", unit="prompt", dynamic_ncols=True)
         self._prompt_tokens = 0
         self._states = states
 
     def update(self, changed: list[RequestState]) -> None:
-        if not self._shown:
+        if self._bar is None:
             return
         done = [state for state in changed if state.finished]
         self._prompt_tokens += sum(len(state.prompt_token_ids) for state in done)
         elapsed = self._bar.format_dict["elapsed"] or 1e-9
-        out = (
-            sum(len(answer.token_ids) for state in self._states for answer in state.answers) if done else None
-        )
-        if out is not None:
+        if done:
+            out = sum(len(answer.token_ids) for state in self._states for answer in state.answers)
             text = f"in {self._prompt_tokens / elapsed:.0f} tok/s, out {out / elapsed:.0f} tok/s"
             self._bar.set_postfix_str(text, refresh=False)
         self._bar.update(len(done))
 
     def close(self) -> None:
-        self._bar.close()
+        if self._bar is not None:
+            self._bar.close()
 
 
 def _tokenizer(config: EngineConfig) -> Tokenizer:

@@ -46,6 +46,43 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(slots=True)
+class StructuredOutputsParams:
+    """What an answer's text must be: exactly one of these. Names as in vLLM.
+
+    `json` is a JSON schema (an object, or its text), `regex` must match the whole text, `choice` lists the
+    possible texts, `grammar` is a context-free grammar, `json_object` asks for any JSON object.
+    """
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool = False
+
+    def __post_init__(self) -> None:
+        given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
+        if len(given) != 1:
+            raise RequestError(
+                "structured_outputs must hold exactly one of json, regex, choice, grammar and json_object, "
+                f"got {' and '.join(given) or 'none'}"
+            )
+
+
+GrammarKind = Literal["json", "regex", "choice", "grammar"]
+
+
+@dataclass(frozen=True, slots=True)
+class GrammarSpec:
+    """A checked `StructuredOutputsParams` on its way to the engine; equal ones share their compiled form.
+
+    `text` is a JSON schema, a regular expression, a JSON list of strings, or a Lark or GBNF grammar.
+    """
+
+    kind: GrammarKind
+    text: str
+
+
+@dataclass(slots=True)
 class SamplingParams:
     """How the tokens of one request are chosen. Names and defaults as in vLLM.
 
@@ -76,6 +113,7 @@ class SamplingParams:
     bad_words: list[str] = field(default_factory=list)
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputsParams | None = None
     detokenize: bool = True
     skip_special_tokens: bool = True
     spaces_between_special_tokens: bool = True
@@ -183,7 +221,8 @@ class EngineRequest:
     """What a client sends to the engine: token ids in, no text. `params.n` is 1 here; the client fans out.
 
     `stop_ids` end the request when sampled (end-of-sequence ids unless ignore_eos, and
-    stop_token_ids). `bad_words_ids` are the tokenised bad words. `seed` is always set.
+    stop_token_ids). `bad_words_ids` are the tokenised bad words. `seed` is always set. With a `grammar`,
+    which replaces `params.structured_outputs`, it is the grammar that honours ignore_eos and min_tokens.
     """
 
     id: str
@@ -195,6 +234,9 @@ class EngineRequest:
     seed: int = 0
     priority: int = 0
     cache_salt: str = ""
+    client: str = ""  # whose request it is: waiting requests are taken in turn between clients
+    weight: float = 1.0  # the client's share of the tokens, against those of others
+    grammar: GrammarSpec | None = None
 
 
 @dataclass(slots=True)
@@ -245,6 +287,36 @@ class EngineInfo:
     num_parameters: int
     phases_s: dict[str, float] = field(default_factory=dict)  # start-up by phase
 
+    def start_up(self) -> str:
+        """The phases of the start in one line, for people."""
+        phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.phases_s.items())
+        return f"{sum(self.phases_s.values()):.2f} s ({phases})"
+
+
+@dataclass(slots=True)
+class Load:
+    """How busy an engine is, in requests and tokens. `received` counts requests since it started."""
+
+    received: int = 0
+    running: int = 0
+    waiting: int = 0
+    waiting_tokens: int = 0  # prompt tokens of the requests that wait
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """An engine's figures: now, and since it started (`totals`, in requests, steps and tokens)."""
+
+    load: Load
+    wait_reason: str | None  # why the first waiting request waits
+    pages: int
+    free_pages: int  # evictable ones included
+    cached_pages: int  # free pages that still hold the beginning of some prompt
+    page_size: int  # tokens
+    totals: dict[str, int]
+    last_step: dict[str, float]  # rows, tokens, and durations in seconds of the latest step
+    served_tokens: dict[str, int]  # tokens computed for each client
+
 
 # -------------------------------------------------------------------------- scheduler's own record
 
@@ -267,6 +339,7 @@ class Request:
     limit: int  # total tokens after which the request has its full length
     stop_ids: frozenset[int]
     eos_ids: frozenset[int]
+    min_tokens: int  # before which stop_ids do not count
     source: EngineRequest
     arrival_s: float = 0.0
     computed: int = 0
@@ -278,11 +351,13 @@ class Request:
     publish_at: int = 0  # `computed` at which the next block is full
     names: list[bytes] = field(default_factory=list)  # prefix-cache names of its full blocks
     status: Status = "waiting"
+    held: str | None = None  # why it must not be admitted yet; None: it may
     last_step: int = -1  # last step that held a row of this request
     cached: int = -1  # tokens found in the prefix cache on first admission; -1 before it
     scored: int = 1  # next prompt position whose log-probability is still to be delivered
     preemptions: int = 0
     first_scheduled_s: float = 0.0
+    charged: int = 0  # output tokens booked to its client so far
 
     @property
     def known(self) -> int:
@@ -323,6 +398,17 @@ class StepPlan:
     total_tokens: int
     max_seq_len: int  # bound on starts + num_tokens
     score_rows: list[int] = field(default_factory=list)  # rows that want prompt log-probabilities
+    # int32 [rows]: tokens in pages that rows begin with in common, 0 for rows that do not; None: nothing is
+    shared: np.ndarray | None = None
+
+
+@dataclass(slots=True)
+class TokenMasks:
+    """What the constrained rows of a step may sample: bit v % 32 of word v // 32 is token v. Other rows may
+    sample anything."""
+
+    rows: np.ndarray  # int64 [k], ascending rows of the plan
+    bits: np.ndarray  # int32 [k, ceil(vocab / 32)]
 
 
 @dataclass(slots=True)
@@ -367,7 +453,11 @@ class Executor(Protocol):
 
     def forward(self, plan: StepPlan) -> None: ...
 
-    def sample(self, step: int, masks: Any) -> StepHandle: ...
+    def sample(self, step: int, masks: TokenMasks | None) -> StepHandle: ...
+
+    def warm_up(self) -> bool:
+        """Use a moment without work to make later steps cheaper; False: nothing is left to prepare."""
+        ...
 
     def close(self) -> None: ...
 

@@ -23,6 +23,7 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "block_size": (16, 1, 5),
     "chunked_prefill": (None, True, False),
     "max_num_batched_tokens": (None, 8, 48),
+    "mixed_prefill_tokens": (None, 6),
     "prefix_caching": (None, True, False),
     "eviction": ("lru", "fifo"),
     "scheduling_policy": ("fcfs", "priority"),
@@ -39,7 +40,7 @@ def legal(settings: dict[str, Any]) -> bool:
     if none and (settings["chunked_prefill"] or settings["prefix_caching"]):
         return False
     whole = settings["chunked_prefill"] is False or none
-    return not (whole and settings["max_num_batched_tokens"])
+    return not (whole and (settings["max_num_batched_tokens"] or settings["mixed_prefill_tokens"]))
 
 
 def defaults() -> dict[str, Any]:
@@ -90,7 +91,7 @@ class Bench:
     def _load(self, *args: Any) -> Any:
         if self._loaded is None:
             self._loaded = self._original(*args)
-            self.num_layers = len(self._loaded.attention_layers)
+            self.num_layers = len(self._loaded[0].attention_layers)
         return self._loaded
 
     def run(self, settings: dict[str, Any], seed: int) -> Engine:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
+
+from quire.cli.main import main
 
 
 def quire(*args: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
@@ -54,25 +59,103 @@ def test_bench_host() -> None:
     assert done.returncode == 0 and "16 decode rows" in done.stdout
 
 
-def test_bench_throughput_and_latency(tmp_path: Path) -> None:
+def test_bench_throughput(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    lengths = ["--input-len", "20", "--output-len", "6"]
-    done = quire("bench", "throughput", "--num-prompts", "5", *lengths, "--output-json", str(file))
+    load = ["--num-prompts", "5", "--input-len", "20", "--output-len", "6", "--request-rate", "50"]
+    figures = ["--goodput", "ttft:1e6", "--percentile-metrics", "ttft,itl", "--metric-percentiles", "50,90"]
+    kept = ["--save-result", "--save-detailed", "--result-dir", str(tmp_path / "kept"), "--label", "try"]
+    done = quire("bench", "throughput", *load, *figures, *kept, "--output-json", str(file))
     assert done.returncode == 0, done.stderr
     found = json.loads(file.read_text())
     assert found["total_input_tokens"] == 100 and found["total_output_tokens"] == 30
     assert found["tokens_per_second"] == 130 / found["elapsed_time"]
-    assert "Throughput: " in done.stdout and "Total num output tokens:  30" in done.stdout
-    few = ["--batch-size", "2", "--num-iters-warmup", "1", "--num-iters", "3"]
-    done = quire("bench", "latency", *lengths, *few, "--output-json", str(file))
-    assert done.returncode == 0 and "99% percentile latency" in done.stdout
+    assert found["request_rate"] == 50 and found["share_of_limit"] > 0 and found["elapsed_time"] >= 0.1
+    for line in (
+        "============ Serving Benchmark Result ============",
+        "Successful requests:                     5 ",
+        "Request rate configured (RPS):           50.00",
+        "Request goodput (req/s):",
+        "---------------Time to First Token----------------",
+        "P90 ITL (ms):",
+        "Share of limit (%):",
+        "Throughput: ",
+        "Total num output tokens:  30",
+    ):
+        assert line in done.stdout, line
+    assert "TPOT" not in done.stdout
+    (detailed,) = (tmp_path / "kept").glob("try-50.0qps-demo-*.json")
+    assert json.loads(detailed.read_text())["output_lens"] == [6] * 5
+
+
+def test_bench_latency_of_one_batch_size_and_of_several(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "found.json"
+    few = ["--input-len", "20", "--output-len", "6", "--num-iters-warmup", "1", "--num-iters", "3"]
+    done = quire("bench", "latency", *few, "--batch-size", "2", "--output-json", str(file))
+    assert done.returncode == 0 and "99% percentile latency" in done.stdout, done.stderr
     assert len(json.loads(file.read_text())["latencies"]) == 3
+    assert main(["bench", "latency", *few, "--batch-size", "1", "2", "--output-json", str(file)]) == 0
+    assert "of limit" in capsys.readouterr().out
+    assert [one["batch_size"] for one in json.loads(file.read_text())["batches"]] == [1, 2]
 
 
-def test_bench_refuses_what_does_not_fit() -> None:
-    done = quire("bench", "throughput", "--workload", "prefill")
-    assert done.returncode == 2 and "3586 tokens, but max_model_len is 2048" in done.stderr
-    done = quire(
-        "bench", "throughput", "--num-prompts", "1", "--output-len", "1", "--output-json", "/no/such/x.json"
-    )
-    assert done.returncode == 2 and "cannot write /no/such/x.json" in done.stderr
+def test_bench_replays_a_trace_and_draws_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    trace, plot = tmp_path / "trace.jsonl", tmp_path / "plots" / "found.svg"
+    row = {"input_length": 600, "output_length": 3, "hash_ids": [1, 2]}
+    trace.write_text("\n".join(json.dumps({**row, "timestamp": 1000 * i}) for i in range(4)))
+    scale = ["--trace-scale", "10", "--num-prompts", "3"]
+    assert main(["bench", "throughput", "--trace", str(trace), *scale, "--plot", str(plot)]) == 0
+    assert "Total input tokens:                      1800" in capsys.readouterr().out
+    assert plot.read_text().count("<svg") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--workload", "prefill"], "3586 tokens, but max_model_len is 2048"),
+        (["--request-rate", "0"], "request_rate must be above 0"),
+        (["--trace", "x", "--request-rate", "1"], "a trace has arrival times of its own"),
+        (["--trace", "/no/such/x"], "cannot read /no/such/x"),
+        (["--num-prompts", "0"], "num_prompts must be at least 1"),
+        (["--goodput", "itl:3"], "goodput must be"),
+        (["--plot", "x.txt"], "plot must end in .png, .svg, .pdf"),
+        (
+            ["--num-prompts", "1", "--output-len", "1", "--output-json", "/dev/null/x"],
+            "cannot write /dev/null/x",
+        ),
+    ],
+)
+def test_bench_refuses_what_cannot_be(
+    flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "throughput", *flags]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_bench_startup() -> None:
+    done = quire("bench", "startup", "--num-iters", "1")
+    assert done.returncode == 0, done.stderr
+    for phase in ("total", "imports", "weights", "first_token"):
+        assert phase in done.stdout
+
+
+def test_profile(tmp_path: Path) -> None:
+    trace, tables = tmp_path / "trace.json.gz", tmp_path / "tables.json"
+    files = ["--trace-file", str(trace), "--output-json", str(tables)]
+    done = quire("profile", "--batch-size", "2", "--input-len", "16", "--steps", "4", *files)
+    assert done.returncode == 0, done.stderr
+    for line in (
+        "decode of 2 rows",
+        "of limit",
+        "host ",
+        "matrix products",
+        "gate_up",
+        "operator ",
+        "memory",
+        "free",
+    ):
+        assert line in done.stdout, line
+    assert json.loads(tables.read_text())["steps"] == 4
+    assert "traceEvents" in json.loads(gzip.decompress(trace.read_bytes()))

@@ -5,9 +5,6 @@ Off a GPU they run in Triton's interpreter on small odd sizes; on one, on real s
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -17,12 +14,10 @@ from quire.layers.mlp import gated as plain_gated_of
 from quire.layers.norm import HeadNorm, after_add, make_layer_norm, make_rms
 from quire.layers.rope import Rope, RotaryHeads
 from quire.layers.rope_params import RopeParams
-from quire.sampling.sampler import Sampler
-from quire.types import EngineRequest, SamplingParams
 
 pytest.importorskip("triton")
 
-from quire.kernels import activation, norm, rope, sampling
+from quire.kernels import activation, norm, rope
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -144,106 +139,6 @@ def test_gated(device: torch.device, dtype: torch.dtype, rows: int, width: int, 
     assert_close(activation.gated(gate_up, kind), plain_gated_of(kind, CPU)(gate_up))
 
 
-# ----------------------------------------------------------------------------------------- sampling
-
-
-class Columns:
-    def __init__(self, slots: int, device: torch.device) -> None:
-        counts = np.random.default_rng(5).integers(1, 30, slots).astype(np.int32)
-        self.tokens = torch.zeros(slots, 32, dtype=torch.int32, device=device)
-        self.num_tokens = torch.from_numpy(counts).to(device)
-        self.prompt_len = torch.ones_like(self.num_tokens)
-
-
-def sampler_of(temperatures: list[float], vocab: int, device: torch.device) -> Sampler:
-    """A sampler with a slot for each temperature."""
-    slots = len(temperatures)
-    sampler = Sampler(Columns(slots, device), vocab, slots, device)
-    for slot, temperature in enumerate(temperatures):
-        params = SamplingParams(temperature=temperature)
-        sampler.admit(slot, EngineRequest("r", [1], params, seed=(-1) ** slot * 12345678901234 * (slot + 1)))
-    sampler.flush()
-    return sampler
-
-
-VOCABS = cases([(97,), (5000,)], [(151936,), (50257,), (128256,)])
-
-
-@pytest.mark.parametrize(("device", "dtype", "vocab"), VOCABS)
-@pytest.mark.parametrize("mix", [[0.0], [0.7, 1.3], [0.0, 1.0, 0.0, 0.3, 2.0]])
-def test_choice(device: torch.device, dtype: torch.dtype, vocab: int, mix: list[float]) -> None:
-    temperatures = mix * (7 if device == CPU else 40)
-    sampler = sampler_of(temperatures, vocab, device)
-    logits = 3 * values(len(temperatures), vocab, device=device, dtype=dtype)
-    order = np.random.default_rng(1).permutation(len(temperatures)).astype(np.int32)
-    slots = torch.from_numpy(order).to(device, torch.int64)
-    got = sampler._with_kernel()(logits, order, slots)
-    wanted = sampler._plain(logits, order, slots)
-    # float32 noise differs in its last bits, so two scores that are that close may swap
-    differ = (got != wanted).nonzero().flatten()
-    assert len(differ) <= len(temperatures) // 100
-    assert not any(temperatures[order[row]] == 0 for row in differ.tolist())
-
-
-@pytest.mark.parametrize(("device", "dtype", "vocab"), VOCABS)
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_choice_among_special_values(
-    device: torch.device, dtype: torch.dtype, vocab: int, temperature: float
-) -> None:
-    """Of equals the lowest id; infinities, nan and rows without any token end as in plain torch."""
-    rows: list[Callable[[Tensor], object]] = [
-        lambda x: x.fill_(-math.inf),
-        lambda x: x.fill_(-math.inf)[vocab - 1 :].fill_(1.0),
-        lambda x: x.fill_(math.nan),
-        lambda x: x[vocab // 2 :: 3].fill_(math.inf),
-        lambda x: x[vocab // 3].fill_(math.nan),
-        lambda x: x.fill_(2.0),
-    ]
-    logits = values(len(rows), vocab, device=device, dtype=dtype)
-    for row, spoil in zip(logits, rows):
-        spoil(row)
-    sampler = sampler_of([temperature] * len(rows), vocab, device)
-    slots_host = np.arange(len(rows), dtype=np.int32)
-    slots = torch.from_numpy(slots_host).to(device, torch.int64)
-    got = sampler._with_kernel()(logits, slots_host, slots).tolist()
-    assert got == sampler._plain(logits, slots_host, slots).tolist()
-
-
-@pytest.mark.parametrize(("device", "dtype", "vocab"), VOCABS)
-def test_a_token_does_not_depend_on_the_batch(
-    device: torch.device, dtype: torch.dtype, vocab: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Alone, and in a batch so large that a program takes several blocks in turn."""
-    rows, alone = (8 if device == CPU else 256), 8
-    sampler = sampler_of([0.0, 0.8, 1.5, 1.0] * (rows // 4), vocab, device)
-    logits = values(rows, vocab, device=device, dtype=dtype)
-    order = np.arange(rows, dtype=np.int32)
-    slots = torch.from_numpy(order).to(device, torch.int64)
-    choose = sampler._with_kernel()
-    wanted = [choose(logits[i : i + 1], order[i : i + 1], slots[i : i + 1]) for i in range(alone)]
-    monkeypatch.setattr(sampling, "_PROGRAMS", 3)
-    for rounds in (2, 16):
-        monkeypatch.setattr(sampling, "_MOST_ROUNDS", rounds)
-        assert torch.equal(choose(logits, order, slots)[:alone], torch.cat(wanted))
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="reads what the interpreter computes")
-def test_noise_near_its_ends() -> None:
-    """log(1 - u) keeps its relative precision for the smallest and the largest u."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit
-    def of_array(u, out, SIZE: tl.constexpr):  # type: ignore[no-untyped-def]
-        at = tl.arange(0, SIZE)
-        tl.store(out + at, sampling._log1p_of_minus(tl.load(u + at)))
-
-    u = torch.tensor([2.0**-32, 1e-8, 1e-7, 1e-3, 0.1249, 0.1251, 0.5, 1 - 2.0**-24])
-    out = torch.empty_like(u)
-    of_array[(1,)](u, out, SIZE=8)
-    torch.testing.assert_close(out.double(), torch.log1p(-u.double()), rtol=5e-7, atol=0)
-
-
 # ---------------------------------------------------------------------------------------- captured
 
 
@@ -256,9 +151,6 @@ def test_everything_can_be_captured() -> None:
     weight = values(1024, device=device, dtype=dtype, seed=3)
     table = Rope(RopeParams(theta=10000.0), 128, 64, device, dtype).table
     positions = torch.arange(8, device=device)
-    sampler = sampler_of([0.0, 1.0] * 4, 1024, device)
-    slots_host, slots = np.arange(8, dtype=np.int32), torch.arange(8, device=device)
-    choose = sampler._with_kernel()
 
     def everything() -> tuple[Tensor, ...]:
         normed, total = norm.add_rms_norm(x, residual, weight, 1e-6)
@@ -268,7 +160,7 @@ def test_everything_can_be_captured() -> None:
         qkv = torch.cat((lonely, again), 1)
         rope.norm_rotate_(qkv, positions, table, None, 0.0, 12)
         out = activation.gated(qkv, "silu")
-        return qkv, out, choose(out, slots_host, slots)
+        return qkv, out
 
     everything()
     torch.cuda.synchronize()

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from golden.whole import WholeSequenceAttention, whole_batch
+from quire.attention.base import AttentionBackend
+from quire.attention.reference import ReferenceAttention
 from quire.layers.env import Env
 from quire.models.checkpoint import DummyCheckpoint
+from quire.models.decoder import Model
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
 from quire.parallel.parallel import Parallel
@@ -57,6 +61,21 @@ class WideCheckpoint(DummyCheckpoint):
     STD = 0.3
 
 
+def build(
+    family: str,
+    attention: AttentionBackend,
+    device: torch.device,
+    kernels: bool,
+    patch: pytest.MonkeyPatch,
+    dtype: torch.dtype = torch.float32,
+) -> Model:
+    for module in ("layers.norm", "layers.mlp", "layers.rope", "layers.attention", "quant.base"):
+        patch.setattr(f"quire.{module}.available", lambda _: kernels)
+    spec = ModelSpec.from_config({**BASE, **FAMILIES[family]})
+    weights = WideCheckpoint(0, device, dtype)
+    return build_model(spec, Env(weights, Parallel(), attention, device, dtype))
+
+
 def logits_of(
     family: str,
     device: torch.device,
@@ -65,16 +84,39 @@ def logits_of(
     rows: list[list[int]] = ROWS,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    for module in ("layers.norm", "layers.mlp", "layers.rope", "quant.base"):
-        patch.setattr(f"quire.{module}.available", lambda _: kernels)
-    spec = ModelSpec.from_config({**BASE, **FAMILIES[family]})
-    weights = WideCheckpoint(0, device, dtype)
-    model = build_model(spec, Env(weights, Parallel(), WholeSequenceAttention(), device, dtype))
+    model = build(family, WholeSequenceAttention(), device, kernels, patch, dtype)
     with torch.inference_mode(), device:
         return model.logits(model(whole_batch(rows))).float().cpu()
 
 
-on_each_device = pytest.mark.parametrize(
+def paged_logits(
+    family: str, attention: AttentionBackend, device: torch.device, kernels: bool, patch: pytest.MonkeyPatch
+) -> torch.Tensor:
+    """The prompts of ROWS, and then two tokens one by one, over pages of 4 tokens."""
+    model, spec = (
+        build(family, attention, device, kernels, patch),
+        ModelSpec.from_config({**BASE, **FAMILIES[family]}),
+    )
+    pages = torch.randperm(8, generator=torch.Generator().manual_seed(0)).view(2, 4).int()
+    shape = attention.kv_shape(8, 4, spec.num_kv_heads, spec.head_dim)
+    kv = [tuple(torch.zeros(shape) for _ in "kv") for _ in range(spec.num_layers)]
+    outs, done = [], [0, 0]
+    for step in (ROWS, [[7], [8]], [[9], [10]]):
+        with torch.inference_mode(), device:
+            batch = whole_batch(step)
+            positions = torch.cat([torch.arange(old, old + len(row)) for old, row in zip(done, step)])
+            row_of = torch.repeat_interleave(torch.arange(2), torch.tensor([len(row) for row in step]))
+            batch.positions, batch.block_table, batch.block_size = positions, pages.to(device), 4
+            batch.kv_slots = batch.block_table[row_of, positions // 4].long() * 4 + positions % 4
+            done = [old + len(row) for old, row in zip(done, step)]
+            batch.seq_lens, batch.seq_bounds = torch.tensor(done, dtype=torch.int32), np.array(done, np.int32)
+            batch.kv = kv = [tuple(x.to(device) for x in layer) for layer in kv]
+            batch.attn = attention.plan(batch)
+            outs.append(model.logits(model(batch)).cpu())
+    return torch.cat(outs)
+
+
+on_either = pytest.mark.parametrize(
     "device",
     [
         pytest.param(
@@ -89,7 +131,21 @@ on_each_device = pytest.mark.parametrize(
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@on_each_device
+@on_either
+def test_heads_that_go_packed_into_attention(
+    family: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quire.attention.triton import TritonAttention
+
+    where = torch.device(device)
+    plain = paged_logits(family, ReferenceAttention(), where, False, monkeypatch)
+    packed = paged_logits(family, TritonAttention(), where, True, monkeypatch)
+    assert plain.std() > 0.1 and not plain.isnan().any()
+    torch.testing.assert_close(packed, plain, rtol=1e-3, atol=1e-3 * float(plain.std()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@on_either
 def test_the_kernels_change_nothing(family: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plain, fused = (logits_of(family, torch.device(device), on, monkeypatch) for on in (False, True))
     assert plain.std() > 0.1 and not plain.isnan().any()
@@ -98,7 +154,7 @@ def test_the_kernels_change_nothing(family: str, device: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("count", [1, 3])
-@on_each_device
+@on_either
 def test_few_rows_change_nothing(
     family: str, count: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

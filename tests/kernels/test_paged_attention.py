@@ -4,22 +4,29 @@ interpreter without a GPU, and on many and larger ones compiled."""
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from ragged import Layer, Rows, check, make_case
+from quire.layers.norm import HeadNorm, make_rms
+from quire.layers.rope import Rope, RotaryHeads
+from quire.layers.rope_params import RopeParams
+from ragged import Case, Layer, Rows, check, check_packed, make_case
+from ragged import compare as compare_with_oracle
 
 pytest.importorskip("triton")
 
 from quire.attention.triton import TritonAttention
-from quire.kernels import paged_attention
+from quire.kernels import attend_long, attend_short
+from quire.kernels.kv_write import write_kv
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled tests cover this")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def compare(
+def case_of(
     rows: Rows,
     heads: int = 4,
     kv_heads: int = 2,
@@ -28,17 +35,44 @@ def compare(
     window: int | None = None,
     soft_cap: float | None = None,
     slack: int = 0,
+    unused: tuple[int, int] | None = None,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
-) -> None:
+) -> tuple[Case, TritonAttention]:
     torch.manual_seed(seed)
     layer = Layer(heads, kv_heads, dim, dim**-0.5, window, soft_cap)
     backend = TritonAttention()
-    check(
-        make_case(random.Random(seed), backend, layer, rows, block_size, device, dtype, slack),
-        backend,
-    )
+    made = make_case(random.Random(seed), backend, layer, rows, block_size, device, dtype, slack, unused)
+    return made, backend
+
+
+def compare(rows: Rows, **options: Any) -> None:
+    check(*case_of(rows, **options))
+
+
+def compare_packed(rows: Rows, normed: bool, **options: Any) -> None:
+    case, backend = case_of(rows, **options)
+    check_packed(case, backend, normed)
+
+
+@pytest.fixture
+def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows fill the device, so that one program has a whole row of a KV head."""
+    monkeypatch.setattr("quire.attention.triton.num_splits", lambda *_: 1)
+
+
+def drawn(rng: random.Random, largest: int, block_sizes: list[int]) -> dict[str, Any]:
+    """Random sizes of a layer, with heads of at most `largest` dimensions."""
+    kv_heads = rng.choice([1, 2, 8] if largest > 80 else [1, 2])
+    return {
+        "heads": kv_heads * rng.choice([1, 2, 3, 4, 7, 8, 16] if largest > 80 else [1, 2, 3, 8]),
+        "kv_heads": kv_heads,
+        "dim": rng.choice([dim for dim in (16, 64, 80, 96, 128, 256) if dim <= largest]),
+        "block_size": rng.choice(block_sizes),
+        "window": rng.choice([None, None, 1, 5, 24, 100]),
+        "soft_cap": rng.choice([None, None, 3.0]),
+    }
 
 
 def random_rows(rng: random.Random, longest: int, news: list[int], most: int) -> Rows:
@@ -70,6 +104,44 @@ def test_random_batches_interpreted(seed: int) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("seed", range(8))
+def test_rows_that_are_not_split_interpreted(seed: int, as_if_large: None) -> None:
+    rng = random.Random(200 + seed)
+    rows = random_rows(rng, 150, [1] if seed % 2 else [1, 1, 2, 9, 40], 5)
+    compare(rows, seed=seed, **drawn(rng, 80, [1, 5, 16, 64, 300]))
+
+
+@interpreted
+@pytest.mark.parametrize("seed", range(12))
+def test_packed_heads_interpreted(seed: int) -> None:
+    rng = random.Random(seed)
+    rows = random_rows(rng, 150, [1] if seed % 3 else [1, 1, 2, 9, 40], 5)
+    compare_packed(rows, seed % 2 > 0, seed=seed, **drawn(rng, 80, [1, 5, 16, 64, 300]))
+
+
+@interpreted
+@pytest.mark.parametrize("seed", range(12))
+def test_batches_padded_to_bounds_interpreted(seed: int) -> None:
+    rng = random.Random(100 + seed)
+    rows = random_rows(rng, 150, rng.choice([[1], [1, 1, 2, 9, 40], [40, 70]]), 5)
+    unused = rng.choice([(0, 0), (1, 3), (60, 0), (100, 20)])
+    sizes = drawn(rng, 80, [1, 5, 16, 64])
+    compare(rows, unused=unused, seed=seed, **sizes)
+    compare_packed(rows, seed % 2 > 0, unused=unused, seed=seed, **sizes)
+
+
+def test_bounds_have_room_for_every_mix() -> None:
+    rng = random.Random(0)
+    for _ in range(2000):
+        queries, per_tile = rng.choice([1, 2, 8, 16]), rng.choice([1, 8, 16, 64, 128])
+        counts = [
+            rng.choice([0, 1, queries, queries + 1, per_tile + 1, 200]) for _ in range(rng.randrange(1, 9))
+        ]
+        tiles = sum(-(-n // per_tile) for n in counts if n > queries)
+        assert tiles <= attend_long.most_tiles(sum(counts), len(counts), queries, per_tile)
+
+
+@interpreted
 @pytest.mark.parametrize("block_size", [1, 5, 16, 200])
 def test_one_token_rows_interpreted(block_size: int) -> None:
     compare([(0, 1), (31, 1), (150, 1), (64, 1)], block_size=block_size, dim=128)
@@ -92,18 +164,21 @@ def test_a_search_over_more_rows_than_one_load_interpreted() -> None:
 def test_a_negative_slot_is_not_written() -> None:
     keys, values = torch.zeros(2, 1, 4, 16), torch.zeros(2, 1, 4, 16)
     k, v = torch.ones(2, 1, 16), torch.ones(2, 1, 16)
-    paged_attention.write_kv(k, v, keys, values, torch.tensor([-1, 5]))
+    write_kv(k, v, keys, values, torch.tensor([-1, 5]))
     assert keys.sum() == values.sum() == 16
     assert keys[1, 0, 1].sum() == 16
 
 
 def test_splits_fill_the_device_and_do_not_exceed_the_keys() -> None:
-    assert paged_attention.num_splits(256, 8, 4096, 128, 2) == 1
-    assert paged_attention.num_splits(1, 8, 4096, 128, 2) > 8
-    assert paged_attention.num_splits(1, 8, 1, 128, 2) == 1
+    assert attend_short.num_splits(256, 8, 4096, 128, 2) == 1
+    assert attend_short.num_splits(1, 8, 4096, 128, 2) > 8
+    assert attend_short.num_splits(1, 8, 1, 128, 2) == 1
 
 
 # ------------------------------------------------------------------------------------- on a GPU
+
+
+PAGES = [1, 5, 16, 32, 64, 1300]
 
 
 @pytest.mark.gpu
@@ -111,20 +186,76 @@ def test_splits_fill_the_device_and_do_not_exceed_the_keys() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_random_batches(seed: int, dtype: torch.dtype) -> None:
     rng = random.Random(seed)
-    kv_heads = rng.choice([1, 2, 8])
-    compare(
-        random_rows(rng, 900, [1, 1, 1, 2, 5, 9, 40, 300], 12),
-        heads=kv_heads * rng.choice([1, 2, 3, 4, 7, 8, 16]),
-        kv_heads=kv_heads,
-        dim=rng.choice([16, 64, 80, 96, 128, 256]),
-        block_size=rng.choice([1, 5, 16, 32, 64, 1300]),
-        window=rng.choice([None, None, 1, 24, 300]),
-        soft_cap=rng.choice([None, None, 3.0]),
-        slack=rng.choice([0, 0, 3]),
-        device="cuda",
-        dtype=dtype,
-        seed=seed,
+    rows = random_rows(rng, 900, [1, 1, 1, 2, 5, 9, 40, 300], rng.choice([12, 60]))
+    slack, sizes = rng.choice([0, 0, 3]), drawn(rng, 256, PAGES)
+    compare(rows, slack=slack, device="cuda", dtype=dtype, seed=seed, **sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seed", range(12))
+def test_packed_heads(seed: int, dtype: torch.dtype) -> None:
+    rng = random.Random(seed)
+    rows = random_rows(rng, 900, [1] if seed % 3 else [1, 1, 2, 9, 300], rng.choice([12, 60]))
+    sizes = drawn(rng, 256, PAGES)
+    compare_packed(rows, seed % 2 > 0, seed=seed, device="cuda", dtype=dtype, **sizes)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("kv_heads", [2, 8])
+def test_one_graph_serves_any_mix_of_rows(kv_heads: int, normed: bool) -> None:
+    """Captured for 600 tokens and 40 rows, of which later steps use some."""
+    mixes: list[Rows] = [
+        [(0, 300), (200, 1), (50, 7), (3, 40)],
+        [(590, 1)] * 40,
+        [(100, 600)],
+        [(10 * row, 15) for row in range(40)],
+        [(5, 9)] + [(100, 1)] * 30 + [(0, 128), (64, 64)],
+    ]
+    backend = TritonAttention()
+    layer = Layer(2 * kv_heads, kv_heads, 128, 128**-0.5)
+    cases = []
+    for rows in mixes:
+        unused = (600 - sum(new for _, new in rows), 40 - len(rows))
+        cases.append(
+            make_case(random.Random(1), backend, layer, rows, 16, "cuda", torch.bfloat16, unused=unused)
+        )
+    pages = max(case.old_k.shape[0] for case in cases) // 16
+    fixed = make_case(
+        random.Random(1), backend, layer, mixes[0], 16, "cuda", torch.bfloat16, unused=(252, 36)
     )
+    shape = (pages, kv_heads, 16, 128)
+    fixed.batch.kv = [tuple(torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for _ in "kv")]
+    fixed.batch.block_table = torch.zeros(40, 64, dtype=torch.int32, device="cuda")
+    fixed.batch.attn = backend.plan(fixed.batch)
+    norms = None
+    if normed:
+        norms = object.__new__(HeadNorm)  # without a checkpoint
+        norms.weight, norms.eps = torch.rand(3 * kv_heads, 128, device="cuda").bfloat16() + 0.5, 1e-6
+        norms.rms = make_rms(norms.weight, 128, 1e-6)
+    rope = Rope(RopeParams(theta=10000.0), 128, 1024, torch.device("cuda"), torch.bfloat16)
+    plain = RotaryHeads(2 * kv_heads, kv_heads, 128, norms, torch.device("cpu"))
+    qkv = torch.zeros(600, 4 * kv_heads * 128, dtype=torch.bfloat16, device="cuda")
+
+    def run() -> torch.Tensor:
+        return backend.forward_packed(layer, qkv.clone(), norms, rope.table, fixed.batch)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run()
+    for case in cases:
+        batch, static = case.batch, fixed.batch
+        for name in ("positions", "kv_slots", "query_start", "seq_lens"):
+            getattr(static, name).copy_(getattr(batch, name))
+        static.block_table.zero_()[:, : batch.block_table.shape[1]] = batch.block_table
+        for mine, theirs in zip(static.kv[0], batch.kv[0]):
+            mine.fill_(float("nan"))[: theirs.shape[0]] = theirs
+        qkv.copy_(case.qkv.flatten(1))
+        graph.replay()
+        q, k, v = plain(case.qkv.flatten(1).clone(), rope._expanded(batch.positions))
+        compare_with_oracle(out, replace(case, q=q, k=k, v=v))
 
 
 @pytest.mark.gpu
@@ -159,3 +290,51 @@ def test_decode_in_a_graph_follows_the_lengths() -> None:
     batch.seq_lens.zero_()  # rows that only pad a graph
     graph.replay()
     assert not out.any()
+
+
+# --------------------------------------------------------------------- rows that begin with the same pages
+
+
+def shared_case(
+    rng: random.Random, rows: int, prefix: int, apart: int, device: str, dtype: torch.dtype, **sizes: Any
+) -> tuple[Case, TritonAttention]:
+    """`rows` rows behind `prefix` tokens of shared pages, and `apart` others among them."""
+    block = sizes["block_size"]
+    lens = [(prefix + rng.randrange(90), 1) for _ in range(rows)] + [
+        (rng.randrange(200), 1) for _ in range(apart)
+    ]
+    case, backend = case_of(lens, device=device, dtype=dtype, seed=rng.randrange(999), **sizes)
+    batch, pages = case.batch, prefix // block
+    batch.block_table[:rows, :pages] = batch.block_table[0, :pages].clone()
+    tokens = [prefix] * rows + [0] * apart
+    order = torch.randperm(rows + apart)
+    batch.block_table = batch.block_table[order.to(device)].contiguous()
+    batch.seq_lens, batch.kv_slots = batch.seq_lens[order.to(device)], batch.kv_slots[order.to(device)]
+    batch.positions = batch.positions[order.to(device)]
+    case.rows[:] = [case.rows[i] for i in order.tolist()]
+    header = torch.zeros(
+        rows + apart, 4, dtype=torch.int32, device=device
+    )  # as a column of it, with a stride
+    header[:, 3] = torch.tensor(tokens, device=device)[order.to(device)]
+    batch.shared = header[:, 3]
+    batch.attn = backend.plan(batch)
+    return case, backend
+
+
+@interpreted
+@pytest.mark.parametrize("seed", range(8))
+def test_shared_pages_interpreted(seed: int, as_if_large: None) -> None:
+    rng = random.Random(seed)
+    sizes = {**drawn(rng, 80, [4, 16, 64]), "window": None}
+    prefix = sizes["block_size"] * rng.randint(1, 5)
+    check(*shared_case(rng, rng.randint(2, 9), prefix, rng.randint(0, 3), "cpu", torch.float32, **sizes))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("seed", range(12))
+def test_shared_pages(seed: int, dtype: torch.dtype, as_if_large: None) -> None:
+    rng = random.Random(seed)
+    sizes = {**drawn(rng, 256, [16, 32, 64]), "window": None}
+    prefix = sizes["block_size"] * rng.randint(1, 40)
+    check(*shared_case(rng, rng.randint(20, 90), prefix, rng.randint(0, 30), "cuda", dtype, **sizes))

@@ -13,8 +13,15 @@ from quire.types import ConfigError
 from ragged import Layer, check, make_case
 
 
-def compare(seed: int, device: str) -> None:
-    rng = random.Random(seed)
+class InOrder(random.Random):
+    """Rows get pages that follow each other, as long as requests come one after the other."""
+
+    def shuffle(self, x: list[int]) -> None:
+        x.reverse()  # pages are taken from the end
+
+
+def compare(seed: int, device: str, kind: type[random.Random] = random.Random) -> None:
+    rng = kind(seed)
     torch.manual_seed(seed)
     kv_heads = rng.choice([1, 2, 3])
     layer = Layer(
@@ -38,6 +45,26 @@ def compare(seed: int, device: str) -> None:
 @pytest.mark.parametrize("seed", range(60))
 def test_reference_agrees_with_attention_written_out(seed: int) -> None:
     compare(seed, "cpu")
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_pages_that_follow_each_other_are_read_in_place(seed: int) -> None:
+    compare(seed, "cpu", InOrder)
+
+
+@pytest.mark.parametrize("in_order", [False, True])
+def test_only_slots_that_follow_each_other_are_a_slice(in_order: bool) -> None:
+    rng = InOrder() if in_order else random.Random(1)
+    layer = Layer(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.3)
+    backend = ReferenceAttention()
+    one = make_case(rng, backend, layer, [(40, 1)], block_size=4).batch.attn
+    assert isinstance(one.groups[0].kv, slice) == in_order
+    assert one.writes == slice(40, 41) if in_order else isinstance(one.writes, slice)  # a single slot
+    many = make_case(rng, backend, layer, [(40, 9), (0, 12)], block_size=4).batch.attn
+    assert isinstance(many.longs[0].kv, slice) == in_order
+    assert many.longs[1].kv is None
+    apart = make_case(rng, backend, layer, [(40, 1), (30, 1)], block_size=4).batch.attn
+    assert isinstance(apart.writes, torch.Tensor)
 
 
 @pytest.mark.gpu

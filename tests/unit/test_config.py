@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import subprocess
 import sys
-import time
 
 import pytest
 
@@ -15,22 +14,23 @@ from quire.types import ConfigError, RequestError, SamplingParams
 
 
 def test_defaults() -> None:
-    c = EngineConfig().resolved(on_gpu=False, model_max_len=4096)
+    c = EngineConfig().resolved(gpu_bytes=0, model_max_len=4096)
     assert (c.batching, c.kv_layout, c.block_size, c.eviction, c.scheduling_policy) == (
         "continuous", "paged", 16, "lru", "fcfs",
     )  # fmt: skip
     assert c.chunked_prefill and c.prefix_caching and c.overlap
-    assert EngineConfig().resolved(True, 4096).max_num_seqs == 256
+    assert EngineConfig().resolved(24 * 10**9, 4096).max_num_seqs == 256
+    assert EngineConfig().resolved(141 * 10**9, 4096).max_num_seqs == 1024
 
 
 def test_no_kv_turns_off_what_needs_it() -> None:
-    c = EngineConfig(kv_layout="none").resolved(False, 4096)
+    c = EngineConfig(kv_layout="none").resolved(0, 4096)
     assert not c.chunked_prefill and not c.prefix_caching
     assert c.block_size == 4096 and c.max_num_batched_tokens == 4096
 
 
 def test_contiguous_is_one_page_as_long_as_the_context() -> None:
-    assert EngineConfig(kv_layout="contiguous", max_model_len=100).resolved(False, 4096).block_size == 100
+    assert EngineConfig(kv_layout="contiguous", max_model_len=100).resolved(0, 4096).block_size == 100
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_whole_prompts_must_fit_into_a_step() -> None:
     with pytest.raises(
         ConfigError, match=r"max_num_batched_tokens \(100\) must be at least max_model_len \(4096\)"
     ):
-        config.resolved(False, 4096)
+        config.resolved(0, 4096)
 
 
 @pytest.mark.parametrize(
@@ -116,13 +116,10 @@ def test_every_field_is_a_flag() -> None:
     assert (engine.seed, params.seed) == (3, 4)
 
 
-def test_help_answers_at_once() -> None:
-    times = []
-    for _ in range(5):
-        begin = time.perf_counter()
-        out = subprocess.run(
-            [sys.executable, "-m", "quire", "--help"], capture_output=True, text=True, check=True
-        )
-        times.append(time.perf_counter() - begin)
-    assert "generate" in out.stdout
-    assert min(times) < 0.3
+def test_help_loads_nothing_heavy() -> None:
+    """So it answers at once, however slow the machine."""
+    command = [sys.executable, "-X", "importtime", "-m", "quire", "--help"]
+    out = subprocess.run(command, capture_output=True, text=True, check=True)
+    loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in out.stderr.splitlines()}
+    assert "generate" in out.stdout and "quire" in loaded
+    assert not loaded & {"torch", "triton", "tokenizers", "jinja2", "zmq", "numpy", "tqdm", "msgspec"}

@@ -23,15 +23,28 @@ MAY_IMPORT = {
     "models": {"types", "layers", "attention", "quant", "parallel"},
     "sampling": {"types", "kernels"},
     "core": {"types"},
-    "worker": {"types", "config", "models", "sampling", "attention", "layers", "parallel", "quant"},
+    "worker": {"types", "config", "models", "sampling", "attention", "layers", "parallel", "quant", "kernels"},
     "frontend": {"types", "config", "core"},
-    "bench": {"types", "config", "core", "worker", "frontend", "build", "llm"},
-    "build": {"types", "config", "core", "worker", "models", "sampling", "attention", "layers", "parallel", "frontend"},
-    "engine_process": {"types", "core", "frontend", "build"},
-    "llm": {"types", "config", "frontend", "build"},
-    "cli": {"types", "config", "frontend", "build", "llm", "models", "worker", "bench"},
+    "grammar": {"types", "core", "frontend"},
+    "bench": {"types", "config", "core", "worker", "frontend", "models", "build", "llm"},
+    "build": {"types", "config", "core", "worker", "models", "sampling", "attention", "layers", "parallel", "frontend",
+              "grammar"},
+    "start": {"types", "config", "core", "build"},
+    "serve": {"types", "config", "frontend"},
+    "dry_run": {"types", "config", "core", "worker", "models", "frontend"},
+    "engine_process": {"types", "core", "frontend", "start", "dry_run"},
+    "llm": {"types", "config", "frontend", "start"},
+    "cli": {"types", "config", "frontend", "build", "llm", "models", "worker", "bench", "serve"},
 }  # fmt: skip
-NO_TORCH = {"types", "config", "core", "frontend"}  # at run time; cli imports it only inside functions
+NO_TORCH = {
+    "types",
+    "config",
+    "core",
+    "frontend",
+    "serve",
+    "dry_run",
+    "grammar",
+}  # at run time; cli imports it only inside functions
 ENVIRONMENT = {"config", "cli"}
 
 
@@ -72,7 +85,19 @@ def test_imports_follow_the_table(path: Path) -> None:
 
 def test_host_side_starts_without_torch() -> None:
     code = (
-        "import sys, quire, quire.core.engine, quire.frontend.client, quire.cli.main, quire.bench.host; "
+        "import sys, quire.llm, quire.core.engine, quire.frontend.process_client, quire.cli.main, quire.bench.host, "
+        "quire.serve.server, quire.dry_run; "
         "assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_run_imports_only_what_it_needs() -> None:
+    code = (
+        "import sys, quire; llm = quire.LLM('demo', device='cpu', kv_cache_memory=1 << 24); "
+        "llm.generate('Once', quire.SamplingParams(max_tokens=2), use_tqdm=False); "
+        "spare = {'jinja2', 'zmq', 'sentencepiece', 'gguf', 'huggingface_hub', "
+        "'transformers', 'triton', 'sympy', 'torch._dynamo', 'torch._inductor'} & sys.modules.keys(); "
+        "assert not spare, spare"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -18,7 +18,7 @@ from quire.sampling.filters import FilterFlags, cutoffs
 from quire.sampling.masks import unpack
 from quire.sampling.noise import gumbel, noise_bits, row_keys
 from quire.sampling.sampler import Sampler
-from quire.types import EngineRequest, SamplingParams
+from quire.types import EngineRequest, GrammarSpec, SamplingParams, TokenMasks
 
 torch.set_num_threads(1)
 
@@ -71,21 +71,20 @@ class Bench:
         self.sampler.admit(slot, request)
         self.sampler.flush()
 
-    def sample(self, logits: Tensor, slots: list[int], mask: Tensor | None = None):
+    def sample(self, logits: Tensor, slots: list[int], masks: TokenMasks | None = None):
         on_host = np.array(slots, dtype=np.int32)
         on_device = torch.tensor(slots, dtype=torch.int64, device=self.device)
-        mask = None if mask is None else mask.to(self.device)
         logits = logits.to(self.device)
         if self.device.type == "cuda":
             torch.cuda.set_sync_debug_mode("error")
         try:
-            return self.sampler.sample(logits, on_host, on_device, mask)
+            return self.sampler.sample(logits, on_host, on_device, masks)
         finally:
             if self.device.type == "cuda":
                 torch.cuda.set_sync_debug_mode("default")
 
-    def tokens(self, logits: Tensor, slots: list[int], mask: Tensor | None = None) -> list[int]:
-        return self.sample(logits, slots, mask).tokens.tolist()
+    def tokens(self, logits: Tensor, slots: list[int], masks: TokenMasks | None = None) -> list[int]:
+        return self.sample(logits, slots, masks).tokens.tolist()
 
 
 def request(params: SamplingParams | None = None, **more) -> EngineRequest:
@@ -239,8 +238,9 @@ def test_nothing_asks_the_device_for_a_value() -> None:
         sampler.flush()
         slots = rng.permutation(SLOTS)[: 1 + turn % SLOTS].astype(np.int32)
         logits = torch.zeros(len(slots), VOCAB, dtype=torch.bfloat16, device=device)
-        mask = torch.zeros(len(slots), 11, dtype=torch.int32, device=device) if turn % 2 else None
-        out = sampler.sample(logits, slots, torch.from_numpy(slots.astype(np.int64)).to(device), mask)
+        rows = np.arange(0, len(slots), 2)
+        masks = TokenMasks(rows, np.zeros((len(rows), 11), np.int32)) if turn % 2 else None
+        out = sampler.sample(logits, slots, torch.from_numpy(slots.astype(np.int64)).to(device), masks)
         assert out.tokens.shape == (len(slots),) and out.tokens.dtype == torch.int32
 
 
@@ -390,22 +390,52 @@ def test_token_ids_outside_the_vocabulary_are_passed_over() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_mask(device: str) -> None:
+def test_masks(device: str) -> None:
     rng = np.random.default_rng(2)
     bench = Bench(device)
     allowed = rng.random((2, VOCAB)) < 0.05
-    bits = np.zeros((2, math.ceil(VOCAB / 32) * 32), dtype=np.uint8)
-    bits[:, :VOCAB] = allowed
-    mask = torch.from_numpy(np.packbits(bits, axis=1, bitorder="little").view(np.int32).copy())
-    assert torch.equal(unpack(mask, VOCAB), torch.from_numpy(allowed))
+    bits = packed(allowed)
+    assert torch.equal(unpack(torch.from_numpy(bits), VOCAB) == 0, torch.from_numpy(allowed))
     bench.admit(0, request())
     bench.admit(1, request(SamplingParams(top_p=0.9), seed=4))
     logits = logits_of(rng, 2)
     masked = np.where(allowed, logits.numpy(), -math.inf)
-    got = bench.tokens(logits, [0, 1], mask)
-    assert got == [expected_token(masked[s], bench.requests[s], *bench.known(s)) for s in (0, 1)]
-    everything = torch.full_like(mask, -1)
-    assert bench.tokens(logits, [0, 1], everything) == bench.tokens(logits, [0, 1])
+    got = bench.tokens(logits, [0, 1], TokenMasks(np.array([0, 1]), bits))
+    expected = [expected_token(masked[s], bench.requests[s], *bench.known(s)) for s in (0, 1)]
+    free = bench.tokens(logits, [0, 1])
+    assert got == expected and got[1] != free[1]
+    everything = TokenMasks(np.array([0, 1]), np.full_like(bits, -1))
+    assert bench.tokens(logits, [0, 1], everything) == free
+    one = TokenMasks(np.array([1]), bits[1:])
+    assert bench.tokens(logits, [0, 1], one) == [free[0], expected[1]]
+
+
+def test_a_grammar_needs_the_host() -> None:
+    """So a step that holds such a row is not sampled by a graph."""
+    bench = Bench("cpu")
+    bench.admit(0, request(grammar=GrammarSpec("regex", "a")))
+    bench.admit(1, request())
+    assert bench.sampler.needs_host(np.array([1, 0])) and not bench.sampler.needs_host(np.array([1]))
+    bench.admit(0, request())
+    assert not bench.sampler.needs_host(np.array([0, 1]))
+
+
+def test_min_tokens_is_left_to_the_grammar() -> None:
+    bench = Bench("cpu")
+    params = SamplingParams(temperature=0, min_tokens=5)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 7] = 1.0
+    bench.write(0, [1, 2], prompt_len=2)
+    for grammar, token in ((None, 0), (GrammarSpec("regex", "a"), 7)):
+        bench.admit(0, request(params, eos_ids=[7], grammar=grammar))
+        assert bench.tokens(logits, [0]) == [token]
+
+
+def packed(allowed: np.ndarray) -> np.ndarray:
+    """int32 [rows, ceil(VOCAB / 32)] of bool [rows, VOCAB]."""
+    bits = np.zeros((len(allowed), math.ceil(VOCAB / 32) * 32), dtype=np.uint8)
+    bits[:, :VOCAB] = allowed
+    return np.packbits(bits, axis=1, bitorder="little").view(np.int32)
 
 
 # ---------------------------------------------------------------------------------------- filters
@@ -435,8 +465,7 @@ def test_top_p_of_one_row_leaves_the_tail_of_another() -> None:
     assert kept_rows(x[:2], [(0, 1.0, 0.0), (0, 0.5, 0.0)]) == [list(range(3000)), [0]]
 
 
-def test_search_tells_neighbouring_floats_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("quire.sampling.filters._TRIES", ())
+def test_search_tells_neighbouring_floats_apart() -> None:
     for sign in (1.0, -1.0):
         x = (sign * (1 + torch.arange(4096) * 2.0**-23)).unsqueeze(0)  # one unit in the last place apart
         best = x[0].argsort(descending=True)

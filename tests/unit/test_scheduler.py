@@ -157,7 +157,8 @@ def make_engine(rng: random.Random | None = None, **fixed) -> tuple[Engine, int]
         admits=choose("admits", [continuous, continuous, static]),
         chunk=chunked if chunk else whole,
     )
-    limits = Limits(choose("rows", [1, 3, 8]), budget, max_len, block_size, keeps, depth > 1)
+    mixed = choose("mixed", [1, 5, budget]) if chunk else budget
+    limits = Limits(choose("rows", [1, 3, 8]), budget, max_len, block_size, keeps, depth > 1, mixed)
     log = StepLog()
     scheduler = Scheduler(pool, cache, policy, limits, log)
     return Engine(
@@ -238,7 +239,7 @@ def request(name: str, prompt: list[int], max_tokens: int = 4, **more) -> Engine
 
 SMALL = dict(
     max_len=40, layout="paged", block_size=4, num_blocks=30, chunk=True, budget=64, depth=2, evictor=LRU,
-    prefix=True, order=fcfs, admits=continuous, rows=8,
+    prefix=True, order=fcfs, admits=continuous, rows=8, mixed=64,
 )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ TOKEN = 2 * 4 * 2 * 64 * 2  # keys and values, layers, KV heads, head_dim, bytes
 
 
 def size(budget_tokens: int, asked: int | None = None, **settings):
-    config = EngineConfig(max_model_len=asked, **settings).resolved(False, 4096)
+    config = EngineConfig(max_model_len=asked, **settings).resolved(0, 4096)
     return size_kv(config, asked, 4, 2, 64, torch.bfloat16, budget_tokens * TOKEN)
 
 

@@ -6,8 +6,7 @@ import statistics
 
 import pytest
 
-from quire.bench.offline import percentile
-from quire.bench.workloads import WORKLOADS, chat, nano, prefix, single
+from quire.bench.workloads import WORKLOADS, chat, nano, prefix, shifted, single
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
@@ -29,7 +28,9 @@ def test_lengths() -> None:
     )
 
 
-def test_percentiles() -> None:
-    assert percentile([3.0, 1.0, 2.0], 50) == 2.0
-    assert percentile([1.0, 2.0], 75) == 1.75
-    assert percentile([5.0], 99) == 5.0
+def test_shifted_work_shares_within_but_not_with_the_first() -> None:
+    work = prefix(1000, 3)
+    other = shifted(work, 1000, 1)
+    assert [(len(ids), n) for ids, n in other] == [(len(ids), n) for ids, n in work]
+    assert len({tuple(ids[:1024]) for ids, _ in other}) == 1
+    assert all(a != b for (ids, _), (shifted_ids, _) in zip(work, other) for a, b in zip(ids, shifted_ids))

@@ -17,19 +17,28 @@ KV = tuple[torch.Tensor, torch.Tensor]  # keys, values of one layer, in the back
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """Views into one set of static device buffers, plus host-side bounds. `attn` belongs to the back end."""
+    """Views into one set of static device buffers, plus host-side bounds. `attn` belongs to the back end.
+
+    Bounds only: where `num_tokens` is None the host knows no more than the shapes, and one batch serves
+    any mix of up to so many rows and tokens (a captured graph). Rows that are not used have no tokens
+    (query_start repeats its last value); tokens past the last row's have the slot -1 and any valid position,
+    and what is computed for them means nothing.
+    """
 
     input_ids: torch.Tensor  # int64 [tokens]
     positions: torch.Tensor  # int64 [tokens]
-    kv_slots: torch.Tensor  # int64 [tokens]: page * block_size + offset, where each new K/V goes
+    kv_slots: torch.Tensor  # int64 [tokens]: page * block_size + offset, where each new K/V goes; -1: nowhere
     query_start: torch.Tensor  # int32 [rows + 1]
     seq_lens: torch.Tensor  # int32 [rows], the new tokens included
     block_table: torch.Tensor  # int32 [rows, blocks]
     logit_index: torch.Tensor  # int64 [logit rows]: tokens whose hidden state is wanted as logits
     kv: list[KV]  # by layer index
-    num_tokens: np.ndarray  # host, int32 [rows]: new tokens per row
+    num_tokens: np.ndarray | None  # host, int32 [rows]: new tokens per row; None: bounds only
     seq_bounds: np.ndarray  # host, int32 [rows]: at least seq_lens
     block_size: int
+    # int32 [rows]: how many of a row's first tokens are in pages that other rows begin with as well (0: none);
+    # every number but 0 is the same, and names the same pages. Only where each row has one token.
+    shared: torch.Tensor | None = None
     attn: Any = field(default=None)
 
 
@@ -45,11 +54,20 @@ class AttentionLayer(Protocol):
     soft_cap: float | None  # scores become cap * tanh(score / cap); None: off
 
 
+class HeadNorms(Protocol):
+    """RMS norms of the q and k heads."""
+
+    weight: torch.Tensor  # [q heads + kv heads, dim]
+    eps: float
+
+
 class AttentionBackend(Protocol):
     """Writes the new K/V into the pages, then attends over all pages of each row."""
 
     name: str
-    capturable: bool  # whether plan and forward of rows with one token may be part of a CUDA graph
+    capturable: bool  # whether plan and forward may be part of a CUDA graph, bounds only included
+    takes_packed: bool  # whether there is a `forward_packed`: norm, rotation and writing as one
+    reads_shared: bool  # whether it makes use of `ForwardBatch.shared`
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         """Shape of the key (and of the value) tensor of one layer."""
@@ -63,4 +81,19 @@ class AttentionBackend(Protocol):
         self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv heads, dim] -> [tokens, heads * dim]."""
+        ...
+
+    def forward_packed(
+        self,
+        layer: AttentionLayer,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        table: torch.Tensor,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """`forward` of q and k that are first normed and turned to batch.positions: see layers/rope.py.
+
+        qkv [tokens, (heads + 2 kv heads) * dim], packed q|k|v, may be overwritten; table [positions, dim]:
+        cos | sin. Only called where `takes_packed`.
+        """
         ...

@@ -4,6 +4,10 @@ Pages are [page, token, head, dim], so one gather by KV slot serves every page s
 token are batched, grouped by similar length; the query heads of a KV head become the query axis, so each
 KV byte is read once (GQA packing). Longer rows run one by one. Host bounds give the shapes; where bounds
 may exceed the device's lengths, a mask made on the device decides.
+
+A CPU reads lengths and block tables without waiting, so there shapes are exact, and slots that follow each
+other are a slice instead of a gather: a single request's pages mostly do, and a gather would write and
+read again all that attention reads. A prompt without a past attends over its own k and v, as they come.
 """
 
 from __future__ import annotations
@@ -13,9 +17,11 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from quire.attention.base import AttentionLayer, ForwardBatch
+from quire.attention.base import AttentionLayer, ForwardBatch, HeadNorms
 
 _GROUP_TOKENS = 1 << 18  # KV entries gathered at once; bounds the memory of one group
+
+Slots = torch.Tensor | slice  # int64 [n] KV slots, or a range of them
 
 
 @dataclass(slots=True)
@@ -23,11 +29,12 @@ class _Group:
     """Rows with one new token each, padded to one length."""
 
     tokens: torch.Tensor | None  # int64 [rows]: where the rows' tokens are; None: all tokens, in order
-    kv: torch.Tensor  # int64 [rows * length]: KV slots to gather
+    kv: Slots  # [rows * length]
     length: int
-    positions: torch.Tensor  # int64 [length]
-    last: torch.Tensor  # int64 [rows, 1]: position of each row's token
-    mask: torch.Tensor | None  # bool [rows, 1, 1, length]; None: every row has exactly this length
+    mask: torch.Tensor | None  # bool [rows, 1, 1, length]; None: one row of exactly this length
+    distance: (
+        torch.Tensor | None
+    )  # int64 [rows, 1, 1, length]: the token's position - the key's; None: no mask
 
 
 @dataclass(slots=True)
@@ -36,13 +43,19 @@ class _Long:
 
     start: int  # its first token on the token axis
     end: int
-    kv: torch.Tensor  # int64 [length]
-    mask: torch.Tensor | None  # bool [new, length]; None: plain causal, nothing before the row
-    distance: torch.Tensor  # int64 [new, length]: query position - key position
+    kv: Slots | None  # [length]; None: nothing before its new tokens, whose k and v are at hand
+    length: int
+    positions: torch.Tensor  # int64 [new]
+    mask: torch.Tensor | None  # bool [new, length]; None: plain causal
+
+    def distance(self) -> torch.Tensor:
+        """int64 [new, length]: query position - key position."""
+        return self.positions[:, None] - torch.arange(self.length, device=self.positions.device)
 
 
 @dataclass(slots=True)
 class _Plan:
+    writes: Slots  # [tokens]: where the new keys and values go
     groups: list[_Group]
     longs: list[_Long]
 
@@ -50,6 +63,7 @@ class _Plan:
 class ReferenceAttention:
     name = "reference"
     capturable = False  # shapes follow the lengths of the rows
+    takes_packed = reads_shared = False
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (num_blocks, block_size, num_kv_heads, head_dim)
@@ -61,8 +75,10 @@ class ReferenceAttention:
         bounds = (batch.seq_lens if batch.seq_lens.device.type == "cpu" else batch.seq_bounds).tolist()
         ones: list[int] = []
         longs: list[_Long] = []
-        starts = [0, *batch.num_tokens.cumsum().tolist()]
-        for row, n in enumerate(batch.num_tokens.tolist()):
+        counts = batch.num_tokens
+        assert counts is not None, "bounds only: not for a back end that cannot be captured"
+        starts = [0, *counts.cumsum().tolist()]
+        for row, n in enumerate(counts.tolist()):
             if n == 1:
                 ones.append(row)
             else:
@@ -73,7 +89,7 @@ class ReferenceAttention:
             if end == len(ones) or self._splits(bounds[ones[begin]], bounds[ones[end]], end + 1 - begin):
                 groups.append(self._group(batch, ones[begin:end], starts, bounds[ones[end - 1]]))
                 begin = end
-        return _Plan(groups, longs)
+        return _Plan(_new_slots(batch), groups, longs)
 
     def _splits(self, shortest: int, longest: int, rows: int) -> bool:
         """Whether a longer row should start a group of its own rather than pad the others."""
@@ -82,31 +98,26 @@ class ReferenceAttention:
     def _group(self, batch: ForwardBatch, rows: list[int], starts: list[int], length: int) -> _Group:
         device = batch.seq_lens.device
         rows = sorted(rows)
-        everything = len(rows) == len(batch.num_tokens)
-        positions = torch.arange(length, device=device)
+        everything = len(rows) == batch.seq_lens.shape[0]
+        tokens = None if everything else _send([starts[row] for row in rows], device)
         table, lens = batch.block_table, batch.seq_lens
+        if device.type == "cpu" and len(rows) == 1:
+            return _Group(tokens, _row_slots(batch, rows[0], length), length, None, None)
         if not everything:
             index = _send(rows, device)
             table, lens = table.index_select(0, index), lens.index_select(0, index)
+        positions = torch.arange(length, device=device)
         kv = _kv_slots(table, positions, batch.block_size)
-        exact = device.type == "cpu" and len(rows) == 1
-        last = lens.long().unsqueeze(1) - 1
-        return _Group(
-            tokens=None if everything else _send([starts[row] for row in rows], device),
-            kv=kv.flatten(),
-            length=length,
-            positions=positions,
-            last=last,
-            mask=None if exact else (positions <= last)[:, None, None, :],
-        )
+        distance = (lens.long().unsqueeze(1) - 1 - positions)[:, None, None, :]
+        return _Group(tokens, kv.flatten(), length, distance >= 0, distance)
 
     def _long(self, batch: ForwardBatch, row: int, start: int, end: int, length: int) -> _Long:
-        device = batch.seq_lens.device
-        positions = torch.arange(length, device=device)
-        kv = _kv_slots(batch.block_table[row : row + 1], positions, batch.block_size)[0]
-        distance = batch.positions[start:end, None] - positions
-        fresh = length == end - start
-        return _Long(start, end, kv, None if fresh else distance >= 0, distance)
+        positions = batch.positions[start:end]
+        if length == end - start:
+            return _Long(start, end, None, length, positions, None)
+        long = _Long(start, end, _row_slots(batch, row, length), length, positions, None)
+        long.mask = long.distance() >= 0
+        return long
 
     # ------------------------------------------------------------------------------ per layer
 
@@ -114,57 +125,106 @@ class ReferenceAttention:
         self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
         keys, values = (x.view(-1, layer.num_kv_heads, layer.head_dim) for x in batch.kv[layer.index])
-        keys.index_copy_(0, batch.kv_slots, k.view(-1, layer.num_kv_heads, layer.head_dim))
-        values.index_copy_(0, batch.kv_slots, v.view(-1, layer.num_kv_heads, layer.head_dim))
-        q = q.view(-1, layer.num_heads, layer.head_dim)
         plan: _Plan = batch.attn
+        k, v = (x.view(-1, layer.num_kv_heads, layer.head_dim) for x in (k, v))
+        _write(keys, plan.writes, k)
+        _write(values, plan.writes, v)
+        q = q.view(-1, layer.num_heads, layer.head_dim)
+        if len(plan.groups) == 1 and plan.groups[0].tokens is None:
+            return self._attend_group(layer, plan.groups[0], q, keys, values)
         out = q.new_empty(q.shape[0], layer.num_heads * layer.head_dim)
         for group in plan.groups:
-            if group.tokens is None:  # the only group, and nothing else
-                return self._attend_group(layer, group, q, keys, values)
+            assert group.tokens is not None
             rows = q.index_select(0, group.tokens)
             out.index_copy_(0, group.tokens, self._attend_group(layer, group, rows, keys, values))
         for long in plan.longs:
-            out[long.start : long.end] = self._attend_long(
-                layer, long, q[long.start : long.end], keys, values
-            )
+            new = slice(long.start, long.end)
+            seen = (k[new], v[new]) if long.kv is None else (_read(keys, long.kv), _read(values, long.kv))
+            out[new] = self._attend_long(layer, long, q[new], *seen)
         return out
+
+    def forward_packed(
+        self,
+        layer: AttentionLayer,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        table: torch.Tensor,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        raise NotImplementedError("not without `takes_packed`")
 
     def _attend_group(
         self, layer: AttentionLayer, group: _Group, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
+        """q [rows, heads, dim] -> [rows, heads * dim]."""
         rows, heads, dim = q.shape[0], layer.num_kv_heads, layer.head_dim
-        k = keys.index_select(0, group.kv).view(rows, group.length, heads, dim).transpose(1, 2)
-        v = values.index_select(0, group.kv).view(rows, group.length, heads, dim).transpose(1, 2)
+        k, v = (
+            _read(x, group.kv).view(rows, group.length, heads, dim).transpose(1, 2) for x in (keys, values)
+        )
         mask = group.mask
         if layer.window is not None and group.length > layer.window:
-            near = (group.positions > group.last - layer.window)[:, None, None, :]
-            mask = near if mask is None else mask & near
+            if mask is None or group.distance is None:
+                k, v = k[:, :, -layer.window :], v[:, :, -layer.window :]
+            else:
+                mask = mask & (group.distance < layer.window)
         packed = q.view(rows, heads, layer.num_heads // heads, dim)
-        out = _attend(packed, k, v, mask, False, layer)
-        return out.reshape(rows, layer.num_heads * dim)
+        return _attend(packed, k, v, mask, False, layer).reshape(rows, layer.num_heads * dim)
 
     def _attend_long(
-        self, layer: AttentionLayer, long: _Long, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self, layer: AttentionLayer, long: _Long, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        k = keys.index_select(0, long.kv).transpose(0, 1).unsqueeze(0)  # [1, kv heads, length, dim]
-        v = values.index_select(0, long.kv).transpose(0, 1).unsqueeze(0)
-        group = layer.num_heads // layer.num_kv_heads
-        if group > 1:
-            k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+        """q [new, heads, dim], k and v [length, kv heads, dim] -> [new, heads * dim]."""
         mask = long.mask
-        if layer.window is not None and long.kv.shape[0] > layer.window:
-            mask = (long.distance >= 0) & (long.distance < layer.window)
+        if layer.window is not None and long.length > layer.window:
+            distance = long.distance()
+            mask = (distance >= 0) & (distance < layer.window)
         elif layer.soft_cap is not None:
-            mask = long.distance >= 0
-        out = _attend(q.transpose(0, 1).unsqueeze(0), k, v, mask, mask is None, layer)
-        return out[0].transpose(0, 1).reshape(q.shape[0], -1)
+            mask = long.distance() >= 0
+        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, new or length, dim]
+        return _attend(q, k, v, mask, mask is None, layer)[0].transpose(0, 1).reshape(q.shape[2], -1)
+
+
+def _write(pages: torch.Tensor, slots: Slots, new: torch.Tensor) -> None:
+    """Put new [n, heads, dim] into pages [all slots, heads, dim]."""
+    if isinstance(slots, slice):
+        pages[slots] = new
+    else:
+        pages.index_copy_(0, slots, new)
+
+
+def _read(pages: torch.Tensor, slots: Slots) -> torch.Tensor:
+    return pages[slots] if isinstance(slots, slice) else pages.index_select(0, slots)
 
 
 def _send(values: list[int], device: torch.device) -> torch.Tensor:
     """Host integers as an int64 device tensor, without waiting for the device."""
     host = torch.tensor(values)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def _follow(numbers: torch.Tensor) -> bool:
+    """Whether each of the integers, which are on the host, is one more than the one before it."""
+    host = numbers.numpy()
+    return bool((host[1:] - host[:-1] == 1).all())
+
+
+def _row_slots(batch: ForwardBatch, row: int, length: int) -> Slots:
+    """The KV slots of one row's first `length` positions."""
+    pages = batch.block_table[row, : -(-length // batch.block_size)]
+    if pages.device.type == "cpu" and _follow(pages):
+        begin = int(pages[0]) * batch.block_size
+        return slice(begin, begin + length)
+    positions = torch.arange(length, device=pages.device)
+    return _kv_slots(pages.unsqueeze(0), positions, batch.block_size)[0]
+
+
+def _new_slots(batch: ForwardBatch) -> Slots:
+    """The KV slots of the step's tokens."""
+    slots = batch.kv_slots
+    if slots.device.type == "cpu" and _follow(slots):
+        begin = int(slots[0])
+        return slice(begin, begin + len(slots))
+    return slots
 
 
 def _kv_slots(table: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
@@ -183,9 +243,14 @@ def _attend(
     causal: bool,
     layer: AttentionLayer,
 ) -> torch.Tensor:
-    """softmax(cap(q k^T * scale) + mask) v over [rows, heads, queries, dim]."""
+    """softmax(cap(q k^T * scale) + mask) v: q [rows, heads, queries, dim], k and v [rows, the same or the KV
+    heads, keys, dim]."""
+    if q.shape[1] != k.shape[1] and (layer.soft_cap is not None or q.device.type != "cpu"):
+        k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     if layer.soft_cap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=layer.scale)
+        return F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=causal, scale=layer.scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
     scores = torch.matmul(q.float(), k.float().transpose(2, 3)) * layer.scale
     scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
     if mask is not None:

@@ -1,8 +1,10 @@
-"""The Triton back end: pages [page, kv head, token, dim], attended over by kernels/paged_attention.py.
+"""The Triton back end: pages [page, kv head, token, dim], attended over by three kernels.
 
-Rows with few new tokens go to the short kernel, the others of the same batch to the long one; which rows
-are whose is decided by the same count on the host (grids) and on the device (work). Nothing is sent: a
-batch of rows with one token each reads static tensors only, so it can be replayed as a CUDA graph.
+Rows with few new tokens go to kernels/attend_short.py, after kernels/attend_shared.py where many of them
+begin with the same pages; the others of the same batch go to kernels/attend_long.py. Which rows are whose is
+decided by the same count on the host (grids) and on the device (work). Nothing is sent: a batch reads static
+tensors only, so it can be replayed as a CUDA graph. Where the host knows only how many tokens and rows there
+are at most, both kernels get grids for the worst case and surplus programs end at once.
 """
 
 from __future__ import annotations
@@ -12,8 +14,12 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from quire.attention.base import AttentionLayer, ForwardBatch
-from quire.kernels import paged_attention as kernels
+from quire.attention.base import AttentionLayer, ForwardBatch, HeadNorms
+from quire.kernels.attend_long import attend_long, long_tokens, most_tiles
+from quire.kernels.attend_shared import Begun, attend_shared
+from quire.kernels.attend_short import SHORT_ROWS, attend_short, num_splits
+from quire.kernels.kv_write import write_kv
+from quire.kernels.rope import norm_rotate_store
 
 
 @dataclass(slots=True)
@@ -22,12 +28,14 @@ class _Work:
 
     queries: int  # rows with at most so many new tokens are short
     any_short: bool
-    tiles: int  # of the long rows
+    tiles: int  # of the long rows, at most
 
 
 @dataclass(slots=True)
 class _Plan:
-    num_tokens: np.ndarray
+    counts: np.ndarray | None  # new tokens per row; None: the device knows
+    tokens: int
+    rows: int
     ones: bool  # every row has one new token
     max_len: int  # that the block table has room for
     work: dict[tuple[int, int], _Work] = field(default_factory=dict)
@@ -41,59 +49,76 @@ class _Plan:
         return work
 
     def _count(self, group: int, head_dim: int, itemsize: int) -> _Work:
-        counts = self.num_tokens
-        queries = max(kernels.SHORT_ROWS // group, 1)
-        long = counts[counts > queries]
-        tile = kernels.long_tokens(head_dim, itemsize, group)
-        tiles = int((-(-long // tile)).sum())
-        return _Work(queries, long.size < counts.size, tiles)
+        queries = max(SHORT_ROWS // group, 1)
+        tile = long_tokens(head_dim, itemsize, group)
+        if self.counts is None:
+            return _Work(queries, True, most_tiles(self.tokens, self.rows, queries, tile))
+        long = self.counts[self.counts > queries]
+        return _Work(queries, long.size < self.counts.size, int((-(-long // tile)).sum()))
 
 
 class TritonAttention:
     name = "triton"
     capturable = True
-
-    def __init__(self) -> None:
-        # Hopper can launch a kernel while the one before it still runs.
-        self._pdl = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+    takes_packed = True
+    reads_shared = True
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (num_blocks, num_kv_heads, block_size, head_dim)
 
     def plan(self, batch: ForwardBatch) -> _Plan:
         counts = batch.num_tokens
-        return _Plan(counts, bool((counts == 1).all()), batch.block_table.shape[1] * batch.block_size)
+        return _Plan(
+            counts,
+            tokens=batch.input_ids.shape[0],
+            rows=batch.seq_lens.shape[0],
+            ones=counts is not None and bool((counts == 1).all()),
+            max_len=batch.block_table.shape[1] * batch.block_size,
+        )
 
     def forward(
         self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
         keys, values = batch.kv[layer.index]
         dim, kv_heads = layer.head_dim, layer.num_kv_heads
-        kernels.write_kv(k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim), keys, values, batch.kv_slots)
-        return self.attend(layer, q, batch)
+        write_kv(k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim), keys, values, batch.kv_slots)
+        return self._attend(layer, q.view(-1, layer.num_heads, dim), batch)
 
-    def attend(self, layer: AttentionLayer, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """q [tokens, heads, dim] -> [tokens, heads * dim], over pages that hold the new tokens already."""
+    def forward_packed(
+        self,
+        layer: AttentionLayer,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        table: torch.Tensor,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        keys, values = batch.kv[layer.index]
+        weight, eps = (None, 0.0) if norms is None else (norms.weight, norms.eps)
+        q = norm_rotate_store(qkv, batch.positions, table, weight, eps, keys, values, batch.kv_slots)
+        return self._attend(layer, q, batch)
+
+    def _attend(self, layer: AttentionLayer, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+        """q [tokens, heads, dim] -> [tokens, heads * dim]; the pages hold the new tokens already."""
         keys, values = batch.kv[layer.index]
         heads, dim = layer.num_heads, layer.head_dim
-        q = q.view(-1, heads, dim)
         out = torch.empty(q.shape[0], heads * dim, dtype=q.dtype, device=q.device)
         plan: _Plan = batch.attn
-        group = heads // layer.num_kv_heads
-        work = plan.work_for(group, dim, q.element_size())
+        work = plan.work_for(heads // layer.num_kv_heads, dim, q.element_size())
         if work.any_short:
             reach = plan.max_len if layer.window is None else min(plan.max_len, layer.window)
-            splits = kernels.num_splits(
-                len(plan.num_tokens), layer.num_kv_heads, reach, dim, q.element_size()
-            )
-            kernels.attend_short(
+            splits = num_splits(plan.rows, layer.num_kv_heads, reach, dim, q.element_size())
+            begun: Begun | None = None
+            if batch.shared is not None and splits == 1 and layer.window is None:
+                begun = attend_shared(
+                    q, keys, values, batch.shared, batch.block_table, layer.scale, layer.soft_cap
+                )
+            attend_short(
                 q, keys, values, out, batch.seq_lens, None if plan.ones else batch.query_start,
-                batch.block_table, layer.scale, layer.window, layer.soft_cap, work.queries,
-                splits, self._pdl,
+                batch.block_table, layer.scale, layer.window, layer.soft_cap, work.queries, splits, begun,
             )  # fmt: skip
         if work.tiles:
-            kernels.attend_long(
-                q, keys, values, out, batch.seq_lens, batch.query_start,
-                batch.block_table, layer.scale, work.tiles, layer.window, layer.soft_cap, work.queries,
+            attend_long(
+                q, keys, values, out, batch.seq_lens, batch.query_start, batch.block_table,
+                layer.scale, work.tiles, layer.window, layer.soft_cap, work.queries,
             )  # fmt: skip
         return out

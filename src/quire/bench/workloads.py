@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-Work = list[tuple[list[int], int]]
+Work = list[tuple[Sequence[int], int]]
 
 
 def _ids(r: random.Random, vocab: int, count: int) -> list[int]:
@@ -51,6 +51,11 @@ def uniform(vocab: int, count: int, input_len: int, output_len: int, seed: int =
     """`count` requests of the same lengths."""
     r = random.Random(seed)
     return [(_ids(r, vocab, input_len), output_len) for _ in range(count)]
+
+
+def shifted(work: Work, vocab: int, by: int) -> Work:
+    """The same lengths, and the same tokens shared, but none of `work` is found in the prefix cache."""
+    return [([(token + by) % vocab for token in ids], count) for ids, count in work]
 
 
 WORKLOADS: dict[str, Callable[[int, int | None], Work]] = {

@@ -1,20 +1,37 @@
-"""`quire bench`: measurements on this machine."""
+"""`quire bench`: measurements on this machine, with the flags and figures of `vllm bench`."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.bench.workloads import WORKLOADS, Work, uniform
+from quire.bench.arrivals import arrival_times
+from quire.bench.workloads import WORKLOADS, uniform
+from quire.cli.bench_flags import (
+    MOST_IDS,
+    NO_TEXT,
+    add_arrival_arguments,
+    add_figure_arguments,
+    add_load_arguments,
+    add_result_arguments,
+    at_least_one,
+    check_load,
+    chosen_figures,
+    engine_config,
+    sampling,
+)
 from quire.cli.flags import add_flags, given
 from quire.config import EngineConfig
-from quire.types import ConfigError, SamplingParams
+from quire.types import EngineInfo, SamplingParams
 
 if TYPE_CHECKING:
-    from quire.types import EngineInfo
+    from quire.bench.offline import Load
+    from quire.bench.traces import Recorded
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -23,109 +40,163 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     host.add_argument("--rows", type=int, default=256, help="requests decoding at once (default 256)")
     host.add_argument("--steps", type=int, default=1000, help="steps to time (default 1000)")
     host.add_argument("--json", action="store_true", help="print one JSON object")
-    throughput = kinds.add_parser("throughput", help="all requests at once: tokens per second")
-    throughput.add_argument(
-        "--workload", choices=WORKLOADS, help="a fixed set of requests (default: uniform lengths)"
+    throughput = kinds.add_parser(
+        "throughput", help="a load, all at once or as it arrives: rates and latencies"
     )
-    throughput.add_argument("--num-prompts", type=int, help="requests (default: the workload's, or 64)")
-    throughput.add_argument(
-        "--input-len", type=int, default=128, help="tokens in, without --workload (default 128)"
-    )
-    throughput.add_argument(
-        "--output-len", type=int, default=128, help="tokens out, without --workload (default 128)"
-    )
-    throughput.add_argument(
-        "--num-warmups", type=int, default=0, help="runs before the timed one (default 0)"
-    )
+    add_load_arguments(throughput)
+    add_arrival_arguments(throughput)
+    add_figure_arguments(throughput)
     latency = kinds.add_parser("latency", help="one batch after the other: seconds per batch")
-    latency.add_argument("--batch-size", type=int, default=8, help="requests in a batch (default 8)")
+    latency.add_argument(
+        "--batch-size",
+        type=int,
+        nargs="+",
+        default=[8],
+        help="requests in a batch; several: a sweep (default 8)",
+    )
     latency.add_argument("--input-len", type=int, default=32, help="tokens in (default 32)")
     latency.add_argument("--output-len", type=int, default=128, help="tokens out (default 128)")
     latency.add_argument(
         "--num-iters-warmup", type=int, default=10, help="batches before the timed ones (default 10)"
     )
     latency.add_argument("--num-iters", type=int, default=30, help="timed batches (default 30)")
+    startup = kinds.add_parser("startup", help="fresh processes: seconds to the first token, by phase")
+    startup.add_argument("--num-iters", type=int, default=3, help="processes to start (default 3)")
+    startup.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures to this file")
+    add_flags(startup, "engine", EngineConfig)
     for kind in (throughput, latency):
-        kind.add_argument("--output-json", type=Path, help="write the figures to this file")
+        add_result_arguments(kind)
         add_flags(kind, "engine", EngineConfig)
-        add_flags(kind, "sampling", SamplingParams, skip={"max_tokens", "ignore_eos", "detokenize"})
+        add_flags(kind, "sampling", SamplingParams, skip=NO_TEXT)
 
 
 def run(args: argparse.Namespace) -> int:
-    return {"host": _host, "throughput": _throughput, "latency": _latency}[args.kind](args)
+    if getattr(args, "plot", None):
+        from quire.bench.plots import check_plot
+
+        check_plot(args.plot)
+    kinds = {"host": _host, "throughput": _throughput, "latency": _latency, "startup": _startup}
+    return kinds[args.kind](args)
 
 
 def _throughput(args: argparse.Namespace) -> int:
+    check_load(args)
+    metrics, percentiles = chosen_figures(args)
+    from quire.bench.drive import Bench
+    from quire.bench.metrics import limits, parse_goodput, serving
     from quire.bench.offline import throughput
-    from quire.llm import LLM
+    from quire.bench.report import details, print_serving, print_throughput
+    from quire.bench.traces import read_trace
 
-    with LLM(**_engine(args)) as llm:
-        work = _work(args, llm.info)
-        params = _sampling(args)
-        for _ in range(args.num_warmups):
-            throughput(llm, work, params, use_tqdm=False)
-        found = throughput(llm, work, params, use_tqdm=sys.stderr.isatty())
-    print(
-        f"Throughput: {found['requests_per_second']:.2f} requests/s, {found['tokens_per_second']:.2f} total tokens/s, "
-        f"{found['output_throughput']:.2f} output tokens/s"
-    )
-    print(f"Total num prompt tokens:  {found['total_input_tokens']}")
-    print(f"Total num output tokens:  {found['total_output_tokens']}")
-    print(f"Prompt tokens from the prefix cache:  {found['cached_tokens']}")
-    return _save(args, found)
+    parse_goodput(args.goodput)
+    recorded = read_trace(args.trace) if args.trace else []
+    with Bench(engine_config(args)) as bench:
+        load = _load(args, bench.info, recorded)
+        done = throughput(bench, load, sampling(args), args.num_warmups, sys.stderr.isatty())
+        found = {
+            **_conditions(args, bench.info),
+            "num_prompts": len(load.work),
+            "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
+            "burstiness": args.burstiness,
+            "max_concurrency": args.max_concurrency,
+            **serving(done, percentiles, args.goodput),
+            **limits(done.steps, done.duration_s, bench.costs, bench.machine),
+        }
+    print_serving(found, metrics, percentiles)
+    print_throughput(found)
+    if args.plot:
+        from quire.bench.plots import plot_serving
+
+        load_name = args.trace.name if args.trace else args.workload or "uniform lengths"
+        plot_serving(done, _title(found, load_name), args.plot)
+    _save(args, {**found, **details(done)} if args.save_detailed else found)
+    return 0
 
 
 def _latency(args: argparse.Namespace) -> int:
+    at_least_one(args, "num_iters", "input_len", "output_len")
+    from quire.bench.drive import Bench
     from quire.bench.offline import latency
-    from quire.llm import LLM
+    from quire.bench.report import print_latency, print_sweep
 
-    if args.num_iters < 1:
-        raise ConfigError(f"num_iters must be at least 1, got {args.num_iters}")
-    with LLM(**_engine(args)) as llm:
-        found = latency(
-            llm,
-            args.batch_size,
-            args.input_len,
-            args.output_len,
-            args.num_iters_warmup,
-            args.num_iters,
-            _sampling(args),
-        )
-    print(f"Avg latency: {found['avg_latency']} seconds")
-    for p, seconds in found["percentiles"].items():
-        print(f"{p}% percentile latency: {seconds} seconds")
-    return _save(args, found)
+    lengths, rounds = (args.input_len, args.output_len), (args.num_iters_warmup, args.num_iters)
+    with Bench(engine_config(args)) as bench:
+        batches = [latency(bench, size, *lengths, *rounds, sampling(args)) for size in args.batch_size]
+        conditions = _conditions(args, bench.info)
+    if len(batches) == 1:
+        print_latency(batches[0])
+    else:
+        print_sweep(batches)
+    if args.plot:
+        from quire.bench.plots import plot_sweep
 
-
-def _engine(args: argparse.Namespace) -> dict[str, Any]:
-    return {"skip_tokenizer_init": True, **given(args, EngineConfig)}
+        title = f"{args.input_len} tokens in, {args.output_len} out"
+        plot_sweep(sorted(batches, key=lambda one: one["batch_size"]), _title(conditions, title), args.plot)
+    _save(args, {**conditions, **(batches[0] if len(batches) == 1 else {"batches": batches})})
+    return 0
 
 
-def _sampling(args: argparse.Namespace) -> dict[str, Any]:
-    return {"temperature": 0.0, **given(args, SamplingParams)}
+def _load(args: argparse.Namespace, info: EngineInfo, recorded: list[Recorded]) -> Load:
+    """The requests that the flags ask for, and their times."""
+    from quire.bench.offline import Load
+    from quire.bench.traces import replay
 
-
-def _work(args: argparse.Namespace, info: EngineInfo) -> Work:
-    vocab = min(info.vocab_size, 100_000)
+    vocab = min(info.vocab_size, MOST_IDS)
+    if recorded:
+        longest = info.max_model_len
+        work, times, too_long = replay(recorded, vocab, longest, args.num_prompts, args.trace_scale)
+        if too_long:
+            print(f"Left out: {too_long} requests beyond max_model_len {longest}", file=sys.stderr)
+        return Load(work, times, args.max_concurrency)
     if args.workload:
         work = WORKLOADS[args.workload](vocab, args.num_prompts)
     else:
         work = uniform(vocab, args.num_prompts or 64, args.input_len, args.output_len)
-    longest = max(len(ids) + n for ids, n in work)
-    if longest > info.max_model_len:
-        raise ConfigError(
-            f"the longest request has {longest} tokens, but max_model_len is {info.max_model_len}; "
-            "choose another workload, or --input-len and --output-len that fit"
-        )
-    return work
+    times = arrival_times(len(work), args.request_rate, args.burstiness, getattr(args, "seed", 0))
+    return Load(work, times, args.max_concurrency)
 
 
-def _save(args: argparse.Namespace, found: dict[str, Any]) -> int:
+def _conditions(args: argparse.Namespace, info: EngineInfo) -> dict[str, Any]:
+    """What was measured, for the result file."""
+    return {
+        "date": f"{datetime.now():%Y%m%d-%H%M%S}",
+        "backend": "quire",
+        "label": args.label,
+        "model_id": info.model,
+        "tokenizer_id": None,
+        "device": info.device,
+        "dtype": info.dtype,
+        "attention": info.attention,
+        "engine": given(args, EngineConfig),
+        "sampling": sampling(args),
+    }
+
+
+def _title(found: dict[str, Any], load: object) -> str:
+    return f"{found['model_id']}, {found['dtype']} on {found['device']}: {load}"
+
+
+def _save(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    from quire.bench.report import result_name, save
+
     if args.output_json:
-        try:
-            args.output_json.write_text(json.dumps(found, indent=1) + "\n")
-        except OSError as error:
-            raise ConfigError(f"cannot write {args.output_json}: {error.strerror}") from None
+        save(args.output_json, found)
+    if args.save_result:
+        save(args.result_dir / (args.result_filename or result_name(found, args.kind)), found)
+
+
+def _startup(args: argparse.Namespace) -> int:
+    at_least_one(args, "num_iters")
+    from quire.bench.report import save
+    from quire.bench.startup import start_up
+
+    settings = {"skip_tokenizer_init": True, **given(args, EngineConfig)}
+    starts = [start_up(settings) for _ in range(args.num_iters)]
+    print(f"Seconds to the first token, of {args.num_iters} fresh processes:")
+    for phase in starts[0]:
+        print(f"  {phase:<12}" + "".join(f"{one[phase]:>9.2f}" for one in starts))
+    if args.output_json:
+        save(args.output_json, {"engine": settings, "startups": starts})
     return 0
 
 

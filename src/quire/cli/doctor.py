@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
+import time
 from importlib import metadata
 
 from quire import __version__
@@ -40,10 +41,14 @@ def run(args: argparse.Namespace) -> int:
             _row(name, metadata.version(name))
         except metadata.PackageNotFoundError:
             _row(name, "not installed" + (" (only needed on a GPU)" if name == "triton" else " - MISSING"))
+    begin = time.perf_counter()
+    import quire.build  # noqa: F401  (torch, timed here because all that follows needs it)
+
+    imports_s = time.perf_counter() - begin
     _machine()
     _plan(config)
     if args.load:
-        _load(config)
+        _load(config, imports_s)
     return 0
 
 
@@ -71,13 +76,13 @@ def _plan(config: EngineConfig) -> None:
     from quire.build import pick_attention, pick_device, pick_dtype
     from quire.frontend.location import locate_model
     from quire.models.load import load_spec
-    from quire.worker.sizing import kv_budget, size_kv
+    from quire.worker.sizing import gpu_memory, kv_budget, size_kv
 
     device = pick_device(config.device)
     path = locate_model(config.model, config.revision).path
     spec = load_spec(path)
     dtype = pick_dtype(config.dtype, spec.dtype, device)
-    resolved = config.resolved(device.type == "cuda", spec.max_model_len)
+    resolved = config.resolved(gpu_memory(device), spec.max_model_len)
     _section(f"Plan for {config.model}")
     _row("model", f"{spec.family}, {spec.num_parameters / 1e6:,.1f} M parameters, {spec.num_layers} layers")
     _row(
@@ -120,10 +125,10 @@ def _plan(config: EngineConfig) -> None:
     _row("context", f"{size.max_model_len} tokens; room for {requests} requests of full length at once")
 
 
-def _load(config: EngineConfig) -> None:
+def _load(config: EngineConfig, imports_s: float) -> None:
     from quire.build import build_engine
 
-    engine, info = build_engine(config)
+    engine, info = build_engine(config, imports_s)
     engine.close()
     _section("Start-up")
     for phase, seconds in info.phases_s.items():

@@ -11,9 +11,10 @@ import json
 import types
 from collections.abc import Callable, Collection
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from quire.types import SamplingParams
+from quire.types import RequestError, SamplingParams, StructuredOutputsParams
 
 _SAMPLING_HELP = {
     "n": "answers to each prompt",
@@ -46,7 +47,7 @@ def add_flags(parser: argparse.ArgumentParser, title: str, cls: type, skip: Coll
     group = parser.add_argument_group(title)
     hints = get_type_hints(cls)
     for f in fields(cls):
-        if f.name in skip:
+        if f.name in skip or f.name == "structured_outputs":  # a structure of its own, not a flag
             continue
         flag = _flag(cls, f.name)
         names = [f"--{flag.replace('_', '-')}"]
@@ -54,6 +55,46 @@ def add_flags(parser: argparse.ArgumentParser, title: str, cls: type, skip: Coll
             names.append(f"--{flag}")
         help = f.metadata.get("help") or _SAMPLING_HELP.get(f.name, "")
         group.add_argument(*names, dest=flag, default=argparse.SUPPRESS, help=help, **_options(hints[f.name]))
+
+
+def add_structured_flags(parser: argparse.ArgumentParser) -> None:
+    """What an answer must be: flags of which one may be given. A text may also be the name of a file."""
+    group = parser.add_argument_group("structured output").add_mutually_exclusive_group()
+    group.add_argument(
+        "--json-schema", metavar="FILE|TEXT", help="the answer is JSON that satisfies this schema"
+    )
+    group.add_argument("--json-object", action="store_true", help="the answer is a JSON object")
+    group.add_argument("--regex", help="the answer matches this regular expression")
+    group.add_argument(
+        "--choice", action="append", metavar="TEXT", help="the answer is this text (give several)"
+    )
+    group.add_argument(
+        "--grammar", metavar="FILE|TEXT", help="the answer follows this grammar, in GBNF or Lark"
+    )
+
+
+def given_structured(args: argparse.Namespace) -> dict[str, Any]:
+    """The sampling field that these flags set, if one was given."""
+    schema, grammar = args.json_schema, args.grammar
+    if schema is None and grammar is None and not (args.json_object or args.regex or args.choice):
+        return {}
+    params = StructuredOutputsParams(
+        json=None if schema is None else _file_or_text(schema),
+        json_object=args.json_object,
+        regex=args.regex,
+        choice=args.choice,
+        grammar=None if grammar is None else _file_or_text(grammar),
+    )
+    return {"structured_outputs": params}
+
+
+def _file_or_text(value: str) -> str:
+    if any(c in value for c in "{:\n"):  # a schema has braces, a grammar rules
+        return value
+    try:
+        return Path(value).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read {value}: {error}") from None
 
 
 def given(args: argparse.Namespace, cls: type) -> dict[str, Any]:

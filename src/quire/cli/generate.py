@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.flags import add_flags, given
+from quire.cli.flags import add_flags, add_structured_flags, given, given_structured
 from quire.config import EngineConfig
 from quire.types import RequestError, RequestOutput, SamplingParams
 
@@ -32,6 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--summary", action="store_true", help="print tokens, speed and start-up time at the end"
     )
     add_flags(parser, "engine", EngineConfig)
+    add_structured_flags(parser)
     add_flags(parser, "sampling", SamplingParams, skip={"detokenize"})
 
 
@@ -42,7 +43,8 @@ def run(args: argparse.Namespace) -> int:
 
     with LLM(**given(args, EngineConfig)) as llm:
         ready_s = time.perf_counter() - started
-        params = llm.default_params(given(args, SamplingParams), _MAX_TOKENS)
+        asked = {**given(args, SamplingParams), **given_structured(args)}
+        params = llm.default_params(asked, _MAX_TOKENS)
         inputs = (
             [llm.chat_prompt([{"role": "user", "content": p}]) for p in prompts] if args.chat else prompts
         )
@@ -123,5 +125,4 @@ def _summary(llm: LLM, outputs: list[RequestOutput], ready_s: float, elapsed_s: 
         print(f"speed       {(tokens - 1) / decode_s:.0f} tokens/s after the first")
     print(f"throughput  {tokens / elapsed_s:.0f} tokens/s over all")
     print(f"first token {first_s * 1000:.0f} ms after the request")
-    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in info.phases_s.items())
-    print(f"start-up    {ready_s:.2f} s (imports {ready_s - sum(info.phases_s.values()):.2f} s, {phases})")
+    print(f"start-up    {ready_s:.2f} s, of these the engine {info.start_up()}")

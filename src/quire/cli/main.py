@@ -15,10 +15,12 @@ from quire import __version__
 from quire.types import ConfigError, QuireError
 
 COMMANDS = {
+    "serve": "answer requests over HTTP, as OpenAI's API does",
     "generate": "write an answer to a prompt, a file of prompts or standard input",
     "chat": "talk with a model in the terminal",
     "doctor": "show what this machine has and what Quire will use, and why",
     "bench": "measure on this machine",
+    "profile": "show where the time of a step goes, and where the memory is",
 }
 
 _EPILOG = """examples:

@@ -109,6 +109,11 @@ class BlockPool:
     def num_free(self) -> int:
         return len(self._blank) + len(self._evictor)
 
+    @property
+    def num_cached(self) -> int:
+        """Free pages whose content the prefix cache can still find."""
+        return len(self._evictor)
+
     def take(self, count: int) -> list[int]:
         """`count` fresh pages, held once. The caller has checked `num_free`."""
         taken = []

@@ -29,22 +29,29 @@ class Engine:
         self.depth, self.log = depth, log
         self._check = check_invariants
         self._in_flight: deque[tuple[StepRecord, StepHandle]] = deque()
+        self._outputs: list[EngineOutput] = []
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request; raises RequestError when it could never run."""
-        self.scheduler.add(request)
+        if request.grammar is None:
+            self.scheduler.add(request)
+        else:
+            self.scheduler.add(request, held="grammar")
+            self.grammar.start(request)
 
     def abort(self, request_id: str) -> None:
         """End a request; its final output has finish_reason "abort"."""
         self.scheduler.abort(request_id)
+        self.grammar.forget(request_id)
 
     @property
     def has_work(self) -> bool:
-        return self.scheduler.has_work
+        return bool(self._outputs) or self.scheduler.has_work
 
     def step(self) -> list[EngineOutput]:
         """Launch one step if anybody can run, retire the oldest if the queue is full or nobody can."""
         begin = time.perf_counter()
+        self._settle()
         plan = self.scheduler.schedule()
         if plan:
             record = self.log.last
@@ -54,14 +61,24 @@ class Engine:
             if self.grammar.needs_tokens(plan):  # the device is busy with `plan` meanwhile
                 while self._in_flight:
                     self._retire_oldest()
-            handle = self.executor.sample(plan.step, self.grammar.masks(plan))
+            masks = self.grammar.masks(plan)
+            self._settle()
+            handle = self.executor.sample(plan.step, masks)
             record.launch_s = time.perf_counter() - begin
             self._in_flight.append((record, handle))
         while self._in_flight and (len(self._in_flight) >= self.depth or not plan):
             self._retire_oldest()
         if self._check:
             self.scheduler.check()
-        return self.scheduler.take_outputs()
+        outputs, self._outputs = self._outputs + self.scheduler.take_outputs(), []
+        if not (plan or outputs):
+            self.grammar.wait()
+        return outputs
+
+    def _settle(self) -> None:
+        """Let requests run whose grammar is ready, and end those that have none or broke it."""
+        for request_id, error in self.grammar.settled():
+            self.scheduler.settle(request_id, error)
 
     def _retire_oldest(self) -> None:
         record, handle = self._in_flight.popleft()
@@ -69,7 +86,14 @@ class Engine:
         result = handle.wait()
         arrived = time.perf_counter()
         self.scheduler.retire(result)
+        outputs = self.scheduler.take_outputs()
+        self.grammar.advance(outputs)
+        self._outputs += outputs
         record.wait_s, record.retire_s = arrived - begin, time.perf_counter() - arrived
+
+    def idle(self) -> bool:
+        """Use a moment without work to make later steps cheaper; False: nothing is left to prepare."""
+        return self.executor.warm_up()
 
     def check(self) -> None:
         """Check the books; clients call this when the engine has gone idle. Raises AssertionError."""
@@ -78,3 +102,4 @@ class Engine:
     def close(self) -> None:
         self._in_flight.clear()
         self.executor.close()
+        self.grammar.close()

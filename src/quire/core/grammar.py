@@ -1,25 +1,81 @@
-"""The grammar seam: what a step may sample. Off is `NoGrammar`, which never needs a token and masks nothing."""
+"""The grammar seam: what a step may sample. Off is `NoGrammar`, which refuses requests that ask for one.
+
+request's life       engine's call
+added                start      it is held until `settled` names it
+a step, launched     needs_tokens, then masks, both once per plan, in order
+a step, retired      advance    with what the scheduler made of it
+ended                advance or forget
+"""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
-from quire.types import StepPlan
+from quire.types import EngineOutput, EngineRequest, StepPlan, TokenMasks
+
+Settled = tuple[str, str | None]  # request id; None: it may run, else what it ends with
 
 
 class Grammar(Protocol):
+    def start(self, request: EngineRequest) -> None:
+        """Begin to compile what the request asks for. Never waits."""
+        ...
+
+    def settled(self) -> list[Settled]:
+        """Held requests whose grammar is ready or refused since the last call, and running ones that cannot
+        go on."""
+        ...
+
+    def wait(self) -> None:
+        """Called when nothing can run: wait a moment for a grammar, if one is being compiled."""
+        ...
+
     def needs_tokens(self, plan: StepPlan) -> bool:
         """Whether a mask of this plan depends on tokens still in flight."""
         ...
 
-    def masks(self, plan: StepPlan) -> Any:
-        """Packed bits of allowed tokens, int32 [sampling rows, ceil(vocab / 32)], or None."""
+    def masks(self, plan: StepPlan) -> TokenMasks | None:
+        """The masks of the rows that sample under a grammar; None if there is no such row."""
         ...
+
+    def advance(self, outputs: list[EngineOutput]) -> None:
+        """Take in what a retired step brought. An output whose tokens break its grammar loses them."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """The request is gone."""
+        ...
+
+    def close(self) -> None: ...
 
 
 class NoGrammar:
+    def __init__(self) -> None:
+        self._refused: list[Settled] = []
+
+    def start(self, request: EngineRequest) -> None:
+        self._refused.append((request.id, "structured_outputs need a tokenizer, and this engine has none"))
+
+    def settled(self) -> list[Settled]:
+        if not self._refused:
+            return self._refused
+        refused, self._refused = self._refused, []
+        return refused
+
+    def wait(self) -> None:
+        pass
+
     def needs_tokens(self, plan: StepPlan) -> bool:
         return False
 
-    def masks(self, plan: StepPlan) -> Any:
+    def masks(self, plan: StepPlan) -> TokenMasks | None:
         return None
+
+    def advance(self, outputs: list[EngineOutput]) -> None:
+        pass
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

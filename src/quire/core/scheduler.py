@@ -19,7 +19,9 @@ import numpy as np
 from quire.core.blocks import BlockPool
 from quire.core.policy import Policy
 from quire.core.prefix import PrefixCache
+from quire.core.shared import NoSharedPrefix, SharedPrefix
 from quire.core.steplog import StepLog, StepRecord
+from quire.core.waiting import Waiting
 from quire.types import (
     Admit,
     EngineOutput,
@@ -43,6 +45,7 @@ class Limits:
     block_size: int
     keeps_kv: bool = True
     lookahead: bool = True  # schedule a row whose last token is still in flight
+    mixed_prefill_tokens: int = 1 << 30  # tokens for prompts in a step that others use to decode
 
 
 @dataclass(slots=True)
@@ -68,25 +71,34 @@ def _order(request: Request) -> tuple[int, ...]:
 
 class Scheduler:
     def __init__(
-        self, pool: BlockPool, cache: PrefixCache, policy: Policy, limits: Limits, log: StepLog
+        self,
+        pool: BlockPool,
+        cache: PrefixCache,
+        policy: Policy,
+        limits: Limits,
+        log: StepLog,
+        shared: SharedPrefix | None = None,
     ) -> None:
         self.pool, self.cache, self.policy, self.limits = pool, cache, policy, limits
+        self.shared = shared or NoSharedPrefix()
         self.log = log
         self.requests: dict[str, Request] = {}  # every request that is not finished
-        self.waiting: list[Request] = []  # sorted by order
+        self.waiting = Waiting()
         self.running: list[Request] = []  # sorted by order
         self._free_slots = list(range(limits.max_num_seqs))[::-1]
         self._in_flight: deque[StepPlan] = deque()
         self._rows_in_flight: deque[list[Request]] = deque()
         self._outputs: list[EngineOutput] = []
         self._sequence = 0
+        self._admissions = 0
         self._step = 0
         self._wait_reason: str | None = None
 
     # ------------------------------------------------------------------------------ requests in
 
-    def add(self, source: EngineRequest) -> None:
-        """Queue a request. Raises RequestError, with the numbers, when it could never run."""
+    def add(self, source: EngineRequest, held: str | None = None) -> None:
+        """Queue a request; while it is `held`, for that reason, it waits for `settle`. Raises RequestError,
+        with the numbers, when it could never run."""
         limits, prompt_len = self.limits, len(source.prompt)
         if source.id in self.requests:
             raise RequestError(f"request id {source.id!r} is already in use")
@@ -116,14 +128,25 @@ class Scheduler:
             limit=total,
             stop_ids=frozenset(source.stop_ids),
             eos_ids=frozenset(source.eos_ids),
+            min_tokens=0 if source.grammar else source.params.min_tokens,
             source=source,
             arrival_s=time.monotonic(),
+            held=held,
         )
         self._sequence += 1
         self.requests[request.id] = request
         self.log.totals.requests += 1
         self.log.totals.prompt_tokens += prompt_len
-        insort(self.waiting, request, key=_order)
+        self.waiting.add(request)
+
+    def settle(self, request_id: str, error: str | None) -> None:
+        """Let a held request run, or end a request with an error; unknown ids are ignored."""
+        if request := self.requests.get(request_id):
+            request.held = None
+            if error is not None:
+                output = self._finish(request, [], "error")
+                output.error = error
+                self._outputs.append(output)
 
     def abort(self, request_id: str) -> None:
         """End a request now; unknown ids are ignored, for it may just have finished."""
@@ -152,6 +175,8 @@ class Scheduler:
                 long_rows.append((request, want))
             elif draft.budget >= want:
                 self._place(draft, request, want)
+        if draft.rows:
+            draft.budget = min(draft.budget, self.limits.mixed_prefill_tokens)
         for request, want in long_rows:
             if n := self.policy.chunk(want, draft.budget):
                 self._place(draft, request, n)
@@ -202,18 +227,17 @@ class Scheduler:
         self._release(victim)
         victim.status, victim.computed, victim.published, victim.publish_at = "waiting", 0, 0, 0
         victim.preemptions += 1
-        insort(self.waiting, victim, key=_order)
+        self.waiting.add(victim)
         draft.preempted.append(victim.id)
         self.log.totals.preemptions += 1
         return True
 
     def _admit(self, draft: _Draft, was_empty: bool) -> str | None:
         """Move waiting requests into the batch; returns why the first one left must wait."""
-        index = 0
-        while index < len(self.waiting):
-            request = self.waiting[index]
-            if request.pending:  # preempted with a step in flight: its length is not known yet
-                index += 1
+        skipped = None
+        for request in self.waiting.by_turn(self.running):
+            if request.pending or request.held:  # preempted with a step in flight: its length is not known
+                skipped = skipped or request.held or "results"
                 continue
             if not self._free_slots:
                 return "slots"
@@ -227,11 +251,12 @@ class Scheduler:
             fresh = -(-request.known // self.limits.block_size) - len(hits)
             if fresh > self.pool.num_free - sum(1 for block in hits if not self.pool.refs[block]):
                 return "pages"
-            del self.waiting[index]
+            self.waiting.remove(request)
             self._start(draft, request, hits, fresh, n)
-        return "results" if self.waiting else None
+        return skipped
 
     def _start(self, draft: _Draft, request: Request, hits: list[int], fresh: int, n: int) -> None:
+        self._admissions += 1
         self.pool.share(hits)
         request.blocks = hits + self.pool.take(fresh)
         request.slot = self._free_slots.pop()
@@ -239,6 +264,7 @@ class Scheduler:
         request.computed = len(hits) * self.limits.block_size
         if request.cached < 0:
             request.cached = request.computed
+            self.waiting.charge(request, request.prompt_len - request.computed)
             request.first_scheduled_s = time.monotonic()
         self.log.totals.cached_tokens += request.computed
         insort(self.running, request, key=_order)
@@ -258,22 +284,27 @@ class Scheduler:
     def _finish_plan(self, draft: _Draft) -> StepPlan:
         starts = np.array(draft.starts, np.int32)
         num_tokens = np.array(draft.num_tokens, np.int32)
+        slots, total = np.array(draft.slots, np.int32), sum(draft.num_tokens)
+        shared = None
+        if total == len(slots):  # one token each
+            shared = self.shared.find(draft.rows, (self._admissions, slots.tobytes()))
         plan = StepPlan(
             step=draft.step,
-            slots=np.array(draft.slots, np.int32),
+            slots=slots,
             num_tokens=num_tokens,
             num_drafts=np.array(draft.num_drafts, np.int32),
             starts=starts,
             samples=np.array(draft.samples, np.bool_),
             admits=draft.admits,
             new_blocks=draft.new_blocks,
-            total_tokens=self.limits.max_num_batched_tokens - draft.budget,
+            total_tokens=total,
             max_seq_len=int((starts + num_tokens).max(initial=0)),
             score_rows=[
                 i
                 for i, r in enumerate(draft.rows)
                 if r.params.prompt_logprobs is not None and draft.starts[i] + 1 < r.prompt_len
             ],
+            shared=shared,
         )
         self._step += 1
         self._in_flight.append(plan)
@@ -329,7 +360,7 @@ class Scheduler:
         tokens, accepted = request.tokens, new
         for count, token in enumerate(new, 1):
             tokens.append(token)
-            if token in request.stop_ids and len(tokens) - request.prompt_len >= request.params.min_tokens:
+            if token in request.stop_ids and len(tokens) - request.prompt_len >= request.min_tokens:
                 return self._finish(request, new[:count], "stop", None if token in request.eos_ids else token)
             if len(tokens) >= request.limit:
                 return self._finish(request, new[:count], "length")
@@ -363,6 +394,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         request.status = "finished"
+        self.waiting.settle(request)
         del self.requests[request.id]
         totals = self.log.totals
         totals.finished += 1
@@ -388,9 +420,8 @@ class Scheduler:
         assert len(self.waiting) + len(self.running) == len(self.requests), "a request was lost"
         assert all(r.status == "running" and r.slot >= 0 for r in self.running)
         assert all(r.status == "waiting" and not r.blocks for r in self.waiting)
-        assert self.waiting == sorted(self.waiting, key=_order) and self.running == sorted(
-            self.running, key=_order
-        )
+        self.waiting.check()
+        assert self.running == sorted(self.running, key=_order)
         for r in self.running:
             assert r.computed <= r.known + r.pending + r.drafts, "computed beyond what is known or in flight"
             assert len(r.blocks) * self.limits.block_size >= r.computed, "KV entries without a page"

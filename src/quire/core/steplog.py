@@ -21,7 +21,9 @@ class StepRecord:
     preempted: list[str]
     running: int
     waiting: int
-    wait_reason: str | None  # why the first waiting request waits: slots, pages, tokens, batch or results
+    wait_reason: (
+        str | None
+    )  # why the first waiting request waits: slots, pages, tokens, batch, results or grammar
     free_blocks: int
     schedule_s: float = 0.0
     launch_s: float = 0.0
@@ -56,6 +58,10 @@ class StepLog:
     @property
     def last(self) -> StepRecord:
         return self._records[-1]
+
+    def newest(self, count: int) -> list[StepRecord]:
+        """The last `count` records, oldest first."""
+        return [self._records[-i] for i in range(count, 0, -1)]
 
     def __len__(self) -> int:
         return len(self._records)

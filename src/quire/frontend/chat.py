@@ -43,7 +43,7 @@ def render_chat(
         raise RequestError(
             "continue_final_message and add_generation_prompt exclude each other: set only one to true"
         )
-    source = chat_template or _template_of(tokenizer, bool(tools))
+    source = chat_template or template_of(tokenizer, bool(tools))
     chat = check_messages(messages, content_format(source))
     variables: dict[str, Any] = {
         **tokenizer.special_tokens,
@@ -57,7 +57,8 @@ def render_chat(
     return _cut_after_last(text, chat[-1]) if continue_final_message else text
 
 
-def _template_of(tokenizer: Tokenizer, with_tools: bool) -> str:
+def template_of(tokenizer: Tokenizer, with_tools: bool) -> str:
+    """The model's chat template; some have another one for when there are tools."""
     named = tokenizer.chat_templates
     source = (named.get("tool_use") if with_tools else None) or named.get("default")
     if not source:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import msgspec
 
 from quire.config import EngineConfig
-from quire.types import EngineInfo, EngineOutput, EngineRequest
+from quire.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, Load
 
 
 class Start(msgspec.Struct, tag=True):
-    """Client to engine, first: the settings to build from."""
+    """Client to engine, first: the settings to build from.
+
+    `dry_run_step_s` given: no model is loaded, and each step takes so long (dry_run.py).
+    """
 
     config: EngineConfig
+    dry_run_step_s: float | None = None
 
 
 class Add(msgspec.Struct, tag=True):
@@ -20,6 +24,10 @@ class Add(msgspec.Struct, tag=True):
 
 class Abort(msgspec.Struct, tag=True):
     ids: list[str]
+
+
+class AskStats(msgspec.Struct, tag=True):
+    """Client to engine: answer with Stats, between two steps."""
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -33,9 +41,16 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Outputs(msgspec.Struct, tag=True):
-    """Engine to client: everything one step brought."""
+    """Engine to client: everything one step brought, and how busy the engine is after it."""
 
     outputs: list[EngineOutput]
+    load: Load
+
+
+class Stats(msgspec.Struct, tag=True):
+    """Engine to client: its figures now."""
+
+    stats: EngineStats
 
 
 class Died(msgspec.Struct, tag=True):
@@ -45,8 +60,8 @@ class Died(msgspec.Struct, tag=True):
     cause: str
 
 
-ToEngine = Start | Add | Abort | Stop
-ToClient = Ready | Outputs | Died
+ToEngine = Start | Add | Abort | AskStats | Stop
+ToClient = Ready | Outputs | Stats | Died
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

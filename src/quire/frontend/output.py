@@ -177,6 +177,7 @@ class RequestState:
         if requests[0].params.prompt_logprobs is not None:
             self.prompt_logprobs = [None]  # nothing predicts the first token
         self._by_id = {answer.engine_id: answer for answer in self.answers}
+        self._left = len(self.answers)  # answers that are not finished
 
     @property
     def params(self) -> SamplingParams:
@@ -184,7 +185,7 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
-        return all(answer.finish_reason is not None for answer in self.answers)
+        return self._left == 0
 
     @property
     def open_ids(self) -> list[str]:
@@ -199,7 +200,8 @@ class RequestState:
         now_s = time.monotonic() if now_s is None else now_s
         if output.token_ids and self.metrics.first_token_s is None:
             self.metrics.first_token_s = now_s
-        self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        if answer.index == 0:  # the others find what the first one computed
+            self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         if output.prompt_logprobs and self.prompt_logprobs is not None and answer.index == 0:
             seen = max(0, len(self.prompt_logprobs) - output.prompt_logprobs_start)
             fresh = output.prompt_logprobs[seen:]
@@ -207,7 +209,9 @@ class RequestState:
         if output.error is not None:
             self.error = output.error
         aborts = answer.apply(output)
-        self._note_end(now_s)
+        if answer.finish_reason is not None:
+            self._left -= 1
+            self._note_end(now_s)
         return aborts
 
     def abort(self, reason: FinishReason = "abort", error: str | None = None) -> list[str]:
@@ -216,6 +220,7 @@ class RequestState:
         self.error = error or self.error
         for engine_id in ids:
             self._by_id[engine_id].finish(reason)
+        self._left = 0
         self._note_end(time.monotonic())
         return ids
 

@@ -12,8 +12,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeAlias
 
+from quire.frontend.structured import grammar_spec
 from quire.frontend.tokenizer import NoTokenizer, Tokenizer
-from quire.types import EngineRequest, RequestError, SamplingParams
+from quire.types import EngineRequest, GrammarSpec, RequestError, SamplingParams
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 
@@ -66,7 +67,9 @@ class InputProcessor:
         ids = self.prompt_ids(prompt, add_special_tokens)
         self._check_params(params)
         max_tokens = self._max_tokens(len(ids), params)
-        stop_ids = list(dict.fromkeys([*([] if params.ignore_eos else self.eos_ids), *params.stop_token_ids]))
+        grammar = self._grammar(params)
+        ends = [] if params.ignore_eos and grammar is None else self.eos_ids
+        stop_ids = list(dict.fromkeys([*ends, *params.stop_token_ids]))
         bad_words = self._bad_words_ids(params.bad_words)
         count = next(self._count)
         return [
@@ -77,6 +80,7 @@ class InputProcessor:
                 params=replace(
                     params,
                     n=1,
+                    structured_outputs=None,
                     max_tokens=max_tokens,
                     prompt_logprobs=None if index else params.prompt_logprobs,
                 ),
@@ -86,6 +90,7 @@ class InputProcessor:
                 seed=self._seed_of(params.seed, count, index),
                 priority=priority,
                 cache_salt=cache_salt,
+                grammar=grammar,
             )
             for index in range(params.n)
         ]
@@ -129,6 +134,18 @@ class InputProcessor:
                 )
         if params.stop and isinstance(self.tokenizer, NoTokenizer):
             raise RequestError("stop strings need a tokenizer, and this engine has none: use stop_token_ids")
+
+    def _grammar(self, params: SamplingParams) -> GrammarSpec | None:
+        if params.structured_outputs is None:
+            return None
+        if isinstance(self.tokenizer, NoTokenizer):
+            raise RequestError("structured_outputs need a tokenizer, and this engine has none")
+        if not (self.eos_ids or params.stop_token_ids):
+            raise RequestError(
+                "structured_outputs need a token that ends the answer: the model names no end-of-sequence token, "
+                "so give stop_token_ids"
+            )
+        return grammar_spec(params.structured_outputs)
 
     def _max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
         """As asked for, within the rest of the context."""

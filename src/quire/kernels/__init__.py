@@ -3,6 +3,11 @@
 Nothing here waits for the device or reads a device value, grids follow from shapes, and memory comes
 from torch.empty alone: every call can be captured in a CUDA graph. The modules import triton, so they
 are imported only where `available` says so, once, when a layer is built.
+
+Programmatic dependent launch (PDL): where the device can, a kernel is put on the multiprocessors while the
+one before it still runs. The rules that keep this right, for every kernel that takes part: `gdc_wait` comes
+before the first touch of any memory that a kernel may write (weights and tables are the only exception), and
+every program waits, also one without work, because the end of a kernel must imply the end of all before it.
 """
 
 from __future__ import annotations

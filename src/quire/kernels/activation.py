@@ -9,6 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels import dependent_launch
+
 _BLOCK = 1024
 
 
@@ -32,10 +34,14 @@ def _gated(
     KIND: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < WIDTH
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
     place = gate_up + row * (2 * WIDTH) + at
     gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(place + WIDTH, mask=inside, other=0.0).to(tl.float32)
@@ -49,5 +55,6 @@ def gated(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, device=gate_up.device, dtype=gate_up.dtype)
     grid = (rows, triton.cdiv(width, _BLOCK))
-    _gated[grid](gate_up, out, KIND=kind, WIDTH=width, BLOCK=_BLOCK, num_warps=4)
+    pdl = dependent_launch(gate_up.device)
+    _gated[grid](gate_up, out, KIND=kind, WIDTH=width, BLOCK=_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl)
     return out

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels import dependent_launch
+
 
 @triton.jit
 def _rms_norm(
@@ -22,12 +24,17 @@ def _rms_norm(
     ADD: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64) * WIDTH
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
-    value = tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    value = tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + row + at, mask=inside, other=0.0).to(tl.float32)
         rounded = value.to(total.dtype.element_ty)
@@ -49,13 +56,18 @@ def _layer_norm(
     ADD: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64) * WIDTH
     at = tl.arange(0, BLOCK)
     inside = at < WIDTH
-    value = tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    value = tl.load(x + row + at, mask=inside, other=0.0).to(tl.float32)
     if ADD:
         value += tl.load(residual + row + at, mask=inside, other=0.0).to(tl.float32)
         rounded = value.to(total.dtype.element_ty)
@@ -71,7 +83,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     normed = torch.empty_like(x)
     width = x.shape[-1]
     grid = (x.numel() // width,)
-    _rms_norm[grid](x, x, weight, normed, normed, eps, ADD=False, WIDTH=width, **_launch(width))
+    _rms_norm[grid](x, x, weight, normed, normed, eps, ADD=False, WIDTH=width, **_launch(width, x.device))
     return normed
 
 
@@ -82,7 +94,9 @@ def add_rms_norm(
     normed, total = torch.empty_like(x), torch.empty_like(x)
     width = x.shape[-1]
     grid = (x.numel() // width,)
-    _rms_norm[grid](x, residual, weight, normed, total, eps, ADD=True, WIDTH=width, **_launch(width))
+    _rms_norm[grid](
+        x, residual, weight, normed, total, eps, ADD=True, WIDTH=width, **_launch(width, x.device)
+    )
     return normed, total
 
 
@@ -90,7 +104,9 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     normed = torch.empty_like(x)
     width = x.shape[-1]
     grid = (x.numel() // width,)
-    _layer_norm[grid](x, x, weight, bias, normed, normed, eps, ADD=False, WIDTH=width, **_launch(width))
+    _layer_norm[grid](
+        x, x, weight, bias, normed, normed, eps, ADD=False, WIDTH=width, **_launch(width, x.device)
+    )
     return normed
 
 
@@ -100,11 +116,13 @@ def add_layer_norm(
     normed, total = torch.empty_like(x), torch.empty_like(x)
     width = x.shape[-1]
     grid = (x.numel() // width,)
-    _layer_norm[grid](x, residual, weight, bias, normed, total, eps, ADD=True, WIDTH=width, **_launch(width))
+    _layer_norm[grid](
+        x, residual, weight, bias, normed, total, eps, ADD=True, WIDTH=width, **_launch(width, x.device)
+    )
     return normed, total
 
 
-def _launch(width: int) -> dict[str, int]:
+def _launch(width: int, device: torch.device) -> dict[str, int | bool]:
     """Eight elements a thread: 16-byte accesses in half precision, and few steps to the row's sum."""
-    block = triton.next_power_of_2(width)
-    return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
+    block, pdl = triton.next_power_of_2(width), dependent_launch(device)
+    return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16), "PDL": pdl, "launch_pdl": pdl}

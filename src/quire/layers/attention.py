@@ -1,11 +1,23 @@
-"""`Attention`: where a model hands q, k and v to the attention back end. Holds no weights."""
+"""`Attention`: where a model hands q, k and v to the attention back end. Holds no weights.
+
+`rotary` is the way there for q and k that are turned first: as one with the back end where it takes packed
+q|k|v, and step by step elsewhere.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
 from quire.attention.base import ForwardBatch
+from quire.kernels import available
 from quire.layers.env import Env
+from quire.layers.norm import HeadNorm
+from quire.layers.rope import RotaryHeads, Rotation
+
+# packed q|k|v [tokens, (heads + 2 kv heads) * dim], which may be overwritten -> [tokens, heads * dim]
+PackedAttention = Callable[[torch.Tensor, Rotation, ForwardBatch], torch.Tensor]
 
 
 class Attention:
@@ -38,3 +50,13 @@ class Attention:
     ) -> torch.Tensor:
         """q [tokens, heads, dim], k and v [tokens, kv heads, dim] (dim contiguous) -> [tokens, heads * dim]."""
         return self.backend.forward(self, q, k, v, batch)
+
+
+def rotary(attention: Attention, norms: HeadNorm | None, device: torch.device) -> PackedAttention:
+    """`attention` over heads that are first normed, if there are norms, and turned to their positions."""
+    backend = attention.backend
+    if backend.takes_packed and available(device):
+        # a Rotation on such a device is (positions, table), and the batch has the positions
+        return lambda qkv, rotation, batch: backend.forward_packed(attention, qkv, norms, rotation[1], batch)
+    heads = RotaryHeads(attention.num_heads, attention.num_kv_heads, attention.head_dim, norms, device)
+    return lambda qkv, rotation, batch: attention(*heads(qkv, rotation), batch)

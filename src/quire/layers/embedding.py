@@ -14,9 +14,9 @@ class Embedding:
     """A table of vectors, looked up by id; `scale` multiplies what is looked up (Gemma)."""
 
     def __init__(self, env: Env, name: str, rows: int, width: int, scale: float | None = None) -> None:
-        table = env.weights.tensor(name + ".weight", (rows, width))
         # a copy: a memory-mapped table would be read from the file again whenever memory is short
-        self.weight = torch.empty(rows, width, device=env.device, dtype=env.dtype).copy_(table)
+        self.weight = torch.empty(rows, width, device=env.device, dtype=env.dtype)
+        env.weights.copy_into(self.weight, name + ".weight", (rows, width))
         # rounded to the model's dtype, as in training
         self.scale = None if scale is None else torch.tensor(scale, dtype=env.dtype).item()
 

@@ -23,6 +23,21 @@ class Weights(Protocol):
         checkpoint's dtype. Raises ModelError that names a missing or mis-shaped tensor."""
         ...
 
+    def copy_into(
+        self,
+        destination: torch.Tensor,
+        name: str,
+        shape: tuple[int, ...],
+        rows: slice = slice(None),
+        cols: slice = slice(None),
+    ) -> None:
+        """`destination.copy_(tensor(...))`; the destination may be any view of the model's device and dtype.
+
+        On a GPU the copy may be under way until the checkpoint is finished. So this is for large weights
+        that nothing computes with while the model is built; what is needed at once comes from `tensor`.
+        """
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Env:

@@ -118,7 +118,7 @@ def _load_experts(
     down = torch.empty(num_experts, hidden, part, device=env.device, dtype=env.dtype)
     for expert in range(num_experts):
         gate_name, up_name, down_name = (f"{prefix}experts.{expert}.{name}.weight" for name in names)
-        gate_up[expert, :part].copy_(env.weights.tensor(gate_name, (intermediate, hidden), cut))
-        gate_up[expert, part:].copy_(env.weights.tensor(up_name, (intermediate, hidden), cut))
-        down[expert].copy_(env.weights.tensor(down_name, (hidden, intermediate), slice(None), cut))
+        env.weights.copy_into(gate_up[expert, :part], gate_name, (intermediate, hidden), cut)
+        env.weights.copy_into(gate_up[expert, part:], up_name, (intermediate, hidden), cut)
+        env.weights.copy_into(down[expert], down_name, (hidden, intermediate), slice(None), cut)
     return gate_up, down

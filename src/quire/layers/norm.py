@@ -112,17 +112,19 @@ def make_layer_norm(weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Nor
 def make_rms(weight: torch.Tensor, width: int, eps: float) -> Norm:
     """RMS norm over the last dimension, times `weight` [width] or [heads, width], in the quickest form.
 
-    A CPU has no fused kernel, and five plain calls beat F.rms_norm's eight (4.6 instead of 7.0 us for a
-    row of 256). They work in fp32, whatever x is, as does Gemma everywhere (its weight comes in fp32).
+    A CPU has no fused kernel, and F.rms_norm is eight calls there. These seven convert only once each way and
+    otherwise work in place on one fp32 copy, which stays in the cache: for 256 rows of 1024 in bf16 that halves
+    the time. Gemma's weight comes in fp32, and is multiplied before rounding everywhere.
     """
     shape = (width,)
     if weight.device.type == "cpu":
         product, offset = weight.float(), torch.tensor([eps])
 
         def on_cpu(x: torch.Tensor) -> torch.Tensor:
-            norm = torch.linalg.vector_norm(x, 2, -1, True, dtype=torch.float32)
-            y = x * torch.addcmul(offset, norm, norm, value=1 / width).rsqrt_()
-            return y.mul_(product).to(x.dtype)
+            y = x.to(torch.float32, copy=True)
+            norm = torch.linalg.vector_norm(y, 2, -1, True)
+            y.mul_(torch.addcmul(offset, norm, norm, value=1 / width).rsqrt_()).mul_(product)
+            return y.to(x.dtype)
 
         return on_cpu
 

@@ -85,7 +85,7 @@ class RotaryHeads:
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Turn each head of x [tokens, heads, dim]: (a, b) -> (a cos - b sin, b cos + a sin)."""
     cos, sin = rotation
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+    return x.roll(x.shape[-1] // 2, -1).mul_(sin).addcmul_(x, cos)
 
 
 def inverse_frequencies(params: RopeParams, dim: int) -> torch.Tensor:

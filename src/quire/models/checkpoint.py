@@ -1,7 +1,8 @@
 """Where weights come from: safetensors files, a GGUF file, or thin air (`DummyCheckpoint`).
 
-Files are memory-mapped and layers pull what they need, so a rank reads only its own part. `finish`
-reports tensors that nobody asked for: a model that ignores a weight would be silently wrong.
+Files are memory-mapped and layers pull what they need, so a rank reads only its own part. For a GPU,
+large tensors are copied into place by threads (reader.py) while the start-up goes on. `finish` waits for them,
+and reports tensors that nobody asked for: a model that ignores a weight would be silently wrong.
 """
 
 from __future__ import annotations
@@ -15,12 +16,13 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from quire.models.reader import Reader, Stored
 from quire.models.spec import ModelSpec
 from quire.types import ModelError
 
 _WHOLE = slice(None)
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-_FLOATS = {"F64", "F32", "F16", "BF16"}
+_FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Buffers that old checkpoints carry along, and the vision half of Gemma 3.
 _HARMLESS = re.compile(
     r"rotary_emb\.inv_freq$|\battn\.(masked_)?bias$|^(model\.)?(vision_tower|multi_modal_projector)\."
@@ -36,8 +38,21 @@ class Checkpoint(Protocol):
         self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE
     ) -> torch.Tensor: ...
 
+    def copy_into(
+        self,
+        destination: torch.Tensor,
+        name: str,
+        shape: tuple[int, ...],
+        rows: slice = _WHOLE,
+        cols: slice = _WHOLE,
+    ) -> None: ...
+
     def finish(self) -> None:
-        """Raise ModelError naming tensors that were never read, and close the files."""
+        """Wait for all copies. Raise ModelError naming tensors that were never read or could not be."""
+        ...
+
+    def close(self) -> None:
+        """Give up what is not finished, and close the files."""
         ...
 
 
@@ -50,29 +65,36 @@ def open_checkpoint(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Checkpoint:
-    """The weights at `path`, a folder or a .gguf file. device, dtype and seed are for dummy weights only."""
+    """The weights at `path`, a folder or a .gguf file, for a model on `device`.
+
+    dtype and seed are for dummy weights only.
+    """
+    device = device or torch.device("cpu")
     if load_format == "dummy":
-        return DummyCheckpoint(seed, device or torch.device("cpu"), dtype)
+        return DummyCheckpoint(seed, device, dtype)
     spec.check_quantization()
     path = Path(path)
     if path.suffix == ".gguf":
         from quire.models.gguf import GGUFCheckpoint  # here: most runs need no GGUF reader
 
         return GGUFCheckpoint(path, spec)
-    return SafetensorsCheckpoint(path, spec.tie_embeddings)
+    # A CPU's weights are packed as soon as they are there: nothing could go on beside a reader.
+    reader = Reader(device) if device.type == "cuda" else None
+    return SafetensorsCheckpoint(path, spec.tie_embeddings, reader)
 
 
 # --------------------------------------------------------------------------------------- safetensors
 
 
 class SafetensorsCheckpoint:
-    """One file, or the shards that an index names."""
+    """One file, or the shards that an index names. Without a `reader`, copies are made at once."""
 
-    def __init__(self, folder: Path, tied: bool) -> None:
+    def __init__(self, folder: Path, tied: bool, reader: Reader | None = None) -> None:
         self.files: dict[Path, Any] = {}
         self.where: dict[str, Path] = {}
+        self.offsets: dict[str, int] = {}  # of a tensor in its file; for the reader
         self.unread: set[str] = set()
-        self.tied = tied
+        self.tied, self.reader = tied, reader
         for file, names in _shards(folder).items():
             handle = self.files[file] = _open(file)
             present = set(handle.keys())
@@ -80,6 +102,8 @@ class SafetensorsCheckpoint:
                 if name not in present:
                     raise ModelError(f"{file} lacks tensor {name}, which the index says it holds")
                 self.where[name] = file
+            if reader:
+                self.offsets |= _offsets(file)
         self.unread.update(self.where)
 
     def has(self, name: str) -> bool:
@@ -88,14 +112,7 @@ class SafetensorsCheckpoint:
     def tensor(
         self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE
     ) -> torch.Tensor:
-        if name not in self.where:
-            raise ModelError(f"the checkpoint has no tensor {name} (expected shape {list(shape)})")
-        file = self.where[name]
-        part = self.files[file].get_slice(name)
-        check_shape(name, shape, tuple(part.get_shape()))
-        if part.get_dtype() not in _FLOATS:
-            raise ModelError(f"tensor {name} has dtype {part.get_dtype()}, which is not supported")
-        self.unread.discard(name)
+        part, file = self._find(name, shape), self.where[name]
         cuts = (rows, cols)[: len(shape)]
         whole = all(cut.indices(size) == (0, size, 1) for cut, size in zip(cuts, shape))
         try:
@@ -103,9 +120,42 @@ class SafetensorsCheckpoint:
         except SafetensorError as error:
             raise ModelError(f"cannot read tensor {name} of {file}: {error}") from error
 
+    def copy_into(
+        self,
+        destination: torch.Tensor,
+        name: str,
+        shape: tuple[int, ...],
+        rows: slice = _WHOLE,
+        cols: slice = _WHOLE,
+    ) -> None:
+        if self.reader is None:
+            destination.copy_(self.tensor(name, shape, rows, cols))
+            return
+        dtype = _FLOATS[self._find(name, shape).get_dtype()]
+        stored = Stored(name, self.where[name], self.offsets[name], shape, dtype)
+        self.reader.add(stored, rows, cols, destination)
+
     def finish(self) -> None:
-        self.files.clear()
         check_unread(self.unread, self.tied)
+        if self.reader:
+            self.reader.finish()
+        self.close()
+
+    def close(self) -> None:
+        self.files.clear()
+        if self.reader:
+            self.reader.close()
+
+    def _find(self, name: str, shape: tuple[int, ...]) -> Any:
+        """The slice of `name`, which must be there, in this shape and in numbers that can be read."""
+        if name not in self.where:
+            raise ModelError(f"the checkpoint has no tensor {name} (expected shape {list(shape)})")
+        part = self.files[self.where[name]].get_slice(name)
+        check_shape(name, shape, tuple(part.get_shape()))
+        if part.get_dtype() not in _FLOATS:
+            raise ModelError(f"tensor {name} has dtype {part.get_dtype()}, which is not supported")
+        self.unread.discard(name)
+        return part
 
 
 def _shards(folder: Path) -> dict[Path, list[str] | None]:
@@ -159,6 +209,15 @@ def _open(file: Path) -> Any:
         raise ModelError(f"{file} is not a readable safetensors file, perhaps cut short ({error})") from error
 
 
+def _offsets(file: Path) -> dict[str, int]:
+    """Where in a file, which has been opened and found sound, each tensor begins."""
+    with file.open("rb") as opened:
+        length = int.from_bytes(opened.read(8), "little")
+        header = json.loads(opened.read(length))
+    header.pop("__metadata__", None)
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
+
+
 def check_shape(name: str, expected: tuple[int, ...], found: tuple[int, ...]) -> None:
     if tuple(found) != tuple(expected):
         raise ModelError(f"tensor {name} has shape {list(found)}, but the config asks for {list(expected)}")
@@ -205,6 +264,16 @@ class DummyCheckpoint:
         is_norm = name.endswith(".weight")  # the only one-dimensional weights; the rest are biases
         return flat + 1 if is_norm else flat
 
+    def copy_into(
+        self,
+        destination: torch.Tensor,
+        name: str,
+        shape: tuple[int, ...],
+        rows: slice = _WHOLE,
+        cols: slice = _WHOLE,
+    ) -> None:
+        destination.copy_(self.tensor(name, shape, rows, cols))
+
     def _run(self, name: str, start: int, length: int) -> torch.Tensor:
         position = (zlib.crc32(name.encode()) + start) % self.BLOCK
         out = torch.empty(length, device=self.block.device, dtype=self.block.dtype)
@@ -216,4 +285,7 @@ class DummyCheckpoint:
         return out
 
     def finish(self) -> None:
+        return None
+
+    def close(self) -> None:
         return None

@@ -11,13 +11,13 @@ from typing import Protocol
 import torch
 
 from quire.attention.base import ForwardBatch
-from quire.layers.attention import Attention
+from quire.layers.attention import Attention, rotary
 from quire.layers.embedding import Embedding, LMHead
 from quire.layers.env import Env, Weights
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import HeadNorm, RMSNorm
-from quire.layers.rope import Rope, RotaryHeads, Rotation
+from quire.layers.rope import Rope, Rotation
 from quire.layers.stream import Added, AfterNorm, Stream
 from quire.models.spec import ModelSpec
 
@@ -58,17 +58,16 @@ class SelfAttention:
         if spec.qk_norm:
             names_qk = (prefix + "q_norm", prefix + "k_norm")
             qk_norm = HeadNorm(type(norm), env, names_qk, (heads, kv_heads), dim, spec.norm_eps)
-        self.heads = RotaryHeads(heads, kv_heads, dim, qk_norm, env.device)
         self.attention = Attention(
             env, index, heads, kv_heads, dim, spec.query_scale, spec.windows[index], spec.attn_soft_cap
         )
+        self.attend = rotary(self.attention, qk_norm, env.device)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, batch: ForwardBatch
     ) -> Stream:
         qkv, residual = self.qkv(x, residual)
-        q, k, v = self.heads(qkv, rotation)
-        return self.o(self.attention(q, k, v, batch), residual)
+        return self.o(self.attend(qkv, rotation, batch), residual)
 
 
 class FeedForward(Protocol):

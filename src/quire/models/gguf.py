@@ -104,8 +104,21 @@ class GGUFCheckpoint:
             np.require(values[:, cols] if values.ndim > 1 else values, requirements=["C", "W"])
         )
 
-    def finish(self) -> None:
+    def copy_into(
+        self,
+        destination: torch.Tensor,
+        name: str,
+        shape: tuple[int, ...],
+        rows: slice = _WHOLE,
+        cols: slice = _WHOLE,
+    ) -> None:
+        destination.copy_(self.tensor(name, shape, rows, cols))
+
+    def close(self) -> None:
         self.tensors = {}
+
+    def finish(self) -> None:
+        self.close()
         check_unread(
             {"lm_head.weight" if name == "output.weight" else name for name in self.unread},
             self.spec.tie_embeddings,

@@ -39,11 +39,12 @@ class Part:
     def num_cols(self) -> int:
         return len(range(*self.cols.indices(self.shape[1])))
 
-    def read(self, env: Env) -> torch.Tensor:
-        """The part as [outputs, inputs]."""
+    def copy_into(self, destination: torch.Tensor, env: Env) -> None:
+        """Fill `destination` [outputs, inputs]; on a GPU it is there once the checkpoint is finished."""
         if self.transposed:
-            return env.weights.tensor(self.name, self.shape[::-1], self.cols, self.rows).t()
-        return env.weights.tensor(self.name, self.shape, self.rows, self.cols)
+            env.weights.copy_into(destination.t(), self.name, self.shape[::-1], self.cols, self.rows)
+        else:
+            env.weights.copy_into(destination, self.name, self.shape, self.rows, self.cols)
 
 
 class Matmul(Protocol):
@@ -89,7 +90,7 @@ class Unquantised:
         weight = torch.empty(rows, parts[0].num_cols, device=env.device, dtype=env.dtype)
         start = 0
         for part in parts:
-            weight[start : start + part.num_rows].copy_(part.read(env))
+            part.copy_into(weight[start : start + part.num_rows], env)
             start += part.num_rows
         return make_matmul(weight, bias)
 

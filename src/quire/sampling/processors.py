@@ -7,16 +7,19 @@ up along the way, so overlap, preemption and rejected drafts need no care.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from quire.kernels import available
 from quire.sampling.columns import SlotLists, SlotTable, TokenColumns, rows_where
 from quire.types import EngineRequest
 
 NEVER = float("-inf")
+_PENALTIES = ("on", "repetition", "presence", "frequency")
 
 
 class LogitsProcessor(Protocol):
@@ -44,7 +47,7 @@ def all_processors(
         BadWords(columns, vocab_size, num_slots, device),
         MinTokens(columns, vocab_size, num_slots, device),
         LogitBias(vocab_size, num_slots, device),
-        Penalties(columns, num_slots, device),
+        Penalties(columns, vocab_size, num_slots, device),
     ]
 
 
@@ -123,7 +126,8 @@ class BadWords:
 
 
 class MinTokens:
-    """min_tokens: no stop token before the output has that many tokens."""
+    """min_tokens: no stop token before the output has that many tokens. With a grammar it is the grammar's mask
+    that sees to it, because a complete answer must be able to end."""
 
     def __init__(self, columns: TokenColumns, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._columns = columns
@@ -131,7 +135,7 @@ class MinTokens:
         self._lists = SlotLists(num_slots, device)
 
     def add(self, slot: int, request: EngineRequest) -> bool:
-        least = request.params.min_tokens
+        least = 0 if request.grammar else request.params.min_tokens
         stops = {*request.stop_ids, *request.eos_ids, *request.params.stop_token_ids} if least > 0 else set()
         return self._lists.put(slot, [[t, least] for t in sorted(stops) if 0 <= t < self._vocab_size])
 
@@ -174,24 +178,30 @@ class LogitBias:
 
 
 class Penalties:
-    """Repetition, presence and frequency penalty, counted afresh from the token columns."""
+    """Repetition, presence and frequency penalty, counted afresh from the token columns.
 
-    def __init__(self, columns: TokenColumns, num_slots: int, device: torch.device) -> None:
+    On a GPU by the kernel of kernels/penalties.py; `penalise_plain` says what it must do.
+    """
+
+    def __init__(self, columns: TokenColumns, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._columns = columns
-        self._table = SlotTable(("repetition", "presence", "frequency"), num_slots, device)
+        self._table = SlotTable(_PENALTIES, num_slots, device)
         self._repeats = np.zeros(num_slots, dtype=np.bool_)
         self._counts = np.zeros(num_slots, dtype=np.bool_)
         self._device = device
+        self._penalise = self._with_kernel(vocab_size) if available(device) else self.penalise_plain
 
     def add(self, slot: int, request: EngineRequest) -> bool:
         params = request.params
+        was_on = bool(self._repeats[slot] or self._counts[slot])
         self._repeats[slot] = params.repetition_penalty != 1.0
         self._counts[slot] = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         on = bool(self._repeats[slot] or self._counts[slot])
-        if on:
+        if on or was_on:  # the kernel reads from the device whether a slot is on
             self._table.stage(
                 slot,
                 {
+                    "on": int(on),
                     "repetition": float(params.repetition_penalty),
                     "presence": float(params.presence_penalty),
                     "frequency": float(params.frequency_penalty),
@@ -203,11 +213,24 @@ class Penalties:
         self._table.flush()
 
     def apply(self, logits: Tensor, slots_host: np.ndarray, slots: Tensor) -> None:
+        if (self._repeats[slots_host] | self._counts[slots_host]).any():
+            self._penalise(logits, slots_host, slots)
+
+    def _with_kernel(self, vocab_size: int) -> Callable[[Tensor, np.ndarray, Tensor], None]:
+        from quire.kernels.penalties import COLUMNS, PROGRAMS, penalise
+
+        assert COLUMNS == _PENALTIES
+        table, columns = self._table.values, self._columns
+        counts = torch.zeros(PROGRAMS, vocab_size, dtype=torch.int32, device=self._device)
+
+        def penalised(logits: Tensor, slots_host: np.ndarray, slots: Tensor) -> None:
+            penalise(logits, slots, table, columns.tokens, columns.num_tokens, columns.prompt_len, counts)
+
+        return penalised
+
+    def penalise_plain(self, logits: Tensor, slots_host: np.ndarray, slots: Tensor) -> None:
         repeats, counts = self._repeats[slots_host], self._counts[slots_host]
-        on = repeats | counts
-        if not on.any():
-            return
-        rows = rows_where(on, self._device)
+        rows = rows_where(repeats | counts, self._device)
         slot = slots[rows]
         amounts = self._table.gather(slot)
         x = logits[rows]  # [r, vocab]

@@ -3,8 +3,11 @@
 Owns the sampling columns of every slot. Order, as in vLLM: log-probabilities of the raw logits; grammar
 mask; allowed ids, bad words, min tokens, bias, penalties; temperature; min_p, top_k, top_p; draw.
 Which of these a step needs is read from host columns, so unused features cost nothing. No call waits
-for the device, and a row's token depends on that row alone. Rows without filters are chosen by the
-kernel of kernels/sampling.py where it runs.
+for the device, and a row's token depends on that row alone.
+
+From temperature on, everything is `choose`: on a GPU the kernels of kernels/sampling.py, which read what
+each row wants on the device, so that it can be captured. A step whose rows do not `need_host_work` is
+`choose` and nothing else.
 """
 
 from __future__ import annotations
@@ -18,20 +21,22 @@ import torch
 from torch import Tensor
 
 from quire.kernels import available
-from quire.sampling.columns import Gathered, SlotTable, TokenColumns, rows_where
+from quire.sampling import masks as plain_masks
+from quire.sampling.columns import Gathered, SlotTable, TokenColumns, rows_where, to_device
 from quire.sampling.filters import FilterFlags, cutoffs
 from quire.sampling.logprobs import Logprobs, score
-from quire.sampling.masks import apply_mask
 from quire.sampling.noise import gumbel, row_keys
+from quire.sampling.on_cpu import contenders, draw, highest
 from quire.sampling.processors import all_processors
-from quire.types import EngineRequest
+from quire.types import EngineRequest, TokenMasks
 
 _COLUMNS = ("temperature", "top_k", "top_p", "log_min_p", "seed_low", "seed_high")
 _GREEDY = 0.0  # as a temperature
 _NONE = -1  # no log-probabilities wanted
 
 
-Choose = Callable[[Tensor, np.ndarray, Tensor], Tensor]  # logits, slots on the host and device -> tokens
+# logits [n, vocab], slots [n], tokens int32 [n] to fill, slots on the host (if known), may rows have filters
+Choose = Callable[[Tensor, Tensor, Tensor, np.ndarray | None, bool], None]
 
 
 @dataclass(slots=True)
@@ -54,7 +59,9 @@ class Sampler:
         self._processed = np.zeros(num_slots, dtype=np.bool_)
         self._logprobs = np.full(num_slots, _NONE, dtype=np.int64)
         self._filters = FilterFlags.empty(num_slots)
-        self._choose: Choose = self._with_kernel() if available(device) else self._plain
+        self._masked = np.zeros(num_slots, dtype=np.bool_)
+        self._choose: Choose = self._with_kernels(vocab_size, num_slots) if available(device) else self._plain
+        self._apply_masks = _masks_kernel() if available(device) else plain_masks.apply_masks
 
     def admit(self, slot: int, request: EngineRequest) -> None:
         """Stage the parameters of the request that takes `slot`, on the host."""
@@ -66,6 +73,7 @@ class Sampler:
         self._filters.top_k[slot] = max(0, params.top_k)
         self._filters.top_p[slot] = params.top_p < 1
         self._filters.min_p[slot] = params.min_p > 0
+        self._masked[slot] = request.grammar is not None
         low, high = (int(half) for half in np.array([request.seed], dtype=np.int64).view(np.int32))
         self._table.stage(
             slot,
@@ -86,81 +94,100 @@ class Sampler:
             processor.flush()
 
     def sample(
-        self, logits: Tensor, slots_host: np.ndarray, slots: Tensor, mask: Tensor | None = None
+        self, logits: Tensor, slots_host: np.ndarray, slots: Tensor, masks: TokenMasks | None = None
     ) -> SampleOutput:
         """One token for each row of `logits` [n, vocab], which stays as it is.
 
-        `slots` is the device's copy of `slots_host`; `mask` int32 [n, ceil(vocab / 32)] has a bit per
-        allowed token.
+        `slots` is the device's copy of `slots_host`; `masks` are for some of the rows.
         """
         x = logits
-        if mask is not None or self._processed[slots_host].any():
+        if masks is not None or self._processed[slots_host].any():
             x = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-            if mask is not None:
-                apply_mask(x, mask)
+            if masks is not None:
+                self._apply_masks(x, to_device(masks.rows, self._device), to_device(masks.bits, self._device))
             for processor in self._processors:
                 processor.apply(x, slots_host, slots)
-        tokens = self._choose(x, slots_host, slots)
-        return SampleOutput(tokens.to(torch.int32), self._score(logits, tokens, slots_host))
+        tokens = torch.empty(len(slots_host), dtype=torch.int32, device=logits.device)
+        self._choose(x, slots, tokens, slots_host, self.has_filters(slots_host))
+        return SampleOutput(tokens, self._score(logits, tokens, slots_host))
 
-    def is_plain_greedy(self, slots_host: np.ndarray) -> bool:
-        """Whether every row takes its most likely token and wants nothing else."""
-        plain = (
-            self._greedy[slots_host] & ~self._processed[slots_host] & (self._logprobs[slots_host] == _NONE)
-        )
-        return bool(plain.all())
+    def choose(self, logits: Tensor, slots: Tensor, tokens: Tensor, filtered: bool = True) -> None:
+        """Into `tokens` int32 [n]: one for each row of `logits` [n, vocab], for rows that need no host work.
+
+        On a GPU it can be captured in a graph, which then serves any requests in those slots; with
+        `filtered` False, any without filters.
+        """
+        self._choose(logits, slots, tokens, None, filtered)
+
+    def needs_host_work(self, slots_host: np.ndarray) -> bool:
+        """Whether any row wants more than `choose`: changed or masked logits, or log-probabilities."""
+        host = self._processed[slots_host] | self._masked[slots_host] | (self._logprobs[slots_host] != _NONE)
+        return bool(host.any())
+
+    def has_filters(self, slots_host: np.ndarray) -> bool:
+        """Whether any row is drawn under top_k, top_p or min_p."""
+        return bool((self._filters.at(slots_host).used & ~self._greedy[slots_host]).any())
 
     def prompt_logprobs(self, logits: Tensor, targets: Tensor, k: int) -> Logprobs:
         """Log-probabilities of the given tokens int64 [m] under `logits` [m, vocab], and the top k."""
         return score(logits, targets, k)
 
-    def _with_kernel(self) -> Choose:
-        """Rows with filters are drawn by `_draw`, all others by the kernel: which of the two a row gets
-        does not depend on its batch, so neither does its token."""
-        from quire.kernels.sampling import choose
+    def _with_kernels(self, vocab_size: int, num_slots: int) -> Choose:
+        from quire.kernels.row import COLUMNS
+        from quire.kernels.sampling import Scratch, choose
 
-        temperature = self._table.float64("temperature")
-        low, high = self._table.int64("seed_low"), self._table.int64("seed_high")
+        assert COLUMNS == _COLUMNS
+        scratch = Scratch.empty(num_slots, vocab_size, self._device)
 
-        def chosen(x: Tensor, slots_host: np.ndarray, slots: Tensor) -> Tensor:
-            filtered = ~self._greedy[slots_host] & self._filters.at(slots_host).used
-            if filtered.all():
-                return self._draw(x, slots_host, slots)
-            tokens = choose(x, slots, temperature, low, high, self._columns.num_tokens)
-            if filtered.any():
-                rows = rows_where(filtered, self._device)
-                tokens[rows] = self._draw(x[rows], slots_host[filtered], slots[rows]).int()
-            return tokens
+        def chosen(
+            x: Tensor, slots: Tensor, tokens: Tensor, slots_host: np.ndarray | None, filtered: bool
+        ) -> None:
+            choose(x, slots, self._table.values, self._columns.num_tokens, scratch, tokens, filtered)
 
         return chosen
 
-    def _plain(self, x: Tensor, slots_host: np.ndarray, slots: Tensor) -> Tensor:
-        """int64 [n]: the greedy choice of every row, overwritten by a draw where one is wanted."""
+    def _plain(
+        self, x: Tensor, slots: Tensor, tokens: Tensor, slots_host: np.ndarray | None, filtered: bool
+    ) -> None:
+        """The greedy choice of every row, overwritten by a draw where one is wanted."""
+        if slots_host is None:
+            slots_host = slots.cpu().numpy()
         drawn = ~self._greedy[slots_host]
         if drawn.all():
-            return self._draw(x, slots_host, slots)
-        if self._device.type == "cpu":
-            x = x.float()  # argmax over bfloat16 is several times slower there than the conversion
-        tokens = x.argmax(1)
+            tokens.copy_(self._draw(x, slots_host, slots))
+            return
+        tokens.copy_(highest(x))
         if drawn.any():
             rows = rows_where(drawn, self._device)
-            tokens[rows] = self._draw(x[rows], slots_host[drawn], slots[rows])
-        return tokens
+            tokens[rows] = self._draw(x[rows], slots_host[drawn], slots[rows]).int()
 
     def _draw(self, x: Tensor, slots_host: np.ndarray, slots: Tensor) -> Tensor:
         """Gumbel-max over the tokens that the filters keep: argmax of logit / temperature + noise."""
         columns = self._table.gather(slots)
-        x = x.to(torch.float32, copy=True).div_(columns.float32("temperature").unsqueeze(1))  # [r, vocab]
+        # By the reciprocal, as in the kernels: both see the same bits.
+        scale = columns.float32("temperature").reciprocal().unsqueeze(1)
+        x = x.to(torch.float32, copy=True).mul_(scale)  # [r, vocab]
         x.nan_to_num_(nan=-math.inf, posinf=torch.finfo(torch.float32).max, neginf=-math.inf)
         k0, k1 = self._keys(columns, slots)
         flags = self._filters.at(slots_host)
         if not flags.any:
-            return x.add_(gumbel(k0.unsqueeze(1), k1.unsqueeze(1), self._vocab_ids)).argmax(1)
+            return highest(x.add_(gumbel(k0.unsqueeze(1), k1.unsqueeze(1), self._vocab_ids)))
+        if self._device.type == "cpu":
+            return self._draw_on_cpu(x, flags, columns, k0, k1)
         keep = x >= cutoffs(x, flags, columns)
-        if self._device.type == "cpu":  # counting what is kept costs no wait here
-            return _argmax_of_kept(x, keep, k0, k1)
         x += gumbel(k0.unsqueeze(1), k1.unsqueeze(1), self._vocab_ids)
         return x.masked_fill_(~keep, -math.inf).argmax(1)
+
+    def _draw_on_cpu(
+        self, x: Tensor, flags: FilterFlags, columns: Gathered, k0: Tensor, k1: Tensor
+    ) -> Tensor:
+        """The same, looking at few tokens where every row has a small top_k. Counting costs no wait here."""
+        vocab = x.shape[1]
+        if flags.top_k.all() and (few := contenders(x, int(flags.top_k.max()))):
+            cutoff = cutoffs(few.values, flags, columns)
+            if not bool((few.rest >= cutoff).any()):  # else a token that was left out is kept
+                return draw(few.values, few.values >= cutoff, few.tokens, vocab, k0, k1)
+        return draw(x, x >= cutoffs(x, flags, columns), None, vocab, k0, k1)
 
     def _keys(self, columns: Gathered, slots: Tensor) -> tuple[Tensor, Tensor]:
         position = self._columns.num_tokens[slots]
@@ -179,12 +206,7 @@ class Sampler:
         return ids, values, ranks
 
 
-def _argmax_of_kept(x: Tensor, keep: Tensor, k0: Tensor, k1: Tensor) -> Tensor:
-    """The same draw with noise for the kept tokens only; their number is read, so for the CPU."""
-    row, token = keep.nonzero(as_tuple=True)
-    noisy = x[row, token] + gumbel(k0[row], k1[row], token.to(torch.int32))
-    best = torch.full_like(x[:, 0], -math.inf).scatter_reduce_(0, row, noisy, "amax")  # [r]
-    vocab = x.shape[1]
-    first = torch.where(noisy == best[row], token, vocab)
-    # Of equals the lowest token, as argmax does; token 0 where nothing is kept.
-    return torch.full_like(best, vocab, dtype=torch.int64).scatter_reduce_(0, row, first, "amin") % vocab
+def _masks_kernel() -> Callable[[Tensor, Tensor, Tensor], None]:
+    from quire.kernels.masks import apply_masks
+
+    return apply_masks

@@ -5,9 +5,7 @@ For measuring the host's own cost per step, and for developing clients without w
 
 from __future__ import annotations
 
-from typing import Any
-
-from quire.types import StepHandle, StepPlan, StepResult
+from quire.types import StepHandle, StepPlan, StepResult, TokenMasks
 
 
 class _Ready:
@@ -28,10 +26,13 @@ class DryRunExecutor:
     def forward(self, plan: StepPlan) -> None:
         self._plans[plan.step] = plan
 
-    def sample(self, step: int, masks: Any) -> StepHandle:
+    def sample(self, step: int, masks: TokenMasks | None) -> StepHandle:
         count = int(self._plans.pop(step).samples.sum())
         token = (self._first + step) % self._vocab_size
         return _Ready(StepResult(step, [[token] for _ in range(count)]))
+
+    def warm_up(self) -> bool:
+        return False
 
     def close(self) -> None:
         self._plans.clear()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from quire.types import StepHandle, StepPlan
+from quire.types import StepHandle, StepPlan, TokenMasks
 from quire.worker.runner import Runner
 
 
@@ -15,8 +13,11 @@ class LocalExecutor:
     def forward(self, plan: StepPlan) -> None:
         self._runner.forward(plan)
 
-    def sample(self, step: int, masks: Any) -> StepHandle:
+    def sample(self, step: int, masks: TokenMasks | None) -> StepHandle:
         return self._runner.sample(step, masks)
+
+    def warm_up(self) -> bool:
+        return self._runner.warm_up()
 
     def close(self) -> None:
         del self._runner

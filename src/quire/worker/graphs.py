@@ -1,25 +1,26 @@
-"""How a step is launched: batch building, model and logits, eagerly or as one replay of a CUDA graph.
+"""How a step is launched: batch, model, logits and, where the host has no part in it, sampling; operation
+by operation or as one replay of a CUDA graph.
 
-A step in which every row runs one token and samples needs nothing from the host but its slots, so it can be
-captured once for a number of rows and replayed: the graph reads the slots from a static buffer and derives
-everything else from the columns. Fewer rows are padded with the dummy slot. All other steps run eagerly.
+A captured step reads nothing from the host but the header that `KernelBatcher` sends, so it can be
+replayed for every plan of its shape: so many rows, so many tokens, both rounded up to a few sizes. Missing
+rows are dummies. A shape runs eagerly when it first occurs, and is recorded when it comes again or when
+the engine has nothing to do. All graphs share one pool of memory, because they run one after the other.
 """
 
 from __future__ import annotations
 
 import bisect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
-import numpy as np
 import torch
 
-from quire.attention.base import ForwardBatch
 from quire.models.decoder import Model
+from quire.sampling.sampler import Sampler
 from quire.types import StepPlan
-from quire.worker.batch import BatchBuilder, Step
+from quire.worker.batch import Batcher, KernelBatcher, Step, plan_header
 from quire.worker.staging import Staging
-from quire.worker.state import SlotState
 
 
 @dataclass(slots=True)
@@ -27,16 +28,16 @@ class Launched:
     """A step under way on the device."""
 
     step: Step
-    hidden: torch.Tensor  # [tokens, hidden]
-    logits: torch.Tensor  # [sampling rows, vocab]
-    greedy: torch.cuda.CUDAGraph | None = (
-        None  # replaying it takes the most likely tokens and advances the columns
-    )
-    tokens: torch.Tensor | None = None  # int32 [sampling rows]: where `greedy` leaves them
+    logits: torch.Tensor | None  # [rows, vocab]; None: its tokens are sampled, and booked in the columns
+    hidden: torch.Tensor | None = None  # [tokens, hidden], where prompts are scored
 
 
 class Launcher(Protocol):
     def launch(self, plan: StepPlan, staging: Staging) -> Launched: ...
+
+    def warm_up(self, staging: Staging) -> bool:
+        """Make a later step cheaper, while there is nothing else to do; False: all is done."""
+        ...
 
 
 class Threads:
@@ -63,93 +64,160 @@ _ALL_THREADS = torch.get_num_threads()  # before any step has changed it
 class Eager:
     """One launch per operation. `threads` is for the CPU."""
 
-    def __init__(self, model: Model, builder: BatchBuilder, threads: Threads | None = None) -> None:
-        self._model, self._builder, self._threads = model, builder, threads
+    def __init__(self, model: Model, batcher: Batcher, threads: Threads | None = None) -> None:
+        self._model, self._batcher, self._threads = model, batcher, threads
 
     def launch(self, plan: StepPlan, staging: Staging) -> Launched:
         if self._threads:
             self._threads.use_for(plan.total_tokens)
-        step = self._builder.build(plan, staging)
-        hidden = self._model(step.batch)
-        return Launched(step, hidden, self._model.logits(hidden.index_select(0, step.batch.logit_index)))
+        step, batch = self._batcher.build(plan, staging)
+        hidden = self._model(batch)
+        return Launched(step, self._model.logits(hidden.index_select(0, batch.logit_index)), hidden)
+
+    def warm_up(self, staging: Staging) -> bool:
+        return False
 
 
-@dataclass(slots=True)
-class _Captured:
-    """The graphs of one padded number of rows, and where they leave their results."""
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What a graph is captured for. As many tokens as rows: one token each."""
 
-    forward: torch.cuda.CUDAGraph
-    greedy: torch.cuda.CUDAGraph
-    batch: ForwardBatch
-    hidden: torch.Tensor
-    tokens: torch.Tensor
+    rows: int
+    tokens: int
+    sampling: Literal["plain", "filtered", "later"]  # later: not in the graph; the host has a part in it
+    shares: bool = False  # rows share pages that attention reads once
+
+    @property
+    def one_each(self) -> bool:
+        return self.rows == self.tokens
 
 
 class CudaGraphs:
-    """Replays steps of single tokens; `eager` runs the rest. Captures when a size first occurs."""
+    """Replays steps of up to `max_tokens` tokens; `eager` runs longer ones, and those whose prompts are scored.
+
+    `reserve` is about the memory of the largest of them, in bytes.
+    """
 
     def __init__(
         self,
         eager: Eager,
         model: Model,
-        builder: BatchBuilder,
-        state: SlotState,
+        batcher: KernelBatcher,
+        sampler: Sampler,
         max_rows: int,
+        max_tokens: int,
+        reserve: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self._eager, self._model, self._builder, self._state = eager, model, builder, state
-        self._sizes = graph_sizes(max_rows)
-        self._slots = torch.full((max_rows,), state.dummy, dtype=torch.int64, device=device)
-        self._ones = torch.ones(max_rows, dtype=torch.int32, device=device)
-        self._captured: dict[int, _Captured] = {}
+        self._eager, self._model, self._batcher, self._sampler = eager, model, batcher, sampler
+        self._row_sizes, self._token_sizes = row_sizes(max_rows), token_sizes(max_tokens)
+        self._captured: dict[Shape, torch.cuda.CUDAGraph] = {}
+        self._seen: set[Shape] = set()
+        self._idle_sizes = self._row_sizes[::-1]  # decode steps not recorded yet, the smallest last
         # One buffer of logits for all sizes: kept per size, they would add up to gigabytes.
         self._logits = torch.empty(max_rows, model.spec.vocab_size, dtype=dtype, device=device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)  # to record on: nothing runs there
+        # A first block of the pool as large as any step needs, for all graphs to be cut from: if each took
+        # what it needs, the growing sizes of steps could not use each other's memory.
+        self._first = self._record(
+            lambda: torch.empty(max(reserve, 1 << 20), dtype=torch.uint8, device=device)[:1].zero_()
+        )
 
     def launch(self, plan: StepPlan, staging: Staging) -> Launched:
-        rows = len(plan.slots)
-        if plan.total_tokens != rows or not plan.samples.all() or plan.score_rows:
+        shape = self._shape_for(plan)
+        if shape is None:
             return self._eager.launch(plan, staging)
-        size = self._sizes[bisect.bisect_left(self._sizes, rows)]
-        found = self._captured.get(size) or self._capture(size)
-        slots = np.full(size, self._state.dummy, np.int64)
-        slots[:rows] = plan.slots
-        self._slots[:size].copy_(staging.send(slots)[0])
-        found.forward.replay()
-        step = Step(plan, found.batch, self._slots[:rows], self._ones[:rows], self._slots[:rows], plan.slots)
-        return Launched(step, found.hidden, self._logits[:rows], found.greedy, found.tokens[:rows])
+        self._batcher.load(plan_header(plan), staging, shape.rows, shape.one_each)
+        if graph := self._captured.get(shape):
+            graph.replay()
+        else:
+            self._run(shape)
+            if shape in self._seen:
+                self._capture(shape)
+            self._seen.add(shape)
+        return Launched(
+            self._batcher.step(plan), self._logits[: len(plan.slots)] if shape.sampling == "later" else None
+        )
 
-    def _capture(self, size: int) -> _Captured:
-        """Record the step for `size` rows, first running it on dummy rows so that kernels are compiled."""
-        slots, ones, logits = self._slots[:size], self._ones[:size], self._logits[:size]
-        slots.fill_(self._state.dummy)
+    def warm_up(self, staging: Staging) -> bool:
+        while self._idle_sizes:
+            size = self._idle_sizes.pop()
+            shape = Shape(size, size, "plain")
+            if shape not in self._captured:
+                staging.begin()
+                self._batcher.load(plan_header(None), staging, size, True)
+                self._run(shape)  # compiles and loads what the recording must find
+                self._capture(shape)
+                return True
+        return False
 
-        def forward() -> tuple[ForwardBatch, torch.Tensor]:
-            batch = self._builder.build_single(slots)
-            hidden = self._model(batch)
-            logits.copy_(self._model.logits(hidden))
-            return batch, hidden
+    def _shape_for(self, plan: StepPlan) -> Shape | None:
+        rows, tokens = len(plan.slots), plan.total_tokens
+        if plan.score_rows:
+            return None
+        sampling = self._sampling(plan)
+        if rows == tokens:
+            size = _round_up(self._row_sizes, rows)
+            return Shape(size, size, sampling, plan.shared is not None)
+        if tokens > self._token_sizes[-1]:
+            return None
+        # Few sizes of rows: a surplus row costs little beside the tokens of the others.
+        rows = min(max(8, 1 << (rows - 1).bit_length()), self._row_sizes[-1])
+        tokens = _round_up(self._token_sizes, max(tokens, rows + 1))
+        return Shape(rows, tokens, sampling) if tokens > rows else None
 
-        def greedy() -> torch.Tensor:
-            tokens = logits.argmax(1).int()
-            self._state.advance(slots, ones, slots, tokens)
-            self._state.reset_dummy()
-            return tokens
+    def _sampling(self, plan: StepPlan) -> Literal["plain", "filtered", "later"]:
+        if self._sampler.needs_host_work(plan.slots):
+            return "later"
+        return "filtered" if self._sampler.has_filters(plan.slots) else "plain"
 
-        forward()
-        greedy()
-        torch.cuda.synchronize()
-        first, second = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
-        with torch.cuda.graph(first, pool=self._pool):
-            batch, hidden = forward()
-        with torch.cuda.graph(second, pool=self._pool):
-            tokens = greedy()
-        found = self._captured[size] = _Captured(first, second, batch, hidden, tokens)
-        return found
+    def _run(self, shape: Shape) -> None:
+        """The step for whatever header is there."""
+        batch = self._batcher.bounded(shape.rows, shape.tokens, shape.shares)
+        hidden = self._model(batch)
+        logits = self._model.logits(hidden if shape.one_each else hidden.index_select(0, batch.logit_index))
+        if shape.sampling == "later":
+            self._logits[: shape.rows].copy_(logits)
+            return
+        tokens = torch.empty(shape.rows, dtype=torch.int32, device=logits.device)
+        self._sampler.choose(logits, self._batcher.slots(shape.rows), tokens, shape.sampling == "filtered")
+        self._batcher.advance_rows(shape.rows, tokens)
+
+    def _capture(self, shape: Shape) -> None:
+        self._captured[shape] = self._record(lambda: self._run(shape))
+
+    def _record(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        """Not with torch.cuda.graph, which waits for the device and collects garbage first."""
+        graph = torch.cuda.CUDAGraph()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            graph.capture_begin(pool=self._pool, capture_error_mode="relaxed")
+            try:
+                run()
+            finally:
+                graph.capture_end()
+        return graph
 
 
-def graph_sizes(max_rows: int) -> list[int]:
+def _round_up(sizes: list[int], wanted: int) -> int:
+    """The least of the ascending `sizes` that is enough, or the largest."""
+    return sizes[min(bisect.bisect_left(sizes, wanted), len(sizes) - 1)]
+
+
+def row_sizes(max_rows: int) -> list[int]:
     """Numbers of rows that are captured: fine steps where few rows make a step cheap."""
     sizes = {1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, 4097, 32)}
-    return sorted(size for size in sizes if size < max_rows) + [max_rows]
+    return [*sorted(size for size in sizes if size < max_rows), max_rows]
+
+
+def token_sizes(max_tokens: int) -> list[int]:
+    """Numbers of tokens that are captured for steps with prompts: at most a quarter is padding."""
+    sizes = {
+        16,
+        32,
+        48,
+        *(base * part // 4 for base in (64, 128, 256, 512, 1024) for part in (4, 5, 6, 7, 8)),
+    }
+    return [*sorted(size for size in sizes if size < max_tokens), max_tokens]

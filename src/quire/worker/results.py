@@ -1,12 +1,13 @@
-"""Results on their way to the host. On CUDA they are copied on a side stream into pinned memory, so the
-compute stream never waits; `StepHandle.wait` is the only place where the host does. A handle keeps alive
-what it copies.
+"""Results on their way to the host. On CUDA the tokens are written home by the step itself; what else there
+is goes over a side stream into pinned memory, so the compute stream never waits. `StepHandle.wait` is the
+only place where the host does. A handle keeps alive what it copies.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from quire.types import LogprobArrays, StepResult
@@ -16,25 +17,26 @@ Arrays = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # ids, values, ranks
 
 @dataclass(slots=True)
 class StepOutput:
-    """Device results of one step; prompt log-probabilities by row."""
+    """Results of one step, for all rows; `samples` says which of them count. Prompt log-probabilities by row."""
 
     step: int
-    tokens: torch.Tensor  # int32 [sampling rows]
-    logprobs: Arrays | None
+    samples: np.ndarray  # bool [rows]
+    tokens: torch.Tensor | None  # int32 [rows]
+    logprobs: Arrays | None = None
     prompt_logprobs: dict[int, Arrays] = field(default_factory=dict)
 
     def tensors(self) -> list[torch.Tensor]:
         scores = [x for arrays in self.prompt_logprobs.values() for x in arrays]
+        assert self.tokens is not None
         return [self.tokens, *(self.logprobs or ()), *scores]
 
     def to_result(self, host: list[torch.Tensor]) -> StepResult:
         """Build the result from the tensors of `tensors()` on the host."""
         arrays = iter(x.numpy() for x in host)
-        tokens = [[token] for token in next(arrays).tolist()]
-        logprobs = LogprobArrays(next(arrays), next(arrays), next(arrays)) if self.logprobs else None
-        scores = {
-            row: LogprobArrays(next(arrays), next(arrays), next(arrays)) for row in self.prompt_logprobs
-        }
+        rows = slice(None) if self.samples.all() else self.samples
+        tokens = [[token] for token in next(arrays)[rows].tolist()]
+        logprobs = LogprobArrays(*(next(arrays)[rows] for _ in range(3))) if self.logprobs else None
+        scores = {row: LogprobArrays(*(next(arrays) for _ in range(3))) for row in self.prompt_logprobs}
         return StepResult(self.step, tokens, logprobs, scores or None)
 
 
@@ -49,17 +51,22 @@ class HostHandle:
 
 
 class CudaHandle:
-    def __init__(self, output: StepOutput, stream: torch.cuda.Stream) -> None:
-        self._output = output
-        self._source = output.tensors()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self._host = [torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in self._source]
-            for host, source in zip(self._host, self._source):
-                host.copy_(source, non_blocking=True)
-                source.record_stream(stream)
-            self._done = torch.cuda.Event()
-            self._done.record(stream)
+    def __init__(self, output: StepOutput, stream: torch.cuda.Stream, done: torch.cuda.Event) -> None:
+        self._output, self._done = output, done
+        self._host = self._source = output.tensors()
+        if any(x.is_cuda for x in self._source):
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                self._host = [self._copy(x, stream) if x.is_cuda else x for x in self._source]
+                done.record(stream)
+        else:
+            done.record()
+
+    def _copy(self, source: torch.Tensor, stream: torch.cuda.Stream) -> torch.Tensor:
+        host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
+        host.copy_(source, non_blocking=True)
+        source.record_stream(stream)
+        return host
 
     def wait(self) -> StepResult:
         self._done.synchronize()
@@ -67,10 +74,13 @@ class CudaHandle:
 
 
 class Results:
-    """Makes handles; owns the copy stream."""
+    """Makes handles; owns the copy stream, and an event for each of `turns` steps that may be under way."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, turns: int) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._events = [torch.cuda.Event() for _ in range(turns)] if self._stream else []
 
     def handle(self, output: StepOutput) -> HostHandle | CudaHandle:
-        return CudaHandle(output, self._stream) if self._stream else HostHandle(output)
+        if self._stream is None:
+            return HostHandle(output)
+        return CudaHandle(output, self._stream, self._events[output.step % len(self._events)])

@@ -7,13 +7,12 @@ on one stream, in plan order, which is what makes the scheduler's early release 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from quire.models.decoder import Model
 from quire.sampling.sampler import Sampler
-from quire.types import StepHandle, StepPlan
+from quire.types import StepHandle, StepPlan, TokenMasks
+from quire.worker.batch import Batcher
 from quire.worker.graphs import Launched, Launcher
 from quire.worker.results import Arrays, Results, StepOutput
 from quire.worker.staging import Staging
@@ -27,13 +26,14 @@ class Runner:
         self,
         model: Model,
         launcher: Launcher,
+        batcher: Batcher,
         state: SlotState,
         sampler: Sampler,
         staging: Staging,
         results: Results,
     ) -> None:
-        self._model, self._launcher, self._state, self._sampler = model, launcher, state, sampler
-        self._staging, self._results = staging, results
+        self._model, self._launcher, self._batcher = model, launcher, batcher
+        self._state, self._sampler, self._staging, self._results = state, sampler, staging, results
         self._launched: Launched | None = None
         self._score_tops: dict[int, int] = {}  # slot -> top alternatives of its prompt log-probabilities
 
@@ -49,44 +49,42 @@ class Runner:
         self._launched = self._launcher.launch(plan, self._staging)
 
     @torch.inference_mode()
-    def sample(self, step_id: int, masks: Any) -> StepHandle:
+    def sample(self, step_id: int, masks: TokenMasks | None) -> StepHandle:
         launched = self._launched
         assert launched is not None and launched.step.plan.step == step_id, (
             "sample must follow its own forward"
         )
         self._launched = None
-        step = launched.step
-        if (
-            launched.greedy is not None
-            and masks is None
-            and self._sampler.is_plain_greedy(step.sampling_slots_host)
-        ):
-            launched.greedy.replay()
-            assert launched.tokens is not None
-            # A copy: the next replay overwrites the static buffer before this one is on the host.
-            return self._results.handle(StepOutput(step_id, launched.tokens.clone(), None))
-        tokens, logprobs = step.sampling_slots.int(), None
-        if step.sampling_slots.shape[0]:
-            out = self._sampler.sample(launched.logits, step.sampling_slots_host, step.sampling_slots, masks)
-            tokens, logprobs = out.tokens, out.logprobs
-        output = StepOutput(step_id, tokens, logprobs)
-        for row in step.plan.score_rows:
-            output.prompt_logprobs[row] = self._score(launched, row)
-        self._state.advance(step.slots, step.num_tokens, step.sampling_slots, tokens)
+        step, plan = launched.step, launched.step.plan
+        output = StepOutput(step_id, plan.samples, step.tokens_host)
+        assert masks is None or launched.logits is not None, "a step with masks is not sampled by a graph"
+        if launched.logits is not None:
+            out = self._sampler.sample(launched.logits, plan.slots, step.slots, masks)
+            output.logprobs = out.logprobs
+            for row in plan.score_rows:
+                output.prompt_logprobs[row] = self._score(launched, row)
+            self._batcher.advance(step, out.tokens)
+            if step.tokens_host is None:
+                output.tokens = out.tokens
         return self._results.handle(output)
+
+    @torch.inference_mode()
+    def warm_up(self) -> bool:
+        return self._launcher.warm_up(self._staging)
 
     def _score(self, launched: Launched, row: int) -> Arrays:
         """Log-probabilities of the token after each token of a row (the last may be beyond the prompt)."""
-        plan, batch, state = launched.step.plan, launched.step.batch, self._state
-        begin = int(plan.num_tokens[:row].sum())
+        plan, state, hidden = launched.step.plan, self._state, launched.hidden
+        assert hidden is not None
+        begin, slot = int(plan.num_tokens[:row].sum()), int(plan.slots[row])
         end = begin + int(plan.num_tokens[row])
-        following = (batch.positions[begin:end] + 1).clamp_(max=state.max_len - 1)
-        targets = state.tokens[int(plan.slots[row])].index_select(0, following).long()
-        top = self._score_tops[int(plan.slots[row])]
+        following = torch.arange(1, end - begin + 1, device=hidden.device) + state.num_computed[slot]
+        targets = state.tokens[slot].index_select(0, following.clamp_(max=state.max_len - 1)).long()
+        top = self._score_tops[slot]
         parts = []
         for at in range(begin, end, _SCORE_ROWS):
             stop = min(at + _SCORE_ROWS, end)
-            logits = self._model.logits(launched.hidden[at:stop])
+            logits = self._model.logits(hidden[at:stop])
             parts.append(self._sampler.prompt_logprobs(logits, targets[at - begin : stop - begin], top))
         ids, values, ranks = (torch.cat(column) for column in zip(*parts))
         return ids, values, ranks

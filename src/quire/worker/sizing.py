@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from quire.config import EngineConfig
@@ -34,8 +33,15 @@ def free_memory(device: torch.device) -> tuple[int, int]:
     """(free, total) bytes of the device's memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)
+    import psutil  # here: a run on a GPU needs none
+
     memory = psutil.virtual_memory()
     return memory.available, memory.total
+
+
+def gpu_memory(device: torch.device) -> int:
+    """Total bytes of a GPU; 0 for a CPU."""
+    return free_memory(device)[1] if device.type == "cuda" else 0
 
 
 def kv_budget(config: EngineConfig, device: torch.device, activations: int) -> int:

@@ -36,6 +36,15 @@ class Staging:
             begin += size
         return torch.split(buffer.to(self._device, non_blocking=True), sizes)
 
+    def send_into(self, target: torch.Tensor, array: np.ndarray) -> None:
+        """Overwrite the int32 `target` on the device with `array`, of the same shape."""
+        if not self._pinned:
+            target.copy_(torch.from_numpy(array))
+            return
+        source = self._reserve(-(-array.size // 2)).view(torch.int32)[: array.size].view(array.shape)
+        source.numpy()[...] = array
+        target.copy_(source, non_blocking=True)
+
     def _reserve(self, count: int) -> torch.Tensor:
         ring = self._ring[self._entry]
         if self._used + count > ring.shape[0]:

@@ -1,0 +1,134 @@
+"""What a step must move and multiply, counted from the model's numbers and the rows of the step log.
+
+A layer does its matrix products and its attention one after the other, so the least time of a step is the
+sum of two roofs (Williams et al., 2009): for each, the larger of bytes / bandwidth and operations / rate.
+Counted bytes are weights, read once a step, and keys and values, moved once for each row that sees them;
+activations and norms are left out. One multiply-add is two operations.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from quire.models.spec import ModelSpec
+from quire.types import EngineInfo
+
+Rows = list[tuple[str, int, int]]  # of a StepRecord: (request id, first KV entry, tokens run)
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a device was measured to do at most: bytes read, and operations of matrix products, a second."""
+
+    device: str
+    bytes_per_s: float
+    flops_per_s: float
+
+    def least_s(self, num_bytes: float, flops: float) -> float:
+        return max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """Bytes and operations of one step, or of several."""
+
+    matrix_bytes: float
+    matrix_flops: float
+    attention_bytes: float
+    attention_flops: float
+
+    @property
+    def bytes(self) -> float:
+        return self.matrix_bytes + self.attention_bytes
+
+    @property
+    def flops(self) -> float:
+        return self.matrix_flops + self.attention_flops
+
+    def floor_s(self, machine: Machine) -> float:
+        """Least seconds of one step."""
+        matrices = machine.least_s(self.matrix_bytes, self.matrix_flops)
+        return matrices + machine.least_s(self.attention_bytes, self.attention_flops)
+
+    @staticmethod
+    def total(costs: Iterable[Cost]) -> Cost:
+        found = [(c.matrix_bytes, c.matrix_flops, c.attention_bytes, c.attention_flops) for c in costs]
+        return Cost(*map(sum, zip(*found))) if found else Cost(0, 0, 0, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One matrix product of a step: bytes of weights that it reads, and its operations."""
+
+    name: str
+    bytes: float
+    flops: float
+
+
+class CostModel:
+    """Counts the steps of one model. Routing to experts is taken as even."""
+
+    def __init__(self, spec: ModelSpec, info: EngineInfo) -> None:
+        self._spec = spec
+        self._weight_bytes = info.weight_bytes / info.num_parameters  # of one parameter
+        self._kv_bytes = 2 * spec.num_kv_heads * spec.head_dim * _ITEM_BYTES[info.dtype]  # token and layer
+        self._windows = Counter(spec.windows)  # layers by how many tokens their attention sees
+
+    def step(self, rows: Rows) -> Cost:
+        products = self.products(rows)
+        return Cost(sum(p.bytes for p in products), sum(p.flops for p in products), *self._attention(rows))
+
+    def products(self, rows: Rows) -> list[Product]:
+        """The matrix products of a step, in order. Every row counts as one that samples."""
+        spec, tokens = self._spec, sum(n for _, _, n in rows)
+        queries = spec.num_heads * spec.head_dim
+        keys = spec.num_kv_heads * spec.head_dim
+
+        def product(name: str, parameters: float, read: float = 1.0, used: float = 1.0) -> Product:
+            """`read` copies of the matrix come from memory, and each token meets `used` of them."""
+            return Product(name, read * parameters * self._weight_bytes, 2 * used * parameters * tokens)
+
+        attention = [
+            product("qkv", spec.hidden_size * (queries + 2 * keys)),
+            product("o", queries * spec.hidden_size),
+        ]
+        gates = 1 if spec.family == "gpt2" else 2
+        width = spec.hidden_size * spec.intermediate_size
+        dense = [product("gate_up" if gates == 2 else "up", gates * width), product("down", width)]
+        sparse = dense
+        if moe := spec.moe:
+            width = spec.hidden_size * moe.intermediate_size
+            met = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** tokens)
+            sparse = [
+                product("router", spec.hidden_size * moe.num_experts),
+                product("experts gate_up", 2 * width, met, moe.top_k),
+                product("experts down", width, met, moe.top_k),
+            ]
+        layers = [
+            p for is_sparse in spec.layer_is_sparse for p in attention + (sparse if is_sparse else dense)
+        ]
+        head = spec.vocab_size * spec.hidden_size
+        return [*layers, Product("lm_head", head * self._weight_bytes, 2.0 * head * len(rows))]
+
+    def _attention(self, rows: Rows) -> tuple[float, float]:
+        """Bytes of keys and values, and operations, over all layers."""
+        start = np.array([s for _, s, _ in rows], np.int64)
+        count = np.array([n for _, _, n in rows], np.int64)
+        moved = pairs = 0
+        for window, layers in self._windows.items():
+            reach = window or int((start + count).max())
+            moved += layers * int((np.minimum(start, reach) + count).sum())
+            pairs += layers * int((_pairs(start + count, reach) - _pairs(start, reach)).sum())
+        # a query and a key cost a dot product and the addition of a weighted value
+        return moved * self._kv_bytes, 4 * self._spec.num_heads * self._spec.head_dim * pairs
+
+
+def _pairs(length: np.ndarray, window: int) -> np.ndarray:
+    """Pairs of a token and one that it sees, itself included, in sequences of `length` tokens."""
+    inside = np.minimum(length, window)
+    return inside * (inside + 1) // 2 + (length - inside) * window

@@ -1,0 +1,208 @@
+"""Drives an engine in this process: requests go in at their times, whatever is still running (open loop),
+and every token is stamped as it comes out. Does for each output what `LLM.generate` does, without text.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from quire.bench.cost import CostModel, Machine
+from quire.bench.machine import measure
+from quire.bench.workloads import Work
+from quire.build import build_engine, pick_device, pick_dtype
+from quire.config import EngineConfig
+from quire.core.steplog import StepRecord
+from quire.frontend.client import InProcessClient
+from quire.frontend.location import locate_model
+from quire.frontend.output import OutputAssembler, RequestState
+from quire.frontend.processor import InputProcessor
+from quire.frontend.tokenizer import NoTokenizer
+from quire.models.load import load_spec
+from quire.types import EngineOutput, SamplingParams
+
+_POLL_S = 1.0
+
+
+@dataclass(slots=True)
+class Served:
+    """One request; times in seconds since the run began.
+
+    It starts when it is due or, if a limit on concurrency holds it back, when it is sent: waiting for a
+    busy engine counts, as it does for whoever asked.
+    """
+
+    prompt_len: int
+    start_s: float
+    token_times_s: list[float] = field(default_factory=list)
+    cached_tokens: int = 0
+    error: str | None = None
+
+    @property
+    def ttft_s(self) -> float:
+        return self.token_times_s[0] - self.start_s
+
+    @property
+    def e2el_s(self) -> float:
+        return self.token_times_s[-1] - self.start_s
+
+    @property
+    def tpot_s(self) -> float:
+        """Seconds per token after the first; 0 if there is none."""
+        return (self.e2el_s - self.ttft_s) / max(len(self.token_times_s) - 1, 1)
+
+    @property
+    def itls_s(self) -> list[float]:
+        """Gaps between tokens."""
+        return [after - before for before, after in zip(self.token_times_s, self.token_times_s[1:])]
+
+
+@dataclass(slots=True)
+class Run:
+    """What came of a load: its requests in order of arrival, and the steps that served them."""
+
+    served: list[Served]
+    steps: list[StepRecord]
+    begin_s: float  # on the clock of the step log
+
+    @property
+    def completed(self) -> list[Served]:
+        return [one for one in self.served if one.error is None]
+
+    @property
+    def duration_s(self) -> float:
+        return max((one.token_times_s[-1] for one in self.completed), default=0.0)
+
+
+class Bench:
+    """An engine, its counts and its machine's limits (measured first, unless they are given)."""
+
+    def __init__(self, config: EngineConfig, machine: Machine | None = None) -> None:
+        self.spec = load_spec(locate_model(config.model, config.revision).path)
+        if machine is None:
+            device = pick_device(config.device)
+            machine = measure(device, pick_dtype(config.dtype, self.spec.dtype, device))
+        self.machine, self.config = machine, config
+        self.client = InProcessClient(*build_engine(config))
+        self.info = self.client.info
+        self.costs = CostModel(self.spec, self.info)
+        self._log = self.client.engine.log
+        self._processor = InputProcessor(
+            NoTokenizer(), self.info.vocab_size, self.info.max_model_len, self.info.eos_ids, config.seed
+        )
+        self._assembler = OutputAssembler()
+        self._count = 0
+
+    def run(
+        self,
+        work: Work,
+        params: dict[str, Any],
+        arrivals_s: Sequence[float] | None = None,
+        max_concurrency: int | None = None,
+        show_progress: bool = False,
+    ) -> Run:
+        """Serve `work`, request i at `arrivals_s[i]` (ascending; default: all at once), and wait for the last.
+
+        Answers have exactly the length that the work asks for. `max_concurrency` limits the open requests.
+        """
+        arrivals_s = arrivals_s or [0.0] * len(work)
+        served = [Served(len(ids), at) for (ids, _), at in zip(work, arrivals_s)]
+        waiting = deque((ids, answer(params, count), one) for (ids, count), one in zip(work, served))
+        running: dict[str, Served] = {}
+        steps: list[StepRecord] = []
+        limit = max_concurrency or math.inf
+        bar = tqdm(
+            total=len(work),
+            desc="Serving",
+            unit="req",
+            disable=None if show_progress else True,
+            dynamic_ncols=True,
+        )
+        held = False  # whether the next request only waits for a place
+        begin = time.monotonic()
+        with bar:
+            while waiting or running:
+                now = time.monotonic() - begin
+                while waiting and waiting[0][2].start_s <= now and len(running) < limit:
+                    ids, asked, one = waiting.popleft()
+                    if held:
+                        one.start_s = now
+                    running[self.add(ids, asked)] = one
+                held = bool(waiting) and len(running) >= limit
+                if not running:
+                    time.sleep(max(waiting[0][2].start_s - now, 0.0))
+                    continue
+                outputs = self.poll(steps)
+                now = time.monotonic() - begin
+                bar.update(_book(outputs, running, now))
+        self.settle()
+        return Run(served, steps, begin)
+
+    def add(self, ids: Sequence[int], params: SamplingParams) -> str:
+        """Queue one request; its id."""
+        name = str(self._count)
+        self._count += 1
+        made = self._processor.process(name, ids, params)
+        self._assembler.add(RequestState(name, None, made, None))
+        self.client.add(made[0])
+        return name
+
+    def poll(self, steps: list[StepRecord]) -> list[EngineOutput]:
+        """Let the engine make a step; records of new steps are added to `steps`."""
+        before = self._log.totals.steps
+        outputs = self.client.poll(_POLL_S)
+        self._assembler.apply(outputs)
+        if new := self._log.totals.steps - before:
+            steps += self._log.newest(new)
+        return outputs
+
+    def settle(self, abort: Sequence[str] = ()) -> None:
+        """Abort requests, and run the engine until nothing is in flight."""
+        self.client.abort(list(abort))
+        while self.client.engine.has_work:
+            self.poll([])
+
+    def close(self) -> None:
+        self.client.close()
+
+    def __enter__(self) -> Bench:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def answer(params: dict[str, Any], count: int) -> SamplingParams:
+    """Asks for exactly `count` tokens, chosen as the fields `params` say."""
+    return SamplingParams(**{**params, "max_tokens": count, "ignore_eos": True})
+
+
+def _book(outputs: list[EngineOutput], running: dict[str, Served], now_s: float) -> int:
+    """Stamp the tokens of one poll; returns how many requests ended."""
+    ended = 0
+    for output in outputs:
+        one = running[output.id]
+        for _ in output.token_ids:
+            one.token_times_s.append(now_s)
+        one.cached_tokens = output.num_cached_tokens
+        if output.finish_reason is not None:
+            one.error = output.error
+            del running[output.id]
+            ended += 1
+    return ended
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has done all that was asked of it."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()

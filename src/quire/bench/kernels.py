@@ -1,0 +1,160 @@
+"""From a Chrome trace of torch.profiler to a table of kernels, with bytes and operations where they can be counted.
+
+A replayed CUDA graph leaves device events without the operators that launched them, so nothing is taken from
+shapes: events are told apart by name, and the matrix products of a step by their order, which is the model's.
+On a CPU the events are torch's operators, each without the time of those that it calls.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from quire.bench.cost import Cost, Machine, Product
+
+_DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
+MATRIX, ATTENTION = "matrix products", "attention"
+# The first pattern that a name matches decides.
+_PARTS = (
+    ("copies", r"memcpy|memset"),
+    ("KV write", r"_write_kernel|kv_write|write_kv"),
+    (ATTENTION, r"attention|attend|flash|fmha|_short_kernel|_long_kernel|_merge_kernel|::bmm$|baddbmm"),
+    (
+        MATRIX,
+        r"gemm|gemv|nvjet|cutlass|xmma|cublas|::mm$|::addmm$|_linear_pointwise|skinny|matvec|matmul_|split_?k",
+    ),
+    ("sampling", r"_best_of|argmax|sample|topk|top_p|softmax|sort|gumbel|logprob"),
+    ("norms, rotary, activation", r"norm|rotate|rope|gated|silu|gelu"),
+)
+_PATTERNS = [(part, re.compile(pattern, re.IGNORECASE)) for part, pattern in _PARTS]
+_FOLLOWS = re.compile(r"reduce", re.IGNORECASE)  # of a product that was split: belongs to the one before
+_INNERMOST = re.compile(r"<[^<>]*>|\([^()]*\)")  # template or call arguments
+
+
+@dataclass(slots=True)
+class Event:
+    """Something that ran, in microseconds; `self_us` is without the events nested in it."""
+
+    name: str
+    start_us: float
+    end_us: float
+    self_us: float
+
+
+@dataclass(slots=True)
+class Row:
+    """Events of one kind, over all profiled steps. What cannot be counted is 0."""
+
+    name: str
+    calls: int = 0
+    busy_us: float = 0.0
+    bytes: float = 0.0
+    flops: float = 0.0
+    least_us: float = 0.0  # time that the machine needs at least
+
+    def count(self, num_bytes: float, flops: float, machine: Machine) -> None:
+        self.bytes += num_bytes
+        self.flops += flops
+        self.least_us += machine.least_s(num_bytes, flops) * 1e6
+
+
+class Table(dict[str, Row]):
+    """Rows by name, made when an event first needs them."""
+
+    def add(self, name: str, event: Event) -> Row:
+        row = self.setdefault(name, Row(name))
+        row.calls += 1
+        row.busy_us += event.self_us
+        return row
+
+    def longest_first(self) -> list[Row]:
+        return sorted(self.values(), key=lambda row: -row.busy_us)
+
+
+def part_of(name: str) -> str:
+    """Which part of a step a kernel does, by its name."""
+    return next((part for part, pattern in _PATTERNS if pattern.search(name)), "other")
+
+
+def events_of(trace: dict[str, Any]) -> list[Event]:
+    """Device events by start; of a trace without any, the CPU's operators."""
+    found = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
+    device = [_event(e) for e in found if e.get("cat") in _DEVICE]
+    operators = [e for e in found if e.get("cat") == "cpu_op"]
+    return sorted(device or _self_times(operators), key=lambda event: event.start_us)
+
+
+def _event(e: dict[str, Any]) -> Event:
+    return Event(e["name"], e["ts"], e["ts"] + e["dur"], e["dur"])
+
+
+def _self_times(operators: Iterable[dict[str, Any]]) -> list[Event]:
+    """Operators nest within a thread: take the time of each from the one that called it."""
+    events: list[Event] = []
+    callers: list[tuple[Any, Event]] = []  # thread and operator, the innermost last
+    for e in sorted(operators, key=lambda e: (e["tid"], e["ts"], -e["dur"])):
+        event = _event(e)
+        while callers and (callers[-1][0] != e["tid"] or callers[-1][1].end_us <= event.start_us):
+            callers.pop()
+        if callers:
+            callers[-1][1].self_us -= event.self_us
+        callers.append((e["tid"], event))
+        events.append(event)
+    return events
+
+
+def busy_and_span_us(events: Sequence[Event]) -> tuple[float, float]:
+    """Time in which at least one event ran, and time from the first's start to the last's end."""
+    busy, end = 0.0, events[0].start_us
+    for event in events:
+        busy += max(event.end_us - max(event.start_us, end), 0.0)
+        end = max(end, event.end_us)
+    return busy, end - events[0].start_us
+
+
+def tables(
+    events: Sequence[Event],
+    costs: Sequence[Cost],
+    products: Sequence[Sequence[Product]],
+    machine: Machine,
+) -> tuple[list[Row], list[Row], list[Row]]:
+    """Rows by part, by matrix product and by kernel, each with the longest first.
+
+    `costs` and `products` are those of the profiled steps. Products are told apart only if the events hold
+    exactly one kernel for each (and reductions behind it).
+    """
+    parts, by_product, kernels = Table(), Table(), Table()
+    expected = [product for step in products for product in step]
+    firsts = sum(part_of(e.name) == MATRIX and not _FOLLOWS.search(short_name(e.name)) for e in events)
+    queue = iter(expected if firsts == len(expected) else ())
+    product: Product | None = None
+    for event in events:
+        part = part_of(event.name)
+        parts.add(part, event)
+        kernel = kernels.add(short_name(event.name), event)
+        if part != MATRIX:
+            continue
+        if not _FOLLOWS.search(kernel.name) and (product := next(queue, None)):
+            kernel.count(product.bytes, product.flops, machine)
+            by_product.setdefault(product.name, Row(product.name)).count(
+                product.bytes, product.flops, machine
+            )
+        if product:
+            by_product.add(product.name, event)
+    for cost in costs:
+        if MATRIX in parts:
+            parts[MATRIX].count(cost.matrix_bytes, cost.matrix_flops, machine)
+        if ATTENTION in parts:
+            parts[ATTENTION].count(cost.attention_bytes, cost.attention_flops, machine)
+    return parts.longest_first(), by_product.longest_first(), kernels.longest_first()
+
+
+def short_name(name: str) -> str:
+    """A kernel's name without what C++ adds to it: arguments, return type."""
+    before, plain = "", name
+    while plain != before:
+        before, plain = plain, _INNERMOST.sub("", plain)
+    words = plain.replace("::::", "::").split()
+    return (words[-1] if "::" in plain or words[0] == "void" else " ".join(words))[-60:]

@@ -1,0 +1,158 @@
+"""Figures of a run: latencies as percentiles, rates, and the share of the machine's limit that was used.
+
+Names and definitions are those of `vllm bench serve` and `vllm bench throughput`, so that runs of the two can
+be laid side by side. Latencies are in milliseconds, by metric: ttft (time to first token), tpot (time per
+output token after the first), itl (gaps between tokens), e2el (end to end).
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from quire.bench.cost import Cost, CostModel, Machine
+from quire.bench.drive import Run, Served
+from quire.core.steplog import StepRecord
+from quire.types import ConfigError, RequestError
+
+METRICS = {
+    "ttft": "Time to First Token",
+    "tpot": "Time per Output Token (excl. 1st token)",
+    "itl": "Inter-token Latency",
+    "e2el": "End-to-end Latency",
+}
+HOST_PARTS = ("schedule_s", "launch_s", "wait_s", "retire_s")
+
+
+def percentile(values: Sequence[float], p: float) -> float:
+    """The p-th percentile, linear between neighbours."""
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * p / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def latencies_ms(run: Run) -> dict[str, list[float]]:
+    """By metric: of each request, or of each gap between tokens. Requests of one token have no tpot."""
+    done = run.completed
+    return {
+        "ttft": [one.ttft_s * 1e3 for one in done],
+        "tpot": [one.tpot_s * 1e3 for one in done if len(one.token_times_s) > 1],
+        "itl": [gap * 1e3 for one in done for gap in one.itls_s],
+        "e2el": [one.e2el_s * 1e3 for one in done],
+    }
+
+
+def summary(found: dict[str, list[float]], percentiles: Sequence[float]) -> dict[str, float | None]:
+    """mean, median, standard deviation and percentiles of each metric; None where there is nothing."""
+    figures: dict[str, float | None] = {}
+    for name, values in found.items():
+        figures[f"mean_{name}_ms"] = statistics.fmean(values) if values else None
+        figures[f"median_{name}_ms"] = percentile(values, 50) if values else None
+        figures[f"std_{name}_ms"] = statistics.pstdev(values) if values else None
+        for p in percentiles:
+            figures[f"p{p:g}_{name}_ms"] = percentile(values, p) if values else None
+    return figures
+
+
+def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
+    """`["ttft:500", "tpot:50"]` -> the limits in milliseconds that a good request keeps."""
+    limits: dict[str, float] = {}
+    for pair in pairs:
+        name, _, limit = pair.partition(":")
+        try:
+            limits[name] = float(limit)
+        except ValueError:
+            name = ""
+        if name not in ("ttft", "tpot", "e2el"):
+            raise ConfigError(f"goodput must be ttft:MS, tpot:MS or e2el:MS, got {pair!r}")
+    return limits
+
+
+def is_good(one: Served, limits_ms: dict[str, float]) -> bool:
+    took = {"ttft": one.ttft_s, "tpot": one.tpot_s, "e2el": one.e2el_s}
+    return all(took[name] * 1e3 <= limit for name, limit in limits_ms.items())
+
+
+def serving(run: Run, percentiles: Sequence[float] = (99,), goodput: Sequence[str] = ()) -> dict[str, Any]:
+    """The figures of a run. Raises RequestError if no request was served."""
+    done = run.completed
+    if not done:
+        raise RequestError(f"no request was served: {run.served[0].error}")
+    limits_ms = parse_goodput(goodput)
+    tokens_in = sum(one.prompt_len for one in done)
+    tokens_out = sum(len(one.token_times_s) for one in done)
+    duration = run.duration_s
+    return {
+        "duration": duration,
+        "completed": len(done),
+        "failed": len(run.served) - len(done),
+        "total_input_tokens": tokens_in,
+        "total_output_tokens": tokens_out,
+        "cached_tokens": sum(one.cached_tokens for one in done),
+        "request_throughput": len(done) / duration,
+        "request_goodput": sum(is_good(one, limits_ms) for one in done) / duration if goodput else None,
+        "output_throughput": tokens_out / duration,
+        "total_token_throughput": (tokens_in + tokens_out) / duration,
+        "max_output_tokens_per_s": _peak_rate(done, duration),
+        "max_concurrent_requests": peak_concurrency(done),
+        **summary(latencies_ms(run), percentiles),
+        # the same by the names of `vllm bench throughput`
+        "elapsed_time": duration,
+        "num_requests": len(done),
+        "total_num_tokens": tokens_in + tokens_out,
+        "requests_per_second": len(done) / duration,
+        "tokens_per_second": (tokens_in + tokens_out) / duration,
+    }
+
+
+def limits(steps: Sequence[StepRecord], seconds: float, costs: CostModel, machine: Machine) -> dict[str, Any]:
+    """How near `steps`, which took `seconds`, came to what the machine can do.
+
+    `floor_s` is the least time that these very steps could have taken (bench/cost.py), `share_of_limit` its
+    part of the real one. mbu and mfu are bandwidth and operations used, as parts of what was measured.
+    """
+    each = [costs.step(record.rows) for record in steps]
+    cost, floor_s = Cost.total(each), sum(one.floor_s(machine) for one in each)
+    return {
+        "machine": asdict(machine),
+        "steps": len(steps),
+        "floor_s": floor_s,
+        "share_of_limit": floor_s / seconds,
+        "mbu": cost.bytes / seconds / machine.bytes_per_s,
+        "mfu": cost.flops / seconds / machine.flops_per_s,
+        "bytes": cost.bytes,
+        "flops": cost.flops,
+        "median_step_us": {
+            part.removesuffix("_s"): statistics.median(getattr(r, part) for r in steps) * 1e6
+            for part in HOST_PARTS
+        },
+    }
+
+
+def peak_concurrency(done: Sequence[Served]) -> int:
+    """The most requests that were open at once."""
+    changes = [(one.start_s, 1) for one in done] + [(one.token_times_s[-1], -1) for one in done]
+    running = most = 0
+    for _, change in sorted(changes):
+        running += change
+        most = max(most, running)
+    return most
+
+
+def rates(times_s: Sequence[float], width_s: float, duration_s: float) -> list[float]:
+    """Events a second in each stretch of `width_s`, from 0 to `duration_s`."""
+    counts = [0] * max(math.ceil(duration_s / width_s), 1)
+    for at in times_s:
+        counts[min(int(at / width_s), len(counts) - 1)] += 1
+    return [count / width_s for count in counts]
+
+
+def _peak_rate(done: Sequence[Served], duration_s: float) -> float:
+    """Tokens in the best second (of a run that is shorter: in all of it)."""
+    times = [at for one in done for at in one.token_times_s]
+    return max(rates(times, min(1.0, duration_s), duration_s))

@@ -1,0 +1,153 @@
+"""Plots of results, as PNG, SVG or PDF by the file's suffix. Needs matplotlib (`pip install quire[bench]`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from quire.bench.drive import Run
+from quire.bench.metrics import latencies_ms, percentile, rates
+from quire.types import ConfigError
+
+_SUFFIXES = (".png", ".svg", ".pdf")
+_BLUE, _ORANGE, _GREY = "#1f5fa8", "#d9711c", "#8a8a8a"
+_MARKED = (50, 90, 99)  # percentiles that are written beside a curve
+_BINS = 60  # of a timeline
+
+
+def check_plot(path: Path) -> None:
+    """Raise ConfigError, before anything runs, if a plot could not be drawn there."""
+    if path.suffix not in _SUFFIXES:
+        raise ConfigError(f"plot must end in {', '.join(_SUFFIXES)}, got {path.name!r}")
+    _figure_class()
+
+
+def _figure_class() -> Any:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ConfigError("plots need matplotlib: pip install 'quire[bench]'") from None
+    return Figure
+
+
+def plot_serving(run: Run, title: str, path: Path) -> None:
+    """Percentiles of TTFT and ITL, and what the engine did over time."""
+    figure = _figure_class()(figsize=(11, 7), layout="constrained")
+    (ttft, itl), (tokens, requests) = figure.subplots(2, 2)
+    found = latencies_ms(run)
+    _percentiles(ttft, found["ttft"], "Time to first token")
+    _percentiles(itl, found["itl"], "Inter-token latency")
+    _tokens_over_time(tokens, run)
+    _requests_over_time(requests, run)
+    _finish(figure, title, path)
+
+
+def plot_sweep(batches: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """Throughput and latencies against the batch size; `batches` are results of `latency`, ascending."""
+    figure = _figure_class()(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    sizes = [found["batch_size"] for found in batches]
+    rate = [found["output_throughput"] for found in batches]
+    limit = [found["output_throughput"] / found["share_of_limit"] for found in batches]
+    left.plot(sizes, limit, color=_GREY, linestyle="--", label="the machine's limit")
+    left.plot(sizes, rate, color=_BLUE, marker="o", label="measured")
+    for size, value, found in zip(sizes, rate, batches):
+        text = f"{value:,.0f}\n({100 * found['share_of_limit']:.0f} %)"
+        left.annotate(
+            text, (size, value), (0, -9), textcoords="offset points", ha="center", va="top", fontsize=8
+        )
+    left.set(title="Throughput", ylabel="output tokens/s", ylim=(min(rate) / 2.5, max(limit) * 1.5))
+    for name, label, color, line in (
+        ("median_ttft_ms", "median TTFT", _ORANGE, "-"),
+        ("p99_itl_ms", "P99 ITL", _BLUE, ":"),
+        ("median_itl_ms", "median ITL", _BLUE, "-"),
+    ):
+        values = [found[name] for found in batches]
+        if None not in values:  # one token out has no gaps
+            right.plot(sizes, values, color=color, linestyle=line, marker="o", label=label)
+    right.set(title="Latency", ylabel="ms")
+    for axes in (left, right):
+        _grid(axes)
+        _log_scale(axes)
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(sizes, [str(size) for size in sizes])
+        axes.set(xlabel="batch size", xlim=(min(sizes) / 1.4, max(sizes) * 1.4))
+        axes.legend(frameon=False, fontsize=8)
+    _finish(figure, title, path)
+
+
+def _percentiles(axes: Any, values: Sequence[float], title: str) -> None:
+    """The value below which each share of the requests, or of the gaps, lies."""
+    axes.set(title=title, xlabel="percentile", ylabel="ms", xlim=(0, 100))
+    _grid(axes)
+    if not values:
+        axes.text(50, 0.5, "nothing to show", ha="center", color=_GREY)
+        return
+    ordered = sorted(values)
+    places = [100 * i / max(len(ordered) - 1, 1) for i in range(len(ordered))]
+    axes.plot(places, ordered, color=_BLUE)
+    for p in _MARKED:
+        value = percentile(ordered, p)
+        axes.plot([p], [value], "o", color=_ORANGE)
+        text = f"P{p}: {value:,.0f} ms" if value >= 100 else f"P{p}: {value:.3g} ms"
+        lift = 5 if p < 99 else 13  # the last two often lie close together
+        axes.annotate(text, (p, value), (-6, lift), textcoords="offset points", ha="right", fontsize=8)
+    low = percentile(ordered, 1)
+    if 0 < 20 * low < ordered[-1]:
+        _log_scale(axes)
+        axes.set_ylim(low / 1.5, ordered[-1] * 2)
+    else:
+        axes.set_ylim(0, ordered[-1] * 1.15)
+
+
+def _tokens_over_time(axes: Any, run: Run) -> None:
+    width = max(run.duration_s / _BINS, 1e-3)
+    out = rates([at for one in run.completed for at in one.token_times_s], width, run.duration_s)
+    computed = [0.0] * len(out)
+    for record in run.steps:
+        at = min(int((record.time_s - run.begin_s) / width), len(computed) - 1)
+        computed[at] += sum(n for _, _, n in record.rows if n > 1) / width
+    times = [i * width for i in range(len(out))]
+    _grid(axes)
+    axes.step(times, out, color=_BLUE, where="post")
+    axes.set(title="Tokens per second", xlabel="s", xlim=(0, run.duration_s), ylim=(0, None))
+    axes.set_ylabel("output", color=_BLUE)
+    right = axes.twinx()
+    right.step(times, computed, color=_ORANGE, where="post", linewidth=1)
+    right.set_ylim(0, None)
+    right.set_ylabel("computed for prompts", color=_ORANGE)
+
+
+def _requests_over_time(axes: Any, run: Run) -> None:
+    times = [record.time_s - run.begin_s for record in run.steps]
+    axes.step(times, [r.running for r in run.steps], color=_BLUE, where="post", label="running")
+    axes.step(times, [r.waiting for r in run.steps], color=_ORANGE, where="post", label="waiting")
+    axes.set(title="Requests", xlabel="s", xlim=(0, run.duration_s), ylim=(0, None))
+    axes.yaxis.get_major_locator().set_params(integer=True)
+    _grid(axes)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _log_scale(axes: Any) -> None:
+    """A logarithmic y axis with plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    axes.yaxis.set_major_formatter("{x:,g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _grid(axes: Any) -> None:
+    axes.grid(True, which="major", color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+
+
+def _finish(figure: Any, title: str, path: Path) -> None:
+    figure.suptitle(title, fontsize=11)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=120)
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None

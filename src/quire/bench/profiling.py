@@ -1,0 +1,144 @@
+"""Some steps of an engine under torch.profiler, and the same steps without it, for true times.
+
+Three passes over the same load, with other prompts each: one to compile, capture and tune, one timed, one
+profiled. Each runs up to the chosen steps, lets the device finish, and then runs those.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from quire.bench.drive import Bench, answer, synchronize
+from quire.bench.kernels import Row, busy_and_span_us, events_of, tables
+from quire.bench.metrics import limits
+from quire.bench.workloads import Work, shifted
+from quire.core.steplog import StepRecord
+from quire.types import ConfigError
+
+SETTLING = 4  # decode steps before the first that counts
+
+Ready = Callable[[list[StepRecord]], bool]
+
+
+def after(steps: int) -> Ready:
+    """Begin behind so many steps."""
+    return lambda records: len(records) >= steps
+
+
+def decoding(rows: int) -> Ready:
+    """Begin when all `rows` requests have made some steps of one token each."""
+
+    def ready(records: list[StepRecord]) -> bool:
+        last = records[-SETTLING:]
+        return len(last) == SETTLING and all(
+            len(r.rows) == rows and all(n == 1 for _, _, n in r.rows) for r in last
+        )
+
+    return ready
+
+
+@dataclass(slots=True)
+class Profile:
+    """The chosen steps. `timed` is of the pass without the profiler: see bench/metrics.py:limits."""
+
+    on_gpu: bool  # events are the device's; else they are the operators of the CPU
+    timed: dict[str, Any]
+    step_s: float
+    busy_s: float  # of the device, a step, profiled
+    idle_share: float  # of the time from the first device event to the last, profiled
+    parts: list[Row]
+    products: list[Row]
+    kernels: list[Row]
+    steps: int
+
+    @property
+    def total_us(self) -> float:
+        """Of all events."""
+        return sum(row.busy_us for row in self.parts)
+
+
+def run_profile(
+    bench: Bench, work: Work, params: dict[str, Any], ready: Ready, steps: int, trace_file: Path
+) -> Profile:
+    """Profile up to `steps` steps from the moment that `ready` says, and keep the trace (.json or .json.gz)."""
+    vocab = bench.info.vocab_size
+    _window(bench, work, params, ready, steps, nullcontext())
+    records, seconds = _window(bench, shifted(work, vocab, 1), params, ready, steps, nullcontext())
+    profiler = _profiler(bench.info.device, trace_file)
+    profiled, _ = _window(bench, shifted(work, vocab, 2), params, ready, steps, profiler)
+    events = events_of(_read(trace_file))
+    rows = [record.rows for record in profiled]
+    parts, products, kernels = tables(
+        events,
+        [bench.costs.step(r) for r in rows],
+        [bench.costs.products(r) for r in rows],
+        bench.machine,
+    )
+    busy, span = busy_and_span_us(events)
+    return Profile(
+        bench.info.device.startswith("cuda"),
+        limits(records, seconds, bench.costs, bench.machine),
+        seconds / len(records),
+        busy / 1e6 / len(profiled),
+        1 - busy / span,
+        parts,
+        products,
+        kernels,
+        len(profiled),
+    )
+
+
+def _window(
+    bench: Bench,
+    work: Work,
+    params: dict[str, Any],
+    ready: Ready,
+    steps: int,
+    around: AbstractContextManager[Any],
+) -> tuple[list[StepRecord], float]:
+    """Serve `work` until `ready`, then run up to `steps` steps inside of `around`: their records and seconds."""
+    engine, device = bench.client.engine, bench.info.device
+    names = [bench.add(ids, answer(params, count)) for ids, count in work]
+    before: list[StepRecord] = []
+    while engine.has_work and not ready(before):
+        bench.poll(before)
+    synchronize(device)
+    chosen: list[StepRecord] = []
+    with around:
+        begin = time.perf_counter()
+        while engine.has_work and len(chosen) < steps:
+            with record_function(f"step {len(chosen)}"):
+                bench.poll(chosen)
+        synchronize(device)
+        seconds = time.perf_counter() - begin
+    bench.settle(abort=names)
+    if not chosen:
+        raise ConfigError(
+            f"the load ended after {len(before)} steps, before those to profile; skip fewer steps"
+        )
+    return chosen, seconds
+
+
+@contextmanager
+def _profiler(device: str, trace_file: Path) -> Iterator[None]:
+    activities = [ProfilerActivity.CPU]
+    if device.startswith("cuda"):
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities) as profiler:
+        yield
+    profiler.export_chrome_trace(str(trace_file))
+
+
+def _read(trace_file: Path) -> dict[str, Any]:
+    opened = gzip.open if trace_file.suffix == ".gz" else open
+    with opened(trace_file, "rt", encoding="utf-8") as file:
+        return json.load(file)

@@ -1,0 +1,132 @@
+"""How results are shown and kept: the printed blocks that users of vLLM know, and JSON files."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from quire.bench.drive import Run
+from quire.bench.metrics import METRICS
+from quire.types import ConfigError
+
+_WIDTH = 50
+
+
+def print_serving(found: dict[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> None:
+    """The block of `vllm bench serve`."""
+    _heading(" Serving Benchmark Result ", "=")
+    rows: list[tuple[str, Any]] = [
+        ("Successful requests:", found["completed"]),
+        ("Failed requests:", found["failed"]),
+        ("Maximum request concurrency:", found["max_concurrency"]),
+        ("Request rate configured (RPS):", None if found["request_rate"] == "inf" else found["request_rate"]),
+        ("Benchmark duration (s):", found["duration"]),
+        ("Total input tokens:", found["total_input_tokens"]),
+        ("Total generated tokens:", found["total_output_tokens"]),
+        ("Request throughput (req/s):", found["request_throughput"]),
+        ("Request goodput (req/s):", found["request_goodput"]),
+        ("Output token throughput (tok/s):", found["output_throughput"]),
+        ("Peak output token throughput (tok/s):", found["max_output_tokens_per_s"]),
+        ("Peak concurrent requests:", found["max_concurrent_requests"]),
+        ("Total token throughput (tok/s):", found["total_token_throughput"]),
+    ]
+    _rows(rows)
+    for name in metrics:
+        if found[f"mean_{name}_ms"] is None:
+            continue
+        _heading(METRICS[name], "-")
+        label = name.upper()
+        _rows([(f"Mean {label} (ms):", found[f"mean_{name}_ms"]), (f"Median {label} (ms):", found[f"median_{name}_ms"])])  # fmt: skip
+        _rows([(f"P{p:g} {label} (ms):", found[f"p{p:g}_{name}_ms"]) for p in percentiles])
+    print_limits(found)
+    print("=" * _WIDTH)
+
+
+def print_limits(found: dict[str, Any]) -> None:
+    """The share of the machine's measured limit."""
+    machine = found["machine"]
+    _heading("Share of the Machine's Limit", "-")
+    _rows(
+        [
+            ("Bandwidth measured (GB/s):", machine["bytes_per_s"] / 1e9),
+            ("Matrix rate measured (TFLOP/s):", machine["flops_per_s"] / 1e12),
+            ("Least time of these steps (s):", found["floor_s"]),
+            ("Share of limit (%):", 100 * found["share_of_limit"]),
+            ("Bandwidth used, MBU (%):", 100 * found["mbu"]),
+            ("Matrix rate used, MFU (%):", 100 * found["mfu"]),
+        ]
+    )
+
+
+def print_throughput(found: dict[str, Any]) -> None:
+    """The lines of `vllm bench throughput`."""
+    print(
+        f"Throughput: {found['requests_per_second']:.2f} requests/s, {found['tokens_per_second']:.2f} total tokens/s, "
+        f"{found['output_throughput']:.2f} output tokens/s"
+    )
+    print(f"Total num prompt tokens:  {found['total_input_tokens']}")
+    print(f"Total num output tokens:  {found['total_output_tokens']}")
+    print(f"Prompt tokens from the prefix cache:  {found['cached_tokens']}")
+
+
+def print_latency(found: dict[str, Any]) -> None:
+    """The lines of `vllm bench latency`."""
+    print(f"Avg latency: {found['avg_latency']} seconds")
+    for p, seconds in found["percentiles"].items():
+        print(f"{p}% percentile latency: {seconds} seconds")
+    print_limits(found)
+
+
+def print_sweep(batches: Sequence[dict[str, Any]]) -> None:
+    """One line per batch size."""
+    print(
+        f"{'batch':>6}{'latency s':>11}{'out tok/s':>11}{'TTFT ms':>9}{'ITL ms':>9}{'P99 ITL':>9}{'of limit':>10}"
+    )
+    for found in batches:
+        itl, late = found["median_itl_ms"] or 0.0, found["p99_itl_ms"] or 0.0
+        print(
+            f"{found['batch_size']:>6}{found['avg_latency']:>11.4f}{found['output_throughput']:>11.1f}"
+            f"{found['median_ttft_ms']:>9.2f}{itl:>9.3f}{late:>9.3f}{100 * found['share_of_limit']:>9.1f}%"
+        )
+
+
+def details(run: Run) -> dict[str, list[Any]]:
+    """What each request did, by the names of `vllm bench serve --save-detailed`; seconds."""
+    return {
+        "input_lens": [one.prompt_len for one in run.served],
+        "output_lens": [len(one.token_times_s) for one in run.served],
+        "start_times": [one.start_s for one in run.served],
+        "ttfts": [one.ttft_s if one.token_times_s else None for one in run.served],
+        "itls": [one.itls_s for one in run.served],
+        "errors": [one.error or "" for one in run.served],
+    }
+
+
+def result_name(found: dict[str, Any], kind: str) -> str:
+    """A file name for a result: what was run, how fast requests came, on which model, and when."""
+    model = str(found["model_id"]).rstrip("/").split("/")[-1]
+    rate = f"-{found['request_rate']}qps" if "request_rate" in found else ""
+    return f"{found.get('label') or kind}{rate}-{model}-{datetime.now():%Y%m%d-%H%M%S}.json"
+
+
+def save(path: Path, found: dict[str, Any]) -> None:
+    """Write a result as JSON, making its folder if need be. Raises ConfigError if that is impossible."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(found, indent=1) + "\n")
+    except OSError as error:
+        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+
+
+def _heading(text: str, line: str) -> None:
+    print(f"{text:{line}^{_WIDTH}}")
+
+
+def _rows(rows: Sequence[tuple[str, Any]]) -> None:
+    """Label and number; a None is left out."""
+    for label, value in rows:
+        if value is not None:
+            print(f"{label:<40} {value:<10.2f}" if isinstance(value, float) else f"{label:<40} {value:<10}")

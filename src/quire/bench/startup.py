@@ -1,0 +1,56 @@
+"""Seconds from the start of a fresh Python process to the first token, by phase.
+
+Run as a program with settings as JSON, it is that process: it reports on standard output when it has a token.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from typing import Any
+
+from quire.types import EngineDead, QuireError
+
+_PROMPT = list(range(10, 138))
+
+
+def start_up(settings: dict[str, Any]) -> dict[str, float]:
+    """Start an engine with `settings` (fields of EngineConfig) and ask for one token.
+
+    Returns seconds: `total`, and its parts `imports`, the engine's own phases, and `first_token` (from the
+    finished engine to the token). Raises EngineDead if the process fails; its words are on standard error.
+    """
+    command = [sys.executable, "-m", "quire.bench.startup", json.dumps(settings)]
+    begin = time.perf_counter()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = next(
+            (line for line in process.stdout if line.startswith("{")), ""
+        )  # past what libraries print
+        total = time.perf_counter() - begin
+    if not line:
+        raise EngineDead(f"the fresh process ended with exit code {process.returncode} and no token")
+    return {"total": total, **json.loads(line)}
+
+
+def _main() -> None:
+    begin = time.perf_counter()
+    from quire.llm import LLM
+    from quire.types import SamplingParams
+
+    imported = time.perf_counter()
+    with LLM(**json.loads(sys.argv[1])) as llm:
+        built = time.perf_counter()
+        params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+        llm.generate({"prompt_token_ids": _PROMPT}, params, use_tqdm=False)
+        found = {"imports": imported - begin, **llm.info.phases_s, "first_token": time.perf_counter() - built}
+        print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    try:
+        _main()
+    except QuireError as error:
+        sys.exit(f"quire: {error}")

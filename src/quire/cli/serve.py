@@ -1,0 +1,72 @@
+"""`quire serve`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from quire.cli.flags import add_flags, given
+from quire.config import EngineConfig
+from quire.serve.auth import load_keys
+from quire.serve.listen import bind
+from quire.serve.process import EngineProcess
+from quire.serve.settings import ServeConfig
+from quire.types import ConfigError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model_name",
+        nargs="?",
+        metavar="MODEL",
+        help="a folder, a .gguf file, a Hugging Face id, or demo / demo-draft",
+    )
+    parser.add_argument("--config", metavar="FILE", help="YAML file of flags; the command line comes first")
+    add_flags(parser, "server", ServeConfig)
+    add_flags(parser, "engine", EngineConfig)
+
+
+def run(args: argparse.Namespace) -> int:
+    settings, config = _read(args.config) if args.config is not None else ({}, {})
+    settings |= given(args, ServeConfig)
+    config |= given(args, EngineConfig)
+    if args.model_name is not None:
+        config["model"] = args.model_name
+    return _start(EngineConfig(**config), ServeConfig(**settings))
+
+
+def _start(config: EngineConfig, settings: ServeConfig) -> int:
+    keys = load_keys(settings.api_key, os.environ.get("QUIRE_API_KEY", ""), settings.api_key_file)
+    sock = bind(settings)
+    # The engine process imports torch while this one imports what HTTP needs.
+    process = EngineProcess(config, settings.dry_run_step_ms / 1000 if settings.dry_run else None)
+    try:
+        from quire.serve.server import run
+
+        return run(config, settings, keys, process, sock)
+    finally:
+        process.kill()
+
+
+def _read(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of the server and of the engine in a YAML file whose keys are flags."""
+    import yaml
+
+    try:
+        found = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"the config file {file} cannot be read: {error}") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"the config file {file} must hold flags and their values, such as `port: 8000`")
+    settings: dict[str, Any] = {}
+    config: dict[str, Any] = {}
+    names = {f.name: settings for f in fields(ServeConfig)} | {f.name: config for f in fields(EngineConfig)}
+    for key, value in found.items():
+        name = str(key).replace("-", "_")
+        if name not in names:
+            raise ConfigError(f"the config file {file} has {key!r}, which is no flag of quire serve")
+        names[name][name] = value
+    return settings, config

@@ -1,0 +1,222 @@
+"""The process that compiles grammars first, because a hostile one can crash or hang the library.
+
+It loads the vocabulary, then forks for each spec that arrives: the child compiles and tries it out within
+limits of processor time, memory and stack, which the kernel enforces, and answers with the grammar's text
+or the reason against it. The parent stays single-threaded, small, and alive. Ends with its input.
+
+stdin    frames of Check                            stdout    one frame of Table, then frames of Verdict
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import selectors
+import signal
+import struct
+import sys
+import threading
+from collections import deque
+from pathlib import Path
+
+import msgspec
+
+from quire.types import GrammarSpec, QuireError, RequestError
+
+MAX_CHILDREN = 8  # specs checked at once; more wait
+_CPU_S = 2.0
+_WALL_S = 20.0  # for a child that waits for a processor, or for nothing
+_MEMORY_BYTES = 512 << 20  # address space, beyond what the parent has
+_STACK_BYTES = 2 << 20  # less than any thread that will use what passes here
+
+
+class Table(msgspec.Struct):
+    """What each token id adds to a text, or why that could not be found out."""
+
+    tokens: list[bytes]
+    error: str | None = None
+
+
+class Check(msgspec.Struct):
+    id: int
+    spec: GrammarSpec
+
+
+class Verdict(msgspec.Struct):
+    """`text` is the grammar in the library's language, or `error` says why there is none. `memory_bytes` is what
+    compiling it and a short text took, as near as the kernel tells."""
+
+    id: int
+    text: str = ""
+    memory_bytes: int = 0
+    error: str | None = None
+
+
+def frame(message: msgspec.Struct) -> bytes:
+    body = msgspec.msgpack.encode(message)
+    return struct.pack("<I", len(body)) + body
+
+
+class Frames:
+    """Cuts a stream of bytes into the bodies of its frames."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def push(self, data: bytes) -> list[bytes]:
+        self._buffer += data
+        bodies = []
+        while len(self._buffer) >= 4:
+            end = 4 + struct.unpack_from("<I", self._buffer)[0]
+            if len(self._buffer) < end:
+                break
+            bodies.append(bytes(self._buffer[4:end]))
+            del self._buffer[:end]
+        return bodies
+
+
+def main(tokenizer: str, vocab_size: int) -> None:
+    """`tokenizer` is a path, or empty for a vocabulary of bytes, which tells all but how long masks take."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the engine, which ends us in order
+    from quire.grammar.matching import BYTES, Vocabulary
+
+    try:
+        tokens = token_table(Path(tokenizer), vocab_size) if tokenizer else BYTES
+    except QuireError as error:
+        _write(1, frame(Table([], str(error))))
+        return
+    _write(1, frame(Table(tokens)))
+    Server(Vocabulary(tokens)).run()
+
+
+def token_table(path: Path, vocab_size: int) -> list[bytes]:
+    """The bytes of each id below `vocab_size`; empty for special tokens, which no grammar may use."""
+    from quire.frontend.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(path)
+    return [b"" if i in tokenizer.special_ids else tokenizer.token_bytes(i) for i in range(vocab_size)]
+
+
+class Server:
+    """Owns the children: a pipe for each, read until its child is gone."""
+
+    def __init__(self, vocabulary: object) -> None:
+        self._vocabulary = vocabulary
+        self._selector = selectors.DefaultSelector()
+        self._waiting: deque[Check] = deque()
+        self._children: dict[int, tuple[int, Check, bytearray]] = {}  # by the pipe's descriptor
+
+    def run(self) -> None:
+        frames, decode = Frames(), msgspec.msgpack.Decoder(Check).decode
+        self._selector.register(0, selectors.EVENT_READ)
+        while True:
+            for key, _ in self._selector.select():
+                data = os.read(key.fd, 1 << 16)
+                if key.fd != 0:
+                    self._collect(key.fd, data)
+                elif data:
+                    self._waiting += map(decode, frames.push(data))
+                else:
+                    return
+            while self._waiting and len(self._children) < MAX_CHILDREN:
+                self._start(self._waiting.popleft())
+
+    def _start(self, check: Check) -> None:
+        reader, writer = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.close(reader)
+            _child(self._vocabulary, check, writer)
+        os.close(writer)
+        self._children[reader] = pid, check, bytearray()
+        self._selector.register(reader, selectors.EVENT_READ)
+
+    def _collect(self, reader: int, data: bytes) -> None:
+        pid, check, received = self._children[reader]
+        received += data
+        if data:
+            return
+        self._selector.unregister(reader)
+        os.close(reader)
+        del self._children[reader]
+        _, status = os.waitpid(pid, 0)
+        complete = os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0
+        _write(1, bytes(received) if complete else frame(_obituary(check, status)))
+
+
+def _child(vocabulary: object, check: Check, writer: int) -> None:
+    """Never returns."""
+    done = 1
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library's last words
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        _limit_memory()
+        # With their default action, these end the process wherever it is.
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_PROF, _CPU_S)
+        signal.setitimer(signal.ITIMER_REAL, _WALL_S)
+        threading.stack_size(_STACK_BYTES)
+        verdicts: list[Verdict] = []
+        thread = threading.Thread(target=lambda: verdicts.append(_verdict(vocabulary, check)))
+        thread.start()
+        thread.join()
+        _write(writer, frame(verdicts[0]))
+        done = 0
+    finally:
+        os._exit(done)
+
+
+def _limit_memory() -> None:
+    """The child may take `_MEMORY_BYTES` on top of what it inherits, where the kernel counts that."""
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except OSError:
+        return
+    most = pages * resource.getpagesize() + _MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
+
+
+def _verdict(vocabulary: object, check: Check) -> Verdict:
+    from quire.grammar.matching import Vocabulary, compiled, grammar_text, try_out
+
+    assert isinstance(vocabulary, Vocabulary)
+    spec, before = check.spec, _peak_bytes()
+    try:
+        text = grammar_text(spec)
+        try_out(compiled(vocabulary, spec, text), vocabulary, spec)
+        return Verdict(check.id, text, _peak_bytes() - before)
+    except RequestError as error:
+        return Verdict(check.id, error=str(error))
+    except (RecursionError, MemoryError):
+        return Verdict(
+            check.id, error=f"{spec.kind} cannot be enforced: it is nested too deeply or too large"
+        )
+
+
+def _peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak << 10
+
+
+def _obituary(check: Check, status: int) -> Verdict:
+    """What the end of a child says about its spec."""
+    died_of = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    if died_of in (signal.SIGPROF, signal.SIGALRM):
+        reason = f"it takes more than {_CPU_S:.0f} s to compile"
+    elif died_of in (signal.SIGSEGV, signal.SIGBUS):
+        reason = "it is nested, or refers to itself through others, too deeply"
+    elif died_of in (signal.SIGABRT, signal.SIGKILL):
+        reason = f"it takes more than {_MEMORY_BYTES >> 20} MiB to compile"
+    else:
+        reason = "compiling it failed"
+    return Verdict(check.id, error=f"{check.spec.kind} cannot be enforced: {reason}")
+
+
+def _write(descriptor: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(descriptor, rest) :]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))

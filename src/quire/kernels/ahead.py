@@ -1,0 +1,65 @@
+"""Compiling kernels side by side: a step whose kernels are compiled in the background, not run.
+
+Compiling the kernels of a step one after the other, each when it is first launched, takes seconds; most of
+that is spent outside the interpreter, so threads divide it among themselves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from triton import knobs
+
+_THREADS = 16
+
+
+@contextlib.contextmanager
+def side_by_side(device: torch.device, threads: int = _THREADS) -> Iterator[None]:
+    """Within, a launch of a kernel that is not compiled begins to compile it, and does nothing else.
+
+    So results mean nothing; but no index in them can be out of range, because fresh memory is zeroed.
+    Ends when all that was begun is compiled and loaded. A kernel that cannot be compiled is left for its
+    first real launch, which says why. Not for use while other threads launch kernels.
+    """
+    before = knobs.runtime.jit_cache_hook
+    begun: set[tuple[Any, ...]] = set()
+    with ThreadPoolExecutor(threads, "compile", torch.cuda.set_device, (device,)) as pool:
+
+        def hook(**launch: Any) -> bool:
+            if launch["is_manual_warmup"]:  # ours, from below
+                return False
+            kernel, key = launch["fn"].jit_function, launch["key"]
+            if (kernel, key) not in begun:
+                begun.add((kernel, key))
+                pool.submit(_compile, kernel, launch["compile"]["specialization_data"])
+            return True  # which keeps the kernel from being launched
+
+        knobs.runtime.jit_cache_hook = hook
+        try:
+            with _Zeroed():
+                yield
+        finally:
+            knobs.runtime.jit_cache_hook = before
+
+
+def _compile(kernel: Any, what: str) -> None:
+    """From cache or source into `kernel`'s own table, and onto the device."""
+    compiled = kernel.preload(what)
+    _ = compiled.run  # reading it builds the launcher and loads the code
+
+
+class _Zeroed(TorchFunctionMode):
+    """Fresh memory is zeros, so that what a kernel should have written is at least valid."""
+
+    _FRESH = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        return out.zero_() if func in self._FRESH else out

@@ -1,0 +1,153 @@
+"""Attention over pages for rows with many new tokens, which are tiled as well ("FlashAttention-2", Dao 2023).
+
+A program finds its tile from device tensors alone, in a grid that has room for the most tiles there can be,
+so a captured graph serves any mix of rows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels import dependent_launch
+from quire.kernels.attention_tile import MASKED, attend_tile, load_rows, pad, score_factors
+
+_SEARCH = tl.constexpr(256)  # rows looked at at once when a program searches for its row
+
+
+@triton.jit
+def _find_tile(query_start, rows, index, QUERIES: tl.constexpr, TOKENS: tl.constexpr):
+    """(row, tile in row counted from its end, or row = rows): the index-th tile of the long rows.
+
+    Counting tiles on the device costs one load and a scan, and keeps the batch free of host metadata.
+    """
+    found, before, base = 0, 0, 0
+    while (found == base) & (base < rows):  # every row so far has been passed
+        row = base + tl.arange(0, _SEARCH)
+        begin = tl.load(query_start + row, mask=row < rows, other=0)
+        n = tl.load(query_start + row + 1, mask=row < rows, other=0) - begin
+        ends = before + tl.cumsum(tl.where(n > QUERIES, tl.cdiv(n, TOKENS), 0), 0)
+        passed = ends <= index
+        found = base + tl.sum(passed.to(tl.int32), 0)
+        before = tl.maximum(before, tl.max(tl.where(passed, ends, 0), 0))
+        base += _SEARCH
+    return found, index - before
+
+
+@triton.jit
+def _long_kernel(
+    q, keys, values, out, seq_lens, query_start, table, rows,
+    q_token, q_head, page_stride, head_stride, token_stride, table_row, scale, cap, window,
+    GROUP: tl.constexpr, QUERIES: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (kv heads, tiles): TOKENS queries of a row, each with the GROUP heads of one KV head."""
+    kv_head = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    row, back = _find_tile(query_start, rows, tl.program_id(1), QUERIES, TOKENS)
+    if row >= rows:
+        return
+    token = tl.load(query_start + row)
+    n = tl.load(query_start + row + 1) - token
+    seq_len = tl.load(seq_lens + row)
+    # The last tiles of a row see the most keys: they come first, so that the short ones fill the gaps.
+    tile = (tl.cdiv(n, TOKENS) - 1 - back) * TOKENS
+    old = seq_len - n  # keys before the row's new tokens
+
+    m = tl.arange(0, ROWS)
+    query, head = m // GROUP, kv_head * GROUP + m % GROUP
+    valid = (tile + query < n) & (m < TOKENS * GROUP)
+    query_pos = old + tile + query
+    first = (token + tile).to(tl.int64)  # offsets from the first token fit in 32 bits: fewer registers
+    real = tl.minimum(query, n - 1 - tile)  # a row past the last query repeats it and is not stored
+    q_tile = load_rows(q + first * q_token, real * q_token + head * q_head, DIM, DIM_PAD)
+
+    acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], MASKED, tl.float32)
+    head_keys = keys + kv_head.to(tl.int64) * head_stride
+    head_values = values + kv_head.to(tl.int64) * head_stride
+    row_table = table + row.to(tl.int64) * table_row
+
+    begin, low_pos = 0, old + tile
+    end = old + tl.minimum(tile + TOKENS, n)
+    if WINDOW:
+        begin = tl.maximum(low_pos + 1 - window, 0) // BLOCK_N * BLOCK_N
+    for start in range(begin, end, BLOCK_N):
+        acc, total, top = attend_tile(
+            acc, total, top, q_tile, query_pos, low_pos, end - 1, start, end, head_keys, head_values,
+            row_table, scale, cap, window, page_stride, token_stride,
+            DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, CAPPED,
+        )  # fmt: skip
+
+    dim, heads = tl.arange(0, DIM_PAD), tl.num_programs(0) * GROUP
+    to = out + first * heads * DIM
+    at = (query * heads + head) * DIM
+    result = acc / total[:, None]
+    mask = valid[:, None] & (dim < DIM)[None, :]
+    tl.store(to + at[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+def attend_long(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    out: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    table: torch.Tensor,
+    scale: float,
+    tiles: int,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    queries: int = 0,
+    tile: tuple[int, int, int, int, int | None] | None = None,
+) -> None:
+    """All rows with more than `queries` new tokens, in at most `tiles` tiles of `long_tokens(...)` tokens.
+
+    q [tokens, heads, dim] (dim contiguous), out [tokens, heads * dim]. `tile` is (query rows, keys,
+    warps, stages, registers per thread).
+    """
+    heads, dim = q.shape[1:]
+    kv_heads = keys.shape[1]
+    group = heads // kv_heads
+    block_m, block_n, warps, stages, registers = tile or long_tile(dim, q.element_size())
+    block_m = max(block_m, triton.next_power_of_2(group))
+    factor, cap = score_factors(scale, soft_cap)
+    pdl = dependent_launch(q.device)
+    _long_kernel[(kv_heads, tiles)](
+        q, keys, values, out, seq_lens, query_start, table, seq_lens.shape[0],
+        q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), table.stride(0),
+        factor, cap, window or 0,
+        GROUP=group, QUERIES=queries, TOKENS=block_m // group, ROWS=block_m,
+        DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=keys.shape[2], BLOCK_N=block_n,
+        WINDOW=window is not None, CAPPED=soft_cap is not None,
+        PDL=pdl, num_warps=warps, num_stages=stages, maxnreg=registers, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------ sizes of the work
+
+
+def long_tile(dim: int, itemsize: int) -> tuple[int, int, int, int, int | None]:
+    """(query rows, keys, warps, stages, registers per thread); measured on an H200 (benchmarks/kernels.py)."""
+    if itemsize == 4:
+        return (64, 32, 8, 2, None) if pad(dim) <= 128 else (32, 32, 8, 2, None)
+    if pad(dim) <= 128:  # so few registers that two programs fit on a multiprocessor: one multiplies
+        return 128, 64, 8, 3, 128  # while the other takes exponents
+    return 128, 64, 8, 3, None
+
+
+def long_tokens(dim: int, itemsize: int, group: int) -> int:
+    """New tokens of a row that one tile covers."""
+    return max(long_tile(dim, itemsize)[0], triton.next_power_of_2(group)) // group
+
+
+def most_tiles(tokens: int, rows: int, queries: int, per_tile: int) -> int:
+    """The most tiles of `per_tile` tokens that rows with more than `queries` of `tokens` in all can have."""
+    long_rows = min(rows, tokens // (queries + 1))
+    return (tokens + long_rows * (per_tile - 1)) // per_tile

@@ -1,0 +1,110 @@
+"""Attention of many rows over the pages that they all begin with, in one reading of these pages.
+
+A row that decodes behind a shared beginning would read it alone, at two to eight query heads a reading;
+here the query heads of many rows are the rows of one product, as in a prompt. What comes out is the state
+of the softmax at the end of the shared keys, and attend_short goes on from there with each row's own keys
+("Hydragen", Juravsky et al. 2024; "Cascade Inference", Ye et al. 2024).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels import dependent_launch
+from quire.kernels.attention_tile import MASKED, attend_tile, load_rows, pad, score_factors
+
+_ROWS = 64  # query rows of one program
+_KEYS = 64  # keys at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """The softmax at the end of the shared keys, for rows of which `tokens` [rows] is not 0."""
+
+    tokens: torch.Tensor  # int32 [rows]: shared keys of each row; any stride
+    sums: torch.Tensor  # float32 [rows, heads, dim]
+    stats: torch.Tensor  # float32 [rows, heads, 2]: total and top score
+
+
+@triton.jit
+def _shared_kernel(
+    q, keys, values, sums, stats, shared, table, rows,
+    shared_row, q_token, q_head, page_stride, head_stride, token_stride, table_row, scale, cap,
+    GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAPPED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (kv heads, tiles of TOKENS rows); every row has one token."""
+    kv_head, tile = tl.program_id(0), tl.program_id(1)
+    heads = tl.num_programs(0) * GROUP
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    m = tl.arange(0, ROWS)
+    row, head = tile * TOKENS + m // GROUP, kv_head * GROUP + m % GROUP
+    there = (m < TOKENS * GROUP) & (row < rows)
+    mine = tl.load(shared + row * shared_row, mask=there, other=0)
+    length = tl.max(mine, 0)
+    if length == 0:
+        return
+    # all rows that share have the same pages there: those of the last one
+    row_table = table + tl.max(tl.where(mine > 0, row, 0), 0).to(tl.int64) * table_row
+    q_tile = load_rows(q, tl.minimum(row, rows - 1).to(tl.int64) * q_token + head * q_head, DIM, DIM_PAD)
+    acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], MASKED, tl.float32)
+    last = (
+        tl.full([ROWS], 0, tl.int32) + length - 1
+    )  # as if each row's token were the last of the shared ones
+    head_keys = keys + kv_head.to(tl.int64) * head_stride
+    head_values = values + kv_head.to(tl.int64) * head_stride
+    for start in range(0, length, BLOCK_N):
+        acc, total, top = attend_tile(
+            acc, total, top, q_tile, last, length - 1, length - 1, start, length, head_keys, head_values,
+            row_table, scale, cap, 0, page_stride, token_stride,
+            DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, False, CAPPED,
+        )  # fmt: skip
+    dim = tl.arange(0, DIM_PAD)[None, :]
+    at = row.to(tl.int64) * heads + head
+    sharing = mine > 0
+    tl.store(sums + at[:, None] * DIM + dim, acc, mask=sharing[:, None] & (dim < DIM))
+    tl.store(stats + at * 2, total, mask=sharing)
+    tl.store(stats + at * 2 + 1, top, mask=sharing)
+
+
+def attend_shared(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    shared: torch.Tensor,
+    table: torch.Tensor,
+    scale: float,
+    soft_cap: float | None = None,
+) -> Begun:
+    """q [rows, heads, dim] (dim contiguous), one token a row, over the first shared[row] keys of each row.
+
+    `shared` int32 [rows] holds one number of whole pages' tokens, and 0 for rows that do not take part;
+    `table` int32 [rows, blocks] names the same pages for all that do.
+    """
+    rows, heads, dim = q.shape
+    kv_heads, block_size = keys.shape[1:3]
+    group = heads // kv_heads
+    block_m = max(_ROWS, triton.next_power_of_2(group))
+    tokens = block_m // group
+    factor, cap = score_factors(scale, soft_cap)
+    sums = torch.empty(rows, heads, dim, dtype=torch.float32, device=q.device)
+    stats = torch.empty(rows, heads, 2, dtype=torch.float32, device=q.device)
+    pdl = dependent_launch(q.device)
+    _shared_kernel[(kv_heads, triton.cdiv(rows, tokens))](
+        q, keys, values, sums, stats, shared, table, rows,
+        shared.stride(0), q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),
+        table.stride(0), factor, cap,
+        GROUP=group, TOKENS=tokens, ROWS=block_m, DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=block_size,
+        BLOCK_N=_KEYS if pad(dim) * q.element_size() <= 256 else _KEYS // 2,
+        CAPPED=soft_cap is not None, PDL=pdl, num_warps=4, num_stages=3, launch_pdl=pdl,
+    )  # fmt: skip
+    return Begun(shared, sums, stats)

@@ -1,0 +1,84 @@
+"""What the two attention kernels share: one tile of keys, and what follows from the sizes of a head.
+
+Pages are [page, kv head, token, dim], so a tile of keys of one head is a few contiguous runs. Sums are
+fp32; fp32 inputs are multiplied in full precision.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+SMS = 132  # multiprocessors of the device that the sizes were measured on
+_LOG2E = 1.4426950408889634
+# A masked score. Finite, so that a tile without any visible key makes no NaN: what it adds to the sums is
+# multiplied by exp2(masked - top) = 0 once a visible key is met. A power of two, so that its product with
+# the scale is exact: a fused multiply-subtract of equal scores is then exactly 0.
+MASKED = tl.constexpr(-(2.0**100))
+
+
+@triton.jit
+def load_rows(base, offsets, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
+    """Rows of DIM numbers at base + offsets, with 0 in their padding."""
+    dim = tl.arange(0, DIM_PAD)
+    at = base + offsets[:, None] + dim[None, :]
+    if DIM == DIM_PAD:
+        return tl.load(at)
+    else:
+        return tl.load(at, mask=(dim < DIM)[None, :], other=0.0)
+
+
+@triton.jit
+def attend_tile(
+    acc, total, top, q, query_pos, low_pos, high_pos, start, end, keys, values, table, scale, cap, window,
+    page_stride, token_stride,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+):  # fmt: skip
+    """Online softmax over the keys start .. start + BLOCK_N; `table` is the row's, keys and values the head's.
+
+    The queries are at positions low_pos .. high_pos: a tile that all of them see whole needs no mask.
+    """
+    pos = start + tl.arange(0, BLOCK_N)
+    there = tl.minimum(pos, end - 1)  # past the end the last key again: no masked loads, and no query sees it
+    page = tl.load(table + there // BLOCK_SIZE)
+    offsets = page.to(tl.int64) * page_stride + there % BLOCK_SIZE * token_stride
+    k = load_rows(keys, offsets, DIM, DIM_PAD)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if CAPPED:
+        scores = capped(scores, scale, cap)
+        scale = 1.0
+    edge = start + BLOCK_N - 1 > low_pos
+    if WINDOW:
+        edge |= start <= high_pos - window
+    if edge:
+        visible = pos[None, :] <= query_pos[:, None]
+        if WINDOW:
+            visible &= pos[None, :] > query_pos[:, None] - window
+        scores = tl.where(visible, scores, MASKED)
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+    p = tl.exp2(scores * scale - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(p, 1)
+    acc = acc * shrink[:, None]
+    v = load_rows(values, offsets, DIM, DIM_PAD)
+    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+    return acc, total, new_top
+
+
+@triton.jit
+def capped(scores, scale, cap):
+    """cap * tanh(x), where scale holds the 2 * log2(e) / cap that exp2 needs."""
+    return cap - 2.0 * cap / (tl.exp2(scores * scale) + 1.0)
+
+
+def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
+    """What q k^T and a capped score are multiplied with, so that exp2 takes the place of exp."""
+    if soft_cap is None:
+        return scale * _LOG2E, 0.0
+    return scale * 2 * _LOG2E / soft_cap, soft_cap * _LOG2E
+
+
+def pad(dim: int) -> int:
+    """A head size as the kernels hold it: a power of two that a matrix unit takes."""
+    return max(16, triton.next_power_of_2(dim))

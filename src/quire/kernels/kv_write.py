@@ -1,0 +1,45 @@
+"""Writing new keys and values into pages, for heads that come ready from elsewhere."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels import dependent_launch
+
+
+@triton.jit
+def _write_kernel(
+    k, v, keys, values, slots,
+    k_token, k_head, v_token, v_head, page_stride, head_stride, token_stride,
+    HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token)
+    if slot < 0:
+        return
+    head = tl.arange(0, HEADS_PAD)[:, None]
+    dim = tl.arange(0, DIM_PAD)[None, :]
+    mask = (head < HEADS) & (dim < DIM)
+    to = slot // BLOCK_SIZE * page_stride + slot % BLOCK_SIZE * token_stride + head * head_stride + dim
+    tl.store(keys + to, tl.load(k + token * k_token + head * k_head + dim, mask=mask), mask=mask)
+    tl.store(values + to, tl.load(v + token * v_token + head * v_head + dim, mask=mask), mask=mask)
+
+
+def write_kv(
+    k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """k, v [tokens, kv heads, dim] (dim contiguous) into the pages at `slots`; a negative slot is skipped."""
+    tokens, heads, dim = k.shape
+    pdl = dependent_launch(k.device)
+    _write_kernel[(tokens,)](
+        k, v, keys, values, slots,
+        k.stride(0), k.stride(1), v.stride(0), v.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),
+        HEADS=heads, HEADS_PAD=triton.next_power_of_2(heads), DIM=dim, DIM_PAD=triton.next_power_of_2(dim),
+        BLOCK_SIZE=keys.shape[2], PDL=pdl, launch_pdl=pdl,
+    )  # fmt: skip

@@ -1,0 +1,36 @@
+"""Grammar masks on the device: the logits of tokens whose bit is not set become -inf. Reads bits, writes little."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = 2048  # tokens of one program: 64 words of bits
+
+
+@triton.jit
+def _forbid(
+    logits,  # [n, vocab], rows `stride` apart
+    stride,
+    vocab,
+    rows,  # int64 [k]
+    bits,  # int32 [k, words]
+    words,
+    BLOCK: tl.constexpr,
+) -> None:
+    index = tl.program_id(0)
+    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = ids < vocab
+    word = tl.load(bits + index.to(tl.int64) * words + ids // 32, mask=inside, other=0)
+    forbidden = inside & ((word >> (ids % 32)) & 1 == 0)
+    row = tl.load(rows + index)
+    tl.store(logits + row * stride + ids, float("-inf"), mask=forbidden)
+
+
+def apply_masks(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
+    """In place on `logits` [n, vocab] (last dimension contiguous): tokens of row `rows[i]` (int64 [k]) whose bit
+    in `bits[i]` (int32 [k, ceil(vocab / 32)]) is not set become -inf."""
+    vocab = logits.shape[1]
+    grid = (len(rows), triton.cdiv(vocab, _BLOCK))
+    _forbid[grid](logits, logits.stride(0), vocab, rows, bits, bits.shape[1], BLOCK=_BLOCK)

@@ -1,0 +1,79 @@
+"""The application: routes, and the layers around them. Others add a route by adding a line here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from quire.serve.auth import Keys
+from quire.serve.chat import chat_completions
+from quire.serve.completions import completions
+from quire.serve.context import Server
+from quire.serve.errors import ApiError, as_api_error
+from quire.serve.generate import generate
+from quire.serve.middleware import Front
+from quire.serve.protocol.chat import ChatRequest
+from quire.serve.system import health, model, models, stats, version
+from quire.serve.tokens import detokenize, tokenize
+from quire.serve.wire import error_response, field_names
+from quire.types import QuireError
+
+_FIELDS = field_names(ChatRequest) | {"prompt", "tokens", "max_new_tokens"}
+
+
+def routes() -> list[Route]:
+    post, get = ["POST"], ["GET"]
+    return [
+        Route("/v1/chat/completions", chat_completions, methods=post),
+        Route("/v1/completions", completions, methods=post),
+        Route("/v1/generate", generate, methods=post),
+        Route("/generate", generate, methods=post),
+        Route("/v1/models", models, methods=get),
+        Route("/v1/models/{name:path}", model, methods=get),
+        Route("/tokenize", tokenize, methods=post),
+        Route("/detokenize", detokenize, methods=post),
+        Route("/health", health, methods=get),
+        Route("/healthz", health, methods=get),
+        Route("/ping", health, methods=[*get, *post]),
+        Route("/version", version, methods=get),
+        Route("/stats", stats, methods=get),
+    ]
+
+
+def build_app(server: Server, keys: Keys) -> ASGIApp:
+    handlers: dict[Any, Any] = {HTTPException: _http_error, ApiError: _error, QuireError: _error, 500: _error}
+    app = Starlette(routes=routes(), exception_handlers=handlers)
+    app.state.server = server
+    front: ASGIApp = Front(app, keys)
+    settings = server.settings
+    if settings.allowed_origins:
+        front = CORSMiddleware(
+            front,
+            allow_origins=settings.allowed_origins,
+            allow_methods=settings.allowed_methods or ["*"],
+            allow_headers=settings.allowed_headers or ["*"],
+            allow_credentials=settings.allow_credentials,
+            expose_headers=["x-request-id", "retry-after"],
+        )
+    return front
+
+
+async def _error(request: Request, error: Exception) -> Response:
+    return error_response(as_api_error(error, _FIELDS))
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own: no such route, or not with this method."""
+    assert isinstance(error, HTTPException)
+    message = {
+        404: f"there is no {request.method} {request.url.path[:128]}",
+        405: f"{request.url.path[:128]} does not take {request.method}",
+    }.get(error.status_code, error.detail)
+    return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))

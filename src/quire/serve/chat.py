@@ -1,0 +1,206 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.frontend.chat import render_chat, template_of
+from quire.serve.choice import ChatChoiceBuilder
+from quire.serve.context import Server, answer_id, client_of, read_request, server_of
+from quire.serve.engine import Job
+from quire.serve.errors import bad_request
+from quire.serve.form import AnswerForm
+from quire.serve.generation import Generation
+from quire.serve.logprobs import prompt_logprobs
+from quire.serve.protocol.chat import ChatChunk, ChatRequest, ChatResponse
+from quire.serve.protocol.sampling import usage_of
+from quire.serve.sampling import check_fields, sampling_params
+from quire.serve.stream import stream, whole
+from quire.serve.tools.request import tool_use
+from quire.serve.wire import json_response
+from quire.types import RequestOutput, SamplingParams
+
+
+async def chat_completions(request: Request) -> Response:
+    server = server_of(request)
+    chat, warnings = await read_request(request, ChatRequest)
+    model = server.check_model(chat.model)
+    check_fields(chat)
+    _check_chat(chat)
+    use = tool_use(chat)
+    params = _params(server, chat)
+    client = client_of(request)
+    template = (
+        chat.chat_template or server.chat_template or template_of(server.engine.tokenizer, bool(use.tools))
+    )
+    if use.tools and "tools" not in template:
+        warnings.append("tools are not told to the model: its chat template has no place for them")
+    forms: list[AnswerForm] = []
+
+    def jobs() -> list[Job]:
+        prompt = chat_prompt(server, chat, use.tools, template)
+        forms.append(server.forms.of(chat, use, template, prompt, params.structured_outputs))
+        return [
+            Job(
+                prompt,
+                forms[0].params(params),
+                chat.priority or 0,
+                chat.cache_salt or "",
+                bool(chat.add_special_tokens),
+                keep_last(server, chat.truncate_prompt_tokens),
+            )
+        ]
+
+    generation = await server.engine.generate(client, params.n, jobs, bool(chat.stream), chat.timeout)
+    answer = ChatAnswer(server, chat, model, generation, forms[0], warnings)
+    if chat.stream:
+        slow_s = server.settings.slow_reader_timeout
+        return await stream(request, generation, answer.chunks, answer.last, slow_s)
+    await whole(request, generation)
+    return json_response(answer.response())
+
+
+def keep_last(server: Server, given: int | None) -> int | None:
+    """truncate_prompt_tokens: -1 keeps what leaves room for one token."""
+    return server.engine.info.max_model_len - 1 if given == -1 else given
+
+
+def _check_chat(chat: ChatRequest) -> None:
+    if chat.top_logprobs and not chat.logprobs:
+        raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
+    if chat.top_logprobs is not None and chat.top_logprobs < 0:
+        raise bad_request(f"top_logprobs must be at least 0, got {chat.top_logprobs}", "top_logprobs")
+
+
+def _params(server: Server, chat: ChatRequest) -> SamplingParams:
+    engine = server.engine
+    defaults = engine.processor.defaults
+    max_tokens = chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens
+    if max_tokens is None:
+        max_tokens = defaults.get("max_tokens")  # without one: the rest of the context
+    logprobs = (chat.top_logprobs or 0) if chat.logprobs else None
+    return sampling_params(
+        chat, defaults, max_tokens, logprobs, server.settings.max_logprobs, engine.info.vocab_size
+    )
+
+
+def chat_prompt(server: Server, chat: ChatRequest, tools: list[dict[str, Any]], template: str) -> str:
+    """The text of the prompt. Raises RequestError for messages that the template does not take."""
+    continues = bool(chat.continue_final_message)
+    variables = dict(chat.chat_template_kwargs or {})
+    if chat.reasoning_effort is not None:
+        variables.setdefault("reasoning_effort", chat.reasoning_effort)
+    generation_prompt = chat.add_generation_prompt
+    return render_chat(
+        server.engine.tokenizer,
+        chat.messages,
+        tools or None,
+        not continues if generation_prompt is None else generation_prompt,
+        continues,
+        variables,
+        chat.documents,
+        template,
+    )
+
+
+def _echoed(chat: ChatRequest, role: str) -> str:
+    """vLLM's echo: the last message comes again, if it has the role of the answer."""
+    last = chat.messages[-1]
+    content = last.get("content")
+    return content if chat.echo and last.get("role") == role and isinstance(content, str) else ""
+
+
+class ChatAnswer:
+    """The answer to one chat, whole or in chunks. Owns the builders of its choices."""
+
+    def __init__(
+        self,
+        server: Server,
+        chat: ChatRequest,
+        model: str,
+        generation: Generation,
+        form: AnswerForm,
+        warnings: list[str],
+    ) -> None:
+        self._server, self._chat, self._model, self._generation = server, chat, model, generation
+        self._warnings = warnings
+        self._id = answer_id("chatcmpl", chat.request_id)
+        self._created = int(time.time())
+        self._first = True
+        options = chat.stream_options
+        self._usage = bool(options and options.include_usage)
+        self._continuous = bool(options and options.include_usage and options.continuous_usage_stats)
+        role = server.settings.response_role
+        self._builders = [
+            ChatChoiceBuilder(
+                index,
+                form.make_parser(),
+                server.engine.tokenizer,
+                role=role,
+                prefix=_echoed(chat, role),
+                top_logprobs=(chat.top_logprobs or 0) if chat.logprobs else None,
+                as_ids=bool(chat.return_tokens_as_token_ids),
+                token_ids=bool(chat.return_token_ids),
+                reasoning=chat.include_reasoning is not False,
+            )
+            for index in range(len(generation.states[0].answers))
+        ]
+
+    def response(self) -> ChatResponse:
+        generation, chat = self._generation, self._chat
+        output = generation.states[0].output()
+        found = ChatResponse(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=[b.message(o) for b, o in zip(self._builders, output.outputs)],
+            usage=usage_of(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens),
+            warnings=self._warnings or UNSET,
+        )
+        if output.prompt_logprobs is not None:
+            found.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        if chat.return_token_ids:
+            found.prompt_token_ids = output.prompt_token_ids
+        if chat.return_prompt_text:
+            found.prompt_text = output.prompt or ""
+        return found
+
+    def chunks(self, outputs: list[RequestOutput]) -> list[ChatChunk]:
+        found = []
+        for output in outputs[0].outputs:
+            for choice in self._builders[output.index].chunks(output):
+                chunk = self._chunk()
+                chunk.choices = [choice]
+                if self._continuous:
+                    generation = self._generation
+                    chunk.usage = usage_of(
+                        generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens
+                    )
+                found.append(chunk)
+        return found
+
+    def _chunk(self) -> ChatChunk:
+        """A chunk without choices. The first one of a stream carries what comes once."""
+        chunk = ChatChunk(id=self._id, created=self._created, model=self._model, choices=[])
+        if self._usage:
+            chunk.usage = None
+        if self._first:
+            self._first = False
+            chunk.warnings = self._warnings or UNSET
+            if self._chat.return_token_ids:
+                chunk.prompt_token_ids = self._generation.states[0].prompt_token_ids
+        return chunk
+
+    def last(self) -> list[ChatChunk]:
+        if not self._usage:
+            return []
+        generation, chunk = self._generation, self._chunk()
+        chunk.usage = usage_of(
+            generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens
+        )
+        return [chunk]

@@ -1,0 +1,228 @@
+"""POST /v1/completions: one prompt or several, as text or token ids, n answers to each."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from msgspec import UNSET
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.frontend.processor import Prompt
+from quire.serve.chat import keep_last
+from quire.serve.context import Server, answer_id, client_of, read_request, server_of
+from quire.serve.engine import Job
+from quire.serve.errors import bad_request
+from quire.serve.generation import Generation
+from quire.serve.logprobs import completion_logprobs, prompt_logprobs
+from quire.serve.protocol.completions import (
+    CompletionChoice,
+    CompletionLogprobs,
+    CompletionRequest,
+    CompletionResponse,
+)
+from quire.serve.protocol.sampling import Usage, usage_of
+from quire.serve.sampling import MAX_CHOICES, check_fields, sampling_params
+from quire.serve.stream import stream, whole
+from quire.serve.wire import json_response
+from quire.types import CompletionOutput, RequestOutput, SamplingParams
+
+_MAX_TOKENS = 16  # OpenAI's default for this route
+
+
+async def completions(request: Request) -> Response:
+    server = server_of(request)
+    wanted, warnings = await read_request(request, CompletionRequest)
+    model = server.check_model(wanted.model)
+    check_fields(wanted)
+    prompts = _prompts(wanted.prompt)
+    params = _params(server, wanted)
+    choices = len(prompts) * params.n
+    if choices > MAX_CHOICES:
+        raise bad_request(f"prompts times n must be at most {MAX_CHOICES}, got {choices}", "n")
+    client = client_of(request)
+
+    def jobs() -> list[Job]:
+        return [
+            Job(
+                prompt,
+                params,
+                wanted.priority or 0,
+                wanted.cache_salt or "",
+                wanted.add_special_tokens is not False,
+                keep_last(server, wanted.truncate_prompt_tokens),
+                bool(wanted.echo),
+            )
+            for prompt in prompts
+        ]
+
+    generation = await server.engine.generate(client, choices, jobs, bool(wanted.stream), wanted.timeout)
+    answer = CompletionAnswer(server, wanted, model, generation, warnings)
+    if wanted.stream:
+        slow_s = server.settings.slow_reader_timeout
+        return await stream(request, generation, answer.chunks, answer.last, slow_s)
+    await whole(request, generation)
+    return json_response(answer.response())
+
+
+def _prompts(given: str | list[Any]) -> list[Prompt]:
+    """The four forms of a prompt, as a list of prompts."""
+    if isinstance(given, str):
+        return [given]
+    if not given:
+        raise bad_request("prompt is empty: it needs at least one token", "prompt")
+    if len({type(part) for part in given}) > 1:
+        raise bad_request("prompt must hold either strings, or token ids, or lists of token ids", "prompt")
+    if isinstance(given[0], int):
+        return [given]
+    return given
+
+
+def _params(server: Server, wanted: CompletionRequest) -> SamplingParams:
+    engine = server.engine
+    defaults = engine.processor.defaults
+    if wanted.best_of is not None and wanted.best_of != (wanted.n or 1):
+        raise bad_request("best_of is not available in Quire, unless it equals n", "best_of")
+    max_tokens = wanted.max_tokens
+    if max_tokens is None:
+        max_tokens = defaults.get("max_tokens", _MAX_TOKENS)
+    if max_tokens == 0 and wanted.echo:
+        max_tokens = 1  # the prompt is to be scored: what comes after it is dropped
+    if wanted.echo and wanted.stream and wanted.logprobs is not None:
+        raise bad_request("echo with logprobs cannot be streamed: set stream to false", "echo")
+    logprobs = wanted.logprobs
+    params = sampling_params(
+        wanted, defaults, max_tokens, logprobs, server.settings.max_logprobs, engine.info.vocab_size
+    )
+    if wanted.echo and logprobs is not None and params.prompt_logprobs is None:
+        params.prompt_logprobs = logprobs
+    return params
+
+
+class CompletionAnswer:
+    """The answer to one request, whole or in chunks. Choice `i` of prompt `p` has index p * n + i."""
+
+    def __init__(
+        self,
+        server: Server,
+        wanted: CompletionRequest,
+        model: str,
+        generation: Generation,
+        warnings: list[str],
+    ) -> None:
+        self._tokenizer = server.engine.tokenizer
+        self._wanted, self._model, self._generation = wanted, model, generation
+        self._warnings = warnings
+        self._id = answer_id("cmpl", wanted.request_id)
+        self._created = int(time.time())
+        self._n = len(generation.states[0].answers)
+        self._nothing = wanted.max_tokens == 0  # only the prompt is wanted
+        self._as_ids = bool(wanted.return_tokens_as_token_ids)
+        self._echoed = [state.prompt or "" if wanted.echo else "" for state in generation.states]
+        self._said: dict[int, int] = {}  # characters sent so far, by index of the choice
+        self._first = True
+        options = wanted.stream_options
+        self._include_usage = bool(options and options.include_usage)
+        self._continuous = bool(options and options.include_usage and options.continuous_usage_stats)
+
+    def _usage(self) -> Usage:
+        generation = self._generation
+        completion_tokens = 0 if self._nothing else generation.completion_tokens
+        return usage_of(generation.prompt_tokens, completion_tokens, generation.cached_tokens)
+
+    def response(self) -> CompletionResponse:
+        choices = []
+        for number, state in enumerate(self._generation.states):
+            output = state.output()
+            choices += [self._choice(number, output, answer) for answer in output.outputs]
+        return CompletionResponse(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            choices=choices,
+            usage=self._usage(),
+            warnings=self._warnings or UNSET,
+        )
+
+    def _choice(self, number: int, output: RequestOutput, answer: CompletionOutput) -> CompletionChoice:
+        wanted, echoed = self._wanted, self._echoed[number]
+        if self._nothing:
+            answer.text, answer.token_ids, answer.finish_reason = "", [], "length"
+            answer.logprobs = None if answer.logprobs is None else []
+        choice = CompletionChoice(
+            number * self._n + answer.index,
+            echoed + answer.text,
+            self._logprobs(output, answer, len(echoed)),
+            answer.finish_reason,
+            answer.stop_reason,
+        )
+        if wanted.prompt_logprobs is not None and output.prompt_logprobs is not None:
+            choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
+        if wanted.return_token_ids:
+            choice.token_ids, choice.prompt_token_ids = answer.token_ids, output.prompt_token_ids
+        return choice
+
+    def _logprobs(
+        self, output: RequestOutput, answer: CompletionOutput, offset: int
+    ) -> CompletionLogprobs | None:
+        if answer.logprobs is None:
+            return None
+        found = completion_logprobs(answer.token_ids, answer.logprobs, offset, self._tokenizer, self._as_ids)
+        if self._wanted.echo and output.prompt_logprobs is not None:
+            prompt = completion_logprobs(
+                output.prompt_token_ids, output.prompt_logprobs, 0, self._tokenizer, self._as_ids
+            )
+            found = CompletionLogprobs(
+                prompt.text_offset + found.text_offset,
+                prompt.token_logprobs + found.token_logprobs,
+                prompt.tokens + found.tokens,
+                prompt.top_logprobs + found.top_logprobs,
+            )
+        return found
+
+    def chunks(self, outputs: list[RequestOutput]) -> list[CompletionResponse]:
+        found = []
+        for number, output in enumerate(outputs):
+            for answer in output.outputs:
+                chunk = self._chunk()
+                chunk.choices = [self._piece(number, output, answer)]
+                if self._continuous:
+                    chunk.usage = self._usage()
+                found.append(chunk)
+        return found
+
+    def _piece(self, number: int, output: RequestOutput, answer: CompletionOutput) -> CompletionChoice:
+        index = number * self._n + answer.index
+        begins = index not in self._said
+        text = "" if self._nothing else answer.text
+        if begins:
+            text = self._echoed[number] + text
+        said = self._said.get(index, 0)
+        self._said[index] = said + len(text)
+        choice = CompletionChoice(index, text, None, answer.finish_reason, answer.stop_reason)
+        if answer.logprobs is not None:
+            choice.logprobs = completion_logprobs(
+                answer.token_ids, answer.logprobs, said, self._tokenizer, self._as_ids
+            )
+        if self._wanted.return_token_ids:
+            choice.token_ids = answer.token_ids
+            if begins:
+                choice.prompt_token_ids = output.prompt_token_ids
+        return choice
+
+    def _chunk(self) -> CompletionResponse:
+        chunk = CompletionResponse(id=self._id, created=self._created, model=self._model, choices=[])
+        if self._include_usage:
+            chunk.usage = None
+        if self._first:
+            self._first = False
+            chunk.warnings = self._warnings or UNSET
+        return chunk
+
+    def last(self) -> list[CompletionResponse]:
+        if not self._include_usage:
+            return []
+        chunk = self._chunk()
+        chunk.usage = self._usage()
+        return [chunk]

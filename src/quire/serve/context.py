@@ -1,0 +1,71 @@
+"""What every route needs: the engine, the settings, the names of the model; and a request once it is parsed."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
+
+import msgspec
+from starlette.requests import Request
+
+from quire.serve.auth import ANYONE, Client
+from quire.serve.engine import AsyncEngine
+from quire.serve.errors import ApiError
+from quire.serve.form import Forms
+from quire.serve.protocol.sampling import SamplingFields
+from quire.serve.settings import ServeConfig
+from quire.serve.wire import parse, read_json
+
+T = TypeVar("T", bound=msgspec.Struct)
+_NO_EFFECT = ("stream_interval", "verbosity", "vllm_xargs")
+
+
+@dataclass(slots=True)
+class Server:
+    engine: AsyncEngine
+    settings: ServeConfig
+    names: list[str]  # of the model; the first is used in answers
+    forms: Forms  # of its answers
+    chat_template: str | None = None  # in place of the model's
+    started_s: float = field(default_factory=time.time)
+    draining: bool = False
+
+    def check_model(self, name: str | None) -> str:
+        """The model's name for the answer; ApiError 404 for another model."""
+        if name is not None and name not in self.names:
+            raise ApiError(
+                404,
+                f"the model {name[:128]!r} is not served here; there is {' and '.join(self.names)}",
+                "model",
+                "model_not_found",
+            )
+        return name or self.names[0]
+
+
+def server_of(request: Request) -> Server:
+    return cast(Server, request.app.state.server)
+
+
+def client_of(request: Request) -> Client:
+    return cast(Client, request.scope.get("client_key", ANYONE))
+
+
+async def read_request(request: Request, cls: type[T]) -> tuple[T, list[str]]:
+    """The body as a `cls`, and warnings about what is ignored."""
+    settings = server_of(request).settings
+    body = await read_json(request, settings.max_body_bytes)
+    found, warnings = parse(body, cls, settings.strict)
+    for name in _NO_EFFECT:
+        if getattr(found, name, None) not in (None, 1):
+            warnings.append(f"{name} has no effect in Quire")
+    policy = server_of(request).engine.config.scheduling_policy
+    if isinstance(found, SamplingFields) and found.priority and policy != "priority":
+        warnings.append("priority has no effect: the server runs without --scheduling-policy priority")
+    return found, warnings
+
+
+def answer_id(prefix: str, given: str | None) -> str:
+    """The id of an answer; a client may choose what comes behind the prefix."""
+    return f"{prefix}-{given or uuid.uuid4().hex}"

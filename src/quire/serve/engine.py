@@ -1,0 +1,272 @@
+"""`AsyncEngine`: the engine process, seen from the event loop.
+
+Owns the process, the tokenizer with its threads, and every open generation. Text becomes token ids in the
+threads; outputs become text on the loop, a few microseconds per token. When the engine dies, every open
+generation ends with the cause and `died` is set.
+
+    route --prepare()--> threads: template, tokens, checks --submit()--> engine process
+      ^                                                                     |
+      +-- Generation.wait() <-- OutputAssembler <-- _receive(): a message per step
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from quire.config import EngineConfig
+from quire.frontend import messages as msg
+from quire.frontend.location import locate_model, locate_tokenizer
+from quire.frontend.output import OutputAssembler, RequestState
+from quire.frontend.processor import InputProcessor, Prompt
+from quire.frontend.tokenizer import NoTokenizer, Tokenizer, load_generation_defaults, load_tokenizer
+from quire.serve.admission import Admission
+from quire.serve.auth import Client
+from quire.serve.errors import ApiError, as_api_error
+from quire.serve.generation import Generation
+from quire.serve.length import check_length, tail
+from quire.serve.process import EngineProcess
+from quire.serve.settings import ServeConfig
+from quire.types import EngineDead, EngineInfo, EngineRequest, EngineStats, SamplingParams
+
+T = TypeVar("T")
+_STATS_S = 5.0
+_YIELD_S = 0.005  # how long outputs may be taken in before what they brought is sent to clients
+
+
+@dataclass(slots=True)
+class Job:
+    """One prompt as a route asks for it."""
+
+    prompt: Prompt
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+    add_special_tokens: bool = True
+    keep_last: int | None = None  # of the prompt's tokens; None: all
+    echo: bool = False  # the text of the prompt is wanted, whatever form it came in
+
+
+@dataclass(slots=True)
+class Prepared:
+    """A prompt that can be sent: nothing can be wrong with it any more."""
+
+    state: RequestState
+    requests: list[EngineRequest]
+
+
+class AsyncEngine:
+    def __init__(
+        self, config: EngineConfig, settings: ServeConfig, process: EngineProcess, total_weight: float = 1.0
+    ) -> None:
+        """`total_weight`: of all clients that there are keys for."""
+        self.config, self.settings, self._total_weight = config, settings, total_weight
+        self.died = asyncio.Event()
+        self.cause: str | None = None
+        self.completed = 0  # HTTP requests whose answers are complete
+        self._process = process
+        self._threads = ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer")
+        self._assembler = OutputAssembler()
+        self._open: dict[str, Generation] = {}  # by request id of each of its states
+        self._ids = itertools.count()
+        self._stats: list[asyncio.Future[EngineStats]] = []
+        self._receiver: asyncio.Future[None] | None = None
+
+    async def start(self) -> None:
+        """Wait until the engine is built; meanwhile load the tokenizer. Raises ConfigError or ModelError."""
+        tokenizer = asyncio.ensure_future(self.in_thread(_load_tokenizer, self.config))
+        try:
+            self.info: EngineInfo = await self._process.ready()
+        except BaseException:
+            tokenizer.cancel()
+            raise
+        self.tokenizer: Tokenizer = await tokenizer
+        path = locate_model(self.config.model, self.config.revision).path
+        self.processor = InputProcessor(
+            self.tokenizer,
+            self.info.vocab_size,
+            self.info.max_model_len,
+            list(dict.fromkeys([*self.info.eos_ids, *self.tokenizer.eos_ids])),
+            self.config.seed,
+            load_generation_defaults(path),
+        )
+        settings = self.settings
+        self.admission = Admission(
+            settings.max_waiting, settings.max_waiting_tokens, self.info.max_num_seqs, self._total_weight
+        )
+        self._receiver = asyncio.ensure_future(self._receive())
+
+    async def in_thread(self, work: Callable[..., T], *args: object) -> T:
+        """Run what takes long in one of the tokenizer's threads."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+
+    # ------------------------------------------------------------------------------ requests in
+
+    async def generate(
+        self,
+        client: Client,
+        choices: int,
+        make_jobs: Callable[[], Sequence[Job]],
+        live: bool,
+        timeout_s: float | None,
+    ) -> Generation:
+        """Admit a request, prepare its prompts in a thread, send them.
+
+        `make_jobs` runs in the thread: it renders templates and raises RequestError or ApiError for what
+        cannot be served; `choices` is the number of answers it will come to. Raises ApiError 503 when too
+        much waits already.
+        """
+        self._raise_if_dead()
+        admission = self.admission
+        admission.arrive(client, choices)
+        try:
+            try:
+                prepared = await self.in_thread(self._prepare, make_jobs, client)
+            finally:
+                admission.prepared(choices)
+            self._raise_if_dead()
+            admission.pass_on(client, choices, sum(len(p.state.prompt_token_ids) for p in prepared))
+        except BaseException:
+            admission.leave(client, choices)
+            raise
+        generation = Generation(
+            [p.state for p in prepared], live, lambda ended: self._close(ended, client, choices)
+        )
+        for one in prepared:
+            self._open[one.state.request_id] = generation
+            self._assembler.add(one.state)
+        limits = [t for t in (timeout_s, self.settings.request_timeout) if t is not None]
+        if limits:
+            generation.give_up_after(min(limits))
+        for one in prepared:
+            for request in one.requests:
+                self._process.send(msg.Add(request))
+        return generation
+
+    def _prepare(self, make_jobs: Callable[[], Sequence[Job]], client: Client) -> list[Prepared]:
+        return [self._prepare_one(job, client) for job in make_jobs()]
+
+    def _prepare_one(self, job: Job, client: Client) -> Prepared:
+        name = f"{next(self._ids):x}"
+        prompt = job.prompt
+        if isinstance(prompt, str) and job.keep_last is None:
+            check_length(self.tokenizer, prompt, self.info.max_model_len)
+        if job.keep_last is not None:
+            if isinstance(prompt, str):
+                prompt = self.tokenizer.encode(tail(prompt, job.keep_last), job.add_special_tokens)
+            assert isinstance(prompt, list)
+            prompt = prompt[-job.keep_last :]
+        requests = self.processor.process(
+            name, prompt, job.params, job.priority, job.cache_salt, job.add_special_tokens
+        )
+        requests = [replace(request, client=client.name, weight=client.weight) for request in requests]
+        text = prompt if isinstance(prompt, str) else None
+        if job.echo and text is None:
+            text = self.tokenizer.decode(requests[0].prompt, skip_special_tokens=False)
+        return Prepared(RequestState(name, text, requests, self.tokenizer), requests)
+
+    def _close(self, generation: Generation, client: Client, choices: int) -> None:
+        """A generation is over. What it still has in the engine is aborted: slots and pages are free before
+        the next step."""
+        ids = [name for state in generation.states for name in self._assembler.abort(state)]
+        for state in generation.states:
+            self._open.pop(state.request_id, None)
+        if ids and not self.died.is_set():
+            self._process.send(msg.Abort(ids))
+        self.admission.leave(client, choices)
+        if generation.error is None:
+            self.admission.finished(choices)
+            self.completed += 1
+
+    # ----------------------------------------------------------------------------- outputs back
+
+    async def _receive(self) -> None:
+        yielded_s = time.monotonic()
+        try:
+            while True:
+                message = await self._process.receive()
+                if time.monotonic() - yielded_s > _YIELD_S:  # messages that are there already do not wait
+                    await asyncio.sleep(0)
+                    yielded_s = time.monotonic()
+                match message:
+                    case msg.Outputs(outputs, load):
+                        self.admission.report(load)
+                        applied = self._assembler.apply(outputs)
+                        if applied.aborts:
+                            self._process.send(msg.Abort(applied.aborts))
+                        for state in applied.changed:
+                            self._book(state)
+                    case msg.Stats(stats):
+                        waiting, self._stats = self._stats, []
+                        for future in waiting:
+                            if not future.done():
+                                future.set_result(stats)
+        except Exception as error:  # whatever it is, nobody may be left waiting
+            self._die(str(error) if isinstance(error, EngineDead) else f"the engine stopped: {error!r}")
+
+    def _book(self, state: RequestState) -> None:
+        generation = self._open.get(state.request_id)
+        if generation is None:
+            return
+        if state.error is not None:
+            generation.fail(ApiError(400, state.error))
+        else:
+            generation.changed(state)
+
+    def _die(self, cause: str) -> None:
+        self.cause = cause
+        self.died.set()
+        self.fail_all(as_api_error(EngineDead(cause)))
+        for future in self._stats:
+            if not future.done():
+                future.set_exception(EngineDead(cause))
+
+    def fail_all(self, error: ApiError) -> None:
+        """End every open generation with `error`."""
+        for generation in list(self._open.values()):
+            generation.fail(error)
+
+    def _raise_if_dead(self) -> None:
+        if self.cause is not None:
+            raise as_api_error(EngineDead(self.cause))
+
+    # ------------------------------------------------------------------------------------ state
+
+    @property
+    def num_open(self) -> int:
+        """Choices that are not answered yet, those whose prompt is being prepared included."""
+        return self.admission.num_open
+
+    async def stats(self) -> EngineStats:
+        """The engine's figures now. Raises ApiError 503 if it does not answer within some seconds."""
+        self._raise_if_dead()
+        future: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
+        self._stats.append(future)
+        self._process.send(msg.AskStats())
+        try:
+            return await asyncio.wait_for(future, _STATS_S)
+        except TimeoutError:
+            raise ApiError(503, f"the engine did not answer within {_STATS_S:g} s") from None
+
+    async def close(self, kill: bool = False) -> None:
+        """Stop the process. Open generations end with an error first."""
+        if self.cause is None:
+            self.cause = "the server was closed"
+        self.fail_all(ApiError(503, "the server is shutting down", code="shutting_down"))
+        if self._receiver is not None:
+            self._receiver.cancel()
+        await self._process.close(kill)
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _load_tokenizer(config: EngineConfig) -> Tokenizer:
+    if config.skip_tokenizer_init:
+        return NoTokenizer()
+    if config.tokenizer is not None:
+        return load_tokenizer(locate_tokenizer(config.tokenizer, config.revision))
+    return load_tokenizer(locate_model(config.model, config.revision).path)

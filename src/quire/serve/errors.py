@@ -1,0 +1,65 @@
+"""What goes wrong, as clients of OpenAI's API know it: a status, and an object that names field and limit."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from quire.types import EngineDead, Overloaded, RequestError
+
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    499: "client_closed_request",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+class ApiError(Exception):
+    """An answer that is an error. `param` is the field of the request that caused it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers or {}
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+
+def bad_request(message: str, param: str | None = None) -> ApiError:
+    return ApiError(400, message, param)
+
+
+def overloaded(message: str, retry_after_s: float) -> ApiError:
+    """503 with the whole seconds after which to try again."""
+    headers = {"Retry-After": str(max(1, round(retry_after_s)))}
+    return ApiError(503, message, code="overloaded", headers=headers)
+
+
+def as_api_error(error: Exception, fields: frozenset[str] = frozenset()) -> ApiError:
+    """The answer to an exception. A RequestError begins with the name of the field that it is about."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestError):
+        message = str(error)
+        word = re.match(r"\w*", message)[0]  # type: ignore[index]
+        code = "context_length_exceeded" if "max_model_len" in message else None
+        return ApiError(400, message, word if word in fields else None, code)
+    if isinstance(error, Overloaded):
+        return overloaded(str(error), 1)
+    if isinstance(error, EngineDead):
+        return ApiError(500, str(error), code="engine_dead")
+    return ApiError(500, f"an error inside the server: {type(error).__name__}", code="internal_error")

@@ -1,0 +1,85 @@
+"""One HTTP request's prompts on their way through the engine: what is new, how it ended, how to end it.
+
+A generation is woken when something is new and hands out all that came since it last looked: a client that
+reads slowly gets larger pieces, and nothing is kept twice on its behalf.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+
+from quire.frontend.output import RequestState
+from quire.serve.errors import ApiError
+from quire.types import RequestOutput
+
+
+class Generation:
+    def __init__(
+        self, states: Sequence[RequestState], live: bool, over: Callable[[Generation], None]
+    ) -> None:
+        """`live`: wake for every token, not only for the end. `over` is called once, when all is finished or
+        an error ended it."""
+        self.states = list(states)
+        self.error: ApiError | None = None  # why it ended early; its answers are worth nothing then
+        self._live = live
+        self._left = len(self.states)  # prompts whose answers are not finished
+        self._over: Callable[[Generation], None] | None = over
+        self._event = asyncio.Event()
+        self._deadline: asyncio.TimerHandle | None = None
+
+    @property
+    def finished(self) -> bool:
+        return self.error is not None or self._left == 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(len(state.prompt_token_ids) for state in self.states)
+
+    @property
+    def cached_tokens(self) -> int:
+        return sum(state.num_cached_tokens for state in self.states)
+
+    @property
+    def completion_tokens(self) -> int:
+        return sum(len(answer.token_ids) for state in self.states for answer in state.answers)
+
+    async def wait(self) -> None:
+        """Until something is new (`live`) or all is finished. Raises the ApiError that ended it early."""
+        if not self.finished:
+            await self._event.wait()
+        self._event.clear()
+        if self.error is not None:
+            raise self.error
+
+    def take(self) -> list[RequestOutput]:
+        """What is new for each prompt, in their order."""
+        return [state.take_delta() for state in self.states]
+
+    def changed(self, state: RequestState) -> None:
+        """Something is new in one of its states."""
+        if state.finished:
+            self._left -= 1
+        if self.finished:
+            self._end()
+        elif self._live:
+            self._event.set()
+
+    def fail(self, error: ApiError) -> None:
+        """End it with an error, unless it is over."""
+        if self._over is not None:
+            self.error = error
+            self._end()
+
+    def _end(self) -> None:
+        self._event.set()
+        if self._deadline is not None:
+            self._deadline.cancel()
+        over, self._over = self._over, None
+        if over is not None:
+            over(self)
+
+    def give_up_after(self, seconds: float) -> None:
+        """End it with 504 unless it is finished within `seconds`."""
+        error = ApiError(504, f"the request took longer than its timeout of {seconds:g} s", code="timeout")
+        self._deadline = asyncio.get_running_loop().call_later(seconds, self.fail, error)

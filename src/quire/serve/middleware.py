@@ -1,0 +1,73 @@
+"""What happens to every request before and after its route: a name, a key, and a shape for its errors.
+
+One plain ASGI layer: it adds two function calls to a request and none to the chunks of a stream.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import uuid
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.serve.auth import Keys, bearer
+from quire.serve.errors import ApiError, as_api_error
+from quire.serve.wire import error_response
+
+log = logging.getLogger("quire.serve")
+
+OPEN_PATHS = frozenset({"/health", "/healthz", "/ping"})
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Front:
+    """Names each request (`X-Request-Id`), checks its key, and turns exceptions into error bodies."""
+
+    def __init__(self, app: ASGIApp, keys: Keys) -> None:
+        self._app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope["request_id"] = request_id
+        began = False
+
+        async def named(message: Message) -> None:
+            nonlocal began
+            if message["type"] == "http.response.start":
+                began = True
+                MutableHeaders(scope=message)["x-request-id"] = request_id
+            await send(message)
+
+        try:
+            if scope["path"] not in OPEN_PATHS:
+                client = self._keys.client(bearer(headers.get("authorization"), headers.get("x-api-key")))
+                if client is None:
+                    raise _unauthorized(headers)
+                scope["client_key"] = client
+            await self._app(scope, receive, named)
+        except ClientDisconnect:  # in the middle of its body: there is nobody to answer
+            pass
+        except Exception as error:
+            found = as_api_error(error)
+            if found.status >= 500 and not isinstance(error, ApiError):
+                log.exception("request %s failed", request_id)
+            if not began:
+                await error_response(found)(scope, receive, named)
+
+
+def _unauthorized(headers: Headers) -> ApiError:
+    given = "authorization" in headers or "x-api-key" in headers
+    message = (
+        "the API key is not one of this server's"
+        if given
+        else "this server needs an API key: send it as `Authorization: Bearer KEY`"
+    )
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

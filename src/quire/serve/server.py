@@ -1,0 +1,195 @@
+"""From settings to a running server, and its end: start-up, signals, drain, exit code.
+
+port taken -> engine process starts -> (HTTP libraries load meanwhile) -> engine ready -> listening
+first SIGTERM or SIGINT: new requests get 503, open ones go on for shutdown_timeout; second: stop now
+the engine dies: every open request gets the cause, /health is 503, and the exit code is 1
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+
+from quire import __version__
+from quire.config import EngineConfig
+from quire.serve.app import build_app
+from quire.serve.auth import Keys
+from quire.serve.context import Server
+from quire.serve.engine import AsyncEngine
+from quire.serve.errors import ApiError
+from quire.serve.form import Forms
+from quire.serve.process import EngineProcess
+from quire.serve.say import STDERR, say
+from quire.serve.settings import ServeConfig
+from quire.types import ConfigError
+
+log = logging.getLogger("quire.serve")
+_LAST_ANSWERS_S = 1.0  # from the engine's death to the end: open requests and health checks get their answer
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn without its signal handlers: when to stop is decided here."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run(
+    config: EngineConfig, settings: ServeConfig, keys: Keys, process: EngineProcess, sock: socket.socket
+) -> int:
+    """Serve until told to stop; the exit code. Raises ConfigError or ModelError when it cannot start."""
+    began_s = time.perf_counter()
+    factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    with contextlib.suppress(ImportError):  # not there on every platform
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        return runner.run(_serve(config, settings, keys, process, sock, began_s))
+
+
+async def _serve(
+    config: EngineConfig,
+    settings: ServeConfig,
+    keys: Keys,
+    process: EngineProcess,
+    sock: socket.socket,
+    began_s: float,
+) -> int:
+    engine = AsyncEngine(config, settings, process, keys.total_weight)
+    stop = _Stop()
+    try:
+        started = asyncio.ensure_future(engine.start())
+        await asyncio.wait((started, stop.first), return_when=asyncio.FIRST_COMPLETED)
+        if not started.done():
+            started.cancel()
+            return 128 + stop.first.result()
+        started.result()
+        forms = Forms(
+            engine.tokenizer,
+            settings.tool_call_parser,
+            settings.reasoning_parser,
+            settings.stream_tool_arguments,
+        )
+        names = settings.served_model_name or [config.model]
+        server = Server(engine, settings, names, forms, _template(settings))
+        options = uvicorn.Config(
+            build_app(server, keys),
+            log_level=settings.log_level.lower(),
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            server_header=False,
+            ssl_keyfile=settings.ssl_keyfile,
+            ssl_certfile=settings.ssl_certfile,
+            timeout_graceful_shutdown=2,
+            timeout_keep_alive=75,  # longer than proxies keep theirs, so that it is they who close
+        )
+        web = _Uvicorn(options)
+        serving = asyncio.ensure_future(web.serve(sockets=[sock]))
+        while not web.started and not serving.done():
+            await asyncio.sleep(0.001)
+        gc.collect()
+        gc.freeze()  # what exists now lives as long as the server
+        _announce(engine, settings, keys, sock, time.perf_counter() - began_s)
+        code = await _until_the_end(server, stop, serving)
+        web.should_exit = True
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(serving, 5)
+        return code
+    finally:
+        await engine.close(kill=stop.second.done())
+
+
+class _Stop:
+    """Turns signals into two futures."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.first: asyncio.Future[int] = loop.create_future()
+        self.second: asyncio.Future[int] = loop.create_future()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._received, number)
+
+    def _received(self, number: int) -> None:
+        for future in (self.first, self.second):
+            if not future.done():
+                future.set_result(number)
+                return
+
+
+async def _until_the_end(server: Server, stop: _Stop, serving: asyncio.Future[None]) -> int:
+    engine = server.engine
+    died = asyncio.ensure_future(engine.died.wait())
+    await asyncio.wait((stop.first, died, serving), return_when=asyncio.FIRST_COMPLETED)
+    if stop.first.done() and not died.done():
+        await _drain(server, stop, died)
+    died.cancel()
+    if engine.cause is not None:
+        say(f"quire: {engine.cause}", STDERR)
+        await asyncio.sleep(_LAST_ANSWERS_S)
+        return 1
+    return 0 if not stop.second.done() else 128 + stop.second.result()
+
+
+async def _drain(server: Server, stop: _Stop, died: asyncio.Future[Any]) -> None:
+    """Let open requests go on, for a while; then end them with an error."""
+    engine, timeout_s = server.engine, server.settings.shutdown_timeout
+    server.draining = True
+    engine.admission.draining = "the server is shutting down"
+    deadline_s = time.monotonic() + timeout_s
+    if engine.num_open:
+        say(
+            f"quire: stopping; {engine.num_open} open requests may go on for {timeout_s:g} s (again: stop now)",
+            STDERR,
+        )
+    while engine.num_open and time.monotonic() < deadline_s and not (stop.second.done() or died.done()):
+        await asyncio.wait((stop.second, died), timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
+    engine.fail_all(ApiError(503, "the server is shutting down", code="shutting_down"))
+
+
+def _template(settings: ServeConfig) -> str | None:
+    """The chat template of the settings, which may be a file."""
+    given = settings.chat_template
+    if given is None or "{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the chat template {given} cannot be read: {error}") from None
+
+
+def _announce(
+    engine: AsyncEngine, settings: ServeConfig, keys: Keys, sock: socket.socket, took_s: float
+) -> None:
+    info = engine.info
+    port = sock.getsockname()[1]
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    scheme = "https" if settings.ssl_certfile else "http"
+    phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in info.phases_s.items())
+    kind = (
+        "dry run, no model"
+        if settings.dry_run
+        else f"{info.num_parameters / 1e6:.1f} M parameters, {info.dtype}"
+    )
+    local = settings.host in ("127.0.0.1", "localhost", "::1")
+    reach = "this machine only; --host 0.0.0.0 opens it to the network" if local else "open to the network"
+    if not local and not len(keys):
+        reach += ", to everybody: --api-key asks for a key"
+    say(
+        f"quire {__version__}: {info.model} ({kind}) on {info.device}, context {info.max_model_len} tokens, "
+        f"{info.max_num_seqs} requests at once\n"
+        f"start-up {took_s:.2f} s; engine: {phases}\n"
+        f"serving on {scheme}://{host}:{port} ({reach})"
+    )

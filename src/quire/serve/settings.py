@@ -1,0 +1,104 @@
+"""Settings of the server, beside those of the engine. Each field is also a flag and a key of the YAML file."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from quire.types import ConfigError
+
+
+def _setting(default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help})
+
+
+def _list(help: str) -> Any:
+    return field(default_factory=list, metadata={"help": help})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig:
+    host: str = _setting("127.0.0.1", "address to listen on; 0.0.0.0 opens the server to the network")
+    port: int = _setting(8000, "port to listen on; 0 takes a free one and prints it")
+    served_model_name: list[str] = _list("name of the model in requests and answers (may be repeated)")
+    strict: bool = _setting(False, "refuse fields that are not known, instead of answering with a warning")
+
+    api_key: list[str] = _list("key that clients must send (may be repeated; also QUIRE_API_KEY)")
+    api_key_file: str | None = _setting(
+        None, "file with one key per line, optionally followed by weight=2 and name=team"
+    )
+    max_body_bytes: int = _setting(16 << 20, "longest request body in bytes")
+    allowed_origins: list[str] = _list("origin that browsers may call from (may be repeated; default: none)")
+    allowed_methods: list[str] = _list("HTTP method for those origins (default: all)")
+    allowed_headers: list[str] = _list("request header for those origins (default: all)")
+    allow_credentials: bool = _setting(False, "let those origins send cookies and credentials")
+    ssl_keyfile: str | None = _setting(None, "TLS key file")
+    ssl_certfile: str | None = _setting(None, "TLS certificate file")
+
+    max_waiting: int = _setting(2048, "requests that may wait for the engine; further ones get 503")
+    max_waiting_tokens: int | None = _setting(None, "prompt tokens that may wait; further requests get 503")
+    request_timeout: float | None = _setting(None, "seconds after which a request is given up (504)")
+    slow_reader_timeout: float = _setting(
+        120.0, "seconds without progress after which a client that does not read is dropped"
+    )
+    shutdown_timeout: float = _setting(
+        30.0, "seconds that open requests may go on after SIGTERM; a second signal stops at once"
+    )
+
+    max_logprobs: int = _setting(20, "most alternatives per token that a request may ask for; -1: no limit")
+    response_role: str = _setting("assistant", "role of answers in chats")
+    chat_template: str | None = _setting(None, "a Jinja chat template, or a file that holds one")
+    tool_call_parser: str = _setting(
+        "auto",
+        "how the model writes calls of tools: hermes, llama3_json, mistral, json; none; auto: by its template",
+    )
+    reasoning_parser: str = _setting(
+        "auto", "how the model marks its thoughts: think (for <think>); none; auto: by its template"
+    )
+    stream_tool_arguments: bool = _setting(
+        False, "send calls while they are written, also if only the end can tell whether they are well-formed"
+    )
+    tokenizer_threads: int = _setting(2, "threads for tokenizer and chat templates")
+    dry_run: bool = _setting(False, "load no model: every request is answered with its own prompt")
+    dry_run_step_ms: float = _setting(0.0, "milliseconds that a step takes with --dry-run")
+    log_level: str = _setting("warning", "log level of the server: debug, info, warning, error")
+
+    def __post_init__(self) -> None:
+        at_least = {
+            "port": 0,
+            "max_waiting": 1,
+            "max_body_bytes": 1,
+            "tokenizer_threads": 1,
+            "max_logprobs": -1,
+        }
+        for name, least in at_least.items():
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.port > 65535:
+            raise ConfigError(f"port must be at most 65535, got {self.port}")
+        for name in ("request_timeout", "slow_reader_timeout", "shutdown_timeout", "dry_run_step_ms"):
+            value = getattr(self, name)
+            if value is not None and not 0 <= value < float("inf"):
+                raise ConfigError(f"{name} must be a number of at least 0, got {value}")
+        if self.max_waiting_tokens is not None and self.max_waiting_tokens < 1:
+            raise ConfigError(f"max_waiting_tokens must be at least 1, got {self.max_waiting_tokens}")
+        if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
+            raise ConfigError("TLS needs both ssl_keyfile and ssl_certfile")
+        self._check_parsers()
+        if self.log_level.lower() not in ("debug", "info", "warning", "error"):
+            raise ConfigError(f"log_level must be debug, info, warning or error, got {self.log_level!r}")
+
+    def _check_parsers(self) -> None:
+        if self.tool_call_parser not in ("auto", "none"):
+            from quire.serve.tools.registry import TOOL_PARSERS, known_tool_parser
+
+            if not known_tool_parser(self.tool_call_parser):
+                names = ", ".join(["auto", *TOOL_PARSERS])
+                raise ConfigError(f"tool_call_parser must be {names} or none, got {self.tool_call_parser!r}")
+        if self.reasoning_parser not in ("auto", "none"):
+            from quire.serve.reasoning import known_reasoning_parser
+
+            if not known_reasoning_parser(self.reasoning_parser):
+                raise ConfigError(
+                    f"reasoning_parser must be auto, think or none, got {self.reasoning_parser!r}"
+                )

@@ -1,0 +1,95 @@
+"""What the server says of itself: models, health, version, figures."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire import __version__
+from quire.serve.context import Server, server_of
+from quire.serve.wire import json_response
+
+
+def _card(server: Server, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "created": int(server.started_s),
+        "owned_by": "quire",
+        "root": server.engine.config.model,
+        "parent": None,
+        "max_model_len": server.engine.info.max_model_len,
+    }
+
+
+async def models(request: Request) -> Response:
+    server = server_of(request)
+    return json_response({"object": "list", "data": [_card(server, name) for name in server.names]})
+
+
+async def model(request: Request) -> Response:
+    server = server_of(request)
+    return json_response(_card(server, server.check_model(request.path_params["name"])))
+
+
+async def health(request: Request) -> Response:
+    """200 while requests are taken; 503 while the server drains, and when the engine has died."""
+    server = server_of(request)
+    if server.engine.cause is not None:
+        return json_response({"status": "dead", "cause": server.engine.cause}, 503)
+    if server.draining:
+        return json_response({"status": "draining"}, 503)
+    return json_response({"status": "ok"})
+
+
+async def version(request: Request) -> Response:
+    return json_response({"version": __version__})
+
+
+async def stats(request: Request) -> Response:
+    """Figures for people. Sizes in pages and tokens, times in seconds."""
+    server = server_of(request)
+    engine, admission = server.engine, server.engine.admission
+    found = await engine.stats()
+    totals = found.totals
+    seen = totals["prompt_tokens"]
+    return json_response(
+        {
+            "model": server.names[0],
+            "uptime_s": round(time.time() - server.started_s, 3),
+            "requests": {
+                "waiting": found.load.waiting,
+                "waiting_tokens": found.load.waiting_tokens,
+                "wait_reason": found.wait_reason,
+                "active": found.load.running,
+                "open": engine.num_open,
+                "completed": engine.completed,
+                "rejected": admission.rejected,
+                "aborted": totals["aborted"],
+            },
+            "pages": {
+                "total": found.pages,
+                "used": found.pages - found.free_pages,
+                "free": found.free_pages,
+                "cached": found.cached_pages,
+                "tokens_per_page": found.page_size,
+                "evictions": totals["evictions"],
+                "preemptions": totals["preemptions"],
+            },
+            "tokens": {
+                "prompt": seen,
+                "cached": totals["cached_tokens"],
+                "computed": totals["computed_tokens"],
+                "generated": totals["generated_tokens"],
+                "hit_rate": round(totals["cached_tokens"] / seen, 4) if seen else 0.0,
+                "by_client": found.served_tokens,
+            },
+            "last_step": found.last_step,
+            "start_up_s": engine.info.phases_s,
+            "engine": asdict(engine.info),
+        }
+    )

@@ -1,0 +1,54 @@
+"""POST /tokenize and /detokenize: the model's tokenizer and chat template, for clients that count tokens."""
+
+from __future__ import annotations
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.frontend.chat import render_chat
+from quire.serve.context import Server, read_request, server_of
+from quire.serve.errors import bad_request
+from quire.serve.protocol.other import DetokenizeRequest, TokenizeRequest, TokenizeResponse
+from quire.serve.wire import json_response
+
+
+async def tokenize(request: Request) -> Response:
+    server = server_of(request)
+    wanted, _ = await read_request(request, TokenizeRequest)
+    server.check_model(wanted.model)
+    if (wanted.prompt is None) == (wanted.messages is None):
+        raise bad_request("give either prompt or messages", "prompt")
+    ids = await server.engine.in_thread(_encode, server, wanted)
+    pieces = None
+    if wanted.return_token_strs:
+        pieces = [server.engine.tokenizer.token_text(token) for token in ids]
+    return json_response(TokenizeResponse(len(ids), server.engine.info.max_model_len, ids, pieces))
+
+
+def _encode(server: Server, wanted: TokenizeRequest) -> list[int]:
+    tokenizer = server.engine.tokenizer
+    if wanted.prompt is not None:
+        return tokenizer.encode(wanted.prompt, wanted.add_special_tokens is not False)
+    continues = bool(wanted.continue_final_message)
+    generation_prompt = wanted.add_generation_prompt
+    text = render_chat(
+        tokenizer,
+        wanted.messages or [],
+        wanted.tools,
+        not continues if generation_prompt is None else generation_prompt,
+        continues,
+        wanted.chat_template_kwargs,
+        chat_template=wanted.chat_template or server.chat_template,
+    )
+    return tokenizer.encode(text, bool(wanted.add_special_tokens))
+
+
+async def detokenize(request: Request) -> Response:
+    server = server_of(request)
+    wanted, _ = await read_request(request, DetokenizeRequest)
+    server.check_model(wanted.model)
+    size = server.engine.info.vocab_size
+    if any(not 0 <= token < size for token in wanted.tokens):
+        raise bad_request(f"tokens must be at least 0 and below the vocabulary size {size}", "tokens")
+    text = await server.engine.in_thread(server.engine.tokenizer.decode, wanted.tokens, False)
+    return json_response({"prompt": text})

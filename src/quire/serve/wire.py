@@ -1,0 +1,149 @@
+"""JSON in and out: bodies read within a limit, decoded into Structs, with unknown fields noted or refused.
+
+Everything that a client can send and that is wrong ends here as a 4xx that names the field.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import msgspec
+import msgspec.inspect
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.serve.errors import ApiError, bad_request
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+encode = msgspec.json.Encoder().encode
+_PATH = re.compile(r"(.*?) - at `\$\.?(.*)`$", re.DOTALL)
+_KINDS = {
+    "object": "an object",
+    "array": "a list",
+    "str": "a string",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "null": "null",
+}
+_EXPECTED = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
+_MAX_DEPTH = 64
+_STALL_S = 60.0  # between two pieces of a body
+
+
+async def read_json(request: Request, limit_bytes: int) -> dict[str, Any]:
+    """The JSON object in the body of a request; ApiError 413 beyond `limit_bytes`, 400 if it is none."""
+    chunks, size = [], 0
+    declared = request.headers.get("content-length", "")
+    if declared.isdigit() and int(declared) > limit_bytes:
+        raise _too_large(limit_bytes)
+    loop = asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(_STALL_S) as stall:
+            async for chunk in request.stream():
+                stall.reschedule(loop.time() + _STALL_S)
+                size += len(chunk)
+                if size > limit_bytes:
+                    raise _too_large(limit_bytes)
+                chunks.append(chunk)
+    except TimeoutError:
+        raise ApiError(408, f"no more of the body came for {_STALL_S:g} s", code="timeout") from None
+    return decode_object(b"".join(chunks))
+
+
+def _too_large(limit_bytes: int) -> ApiError:
+    return ApiError(
+        413, f"the body is larger than {limit_bytes} bytes (max_body_bytes)", code="body_too_large"
+    )
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """Strict JSON: no NaN, no half surrogate pairs, no numbers beyond a double, no nesting beyond 64."""
+    try:
+        found = msgspec.json.decode(body)
+    except RecursionError:
+        raise bad_request(f"the body is nested more than {_MAX_DEPTH} deep") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise bad_request(f"the body is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise bad_request("the body must be a JSON object")
+    if body.count(b"[") + body.count(b"{") > _MAX_DEPTH and _deeper(found, _MAX_DEPTH):
+        raise bad_request(f"the body is nested more than {_MAX_DEPTH} deep")
+    return found
+
+
+def _deeper(value: Any, limit: int) -> bool:
+    """Whether objects and lists are nested more than `limit` deep; without recursion on what a client sent."""
+    level = [value]
+    for _ in range(limit):
+        level = [
+            item
+            for nested in level
+            for item in (nested.values() if isinstance(nested, dict) else nested)
+            if isinstance(item, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
+
+
+def parse(body: dict[str, Any], cls: type[T], strict: bool) -> tuple[T, list[str]]:
+    """The request in `body`, and warnings about fields that Quire does not know. `strict` refuses those."""
+    known, integers = field_names(cls), _integer_fields(cls)
+    for name in integers & body.keys():
+        if isinstance(value := body[name], float) and value.is_integer() and abs(value) < 2**53:
+            body[name] = int(value)  # JSON has one kind of number, and some clients write 16 as 16.0
+    unknown = [name for name in body if name not in known]
+    if unknown and strict:
+        raise bad_request(f"unknown field {unknown[0]!r} (the server runs with --strict)", unknown[0])
+    try:
+        found = msgspec.convert(body, cls)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error)) from None
+    return found, [f"unknown field {name[:64]!r} was ignored" for name in unknown[:16]]
+
+
+def field_names(cls: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(cls.__struct_encode_fields__)
+
+
+@lru_cache
+def _integer_fields(cls: type[msgspec.Struct]) -> frozenset[str]:
+    found = msgspec.inspect.type_info(cls)
+    assert isinstance(found, msgspec.inspect.StructType)
+    plain = (msgspec.inspect.IntType, msgspec.inspect.NoneType)
+    names = []
+    for field in found.fields:
+        kinds = field.type.types if isinstance(field.type, msgspec.inspect.UnionType) else (field.type,)
+        if all(isinstance(kind, plain) for kind in kinds):
+            names.append(field.name)
+    return frozenset(names)
+
+
+def _explained(text: str) -> ApiError:
+    """msgspec's words, as a sentence about a field."""
+    if match := _PATH.fullmatch(text):
+        text, path = match[1], match[2]
+    else:
+        path = ""
+    if missing := re.fullmatch(r"Object missing required field `([^`]*)`", text):
+        path = f"{path}.{missing[1]}" if path else missing[1]
+        return bad_request(f"{path} is missing", path.split(".")[0].split("[")[0])
+    if found := _EXPECTED.fullmatch(text):
+        wanted = " or ".join(_KINDS.get(kind, kind) for kind in found[1].split(" | ") if kind != "null")
+        text = f"must be {wanted}, got {_KINDS.get(found[2], found[2])}"
+    else:
+        text = f"is not valid: {text}"
+    return bad_request(f"{path or 'the body'} {text}", path.split(".")[0].split("[")[0] or None)
+
+
+def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(encode(body), status, headers, media_type="application/json")
+
+
+def error_response(error: ApiError) -> Response:
+    return json_response(error.body(), error.status, error.headers)

@@ -1,0 +1,91 @@
+"""An executor without a model that answers each request with its own prompt. No torch.
+
+For developing and testing clients and the server: what a request gets depends on nothing but its prompt, so
+answers are known beforehand, however requests are batched, preempted or cached.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from typing import Any
+
+import numpy as np
+
+from quire.types import LogprobArrays, StepHandle, StepPlan, StepResult
+
+
+class _Later:
+    def __init__(self, result: StepResult, ready_s: float) -> None:
+        self._result, self._ready_s = result, ready_s
+
+    def wait(self) -> StepResult:
+        if (left := self._ready_s - time.monotonic()) > 0:
+            time.sleep(left)
+        return self._result
+
+
+class EchoExecutor:
+    """A request gets the tokens of its prompt but those in `left_out`, then `eos` again and again.
+
+    A step takes `step_s` seconds. Log-probabilities are made up: -0.1 for the chosen token (rank 1), then
+    -1, -2 ... for the ids that follow it.
+    """
+
+    def __init__(self, vocab_size: int, eos: int, left_out: frozenset[int], step_s: float = 0.0) -> None:
+        self._vocab_size, self._eos, self._left_out, self._step_s = vocab_size, eos, left_out, step_s
+        self._answers: dict[int, tuple[int, array[int]]] = {}  # slot -> prompt length, answer
+        self._prompts: dict[int, array[int]] = {}
+        self._tops: dict[int, int] = {}  # slot -> alternatives asked for
+        self._plans: dict[int, StepPlan] = {}
+        self._busy_until_s = 0.0  # steps run one after the other, as on a device
+
+    def forward(self, plan: StepPlan) -> None:
+        for admit in plan.admits:
+            prompt = admit.tokens[: admit.prompt_len]
+            params = admit.request.params
+            answer = array("i", [t for t in prompt if t not in self._left_out])
+            self._answers[admit.slot] = admit.prompt_len, answer
+            self._prompts[admit.slot] = prompt
+            self._tops[admit.slot] = max(params.logprobs or 0, params.prompt_logprobs or 0)
+        self._plans[plan.step] = plan
+
+    def sample(self, step: int, masks: Any) -> StepHandle:
+        plan = self._plans.pop(step)
+        ends = plan.starts + plan.num_tokens
+        rows = [
+            (slot, end) for slot, end, samples in zip(plan.slots.tolist(), ends.tolist(), plan.samples.tolist())
+            if samples
+        ]  # fmt: skip
+        tokens = [self._token(slot, end) for slot, end in rows]
+        scored = {row: self._score(plan, row) for row in plan.score_rows}
+        top = max((self._tops[slot] for slot, _ in rows), default=0)
+        result = StepResult(step, [[t] for t in tokens], self._logprobs(tokens, top), scored or None)
+        self._busy_until_s = max(self._busy_until_s, time.monotonic()) + self._step_s
+        return _Later(result, self._busy_until_s)
+
+    def _token(self, slot: int, position: int) -> int:
+        prompt_len, answer = self._answers[slot]
+        index = position - prompt_len
+        return answer[index] if index < len(answer) else self._eos
+
+    def _score(self, plan: StepPlan, row: int) -> LogprobArrays:
+        """Of the prompt positions after the first that this row runs."""
+        slot, start = int(plan.slots[row]), int(plan.starts[row])
+        given = self._prompts[slot][start + 1 : start + 1 + int(plan.num_tokens[row])]
+        return self._logprobs(given.tolist(), self._tops[slot])
+
+    def _logprobs(self, tokens: list[int], top: int) -> LogprobArrays:
+        steps = np.arange(top, dtype=np.int32)
+        chosen = np.array(tokens, np.int32).reshape(-1, 1)
+        ids = np.concatenate([chosen, (chosen + steps) % self._vocab_size], axis=1)
+        values = np.concatenate([[-0.1, -0.1], -np.arange(1, max(top, 1))])[: 1 + top].astype(np.float32)
+        ranks = np.ones(len(tokens), np.int32)
+        return LogprobArrays(ids, np.broadcast_to(values, ids.shape), ranks)
+
+    def warm_up(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        self._answers.clear()
+        self._plans.clear()

@@ -1,0 +1,165 @@
+"""The JSON-Schema-Test-Suite against the grammars: what is enforced, what is refused, and that nothing is enforced
+wrongly. `python tests/json_schema_suite.py [TOKENIZER]` runs all of it and prints the table of
+docs/STRUCTURED_OUTPUT.md.
+
+A test of the suite is a schema, an instance and whether it is valid. The instance is written as compact JSON
+in every order of its keys (some hundred at most), because a grammar fixes their order to the schema's; it is
+accepted if every token of one of them is allowed by its mask, and the end after the last.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from llguidance import LLMatcher
+
+from quire.frontend.location import locate_model
+from quire.frontend.structured import grammar_spec
+from quire.frontend.tokenizer import Tokenizer, load_tokenizer
+from quire.grammar.checker_process import token_table
+from quire.grammar.matching import Vocabulary, compiled, grammar_text, try_out
+from quire.types import RequestError, StructuredOutputsParams
+
+_ORDERS = 120
+
+
+@dataclass
+class World:
+    """A tokenizer and its vocabulary."""
+
+    path: Path = field(default_factory=lambda: locate_model("demo").path)
+    tokenizer: Tokenizer = field(init=False)
+    vocabulary: Vocabulary = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokenizer = load_tokenizer(self.path)
+        self.vocabulary = Vocabulary(token_table(self.path, self.tokenizer.vocab_size))
+
+    def matcher(self, schema: Any) -> LLMatcher:
+        """Raises RequestError as the engine would."""
+        spec = grammar_spec(StructuredOutputsParams(json=json.dumps(schema)))
+        matcher = compiled(self.vocabulary, spec, grammar_text(spec))
+        try_out(matcher.deep_copy(), self.vocabulary, spec)
+        return matcher
+
+    def accepts(self, matcher: LLMatcher, text: str) -> bool:
+        """Whether the masks allow the text, token by token, and then the end."""
+        matcher = matcher.deep_copy()
+        for token in self.tokens(text):
+            if not self.allows(matcher, token) or not matcher.consume_token(token):
+                return False
+        return self.allows(matcher, self.vocabulary.end)
+
+    def tokens(self, text: str) -> list[int]:
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if self.tokenizer.decode(ids) == text:
+            return ids
+        return self.vocabulary.tokenizer.greedy_tokenize(text)  # some tokenizers normalise
+
+    @staticmethod
+    def allows(matcher: LLMatcher, token: int) -> bool:
+        return bool(matcher.compute_bitmask()[token // 8] >> token % 8 & 1)
+
+
+def write_random(world: World, matcher: LLMatcher, rng: random.Random, most: int = 60) -> str | None:
+    """A text of random allowed tokens, short ones and the end preferred; None if it has no end by then."""
+    matcher, tokens = matcher.deep_copy(), []
+    end = world.vocabulary.end
+    while len(tokens) < most:
+        mask = matcher.compute_bitmask()
+        allowed = [i for i in range(end) if mask[i // 8] >> i % 8 & 1]
+        if mask[end // 8] >> end % 8 & 1 and (not allowed or rng.random() < 0.4):
+            return b"".join(map(world.tokenizer.token_bytes, tokens)).decode()
+        assert allowed, matcher.get_error()
+        closing = [i for i in allowed if world.tokenizer.token_bytes(i) in (b'"', b"}", b"]", b":", b'":')]
+        tokens.append(rng.choice(closing if closing and len(tokens) > 20 else allowed))
+        assert matcher.consume_token(tokens[-1])
+    return None
+
+
+def texts(value: Any, most: int = _ORDERS) -> list[str]:
+    """The value as JSON with its keys in every order, up to `most` texts."""
+    if isinstance(value, dict):
+        found: list[str] = []
+        for order in itertools.permutations(value.items()):
+            parts = [
+                [f"{json.dumps(k, ensure_ascii=False)}:{text}" for text in texts(v, 6)] for k, v in order
+            ]
+            found += [
+                "{" + ",".join(chosen) + "}" for chosen in itertools.islice(itertools.product(*parts), most)
+            ]
+            if len(found) >= most:
+                break
+        return found[:most]
+    if isinstance(value, list):
+        parts = [texts(item, 6) for item in value]
+        return ["[" + ",".join(chosen) + "]" for chosen in itertools.islice(itertools.product(*parts), most)]
+    return [json.dumps(value, ensure_ascii=False)]
+
+
+@dataclass
+class Counts:
+    schemas: int = 0
+    enforced: int = 0
+    refused: Counter[str] = field(default_factory=Counter)  # by reason
+    valid_accepted: int = 0
+    invalid_refused: int = 0
+    narrower: list[str] = field(default_factory=list)  # valid, but not written this way
+    wrong: list[str] = field(default_factory=list)  # invalid, yet accepted
+
+
+def run_file(world: World, path: Path, counts: Counts) -> None:
+    for case in json.loads(path.read_text()):
+        counts.schemas += 1
+        try:
+            matcher = world.matcher(case["schema"])
+        except RequestError as error:
+            counts.refused[str(error)] += 1
+            continue
+        counts.enforced += 1
+        for test in case["tests"]:
+            name = f"{path.stem}: {case['description']}: {test['description']}"
+            accepted = any(world.accepts(matcher, text) for text in texts(test["data"]))
+            if test["valid"]:
+                counts.valid_accepted += accepted
+                counts.narrower += [] if accepted else [name]
+            else:
+                counts.invalid_refused += not accepted
+                counts.wrong += [name] if accepted else []
+
+
+def suite_files(folder: Path) -> Iterator[Path]:
+    yield from sorted(folder.glob("*.json"))
+
+
+def main() -> None:
+    suite = Path(__file__).resolve().parents[2] / "shared" / "data" / "json_schema" / "draft2020-12"
+    world = World(Path(sys.argv[1])) if len(sys.argv) > 1 else World()
+    for title, folder in (("required", suite), ("optional/format", suite / "optional" / "format")):
+        counts = Counts()
+        for path in suite_files(folder):
+            run_file(world, path, counts)
+        print(f"## {title}: {counts.schemas} schemas, {counts.enforced} enforced")
+        print(f"valid {counts.valid_accepted} accepted, {len(counts.narrower)} not written this way")
+        print(f"invalid {counts.invalid_refused} refused, {len(counts.wrong)} accepted")
+        for name in counts.narrower:
+            print("  narrower:", name)
+        for name in counts.wrong:
+            print("  WRONG:", name)
+        reasons: Counter[str] = Counter()
+        for reason, count in counts.refused.items():
+            reasons[reason.split(" at #")[0][:100]] += count
+        for reason, count in reasons.most_common():
+            print(f"  refused {count}: {reason}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,180 @@
+"""The kernels at both ends of a step against their plain twins: the same batches, the same columns."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.attention.base import ForwardBatch
+from quire.types import Admit, EngineRequest, SamplingParams, StepPlan
+from quire.worker.batch import Batcher, KernelBatcher, TorchBatcher, plan_header
+from quire.worker.staging import Staging
+from quire.worker.state import SlotState
+
+pytest.importorskip("triton")
+DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu) if torch.cuda.is_available() else "cpu"]
+SLOTS, MAX_LEN, BLOCK, MAX_BLOCKS = 7, 600, 4, 150
+
+
+class NoAttention:
+    name, capturable = "none", True
+    takes_packed = reads_shared = False
+
+    def kv_shape(self, *sizes: int) -> tuple[int, ...]:
+        return sizes
+
+    def plan(self, batch: ForwardBatch) -> None:
+        return None
+
+    def forward(self, *args: Any) -> torch.Tensor:
+        raise AssertionError("no layer calls it here")
+
+    forward_packed = forward
+
+
+class Side:
+    """Columns with one of the two batchers."""
+
+    def __init__(self, kernels: bool, device: str, keeps_kv: bool) -> None:
+        self.device = torch.device(device)
+        self.state = SlotState(SLOTS, MAX_LEN, MAX_BLOCKS, 999, keeps_kv, self.device)
+        self.staging = Staging(self.device, 2)
+        self.batcher: Batcher
+        if kernels:
+            self.batcher = KernelBatcher(
+                self.state, NoAttention(), [], BLOCK, SLOTS * MAX_LEN, SLOTS + 1, 3, self.device
+            )
+        else:
+            self.batcher = TorchBatcher(self.state, NoAttention(), [], BLOCK)
+
+    def columns(self) -> list[torch.Tensor]:
+        state = self.state
+        columns = (state.tokens, state.num_tokens, state.prompt_len, state.num_computed, state.block_table)
+        return [column.cpu() for column in columns]
+
+
+def random_plan(rng: random.Random, step: int, known: dict[int, list[int]]) -> StepPlan:
+    """Some slots get new owners, some run a chunk or one token. `known`: [tokens, computed] by slot."""
+    admits = []
+    for slot in range(SLOTS):
+        if rng.random() < (0.2 if slot in known else 0.5):
+            length, computed = rng.randint(1, 500), 0
+            computed = rng.randrange(length) // BLOCK * BLOCK
+            known[slot] = [length, computed]
+            tokens = array("i", [rng.randrange(1000) for _ in range(length)])
+            blocks = rng.sample(range(900), MAX_BLOCKS)
+            request = EngineRequest(f"{step}.{slot}", list(tokens), SamplingParams())
+            admits.append(Admit(slot, tokens, length, computed, blocks, request))
+    fresh = {admit.slot for admit in admits}  # a step gives new pages to a slot or a new owner, never both
+    rows = [slot for slot in rng.sample(range(SLOTS), SLOTS) if slot in known and rng.random() < 0.7]
+    rows = [slot for slot in rows if known[slot][0] < MAX_LEN - 1]
+    counts, starts, samples = [], [], []
+    single = rng.random() < 0.3
+    for slot in rows:
+        length, computed = known[slot]
+        n = 1 if single else rng.choice((1, length - computed, rng.randint(1, length - computed)))
+        counts.append(n)
+        starts.append(computed)
+        samples.append(computed + n == length)
+        known[slot] = [length + samples[-1], computed + n]
+    return StepPlan(
+        step=step,
+        slots=np.array(rows, np.int32),
+        num_tokens=np.array(counts, np.int32),
+        num_drafts=np.zeros(len(rows), np.int32),
+        starts=np.array(starts, np.int32),
+        samples=np.array(samples, np.bool_),
+        admits=admits,
+        new_blocks=[
+            (slot, 3, [rng.randrange(900)]) for slot in rows if slot not in fresh and rng.random() < 0.2
+        ],
+        total_tokens=sum(counts),
+        max_seq_len=max((s + n for s, n in zip(starts, counts)), default=0),
+    )
+
+
+def same(one: ForwardBatch, other: ForwardBatch) -> None:
+    for name in (
+        "input_ids",
+        "positions",
+        "kv_slots",
+        "query_start",
+        "seq_lens",
+        "block_table",
+        "logit_index",
+    ):
+        a, b = getattr(one, name), getattr(other, name)
+        assert a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu()), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("keeps_kv", [True, False])
+def test_steps_are_those_of_the_plain_twin(device: str, keeps_kv: bool) -> None:
+    rng = random.Random(1 + keeps_kv)
+    kernel, plain = Side(True, device, keeps_kv), Side(False, device, keeps_kv)
+    known: dict[int, list[int]] = {}
+    compared = 0
+    for step in range(40):
+        plan = random_plan(rng, step, known)
+        if not keeps_kv:  # every step starts from the beginning
+            plan.starts[:] = 0
+        sampled = torch.tensor([rng.randrange(1000) for _ in plan.slots], dtype=torch.int32, device=device)
+        batches, steps = [], []
+        for side in (kernel, plain):
+            side.staging.begin()
+            side.state.apply(plan, side.staging)
+            if len(plan.slots):
+                made, batch = side.batcher.build(plan, side.staging)
+                batches.append(batch)
+                steps.append(made)
+                side.batcher.advance(made, sampled)
+        if steps:
+            same(*batches)
+            assert torch.equal(steps[0].slots, steps[1].slots)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            assert torch.equal(steps[0].tokens_host, sampled.cpu())
+            compared += 1
+        for a, b in zip(kernel.columns(), plain.columns()):
+            assert torch.equal(a, b)
+    assert compared > 20
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("one_each", [True, False])
+def test_padding_changes_nothing(device: str, one_each: bool) -> None:
+    """A header padded with dummy rows: the real part of the batch is the same, and no column of a slot moves."""
+    rng = random.Random(5)
+    side, exact = Side(True, device, True), Side(True, device, True)
+    known: dict[int, list[int]] = {}
+    plan = random_plan(rng, 0, known)
+    while len(plan.slots) < 3 or one_each != (plan.total_tokens == len(plan.slots)):
+        known.clear()
+        plan = random_plan(rng, 0, known)
+    rows, total = len(plan.slots), plan.total_tokens
+    padded = SLOTS + 1
+    places = padded if one_each else total + 300
+    for which in (side, exact):
+        which.staging.begin()
+        which.state.apply(plan, which.staging)
+    sampled = torch.arange(padded, dtype=torch.int32, device=device)
+    assert isinstance(side.batcher, KernelBatcher)
+    side.batcher.load(plan_header(plan), side.staging, padded, one_each)
+    batch = side.batcher.bounded(padded, places, False)
+    side.batcher.advance_rows(padded, sampled)
+    step, expected = exact.batcher.build(plan, exact.staging)
+    exact.batcher.advance(step, sampled)
+    for name in ("input_ids", "positions", "kv_slots"):
+        assert torch.equal(getattr(batch, name)[:total], getattr(expected, name)), name
+    if not one_each:
+        assert (batch.kv_slots[total:] == -1).all() and (batch.input_ids[total:] == 0).all()
+        assert (batch.seq_lens[rows:] == 0).all() and (batch.query_start[rows:] == total).all()
+    assert torch.equal(batch.seq_lens[:rows], expected.seq_lens)
+    assert torch.equal(batch.logit_index[:rows], expected.logit_index)
+    for a, b in zip(side.columns(), exact.columns()):
+        assert torch.equal(a, b)

@@ -1,0 +1,211 @@
+"""More than there is room for: limits, timeouts, clients that leave or do not read, and whose turn it is."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from serving import Server, chat, events, serving
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+LONG = {"prompt": "a b c d", "max_tokens": 1000, "ignore_eos": True}
+
+
+def test_requests_beyond_max_waiting_get_503() -> None:
+    flags = ["--dry-run", "--dry-run-step-ms", "20", "--max-num-seqs", "1", "--max-waiting", "2"]
+    with serving("demo", *flags) as server, ThreadPoolExecutor(8) as pool:
+        body = {**LONG, "max_tokens": 40}
+        answers = list(pool.map(lambda _: server.post(TEXT, body), range(8)))
+        codes = sorted(answer.status_code for answer in answers)
+        assert codes == [200] * 3 + [503] * 5
+        turned_away = next(answer for answer in answers if answer.status_code == 503)
+        assert int(turned_away.headers["retry-after"]) >= 1
+        assert turned_away.json()["error"]["code"] == "overloaded"
+        assert server.post(TEXT, {**body, "n": 4}).status_code == 400  # never fits
+        assert server.wait_until_idle()["requests"]["rejected"] == 5
+        assert server.post(TEXT, {"prompt": "a"}).status_code == 200
+
+
+def test_tokens_beyond_max_waiting_tokens_get_503() -> None:
+    flags = ["--dry-run", "--dry-run-step-ms", "20", "--max-num-seqs", "1", "--max-waiting-tokens", "100"]
+    with serving("demo", *flags) as server, ThreadPoolExecutor(8) as pool:
+        body = {"prompt": [5] * 60, "max_tokens": 40, "ignore_eos": True}
+        codes = sorted(a.status_code for a in pool.map(lambda _: server.post(TEXT, body), range(6)))
+        assert codes[0] == 200 and codes.count(200) in (2, 3) and codes[-1] == 503
+
+
+def test_timeouts() -> None:
+    with serving("demo", "--dry-run", "--dry-run-step-ms", "20", "--request-timeout", "1.5") as server:
+        answer = server.post(TEXT, {**LONG, "timeout": 0.2})
+        assert answer.status_code == 504 and answer.json()["error"]["code"] == "timeout"
+        assert "0.2 s" in answer.json()["error"]["message"]
+        *chunks, error, done = events(server.post(TEXT, {**LONG, "timeout": 0.4, "stream": True}))
+        assert chunks and error["error"]["code"] == "timeout" and done == "[DONE]"
+        began = time.monotonic()
+        assert server.post(TEXT, {**LONG, "timeout": 60}).status_code == 504  # the server's own limit
+        assert time.monotonic() - began < 5
+        assert server.wait_until_idle()["pages"]["used"] == 0
+
+
+def test_timeout_of_a_request_that_never_ran() -> None:
+    flags = ["--dry-run", "--dry-run-step-ms", "20", "--max-num-seqs", "1"]
+    body = {**LONG, "stream": True}
+    with serving("demo", *flags) as server, server.http.stream("POST", TEXT, json=body) as first:
+        lines = first.iter_lines()
+        next(lines)
+        answer = server.post(TEXT, {**body, "timeout": 0.2})
+        assert answer.status_code == 504  # nothing had been sent
+
+
+def test_a_client_that_leaves_frees_its_pages_at_once() -> None:
+    with serving("demo", "--dry-run", "--dry-run-step-ms", "20") as server:
+        for body in ({**LONG, "stream": True}, {**LONG, "stream": True, "n": 4}):
+            with server.http.stream("POST", TEXT, json=body) as response:
+                lines = response.iter_lines()
+                next(lines)
+                assert server.stats()["pages"]["used"] > 0
+            left = time.monotonic()
+            stats = server.wait_until_idle()
+            assert time.monotonic() - left < 1 and stats["pages"]["used"] == 0
+        before = server.stats()["requests"]["aborted"]
+        with contextlib.suppress(httpx.ReadTimeout):
+            httpx.post(server.url + TEXT, json=LONG, timeout=0.3)
+        stats = server.wait_until_idle(2)
+        assert stats["requests"]["aborted"] == before + 1 and stats["pages"]["used"] == 0
+
+
+def test_a_client_that_does_not_read_is_dropped() -> None:
+    """Its answer stays within bounds meanwhile, and others are served."""
+    with serving("demo", "--dry-run", "--slow-reader-timeout", "1") as server:
+        body = json.dumps({**LONG, "max_tokens": 2000, "n": 16, "stream": True, "logprobs": 20}).encode()
+        host, port = server.url.removeprefix("http://").split(":")
+        before = psutil.Process(server.process.pid).memory_info().rss
+        with socket.socket() as client:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((host, int(port)))
+            head = f"POST {TEXT} HTTP/1.1\r\nHost: a\r\nContent-Length: {len(body)}\r\n\r\n"
+            client.sendall(head.encode() + body)
+            time.sleep(0.5)
+            assert server.post(TEXT, {"prompt": "a b"}).status_code == 200
+            stats = server.wait_until_idle(30)
+            assert stats["pages"]["used"] == 0
+            grown = psutil.Process(server.process.pid).memory_info().rss - before
+            assert grown < 400 << 20
+            client.settimeout(20)
+            received = 0
+            try:
+                while piece := client.recv(1 << 20):
+                    received += len(piece)
+            except ConnectionError:
+                pass
+        assert received < 40 << 20  # not all of it
+
+
+def keyed(server: Server, key: str) -> httpx.Client:
+    limits = httpx.Limits(max_connections=None)
+    headers = {"Authorization": f"Bearer {key}"}
+    return httpx.Client(base_url=server.url, headers=headers, timeout=60, limits=limits)
+
+
+def burst(client: httpx.Client, count: int, tokens: int) -> list[float]:
+    """When each of `count` requests, all sent at once, was answered."""
+
+    def one(number: int) -> float:
+        body = {"prompt": [5 + number, 6, 7], "max_tokens": tokens, "ignore_eos": True}
+        assert client.post(TEXT, json=body).status_code == 200
+        return time.monotonic()
+
+    with ThreadPoolExecutor(count) as pool:
+        return sorted(pool.map(one, range(count)))
+
+
+def test_a_burst_of_one_key_does_not_starve_another(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alpha name=alpha\nbeta name=beta\n# comment\n")
+    flags = ["--dry-run", "--dry-run-step-ms", "5", "--max-num-seqs", "2", "--api-key-file", str(keys)]
+    with (
+        serving("demo", *flags) as server,
+        ThreadPoolExecutor(2) as pool,
+        keyed(server, "alpha") as one,
+        keyed(server, "beta") as other,
+    ):
+        first = pool.submit(burst, one, 40, 20)
+        time.sleep(0.5)
+        second = pool.submit(burst, other, 6, 20)
+        alpha, beta = first.result(), second.result()
+        # Taken in turn, beta's six requests take as long as about twelve; behind the burst they would be last.
+        before_beta = sum(end < beta[-1] for end in alpha)
+        assert before_beta < 25, f"{before_beta} of 40 came first"
+        served = one.get("/stats").json()["tokens"]["by_client"]
+        assert set(served) == {"alpha", "beta"} and served["alpha"] == 40 * 23 and served["beta"] == 6 * 23
+
+
+def test_weights_are_shares(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alpha name=alpha weight=3\nbeta name=beta weight=1\ngamma\n")
+    flags = ["--dry-run", "--dry-run-step-ms", "5", "--max-num-seqs", "1", "--api-key-file", str(keys)]
+    with (
+        serving("demo", *flags) as server,
+        ThreadPoolExecutor(3) as pool,
+        keyed(server, "alpha") as one,
+        keyed(server, "beta") as other,
+        keyed(server, "gamma") as third,
+    ):
+        pool.submit(third.post, TEXT, json={**LONG, "max_tokens": 400})  # until all others wait
+        time.sleep(0.2)
+        runs = [pool.submit(burst, client, 24, 10) for client in (one, other)]
+        alpha, beta = (run.result() for run in runs)
+        half = alpha[11]  # when alpha had 12 answers
+        assert 2 <= sum(end <= half for end in beta) <= 7
+
+
+def test_one_key_cannot_fill_the_queue_for_all(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("alpha\nbeta\n")
+    flags = ["--dry-run", "--dry-run-step-ms", "20", "--max-num-seqs", "1", "--max-waiting", "4"]
+    with (
+        serving("demo", *flags, "--api-key-file", str(keys)) as server,
+        ThreadPoolExecutor(10) as pool,
+        keyed(server, "alpha") as one,
+        keyed(server, "beta") as other,
+    ):
+
+        def post(client: httpx.Client) -> int:
+            return client.post(TEXT, json={**LONG, "max_tokens": 100}).status_code
+
+        alpha = [pool.submit(post, one) for _ in range(8)]
+        time.sleep(0.5)
+        beta = pool.submit(post, other)
+        assert beta.result() == 200
+        assert sorted(run.result() for run in alpha) == [200] * 5 + [503] * 3
+
+
+def test_many_streams_with_random_leavers(dry: Server) -> None:
+    """Every request ends exactly once; nothing is left behind."""
+
+    def one(number: int) -> Any:
+        body = chat(f"question {number} " + "word " * (number % 50), stream=True)
+        with dry.http.stream("POST", CHAT, json=body) as response:
+            assert response.status_code == 200
+            if number % 3 == 0:
+                next(response.iter_lines())
+                return None
+            lines = [line for line in response.iter_lines() if line]
+        assert lines[-1] == "data: [DONE]" and lines.count("data: [DONE]") == 1
+        text = "".join(
+            c["delta"].get("content", "") for line in lines[:-1] for c in json.loads(line[6:])["choices"]
+        )
+        return text == f"user\nquestion {number} " + "word " * (number % 50) + "\nassistant\n"
+
+    with ThreadPoolExecutor(48) as pool:
+        found = list(pool.map(one, range(300)))
+    assert found.count(None) == 100 and found.count(True) == 200
+    stats = dry.wait_until_idle()
+    assert stats["pages"]["used"] == 0

@@ -1,0 +1,93 @@
+"""Thoughts apart from answers, however the text is cut."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from quire.serve.choice import merged
+from quire.serve.parser import Content, Event, PlainText, Reasoning, TextParser
+from quire.serve.reasoning import THINK, ThoughtParser, choose_thought, known_reasoning_parser
+from quire.serve.tools.registry import TOOL_PARSERS
+
+
+def events(pieces: list[str], inside: bool = False, inner: TextParser | None = None) -> list[Event]:
+    parser = ThoughtParser(THINK, inside, inner or PlainText())
+    found = [event for piece in pieces for event in parser.feed(piece)]
+    return merged(found + parser.finish())
+
+
+def read(found: list[Event]) -> tuple[str, str]:
+    return tuple("".join(e.text for e in found if isinstance(e, kind)) for kind in (Reasoning, Content))  # type: ignore[return-value, union-attr]
+
+
+CASES: list[tuple[str, bool, tuple[str, str]]] = [
+    ("<think>\nWell, 1 < 2.\n\nSo.\n</think>\n\nYes.\n", False, ("Well, 1 < 2.\n\nSo.", "Yes.\n")),
+    ("\n<think>a</think>b", False, ("a", "b")),
+    ("<think>\n\n</think>\n\nb", False, ("", "b")),
+    ("a\n</think>\n\nb", True, ("a", "b")),
+    ("<think>a</think>b", True, ("a", "b")),
+    ("a </thin", True, ("a </thin", "")),
+    ("<think>a  ", False, ("a  ", "")),
+    ("Plain <think>x</think>", False, ("", "Plain <think>x</think>")),
+    ("  plain", False, ("", "  plain")),
+    ("<thin", False, ("", "<thin")),
+    (" ", False, ("", " ")),
+    ("", True, ("", "")),
+    ("<think>a</think>b</think><think>c", False, ("a", "b</think><think>c")),
+]
+
+
+@pytest.mark.parametrize("text, inside, wanted", CASES)
+def test_thoughts_however_cut(text: str, inside: bool, wanted: tuple[str, str]) -> None:
+    whole = events([text], inside)
+    assert read(whole) == wanted
+    for at in range(len(text) + 1):
+        assert events([text[:at], text[at:]], inside) == whole
+    assert events(list(text), inside) == whole
+    rng = random.Random(1)
+    for _ in range(20):
+        places = sorted(rng.choices(range(len(text) + 1), k=6))
+        assert events([text[a:b] for a, b in zip([0, *places], [*places, len(text)])], inside) == whole
+
+
+def test_a_call_behind_a_thought() -> None:
+    text = '<think>\nI look for <tool_call>.\n</think>\n\n<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+    def run(pieces: list[str]) -> list[str]:
+        inner = TOOL_PARSERS["hermes"].make_parser(frozenset({"f"}), True, False)
+        return [str(event).split("id=")[0] for event in events(pieces, inner=inner)]
+
+    whole = run([text])
+    assert len(whole) == 3 and "I look for <tool_call>." in whole[0] and "ToolCall" in whole[1]
+    for at in range(len(text)):
+        assert run([text[:at], text[at:]]) == whole
+    assert run(list(text)) == whole
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from(["<think>", "</think>", "<", "</", "think>", "\n", " ", "a", "é"]), max_size=10),
+    st.booleans(),
+)
+def test_any_text(parts: list[str], inside: bool) -> None:
+    text = "".join(parts)
+    assert events(parts, inside) == events([text], inside) == events(list(text), inside)
+
+
+def test_who_opens_and_closes_thoughts() -> None:
+    assert THINK.opened_by("<|im_start|>assistant\n<think>\n") and not THINK.closed_by("<think>\n")
+    assert THINK.closed_by("<think>\n\n</think>\n\n") and not THINK.opened_by("<think>\n\n</think>\n\n")
+    assert not THINK.opened_by("What does <think> mean?")
+
+
+def test_parsers_by_name() -> None:
+    assert (
+        choose_thought("auto", "... <think> ... </think>") == THINK
+        and choose_thought("auto", "plain") is None
+    )
+    assert choose_thought("none", "</think>") is None and choose_thought("deepseek_r1", "") == THINK
+    assert known_reasoning_parser("qwen3") and not known_reasoning_parser("nonsense")

@@ -1,0 +1,267 @@
+"""Parts of the server that need no server: choices over every split, admission, keys, structured output, JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from itertools import combinations, pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.frontend.location import locate_model
+from quire.frontend.tokenizer import load_tokenizer
+from quire.serve.admission import Admission
+from quire.serve.auth import ANYONE, Client, Keys, bearer, load_keys
+from quire.serve.choice import ChatChoiceBuilder
+from quire.serve.errors import ApiError
+from quire.serve.length import check_length
+from quire.serve.parser import Arguments, Content, Event, PlainText, Reasoning, TextParser, ToolCall
+from quire.serve.protocol.chat import ChatRequest
+from quire.serve.structured import structured_outputs
+from quire.serve.wire import decode_object, encode, parse
+from quire.types import CompletionOutput, ConfigError, Load, RequestError, StructuredOutputsParams
+
+TOKENIZER = load_tokenizer(locate_model("demo").path)
+
+
+class Brackets:
+    """A parser for tests: (reasoning), [arguments of a call], everything else is content."""
+
+    def __init__(self) -> None:
+        self._kind, self._calls = "", 0
+
+    def feed(self, text: str) -> list[Event]:
+        found: list[Event] = []
+        for char in text:
+            if char in "([":
+                self._kind = char
+                if char == "[":
+                    found.append(ToolCall(self._calls, f"call_{self._calls}", "f"))
+            elif char in ")]":
+                self._calls += char == "]"
+                self._kind = ""
+            elif self._kind == "(":
+                found.append(Reasoning(char))
+            elif self._kind == "[":
+                found.append(Arguments(self._calls, char))
+            else:
+                found.append(Content(char))
+        return found
+
+    def finish(self) -> list[Event]:
+        return [Content("!")]
+
+
+def builder(parser: TextParser, **options: Any) -> ChatChoiceBuilder:
+    settings: dict[str, Any] = dict(
+        role="assistant", prefix="", top_logprobs=None, as_ids=False, token_ids=True, reasoning=True
+    )
+    return ChatChoiceBuilder(0, parser, TOKENIZER, **{**settings, **options})
+
+
+def whole(pieces: list[dict[str, Any]]) -> dict[str, Any]:
+    """What a client makes of a stream."""
+    message: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "ids": [], "reason": None}
+    for piece in pieces:
+        delta = piece["delta"]
+        message["content"] += delta.get("content", "")
+        message["reasoning"] += delta.get("reasoning", "")
+        message["ids"] += piece.get("token_ids", [])
+        message["reason"] = piece["finish_reason"] or message["reason"]
+        for call in delta.get("tool_calls", []):
+            if "id" in call:
+                assert call["index"] == len(message["calls"]) and call["type"] == "function"
+                message["calls"].append([call["id"], call["function"]["name"], ""])
+            message["calls"][call["index"]][2] += call["function"]["arguments"]
+    return message
+
+
+@pytest.mark.parametrize("reasoning", [True, False])
+@pytest.mark.parametrize("text", ["plain", "(think)a[{1}][{2}]b", "[x]", "()", ""])
+def test_every_split_of_a_text_makes_the_same_message(text: str, reasoning: bool) -> None:
+    ids = list(range(len(text)))
+    full = CompletionOutput(0, text, ids, finish_reason="stop", stop_reason=7)
+    choice = json.loads(encode(builder(Brackets(), reasoning=reasoning).message(full)))
+    message = choice["message"]
+    expected = {
+        "content": message["content"] or "",
+        "reasoning": message.get("reasoning", ""),
+        "calls": [
+            [c["id"], c["function"]["name"], c["function"]["arguments"]]
+            for c in message.get("tool_calls", [])
+        ],
+        "ids": choice["token_ids"],
+        "reason": choice["finish_reason"],
+    }
+    assert expected["reason"] == ("tool_calls" if "[" in text else "stop")
+    assert message.get("reasoning") == message.get("reasoning_content")
+    for count in range(min(4, len(text)) + 1):
+        for cuts in combinations(range(1, len(text)), count):
+            stream = builder(Brackets(), reasoning=reasoning)
+            edges = [0, *cuts, len(text)]
+            pieces = []
+            for begin, end in pairwise(edges):
+                pieces += stream.chunks(CompletionOutput(0, text[begin:end], ids[begin:end]))
+            pieces += stream.chunks(replace(full, text="", token_ids=[]))
+            assert whole([json.loads(encode(piece)) for piece in pieces]) == expected
+
+
+def test_text_that_is_held_back_keeps_its_ids() -> None:
+    stream = builder(PlainText())
+    pieces = [
+        *stream.chunks(CompletionOutput(0, "", [1])),
+        *stream.chunks(CompletionOutput(0, "", [2])),
+        *stream.chunks(CompletionOutput(0, "ab", [3])),
+        *stream.chunks(CompletionOutput(0, "", [], finish_reason="length")),
+    ]
+    assert whole([json.loads(encode(piece)) for piece in pieces]) == {
+        "content": "ab", "reasoning": "", "calls": [], "ids": [1, 2, 3], "reason": "length",
+    }  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------- admission
+
+
+def test_admission_counts_what_waits() -> None:
+    gate = Admission(max_waiting=2, max_waiting_tokens=None, max_num_seqs=2)
+    for _ in range(4):  # two run, two wait
+        gate.arrive(ANYONE, 1)
+        gate.pass_on(ANYONE, 1, 10)
+        gate.prepared(1)
+    assert gate.waiting == 2 and gate.waiting_tokens == 40
+    with pytest.raises(ApiError) as caught:
+        gate.arrive(ANYONE, 1)
+    assert caught.value.status == 503 and int(caught.value.headers["Retry-After"]) >= 1
+    gate.report(Load(received=4, running=2, waiting=2, waiting_tokens=20))
+    assert gate.waiting == 2 and gate.waiting_tokens == 20
+    gate.report(Load(received=4, running=2, waiting=0))
+    for _ in range(2):
+        gate.leave(ANYONE, 1)
+    gate.arrive(ANYONE, 2)
+    assert gate.waiting == 2 and gate.num_open == 4
+    gate.prepared(2)
+    gate.leave(ANYONE, 2)
+    assert gate.waiting == 0
+    with pytest.raises(ApiError) as caught:
+        gate.arrive(ANYONE, 5)
+    assert caught.value.status == 400  # never
+
+
+def test_a_full_queue_still_takes_a_clients_share() -> None:
+    gate = Admission(max_waiting=4, max_waiting_tokens=None, max_num_seqs=1, total_weight=2.0)
+    greedy, modest = Client("greedy"), Client("modest")
+    for _ in range(5):
+        gate.arrive(greedy, 1)
+    for client, count in ((modest, 2), (greedy, 0)):
+        for _ in range(count):
+            gate.arrive(client, 1)
+        with pytest.raises(ApiError):
+            gate.arrive(client, 1)
+
+
+def test_tokens_that_wait_are_limited_but_one_request_always_fits() -> None:
+    gate = Admission(max_waiting=9, max_waiting_tokens=100, max_num_seqs=1)
+    gate.arrive(ANYONE, 1)
+    gate.pass_on(ANYONE, 1, 1000)
+    gate.prepared(1)
+    gate.report(Load(received=1, running=1))
+    gate.arrive(ANYONE, 1)
+    with pytest.raises(ApiError) as caught:
+        gate.pass_on(ANYONE, 1, 101)
+    assert caught.value.status == 503
+    gate.prepared(1)
+
+
+# -------------------------------------------------------------------------------------------- keys
+
+
+def test_keys(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# who\nsecret-1 weight=2.5 name=team\nsecret-2\n\n")
+    keys = load_keys(["flag"], "one, two ,", str(file))
+    assert len(keys) == 5 and keys.total_weight == 6.5
+    assert keys.client("secret-1") == Client("team", 2.5)
+    assert keys.client("two") is not None and keys.client("") is None and keys.client(None) is None
+    assert keys.client("secret-") is None and keys.client("ü") is None
+    assert Keys({}).client(None) is ANYONE
+    for text in ("k weight=0", "k weight=x", "k wait=3", ""):
+        file.write_text(text)
+        with pytest.raises(ConfigError):
+            load_keys([], "", str(file))
+    assert (
+        bearer("Bearer  abc ", None) == "abc"
+        and bearer("Basic abc", "x") == "x"
+        and bearer(None, None) is None
+    )
+
+
+# ------------------------------------------------------------------------------- structured output
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, {"json": SCHEMA}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}},
+            {"json": SCHEMA},
+        ),
+        ({"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}}, {"json": {}}),
+        ({"structured_outputs": {"json": SCHEMA}}, {"json": SCHEMA}),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, {"json": json.dumps(SCHEMA)}),
+        ({"structured_outputs": {"regex": "a+", "json": None}}, {"regex": "a+"}),
+        ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
+        ({"structured_outputs": {"json": {}}}, {"json": {}}),
+        ({"guided_json": SCHEMA}, {"json": SCHEMA}),
+        ({"guided_regex": "a"}, {"regex": "a"}),
+        ({"guided_choice": ["a", "b"]}, {"choice": ["a", "b"]}),
+        ({"guided_grammar": "root ::= x"}, {"grammar": "root ::= x"}),
+    ],
+)
+def test_structured_output(fields: dict, expected: dict | None) -> None:
+    request, _ = parse({"messages": [], **fields}, ChatRequest, False)
+    wanted = None if expected is None else StructuredOutputsParams(**expected)
+    assert structured_outputs(request) == wanted
+
+
+# -------------------------------------------------------------------------------------------- JSON
+
+
+@pytest.mark.parametrize("depth", [1, 40, 64, 65, 66, 300, 200_000])
+@pytest.mark.parametrize(("begin", "end"), [('{"a":', "}"), ("[", "]")])
+def test_nesting_has_a_limit(depth: int, begin: str, end: str) -> None:
+    inner = begin * depth + "1" + end * depth
+    body = b'{"x":' + inner.encode() + b"}"
+    if depth <= 63:
+        assert decode_object(body)
+    else:
+        with pytest.raises(ApiError, match="nested more than 64 deep"):
+            decode_object(body)
+
+
+def test_wide_is_not_deep() -> None:
+    assert decode_object(json.dumps({"x": [[1]] * 10_000}).encode())
+
+
+def test_warnings_are_short_and_few() -> None:
+    _, warnings = parse({"messages": [], **{f"{i}" + "x" * 500: 1 for i in range(100)}}, ChatRequest, False)
+    assert len(warnings) <= 16 and max(map(len, warnings)) < 100
+    with pytest.raises(ApiError) as caught:
+        parse({"messages": [], "nonsense": 1}, ChatRequest, True)
+    assert caught.value.param == "nonsense"
+
+
+def test_texts_that_are_much_too_long_are_not_tokenised() -> None:
+    check_length(TOKENIZER, "word " * 2000, 2048)  # may be too long: the tokenizer will say
+    for text in ("x" * 5_000_000, " " * 5_000_000, "word " * 1_000_000):
+        with pytest.raises(RequestError, match=re.escape("more than 2048 tokens, which is max_model_len")):
+            check_length(TOKENIZER, text, 2048)
+    check_length(TOKENIZER, "word " * 20_000, 41_000)

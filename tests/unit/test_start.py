@@ -1,0 +1,93 @@
+"""The way to an engine: what it times, what it leaves behind, and that warming up leaves no trace."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+
+from quire import LLM, SamplingParams
+from quire.config import EngineConfig
+from quire.start import start_engine, wake_gpu
+from quire.worker.runner import Runner
+from quire.worker.sizing import KVSize
+from quire.worker.worker import Worker, _run
+
+SMALL: dict[str, Any] = {"device": "cpu", "kv_cache_memory": 1 << 24, "max_num_seqs": 4}
+PROMPTS = ["Once upon a time", "The cat sat", "One day " * 20]
+
+
+def test_phases_are_timed_and_shown() -> None:
+    engine, info = start_engine(EngineConfig(**SMALL))
+    engine.close()
+    assert list(info.phases_s) == ["import", "config", "device", "weights", "warm_up", "kv_cache"]
+    assert all(seconds >= 0 for seconds in info.phases_s.values())
+    assert info.start_up().startswith(f"{sum(info.phases_s.values()):.2f} s (import ")
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_the_collector_is_left_as_it_was(enabled: bool) -> None:
+    (gc.enable if enabled else gc.disable)()
+    try:
+        start_engine(EngineConfig(**SMALL))[0].close()
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto", "cuda:x", "cuda:99", "cuda:-1", "", "tpu"])
+def test_waking_a_gpu_that_is_not_there_is_no_error(device: str) -> None:
+    wake_gpu(device)
+
+
+def answers(**settings: Any) -> list[list[int]]:
+    with LLM("demo", **SMALL, **settings) as llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.fixture
+def warmed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every worker runs its largest step, and then warms up in pages that were full of NaN; lists their
+    max_model_len."""
+    done: list[int] = []
+    allocate = Worker.allocate
+
+    def warm(self: Worker, size: KVSize) -> Runner:
+        runner = allocate(self, size)
+        edges = [pages[end] for pair in self._pages for pages in pair for end in (0, -1)]
+        for page in edges:
+            page.fill_(float("nan"))
+        scratch = self._scratch_size(self._largest_step()[1])
+        _run(self._make_runner(scratch, 4, self._make_pages(scratch), False), *self._largest_step())
+        self.rehearse(runner, size)
+        assert not any(page.isnan().any() for page in edges)
+        done.append(size.max_model_len)
+        return runner
+
+    monkeypatch.setattr(Worker, "allocate", warm)
+    return done
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"kv_layout": "contiguous"},
+        {"kv_layout": "none"},
+        {"block_size": 5},
+        {"max_num_batched_tokens": 3},
+    ],
+)
+def test_warming_up_leaves_no_trace(settings: dict[str, Any], request: pytest.FixtureRequest) -> None:
+    expected = answers(**settings)
+    warmed = request.getfixturevalue("warmed")
+    assert answers(**settings) == expected
+    assert len(warmed) == 1
+
+
+def test_warming_up_fits_into_a_narrow_context(warmed: list[int]) -> None:
+    for length in (1, 2):
+        start_engine(EngineConfig(**SMALL, max_model_len=length))[0].close()
+    assert warmed == [1, 2]

@@ -48,10 +48,12 @@ from quire.kernels import (
     attend_shared,
     attend_short,
     batch,
+    gemv,
     kv_write,
     norm,
     rope,
     sampling,
+    skinny,
 )
 from quire.kernels.row import COLUMNS
 
@@ -112,7 +114,22 @@ def layers() -> None:
         activation.gated(x, name)
 
 
+def few_rows() -> None:
+    up, down, gain = zeros(6144, 1024), zeros(1024, 3072), zeros(1024)
+    for rows in (1, 2):
+        x, h = zeros(rows, 1024), zeros(rows, 3072)
+        gemv.norm_gemv(x, None, gain, 1e-6, up, None, None)
+        gemv.norm_gemv(x, x, gain, 1e-6, up, up[:, 0].contiguous(), "silu")
+        gemv.gemv(h, down, None, x)
+    gemv.gemv(zeros(1, 14336), zeros(64, 14336), None, zeros(1, 64))
+    for rows in (8, 16):
+        skinny.whole(zeros(rows, 3072), down, gain)
+        for outputs, inputs in ((1024, 3072), (64 * 300, 1040)):
+            skinny.skinny(zeros(rows, inputs), zeros(outputs, inputs), None, ints(outputs // 64))
+
+
 attention(16, 8, 128, None)
+few_rows()
 step()
 layers()
 print(" ".join(sorted(compiled)))

@@ -62,19 +62,31 @@ class WideCheckpoint(DummyCheckpoint):
 
 
 def build(
-    family: str, attention: AttentionBackend, device: torch.device, kernels: bool, patch: pytest.MonkeyPatch
+    family: str,
+    attention: AttentionBackend,
+    device: torch.device,
+    kernels: bool,
+    patch: pytest.MonkeyPatch,
+    dtype: torch.dtype = torch.float32,
 ) -> Model:
-    for layer in ("norm", "mlp", "rope", "attention"):
-        patch.setattr(f"quire.layers.{layer}.available", lambda _: kernels)
+    for module in ("layers.norm", "layers.mlp", "layers.rope", "layers.attention", "quant.base"):
+        patch.setattr(f"quire.{module}.available", lambda _: kernels)
     spec = ModelSpec.from_config({**BASE, **FAMILIES[family]})
-    weights = WideCheckpoint(0, device, torch.float32)
-    return build_model(spec, Env(weights, Parallel(), attention, device, torch.float32))
+    weights = WideCheckpoint(0, device, dtype)
+    return build_model(spec, Env(weights, Parallel(), attention, device, dtype))
 
 
-def logits_of(family: str, device: torch.device, kernels: bool, patch: pytest.MonkeyPatch) -> torch.Tensor:
-    model = build(family, WholeSequenceAttention(), device, kernels, patch)
+def logits_of(
+    family: str,
+    device: torch.device,
+    kernels: bool,
+    patch: pytest.MonkeyPatch,
+    rows: list[list[int]] = ROWS,
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    model = build(family, WholeSequenceAttention(), device, kernels, patch, dtype)
     with torch.inference_mode(), device:
-        return model.logits(model(whole_batch(ROWS))).cpu()
+        return model.logits(model(whole_batch(rows))).float().cpu()
 
 
 def paged_logits(
@@ -138,3 +150,19 @@ def test_the_kernels_change_nothing(family: str, device: str, monkeypatch: pytes
     plain, fused = (logits_of(family, torch.device(device), on, monkeypatch) for on in (False, True))
     assert plain.std() > 0.1 and not plain.isnan().any()
     torch.testing.assert_close(fused, plain, rtol=1e-3, atol=1e-3 * float(plain.std()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("count", [1, 3])
+@on_either
+def test_few_rows_change_nothing(
+    family: str, count: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In half precision, where few rows have kernels of their own: no further from fp32 than plain torch is."""
+    rows = [[token] for token in ROWS[0][:count]]
+    right = logits_of(family, torch.device(device), False, monkeypatch, rows)
+    plain, few = (
+        logits_of(family, torch.device(device), on, monkeypatch, rows, torch.float16) for on in (False, True)
+    )
+    assert right.std() > 0.1 and not few.isnan().any()
+    assert (few - right).norm() <= 1.5 * (plain - right).norm() + 1e-3 * right.norm()

@@ -39,6 +39,7 @@ SPEC = ModelSpec.from_config(CONFIG)
 
 class NoAttention:
     name = "none"
+    takes_packed = reads_shared = False
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return ()

@@ -15,6 +15,19 @@ _BLOCK = 1024
 
 
 @triton.jit
+def activate(gate, KIND: tl.constexpr):
+    if KIND == "silu":
+        return gate * tl.sigmoid(gate)
+    elif KIND == "gelu":
+        return 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
+    elif KIND == "gelu_tanh":  # (1 + tanh(u)) / 2 = sigmoid(2u)
+        return gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
+    else:
+        tl.static_assert(KIND == "relu")
+        return tl.maximum(gate, 0.0)
+
+
+@triton.jit
 def _gated(
     gate_up,  # [rows, 2 * WIDTH]
     out,  # [rows, WIDTH]
@@ -32,17 +45,8 @@ def _gated(
     place = gate_up + row * (2 * WIDTH) + at
     gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(place + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    if KIND == "silu":
-        active = gate * tl.sigmoid(gate)
-    elif KIND == "gelu":
-        active = 0.5 * gate * (1.0 + tl.erf(gate * 0.7071067811865476))
-    elif KIND == "gelu_tanh":  # (1 + tanh(u)) / 2 = sigmoid(2u)
-        active = gate * tl.sigmoid(1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))
-    else:
-        tl.static_assert(KIND == "relu")
-        active = tl.maximum(gate, 0.0)
     dtype = out.dtype.element_ty
-    active = active.to(dtype).to(tl.float32)
+    active = activate(gate, KIND).to(dtype).to(tl.float32)
     tl.store(out + row * WIDTH + at, (active * up).to(dtype), mask=inside)
 
 

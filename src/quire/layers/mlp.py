@@ -45,7 +45,7 @@ class GatedMLP:
         names = [prefix + "gate_proj", prefix + "up_proj"]
         self.gate_up = Linear(env, names, hidden, [intermediate, intermediate], bias, cut="rows")
         self.down = Linear(env, prefix + "down_proj", intermediate, hidden, bias, cut="cols")
-        self.activation = gated(activation, env.device)
+        self.kind, self.activation = activation, gated(activation, env.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.activation(self.gate_up(x)))

@@ -23,7 +23,7 @@ class RMSNorm:
     """x / sqrt(mean(x^2) + eps) * w (arXiv:1910.07467)."""
 
     def __init__(self, env: Env, name: str, width: int, eps: float) -> None:
-        self.weight = self.load(env, name + ".weight", width)
+        self.weight, self.eps = self.load(env, name + ".weight", width), eps
         # the norm without a residual, and with one
         if available(env.device):
             self.alone, self.add = fused_rms(self.weight, eps)

@@ -18,6 +18,7 @@ from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import HeadNorm, RMSNorm
 from quire.layers.rope import Rope, Rotation
+from quire.layers.stream import Added, AfterNorm, Stream
 from quire.models.spec import ModelSpec
 
 
@@ -37,32 +38,40 @@ class Model(Protocol):
 
 
 class SelfAttention:
-    """Rotary attention with grouped K/V heads and, where the family has it, a norm on each q and k head."""
+    """Rotary attention with grouped K/V heads and, where the family has it, a norm on each q and k head.
+
+    `norm` is the one in front of it, and its kind is that of the heads' norms; `adds`: see `Added`.
+    """
 
     def __init__(
-        self, env: Env, spec: ModelSpec, index: int, prefix: str, norm: type[RMSNorm] = RMSNorm
+        self, env: Env, spec: ModelSpec, index: int, prefix: str, norm: RMSNorm, adds: bool = True
     ) -> None:
         dim = spec.head_dim
         heads, kv_heads = spec.num_heads // env.parallel.size, spec.num_kv_heads // env.parallel.size
         names = [prefix + "q_proj", prefix + "k_proj", prefix + "v_proj"]
         outs = [spec.num_heads * dim, spec.num_kv_heads * dim, spec.num_kv_heads * dim]
-        self.qkv = Linear(env, names, spec.hidden_size, outs, spec.qkv_bias, cut="rows")
-        self.o = Linear(env, prefix + "o_proj", outs[0], spec.hidden_size, spec.o_bias, cut="cols")
+        qkv = Linear(env, names, spec.hidden_size, outs, spec.qkv_bias, cut="rows")
+        self.qkv = AfterNorm(norm, qkv)
+        o = Linear(env, prefix + "o_proj", outs[0], spec.hidden_size, spec.o_bias, cut="cols")
+        self.o = Added(o, adds)
         qk_norm = None
         if spec.qk_norm:
             names_qk = (prefix + "q_norm", prefix + "k_norm")
-            qk_norm = HeadNorm(norm, env, names_qk, (heads, kv_heads), dim, spec.norm_eps)
+            qk_norm = HeadNorm(type(norm), env, names_qk, (heads, kv_heads), dim, spec.norm_eps)
         self.attention = Attention(
             env, index, heads, kv_heads, dim, spec.query_scale, spec.windows[index], spec.attn_soft_cap
         )
         self.attend = rotary(self.attention, qk_norm, env.device)
 
-    def __call__(self, x: torch.Tensor, rotation: Rotation, batch: ForwardBatch) -> torch.Tensor:
-        return self.o(self.attend(self.qkv(x), rotation, batch))
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, batch: ForwardBatch
+    ) -> Stream:
+        qkv, residual = self.qkv(x, residual)
+        return self.o(self.attend(qkv, rotation, batch), residual)
 
 
 class FeedForward(Protocol):
-    """The second half of a layer."""
+    """The second half of a layer, behind its norm."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -71,10 +80,10 @@ class DecoderLayer:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, env: Env, spec: ModelSpec, index: int, prefix: str) -> None:
-        self.input_norm = RMSNorm(env, prefix + "input_layernorm", spec.hidden_size, spec.norm_eps)
-        self.attn = SelfAttention(env, spec, index, prefix + "self_attn.")
-        self.post_norm = RMSNorm(env, prefix + "post_attention_layernorm", spec.hidden_size, spec.norm_eps)
-        self.mlp = self.make_mlp(env, spec, index, prefix)
+        input_norm = RMSNorm(env, prefix + "input_layernorm", spec.hidden_size, spec.norm_eps)
+        self.attn = SelfAttention(env, spec, index, prefix + "self_attn.", input_norm)
+        post_norm = RMSNorm(env, prefix + "post_attention_layernorm", spec.hidden_size, spec.norm_eps)
+        self.mlp = AfterNorm(post_norm, self.make_mlp(env, spec, index, prefix), adds=True)
 
     def make_mlp(self, env: Env, spec: ModelSpec, index: int, prefix: str) -> FeedForward:
         return GatedMLP(
@@ -83,11 +92,9 @@ class DecoderLayer:
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_norm(x, residual)
-        x = self.attn(x, rotation, batch)
-        x, residual = self.post_norm(x, residual)
-        return self.mlp(x), residual
+    ) -> Stream:
+        x, residual = self.attn(x, residual, rotation, batch)
+        return self.mlp(x, residual)
 
 
 class DecoderModel:

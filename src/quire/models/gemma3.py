@@ -12,6 +12,7 @@ from quire.layers.env import Env
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import OffsetRMSNorm
 from quire.layers.rope import Rope, Rotation
+from quire.layers.stream import AfterNorm, Stream
 from quire.models.decoder import SelfAttention, find_prefix
 from quire.models.spec import ModelSpec
 
@@ -27,20 +28,20 @@ class Gemma3Layer:
             return OffsetRMSNorm(env, prefix + name, spec.hidden_size, spec.norm_eps)
 
         self.is_local = spec.windows[index] is not None
-        self.input_norm = norm("input_layernorm")
-        self.attn = SelfAttention(env, spec, index, prefix + "self_attn.", OffsetRMSNorm)
+        self.attn = SelfAttention(
+            env, spec, index, prefix + "self_attn.", norm("input_layernorm"), adds=False
+        )
         self.after_attn = norm("post_attention_layernorm")
-        self.mlp_norm = norm("pre_feedforward_layernorm")
-        self.mlp = GatedMLP(env, prefix + "mlp.", spec.hidden_size, spec.intermediate_size, spec.activation)
+        mlp = GatedMLP(env, prefix + "mlp.", spec.hidden_size, spec.intermediate_size, spec.activation)
+        self.mlp = AfterNorm(norm("pre_feedforward_layernorm"), mlp)
         self.after_mlp = norm("post_feedforward_layernorm")
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, batch: ForwardBatch
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, residual = self.input_norm(x, residual)
-        x = self.after_attn.alone(self.attn(x, rotation, batch))
-        x, residual = self.mlp_norm(x, residual)
-        return self.after_mlp.alone(self.mlp(x)), residual
+    ) -> Stream:
+        x, residual = self.attn(x, residual, rotation, batch)
+        x, residual = self.mlp(self.after_attn.alone(x), residual)
+        return self.after_mlp.alone(x), residual
 
 
 class Gemma3Model:

@@ -1,17 +1,20 @@
 """How a linear layer's weight is stored and multiplied: the seam for number formats.
 
 A `QuantMethod` reads the parts of one fused matrix from the checkpoint and returns a `Matmul`. The
-unquantised method is here: plain on a GPU, repacked once into oneDNN's blocked layout on a CPU.
+unquantised method is here: repacked once into oneDNN's blocked layout on a CPU; see few_rows.py for a GPU.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
+from quire.kernels import available
 from quire.layers.env import Env
 
 
@@ -50,6 +53,28 @@ class Matmul(Protocol):
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
+# x, residual [rows, width] -> a product with the normed sum of the two, and the sum; without a residual that is x
+Step = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+
+
+class FusingMatmul(Matmul):
+    """A `Matmul` that, for at most `fused_rows` rows, can take in what surrounds it.
+
+    It rounds where the separate operations would.
+    """
+
+    fused_rows: int
+
+    @abstractmethod
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """The product plus residual [rows, outputs]."""
+
+    @abstractmethod
+    def after_norm(self, norm: torch.Tensor, eps: float, kind: str | None) -> Step:
+        """The product with the RMS norm (weight `norm`) of a sum. With a `kind` of activation the weight is
+        gate|up, and the result kind(gate) * up."""
+
+
 class QuantMethod(Protocol):
     """A number format of weights."""
 
@@ -79,9 +104,15 @@ def make_matmul(weight: torch.Tensor, bias: torch.Tensor | None) -> Matmul:
     On a CPU in fp32 and bf16 that is the packed form, whatever the size: for 1024x3072 it is 1.1 to 3
     times as fast as F.linear. Below 64x64 a call costs some 10 us more, which buys results that do not
     depend on how many rows share the batch (F.linear uses another summation order for few rows).
+    On a GPU in half precision few rows are multiplied by kernels of our own.
     """
     if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16) and _can_pack():
         return PackedMatmul(weight, bias)
+    if available(weight.device):
+        from quire.quant.few_rows import FewRowsMatmul
+
+        if FewRowsMatmul.takes(weight):
+            return FewRowsMatmul(weight, bias)
     return PlainMatmul(weight, bias)
 
 

@@ -1,0 +1,48 @@
+"""Products with an unquantised weight on a GPU: for few rows by kernels that read the weight as fast as the
+memory gives it, for more by F.linear. Imported only where quire.kernels.available says so.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from quire.kernels.gemv import gemv, most_rows, norm_gemv
+from quire.kernels.skinny import BLOCK_N, MOST_ROWS, is_small, skinny, whole
+from quire.quant.base import FusingMatmul, Step
+
+
+class FewRowsMatmul(FusingMatmul):
+    """x W^T + b."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight, self.bias = weight, bias  # [outputs, inputs]
+        self.fused_rows = most_rows(weight.shape[1])
+        self.is_small = is_small(weight)
+        tiles = -(-weight.shape[0] // BLOCK_N)
+        self.arrived = torch.zeros(tiles, dtype=torch.int32, device=weight.device)  # while no kernel runs
+
+    @staticmethod
+    def takes(weight: torch.Tensor) -> bool:
+        """Whether rows of `weight` can be read 16 bytes at a time."""
+        half = weight.dtype in (torch.bfloat16, torch.float16)
+        return half and weight.shape[1] % 16 == 0 and weight.is_contiguous()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0]
+        if not 0 < rows <= MOST_ROWS or not x.is_contiguous():
+            return F.linear(x, self.weight, self.bias)
+        if rows <= self.fused_rows:
+            return gemv(x, self.weight, self.bias)
+        if self.is_small:
+            return whole(x, self.weight, self.bias)
+        return skinny(x, self.weight, self.bias, self.arrived)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return gemv(x, self.weight, self.bias, residual)
+
+    def after_norm(self, norm: torch.Tensor, eps: float, kind: str | None) -> Step:
+        def product(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            return norm_gemv(x, residual, norm, eps, self.weight, self.bias, kind)
+
+        return product

@@ -58,7 +58,7 @@ def test_expectation_does_not_hold_for_other_weights(bench: Bench) -> None:
     engine.add(request)
     engine.step()
     runner = engine.executor._runner
-    for keys, _ in runner._launcher._builder._kv:
+    for keys, _ in runner._batcher._kv:
         keys += 1.0
     tokens: list[int] = []
     while engine.has_work:

@@ -415,9 +415,11 @@ def test_a_grammar_needs_the_host() -> None:
     bench = Bench("cpu")
     bench.admit(0, request(grammar=GrammarSpec("regex", "a")))
     bench.admit(1, request())
-    assert bench.sampler.needs_host(np.array([1, 0])) and not bench.sampler.needs_host(np.array([1]))
+    assert bench.sampler.needs_host_work(np.array([1, 0])) and not bench.sampler.needs_host_work(
+        np.array([1])
+    )
     bench.admit(0, request())
-    assert not bench.sampler.needs_host(np.array([0, 1]))
+    assert not bench.sampler.needs_host_work(np.array([0, 1]))
 
 
 def test_min_tokens_is_left_to_the_grammar() -> None:

@@ -18,9 +18,7 @@ def request(name: int, blocks: list[int]) -> Request:
     params = SamplingParams()
     source = EngineRequest(str(name), [1], params)
     none = frozenset[int]()
-    made = Request(str(name), 1, array("i", [1]), params, (name,), 9, none, none, source)
-    made.blocks = blocks
-    return made
+    return Request(str(name), 1, array("i", [1]), params, (name,), 9, none, none, 0, source, blocks=blocks)
 
 
 def rows(*tables: list[int]) -> list[Request]:

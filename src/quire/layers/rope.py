@@ -85,7 +85,7 @@ class RotaryHeads:
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
     """Turn each head of x [tokens, heads, dim]: (a, b) -> (a cos - b sin, b cos + a sin)."""
     cos, sin = rotation
-    return x.roll(x.shape[-1] // 2, -1).mul_(sin).addcmul_(x, cos)
+    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
 
 
 def inverse_frequencies(params: RopeParams, dim: int) -> torch.Tensor:

@@ -125,18 +125,18 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sampling, "_BLOCK", 256)
 
 
-def some(name: str, device: torch.device) -> list[dict]:
+def some(name: str, vocab: int, device: torch.device) -> list[dict]:
     """All kinds of rows on a GPU; a few, others for each kind of logits, in the slow interpreter."""
     if device == GPU:
         return KINDS
     rng = np.random.default_rng(list(name.encode()))
-    return [KINDS[i] for i in rng.choice(len(KINDS), 5, replace=False)]
+    return [KINDS[i] for i in rng.choice(len(KINDS), 4 if vocab > 1000 else 1, replace=False)]
 
 
 @pytest.mark.parametrize(("device", "dtype", "vocab"), VOCABS)
 @pytest.mark.parametrize("name", LOGITS)
 def test_any_mix_of_rows(device: torch.device, dtype: torch.dtype, vocab: int, name: str) -> None:
-    kinds = some(f"{name} {vocab} {dtype}", device)
+    kinds = some(f"{name} {vocab} {dtype}", vocab, device)
     pair = Pair(kinds, vocab, device)
     order = np.random.default_rng(1).permutation(len(kinds)).astype(np.int32)
     logits = normal(len(kinds), vocab, device, dtype)
@@ -154,7 +154,7 @@ def test_any_mix_of_rows(device: torch.device, dtype: torch.dtype, vocab: int, n
 )
 def test_large_batches(device: torch.device, dtype: torch.dtype, vocab: int, kinds: list[dict]) -> None:
     """Many seeds of a few kinds; the rows without filters also with the launches that serve those alone."""
-    rows = 8 if device == CPU else 256
+    rows = 4 if device == CPU else 256
     pair = Pair((kinds * rows)[:rows], vocab, device)
     order = np.random.default_rng(2).permutation(rows).astype(np.int32)
     logits = 3 * normal(rows, vocab, device, dtype)
@@ -170,9 +170,9 @@ def test_a_token_does_not_depend_on_the_batch(
     device: torch.device, dtype: torch.dtype, vocab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Alone, and in a batch so large that a program takes several blocks in turn."""
-    rows, alone = (6, 6) if device == CPU else (256, 24)
-    kinds = [KINDS[i] for i in (0, 1, 2, 10, 12, 6)]
-    pair = Pair(kinds * (rows // 6) + kinds[: rows % 6], vocab, device)
+    rows, alone = (4, 4) if device == CPU else (256, 24)
+    kinds = [KINDS[i] for i in (2, 10, 1, 6, 0, 12)]
+    pair = Pair((kinds * rows)[:rows], vocab, device)
     logits = normal(rows, vocab, device, dtype)
     order = np.arange(rows, dtype=np.int32)
     wanted = torch.cat([pair.choose(logits[i : i + 1], order[i : i + 1]) for i in range(alone)])

@@ -302,6 +302,33 @@ def test_a_reused_slot_of_the_same_batch_loses_its_lists() -> None:
     assert bench.tokens(torch.zeros(2, VOCAB), [0, 1]) == [0, 5]
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_rows_without_host_work_are_chosen_from_device_columns_alone(device: str) -> None:
+    bench = Bench(device)
+    kinds = [
+        dict(temperature=0),
+        dict(),
+        dict(top_k=5),
+        dict(min_p=0.2),
+        dict(presence_penalty=1.0),
+        dict(logprobs=0),
+    ]
+    for slot, kind in enumerate(kinds):
+        bench.admit(slot, request(SamplingParams(**kind), seed=slot))
+    slots = np.arange(len(kinds))
+    assert [bench.sampler.needs_host_work(slots[i : i + 1]) for i in slots] == [False] * 4 + [True] * 2
+    assert [bench.sampler.has_filters(slots[i : i + 1]) for i in slots] == [False] * 2 + [True] * 2 + [
+        False
+    ] * 2
+    assert bench.sampler.needs_host_work(slots) and bench.sampler.has_filters(slots)
+    logits = logits_of(np.random.default_rng(9), 4).to(bench.device)
+    tokens = torch.full((4,), -1, dtype=torch.int32, device=bench.device)
+    bench.sampler.choose(logits, torch.arange(4, device=bench.device), tokens)
+    assert tokens.tolist() == bench.tokens(logits, [0, 1, 2, 3])
+    bench.admit(2, request(SamplingParams(temperature=0, top_k=5)))  # greedy: the filter is void
+    assert not bench.sampler.has_filters(slots[:3])
+
+
 def test_several_admissions_before_one_flush() -> None:
     bench = Bench()
     for slot in (3, 1, 3, 2):

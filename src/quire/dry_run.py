@@ -51,7 +51,8 @@ def build_dry_run(config: EngineConfig, step_s: float) -> tuple[Engine, EngineIn
     eos = spec.eos_token_ids
     executor = EchoExecutor(spec.vocab_size, eos[0] if eos else 0, frozenset(eos), step_s)
     scheduler = Scheduler(pool, cache, policy, limits, log)
-    engine = Engine(scheduler, executor, NoGrammar(), _DEPTH, log, config.check_invariants)
+    grammar = NoGrammar("a model, and this is a dry run")
+    engine = Engine(scheduler, executor, grammar, _DEPTH, log, config.check_invariants)
     return engine, EngineInfo(
         model=config.model,
         family=spec.family,

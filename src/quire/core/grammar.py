@@ -50,11 +50,13 @@ class Grammar(Protocol):
 
 
 class NoGrammar:
-    def __init__(self) -> None:
+    def __init__(self, lacks: str = "a tokenizer, and this engine has none") -> None:
+        """`lacks`: what structured output would need here, for the refusal."""
         self._refused: list[Settled] = []
+        self._message = f"structured_outputs need {lacks}"
 
     def start(self, request: EngineRequest) -> None:
-        self._refused.append((request.id, "structured_outputs need a tokenizer, and this engine has none"))
+        self._refused.append((request.id, self._message))
 
     def settled(self) -> list[Settled]:
         if not self._refused:

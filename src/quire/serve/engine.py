@@ -122,11 +122,11 @@ class AsyncEngine:
         much waits already.
         """
         self._raise_if_dead()
-        admission = self.admission
+        admission, arrival_s = self.admission, time.monotonic()
         admission.arrive(client, choices)
         try:
             try:
-                prepared = await self.in_thread(self._prepare, make_jobs, client)
+                prepared = await self.in_thread(self._prepare, make_jobs, client, arrival_s)
             finally:
                 admission.prepared(choices)
             self._raise_if_dead()
@@ -142,16 +142,18 @@ class AsyncEngine:
             self._assembler.add(one.state)
         limits = [t for t in (timeout_s, self.settings.request_timeout) if t is not None]
         if limits:
-            generation.give_up_after(min(limits))
+            generation.give_up_at(arrival_s, min(limits))
         for one in prepared:
             for request in one.requests:
                 self._process.send(msg.Add(request))
         return generation
 
-    def _prepare(self, make_jobs: Callable[[], Sequence[Job]], client: Client) -> list[Prepared]:
-        return [self._prepare_one(job, client) for job in make_jobs()]
+    def _prepare(
+        self, make_jobs: Callable[[], Sequence[Job]], client: Client, arrival_s: float
+    ) -> list[Prepared]:
+        return [self._prepare_one(job, client, arrival_s) for job in make_jobs()]
 
-    def _prepare_one(self, job: Job, client: Client) -> Prepared:
+    def _prepare_one(self, job: Job, client: Client, arrival_s: float) -> Prepared:
         name = f"{next(self._ids):x}"
         prompt = job.prompt
         if isinstance(prompt, str) and job.keep_last is None:
@@ -168,7 +170,7 @@ class AsyncEngine:
         text = prompt if isinstance(prompt, str) else None
         if job.echo and text is None:
             text = self.tokenizer.decode(requests[0].prompt, skip_special_tokens=False)
-        return Prepared(RequestState(name, text, requests, self.tokenizer), requests)
+        return Prepared(RequestState(name, text, requests, self.tokenizer, arrival_s), requests)
 
     def _close(self, generation: Generation, client: Client, choices: int) -> None:
         """A generation is over. What it still has in the engine is aborted: slots and pages are free before

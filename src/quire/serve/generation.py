@@ -7,6 +7,7 @@ reads slowly gets larger pieces, and nothing is kept twice on its behalf.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 from quire.frontend.output import RequestState
@@ -79,7 +80,8 @@ class Generation:
         if over is not None:
             over(self)
 
-    def give_up_after(self, seconds: float) -> None:
-        """End it with 504 unless it is finished within `seconds`."""
-        error = ApiError(504, f"the request took longer than its timeout of {seconds:g} s", code="timeout")
-        self._deadline = asyncio.get_running_loop().call_later(seconds, self.fail, error)
+    def give_up_at(self, arrival_s: float, timeout_s: float) -> None:
+        """End it with 504 unless it is finished `timeout_s` after it arrived."""
+        error = ApiError(504, f"the request took longer than its timeout of {timeout_s:g} s", code="timeout")
+        left_s = max(0.0, arrival_s + timeout_s - time.monotonic())
+        self._deadline = asyncio.get_running_loop().call_later(left_s, self.fail, error)

@@ -14,6 +14,7 @@ from quire.serve.auth import load_keys
 from quire.serve.listen import bind
 from quire.serve.process import EngineProcess
 from quire.serve.settings import ServeConfig
+from quire.serve.stop import Stop
 from quire.types import ConfigError
 
 
@@ -41,12 +42,13 @@ def run(args: argparse.Namespace) -> int:
 def _start(config: EngineConfig, settings: ServeConfig) -> int:
     keys = load_keys(settings.api_key, os.environ.get("QUIRE_API_KEY", ""), settings.api_key_file)
     sock = bind(settings)
+    stop = Stop()
     # The engine process imports torch while this one imports what HTTP needs.
     process = EngineProcess(config, settings.dry_run_step_ms / 1000 if settings.dry_run else None)
     try:
         from quire.serve.server import run
 
-        return run(config, settings, keys, process, sock)
+        return run(config, settings, keys, process, sock, stop)
     finally:
         process.kill()
 

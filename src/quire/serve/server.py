@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import gc
 import logging
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -31,6 +30,7 @@ from quire.serve.form import Forms
 from quire.serve.process import EngineProcess
 from quire.serve.say import STDERR, say
 from quire.serve.settings import ServeConfig
+from quire.serve.stop import Stop
 from quire.types import ConfigError
 
 log = logging.getLogger("quire.serve")
@@ -46,7 +46,12 @@ class _Uvicorn(uvicorn.Server):
 
 
 def run(
-    config: EngineConfig, settings: ServeConfig, keys: Keys, process: EngineProcess, sock: socket.socket
+    config: EngineConfig,
+    settings: ServeConfig,
+    keys: Keys,
+    process: EngineProcess,
+    sock: socket.socket,
+    stop: Stop,
 ) -> int:
     """Serve until told to stop; the exit code. Raises ConfigError or ModelError when it cannot start."""
     began_s = time.perf_counter()
@@ -56,7 +61,7 @@ def run(
 
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(_serve(config, settings, keys, process, sock, began_s))
+        return runner.run(_serve(config, settings, keys, process, sock, stop, began_s))
 
 
 async def _serve(
@@ -65,17 +70,21 @@ async def _serve(
     keys: Keys,
     process: EngineProcess,
     sock: socket.socket,
+    stop: Stop,
     began_s: float,
 ) -> int:
     engine = AsyncEngine(config, settings, process, keys.total_weight)
-    stop = _Stop()
+    stop.attach()
+    ready = False
     try:
         started = asyncio.ensure_future(engine.start())
         await asyncio.wait((started, stop.first), return_when=asyncio.FIRST_COMPLETED)
         if not started.done():
             started.cancel()
+            await asyncio.gather(started, return_exceptions=True)
             return 128 + stop.first.result()
         started.result()
+        ready = True
         forms = Forms(
             engine.tokenizer,
             settings.tool_call_parser,
@@ -109,27 +118,10 @@ async def _serve(
             await asyncio.wait_for(serving, 5)
         return code
     finally:
-        await engine.close(kill=stop.second.done())
+        await engine.close(kill=stop.second.done() or not ready)
 
 
-class _Stop:
-    """Turns signals into two futures."""
-
-    def __init__(self) -> None:
-        loop = asyncio.get_running_loop()
-        self.first: asyncio.Future[int] = loop.create_future()
-        self.second: asyncio.Future[int] = loop.create_future()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._received, number)
-
-    def _received(self, number: int) -> None:
-        for future in (self.first, self.second):
-            if not future.done():
-                future.set_result(number)
-                return
-
-
-async def _until_the_end(server: Server, stop: _Stop, serving: asyncio.Future[None]) -> int:
+async def _until_the_end(server: Server, stop: Stop, serving: asyncio.Future[None]) -> int:
     engine = server.engine
     died = asyncio.ensure_future(engine.died.wait())
     await asyncio.wait((stop.first, died, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -143,7 +135,7 @@ async def _until_the_end(server: Server, stop: _Stop, serving: asyncio.Future[No
     return 0 if not stop.second.done() else 128 + stop.second.result()
 
 
-async def _drain(server: Server, stop: _Stop, died: asyncio.Future[Any]) -> None:
+async def _drain(server: Server, stop: Stop, died: asyncio.Future[Any]) -> None:
     """Let open requests go on, for a while; then end them with an error."""
     engine, timeout_s = server.engine, server.settings.shutdown_timeout
     server.draining = True

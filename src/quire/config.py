@@ -61,7 +61,7 @@ class EngineConfig:
     mixed_prefill_tokens: int | None = _setting(
         None,
         "tokens for prompts in a step in which other requests decode: fewer keep answers fluent, more start "
-        "them sooner (default: 2048 on a GPU, 512 on a CPU; all, when chunked_prefill is off)",
+        "them sooner (default: 512 on a CPU; all on a GPU, and when chunked_prefill is off)",
     )
     prefix_caching: bool | None = _setting(
         None, "reuse the KV of equal prompt beginnings (default: on, off with kv_layout none)"
@@ -124,7 +124,7 @@ class EngineConfig:
             prefix_caching=not recompute if self.prefix_caching is None else self.prefix_caching,
             max_num_seqs=self.max_num_seqs or _most_seqs(gpu_bytes),
             max_num_batched_tokens=budget,
-            mixed_prefill_tokens=min(self.mixed_prefill_tokens or (2048 if gpu_bytes else 512), budget)
+            mixed_prefill_tokens=min(self.mixed_prefill_tokens or (budget if gpu_bytes else 512), budget)
             if chunked
             else None,
             max_model_len=max_len,

@@ -262,7 +262,7 @@ def _weigh_row(at, vocab, scale, top, t, above, counts, BLOCK: tl.constexpr):
 @triton.jit
 def _draw_from_row(at, vocab, scale, top, cut, top_k, top_p, floor, k0, k1, BLOCK: tl.constexpr):
     """The same over the whole row; `cut`: nothing below it is kept."""
-    need = tl.where(top_k > 0, top_k, vocab.to(tl.int64) + 1)
+    need = tl.where(top_k > 0, top_k, tl.full([], 1, tl.int64) + vocab)
     counts = top_p >= 1
     if top_p < 1:
         t = floor
@@ -278,7 +278,7 @@ def _draw_from_row(at, vocab, scale, top, cut, top_k, top_p, floor, k0, k1, BLOC
         need = _asked(_weigh_row(at, vocab, scale, top, t, NEVER, False, BLOCK), top_p)
     token = tl.full([], 0, tl.int32)
     above = tl.full([], NEVER, tl.float32)  # only tokens above it may be kept
-    going = vocab > 0  # true
+    going = tl.full([], 1, tl.int1)
     while going:
         record = tl.full([], NEVER, tl.float32)
         value, place = tl.full([BLOCK], NEVER, tl.float32), tl.arange(0, BLOCK)

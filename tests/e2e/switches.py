@@ -31,6 +31,11 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "max_num_seqs": (8, 1, 3),
     "pages": ("plenty", "tight"),  # not a field: how much kv_cache_memory there is
 }
+GPU_SWITCHES = SWITCHES | {
+    "attention": ("auto", "reference"),
+    "cuda_graphs": (True, False),
+    "shared_prefix": (True, False),
+}
 _ALONE = {"overlap": False, "max_num_seqs": 1, "kv_layout": "contiguous", "prefix_caching": False}
 
 
@@ -47,10 +52,10 @@ def defaults() -> dict[str, Any]:
     return {name: values[0] for name, values in SWITCHES.items()}
 
 
-def random_settings(rng: random.Random) -> dict[str, Any]:
+def random_settings(rng: random.Random, switches: dict[str, tuple[Any, ...]] = SWITCHES) -> dict[str, Any]:
     """A legal full combination; small page pools and paging are drawn more often than the rest."""
     while True:
-        settings = {name: rng.choice(values) for name, values in SWITCHES.items()}
+        settings = {name: rng.choice(values) for name, values in switches.items()}
         settings["pages"] = rng.choice(("tight", "tight", "plenty"))
         settings["kv_layout"] = rng.choice(("paged", settings["kv_layout"]))
         if legal(settings):
@@ -65,7 +70,7 @@ class Bench:
         self._loaded: Any = None
         self._original = quire.build.load_model
         self.requests = make_requests(random.Random(7))
-        engine = self.engine({**defaults(), **_ALONE})
+        engine = self.engine({**defaults(), **_ALONE, "attention": "reference", "cuda_graphs": False})
         self.token_bytes = self.info.block_bytes // self.info.block_size
         self.expected = {}
         for request in self.requests:

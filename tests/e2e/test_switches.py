@@ -11,7 +11,7 @@ import itertools
 import random
 
 import pytest
-from switches import SWITCHES, Bench, defaults, legal, random_settings
+from switches import GPU_SWITCHES, SWITCHES, Bench, defaults, legal, random_settings
 
 PAIRS = sorted(
     {
@@ -71,4 +71,4 @@ def test_expectation_does_not_hold_for_other_weights(bench: Bench) -> None:
 def test_switches_on_the_gpu() -> None:
     bench = Bench("demo", device="cuda")
     for seed in range(60):
-        bench.run(random_settings(random.Random(seed)), seed=seed)
+        bench.run(random_settings(random.Random(seed), GPU_SWITCHES), seed=seed)

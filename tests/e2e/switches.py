@@ -32,7 +32,6 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "pages": ("plenty", "tight"),  # not a field: how much kv_cache_memory there is
 }
 GPU_SWITCHES = SWITCHES | {
-    "attention": ("auto", "reference"),
     "cuda_graphs": (True, False),
     "shared_prefix": (True, False),
 }
@@ -70,7 +69,7 @@ class Bench:
         self._loaded: Any = None
         self._original = quire.build.load_model
         self.requests = make_requests(random.Random(7))
-        engine = self.engine({**defaults(), **_ALONE, "attention": "reference", "cuda_graphs": False})
+        engine = self.engine({**defaults(), **_ALONE, "cuda_graphs": False})
         self.token_bytes = self.info.block_bytes // self.info.block_size
         self.expected = {}
         for request in self.requests:

@@ -14,7 +14,9 @@ from quire.kernels import dependent_launch
 from quire.kernels.attention_tile import MASKED, SMS, attend_tile, load_rows, pad, score_factors
 
 _SEARCH = tl.constexpr(256)  # rows looked at at once
-_ENTRY = tl.constexpr(8)  # numbers per listed tile: row, first token in row, the row's start, n, seq_len
+# Numbers per listed tile: row, first token in row, the row's start, n, seq_len. n is 0 where there is no tile: so
+# zeros mean none, which is what a list holds that was not written (kernels/ahead.py).
+_ENTRY = tl.constexpr(8)
 
 
 @triton.jit
@@ -45,7 +47,7 @@ def _list_kernel(
     index = tl.program_id(0)
     row, back = _find_tile(query_start, rows, index, QUERIES, TOKENS)
     if row >= rows:
-        tl.store(tiles + index * _ENTRY, -1)
+        tl.store(tiles + index * _ENTRY + 3, 0)
         return
     token = tl.load(query_start + row)
     n = tl.load(query_start + row + 1) - token
@@ -104,7 +106,7 @@ def _long_kernel(
     entry = tiles + tl.program_id(1) * _ENTRY
     row, tile, token = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     n, seq_len = tl.load(entry + 3), tl.load(entry + 4)
-    if row < 0:
+    if n == 0:
         return
     old = seq_len - n  # keys before the row's new tokens
 

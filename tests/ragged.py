@@ -161,7 +161,7 @@ def check_packed(case: Case, backend: AttentionBackend, normed: bool) -> None:
     flat = case.qkv.flatten(1)
     q, k, v = (x.clone() for x in plain(flat.clone(), rope._expanded(batch.positions)))
     turned = replace(case, q=q, k=k, v=v)
-    assert backend.takes_packed
+    assert backend.forward_packed
     compare(backend.forward_packed(layer, flat, norms, rope.table, batch), turned)
     stored = batch.kv_slots >= 0
     for pages, old, new in zip(batch.kv[layer.index], (case.old_k, case.old_v), (k, v)):

@@ -21,7 +21,8 @@ class WholeSequenceAttention:
     """Every row starts at position 0, so the keys and values of the step are all there are."""
 
     name = "whole"
-    takes_packed = reads_shared = False
+    forward_packed = None
+    reads_shared = False
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (num_blocks, block_size, num_kv_heads, head_dim)

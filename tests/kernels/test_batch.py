@@ -23,7 +23,8 @@ SLOTS, MAX_LEN, BLOCK, MAX_BLOCKS = 7, 600, 4, 150
 
 class NoAttention:
     name, capturable = "none", True
-    takes_packed = reads_shared = False
+    forward_packed = None
+    reads_shared = False
 
     def kv_shape(self, *sizes: int) -> tuple[int, ...]:
         return sizes
@@ -33,8 +34,6 @@ class NoAttention:
 
     def forward(self, *args: Any) -> torch.Tensor:
         raise AssertionError("no layer calls it here")
-
-    forward_packed = forward
 
 
 class Side:

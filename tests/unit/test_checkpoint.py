@@ -39,7 +39,8 @@ SPEC = ModelSpec.from_config(CONFIG)
 
 class NoAttention:
     name = "none"
-    takes_packed = reads_shared = False
+    forward_packed = None
+    reads_shared = False
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return ()

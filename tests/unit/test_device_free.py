@@ -43,7 +43,8 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 class ShapeOnly:
     name = "shape"
-    takes_packed = reads_shared = False
+    forward_packed = None
+    reads_shared = False
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return ()

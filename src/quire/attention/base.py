@@ -61,12 +61,29 @@ class HeadNorms(Protocol):
     eps: float
 
 
+class PackedForward(Protocol):
+    def __call__(
+        self,
+        layer: AttentionLayer,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        table: torch.Tensor,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """`AttentionBackend.forward` of q and k that are first normed and turned to batch.positions: see
+        layers/rope.py.
+
+        qkv [tokens, (heads + 2 kv heads) * dim], packed q|k|v, may be overwritten; table [positions, dim]:
+        cos | sin.
+        """
+        ...
+
+
 class AttentionBackend(Protocol):
     """Writes the new K/V into the pages, then attends over all pages of each row."""
 
     name: str
     capturable: bool  # whether plan and forward may be part of a CUDA graph, bounds only included
-    takes_packed: bool  # whether there is a `forward_packed`: norm, rotation and writing as one
     reads_shared: bool  # whether it makes use of `ForwardBatch.shared`
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -83,17 +100,7 @@ class AttentionBackend(Protocol):
         """q [tokens, heads, dim], k and v [tokens, kv heads, dim] -> [tokens, heads * dim]."""
         ...
 
-    def forward_packed(
-        self,
-        layer: AttentionLayer,
-        qkv: torch.Tensor,
-        norms: HeadNorms | None,
-        table: torch.Tensor,
-        batch: ForwardBatch,
-    ) -> torch.Tensor:
-        """`forward` of q and k that are first normed and turned to batch.positions: see layers/rope.py.
-
-        qkv [tokens, (heads + 2 kv heads) * dim], packed q|k|v, may be overwritten; table [positions, dim]:
-        cos | sin. Only called where `takes_packed`.
-        """
+    @property
+    def forward_packed(self) -> PackedForward | None:
+        """Norm, rotation, writing and attention as one; None: not to be had."""
         ...

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from quire.attention.base import AttentionLayer, ForwardBatch, HeadNorms
+from quire.attention.base import AttentionLayer, ForwardBatch
 
 _GROUP_TOKENS = 1 << 18  # KV entries gathered at once; bounds the memory of one group
 
@@ -63,7 +63,8 @@ class _Plan:
 class ReferenceAttention:
     name = "reference"
     capturable = False  # shapes follow the lengths of the rows
-    takes_packed = reads_shared = False
+    forward_packed = None
+    reads_shared = False
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (num_blocks, block_size, num_kv_heads, head_dim)
@@ -142,16 +143,6 @@ class ReferenceAttention:
             seen = (k[new], v[new]) if long.kv is None else (_read(keys, long.kv), _read(values, long.kv))
             out[new] = self._attend_long(layer, long, q[new], *seen)
         return out
-
-    def forward_packed(
-        self,
-        layer: AttentionLayer,
-        qkv: torch.Tensor,
-        norms: HeadNorms | None,
-        table: torch.Tensor,
-        batch: ForwardBatch,
-    ) -> torch.Tensor:
-        raise NotImplementedError("not without `takes_packed`")
 
     def _attend_group(
         self, layer: AttentionLayer, group: _Group, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor

@@ -66,7 +66,6 @@ class _Plan:
 class TritonAttention:
     name = "triton"
     capturable = True
-    takes_packed = True
     reads_shared = True
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:

@@ -54,9 +54,9 @@ class Attention:
 
 def rotary(attention: Attention, norms: HeadNorm | None, device: torch.device) -> PackedAttention:
     """`attention` over heads that are first normed, if there are norms, and turned to their positions."""
-    backend = attention.backend
-    if backend.takes_packed and available(device):
+    packed = attention.backend.forward_packed
+    if packed and available(device):
         # a Rotation on such a device is (positions, table), and the batch has the positions
-        return lambda qkv, rotation, batch: backend.forward_packed(attention, qkv, norms, rotation[1], batch)
+        return lambda qkv, rotation, batch: packed(attention, qkv, norms, rotation[1], batch)
     heads = RotaryHeads(attention.num_heads, attention.num_kv_heads, attention.head_dim, norms, device)
     return lambda qkv, rotation, batch: attention(*heads(qkv, rotation), batch)

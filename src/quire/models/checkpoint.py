@@ -45,7 +45,9 @@ class Checkpoint(Protocol):
         shape: tuple[int, ...],
         rows: slice = _WHOLE,
         cols: slice = _WHOLE,
-    ) -> None: ...
+    ) -> None:
+        """`destination[...] = tensor(...)`, until `finish` at the latest."""
+        destination.copy_(self.tensor(name, shape, rows, cols))
 
     def finish(self) -> None:
         """Wait for all copies. Raise ModelError naming tensors that were never read or could not be."""
@@ -86,7 +88,7 @@ def open_checkpoint(
 # --------------------------------------------------------------------------------------- safetensors
 
 
-class SafetensorsCheckpoint:
+class SafetensorsCheckpoint(Checkpoint):
     """One file, or the shards that an index names. Without a `reader`, copies are made at once."""
 
     def __init__(self, folder: Path, tied: bool, reader: Reader | None = None) -> None:
@@ -129,7 +131,7 @@ class SafetensorsCheckpoint:
         cols: slice = _WHOLE,
     ) -> None:
         if self.reader is None:
-            destination.copy_(self.tensor(name, shape, rows, cols))
+            super().copy_into(destination, name, shape, rows, cols)
             return
         dtype = _FLOATS[self._find(name, shape).get_dtype()]
         stored = Stored(name, self.where[name], self.offsets[name], shape, dtype)
@@ -235,7 +237,7 @@ def check_unread(unread: set[str], tied: bool) -> None:
 # --------------------------------------------------------------------------------------------- dummy
 
 
-class DummyCheckpoint:
+class DummyCheckpoint(Checkpoint):
     """Random weights in whatever shape is asked for, made on the device that will hold them.
 
     A tensor repeats one block of normal noise from an offset that its name decides, so the values depend
@@ -263,16 +265,6 @@ class DummyCheckpoint:
             return flat.view(-1, width)[:, cols]
         is_norm = name.endswith(".weight")  # the only one-dimensional weights; the rest are biases
         return flat + 1 if is_norm else flat
-
-    def copy_into(
-        self,
-        destination: torch.Tensor,
-        name: str,
-        shape: tuple[int, ...],
-        rows: slice = _WHOLE,
-        cols: slice = _WHOLE,
-    ) -> None:
-        destination.copy_(self.tensor(name, shape, rows, cols))
 
     def _run(self, name: str, start: int, length: int) -> torch.Tensor:
         position = (zlib.crc32(name.encode()) + start) % self.BLOCK

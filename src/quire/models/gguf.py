@@ -14,7 +14,7 @@ import gguf
 import numpy as np
 import torch
 
-from quire.models.checkpoint import check_shape, check_unread
+from quire.models.checkpoint import Checkpoint, check_shape, check_unread
 from quire.models.gguf_spec import Metadata, open_gguf
 from quire.models.spec import ModelSpec
 from quire.types import ModelError
@@ -60,7 +60,7 @@ _NAME = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)\.(weight|bias
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
 
 
-class GGUFCheckpoint:
+class GGUFCheckpoint(Checkpoint):
     """Weights of one .gguf file."""
 
     def __init__(self, path: Path, spec: ModelSpec) -> None:
@@ -103,16 +103,6 @@ class GGUFCheckpoint:
         return torch.from_numpy(
             np.require(values[:, cols] if values.ndim > 1 else values, requirements=["C", "W"])
         )
-
-    def copy_into(
-        self,
-        destination: torch.Tensor,
-        name: str,
-        shape: tuple[int, ...],
-        rows: slice = _WHOLE,
-        cols: slice = _WHOLE,
-    ) -> None:
-        destination.copy_(self.tensor(name, shape, rows, cols))
 
     def close(self) -> None:
         self.tensors = {}

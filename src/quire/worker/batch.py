@@ -26,6 +26,9 @@ class Step:
     plan: StepPlan
     slots: torch.Tensor  # int64 [rows]
     tokens_host: torch.Tensor | None = None  # int32 [rows], pinned
+    # Where the host sends indices: int64 [rows], new tokens of each; int64 [sampling rows], which sample.
+    counts: torch.Tensor | None = None
+    sampling: torch.Tensor | None = None
 
 
 class Batcher(Protocol):
@@ -49,14 +52,13 @@ class TorchBatcher:
 
     def __init__(self, state: SlotState, backend: AttentionBackend, kv: list[KV], block_size: int) -> None:
         self._state, self._backend, self._kv, self._block_size = state, backend, kv, block_size
-        self._counts = self._sampling = torch.empty(0)  # of the step that is being built
 
     def build(self, plan: StepPlan, staging: Staging) -> tuple[Step, ForwardBatch]:
         state, total, rows = self._state, plan.total_tokens, len(plan.slots)
         ends = np.cumsum(plan.num_tokens)
         firsts = ends - plan.num_tokens
         row_of_token = np.repeat(np.arange(rows), plan.num_tokens)
-        slots, self._counts, starts, slot_of_token, offset, logit_index, self._sampling = staging.send(
+        slots, counts, starts, slot_of_token, offset, logit_index, sampling = staging.send(
             plan.slots,
             plan.num_tokens,
             np.append(firsts, total),
@@ -73,7 +75,7 @@ class TorchBatcher:
             positions=positions,
             kv_slots=pages.long() * self._block_size + within,
             query_start=starts.int(),
-            seq_lens=state.num_computed.index_select(0, slots) + self._counts.int(),
+            seq_lens=state.num_computed.index_select(0, slots) + counts.int(),
             block_table=state.block_table.index_select(0, slots)[
                 :, : -(-plan.max_seq_len // self._block_size)
             ],
@@ -84,14 +86,15 @@ class TorchBatcher:
             block_size=self._block_size,
         )
         batch.attn = self._backend.plan(batch)
-        return Step(plan, slots), batch
+        return Step(plan, slots, counts=counts, sampling=sampling), batch
 
     def advance(self, step: Step, tokens: torch.Tensor) -> None:
         state, slots = self._state, step.slots
+        assert step.counts is not None and step.sampling is not None
         if state.keeps_kv:
-            state.num_computed.index_add_(0, slots, self._counts.int())
+            state.num_computed.index_add_(0, slots, step.counts.int())
         if not step.plan.samples.all():
-            slots, tokens = slots.index_select(0, self._sampling), tokens.index_select(0, self._sampling)
+            slots, tokens = slots.index_select(0, step.sampling), tokens.index_select(0, step.sampling)
         lengths = state.num_tokens.index_select(0, slots)
         state.tokens.view(-1).index_copy_(0, slots * state.max_len + lengths, tokens)
         state.num_tokens.index_copy_(0, slots, lengths + 1)

@@ -137,7 +137,7 @@ def test_bench_refuses_what_cannot_be(
 def test_bench_startup() -> None:
     done = quire("bench", "startup", "--num-iters", "1")
     assert done.returncode == 0, done.stderr
-    for phase in ("total", "imports", "weights", "first_token"):
+    for phase in ("total", "import", "weights", "first_token"):
         assert phase in done.stdout
 
 

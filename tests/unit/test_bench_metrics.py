@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from quire.bench.drive import Run, Served
 from quire.bench.metrics import parse_goodput, percentile, rates, serving, summary
 from quire.bench.report import details
+from quire.bench.run import Run, Served
 from quire.types import ConfigError, RequestError
 
 RUN = Run(

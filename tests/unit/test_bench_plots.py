@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench.drive import Run, Served
 from quire.bench.plots import check_plot, plot_serving, plot_sweep
+from quire.bench.run import Run, Served
 from quire.core.steplog import StepRecord
 from quire.types import ConfigError
 

@@ -1,4 +1,4 @@
-"""When requests come: at a rate with gamma-distributed gaps, or all at once."""
+"""When requests come: at a rate, steady or growing, with gamma-distributed gaps; or all at once."""
 
 from __future__ import annotations
 
@@ -19,3 +19,20 @@ def arrival_times(count: int, rate: float = math.inf, burstiness: float = 1.0, s
     gaps = [draw.gammavariate(burstiness, 1.0) for _ in range(count)]
     scale = count / rate / sum(gaps)
     return [at * scale for at in accumulate(gaps)]
+
+
+def ramp_times(
+    count: int, start_rate: float, end_rate: float, strategy: str, burstiness: float = 1.0, seed: int = 0
+) -> list[float]:
+    """The same for a rate that grows (or falls) from `start_rate` to `end_rate` over the requests: by the same
+    difference from each to the next (`linear`), or by the same factor (`exponential`)."""
+    draw = random.Random(seed)
+    gaps = []
+    for i in range(count):
+        part = i / max(count - 1, 1)
+        if strategy == "linear":
+            rate = start_rate + (end_rate - start_rate) * part
+        else:
+            rate = start_rate * (end_rate / start_rate) ** part
+        gaps.append(draw.gammavariate(burstiness, 1 / (rate * burstiness)))
+    return list(accumulate(gaps))

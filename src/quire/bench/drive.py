@@ -8,7 +8,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -17,6 +16,7 @@ from tqdm import tqdm
 
 from quire.bench.cost import CostModel, Machine
 from quire.bench.machine import measure
+from quire.bench.run import Run, Served
 from quire.bench.workloads import Work
 from quire.build import build_engine, pick_device, pick_dtype
 from quire.config import EngineConfig
@@ -30,56 +30,6 @@ from quire.models.load import load_spec
 from quire.types import EngineOutput, SamplingParams
 
 _POLL_S = 1.0
-
-
-@dataclass(slots=True)
-class Served:
-    """One request; times in seconds since the run began.
-
-    It starts when it is due or, if a limit on concurrency holds it back, when it is sent: waiting for a
-    busy engine counts, as it does for whoever asked.
-    """
-
-    prompt_len: int
-    start_s: float
-    token_times_s: list[float] = field(default_factory=list)
-    cached_tokens: int = 0
-    error: str | None = None
-
-    @property
-    def ttft_s(self) -> float:
-        return self.token_times_s[0] - self.start_s
-
-    @property
-    def e2el_s(self) -> float:
-        return self.token_times_s[-1] - self.start_s
-
-    @property
-    def tpot_s(self) -> float:
-        """Seconds per token after the first; 0 if there is none."""
-        return (self.e2el_s - self.ttft_s) / max(len(self.token_times_s) - 1, 1)
-
-    @property
-    def itls_s(self) -> list[float]:
-        """Gaps between tokens."""
-        return [after - before for before, after in zip(self.token_times_s, self.token_times_s[1:])]
-
-
-@dataclass(slots=True)
-class Run:
-    """What came of a load: its requests in order of arrival, and the steps that served them."""
-
-    served: list[Served]
-    steps: list[StepRecord]
-    begin_s: float  # on the clock of the step log
-
-    @property
-    def completed(self) -> list[Served]:
-        return [one for one in self.served if one.error is None]
-
-    @property
-    def duration_s(self) -> float:
-        return max((one.token_times_s[-1] for one in self.completed), default=0.0)
 
 
 class Bench:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from quire.bench.cost import Cost, CostModel, Machine
-from quire.bench.drive import Run, Served
+from quire.bench.run import Run, Served
 from quire.core.steplog import StepRecord
 from quire.types import ConfigError, RequestError
 
@@ -41,7 +41,7 @@ def latencies_ms(run: Run) -> dict[str, list[float]]:
     done = run.completed
     return {
         "ttft": [one.ttft_s * 1e3 for one in done],
-        "tpot": [one.tpot_s * 1e3 for one in done if len(one.token_times_s) > 1],
+        "tpot": [one.tpot_s * 1e3 for one in done if one.output_len > 1],
         "itl": [gap * 1e3 for one in done for gap in one.itls_s],
         "e2el": [one.e2el_s * 1e3 for one in done],
     }
@@ -85,7 +85,7 @@ def serving(run: Run, percentiles: Sequence[float] = (99,), goodput: Sequence[st
         raise RequestError(f"no request was served: {run.served[0].error}")
     limits_ms = parse_goodput(goodput)
     tokens_in = sum(one.prompt_len for one in done)
-    tokens_out = sum(len(one.token_times_s) for one in done)
+    tokens_out = sum(one.output_len for one in done)
     duration = run.duration_s
     return {
         "duration": duration,
@@ -153,6 +153,12 @@ def rates(times_s: Sequence[float], width_s: float, duration_s: float) -> list[f
 
 
 def _peak_rate(done: Sequence[Served], duration_s: float) -> float:
-    """Tokens in the best second (of a run that is shorter: in all of it)."""
-    times = [at for one in done for at in one.token_times_s]
-    return max(rates(times, min(1.0, duration_s), duration_s))
+    """Tokens in the best second (of a run that is shorter: in all of it). Tokens of one piece come together, and
+    those of an answer are taken to be spread evenly over its pieces."""
+    width_s = min(1.0, duration_s)
+    best = [0.0] * max(math.ceil(duration_s / width_s), 1)
+    for one in done:
+        weight = one.output_len / len(one.token_times_s)
+        for at in one.token_times_s:
+            best[min(int(at / width_s), len(best) - 1)] += weight
+    return max(best) / width_s

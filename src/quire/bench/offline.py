@@ -12,8 +12,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from quire.bench.drive import Bench, Run, Served
+from quire.bench.drive import Bench
 from quire.bench.metrics import latencies_ms, limits, percentile, summary
+from quire.bench.run import Run, Served
 from quire.bench.workloads import Work, shifted, uniform
 from quire.core.steplog import StepRecord
 from quire.types import ConfigError

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from quire.bench.drive import Run
 from quire.bench.metrics import latencies_ms, percentile, rates
+from quire.bench.run import Run
 from quire.types import ConfigError
 
 _SUFFIXES = (".png", ".svg", ".pdf")
@@ -58,23 +59,52 @@ def plot_sweep(batches: Sequence[dict[str, Any]], title: str, path: Path) -> Non
             text, (size, value), (0, -9), textcoords="offset points", ha="center", va="top", fontsize=8
         )
     left.set(title="Throughput", ylabel="output tokens/s", ylim=(min(rate) / 2.5, max(limit) * 1.5))
+    _latencies(right, sizes, batches)
+    _against((left, right), sizes, "batch size")
+    _finish(figure, title, path)
+
+
+def plot_users(levels: Sequence[dict[str, Any]], title: str, path: Path) -> None:
+    """Throughput and latencies against the number of users; `levels` are results of `serving`, ascending."""
+    figure = _figure_class()(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    users = [found["max_concurrency"] for found in levels]
+    rate = [found["output_throughput"] for found in levels]
+    left.plot(users, [rate[0] * n / users[0] for n in users], color=_GREY, linestyle="--", label="as for one")
+    left.plot(users, rate, color=_BLUE, marker="o", label="measured")
+    for n, value in zip(users, rate):
+        text = f"{value:,.0f}"
+        left.annotate(
+            text, (n, value), (0, -9), textcoords="offset points", ha="center", va="top", fontsize=8
+        )
+    left.set(title="Throughput", ylabel="output tokens/s", ylim=(min(rate) / 2.5, max(rate) * 4))
+    _latencies(right, users, levels)
+    _against((left, right), users, "users")
+    _finish(figure, title, path)
+
+
+def _latencies(axes: Any, places: Sequence[int], found: Sequence[dict[str, Any]]) -> None:
     for name, label, color, line in (
+        ("p99_ttft_ms", "P99 TTFT", _ORANGE, ":"),
         ("median_ttft_ms", "median TTFT", _ORANGE, "-"),
         ("p99_itl_ms", "P99 ITL", _BLUE, ":"),
         ("median_itl_ms", "median ITL", _BLUE, "-"),
     ):
-        values = [found[name] for found in batches]
+        values = [one.get(name) for one in found]
         if None not in values:  # one token out has no gaps
-            right.plot(sizes, values, color=color, linestyle=line, marker="o", label=label)
-    right.set(title="Latency", ylabel="ms")
-    for axes in (left, right):
+            axes.plot(places, values, color=color, linestyle=line, marker="o", label=label)
+    axes.set(title="Latency", ylabel="ms")
+
+
+def _against(both: Sequence[Any], places: Sequence[int], label: str) -> None:
+    """Logarithmic axes with a tick at each of `places`."""
+    for axes in both:
         _grid(axes)
         _log_scale(axes)
         axes.set_xscale("log", base=2)
-        axes.set_xticks(sizes, [str(size) for size in sizes])
-        axes.set(xlabel="batch size", xlim=(min(sizes) / 1.4, max(sizes) * 1.4))
+        axes.set_xticks(places, [str(place) for place in places])
+        axes.set(xlabel=label, xlim=(min(places) / 1.4, max(places) * 1.4))
         axes.legend(frameon=False, fontsize=8)
-    _finish(figure, title, path)
 
 
 def _percentiles(axes: Any, values: Sequence[float], title: str) -> None:
@@ -104,6 +134,8 @@ def _percentiles(axes: Any, values: Sequence[float], title: str) -> None:
 def _tokens_over_time(axes: Any, run: Run) -> None:
     width = max(run.duration_s / _BINS, 1e-3)
     out = rates([at for one in run.completed for at in one.token_times_s], width, run.duration_s)
+    pieces = sum(len(one.token_times_s) for one in run.completed)
+    out = [rate * sum(one.output_len for one in run.completed) / pieces for rate in out]
     computed = [0.0] * len(out)
     for record in run.steps:
         at = min(int((record.time_s - run.begin_s) / width), len(computed) - 1)
@@ -113,6 +145,8 @@ def _tokens_over_time(axes: Any, run: Run) -> None:
     axes.step(times, out, color=_BLUE, where="post")
     axes.set(title="Tokens per second", xlabel="s", xlim=(0, run.duration_s), ylim=(0, None))
     axes.set_ylabel("output", color=_BLUE)
+    if not run.steps:
+        return
     right = axes.twinx()
     right.step(times, computed, color=_ORANGE, where="post", linewidth=1)
     right.set_ylim(0, None)
@@ -120,13 +154,34 @@ def _tokens_over_time(axes: Any, run: Run) -> None:
 
 
 def _requests_over_time(axes: Any, run: Run) -> None:
-    times = [record.time_s - run.begin_s for record in run.steps]
-    axes.step(times, [r.running for r in run.steps], color=_BLUE, where="post", label="running")
-    axes.step(times, [r.waiting for r in run.steps], color=_ORANGE, where="post", label="waiting")
+    if run.steps:
+        times = [record.time_s - run.begin_s for record in run.steps]
+        axes.step(times, [r.running for r in run.steps], color=_BLUE, where="post", label="running")
+        axes.step(times, [r.waiting for r in run.steps], color=_ORANGE, where="post", label="waiting")
+    else:
+        open_ones, begun = _open_over_time(run)
+        axes.step(*open_ones, color=_ORANGE, where="post", label="open")
+        axes.step(*begun, color=_BLUE, where="post", label="answer has begun")
     axes.set(title="Requests", xlabel="s", xlim=(0, run.duration_s), ylim=(0, None))
     axes.yaxis.get_major_locator().set_params(integer=True)
     _grid(axes)
     axes.legend(frameon=False, fontsize=8)
+
+
+Curve = tuple[list[float], list[int]]
+
+
+def _open_over_time(run: Run) -> tuple[Curve, Curve]:
+    """Requests that are open, and of them those whose answer has begun, as a client sees them."""
+
+    def curve(begins: list[float]) -> Curve:
+        ends = [one.token_times_s[-1] for one in run.completed]
+        changes = sorted([(at, 1) for at in begins] + [(at, -1) for at in ends])
+        return [at for at, _ in changes], list(accumulate(change for _, change in changes))
+
+    return curve([one.start_s for one in run.completed]), curve(
+        [one.token_times_s[0] for one in run.completed]
+    )
 
 
 def _log_scale(axes: Any) -> None:

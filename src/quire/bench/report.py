@@ -8,8 +8,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from quire.bench.drive import Run
 from quire.bench.metrics import METRICS
+from quire.bench.run import Run
 from quire.types import ConfigError
 
 _WIDTH = 50
@@ -41,7 +41,8 @@ def print_serving(found: dict[str, Any], metrics: Sequence[str], percentiles: Se
         label = name.upper()
         _rows([(f"Mean {label} (ms):", found[f"mean_{name}_ms"]), (f"Median {label} (ms):", found[f"median_{name}_ms"])])  # fmt: skip
         _rows([(f"P{p:g} {label} (ms):", found[f"p{p:g}_{name}_ms"]) for p in percentiles])
-    print_limits(found)
+    if "share_of_limit" in found:  # of an engine in this process; a server's is not known
+        print_limits(found)
     print("=" * _WIDTH)
 
 
@@ -93,16 +94,37 @@ def print_sweep(batches: Sequence[dict[str, Any]]) -> None:
         )
 
 
+def print_users(levels: Sequence[dict[str, Any]]) -> None:
+    """One line per number of users."""
+    print(
+        f"{'users':>6}{'req/s':>9}{'out tok/s':>11}{'TTFT ms':>9}{'P99':>9}{'TPOT ms':>9}{'P99':>9}"
+        f"{'ITL ms':>9}{'P99':>9}{'failed':>8}"
+    )
+    for found in levels:
+        shown = "".join(
+            f"{found[f'{figure}_{name}_ms'] or 0.0:>9.2f}"
+            for name in ("ttft", "tpot", "itl")
+            for figure in ("median", "p99")
+        )
+        print(
+            f"{found['max_concurrency']:>6}{found['request_throughput']:>9.2f}{found['output_throughput']:>11.1f}"
+            f"{shown}{found['failed']:>8}"
+        )
+
+
 def details(run: Run) -> dict[str, list[Any]]:
     """What each request did, by the names of `vllm bench serve --save-detailed`; seconds."""
-    return {
+    found: dict[str, list[Any]] = {
         "input_lens": [one.prompt_len for one in run.served],
-        "output_lens": [len(one.token_times_s) for one in run.served],
+        "output_lens": [one.output_len for one in run.served],
         "start_times": [one.start_s for one in run.served],
         "ttfts": [one.ttft_s if one.token_times_s else None for one in run.served],
         "itls": [one.itls_s for one in run.served],
         "errors": [one.error or "" for one in run.served],
     }
+    if any(one.text is not None for one in run.served):
+        found["generated_texts"] = [one.text or "" for one in run.served]
+    return found
 
 
 def result_name(found: dict[str, Any], kind: str) -> str:
@@ -112,11 +134,13 @@ def result_name(found: dict[str, Any], kind: str) -> str:
     return f"{found.get('label') or kind}{rate}-{model}-{datetime.now():%Y%m%d-%H%M%S}.json"
 
 
-def save(path: Path, found: dict[str, Any]) -> None:
-    """Write a result as JSON, making its folder if need be. Raises ConfigError if that is impossible."""
+def save(path: Path, found: dict[str, Any], append: bool = False) -> None:
+    """Write a result as JSON, making its folder if need be; `append`: as a further line of JSON lines. Raises
+    ConfigError if that is impossible."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=1) + "\n")
+        with path.open("a" if append else "w", encoding="utf-8") as file:
+            file.write(json.dumps(found, indent=None if append else 1) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot write {path}: {error.strerror}") from None
 

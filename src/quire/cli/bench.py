@@ -25,6 +25,8 @@ from quire.cli.bench_flags import (
     engine_config,
     sampling,
 )
+from quire.cli.bench_serve import run as serve
+from quire.cli.bench_serve_flags import add_arguments as add_serve_arguments
 from quire.cli.flags import add_flags, given
 from quire.config import EngineConfig
 from quire.types import EngineInfo, SamplingParams
@@ -46,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_load_arguments(throughput)
     add_arrival_arguments(throughput)
     add_figure_arguments(throughput)
+    serve = kinds.add_parser("serve", help="a load for a server that speaks OpenAI's API, wherever it runs")
+    add_serve_arguments(serve)
     latency = kinds.add_parser("latency", help="one batch after the other: seconds per batch")
     latency.add_argument(
         "--batch-size",
@@ -75,7 +79,13 @@ def run(args: argparse.Namespace) -> int:
         from quire.bench.plots import check_plot
 
         check_plot(args.plot)
-    kinds = {"host": _host, "throughput": _throughput, "latency": _latency, "startup": _startup}
+    kinds = {
+        "host": _host,
+        "throughput": _throughput,
+        "serve": serve,
+        "latency": _latency,
+        "startup": _startup,
+    }
     return kinds[args.kind](args)
 
 

@@ -12,6 +12,7 @@ import os
 import sys
 
 from quire import __version__
+from quire.cli.interrupt import INTERRUPTED, interruptible
 from quire.types import ConfigError, QuireError
 
 COMMANDS = {
@@ -33,7 +34,11 @@ _EPILOG = """examples:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 fine, 1 an error, 2 bad usage, 130 interrupted."""
-    argv = sys.argv[1:] if argv is None else argv
+    with interruptible(last=argv is None):
+        return _main(sys.argv[1:] if argv is None else argv)
+
+
+def _main(argv: list[str]) -> int:
     logging.basicConfig(format="%(message)s", level=os.environ.get("QUIRE_LOG_LEVEL", "WARNING").upper())
     parser = _parser()
     if not argv or argv[0] not in COMMANDS:
@@ -53,7 +58,7 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         print("quire: interrupted", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141

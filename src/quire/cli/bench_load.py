@@ -1,0 +1,119 @@
+"""The requests of `quire bench serve`, made from its flags and from what the server says of itself."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from quire.bench.arrivals import arrival_times, ramp_times
+from quire.bench.traces import read_trace, replay
+from quire.bench.workloads import WORKLOADS, shifted
+from quire.types import ConfigError
+
+if TYPE_CHECKING:
+    from quire.bench.client import Client
+    from quire.bench.datasets import Ask
+    from quire.bench.workloads import Work
+    from quire.frontend.tokenizer import Tokenizer
+
+_NUM_PROMPTS = 1000
+
+
+@dataclass(slots=True)
+class Card:
+    """What the server says of itself."""
+
+    model: str
+    root: str
+    max_model_len: int | None
+    vocab_size: int | None  # if it is Quire
+
+
+class Load:
+    """The requests that the flags ask for."""
+
+    def __init__(
+        self,
+        args: argparse.Namespace,
+        server: Card,
+        vocab: int,
+        tokenizer: Tokenizer | None,
+        is_chat: bool,
+    ) -> None:
+        self._args, self._server, self._vocab = args, server, vocab
+        self._tokenizer, self._is_chat = tokenizer, is_chat
+        if tokenizer is None and (is_chat or args.dataset_name == "sharegpt"):
+            raise ConfigError("texts need a tokenizer: give --tokenizer FOLDER|ID")
+
+    async def warm_up(self, client: Client) -> None:
+        """Requests like the first one, but none that the prefix cache could help later ones with."""
+        if not self._args.num_warmups:
+            return
+        work = self._made_up(max(self._args.num_warmups, 1), seed=self._args.seed - 1)
+        asks = self._asks_of(shifted(work, self._vocab, 1))[: self._args.num_warmups]
+        await client.run(asks, [0.0] * len(asks))
+
+    def asks(self, count: int | None = None, skip: int = 0) -> tuple[list[Ask], list[float]]:
+        """Requests and their times in seconds. `count` and `skip`: that part of them, all at once."""
+        args = self._args
+        if args.dataset_name == "trace":
+            longest = self._server.max_model_len or 1 << 62
+            work, times, too_long = replay(
+                read_trace(args.dataset_path), self._vocab, longest, args.num_prompts, args.trace_scale
+            )
+            if too_long:
+                print(f"Left out: {too_long} requests beyond max_model_len {longest}", file=sys.stderr)
+            return self._asks_of(work), times
+        asks = self._all(count if count is not None else args.num_prompts, skip)
+        if args.ramp_up_strategy and count is None:
+            rates = (args.ramp_up_start_rps, args.ramp_up_end_rps, args.ramp_up_strategy)
+            return asks, ramp_times(len(asks), *rates, args.burstiness, args.seed)
+        return asks, arrival_times(len(asks), args.request_rate, args.burstiness, args.seed)
+
+    def _all(self, count: int | None, skip: int) -> list[Ask]:
+        from quire.bench.datasets import custom, repeated, sharegpt
+
+        args, total = self._args, (count or _NUM_PROMPTS) + skip
+        if args.dataset_name == "sharegpt":
+            assert self._tokenizer is not None
+            length = args.output_len or args.sharegpt_output_len
+            asks = sharegpt(args.dataset_path, total, self._tokenizer, length, args.seed)
+        elif args.dataset_name == "custom":
+            length = args.output_len or args.custom_output_len
+            asks = custom(args.dataset_path, total, self._tokenizer, length)
+        elif args.dataset_name == "workload":
+            asks = self._asks_of(WORKLOADS[args.workload](self._vocab, total if count else None))
+        else:
+            asks = self._asks_of(self._made_up(total, args.seed))
+        return repeated(asks, count or len(asks) - skip, skip)
+
+    def _made_up(self, count: int, seed: int) -> Work:
+        from quire.bench.datasets import prefix_repetition, random_work
+
+        args = self._args
+        if args.dataset_name == "prefix_repetition":
+            return prefix_repetition(
+                self._vocab,
+                count,
+                args.prefix_repetition_prefix_len,
+                args.input_len or args.prefix_repetition_suffix_len,
+                args.prefix_repetition_num_prefixes,
+                args.output_len or args.prefix_repetition_output_len,
+                seed=seed,
+            )
+        return random_work(
+            self._vocab,
+            count,
+            args.input_len or args.random_input_len,
+            args.output_len or args.random_output_len,
+            range_ratio=args.random_range_ratio,
+            prefix_len=args.random_prefix_len,
+            seed=seed,
+        )
+
+    def _asks_of(self, work: Work) -> list[Ask]:
+        from quire.bench.datasets import asks_of
+
+        return asks_of(work, self._tokenizer if self._is_chat else None)

@@ -1,0 +1,202 @@
+"""`quire bench serve`: a load for any server that speaks OpenAI's API, and what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import os
+import sys
+import time
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from quire.cli.bench_flags import MOST_IDS, chosen_figures
+from quire.cli.bench_load import Card, Load
+from quire.cli.bench_serve_flags import ENDPOINTS, check, pairs, request_fields
+from quire.types import ConfigError
+
+if TYPE_CHECKING:
+    from quire.bench.client import Client, Target
+    from quire.bench.datasets import Ask
+    from quire.bench.run import Run
+    from quire.frontend.tokenizer import Tokenizer
+
+_PER_USER = 4  # requests of each user in a load test, unless --num-prompts says otherwise
+_LOOK_S = 0.5
+
+
+def run(args: argparse.Namespace) -> int:
+    check(args)
+    try:
+        import aiohttp  # noqa: F401
+    except ImportError:
+        raise ConfigError("this needs aiohttp: pip install 'quire[bench]'") from None
+    from quire.bench.client import run_in_loop
+
+    return run_in_loop(_bench(args))
+
+
+async def _bench(args: argparse.Namespace) -> int:
+    from quire.bench.client import Client
+
+    async with Client(_target(args, {})) as probe:
+        server = await _look(probe, args)
+    tokenizer = _tokenizer(args, server)
+    vocab = min(_vocab(server, tokenizer), MOST_IDS)
+    async with Client(_target(args, request_fields(args, server.model))) as client:
+        load = Load(args, server, vocab, tokenizer, client.target.is_chat)
+        await load.warm_up(client)
+        if args.users is not None:
+            return await _users(args, client, server, load)
+        asks, times = load.asks()
+        done = await client.run(asks, times, args.max_concurrency, _shows(args))
+    _report(args, server, asks, done)
+    return 0
+
+
+def _target(args: argparse.Namespace, fields: dict[str, Any]) -> Target:
+    from quire.bench.client import Target
+
+    headers = pairs(args.header, "header")
+    if key := os.environ.get("OPENAI_API_KEY"):
+        headers.setdefault("Authorization", f"Bearer {key}")
+    base = args.base_url or f"http://{args.host}:{args.port}"
+    endpoint = args.endpoint or ENDPOINTS[args.backend]
+    return Target(
+        base.rstrip("/"), "/" + endpoint.lstrip("/"), headers, fields, args.request_id_prefix, args.insecure
+    )
+
+
+async def _look(client: Client, args: argparse.Namespace) -> Card:
+    """Wait for the server as long as the flags allow, and ask it for its model."""
+    deadline_s = time.monotonic() + args.ready_check_timeout_sec
+    while True:
+        try:
+            found = await client.get("/v1/models")
+            break
+        except ConfigError:
+            if time.monotonic() >= deadline_s:
+                raise
+            await asyncio.sleep(_LOOK_S)
+    cards = found.get("data") if isinstance(found, dict) else None
+    card = cards[0] if cards else {}
+    if args.model is None and "id" not in card:
+        raise ConfigError(f"{client.target.base_url} names no model at /v1/models: give --model")
+    stats = await client.get("/stats")
+    engine = stats.get("engine", {}) if isinstance(stats, dict) else {}
+    vocab = engine.get("vocab_size") if isinstance(engine, dict) else None
+    root = args.model or card.get("root") or card["id"]
+    return Card(args.model or card["id"], root, card.get("max_model_len"), vocab)
+
+
+def _tokenizer(args: argparse.Namespace, server: Card) -> Tokenizer | None:
+    """The tokenizer, if one is named, or is here under the model's name; only where it is needed."""
+    from quire.frontend.location import BUILT_IN, locate_tokenizer
+    from quire.frontend.tokenizer import load_tokenizer
+
+    name = args.tokenizer
+    if name is None:
+        is_chat = _target(args, {}).is_chat
+        if server.vocab_size is not None and not is_chat and args.dataset_name not in ("sharegpt", "custom"):
+            return None  # token ids need none
+        if server.root not in BUILT_IN and not Path(server.root).exists():
+            return None
+        name = server.root
+    return load_tokenizer(locate_tokenizer(name))
+
+
+def _vocab(server: Card, tokenizer: Tokenizer | None) -> int:
+    found = server.vocab_size or (tokenizer.vocab_size if tokenizer else None)
+    if found is None:
+        raise ConfigError(f"the vocabulary of {server.model} is not known: give --tokenizer FOLDER|ID")
+    return found
+
+
+async def _users(args: argparse.Namespace, client: Client, server: Card, load: Load) -> int:
+    """One run for each number of users, each with requests of its own."""
+    from quire.bench.metrics import serving
+    from quire.bench.report import print_users
+
+    _, percentiles = chosen_figures(args)
+    levels, skip = [], 0
+    for users in args.users:
+        count = args.num_prompts or max(users * _PER_USER, 2 * _PER_USER)
+        asks, times = load.asks(count, skip)
+        skip += count
+        if _shows(args):
+            print(f"{users} users, {count} requests", file=sys.stderr)
+        done = await client.run(asks, times, users, _shows(args))
+        wanted = sorted({*percentiles, 99.0})
+        found = serving(done, wanted, args.goodput)
+        levels.append({"max_concurrency": users, "num_prompts": count, **found})
+        _tell_errors(done)
+    print_users(levels)
+    result = {**_conditions(args, server), "levels": levels}
+    if args.plot:
+        from quire.bench.plots import plot_users
+
+        plot_users(levels, f"{server.model}: {_name(args)}, by number of users", args.plot)
+    _save(args, result)
+    return 0
+
+
+def _report(args: argparse.Namespace, server: Card, asks: list[Ask], done: Run) -> None:
+    from quire.bench.metrics import serving
+    from quire.bench.report import details, print_serving
+
+    metrics, percentiles = chosen_figures(args)
+    found = {
+        **_conditions(args, server),
+        "num_prompts": len(asks),
+        "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
+        "burstiness": args.burstiness,
+        "max_concurrency": args.max_concurrency,
+    }
+    if args.ramp_up_strategy:
+        found |= {name: getattr(args, name) for name in vars(args) if name.startswith("ramp_up")}
+    _tell_errors(done)
+    found |= serving(done, percentiles, args.goodput)
+    print_serving(found, metrics, percentiles)
+    if args.plot:
+        from quire.bench.plots import plot_serving
+
+        plot_serving(done, f"{server.model}: {_name(args)}", args.plot)
+    _save(args, {**found, **details(done)} if args.save_detailed else found)
+
+
+def _conditions(args: argparse.Namespace, server: Card) -> dict[str, Any]:
+    return {
+        **pairs(args.metadata, "metadata"),
+        "date": f"{datetime.now():%Y%m%d-%H%M%S}",
+        "backend": args.backend,
+        "label": args.label,
+        "model_id": server.model,
+        "tokenizer_id": args.tokenizer or server.root,
+        "dataset": _name(args),
+    }
+
+
+def _name(args: argparse.Namespace) -> str:
+    return str(args.workload or (args.dataset_path.name if args.dataset_path else args.dataset_name))
+
+
+def _tell_errors(done: Run) -> None:
+    failed = [one.error for one in done.served if one.error]
+    if failed:
+        print(f"quire: {len(failed)} requests failed, the first with {failed[0]}", file=sys.stderr)
+
+
+def _shows(args: argparse.Namespace) -> bool:
+    return not args.disable_tqdm and sys.stderr.isatty()
+
+
+def _save(args: argparse.Namespace, found: dict[str, Any]) -> None:
+    from quire.bench.report import result_name, save
+
+    if args.output_json:
+        save(args.output_json, found)
+    if args.save_result or args.append_result:
+        path = args.result_dir / (args.result_filename or result_name(found, "serve"))
+        save(path, found, args.append_result)

@@ -12,12 +12,15 @@ from serving import Server
 
 from quire.serve.protocol.chat import ChatRequest
 from quire.serve.protocol.completions import CompletionRequest
+from quire.serve.protocol.messages import CountTokensRequest, MessagesRequest
 from quire.serve.protocol.other import DetokenizeRequest, GenerateRequest, TokenizeRequest
 from quire.serve.wire import field_names
 
 ROUTES = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
     "/generate": GenerateRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,

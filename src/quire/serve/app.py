@@ -18,6 +18,7 @@ from quire.serve.completions import completions
 from quire.serve.context import Server
 from quire.serve.errors import ApiError, as_api_error
 from quire.serve.generate import generate
+from quire.serve.messages.routes import count_tokens, messages
 from quire.serve.middleware import Front
 from quire.serve.protocol.chat import ChatRequest
 from quire.serve.system import health, model, models, stats, version
@@ -33,6 +34,8 @@ def routes() -> list[Route]:
     return [
         Route("/v1/chat/completions", chat_completions, methods=post),
         Route("/v1/completions", completions, methods=post),
+        Route("/v1/messages", messages, methods=post),
+        Route("/v1/messages/count_tokens", count_tokens, methods=post),
         Route("/v1/generate", generate, methods=post),
         Route("/generate", generate, methods=post),
         Route("/v1/models", models, methods=get),
@@ -66,7 +69,7 @@ def build_app(server: Server, keys: Keys) -> ASGIApp:
 
 
 async def _error(request: Request, error: Exception) -> Response:
-    return error_response(as_api_error(error, _FIELDS))
+    return error_response(as_api_error(error, _FIELDS), request.scope)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -76,4 +79,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
         404: f"there is no {request.method} {request.url.path[:128]}",
         405: f"{request.url.path[:128]} does not take {request.method}",
     }.get(error.status_code, error.detail)
-    return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
+    found = ApiError(error.status_code, message, headers=dict(error.headers or {}))
+    return error_response(found, request.scope)

@@ -120,9 +120,12 @@ def chat_prompt(server: Server, chat: ChatRequest, tools: list[dict[str, Any]], 
     if chat.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", chat.reasoning_effort)
     generation_prompt = chat.add_generation_prompt
+    messages = chat.messages
+    if "developer" not in template:  # OpenAI's newer name for it
+        messages = [m if m.get("role") != "developer" else {**m, "role": "system"} for m in messages]
     return render_chat(
         server.engine.tokenizer,
-        chat.messages,
+        messages,
         tools or None,
         not continues if generation_prompt is None else generation_prompt,
         continues,

@@ -30,9 +30,9 @@ def event(body: Any) -> bytes:
     return b"data: " + encode(body) + b"\n\n"
 
 
-def named_event(body: Any) -> bytes:
-    """An event with a name, which is the body's `type`."""
-    return b"event: " + body.type.encode() + b"\n" + event(body)
+def named_event(body: dict[str, Any]) -> bytes:
+    """An event with a name, which is the body's type."""
+    return b"event: " + body["type"].encode() + b"\n" + event(body)
 
 
 @dataclass(frozen=True, slots=True)

@@ -82,6 +82,11 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     return_token_offsets: bool | None = None
 
 
+def same_fields(request: SamplingFields) -> dict[str, Any]:
+    """The fields of `request` that all requests have: to say the same in the form of another API."""
+    return {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
+
+
 class Usage(msgspec.Struct, kw_only=True):
     """Tokens of a request. `prompt_tokens` counts each prompt once, however many answers it got."""
 

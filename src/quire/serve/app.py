@@ -21,6 +21,7 @@ from quire.serve.generate import generate
 from quire.serve.messages.routes import count_tokens, messages
 from quire.serve.middleware import Front
 from quire.serve.protocol.chat import ChatRequest
+from quire.serve.responses.routes import cancel_response, create_response, delete_response, get_response
 from quire.serve.system import health, model, models, stats, version
 from quire.serve.tokens import detokenize, tokenize
 from quire.serve.wire import error_response, field_names
@@ -36,6 +37,10 @@ def routes() -> list[Route]:
         Route("/v1/completions", completions, methods=post),
         Route("/v1/messages", messages, methods=post),
         Route("/v1/messages/count_tokens", count_tokens, methods=post),
+        Route("/v1/responses", create_response, methods=post),
+        Route("/v1/responses/{response_id}", get_response, methods=get),
+        Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
+        Route("/v1/responses/{response_id}/cancel", cancel_response, methods=post),
         Route("/v1/generate", generate, methods=post),
         Route("/generate", generate, methods=post),
         Route("/v1/models", models, methods=get),

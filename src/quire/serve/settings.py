@@ -45,6 +45,10 @@ class ServeConfig:
         30.0, "seconds that open requests may go on after SIGTERM; a second signal stops at once"
     )
 
+    max_stored_responses: int = _setting(
+        1024, "responses of /v1/responses that are kept in memory; 0 keeps none"
+    )
+    max_stored_bytes: int = _setting(256 << 20, "bytes that kept responses may take together")
     max_logprobs: int = _setting(20, "most alternatives per token that a request may ask for; -1: no limit")
     response_role: str = _setting("assistant", "role of answers in chats")
     chat_template: str | None = _setting(None, "a Jinja chat template, or a file that holds one")
@@ -70,6 +74,8 @@ class ServeConfig:
             "max_body_bytes": 1,
             "tokenizer_threads": 1,
             "max_logprobs": -1,
+            "max_stored_responses": 0,
+            "max_stored_bytes": 0,
         }
         for name, least in at_least.items():
             if getattr(self, name) < least:

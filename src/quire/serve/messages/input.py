@@ -49,8 +49,8 @@ def chat_of(wanted: CountTokensRequest) -> tuple[ChatRequest, list[str]]:
     _tools(wanted, chat)
     config = wanted.output_config or {}
     if (found := config.get("format") or wanted.output_format) is not None:
-        if not isinstance(found, dict):
-            raise bad_request("output_config.format must be an object", "output_config")
+        if not isinstance(found, dict) or found.get("type") != "json_schema":
+            raise bad_request("output_config.format must have type json_schema", "output_config")
         chat.response_format = found
     chat.reasoning_effort = _text(config, "effort", "output_config") if config.get("effort") else None
     return chat, _thinking(wanted, chat)
@@ -82,7 +82,7 @@ def _tools(wanted: CountTokensRequest, chat: ChatRequest) -> None:
     if kind == "tool":
         name = _text(choice, "name", "tool_choice")
         chat.tool_choice = {"type": "function", "function": {"name": name}}
-    elif kind in _CHOICES:
+    elif isinstance(kind, str) and kind in _CHOICES:
         chat.tool_choice = _CHOICES[kind]
     else:
         raise bad_request("tool_choice.type must be auto, any, tool or none", "tool_choice")

@@ -12,6 +12,7 @@ from serving import Server
 
 from quire.serve.protocol.chat import ChatRequest
 from quire.serve.protocol.completions import CompletionRequest
+from quire.serve.protocol.embeddings import EmbeddingsRequest
 from quire.serve.protocol.messages import CountTokensRequest, MessagesRequest
 from quire.serve.protocol.other import DetokenizeRequest, GenerateRequest, TokenizeRequest
 from quire.serve.protocol.responses import ResponsesRequest
@@ -23,6 +24,7 @@ ROUTES = {
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
     "/v1/responses": ResponsesRequest,
+    "/v1/embeddings": EmbeddingsRequest,
     "/generate": GenerateRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,

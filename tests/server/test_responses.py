@@ -10,10 +10,9 @@ from typing import Any
 import openai
 import pydantic
 import pytest
-from serving import Server, serving
+from serving import Check, Server, serving
 from test_messages import SHOWS, THINKS
 from test_messages import events as named_events
-from test_openapi import Check, check  # noqa: F401
 from training.tools import TOOLS as DEMO_TOOLS
 
 PATH = "/v1/responses"
@@ -75,7 +74,7 @@ def told(stream: list[dict[str, Any]]) -> dict[str, Any]:
     return final
 
 
-def both(server: Server, asked: dict[str, Any], check: Check) -> dict[str, Any]:  # noqa: F811
+def both(server: Server, asked: dict[str, Any], check: Check) -> dict[str, Any]:
     """The response, the same whole and as a stream, and as OpenAI describes it."""
     found = server.post(PATH, asked)
     assert found.status_code == 200, found.text
@@ -182,7 +181,7 @@ def test_a_function_is_called_and_answered_from(client: openai.OpenAI, stored: b
     assert second.previous_response_id == (first.id if stored else None)
 
 
-def test_responses_are_kept_and_deleted(client: openai.OpenAI, check: Check) -> None:  # noqa: F811
+def test_responses_are_kept_and_deleted(client: openai.OpenAI, check: Check) -> None:
     first = client.responses.create(
         model="demo", input=SUM, temperature=0, metadata={"who": "me"}, instructions="Hi"
     )
@@ -225,7 +224,7 @@ def test_responses_are_kept_and_deleted(client: openai.OpenAI, check: Check) -> 
         ({"reasoning": {"effort": "low"}, "metadata": {"a": "b"}, "user": "me", "instructions": "Be kind."}, ["message"]),
     ],
 )  # fmt: skip
-def test_as_described(demo: Server, check: Check, fields: dict[str, Any], kinds: list[str]) -> None:  # noqa: F811
+def test_as_described(demo: Server, check: Check, fields: dict[str, Any], kinds: list[str]) -> None:
     response = both(demo, body(SUM) | fields, check)
     assert [item["type"] for item in response["output"]] == kinds
     cut = fields.get("max_output_tokens") == 3
@@ -246,7 +245,7 @@ def test_as_described(demo: Server, check: Check, fields: dict[str, Any], kinds:
 # -------------------------------------------------------------------------------- through the echo
 
 
-def test_reasoning_is_an_item(dry: Server, check: Check) -> None:  # noqa: F811
+def test_reasoning_is_an_item(dry: Server, check: Check) -> None:
     asked = body("<think>\nI see.\n</think>\n\nWell.", chat_template=THINKS)
     thought, message = both(dry, asked, check)["output"]
     assert thought["content"] == [{"type": "reasoning_text", "text": "I see."}] and thought["summary"] == []
@@ -323,7 +322,7 @@ def test_previous_responses_without_their_instructions(dry: Server) -> None:
         ({"temperature": 1000}, "temperature", "temperature"),
     ],
 )
-def test_what_is_refused(dry: Server, check: Check, fields: dict[str, Any], says: str, param: str) -> None:  # noqa: F811
+def test_what_is_refused(dry: Server, check: Check, fields: dict[str, Any], says: str, param: str) -> None:
     response = dry.post(PATH, body(SUM) | fields)
     assert response.status_code == 400, response.text
     check(response.json(), "ErrorResponse")
@@ -360,7 +359,7 @@ def test_few_are_kept_and_each_for_its_own_client(small: Server) -> None:
     assert small.http.get(f"{PATH}/{ids[0]}?stream=true", headers=a).status_code == 400
 
 
-def test_a_stream_that_fails(small: Server, check: Check) -> None:  # noqa: F811
+def test_a_stream_that_fails(small: Server, check: Check) -> None:
     asked = body("once " * 200, stream=True, timeout=1.0)
     stream = named_events(small.post(PATH, asked, headers={"Authorization": "Bearer a"}))
     for event in stream:

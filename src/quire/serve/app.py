@@ -16,6 +16,7 @@ from quire.serve.auth import Keys
 from quire.serve.chat import chat_completions
 from quire.serve.completions import completions
 from quire.serve.context import Server
+from quire.serve.embeddings import embeddings
 from quire.serve.errors import ApiError, as_api_error
 from quire.serve.generate import generate
 from quire.serve.messages.routes import count_tokens, messages
@@ -41,6 +42,7 @@ def routes() -> list[Route]:
         Route("/v1/responses/{response_id}", get_response, methods=get),
         Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
         Route("/v1/responses/{response_id}/cancel", cancel_response, methods=post),
+        Route("/v1/embeddings", embeddings, methods=post),
         Route("/v1/generate", generate, methods=post),
         Route("/generate", generate, methods=post),
         Route("/v1/models", models, methods=get),

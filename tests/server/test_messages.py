@@ -124,6 +124,12 @@ def test_the_client(client: anthropic.Anthropic) -> None:
     assert client.messages.count_tokens(model="demo", messages=SUM).input_tokens == prompt
 
 
+def test_models(client: anthropic.Anthropic) -> None:
+    (model,) = client.models.list().data
+    assert (model.id, model.type, model.display_name) == ("demo", "model", "demo")
+    assert client.models.retrieve("demo") == model and model.created_at.year > 2000
+
+
 def test_the_client_streams(client: anthropic.Anthropic) -> None:
     with client.messages.stream(**asked(SUM)) as stream:
         assert "".join(stream.text_stream) == "27 + 45 = 72"
@@ -303,8 +309,9 @@ def test_the_last_message_is_continued(dry: Server, demo: Server) -> None:
 
 
 def test_unknown_fields_are_named(dry: Server) -> None:
-    answer = dry.post(PATH, body(SUM, nonsense=1)).json()
-    assert "nonsense" in answer["warnings"][0]
+    for name in ("nonsense", "context_management"):
+        answer = dry.post(PATH, body(SUM, **{name: {"edits": []}})).json()
+        assert name in answer["warnings"][0]
 
 
 # -------------------------------------------------------------------------------------------- errors

@@ -319,6 +319,7 @@ def test_previous_responses_without_their_instructions(dry: Server) -> None:
         ({"conversation": "x"}, "conversation", "conversation"),
         ({"previous_response_id": "resp_x"}, "resp_x", "previous_response_id"),
         ({"n": 2}, "n must be 1", "n"),
+        ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
         ({"temperature": 1000}, "temperature", "temperature"),
     ],
 )

@@ -70,7 +70,7 @@ def build_app(server: Server, keys: Keys) -> ASGIApp:
             allow_methods=settings.allowed_methods or ["*"],
             allow_headers=settings.allowed_headers or ["*"],
             allow_credentials=settings.allow_credentials,
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
         )
     return front
 

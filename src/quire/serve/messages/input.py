@@ -28,7 +28,7 @@ Message = dict[str, Any]
 
 def chat_of(wanted: CountTokensRequest) -> tuple[ChatRequest, list[str]]:
     """The same as a chat, and warnings about what has no effect. Raises ApiError 400."""
-    for name in ("container", "context_management", "mcp_servers"):
+    for name in ("container", "mcp_servers"):
         if getattr(wanted, name):
             raise bad_request(f"{name} is not available in Quire", name)
     if wanted.n not in (None, 1):
@@ -36,12 +36,7 @@ def chat_of(wanted: CountTokensRequest) -> tuple[ChatRequest, list[str]]:
     if wanted.stop is not None:
         raise bad_request("stop is called stop_sequences here", "stop")
     messages = _messages(wanted)
-    chat = ChatRequest(
-        messages=messages,
-        **same_fields(wanted),
-        chat_template=wanted.chat_template,
-        chat_template_kwargs=wanted.chat_template_kwargs,
-    )
+    chat = ChatRequest(messages=messages, **same_fields(wanted))
     chat.stop = wanted.stop_sequences
     last = messages[-1]
     if last["role"] == "assistant" and not last.get("tool_calls") and last["content"]:
@@ -52,8 +47,10 @@ def chat_of(wanted: CountTokensRequest) -> tuple[ChatRequest, list[str]]:
         if not isinstance(found, dict) or found.get("type") != "json_schema":
             raise bad_request("output_config.format must have type json_schema", "output_config")
         chat.response_format = found
-    chat.reasoning_effort = _text(config, "effort", "output_config") if config.get("effort") else None
-    return chat, _thinking(wanted, chat)
+    if config.get("effort"):
+        chat.reasoning_effort = _text(config, "effort", "output_config")
+    warnings = ["context_management has no effect in Quire"] if wanted.context_management else []
+    return chat, [*warnings, *_thinking(wanted, chat)]
 
 
 def _thinking(wanted: CountTokensRequest, chat: ChatRequest) -> list[str]:

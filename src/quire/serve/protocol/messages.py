@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from quire.serve.protocol.sampling import SamplingFields
+from quire.serve.protocol.sampling import ConversationFields
 
 
-class CountTokensRequest(SamplingFields, kw_only=True):
+class CountTokensRequest(ConversationFields, kw_only=True):
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
     stop_sequences: list[str] | None = None
@@ -20,12 +20,10 @@ class CountTokensRequest(SamplingFields, kw_only=True):
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None
     output_format: dict[str, Any] | None = None  # the older name of output_config.format
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
     container: Any = None
-    context_management: Any = None
     mcp_servers: Any = None
+    context_management: Any = None  # has no effect
 
     # Accepted, for they change nothing that a client could see.
     cache_control: Any = None

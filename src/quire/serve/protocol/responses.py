@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from quire.serve.protocol.sampling import SamplingFields
+from quire.serve.protocol.sampling import ConversationFields
 
 
-class ResponsesRequest(SamplingFields, kw_only=True):
+class ResponsesRequest(ConversationFields, kw_only=True):
     input: str | list[dict[str, Any]]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -19,14 +19,10 @@ class ResponsesRequest(SamplingFields, kw_only=True):
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
     include: list[str] | None = None
     truncation: str | None = None
-    include_reasoning: bool | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
 
     background: bool | None = None
     context_management: Any = None

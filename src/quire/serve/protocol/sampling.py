@@ -87,9 +87,21 @@ class SamplingFields(RequestFields, kw_only=True):
     return_token_offsets: bool | None = None
 
 
-def same_fields(request: SamplingFields) -> dict[str, Any]:
-    """The fields of `request` that all requests have: to say the same in the form of another API."""
-    return {name: getattr(request, name) for name in SamplingFields.__struct_fields__}
+class ConversationFields(SamplingFields, kw_only=True):
+    """What the APIs of conversations have in common, beside messages and tools."""
+
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def same_fields(request: ConversationFields) -> dict[str, Any]:
+    """What `request` has in common with those of other APIs: to say the same in another form."""
+    return {name: getattr(request, name) for name in ConversationFields.__struct_fields__}
 
 
 class Usage(msgspec.Struct, kw_only=True):

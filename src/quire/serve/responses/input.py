@@ -35,15 +35,10 @@ def chat_of(wanted: ResponsesRequest, before: Sequence[Message]) -> tuple[ChatRe
         messages.insert(0, {"role": "system", "content": wanted.instructions})
     if not messages:
         raise bad_request("input must hold at least one item", "input")
-    chat = ChatRequest(
-        messages=messages,
-        **same_fields(wanted),
-        parallel_tool_calls=wanted.parallel_tool_calls,
-        include_reasoning=wanted.include_reasoning,
-        chat_template=wanted.chat_template,
-        chat_template_kwargs=wanted.chat_template_kwargs,
-    )
+    chat = ChatRequest(messages=messages, **same_fields(wanted))
     if wanted.max_output_tokens is not None:
+        if wanted.max_output_tokens < 1:
+            raise bad_request("max_output_tokens must be at least 1", "max_output_tokens")
         chat.max_completion_tokens = wanted.max_output_tokens
     if wanted.top_logprobs or _LOGPROBS in (wanted.include or ()):
         chat.logprobs, chat.top_logprobs = True, wanted.top_logprobs
@@ -64,7 +59,7 @@ def _texts_and_thoughts(wanted: ResponsesRequest, chat: ChatRequest) -> list[str
     effort = (wanted.reasoning or {}).get("effort")
     if not isinstance(effort, (str, type(None))):
         raise bad_request("reasoning.effort must be a string", "reasoning")
-    chat.reasoning_effort = effort
+    chat.reasoning_effort = effort or wanted.reasoning_effort
     metadata = {} if wanted.metadata is None else wanted.metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise bad_request("metadata must be an object with strings", "metadata")

@@ -22,6 +22,7 @@ from quire.types import (
     ConfigError,
     EngineInfo,
     EngineRequest,
+    Pooling,
     RequestError,
     RequestOutput,
     SamplingParams,
@@ -83,12 +84,7 @@ class LLM:
         """
         batch = _as_batch(prompts)
         states = self._submit(batch, _per_prompt(sampling_params, len(batch), "sampling_params"), priority)
-        bar = _Progress(states, use_tqdm)
-        try:
-            for changed in self._run(states):
-                bar.update(changed)
-        finally:
-            bar.close()
+        self._finish(states, use_tqdm)
         return [state.output() for state in states]
 
     def chat(
@@ -126,6 +122,29 @@ class LLM:
         with closing(self._run(states)) as changes:
             for _ in changes:
                 yield states[0].output()
+
+    def embed(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        pooling: Pooling | None = None,
+        normalize: bool = True,
+        use_tqdm: bool = True,
+    ) -> list[list[float]]:
+        """One vector per prompt: its hidden states behind the last norm, pooled, of length 1 if `normalize`.
+
+        `pooling` is mean or last (token); None: as the model's `1_Pooling/config.json` says, else the mean.
+        """
+        from quire.frontend.embedding import embedding
+        from quire.frontend.generation_config import default_pooling
+
+        pooling = pooling or default_pooling(locate_model(self.config.model, self.config.revision).path)
+        if pooling not in ("mean", "last"):
+            raise RequestError(f"pooling must be mean or last, got {pooling!r}")
+        batch = _as_batch(prompts)
+        params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
+        states = self._submit(batch, [params] * len(batch), None, pooling)
+        self._finish(states, use_tqdm)
+        return [embedding(state.pooled or b"", None, normalize).tolist() for state in states]
 
     # --------------------------------------------------------------------------- for callers
 
@@ -182,6 +201,7 @@ class LLM:
         prompts: Sequence[Prompt],
         params: Sequence[SamplingParams | None],
         priority: Sequence[int] | None,
+        pooling: Pooling | None = None,
     ) -> list[RequestState]:
         """Check everything, then queue everything: one bad prompt must not leave others running."""
         priorities = (
@@ -193,7 +213,7 @@ class LLM:
             self._count += 1
             name = str(self._count - 1)
             try:
-                made = self._processor.process(name, prompt, param, rank or 0)
+                made = self._processor.process(name, prompt, param, rank or 0, pooling=pooling)
             except RequestError as error:
                 raise RequestError(
                     f"prompt {len(states)}: {error}" if len(prompts) > 1 else str(error)
@@ -205,6 +225,14 @@ class LLM:
         for request in requests:
             self._client.add(request)
         return states
+
+    def _finish(self, states: Sequence[RequestState], use_tqdm: bool) -> None:
+        bar = _Progress(states, use_tqdm)
+        try:
+            for changed in self._run(states):
+                bar.update(changed)
+        finally:
+            bar.close()
 
     def _run(self, states: Sequence[RequestState]) -> Generator[list[RequestState], None, None]:
         """Drive the engine until `states` are finished; yields those that changed. Ends them if interrupted."""

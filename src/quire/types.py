@@ -68,6 +68,8 @@ class StructuredOutputsParams:
             )
 
 
+Pooling = Literal["mean", "last"]  # of a prompt's hidden states: their mean, or that of the last token
+
 GrammarKind = Literal["json", "regex", "choice", "grammar"]
 
 
@@ -223,6 +225,7 @@ class EngineRequest:
     `stop_ids` end the request when sampled (end-of-sequence ids unless ignore_eos, and
     stop_token_ids). `bad_words_ids` are the tokenised bad words. `seed` is always set. With a `grammar`,
     which replaces `params.structured_outputs`, it is the grammar that honours ignore_eos and min_tokens.
+    With `pooling` the last output has the prompt's hidden states, pooled; max_tokens is 1 then.
     """
 
     id: str
@@ -237,6 +240,7 @@ class EngineRequest:
     client: str = ""  # whose request it is: waiting requests are taken in turn between clients
     weight: float = 1.0  # the client's share of the tokens, against those of others
     grammar: GrammarSpec | None = None
+    pooling: Pooling | None = None
 
 
 @dataclass(slots=True)
@@ -263,6 +267,7 @@ class EngineOutput:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs_start: int = 1
+    pooled: bytes | None = None  # float32 [hidden]
     error: str | None = None
 
 
@@ -398,6 +403,7 @@ class StepPlan:
     total_tokens: int
     max_seq_len: int  # bound on starts + num_tokens
     score_rows: list[int] = field(default_factory=list)  # rows that want prompt log-probabilities
+    pool_rows: list[int] = field(default_factory=list)  # rows whose hidden states are pooled
     # int32 [rows]: tokens in pages that rows begin with in common, 0 for rows that do not; None: nothing is
     shared: np.ndarray | None = None
 
@@ -438,6 +444,7 @@ class StepResult:
     tokens: list[list[int]]  # 1 .. 1 + drafts tokens per sampling row
     logprobs: LogprobArrays | None = None  # one entry per sampling row
     prompt_logprobs: dict[int, LogprobArrays] | None = None  # by row: entries for positions starts+1 ...
+    pooled: dict[int, np.ndarray] | None = None  # by row: float32 [hidden], of its tokens so far
 
 
 class StepHandle(Protocol):

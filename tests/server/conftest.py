@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
+import jsonschema
 import pytest
-from serving import Server, serving
+import yaml
+from serving import Check, Server, serving
 
 
 @pytest.fixture(scope="session")
@@ -18,3 +22,29 @@ def demo() -> Iterator[Server]:
     """The demo model, in float32 so that batches do not change a token."""
     with serving("demo", "--dtype", "float32") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def check(data: Path) -> Check:
+    """Raises unless a body is what the named schema describes."""
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    found = yaml.load((data / "api" / "openapi.yaml").read_text(), loader)
+    schemas = modern(found["components"]["schemas"])
+
+    def run(body: Any, name: str) -> None:
+        schema = {"$ref": f"#/components/schemas/{name}", "components": {"schemas": schemas}}
+        jsonschema.Draft202012Validator(schema).validate(body)
+
+    return run
+
+
+def modern(schema: Any) -> Any:
+    """`nullable` of OpenAPI 3.0, which the description uses in places, in the words of JSON Schema 2020-12."""
+    if isinstance(schema, list):
+        return [modern(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {key: modern(value) for key, value in schema.items() if key not in ("nullable", "example")}
+    if schema.get("nullable") is True:
+        return {"anyOf": [found, {"type": "null"}]}
+    return found

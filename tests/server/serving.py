@@ -10,13 +10,14 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import httpx
 import psutil
 
+Check = Callable[[Any, str], None]  # of a body against a schema of OpenAI's description, by its name
 _START_S = 120  # a loaded machine imports torch slowly
 
 

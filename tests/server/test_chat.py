@@ -168,6 +168,14 @@ def test_template_fields(dry: Server) -> None:
     )
 
 
+def test_a_developer_is_a_system_to_templates_without_one(dry: Server) -> None:
+    messages = [{"role": "developer", "content": "Be kind."}]
+    body = {"messages": messages, "chat_template": "{{ messages[0].role }}"}
+    assert dry.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"] == "system"
+    body["chat_template"] = "{{ messages[0].role }}{# developer #}"
+    assert dry.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"] == "developer"
+
+
 def test_echo_and_truncation(dry: Server) -> None:
     begun = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well,"}]
     body = {"messages": begun, "continue_final_message": True, "echo": True, "max_tokens": 2}

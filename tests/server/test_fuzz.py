@@ -12,12 +12,19 @@ from serving import Server
 
 from quire.serve.protocol.chat import ChatRequest
 from quire.serve.protocol.completions import CompletionRequest
+from quire.serve.protocol.embeddings import EmbeddingsRequest
+from quire.serve.protocol.messages import CountTokensRequest, MessagesRequest
 from quire.serve.protocol.other import DetokenizeRequest, GenerateRequest, TokenizeRequest
+from quire.serve.protocol.responses import ResponsesRequest
 from quire.serve.wire import field_names
 
 ROUTES = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountTokensRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/embeddings": EmbeddingsRequest,
     "/generate": GenerateRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
@@ -64,6 +71,7 @@ value = st.recursive(
 GOOD = {
     "messages": [{"role": "user", "content": "Hi"}],
     "prompt": "Hi",
+    "input": "Hi",
     "tokens": [5, 6],
     "max_tokens": 4,
 }
@@ -76,6 +84,8 @@ def bodies(draw: Any) -> tuple[str, dict[str, Any]]:
     body = {name: GOOD[name] for name in GOOD if name in names}
     if "messages" in body and "prompt" in body:
         del body["messages"]
+    if "input" in body:
+        body.pop("prompt", None)  # something else there
     body |= draw(st.dictionaries(st.sampled_from(names), value, max_size=4))
     return path, body
 

@@ -2,43 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
-import jsonschema
 import pytest
-import yaml
-from serving import Server, chat, events
+from serving import Check, Server, chat, events
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-Check = Callable[[Any, str], None]
-
-
-def modern(schema: Any) -> Any:
-    """`nullable` of OpenAPI 3.0, which the description uses in places, in the words of JSON Schema 2020-12."""
-    if isinstance(schema, list):
-        return [modern(item) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {key: modern(value) for key, value in schema.items() if key not in ("nullable", "example")}
-    if schema.get("nullable") is True:
-        return {"anyOf": [found, {"type": "null"}]}
-    return found
-
-
-@pytest.fixture(scope="module")
-def check(data: Path) -> Check:
-    """Raises unless a body is what the named schema describes."""
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    found = yaml.load((data / "api" / "openapi.yaml").read_text(), loader)
-    schemas = modern(found["components"]["schemas"])
-
-    def run(body: Any, name: str) -> None:
-        schema = {"$ref": f"#/components/schemas/{name}", "components": {"schemas": schemas}}
-        jsonschema.Draft202012Validator(schema).validate(body)
-
-    return run
 
 
 @pytest.mark.parametrize(

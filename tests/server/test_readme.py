@@ -24,6 +24,13 @@ def test_curl(demo: Server) -> None:
         assert "27 + 45 = 72" in found.stdout, found
 
 
+def test_snippet_of_embeddings(demo: Server) -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", (README.parent / "docs" / "APIS.md").read_text(), re.DOTALL)
+    code = code.replace("http://localhost:8000", demo.url)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert found.stdout == "2 384\n", found
+
+
 def test_python(demo: Server) -> None:
     assert snippets("python")
     for snippet in snippets("python"):

@@ -48,8 +48,8 @@ class HashPrefixCache:
         return len(self._block_of)
 
     def match(self, request: Request) -> list[int]:
-        if request.params.prompt_logprobs is not None:
-            return []  # the scores of cached tokens would be missing
+        if request.params.prompt_logprobs is not None or request.source.pooling == "mean":
+            return []  # the scores, or the hidden states, of cached tokens would be missing
         full = (request.known - 1) // self._block_size
         self._extend(request, full)
         found = []

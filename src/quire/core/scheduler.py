@@ -304,6 +304,7 @@ class Scheduler:
                 for i, r in enumerate(draft.rows)
                 if r.params.prompt_logprobs is not None and draft.starts[i] + 1 < r.prompt_len
             ],
+            pool_rows=[i for i, r in enumerate(draft.rows) if r.source.pooling is not None],
             shared=shared,
         )
         self._step += 1
@@ -349,6 +350,8 @@ class Scheduler:
                 output.logprobs = [result.logprobs.at(sampled - 1, top)]
             if request.id in scores:
                 output.prompt_logprobs_start, output.prompt_logprobs = scores.pop(request.id)
+            if result.pooled is not None and index in result.pooled:
+                output.pooled = result.pooled[index].tobytes()
             self._outputs.append(output)
         for request_id, (start, entries) in scores.items():
             self._outputs.append(

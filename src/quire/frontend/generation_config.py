@@ -1,4 +1,5 @@
-"""What a model folder says about generation: `generation_config.json`, in the words of SamplingParams."""
+"""What a model folder says about generation: `generation_config.json`, in the words of SamplingParams; and about
+pooling."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quire.types import ModelError
+from quire.types import ModelError, Pooling
 
 _NAMES = {
     "temperature": "temperature",
@@ -52,3 +53,10 @@ def load_eos_ids(folder: Path) -> list[int]:
                 raise ModelError(f"eos_token_id in {folder / name} must be an integer or a list of integers")
             return ids
     return []
+
+
+def default_pooling(folder: Path) -> Pooling:
+    """As `1_Pooling/config.json` of sentence-transformers says; the mean, where there is none."""
+    config = read_json(folder / "1_Pooling" / "config.json") if folder.is_dir() else {}
+    last = config.get("pooling_mode_lasttoken") or config.get("pooling_mode") == "lasttoken"
+    return "last" if last else "mean"

@@ -171,6 +171,7 @@ class RequestState:
         self.prompt_token_ids = requests[0].prompt
         self.answers = [Answer(i, request, self._tokenizer) for i, request in enumerate(requests)]
         self.error: str | None = None
+        self.pooled: bytes | None = None  # float32 [hidden], of a request for pooling that is finished
         self.num_cached_tokens = 0
         self.metrics = RequestMetrics(time.monotonic() if arrival_s is None else arrival_s)
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
@@ -206,6 +207,8 @@ class RequestState:
             seen = max(0, len(self.prompt_logprobs) - output.prompt_logprobs_start)
             fresh = output.prompt_logprobs[seen:]
             self.prompt_logprobs += [readable_logprobs(entry, self._tokenizer) for entry in fresh]
+        if output.pooled is not None:
+            self.pooled = output.pooled
         if output.error is not None:
             self.error = output.error
         aborts = answer.apply(output)

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from quire.frontend.structured import grammar_spec
 from quire.frontend.tokenizer import NoTokenizer, Tokenizer
-from quire.types import EngineRequest, GrammarSpec, RequestError, SamplingParams
+from quire.types import EngineRequest, GrammarSpec, Pooling, RequestError, SamplingParams
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 
@@ -55,6 +55,7 @@ class InputProcessor:
         priority: int = 0,
         cache_salt: str = "",
         add_special_tokens: bool = True,
+        pooling: Pooling | None = None,
     ) -> list[EngineRequest]:
         """One engine request per answer, in order of their index. Raises RequestError for what cannot be served.
 
@@ -91,6 +92,7 @@ class InputProcessor:
                 priority=priority,
                 cache_salt=cache_salt,
                 grammar=grammar,
+                pooling=pooling,
             )
             for index in range(params.n)
         ]

@@ -16,10 +16,13 @@ from quire.serve.auth import Keys
 from quire.serve.chat import chat_completions
 from quire.serve.completions import completions
 from quire.serve.context import Server
+from quire.serve.embeddings import embeddings
 from quire.serve.errors import ApiError, as_api_error
 from quire.serve.generate import generate
+from quire.serve.messages.routes import count_tokens, messages
 from quire.serve.middleware import Front
 from quire.serve.protocol.chat import ChatRequest
+from quire.serve.responses.routes import cancel_response, create_response, delete_response, get_response
 from quire.serve.system import health, model, models, stats, version
 from quire.serve.tokens import detokenize, tokenize
 from quire.serve.wire import error_response, field_names
@@ -33,6 +36,13 @@ def routes() -> list[Route]:
     return [
         Route("/v1/chat/completions", chat_completions, methods=post),
         Route("/v1/completions", completions, methods=post),
+        Route("/v1/messages", messages, methods=post),
+        Route("/v1/messages/count_tokens", count_tokens, methods=post),
+        Route("/v1/responses", create_response, methods=post),
+        Route("/v1/responses/{response_id}", get_response, methods=get),
+        Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
+        Route("/v1/responses/{response_id}/cancel", cancel_response, methods=post),
+        Route("/v1/embeddings", embeddings, methods=post),
         Route("/v1/generate", generate, methods=post),
         Route("/generate", generate, methods=post),
         Route("/v1/models", models, methods=get),
@@ -60,13 +70,13 @@ def build_app(server: Server, keys: Keys) -> ASGIApp:
             allow_methods=settings.allowed_methods or ["*"],
             allow_headers=settings.allowed_headers or ["*"],
             allow_credentials=settings.allow_credentials,
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
         )
     return front
 
 
 async def _error(request: Request, error: Exception) -> Response:
-    return error_response(as_api_error(error, _FIELDS))
+    return error_response(as_api_error(error, _FIELDS), request.scope)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
@@ -76,4 +86,5 @@ async def _http_error(request: Request, error: Exception) -> Response:
         404: f"there is no {request.method} {request.url.path[:128]}",
         405: f"{request.url.path[:128]} does not take {request.method}",
     }.get(error.status_code, error.detail)
-    return error_response(ApiError(error.status_code, message, headers=dict(error.headers or {})))
+    found = ApiError(error.status_code, message, headers=dict(error.headers or {}))
+    return error_response(found, request.scope)

@@ -1,8 +1,9 @@
-"""POST /v1/chat/completions."""
+"""POST /v1/chat/completions; and `begin`, with which every API of conversations starts its answer."""
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from msgspec import UNSET
@@ -21,23 +22,45 @@ from quire.serve.protocol.chat import ChatChunk, ChatRequest, ChatResponse
 from quire.serve.protocol.sampling import usage_of
 from quire.serve.sampling import check_fields, sampling_params
 from quire.serve.stream import stream, whole
-from quire.serve.tools.request import tool_use
+from quire.serve.tools.request import ToolUse, tool_use
 from quire.serve.wire import json_response
 from quire.types import RequestOutput, SamplingParams
 
 
+@dataclass(slots=True)
+class Turn:
+    """The answer to a conversation, on its way. The chat is what it was asked as, whichever API it came by."""
+
+    server: Server
+    chat: ChatRequest
+    model: str  # name for the answer
+    params: SamplingParams
+    generation: Generation
+    form: AnswerForm
+    warnings: list[str]
+
+
 async def chat_completions(request: Request) -> Response:
-    server = server_of(request)
     chat, warnings = await read_request(request, ChatRequest)
+    turn = await begin(request, chat, warnings)
+    answer = ChatAnswer(turn)
+    if chat.stream:
+        slow_s = turn.server.settings.slow_reader_timeout
+        return await stream(request, turn.generation, answer.chunks, answer.last, slow_s)
+    await whole(request, turn.generation)
+    return json_response(answer.response())
+
+
+async def begin(request: Request, chat: ChatRequest, warnings: list[str]) -> Turn:
+    """Check a chat, render it, and send it to the engine. Raises ApiError or RequestError."""
+    server = server_of(request)
     model = server.check_model(chat.model)
     check_fields(chat)
     _check_chat(chat)
     use = tool_use(chat)
     params = _params(server, chat)
     client = client_of(request)
-    template = (
-        chat.chat_template or server.chat_template or template_of(server.engine.tokenizer, bool(use.tools))
-    )
+    template = chat_template(server, chat, use)
     if use.tools and "tools" not in template:
         warnings.append("tools are not told to the model: its chat template has no place for them")
     forms: list[AnswerForm] = []
@@ -57,12 +80,13 @@ async def chat_completions(request: Request) -> Response:
         ]
 
     generation = await server.engine.generate(client, params.n, jobs, bool(chat.stream), chat.timeout)
-    answer = ChatAnswer(server, chat, model, generation, forms[0], warnings)
-    if chat.stream:
-        slow_s = server.settings.slow_reader_timeout
-        return await stream(request, generation, answer.chunks, answer.last, slow_s)
-    await whole(request, generation)
-    return json_response(answer.response())
+    return Turn(server, chat, model, params, generation, forms[0], warnings)
+
+
+def chat_template(server: Server, chat: ChatRequest, use: ToolUse) -> str:
+    """The request's, the server's or the model's."""
+    own = chat.chat_template or server.chat_template
+    return own or template_of(server.engine.tokenizer, bool(use.tools))
 
 
 def keep_last(server: Server, given: int | None) -> int | None:
@@ -96,9 +120,12 @@ def chat_prompt(server: Server, chat: ChatRequest, tools: list[dict[str, Any]], 
     if chat.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", chat.reasoning_effort)
     generation_prompt = chat.add_generation_prompt
+    messages = chat.messages
+    if "developer" not in template:  # OpenAI's newer name for it
+        messages = [m if m.get("role") != "developer" else {**m, "role": "system"} for m in messages]
     return render_chat(
         server.engine.tokenizer,
-        chat.messages,
+        messages,
         tools or None,
         not continues if generation_prompt is None else generation_prompt,
         continues,
@@ -118,17 +145,10 @@ def _echoed(chat: ChatRequest, role: str) -> str:
 class ChatAnswer:
     """The answer to one chat, whole or in chunks. Owns the builders of its choices."""
 
-    def __init__(
-        self,
-        server: Server,
-        chat: ChatRequest,
-        model: str,
-        generation: Generation,
-        form: AnswerForm,
-        warnings: list[str],
-    ) -> None:
-        self._server, self._chat, self._model, self._generation = server, chat, model, generation
-        self._warnings = warnings
+    def __init__(self, turn: Turn) -> None:
+        server, chat, generation = turn.server, turn.chat, turn.generation
+        self._chat, self._model, self._generation = chat, turn.model, generation
+        self._warnings = turn.warnings
         self._id = answer_id("chatcmpl", chat.request_id)
         self._created = int(time.time())
         self._first = True
@@ -139,7 +159,7 @@ class ChatAnswer:
         self._builders = [
             ChatChoiceBuilder(
                 index,
-                form.make_parser(),
+                turn.form.make_parser(),
                 server.engine.tokenizer,
                 role=role,
                 prefix=_echoed(chat, role),

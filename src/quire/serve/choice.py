@@ -9,7 +9,7 @@ from msgspec import UNSET
 
 from quire.frontend.tokenizer import Tokenizer
 from quire.serve.logprobs import chat_logprobs
-from quire.serve.parser import Arguments, Content, Event, Reasoning, TextParser, ToolCall
+from quire.serve.parser import Arguments, Content, Event, Reasoning, TextParser, ToolCall, merged, read
 from quire.serve.protocol.chat import (
     ChatChoice,
     ChoiceLogprobs,
@@ -20,22 +20,6 @@ from quire.serve.protocol.chat import (
     ToolCallPart,
 )
 from quire.types import CompletionOutput
-
-
-def merged(events: list[Event]) -> list[Event]:
-    """The same events with neighbouring pieces of text joined."""
-    found: list[Event] = []
-    for event in events:
-        last = found[-1] if found else None
-        if isinstance(event, Content) and isinstance(last, Content):
-            found[-1] = Content(last.text + event.text)
-        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
-            found[-1] = Reasoning(last.text + event.text)
-        elif isinstance(event, Arguments) and isinstance(last, Arguments) and last.index == event.index:
-            found[-1] = Arguments(event.index, last.text + event.text)
-        else:
-            found.append(event)
-    return found
 
 
 def delta_of(event: Event) -> Delta:
@@ -78,9 +62,7 @@ class ChatChoiceBuilder:
         self._held_ids: list[int] = []
 
     def _events(self, output: CompletionOutput) -> list[Event]:
-        events = self._parser.feed(output.text) if output.text else []
-        if output.finish_reason is not None:
-            events = [*events, *self._parser.finish()]
+        events = read(self._parser, output)
         if not self._begun and self._prefix:
             events = [Content(self._prefix), *events]
         if not self._reasoning:

@@ -36,7 +36,7 @@ async def completions(request: Request) -> Response:
     wanted, warnings = await read_request(request, CompletionRequest)
     model = server.check_model(wanted.model)
     check_fields(wanted)
-    prompts = _prompts(wanted.prompt)
+    prompts = prompts_of(wanted.prompt)
     params = _params(server, wanted)
     choices = len(prompts) * params.n
     if choices > MAX_CHOICES:
@@ -66,14 +66,14 @@ async def completions(request: Request) -> Response:
     return json_response(answer.response())
 
 
-def _prompts(given: str | list[Any]) -> list[Prompt]:
-    """The four forms of a prompt, as a list of prompts."""
+def prompts_of(given: str | list[Any], name: str = "prompt") -> list[Prompt]:
+    """The four forms of a prompt, in the field `name`, as a list of prompts."""
     if isinstance(given, str):
         return [given]
     if not given:
-        raise bad_request("prompt is empty: it needs at least one token", "prompt")
+        raise bad_request(f"{name} is empty: it needs at least one token", name)
     if len({type(part) for part in given}) > 1:
-        raise bad_request("prompt must hold either strings, or token ids, or lists of token ids", "prompt")
+        raise bad_request(f"{name} must hold either strings, or token ids, or lists of token ids", name)
     if isinstance(given[0], int):
         return [given]
     return given

@@ -14,7 +14,8 @@ from quire.serve.auth import ANYONE, Client
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
 from quire.serve.form import Forms
-from quire.serve.protocol.sampling import SamplingFields
+from quire.serve.protocol.sampling import RequestFields
+from quire.serve.responses.store import ResponseStore
 from quire.serve.settings import ServeConfig
 from quire.serve.wire import parse, read_json
 
@@ -29,8 +30,13 @@ class Server:
     names: list[str]  # of the model; the first is used in answers
     forms: Forms  # of its answers
     chat_template: str | None = None  # in place of the model's
+    pooling: str = "mean"  # of embeddings
     started_s: float = field(default_factory=time.time)
     draining: bool = False
+    responses: ResponseStore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.responses = ResponseStore(self.settings.max_stored_responses, self.settings.max_stored_bytes)
 
     def check_model(self, name: str | None) -> str:
         """The model's name for the answer; ApiError 404 for another model."""
@@ -61,7 +67,7 @@ async def read_request(request: Request, cls: type[T]) -> tuple[T, list[str]]:
         if getattr(found, name, None) not in (None, 1):
             warnings.append(f"{name} has no effect in Quire")
     policy = server_of(request).engine.config.scheduling_policy
-    if isinstance(found, SamplingFields) and found.priority and policy != "priority":
+    if isinstance(found, RequestFields) and found.priority and policy != "priority":
         warnings.append("priority has no effect: the server runs without --scheduling-policy priority")
     return found, warnings
 

@@ -32,7 +32,7 @@ from quire.serve.generation import Generation
 from quire.serve.length import check_length, tail
 from quire.serve.process import EngineProcess
 from quire.serve.settings import ServeConfig
-from quire.types import EngineDead, EngineInfo, EngineRequest, EngineStats, SamplingParams
+from quire.types import EngineDead, EngineInfo, EngineRequest, EngineStats, Pooling, SamplingParams
 
 T = TypeVar("T")
 _STATS_S = 5.0
@@ -50,6 +50,7 @@ class Job:
     add_special_tokens: bool = True
     keep_last: int | None = None  # of the prompt's tokens; None: all
     echo: bool = False  # the text of the prompt is wanted, whatever form it came in
+    pooling: Pooling | None = None  # the prompt's hidden states are wanted
 
 
 @dataclass(slots=True)
@@ -164,7 +165,7 @@ class AsyncEngine:
             assert isinstance(prompt, list)
             prompt = prompt[-job.keep_last :]
         requests = self.processor.process(
-            name, prompt, job.params, job.priority, job.cache_salt, job.add_special_tokens
+            name, prompt, job.params, job.priority, job.cache_salt, job.add_special_tokens, job.pooling
         )
         requests = [replace(request, client=client.name, weight=client.weight) for request in requests]
         text = prompt if isinstance(prompt, str) else None

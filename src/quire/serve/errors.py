@@ -39,6 +39,17 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+_MESSAGES_TYPES = {413: "request_too_large", 429: "rate_limit_error", 499: "invalid_request_error"}
+
+
+def messages_error(error: ApiError, request_id: str) -> dict[str, Any]:
+    """The same in the shape of Anthropic's API."""
+    known = _MESSAGES_TYPES.get(error.status) or _TYPES.get(error.status)
+    kind = known or ("invalid_request_error" if error.status < 500 else "api_error")
+    body = {"type": kind, "message": error.message}
+    return {"type": "error", "error": body, "request_id": request_id}
+
+
 def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param)
 

@@ -31,6 +31,7 @@ class AnswerForm:
     make_parser: Callable[[], TextParser]  # one for each choice
     constraint: StructuredOutputsParams | None = None
     show_special: bool = False  # special tokens are part of the text, for the parser needs them
+    thought: Thought | None = None  # how thoughts are marked, if they are looked for
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """`params` as the engine gets them."""
@@ -77,7 +78,7 @@ class Forms:
                 inner = tools.make_parser(names, not (guarded or self.eager), use.single)
             return inner if thought is None else ThoughtParser(thought, inside, inner)
 
-        return AnswerForm(make_parser, constraint, bool(special))
+        return AnswerForm(make_parser, constraint, bool(special), thought)
 
     def _special(self, tools: ToolFormat | None, thought: Thought | None) -> dict[str, int]:
         """The marks that are special tokens of the model's."""

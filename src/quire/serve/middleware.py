@@ -43,7 +43,8 @@ class Front:
             nonlocal began
             if message["type"] == "http.response.start":
                 began = True
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                found = MutableHeaders(scope=message)
+                found["x-request-id"] = found["request-id"] = request_id  # OpenAI's name and Anthropic's
             await send(message)
 
         try:
@@ -60,7 +61,7 @@ class Front:
             if found.status >= 500 and not isinstance(error, ApiError):
                 log.exception("request %s failed", request_id)
             if not began:
-                await error_response(found)(scope, receive, named)
+                await error_response(found, scope)(scope, receive, named)
 
 
 def _unauthorized(headers: Headers) -> ApiError:

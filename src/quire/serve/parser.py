@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+from quire.types import CompletionOutput
+
 
 @dataclass(frozen=True, slots=True)
 class Content:
@@ -59,3 +61,25 @@ class PlainText:
 
     def finish(self) -> list[Event]:
         return []
+
+
+def read(parser: TextParser, output: CompletionOutput) -> list[Event]:
+    """What a piece of an answer, or all of it, brought to light."""
+    events = parser.feed(output.text) if output.text else []
+    return events if output.finish_reason is None else [*events, *parser.finish()]
+
+
+def merged(events: list[Event]) -> list[Event]:
+    """The same events with neighbouring pieces of text joined."""
+    found: list[Event] = []
+    for event in events:
+        last = found[-1] if found else None
+        if isinstance(event, Content) and isinstance(last, Content):
+            found[-1] = Content(last.text + event.text)
+        elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
+            found[-1] = Reasoning(last.text + event.text)
+        elif isinstance(event, Arguments) and isinstance(last, Arguments) and last.index == event.index:
+            found[-1] = Arguments(event.index, last.text + event.text)
+        else:
+            found.append(event)
+    return found

@@ -8,8 +8,10 @@ left out. A thought without an end is thought to the end.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quire.frontend.tokenizer import Tokenizer
 from quire.serve.incremental import SPACE, Incremental, Steps
 from quire.serve.parser import Event, Reasoning, TextParser
 
@@ -46,6 +48,16 @@ def choose_thought(name: str, template: str) -> Thought | None:
     if name == "auto":
         return THINK if THINK.end in template else None
     return REASONING_PARSERS[_ALIASES.get(name, name)]
+
+
+def thought_tokens(thought: Thought, token_ids: Sequence[int], tokenizer: Tokenizer) -> int:
+    """How many tokens of an answer that begins with a thought belong to it, its end included."""
+    tail = ""
+    for count, token in enumerate(token_ids, 1):
+        tail = tail[-len(thought.end) :] + tokenizer.token_text(token)
+        if thought.end in tail:
+            return count
+    return len(token_ids)
 
 
 class ThoughtParser(Incremental):

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from quire.serve.errors import bad_request
-from quire.serve.protocol.sampling import SamplingFields
+from quire.serve.protocol.sampling import RequestFields, SamplingFields
 from quire.serve.structured import structured_outputs
 from quire.types import SamplingParams
 
@@ -73,6 +73,14 @@ def check_fields(request: SamplingFields) -> None:
         raise bad_request("stream_options needs stream to be true", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise bad_request("prompt_logprobs cannot be streamed: set stream to false", "prompt_logprobs")
+    if request.n is not None and not 1 <= request.n <= MAX_CHOICES:
+        raise bad_request(f"n must be between 1 and {MAX_CHOICES}, got {request.n}", "n")
+    check_request(request)
+    _check_words(request)
+
+
+def check_request(request: RequestFields) -> None:
+    """The same for the fields that every request has."""
     if request.cache_salt is not None and not 0 < len(request.cache_salt) <= _MAX_SALT_CHARS:
         raise bad_request(
             f"cache_salt must have 1 to {_MAX_SALT_CHARS} characters, or be left out", "cache_salt"
@@ -90,9 +98,6 @@ def check_fields(request: SamplingFields) -> None:
         raise bad_request(
             f"truncate_prompt_tokens must be -1 or at least 1, got {keep}", "truncate_prompt_tokens"
         )
-    if request.n is not None and not 1 <= request.n <= MAX_CHOICES:
-        raise bad_request(f"n must be between 1 and {MAX_CHOICES}, got {request.n}", "n")
-    _check_words(request)
 
 
 def _check_words(request: SamplingFields) -> None:

@@ -21,6 +21,8 @@ import uvicorn
 
 from quire import __version__
 from quire.config import EngineConfig
+from quire.frontend.generation_config import default_pooling
+from quire.frontend.location import locate_model
 from quire.serve.app import build_app
 from quire.serve.auth import Keys
 from quire.serve.context import Server
@@ -92,7 +94,7 @@ async def _serve(
             settings.stream_tool_arguments,
         )
         names = settings.served_model_name or [config.model]
-        server = Server(engine, settings, names, forms, _template(settings))
+        server = Server(engine, settings, names, forms, _template(settings), _pooling(config, settings))
         options = uvicorn.Config(
             build_app(server, keys),
             log_level=settings.log_level.lower(),
@@ -160,6 +162,13 @@ def _template(settings: ServeConfig) -> str | None:
         return Path(given).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the chat template {given} cannot be read: {error}") from None
+
+
+def _pooling(config: EngineConfig, settings: ServeConfig) -> str:
+    """Of embeddings, as the settings or the model's folder say."""
+    if settings.pooling != "auto":
+        return settings.pooling
+    return default_pooling(locate_model(config.model, config.revision).path)
 
 
 def _announce(

@@ -45,6 +45,14 @@ class ServeConfig:
         30.0, "seconds that open requests may go on after SIGTERM; a second signal stops at once"
     )
 
+    pooling: str = _setting(
+        "auto",
+        "embeddings: mean, or last (token); auto: as the model's 1_Pooling/config.json says, else mean",
+    )
+    max_stored_responses: int = _setting(
+        1024, "responses of /v1/responses that are kept in memory; 0 keeps none"
+    )
+    max_stored_bytes: int = _setting(256 << 20, "bytes that kept responses may take together")
     max_logprobs: int = _setting(20, "most alternatives per token that a request may ask for; -1: no limit")
     response_role: str = _setting("assistant", "role of answers in chats")
     chat_template: str | None = _setting(None, "a Jinja chat template, or a file that holds one")
@@ -70,6 +78,8 @@ class ServeConfig:
             "max_body_bytes": 1,
             "tokenizer_threads": 1,
             "max_logprobs": -1,
+            "max_stored_responses": 0,
+            "max_stored_bytes": 0,
         }
         for name, least in at_least.items():
             if getattr(self, name) < least:
@@ -80,6 +90,8 @@ class ServeConfig:
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise ConfigError(f"{name} must be a number of at least 0, got {value}")
+        if self.pooling not in ("auto", "mean", "last"):
+            raise ConfigError(f"pooling must be auto, mean or last, got {self.pooling!r}")
         if self.max_waiting_tokens is not None and self.max_waiting_tokens < 1:
             raise ConfigError(f"max_waiting_tokens must be at least 1, got {self.max_waiting_tokens}")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -27,6 +28,23 @@ _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 def event(body: Any) -> bytes:
     return b"data: " + encode(body) + b"\n\n"
+
+
+def named_event(body: dict[str, Any]) -> bytes:
+    """An event with a name, which is the body's type."""
+    return b"event: " + body["type"].encode() + b"\n" + event(body)
+
+
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How an API writes the chunks of a stream, an error among them, and the end."""
+
+    chunk: Callable[[Any], bytes]
+    error: Callable[[ApiError], bytes]
+    done: bytes = b""
+
+
+UNNAMED = Framing(event, lambda error: event(error.body()), _DONE)  # chats and completions
 
 
 class Watch:
@@ -74,6 +92,7 @@ async def stream(
     chunks: Callable[[list[RequestOutput]], list[Any]],
     last: Callable[[], list[Any]],
     slow_reader_timeout_s: float,
+    framing: Framing = UNNAMED,
 ) -> Response:
     """The response of a stream, once its first chunk is there; before that an error has its own status.
 
@@ -82,7 +101,7 @@ async def stream(
     with Watch(request, generation) as watch:
         await generation.wait()
         watch.detach()
-        return EventStream(generation, watch, chunks, last, slow_reader_timeout_s)
+        return EventStream(generation, watch, chunks, last, slow_reader_timeout_s, framing)
 
 
 class EventStream(Response):
@@ -95,9 +114,10 @@ class EventStream(Response):
         chunks: Callable[[list[RequestOutput]], list[Any]],
         last: Callable[[], list[Any]],
         slow_reader_timeout_s: float,
+        framing: Framing,
     ) -> None:
         self._generation, self._watch, self._chunks, self._last = generation, watch, chunks, last
-        self._slow_s = slow_reader_timeout_s
+        self._slow_s, self._framing = slow_reader_timeout_s, framing
         self.status_code = 200
         self.background = None
         self.init_headers(_HEADERS)
@@ -114,24 +134,24 @@ class EventStream(Response):
                 found = as_api_error(error)
                 if not isinstance(error, ApiError):
                     log.exception("a stream failed")
-                await self._write(send, event(found.body()) + _DONE)
+                await self._write(send, self._framing.error(found) + self._framing.done)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             self._watch.close()
 
     async def _send_all(self, send: Send) -> None:
-        generation = self._generation
+        generation, chunk = self._generation, self._framing.chunk
         while True:
             done = generation.finished
             if generation.error is not None:
                 raise generation.error
             found = self._chunks(generation.take())
             if done:
-                tail = b"".join(map(event, [*found, *self._last()]))
-                await self._write(send, tail + _DONE)
+                tail = b"".join(map(chunk, [*found, *self._last()]))
+                await self._write(send, tail + self._framing.done)
                 return
             if found:
-                await self._write(send, b"".join(map(event, found)))
+                await self._write(send, b"".join(map(chunk, found)))
             await generation.wait()
 
     async def _write(self, send: Send, body: bytes) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any
 
 from starlette.requests import Request
@@ -18,6 +19,9 @@ def _card(server: Server, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
+        "type": "model",  # this and the next two: for clients of Anthropic's API
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(server.started_s, UTC).isoformat(timespec="seconds"),
         "created": int(server.started_s),
         "owned_by": "quire",
         "root": server.engine.config.model,
@@ -28,7 +32,9 @@ def _card(server: Server, name: str) -> dict[str, Any]:
 
 async def models(request: Request) -> Response:
     server = server_of(request)
-    return json_response({"object": "list", "data": [_card(server, name) for name in server.names]})
+    names = server.names
+    pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return json_response({"object": "list", "data": [_card(server, name) for name in names], **pages})
 
 
 async def model(request: Request) -> Response:

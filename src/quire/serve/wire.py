@@ -14,8 +14,9 @@ import msgspec
 import msgspec.inspect
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
-from quire.serve.errors import ApiError, bad_request
+from quire.serve.errors import ApiError, bad_request, messages_error
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -145,5 +146,8 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
     return Response(encode(body), status, headers, media_type="application/json")
 
 
-def error_response(error: ApiError) -> Response:
-    return json_response(error.body(), error.status, error.headers)
+def error_response(error: ApiError, scope: Scope) -> Response:
+    """In the shape of the API that the path belongs to."""
+    anthropic = scope["path"].startswith("/v1/messages")
+    body = messages_error(error, scope["request_id"]) if anthropic else error.body()
+    return json_response(body, error.status, error.headers)

@@ -14,6 +14,8 @@ import numpy as np
 
 from quire.types import LogprobArrays, StepHandle, StepPlan, StepResult
 
+_HIDDEN = 32
+
 
 class _Later:
     def __init__(self, result: StepResult, ready_s: float) -> None:
@@ -29,7 +31,7 @@ class EchoExecutor:
     """A request gets the tokens of its prompt but those in `left_out`, then `eos` again and again.
 
     A step takes `step_s` seconds. Log-probabilities are made up: -0.1 for the chosen token (rank 1), then
-    -1, -2 ... for the ids that follow it.
+    -1, -2 ... for the ids that follow it. So are hidden states, of which each token has one.
     """
 
     def __init__(self, vocab_size: int, eos: int, left_out: frozenset[int], step_s: float = 0.0) -> None:
@@ -37,6 +39,7 @@ class EchoExecutor:
         self._answers: dict[int, tuple[int, array[int]]] = {}  # slot -> prompt length, answer
         self._prompts: dict[int, array[int]] = {}
         self._tops: dict[int, int] = {}  # slot -> alternatives asked for
+        self._takes_last: dict[int, bool] = {}  # slot -> which pooling
         self._plans: dict[int, StepPlan] = {}
         self._busy_until_s = 0.0  # steps run one after the other, as on a device
 
@@ -47,6 +50,7 @@ class EchoExecutor:
             answer = array("i", [t for t in prompt if t not in self._left_out])
             self._answers[admit.slot] = admit.prompt_len, answer
             self._prompts[admit.slot] = prompt
+            self._takes_last[admit.slot] = admit.request.pooling == "last"
             self._tops[admit.slot] = max(params.logprobs or 0, params.prompt_logprobs or 0)
         self._plans[plan.step] = plan
 
@@ -60,7 +64,10 @@ class EchoExecutor:
         tokens = [self._token(slot, end) for slot, end in rows]
         scored = {row: self._score(plan, row) for row in plan.score_rows}
         top = max((self._tops[slot] for slot, _ in rows), default=0)
-        result = StepResult(step, [[t] for t in tokens], self._logprobs(tokens, top), scored or None)
+        pooled = {row: self._pooled(plan, row) for row in plan.pool_rows}
+        result = StepResult(
+            step, [[t] for t in tokens], self._logprobs(tokens, top), scored or None, pooled or None
+        )
         self._busy_until_s = max(self._busy_until_s, time.monotonic()) + self._step_s
         return _Later(result, self._busy_until_s)
 
@@ -74,6 +81,13 @@ class EchoExecutor:
         slot, start = int(plan.slots[row]), int(plan.starts[row])
         given = self._prompts[slot][start + 1 : start + 1 + int(plan.num_tokens[row])]
         return self._logprobs(given.tolist(), self._tops[slot])
+
+    def _pooled(self, plan: StepPlan, row: int) -> np.ndarray:
+        """Of the whole prompt."""
+        slot = int(plan.slots[row])
+        tokens = np.array(self._prompts[slot], np.float32)
+        states = np.cos((1 + tokens[:, None]) * np.arange(1, 1 + _HIDDEN, dtype=np.float32))
+        return states[-1] if self._takes_last[slot] else states.mean(0)
 
     def _logprobs(self, tokens: list[int], top: int) -> LogprobArrays:
         steps = np.arange(top, dtype=np.int32)

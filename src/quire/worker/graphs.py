@@ -29,7 +29,7 @@ class Launched:
 
     step: Step
     logits: torch.Tensor | None  # [rows, vocab]; None: its tokens are sampled, and booked in the columns
-    hidden: torch.Tensor | None = None  # [tokens, hidden], where prompts are scored
+    hidden: torch.Tensor | None = None  # [tokens, hidden], where prompts are scored or pooled
 
 
 class Launcher(Protocol):
@@ -93,7 +93,7 @@ class Shape:
 
 
 class CudaGraphs:
-    """Replays steps of up to `max_tokens` tokens; `eager` runs longer ones, and those whose prompts are scored.
+    """Replays steps of up to `max_tokens` tokens; `eager` runs longer ones, and those whose prompts are scored or pooled.
 
     `reserve` is about the memory of the largest of them, in bytes.
     """
@@ -155,7 +155,7 @@ class CudaGraphs:
 
     def _shape_for(self, plan: StepPlan) -> Shape | None:
         rows, tokens = len(plan.slots), plan.total_tokens
-        if plan.score_rows:
+        if plan.score_rows or plan.pool_rows:
             return None
         sampling = self._sampling(plan)
         if rows == tokens:

@@ -24,11 +24,14 @@ class StepOutput:
     tokens: torch.Tensor | None  # int32 [rows]
     logprobs: Arrays | None = None
     prompt_logprobs: dict[int, Arrays] = field(default_factory=dict)
+    pool_rows: list[int] = field(default_factory=list)
+    pooled: torch.Tensor | None = None  # float32 [rows to pool, hidden]
 
     def tensors(self) -> list[torch.Tensor]:
         scores = [x for arrays in self.prompt_logprobs.values() for x in arrays]
         assert self.tokens is not None
-        return [self.tokens, *(self.logprobs or ()), *scores]
+        pooled = () if self.pooled is None else (self.pooled,)
+        return [self.tokens, *(self.logprobs or ()), *scores, *pooled]
 
     def to_result(self, host: list[torch.Tensor]) -> StepResult:
         """Build the result from the tensors of `tensors()` on the host."""
@@ -37,7 +40,8 @@ class StepOutput:
         tokens = [[token] for token in next(arrays)[rows].tolist()]
         logprobs = LogprobArrays(*(next(arrays)[rows] for _ in range(3))) if self.logprobs else None
         scores = {row: LogprobArrays(*(next(arrays) for _ in range(3))) for row in self.prompt_logprobs}
-        return StepResult(self.step, tokens, logprobs, scores or None)
+        pooled = None if self.pooled is None else dict(zip(self.pool_rows, next(arrays)))
+        return StepResult(self.step, tokens, logprobs, scores or None, pooled)
 
 
 class HostHandle:

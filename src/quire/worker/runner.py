@@ -14,6 +14,7 @@ from quire.sampling.sampler import Sampler
 from quire.types import StepHandle, StepPlan, TokenMasks
 from quire.worker.batch import Batcher
 from quire.worker.graphs import Launched, Launcher
+from quire.worker.pooling import Pooler
 from quire.worker.results import Arrays, Results, StepOutput
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
@@ -31,9 +32,11 @@ class Runner:
         sampler: Sampler,
         staging: Staging,
         results: Results,
+        pooler: Pooler,
     ) -> None:
         self._model, self._launcher, self._batcher = model, launcher, batcher
         self._state, self._sampler, self._staging, self._results = state, sampler, staging, results
+        self._pooler = pooler
         self._launched: Launched | None = None
         self._score_tops: dict[int, int] = {}  # slot -> top alternatives of its prompt log-probabilities
 
@@ -44,6 +47,7 @@ class Runner:
         for admit in plan.admits:
             self._sampler.admit(admit.slot, admit.request)
             self._score_tops[admit.slot] = admit.request.params.prompt_logprobs or 0
+            self._pooler.admit(admit.slot, admit.request)
         if plan.admits:
             self._sampler.flush()
         self._launched = self._launcher.launch(plan, self._staging)
@@ -63,6 +67,10 @@ class Runner:
             output.logprobs = out.logprobs
             for row in plan.score_rows:
                 output.prompt_logprobs[row] = self._score(launched, row)
+            if plan.pool_rows:
+                assert launched.hidden is not None
+                output.pool_rows = plan.pool_rows
+                output.pooled = self._pooler.pool(plan, launched.hidden, self._staging)
             self._batcher.advance(step, out.tokens)
             if step.tokens_host is None:
                 output.tokens = out.tokens

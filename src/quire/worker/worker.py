@@ -18,6 +18,7 @@ from quire.types import StepPlan
 from quire.worker.batch import Batcher, KernelBatcher, TorchBatcher
 from quire.worker.graphs import CudaGraphs, Eager, Launcher, Threads
 from quire.worker.kv_cache import KVCache
+from quire.worker.pooling import Pooler
 from quire.worker.results import Results
 from quire.worker.runner import Runner
 from quire.worker.sizing import KVSize
@@ -179,7 +180,8 @@ class Worker:
             batcher = TorchBatcher(state, self._backend, pages, size.block_size)
             launcher = Eager(model, batcher, self._threads())
         staging, results = Staging(device, self._depth), Results(device, turns)
-        return Runner(model, launcher, batcher, state, sampler, staging, results)
+        pooler = Pooler(state.dummy + 1, device)
+        return Runner(model, launcher, batcher, state, sampler, staging, results, pooler)
 
     def _threads(self) -> Threads | None:
         if self.device.type != "cpu":

@@ -7,25 +7,19 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from quire.serve.protocol.sampling import SamplingFields, Usage
+from quire.serve.protocol.sampling import ConversationFields, Usage
 
 
-class ChatRequest(SamplingFields, kw_only=True):
+class ChatRequest(ConversationFields, kw_only=True):
     messages: list[dict[str, Any]]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
-    parallel_tool_calls: bool | None = None
-    reasoning_effort: str | None = None
-    include_reasoning: bool | None = None
     echo: bool | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    documents: list[dict[str, Any]] | None = None
-    chat_template: str | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     return_prompt_text: bool | None = None
 
     functions: Any = None
@@ -38,7 +32,6 @@ class ChatRequest(SamplingFields, kw_only=True):
     mm_processor_kwargs: Any = None
     media_io_kwargs: Any = None
     verbosity: str | None = None
-    separate_reasoning: bool | None = None
 
 
 class FunctionCall(msgspec.Struct, omit_defaults=True):

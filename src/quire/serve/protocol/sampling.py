@@ -1,4 +1,4 @@
-"""The fields that chats and completions share: OpenAI's, and those that users of vLLM send beside them."""
+"""The fields that requests share: OpenAI's, and those that users of vLLM send beside them."""
 
 from __future__ import annotations
 
@@ -13,10 +13,22 @@ class StreamOptions(msgspec.Struct, kw_only=True):
     include_obfuscation: bool | None = None  # accepted: chunks are never padded
 
 
-class SamplingFields(msgspec.Struct, kw_only=True):
-    """None is "not given": the model's own default, or else that of SamplingParams."""
+class RequestFields(msgspec.Struct, kw_only=True):
+    """What every request to the model may say."""
 
     model: str | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+    user: str | None = None  # accepted, for it changes nothing
+
+
+class SamplingFields(RequestFields, kw_only=True):
+    """None is "not given": the model's own default, or else that of SamplingParams."""
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
@@ -40,8 +52,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
-    truncate_prompt_tokens: int | None = None
-    add_special_tokens: bool | None = None
 
     response_format: dict[str, Any] | None = None
     structured_outputs: dict[str, Any] | None = None
@@ -50,10 +60,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
-    priority: int | None = None
-    request_id: str | None = None
-    cache_salt: str | None = None
-    timeout: float | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -68,7 +74,6 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     lora_path: Any = None
 
     # Accepted, for they change nothing that a client could see.
-    user: str | None = None
     metadata: Any = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -80,6 +85,23 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     vllm_xargs: Any = None
     stream_interval: int | None = None
     return_token_offsets: bool | None = None
+
+
+class ConversationFields(SamplingFields, kw_only=True):
+    """What the APIs of conversations have in common, beside messages and tools."""
+
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def same_fields(request: ConversationFields) -> dict[str, Any]:
+    """What `request` has in common with those of other APIs: to say the same in another form."""
+    return {name: getattr(request, name) for name in ConversationFields.__struct_fields__}
 
 
 class Usage(msgspec.Struct, kw_only=True):

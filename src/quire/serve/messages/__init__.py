@@ -1,0 +1,1 @@
+"""Anthropic's API: its requests as chats, and answers to chats as its messages."""

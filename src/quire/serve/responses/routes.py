@@ -1,0 +1,85 @@
+"""POST /v1/responses, and what is kept of responses: GET and DELETE /v1/responses/{id}."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire.serve.chat import begin
+from quire.serve.context import client_of, read_request, server_of
+from quire.serve.errors import ApiError, bad_request
+from quire.serve.protocol.responses import ResponsesRequest
+from quire.serve.responses.answer import ResponseAnswer
+from quire.serve.responses.input import chat_of, messages_of
+from quire.serve.responses.store import Stored
+from quire.serve.stream import Framing, named_event, stream, whole
+from quire.serve.wire import json_response
+
+
+async def create_response(request: Request) -> Response:
+    server, client = server_of(request), client_of(request)
+    wanted, warnings = await read_request(request, ResponsesRequest)
+    before: tuple[dict[str, Any], ...] = ()
+    if (previous := wanted.previous_response_id) is not None:
+        found = server.responses.get(client, previous)
+        if found is None:
+            message = f"previous_response_id: there is no response {previous[:128]!r}, or not any more"
+            raise ApiError(400, message, "previous_response_id", "previous_response_not_found")
+        before = found.messages
+    chat, more = chat_of(wanted, before)
+    turn = await begin(request, chat, [*warnings, *more])
+    store = wanted.store is not False and server.settings.max_stored_responses > 0
+    answer = ResponseAnswer(turn, wanted, store)
+
+    def keep() -> None:
+        """Before the client learns that all is there: it may go on from it at once."""
+        if store:
+            said = [item for item in answer.object.output if item["status"] == "completed"]
+            messages = chat.messages[1:] if wanted.instructions else chat.messages
+            server.responses.put(client, answer.object, [*messages, *messages_of(said)])
+
+    def last() -> list[dict[str, Any]]:
+        keep()
+        return answer.last()
+
+    if chat.stream:
+        slow_s = server.settings.slow_reader_timeout
+        framing = Framing(named_event, answer.failed)
+        return await stream(request, turn.generation, answer.chunks, last, slow_s, framing)
+    await whole(request, turn.generation)
+    response = json_response(answer.response())
+    keep()
+    return response
+
+
+def _stored(request: Request) -> Stored:
+    response_id = request.path_params["response_id"]
+    found = server_of(request).responses.get(client_of(request), response_id)
+    if found is None:
+        raise _missing(response_id)
+    return found
+
+
+def _missing(response_id: str) -> ApiError:
+    return ApiError(404, f"there is no response {response_id[:128]!r}, or not any more", code="not_found")
+
+
+async def get_response(request: Request) -> Response:
+    found = _stored(request)
+    if request.query_params.get("stream", "false") not in ("false", "0"):
+        raise bad_request("stream is not available for a response that is there already", "stream")
+    return json_response(found.response)
+
+
+async def delete_response(request: Request) -> Response:
+    response_id = request.path_params["response_id"]
+    if not server_of(request).responses.delete(client_of(request), response_id):
+        raise _missing(response_id)
+    return json_response({"id": response_id, "object": "response.deleted", "deleted": True})
+
+
+async def cancel_response(request: Request) -> Response:
+    _stored(request)
+    raise bad_request("only responses in the background can be cancelled, which Quire has none of")

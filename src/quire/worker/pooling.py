@@ -1,0 +1,51 @@
+"""Prompts as vectors: hidden states behind the last norm, pooled over a prompt that may come in chunks.
+
+Owns a column of sums by slot, made when the first request asks for it. A prompt whose mean is wanted is computed
+from its first token on (no cached prefix), and the row that starts there begins the sum anew, so nothing is left of
+a slot's earlier owners or of a preempted beginning.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from quire.types import EngineRequest, StepPlan
+from quire.worker.staging import Staging
+
+
+class Pooler:
+    def __init__(self, num_slots: int, device: torch.device) -> None:
+        self._num_slots, self._device = num_slots, device
+        self._sums = torch.empty(0)  # float32 [slots, hidden]
+        self._takes_last: dict[int, bool] = {}  # by slot: the last token's state instead of the mean
+
+    def admit(self, slot: int, request: EngineRequest) -> None:
+        if request.pooling is not None:
+            self._takes_last[slot] = request.pooling == "last"
+
+    def pool(self, plan: StepPlan, hidden: torch.Tensor, staging: Staging) -> torch.Tensor:
+        """float32 [rows to pool, hidden]: what the tokens of each so far come to. `hidden` is [tokens, hidden]."""
+        if not len(self._sums):
+            self._sums = torch.zeros(self._num_slots, hidden.shape[1], device=self._device)
+        rows = np.array(plan.pool_rows)
+        ends = np.cumsum(plan.num_tokens)
+        row_of_token = np.full(len(hidden), -1)
+        for index, row in enumerate(rows):
+            row_of_token[ends[row] - plan.num_tokens[row] : ends[row]] = index
+        slots, lasts, starts, lengths, takes_last, of_token = staging.send(
+            plan.slots[rows],
+            ends[rows] - 1,
+            plan.starts[rows],
+            plan.starts[rows] + plan.num_tokens[rows],
+            np.array([self._takes_last[int(slot)] for slot in plan.slots[rows]]),
+            row_of_token,
+        )
+        # A product and not index_add_, whose order of additions changes from run to run on a GPU.
+        member = of_token[None, :] == torch.arange(len(rows), device=hidden.device)[:, None]
+        before = self._sums.index_select(0, slots) * (starts > 0)[:, None]
+        sums = before + member.float() @ hidden.float()
+        self._sums.index_copy_(0, slots, sums)
+        return torch.where(
+            takes_last.bool()[:, None], hidden.index_select(0, lasts).float(), sums / lengths[:, None]
+        )

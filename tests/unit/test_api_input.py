@@ -1,0 +1,154 @@
+"""Requests of the other APIs as chats, responses that are kept, and answers as blocks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from quire.frontend.chat import check_messages
+from quire.serve.auth import Client
+from quire.serve.blocks import Begun, Blocks, Ended, Grown
+from quire.serve.errors import ApiError
+from quire.serve.messages.input import chat_of as chat_of_messages
+from quire.serve.protocol.messages import MessagesRequest
+from quire.serve.protocol.responses import ResponseObject, ResponsesRequest
+from quire.serve.reasoning import THINK, ThoughtParser, thought_tokens
+from quire.serve.responses.input import chat_of as chat_of_items
+from quire.serve.responses.store import ResponseStore
+from quire.serve.tools.calls import CallOptions
+from quire.serve.tools.hermes import HermesParser
+from quire.types import CompletionOutput, RequestError
+
+WORDS = [
+    "user",
+    "assistant",
+    "system",
+    "text",
+    "tool_use",
+    "tool_result",
+    "thinking",
+    "message",
+    "function_call",
+]
+WORDS += [
+    "function_call_output",
+    "reasoning",
+    "input_text",
+    "output_text",
+    "reasoning_text",
+    "document",
+    "",
+    "a",
+]
+KEYS = [
+    "role",
+    "content",
+    "type",
+    "text",
+    "id",
+    "name",
+    "input",
+    "tool_use_id",
+    "thinking",
+    "call_id",
+    "output",
+]
+KEYS += ["tools", "mode", "format", "effort", "arguments", "source", "data", "summary"]
+leaf = st.sampled_from(WORDS) | st.none() | st.booleans() | st.integers(0, 3)
+value = st.recursive(
+    leaf,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=5),
+    max_leaves=16,
+)
+thing = st.dictionaries(st.sampled_from(KEYS), value, max_size=6)
+
+
+@given(st.lists(thing, max_size=4), value, st.lists(thing, max_size=2), thing)
+def test_any_messages(
+    given: list[dict[str, Any]], system: Any, tools: list[dict[str, Any]], other: dict[str, Any]
+) -> None:
+    """Nothing but an error that names what is wrong, or messages that templates can read."""
+    try:
+        chat, _ = chat_of_messages(
+            MessagesRequest(
+                messages=given,
+                max_tokens=1,
+                system=system,
+                tools=tools,
+                tool_choice=other,
+                thinking=other,
+                output_config=other,
+            )
+        )
+        check_messages(chat.messages, "string")
+    except (ApiError, RequestError):
+        pass
+
+
+@given(st.lists(thing, max_size=5), st.lists(thing, max_size=2), thing)
+def test_any_items(given: list[dict[str, Any]], tools: list[dict[str, Any]], other: dict[str, Any]) -> None:
+    try:
+        wanted = ResponsesRequest(input=given, tools=tools, tool_choice=other, text=other, reasoning=other)
+        chat, _ = chat_of_items(wanted, [])
+        check_messages(chat.messages, "string")
+    except (ApiError, RequestError):
+        pass
+
+
+def test_the_store_keeps_to_its_bounds() -> None:
+    def response(name: str) -> ResponseObject:
+        options: dict[str, Any] = dict.fromkeys(ResponseObject.__struct_fields__)
+        return ResponseObject(**{**options, "id": name})
+
+    a, b, message = Client("a"), Client("b"), {"role": "user", "content": "x" * 1000}
+    store = ResponseStore(3, 10_000)
+    for name in "1234":
+        store.put(a, response(name), [message])
+    assert len(store) == 3 and store.get(a, "1") is None and store.get(b, "2") is None
+    store.put(a, response("2"), [message])  # again
+    assert len(store) == 3
+    store.put(b, response("5"), [message] * 6)  # what is too much for all goes, the longest unused first
+    assert store.get(a, "3") is None and store.get(b, "5") is not None and store.size <= 10_000
+    store.put(b, response("6"), [message] * 12)  # larger than all
+    assert len(store) == 0 and store.size == 0
+    assert not store.delete(b, "6")
+
+
+TEXT = "<think>\nSo\n</think>\n\nHi <tool_call>\n" + '{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+
+
+def blocks() -> Blocks:
+    return Blocks(ThoughtParser(THINK, False, HermesParser(CallOptions(frozenset("f"), hold=False))))
+
+
+@pytest.mark.parametrize("size", range(1, len(TEXT) + 1))
+def test_pieces_of_any_size_make_the_same_blocks(size: int) -> None:
+    found, seen, opened = blocks(), [], None
+    for at in range(0, len(TEXT), size):
+        end = "stop" if at + size >= len(TEXT) else None
+        for change in found.add(CompletionOutput(0, TEXT[at : at + size], [], finish_reason=end)):
+            if isinstance(change, Begun):
+                assert opened is None
+                opened = change.block
+                seen.append([opened.kind, opened.name, ""])
+            elif isinstance(change, Grown):
+                assert opened is change.block and change.text
+                seen[-1][2] += change.text
+            else:
+                assert isinstance(change, Ended) and opened is change.block
+                opened = None
+    assert opened is None and [block.text for block in found.all] == [text for _, _, text in seen]
+    assert seen == [["thought", "", "So"], ["text", "", "Hi"], ["call", "f", '{"a": 1}']] and found.called
+
+
+def test_tokens_of_a_thought() -> None:
+    class Letters:
+        def token_text(self, token: int) -> str:
+            return chr(token)
+
+    text = "<think>ab</think>\nc"
+    assert thought_tokens(THINK, [ord(c) for c in text], Letters()) == text.index("\n")  # type: ignore[arg-type]
+    assert thought_tokens(THINK, [ord(c) for c in "<think>ab"], Letters()) == 9  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ from quire.serve.completions import completions
 from quire.serve.context import Server
 from quire.serve.errors import ApiError, as_api_error
 from quire.serve.generate import generate
+from quire.serve.metrics import metrics
 from quire.serve.middleware import Front
 from quire.serve.protocol.chat import ChatRequest
 from quire.serve.system import health, model, models, stats, version
@@ -44,6 +45,7 @@ def routes() -> list[Route]:
         Route("/ping", health, methods=[*get, *post]),
         Route("/version", version, methods=get),
         Route("/stats", stats, methods=get),
+        Route("/metrics", metrics, methods=get),
     ]
 
 

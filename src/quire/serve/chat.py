@@ -19,6 +19,7 @@ from quire.serve.generation import Generation
 from quire.serve.logprobs import prompt_logprobs
 from quire.serve.protocol.chat import ChatChunk, ChatRequest, ChatResponse
 from quire.serve.protocol.sampling import usage_of
+from quire.serve.receipt import ReceiptMaker, receipt_maker
 from quire.serve.sampling import check_fields, sampling_params
 from quire.serve.stream import stream, whole
 from quire.serve.tools.request import tool_use
@@ -57,7 +58,8 @@ async def chat_completions(request: Request) -> Response:
         ]
 
     generation = await server.engine.generate(client, params.n, jobs, bool(chat.stream), chat.timeout)
-    answer = ChatAnswer(server, chat, model, generation, forms[0], warnings)
+    receipt = receipt_maker(request, chat, generation)
+    answer = ChatAnswer(server, chat, model, generation, forms[0], warnings, receipt)
     if chat.stream:
         slow_s = server.settings.slow_reader_timeout
         return await stream(request, generation, answer.chunks, answer.last, slow_s)
@@ -126,9 +128,10 @@ class ChatAnswer:
         generation: Generation,
         form: AnswerForm,
         warnings: list[str],
+        receipt: ReceiptMaker,
     ) -> None:
         self._server, self._chat, self._model, self._generation = server, chat, model, generation
-        self._warnings = warnings
+        self._warnings, self._receipt = warnings, receipt
         self._id = answer_id("chatcmpl", chat.request_id)
         self._created = int(time.time())
         self._first = True
@@ -168,6 +171,7 @@ class ChatAnswer:
             found.prompt_token_ids = output.prompt_token_ids
         if chat.return_prompt_text:
             found.prompt_text = output.prompt or ""
+        found.receipt = self._receipt()
         return found
 
     def chunks(self, outputs: list[RequestOutput]) -> list[ChatChunk]:
@@ -182,6 +186,8 @@ class ChatAnswer:
                         generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens
                     )
                 found.append(chunk)
+        if found and self._generation.finished and not self._usage:
+            found[-1].receipt = self._receipt()
         return found
 
     def _chunk(self) -> ChatChunk:
@@ -203,4 +209,5 @@ class ChatAnswer:
         chunk.usage = usage_of(
             generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens
         )
+        chunk.receipt = self._receipt()
         return [chunk]

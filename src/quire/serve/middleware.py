@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 import uuid
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -36,7 +37,7 @@ class Front:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        scope["request_id"] = request_id
+        scope["request_id"], scope["arrival_s"] = request_id, time.monotonic()
         began = False
 
         async def named(message: Message) -> None:

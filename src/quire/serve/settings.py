@@ -45,6 +45,7 @@ class ServeConfig:
         30.0, "seconds that open requests may go on after SIGTERM; a second signal stops at once"
     )
 
+    receipts: bool = _setting(False, "send a latency receipt with every answer, asked for or not")
     max_logprobs: int = _setting(20, "most alternatives per token that a request may ask for; -1: no limit")
     response_role: str = _setting("assistant", "role of answers in chats")
     chat_template: str | None = _setting(None, "a Jinja chat template, or a file that holds one")

@@ -54,6 +54,7 @@ class SamplingFields(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     cache_salt: str | None = None
     timeout: float | None = None
+    receipt: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 

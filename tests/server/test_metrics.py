@@ -185,3 +185,29 @@ def test_a_key_is_needed(dry: Server) -> None:
         assert server.http.get("/metrics").status_code == 401
         found = server.http.get("/metrics", headers={"authorization": "Bearer secret"})
         assert found.status_code == 200 and "vllm:num_requests_running{" in found.text
+
+
+def test_stats_for_people(server: Server) -> None:
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda i: ask(server, f"{i} again", 30), range(8)))
+    found = server.wait_until_idle()
+    for name in ("ttft", "itl", "e2e", "queue"):
+        figures = found["latency_ms"][name]
+        assert (
+            figures["count"] >= 8
+            and 0 <= figures["p50"] <= figures["p90"] <= figures["p99"] <= figures["max"]
+        )
+    assert found["latency_ms"]["itl"]["p50"] >= 1.5, "a step takes 2 ms"
+    assert found["latency_ms"]["ttft"]["p50"] < found["latency_ms"]["e2e"]["p50"]
+    assert 1 <= found["batch"]["rows"]["max"] <= 6 and found["batch"]["tokens"]["max"] > 6
+    assert found["batch"]["rows"]["count"] == found["last_step"]["step"] + 1
+    assert found["pages"]["pressure_events"] >= found["pages"]["preemptions"]
+    assert 0 <= found["tokens"]["hit_rate"] <= 1
+    assert found["requests"]["completed"] >= 8
+
+
+def test_stats_of_a_new_server() -> None:
+    with serving("demo", "--dry-run") as server:
+        found = server.stats()
+        assert found["latency_ms"]["ttft"] is None and found["batch"]["rows"] is None
+        assert value(scrape(server), "vllm:kv_cache_usage_perc") == 0

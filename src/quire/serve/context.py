@@ -16,6 +16,7 @@ from quire.serve.errors import ApiError
 from quire.serve.form import Forms
 from quire.serve.protocol.sampling import SamplingFields
 from quire.serve.settings import ServeConfig
+from quire.serve.tracing import NoTracing, Tracing
 from quire.serve.wire import parse, read_json
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -29,6 +30,7 @@ class Server:
     names: list[str]  # of the model; the first is used in answers
     forms: Forms  # of its answers
     chat_template: str | None = None  # in place of the model's
+    tracing: Tracing = field(default_factory=NoTracing)
     started_s: float = field(default_factory=time.time)
     draining: bool = False
 

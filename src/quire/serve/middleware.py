@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.serve.auth import Keys, bearer
 from quire.serve.errors import ApiError, as_api_error
+from quire.serve.tracing import Tracing
 from quire.serve.wire import error_response
 
 log = logging.getLogger("quire.serve")
@@ -27,8 +28,8 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class Front:
     """Names each request (`X-Request-Id`), checks its key, and turns exceptions into error bodies."""
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
-        self._app, self._keys = app, keys
+    def __init__(self, app: ASGIApp, keys: Keys, tracing: Tracing) -> None:
+        self._app, self._keys, self._tracing = app, keys, tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -38,12 +39,12 @@ class Front:
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope["request_id"], scope["arrival_s"] = request_id, time.monotonic()
-        began = False
+        status = 0  # nothing is sent yet
 
         async def named(message: Message) -> None:
-            nonlocal began
+            nonlocal status
             if message["type"] == "http.response.start":
-                began = True
+                status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
@@ -60,8 +61,10 @@ class Front:
             found = as_api_error(error)
             if found.status >= 500 and not isinstance(error, ApiError):
                 log.exception("request %s failed", request_id)
-            if not began:
+            if not status:
                 await error_response(found)(scope, receive, named)
+        finally:
+            self._tracing.ended(scope, status)
 
 
 def _unauthorized(headers: Headers) -> ApiError:

@@ -63,6 +63,11 @@ class ServeConfig:
     dry_run: bool = _setting(False, "load no model: every request is answered with its own prompt")
     dry_run_step_ms: float = _setting(0.0, "milliseconds that a step takes with --dry-run")
     log_level: str = _setting("warning", "log level of the server: debug, info, warning, error")
+    log_format: str = _setting("text", "form of the server's lines: text, json")
+    log_stats_interval: float = _setting(10.0, "seconds between lines with the server's figures; 0: none")
+    otlp_endpoint: str | None = _setting(
+        None, "send OpenTelemetry traces to this collector (OTLP over HTTP, such as http://localhost:4318)"
+    )
 
     def __post_init__(self) -> None:
         at_least = {
@@ -77,7 +82,11 @@ class ServeConfig:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.port > 65535:
             raise ConfigError(f"port must be at most 65535, got {self.port}")
-        for name in ("request_timeout", "slow_reader_timeout", "shutdown_timeout", "dry_run_step_ms"):
+        if self.log_format not in ("text", "json"):
+            raise ConfigError(f"log_format must be text or json, got {self.log_format!r}")
+        for name in (
+            "request_timeout", "slow_reader_timeout", "shutdown_timeout", "dry_run_step_ms", "log_stats_interval",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise ConfigError(f"{name} must be a number of at least 0, got {value}")

@@ -18,7 +18,7 @@ from quire.serve.form import AnswerForm
 from quire.serve.generation import Generation
 from quire.serve.logprobs import prompt_logprobs
 from quire.serve.protocol.chat import ChatChunk, ChatRequest, ChatResponse
-from quire.serve.protocol.sampling import usage_of
+from quire.serve.protocol.sampling import Usage, usage_of
 from quire.serve.receipt import ReceiptMaker, receipt_maker
 from quire.serve.sampling import check_fields, sampling_params
 from quire.serve.stream import stream, whole
@@ -138,6 +138,7 @@ class ChatAnswer:
         options = chat.stream_options
         self._usage = bool(options and options.include_usage)
         self._continuous = bool(options and options.include_usage and options.continuous_usage_stats)
+        self._thought_tokens = form.thought_tokens
         role = server.settings.response_role
         self._builders = [
             ChatChoiceBuilder(
@@ -162,7 +163,7 @@ class ChatAnswer:
             created=self._created,
             model=self._model,
             choices=[b.message(o) for b, o in zip(self._builders, output.outputs)],
-            usage=usage_of(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens),
+            usage=self._whole_usage(),
             warnings=self._warnings or UNSET,
         )
         if output.prompt_logprobs is not None:
@@ -173,6 +174,16 @@ class ChatAnswer:
             found.prompt_text = output.prompt or ""
         found.receipt = self._receipt()
         return found
+
+    def _whole_usage(self) -> Usage:
+        generation, count = self._generation, self._thought_tokens
+        answers = [answer.token_ids for state in generation.states for answer in state.answers]
+        return usage_of(
+            generation.prompt_tokens,
+            generation.completion_tokens,
+            generation.cached_tokens,
+            None if count is None else sum(map(count, answers)),
+        )
 
     def chunks(self, outputs: list[RequestOutput]) -> list[ChatChunk]:
         found = []
@@ -205,9 +216,7 @@ class ChatAnswer:
     def last(self) -> list[ChatChunk]:
         if not self._usage:
             return []
-        generation, chunk = self._generation, self._chunk()
-        chunk.usage = usage_of(
-            generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens
-        )
+        chunk = self._chunk()
+        chunk.usage = self._whole_usage()
         chunk.receipt = self._receipt()
         return [chunk]

@@ -8,8 +8,10 @@ left out. A thought without an end is thought to the end.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from quire.frontend.tokenizer import Tokenizer
 from quire.serve.incremental import SPACE, Incremental, Steps
 from quire.serve.parser import Event, Reasoning, TextParser
 
@@ -46,6 +48,29 @@ def choose_thought(name: str, template: str) -> Thought | None:
     if name == "auto":
         return THINK if THINK.end in template else None
     return REASONING_PARSERS[_ALIASES.get(name, name)]
+
+
+def thought_tokens(thought: Thought, inside: bool, tokenizer: Tokenizer, ids: Sequence[int]) -> int:
+    """How many tokens of an answer are its thought, the marks included; all of them without an end.
+
+    Reads the text as ThoughtParser does, but as bytes: 0.1 ms for a thousand tokens.
+    """
+    pieces = [tokenizer.token_bytes(token) for token in ids]
+    text, begin, end = b"".join(pieces), thought.begin.encode(), thought.end.encode()
+    at = len(text) - len(text.lstrip(SPACE.encode()))
+    if text.startswith(begin, at):
+        at += len(begin)
+    elif not inside:
+        return 0
+    at = text.find(end, at)
+    if at < 0:
+        return len(pieces)
+    left = at + len(end)
+    for count, piece in enumerate(pieces, 1):
+        left -= len(piece)
+        if left <= 0:
+            return count
+    return len(pieces)
 
 
 class ThoughtParser(Incremental):

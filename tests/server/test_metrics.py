@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -185,6 +186,21 @@ def test_a_key_is_needed(dry: Server) -> None:
         assert server.http.get("/metrics").status_code == 401
         found = server.http.get("/metrics", headers={"authorization": "Bearer secret"})
         assert found.status_code == 200 and "vllm:num_requests_running{" in found.text
+
+
+def test_tokens_by_client(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret-a name=anna\nsecret-b name=bert\n")
+    with serving("demo", "--dry-run", "--api-key-file", str(keys)) as server:
+        headers = {"authorization": "Bearer secret-a"}
+        body = {"prompt": [7] * 5, "max_tokens": 3, "ignore_eos": True}
+        assert server.post("/v1/completions", body, headers=headers).status_code == 200
+        text = server.http.get("/metrics", headers=headers).text
+        assert "secret" not in text and "bert" not in text
+        families = {family.name: family for family in text_string_to_metric_families(text)}
+        name = "quire:client_tokens_total"
+        assert value(families, name, client="anna", kind="prompt") == 5
+        assert value(families, name, client="anna", kind="generation") == 3
 
 
 def test_stats_for_people(server: Server) -> None:

@@ -61,6 +61,7 @@ class Account:
         self.ended: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error"), 0))
         self.waited_s: Counter[str] = Counter()  # by cause
         self.lost_s = self.preempted_s = self.recompute_s = 0.0
+        self.client_tokens: dict[tuple[str, str], int] = {}  # by (client, prompt or generation)
         self._tracks: dict[str, Track] = {}
 
     def open(self, requests: Iterable[EngineRequest], arrival_s: float) -> list[Track]:
@@ -112,9 +113,14 @@ class Account:
             self.queue_s.observe(timing.admitted_s - timing.arrival_s)
         track.timing = timing
 
-    def close(self, states: Sequence[RequestState], tracks: Sequence[Track]) -> None:
-        """A request's answers are over, in whatever way."""
+    def close(self, states: Sequence[RequestState], tracks: Sequence[Track], client: str) -> None:
+        """A request's answers are over, in whatever way. `client`: whose they were."""
         at = iter(tracks)
+        for kind, count in (
+            ("prompt", sum(track.prompt_tokens for track in tracks if track.timing is not None)),
+            ("generation", sum(track.tokens for track in tracks)),
+        ):
+            self.client_tokens[client, kind] = self.client_tokens.get((client, kind), 0) + count
         for state in states:
             mine = [next(at) for _ in state.answers]
             if all(track.end_s is not None for track in mine):

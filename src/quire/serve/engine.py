@@ -186,7 +186,7 @@ class AsyncEngine:
         if ids and not self.died.is_set():
             self._process.send(msg.Abort(ids))
         self.admission.leave(client, choices)
-        self.account.close(generation.states, generation.tracks)
+        self.account.close(generation.states, generation.tracks, client.name)
         if generation.error is None:
             self.admission.finished(choices)
             self.completed += 1

@@ -211,6 +211,14 @@ class Families:
             ("recomputed_tokens", "Tokens computed again after preemptions.", account.recomputed_tokens),
         ):
             yield self._counter(f"quire:{name}", text, value)
+        family = CounterMetricFamily(
+            "quire:client_tokens",
+            "Tokens of each client's requests that are over.",
+            labels=[*self._base, "client", "kind"],
+        )
+        for (client, kind), count in account.client_tokens.items():
+            family.add_metric([*self._base.values(), client, kind], count)
+        yield family
         yield self._histogram("quire:step_seconds", "Length of a step. Seconds.", account.step_s)
         yield self._histogram("quire:step_rows", "Requests in a step.", account.step_rows)
         phases = {name: float(seconds) for name, seconds in engine.info.phases_s.items()}

@@ -133,3 +133,23 @@ def test_of_the_demo_model(demo: Server) -> None:
     fields = chat("What is 27 + 45?", temperature=0, stream=True)
     found = ask(demo, "/v1/chat/completions", **fields)
     assert found["terms_ms"]["prefill"] > 0 and found["terms_ms"]["decode"] > 0
+    schema = {"type": "object", "properties": {"a" * 30: {"type": "integer"}}, "additionalProperties": False}
+    form = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    found = ask(demo, "/v1/chat/completions", **fields, response_format=form, max_tokens=8)
+    assert found["queue_ms"]["grammar"] > 0 and found["terms_ms"]["prefill"] > 0
+
+
+def test_of_the_demo_model_with_too_few_pages() -> None:
+    """All there is at once: chunks of prompts, overlapped steps, preemption, abort."""
+    flags = ("--kv-cache-memory", str(24 * 114688), "--max-num-batched-tokens", "64", "--check-invariants")
+    rng = random.Random(2)
+    with serving("demo", "--dtype", "float32", *flags) as server:
+
+        def one(i: int) -> dict[str, Any]:
+            fields: dict[str, Any] = {"max_tokens": rng.randrange(20, 60), "ignore_eos": True, "seed": i}
+            return ask(server, "/v1/completions", prompt=[7 + i % 3] * rng.randrange(1, 120), **fields)
+
+        with concurrent.futures.ThreadPoolExecutor(12) as pool:
+            receipts = list(pool.map(one, range(36)))
+        assert any(receipt["terms_ms"]["recompute"] > 0 for receipt in receipts)
+        assert server.wait_until_idle()["pages"]["used"] == 0

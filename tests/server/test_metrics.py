@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -227,3 +229,21 @@ def test_stats_of_a_new_server() -> None:
         found = server.stats()
         assert found["latency_ms"]["ttft"] is None and found["batch"]["rows"] is None
         assert value(scrape(server), "vllm:kv_cache_usage_perc") == 0
+
+
+def test_the_dashboard_asks_for_what_there_is(server: Server) -> None:
+    text = (Path(__file__).resolve().parents[2] / "deploy/grafana/quire.json").read_text()
+    dashboard = json.loads(text)
+    ask(server, "Hi", 3)
+    there = {
+        sample.name: sample.labels.keys() for family in scrape(server).values() for sample in family.samples
+    }
+    asked = re.compile(r"(?:sum by \(([^)]*)\) \()?(?:rate\()?((?:vllm|quire):\w+)\{")
+    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
+    assert len(expressions) > 20
+    for expression in expressions:
+        found = asked.findall(expression)
+        assert found, expression
+        for by, name in found:
+            assert name in there, name
+            assert set(filter(None, by.split(", "))) | {"model_name"} <= there[name], expression

@@ -95,7 +95,8 @@ class HashPrefixCache:
             return "prompt_logprobs"
         if hits >= (request.known - 1) // self._block_size:
             return "end"
-        return "evicted" if request.names[hits] in self._evicted else "new"
+        next_page = request.names[hits : hits + 1]  # empty: the cache was not asked
+        return "evicted" if next_page and next_page[0] in self._evicted else "new"
 
     def _forget(self, block: int) -> None:
         name = self._name_of.pop(block)

@@ -25,6 +25,8 @@ _REQUEST_S = (
 _STEP_S = (.0005, .001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5)  # fmt: skip
 _ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
+_CAUSES = ("step", "slots", "pages", "tokens", "batch", "grammar")
+
 
 class Track:
     """One engine request. Times are on the monotonic clock; `end_s` is when its last token came here."""
@@ -59,7 +61,7 @@ class Account:
         self.step_rows = Histogram(_ITERATION[:-3])
         self.prompt_tokens = self.cached_tokens = self.recomputed_tokens = 0
         self.ended: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error"), 0))
-        self.waited_s: Counter[str] = Counter()  # by cause
+        self.waited_s = dict.fromkeys(_CAUSES, 0.0)  # in the engine
         self.lost_s = self.preempted_s = self.recompute_s = 0.0
         self.client_tokens: dict[tuple[str, str], int] = {}  # by (client, prompt or generation)
         self._tracks: dict[str, Track] = {}
@@ -137,7 +139,7 @@ class Account:
 
     def _book(self, timing: Timing) -> None:
         for cause, seconds in timing.waited_s.items():
-            self.waited_s[cause] += seconds  # type: ignore[assignment]  # a Counter adds floats as well
+            self.waited_s[cause] = self.waited_s.get(cause, 0.0) + seconds
         self.lost_s += timing.lost_s
         self.preempted_s += timing.preempted_s
         self.recompute_s += timing.recompute_s

@@ -19,7 +19,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from serving import Server, chat, events, serving
 
-from quire.serve.tracing import NoTracing, make_tracing
+from quire.serve.tracing import make_tracing
 from quire.types import ConfigError
 
 LINE = re.compile(
@@ -70,6 +70,31 @@ def test_json_lines() -> None:
     assert {line["logger"] for line in lines} >= {"quire", "quire.stats", "uvicorn.error"}
     figures = next(line for line in lines if line["logger"] == "quire.stats")
     assert figures["generation_tokens_per_s"] > 0 and figures["running"] == 0
+
+
+@pytest.mark.parametrize("form", ["text", "json"])
+def test_a_line_for_each_request(form: str) -> None:
+    with serving("demo", "--dry-run", "--log-requests", "--log-format", form) as server:
+        chats = "/v1/chat/completions"
+        for number, body in enumerate([chat("Hi", max_tokens=3), chat("Hi", stream=True), {}]):
+            server.post(chats, body, headers={"x-request-id": f"number-{number}"})
+        server.http.get("/health")
+        server.http.get("/no%0Asuch")
+        wait_for(lambda: "such" in server.output)
+        lines = server.lines[3:]
+    assert len(lines) == 4 and "number-1" in lines[1]
+    if form == "text":
+        wanted = (
+            rf"INFO .* quire\.requests: POST {chats} 200 in [\d.]+ ms, \d+ \+ 3 tokens, length \(number-0\)\n"
+        )
+        assert re.fullmatch(wanted, lines[0]), lines[0]
+        assert f"POST {chats} 400 in" in lines[2] and r"GET /no\nsuch 404" in lines[3]
+        return
+    whole, stream, bad, missing = map(json.loads, lines)
+    assert (whole["status"], whole["completion_tokens"], whole["ended"]) == (200, 3, "length")
+    assert whole["path"] == chats and 0 < whole["ttft_ms"] <= whole["ms"]
+    assert (stream["request_id"], stream["ended"]) == ("number-1", "stop")
+    assert bad["status"] == 400 and "ended" not in bad and missing["status"] == 404
 
 
 def test_an_exception_is_one_json_line() -> None:
@@ -212,4 +237,3 @@ def test_without_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
         make_tracing("http://localhost:4318", "demo")
     with pytest.raises(ConfigError, match="must be a URL"):
         make_tracing("localhost:4318", "demo")
-    assert isinstance(make_tracing(None, "demo"), NoTracing)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
@@ -14,9 +15,9 @@ from quire.serve.auth import ANYONE, Client
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
 from quire.serve.form import Forms
+from quire.serve.observer import Observer
 from quire.serve.protocol.sampling import SamplingFields
 from quire.serve.settings import ServeConfig
-from quire.serve.tracing import NoTracing, Tracing
 from quire.serve.wire import parse, read_json
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -30,7 +31,7 @@ class Server:
     names: list[str]  # of the model; the first is used in answers
     forms: Forms  # of its answers
     chat_template: str | None = None  # in place of the model's
-    tracing: Tracing = field(default_factory=NoTracing)
+    observers: Sequence[Observer] = ()  # of requests that are over
     started_s: float = field(default_factory=time.time)
     draining: bool = False
 

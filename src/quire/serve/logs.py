@@ -12,6 +12,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from quire.serve.engine import AsyncEngine
+from quire.serve.observer import REQUESTS
 from quire.serve.say import STDERR, STDOUT, say
 from quire.serve.settings import ServeConfig
 from quire.serve.wire import encode
@@ -52,7 +53,8 @@ def set_up(settings: ServeConfig) -> None:
     text = logging.Formatter(_TEXT, "%m-%d %H:%M:%S")
     handler.setFormatter(JsonLines() if settings.log_format == "json" else text)
     logging.basicConfig(handlers=[handler], level=settings.log_level.upper(), force=True)
-    logging.getLogger(_STATS).setLevel(logging.INFO)  # it has a switch of its own
+    for name in (_STATS, REQUESTS):  # they have switches of their own
+        logging.getLogger(name).setLevel(logging.INFO)
 
 
 def tell(settings: ServeConfig, text: str, to: int = STDOUT) -> None:

@@ -9,6 +9,7 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -16,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.serve.auth import Keys, bearer
 from quire.serve.errors import ApiError, as_api_error
-from quire.serve.tracing import Tracing
+from quire.serve.observer import Observer
 from quire.serve.wire import error_response
 
 log = logging.getLogger("quire.serve")
@@ -28,8 +29,8 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class Front:
     """Names each request (`X-Request-Id`), checks its key, and turns exceptions into error bodies."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, tracing: Tracing) -> None:
-        self._app, self._keys, self._tracing = app, keys, tracing
+    def __init__(self, app: ASGIApp, keys: Keys, observers: Sequence[Observer]) -> None:
+        self._app, self._keys, self._observers = app, keys, observers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -64,7 +65,8 @@ class Front:
             if not status:
                 await error_response(found)(scope, receive, named)
         finally:
-            self._tracing.ended(scope, status)
+            for observer in self._observers:
+                observer.ended(scope, status)
 
 
 def _unauthorized(headers: Headers) -> ApiError:

@@ -28,11 +28,11 @@ from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
 from quire.serve.form import Forms
 from quire.serve.logs import set_up, tell, write_stats
+from quire.serve.observer import Observer, RequestLog
 from quire.serve.process import EngineProcess
 from quire.serve.say import STDERR
 from quire.serve.settings import ServeConfig
 from quire.serve.stop import Stop
-from quire.serve.tracing import make_tracing
 from quire.types import ConfigError
 
 log = logging.getLogger("quire.serve")
@@ -77,7 +77,7 @@ async def _serve(
 ) -> int:
     set_up(settings)
     names = settings.served_model_name or [config.model]
-    tracing = make_tracing(settings.otlp_endpoint, names[0])
+    observers = _observers(settings, names[0])
     engine = AsyncEngine(config, settings, process, keys.total_weight)
     stop.attach()
     ready = False
@@ -96,7 +96,7 @@ async def _serve(
             settings.reasoning_parser,
             settings.stream_tool_arguments,
         )
-        server = Server(engine, settings, names, forms, _template(settings), tracing)
+        server = Server(engine, settings, names, forms, _template(settings), observers)
         options = uvicorn.Config(
             build_app(server, keys),
             log_config=None,  # logs.py
@@ -123,10 +123,21 @@ async def _serve(
         web.should_exit = True
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(serving, 5)
-        await asyncio.to_thread(tracing.close)
+        for observer in observers:
+            await asyncio.to_thread(observer.close)
         return code
     finally:
         await engine.close(kill=stop.second.done() or not ready)
+
+
+def _observers(settings: ServeConfig, model: str) -> list[Observer]:
+    """Who looks at requests that are over. Raises ConfigError for what cannot be had."""
+    found: list[Observer] = [RequestLog()] if settings.log_requests else []
+    if settings.otlp_endpoint is not None:
+        from quire.serve.tracing import make_tracing
+
+        found.append(make_tracing(settings.otlp_endpoint, model))
+    return found
 
 
 async def _until_the_end(server: Server, stop: Stop, serving: asyncio.Future[None]) -> int:

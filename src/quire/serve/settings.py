@@ -64,6 +64,7 @@ class ServeConfig:
     dry_run_step_ms: float = _setting(0.0, "milliseconds that a step takes with --dry-run")
     log_level: str = _setting("warning", "log level of the server: debug, info, warning, error")
     log_format: str = _setting("text", "form of the server's lines: text, json")
+    log_requests: bool = _setting(False, "write a line for every request that is over")
     log_stats_interval: float = _setting(10.0, "seconds between lines with the server's figures; 0: none")
     otlp_endpoint: str | None = _setting(
         None, "send OpenTelemetry traces to this collector (OTLP over HTTP, such as http://localhost:4318)"

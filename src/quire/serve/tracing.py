@@ -1,14 +1,14 @@
 """OpenTelemetry traces: a span for each request, with its queue, prefill and decode inside, to an OTLP collector.
 
 Spans are made when a request is over, from the times that its track holds (account.py), so tracing costs
-nothing before that; a thread of the library sends them. Off is `NoTracing`. Names of spans and attributes are
+nothing before that; a thread of the library sends them. Names of spans and attributes are
 vLLM's, which are OpenTelemetry's for generative AI where there are such.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
 
 from starlette.datastructures import Headers
@@ -24,26 +24,8 @@ if TYPE_CHECKING:
 _FLUSH_MS = 2000
 
 
-class Tracing(Protocol):
-    def ended(self, scope: Scope, status: int) -> None:
-        """An HTTP request is over; if prompts came of it, its scope holds the generation."""
-        ...
-
-    def close(self) -> None:
-        """Send what is left, for some seconds at most."""
-        ...
-
-
-class NoTracing:
-    def ended(self, scope: Scope, status: int) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-class OtlpTracing:
-    """Owns the library's provider; nothing global is touched."""
+class Tracing:
+    """An Observer. Owns the library's provider; nothing global is touched."""
 
     def __init__(self, exporter: SpanExporter, model: str) -> None:
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -91,7 +73,7 @@ class OtlpTracing:
             "gen_ai.usage.prompt_tokens": generation.prompt_tokens,
             "gen_ai.usage.completion_tokens": generation.completion_tokens,
             "gen_ai.usage.cached_tokens": generation.cached_tokens,
-            "http.route": scope["path"],
+            "http.route": scope["path"][:128],
             "http.response.status_code": status,
         }
         if params.max_tokens is not None:
@@ -128,11 +110,9 @@ def _ns(seconds: float) -> int:
     return int(seconds * 1e9)
 
 
-def make_tracing(endpoint: str | None, model: str) -> Tracing:
-    """What `endpoint`, the address of a collector for OTLP over HTTP, asks for. Raises ConfigError without
-    the libraries or for an address that is none."""
-    if endpoint is None:
-        return NoTracing()
+def make_tracing(endpoint: str, model: str) -> Tracing:
+    """Traces to `endpoint`, the address of a collector for OTLP over HTTP. Raises ConfigError without the
+    libraries, or for an address that is none."""
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(f"otlp_endpoint must be a URL such as http://localhost:4318, got {endpoint!r}")
@@ -141,4 +121,4 @@ def make_tracing(endpoint: str | None, model: str) -> Tracing:
     except ImportError as error:
         raise ConfigError(f"otlp_endpoint needs OpenTelemetry ({error}): pip install 'quire[otlp]'") from None
     path = parts.path if parts.path.strip("/") else "/v1/traces"
-    return OtlpTracing(OTLPSpanExporter(endpoint=urlunsplit(parts._replace(path=path))), model)
+    return Tracing(OTLPSpanExporter(endpoint=urlunsplit(parts._replace(path=path))), model)

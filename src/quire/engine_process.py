@@ -14,7 +14,7 @@ import sys
 import zmq
 
 from quire.core.engine import Engine
-from quire.core.stats import load_of, stats_of
+from quire.core.stats import figures_of, load_of, stats_of
 from quire.frontend import messages as msg
 from quire.frontend.client import describe, refusal
 from quire.start import start_engine
@@ -67,6 +67,7 @@ def _build(start: msg.Start) -> tuple[Engine, EngineInfo]:
 def serve(engine: Engine, socket: zmq.Socket[bytes], parent: int) -> None:
     """Take what has arrived, run a step, send what it brought; wait only when there is nothing to do."""
     received = told = 0  # requests taken in, and how many of them the client knows of
+    steps_told = 0
     while os.getppid() == parent:
         busy = engine.has_work or (not socket.poll(0) and engine.idle())
         wait_ms = 0 if busy else _IDLE_POLL_MS
@@ -94,7 +95,9 @@ def serve(engine: Engine, socket: zmq.Socket[bytes], parent: int) -> None:
                 engine.check()
         if outputs or received > told:
             told = received
-            socket.send(msg.encode(msg.Outputs(outputs, load_of(engine, received))))
+            figures = figures_of(engine, steps_told)
+            steps_told = engine.log.ended
+            socket.send(msg.encode(msg.Outputs(outputs, load_of(engine, received), figures)))
 
 
 if __name__ == "__main__":

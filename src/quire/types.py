@@ -269,6 +269,36 @@ class EngineOutput:
     prompt_logprobs_start: int = 1
     pooled: bytes | None = None  # float32 [hidden]
     error: str | None = None
+    timing: Timing | None = None  # with the first token, the first one after a preemption, and the end
+
+
+TimingPhase = Literal["held", "waiting", "computing", "decoding"]
+
+
+@dataclass(slots=True)
+class Timing:
+    """Where a request's time in the engine went: seconds, on a monotonic clock that all processes share.
+
+    The sum of `waited_s` and the other durations is `until_s - arrival_s`; after `until_s` the request is in
+    `phase`. `lost_s` is what it waited while other requests' prompts were computed (core/clocks.py).
+    """
+
+    arrival_s: float
+    until_s: float
+    phase: TimingPhase = "waiting"
+    waited_s: dict[str, float] = field(default_factory=dict)  # before it was first admitted, by cause
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    lost_s: float = 0.0
+    preempted_s: float = 0.0  # waiting again, after a preemption
+    recompute_s: float = 0.0  # computing again what a preemption threw away
+    admitted_s: float | None = None  # when
+    first_token_s: float | None = None  # when
+    lost_mark_s: float = 0.0  # Figures.lost_s at `until_s`
+    preemptions: int = 0
+    cached_tokens: int = 0  # of the prompt, when it was first admitted
+    recomputed_tokens: int = 0  # after preemptions
+    prefix_end: str = ""  # why no more of the prompt was found in the prefix cache (core/prefix.py)
 
 
 @dataclass(slots=True)
@@ -309,6 +339,42 @@ class Load:
 
 
 @dataclass(slots=True)
+class Totals:
+    """Counters since start, in requests, steps and tokens."""
+
+    steps: int = 0
+    requests: int = 0
+    finished: int = 0
+    aborted: int = 0
+    preemptions: int = 0
+    pressure: int = 0  # times that pages ran out: preemptions, and admissions that began to wait for pages
+    prompt_tokens: int = 0
+    queried_tokens: int = 0  # looked up in the prefix cache; again after a preemption
+    cached_tokens: int = 0  # of them found
+    computed_tokens: int = 0
+    generated_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Figures:
+    """What an engine sends along with its outputs: its counters, and what it is like after the latest step.
+
+    `lost_s` is a clock (core/clocks.py). `steps` are those that ended since the last message:
+    (rows, tokens, seconds).
+    """
+
+    time_s: float = 0.0  # monotonic clock, when the latest step ended
+    lost_s: float = 0.0
+    free_pages: int = 0  # evictable ones included
+    cached_pages: int = 0
+    held: int = 0  # waiting requests that could not run even if there was room
+    evictions: int = 0
+    wait_reason: str | None = None
+    totals: Totals = field(default_factory=Totals)
+    steps: list[tuple[int, int, float]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
 class EngineStats:
     """An engine's figures: now, and since it started (`totals`, in requests, steps and tokens)."""
 
@@ -346,7 +412,7 @@ class Request:
     eos_ids: frozenset[int]
     min_tokens: int  # before which stop_ids do not count
     source: EngineRequest
-    arrival_s: float = 0.0
+    timing: Timing = field(default_factory=lambda: Timing(0.0, 0.0))
     computed: int = 0
     pending: int = 0
     drafts: int = 0  # draft tokens to verify per step; 0 without speculation
@@ -361,8 +427,15 @@ class Request:
     cached: int = -1  # tokens found in the prefix cache on first admission; -1 before it
     scored: int = 1  # next prompt position whose log-probability is still to be delivered
     preemptions: int = 0
-    first_scheduled_s: float = 0.0
     charged: int = 0  # output tokens booked to its client so far
+    catching_up: bool = True  # since its admission no step has computed all that is known of it
+    waits_mark_s: dict[str, float] = field(default_factory=dict)  # the clocks when it began to wait
+    prompt_mark_s: float = 0.0  # the clock of steps with prompts when it was admitted
+    own_s: float = 0.0  # of these steps, its share since then
+
+    @property
+    def arrival_s(self) -> float:
+        return self.timing.arrival_s
 
     @property
     def known(self) -> int:

@@ -22,6 +22,7 @@ def test_curl(demo: Server) -> None:
         command = snippet.replace("http://localhost:8000", demo.url).replace("curl ", "curl -s ", 1)
         found = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60)
         assert "27 + 45 = 72" in found.stdout, found
+        assert ("terms_ms" in found.stdout) == ("receipt" in snippet), found
 
 
 def test_snippet_of_embeddings(demo: Server) -> None:

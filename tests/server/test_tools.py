@@ -243,6 +243,12 @@ def test_reasoning_before_a_call(dry: Server, notes: str) -> None:
     assert found["reasoning"] == "I see." and found["calls"] == [("get_weather", CITY)]
     message = dry.post(PATH, body).json()["choices"][0]["message"]
     assert message["reasoning"] == message["reasoning_content"] == "I see." and message["content"] is None
+    usage = dry.post(PATH, body).json()["usage"]
+    thought = len(dry.post("/tokenize", {"prompt": text.partition("</think>")[0]}).json()["tokens"])
+    reasoning = usage["completion_tokens_details"]["reasoning_tokens"]
+    assert thought < reasoning < thought + 9 < usage["completion_tokens"]
+    streamed = events(dry.post(PATH, {**body, "stream": True, "stream_options": {"include_usage": True}}))
+    assert streamed[-2]["usage"] == usage
     (found,) = both(dry, {**body, "include_reasoning": False})
     assert found["reasoning"] == "" and found["calls"] == [("get_weather", CITY)]
     (found,) = both(dry, {**body, "separate_reasoning": False, "tools": None})

@@ -8,10 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from quire.frontend.location import locate_model
+from quire.frontend.tokenizer import load_tokenizer
 from quire.serve.choice import merged
 from quire.serve.parser import Content, Event, PlainText, Reasoning, TextParser
-from quire.serve.reasoning import THINK, ThoughtParser, choose_thought, known_reasoning_parser
+from quire.serve.reasoning import (
+    THINK,
+    ThoughtParser,
+    choose_thought,
+    known_reasoning_parser,
+    thought_tokens,
+)
 from quire.serve.tools.registry import TOOL_PARSERS
+
+TOKENIZER = load_tokenizer(locate_model("demo").path)
 
 
 def events(pieces: list[str], inside: bool = False, inner: TextParser | None = None) -> list[Event]:
@@ -52,6 +62,20 @@ def test_thoughts_however_cut(text: str, inside: bool, wanted: tuple[str, str]) 
     for _ in range(20):
         places = sorted(rng.choices(range(len(text) + 1), k=6))
         assert events([text[a:b] for a, b in zip([0, *places], [*places, len(text)])], inside) == whole
+
+
+@pytest.mark.parametrize("text, inside, wanted", CASES)
+def test_tokens_of_thoughts(text: str, inside: bool, wanted: tuple[str, str]) -> None:
+    """The last one is that which completes the closing mark."""
+    ids = TOKENIZER.encode(text, add_special_tokens=False)
+    count = thought_tokens(THINK, inside, TOKENIZER, ids)
+    if not (inside or text.lstrip().startswith("<think>")):
+        assert count == 0
+    elif "</think>" not in text:
+        assert count == len(ids)
+    else:
+        assert "</think>" in TOKENIZER.decode(ids[:count], False)
+        assert "</think>" not in TOKENIZER.decode(ids[: count - 1], False)
 
 
 def test_a_call_behind_a_thought() -> None:

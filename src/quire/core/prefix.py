@@ -24,6 +24,12 @@ class PrefixCache(Protocol):
         """Offer the full pages of the request that are computed and whose tokens are known."""
         ...
 
+    def end_of_match(self, request: Request, hits: int) -> str:
+        """Why `match` found `hits` pages and no more: "end" (it found all full pages), "new" (this page was
+        not seen before), "evicted" (it was, and had to make room), or what keeps the cache from being used:
+        "off", "prompt_logprobs"."""
+        ...
+
 
 class NoPrefixCache:
     """Off: nothing is found, nothing is kept."""
@@ -34,6 +40,9 @@ class NoPrefixCache:
     def publish(self, request: Request) -> None:
         request.publish_at = 1 << 62
 
+    def end_of_match(self, request: Request, hits: int) -> str:
+        return "off"
+
 
 class HashPrefixCache:
     def __init__(self, pool: BlockPool, block_size: int) -> None:
@@ -41,6 +50,7 @@ class HashPrefixCache:
         self._block_size = block_size
         self._block_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
+        self._evicted: dict[bytes, None] = {}  # names given up lately, as many as there are pages
         self._secret = os.urandom(32)
         pool.on_evict(self._forget)
 
@@ -80,5 +90,18 @@ class HashPrefixCache:
             tokens = request.tokens[start : start + size].tobytes()
             names.append(blake2b(parent + b"|" + tokens, digest_size=16, key=self._secret).digest())
 
+    def end_of_match(self, request: Request, hits: int) -> str:
+        if request.params.prompt_logprobs is not None:
+            return "prompt_logprobs"
+        if hits >= (request.known - 1) // self._block_size:
+            return "end"
+        next_page = request.names[hits : hits + 1]  # empty: the cache was not asked
+        return "evicted" if next_page and next_page[0] in self._evicted else "new"
+
     def _forget(self, block: int) -> None:
-        del self._block_of[self._name_of.pop(block)]
+        name = self._name_of.pop(block)
+        del self._block_of[name]
+        self._evicted.pop(name, None)  # to the end of the line
+        self._evicted[name] = None
+        if len(self._evicted) > self._pool.num_blocks:
+            del self._evicted[next(iter(self._evicted))]

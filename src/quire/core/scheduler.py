@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quire.core.blocks import BlockPool
+from quire.core.clocks import Clocks
 from quire.core.policy import Policy
 from quire.core.prefix import PrefixCache
 from quire.core.shared import NoSharedPrefix, SharedPrefix
@@ -63,6 +64,8 @@ class _Draft:
     admits: list[Admit] = field(default_factory=list)
     new_blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
+    # (request, tokens of its row, whether it then has caught up), of those that had not
+    catching_up: list[tuple[Request, int, bool]] = field(default_factory=list)
 
 
 def _order(request: Request) -> tuple[int, ...]:
@@ -82,12 +85,13 @@ class Scheduler:
         self.pool, self.cache, self.policy, self.limits = pool, cache, policy, limits
         self.shared = shared or NoSharedPrefix()
         self.log = log
+        self.clocks = Clocks(log)
         self.requests: dict[str, Request] = {}  # every request that is not finished
         self.waiting = Waiting()
         self.running: list[Request] = []  # sorted by order
         self._free_slots = list(range(limits.max_num_seqs))[::-1]
         self._in_flight: deque[StepPlan] = deque()
-        self._rows_in_flight: deque[list[Request]] = deque()
+        self._drafts_in_flight: deque[_Draft] = deque()
         self._outputs: list[EngineOutput] = []
         self._sequence = 0
         self._admissions = 0
@@ -130,9 +134,9 @@ class Scheduler:
             eos_ids=frozenset(source.eos_ids),
             min_tokens=0 if source.grammar else source.params.min_tokens,
             source=source,
-            arrival_s=time.monotonic(),
             held=held,
         )
+        self.clocks.arrived(request)
         self._sequence += 1
         self.requests[request.id] = request
         self.log.totals.requests += 1
@@ -142,7 +146,7 @@ class Scheduler:
     def settle(self, request_id: str, error: str | None) -> None:
         """Let a held request run, or end a request with an error; unknown ids are ignored."""
         if request := self.requests.get(request_id):
-            request.held = None
+            self.clocks.released(request)
             if error is not None:
                 output = self._finish(request, [], "error")
                 output.error = error
@@ -181,6 +185,7 @@ class Scheduler:
             if n := self.policy.chunk(want, draft.budget):
                 self._place(draft, request, n)
         self._wait_reason = self._admit(draft, was_empty) if self.waiting else None
+        self.clocks.wait(self._wait_reason)
         return self._finish_plan(draft) if draft.rows else None
 
     def _place(self, draft: _Draft, request: Request, n: int) -> None:
@@ -209,6 +214,9 @@ class Scheduler:
         draft.starts.append(start)
         draft.samples.append(end == total)
         request.last_step = draft.step
+        if request.catching_up:
+            request.catching_up = end != total
+            draft.catching_up.append((request, n, end == total))
         request.computed = end
         if end >= request.publish_at:
             self.cache.publish(request)
@@ -229,7 +237,7 @@ class Scheduler:
         victim.preemptions += 1
         self.waiting.add(victim)
         draft.preempted.append(victim.id)
-        self.log.totals.preemptions += 1
+        self.clocks.preempted(victim)
         return True
 
     def _admit(self, draft: _Draft, was_empty: bool) -> str | None:
@@ -265,7 +273,9 @@ class Scheduler:
         if request.cached < 0:
             request.cached = request.computed
             self.waiting.charge(request, request.prompt_len - request.computed)
-            request.first_scheduled_s = time.monotonic()
+            request.timing.prefix_end = self.cache.end_of_match(request, len(hits))
+        self.clocks.admitted(request)
+        self.log.totals.queried_tokens += request.known
         self.log.totals.cached_tokens += request.computed
         insort(self.running, request, key=_order)
         draft.admits.append(
@@ -309,7 +319,7 @@ class Scheduler:
         )
         self._step += 1
         self._in_flight.append(plan)
-        self._rows_in_flight.append(draft.rows)
+        self._drafts_in_flight.append(draft)
         self.log.totals.computed_tokens += plan.total_tokens
         self.log.append(
             StepRecord(
@@ -322,6 +332,7 @@ class Scheduler:
                 waiting=len(self.waiting),
                 wait_reason=self._wait_reason,
                 free_blocks=self.pool.num_free,
+                prompt_tokens=sum(n for _, n, _ in draft.catching_up),
             )
         )
         return plan
@@ -330,8 +341,9 @@ class Scheduler:
 
     def retire(self, result: StepResult) -> None:
         """Book the oldest step in flight; what it brings the requests is handed out by `take_outputs`."""
-        plan, rows = self._in_flight.popleft(), self._rows_in_flight.popleft()
+        plan, draft = self._in_flight.popleft(), self._drafts_in_flight.popleft()
         assert result.step == plan.step, f"result of step {result.step}, expected {plan.step}"
+        rows, caught_up = draft.rows, self.clocks.retired(plan.step, draft.catching_up)
         scores = self._book_scores(plan, rows, result) if result.prompt_logprobs else {}
         drafts = plan.num_drafts.tolist()
         sampled = 0
@@ -346,6 +358,8 @@ class Scheduler:
             if self.limits.keeps_kv:
                 request.computed -= drafts[index] - (len(new) - 1)
             output = self._append(request, new)
+            if caught_up and request in caught_up:
+                output.timing = self.clocks.timing(request)
             if result.logprobs is not None and (top := request.params.logprobs) is not None:
                 output.logprobs = [result.logprobs.at(sampled - 1, top)]
             if request.id in scores:
@@ -397,12 +411,14 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         request.status = "finished"
+        self.clocks.finished(request)
         self.waiting.settle(request)
         del self.requests[request.id]
         totals = self.log.totals
         totals.finished += 1
         totals.generated_tokens += len(new)
-        return EngineOutput(request.id, new, reason, stop_reason, num_cached_tokens=max(request.cached, 0))
+        cached = max(request.cached, 0)
+        return EngineOutput(request.id, new, reason, stop_reason, cached, timing=request.timing)
 
     def _release(self, request: Request) -> None:
         self.pool.release(request.blocks)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from quire.core.engine import Engine
-from quire.types import EngineStats, Load
+from quire.types import EngineStats, Figures, Load
 
 
 def load_of(engine: Engine, received: int) -> Load:
@@ -17,6 +17,23 @@ def load_of(engine: Engine, received: int) -> Load:
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
         waiting_tokens=scheduler.waiting.tokens,
+    )
+
+
+def figures_of(engine: Engine, told: int) -> Figures:
+    """What goes along with every message of outputs. `told`: the step after the last one that `steps` of an
+    earlier message held."""
+    scheduler, log, clocks = engine.scheduler, engine.log, engine.scheduler.clocks
+    return Figures(
+        time_s=clocks.ended_s,
+        lost_s=clocks.lost_s,
+        free_pages=scheduler.pool.num_free,
+        cached_pages=scheduler.pool.num_cached,
+        held=clocks.held,
+        evictions=scheduler.pool.evictions,
+        wait_reason=log.last.wait_reason if len(log) and scheduler.waiting else None,
+        totals=log.totals,
+        steps=[(len(r.rows), sum(count for _, _, count in r.rows), r.took_s) for r in log.ended_since(told)],
     )
 
 

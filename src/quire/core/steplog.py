@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from quire.types import Totals
+
 
 @dataclass(slots=True)
 class StepRecord:
@@ -29,31 +31,31 @@ class StepRecord:
     launch_s: float = 0.0
     wait_s: float = 0.0
     retire_s: float = 0.0
-
-
-@dataclass(slots=True)
-class Totals:
-    """Counters since start, in requests, steps and tokens."""
-
-    steps: int = 0
-    requests: int = 0
-    finished: int = 0
-    aborted: int = 0
-    preemptions: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    computed_tokens: int = 0
-    generated_tokens: int = 0
+    prompt_tokens: int = 0  # of requests that have not caught up: prompts, and what a preemption threw away
+    took_s: float = 0.0  # from the end of the step before it, or its own beginning, to its end
 
 
 class StepLog:
     def __init__(self, capacity: int = 4096) -> None:
         self._records: deque[StepRecord] = deque(maxlen=capacity)
         self.totals = Totals()
+        self.ended = 0  # steps whose results are there
 
     def append(self, record: StepRecord) -> None:
         self._records.append(record)
         self.totals.steps += 1
+
+    def end(self, step: int, now_s: float, previous_s: float) -> StepRecord:
+        """Book the end of a step, which began when the one before it ended at the earliest; its record."""
+        record = self._records[step - self.totals.steps]
+        record.took_s = now_s - max(previous_s, record.time_s)
+        self.ended = step + 1
+        return record
+
+    def ended_since(self, step: int) -> list[StepRecord]:
+        """The records of `step` and of all after it that have ended, as far as they are still there."""
+        first = max(step, self.totals.steps - len(self._records))
+        return [self._records[i - self.totals.steps] for i in range(first, self.ended)]
 
     @property
     def last(self) -> StepRecord:

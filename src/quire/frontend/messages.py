@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from quire.config import EngineConfig
-from quire.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, Load
+from quire.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, Figures, Load
 
 
 class Start(msgspec.Struct, tag=True):
@@ -41,10 +41,11 @@ class Ready(msgspec.Struct, tag=True):
 
 
 class Outputs(msgspec.Struct, tag=True):
-    """Engine to client: everything one step brought, and how busy the engine is after it."""
+    """Engine to client: everything one step brought, and what the engine is like after it."""
 
     outputs: list[EngineOutput]
     load: Load
+    figures: Figures
 
 
 class Stats(msgspec.Struct, tag=True):

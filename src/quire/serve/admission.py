@@ -33,7 +33,7 @@ class Admission:
         self._total_weight = total_weight
         self._open: dict[str, int] = {}  # choices of each client that are not finished
         self.load = Load()
-        self.rejected = 0
+        self.rejections = {"max_waiting": 0, "max_waiting_tokens": 0, "draining": 0}  # by cause
         self.draining: str | None = None  # why nobody is let in any more
         self._preparing = 0  # choices whose prompt is being tokenised
         self._sent = 0  # engine requests since the start
@@ -62,7 +62,7 @@ class Admission:
     def arrive(self, client: Client, choices: int) -> None:
         """Make room for `choices` engine requests. Raises ApiError 503 if there is none, 400 if there never is."""
         if self.draining:
-            self.rejected += 1
+            self.rejections["draining"] += 1
             raise overloaded(self.draining, 5)
         if choices > self._max_waiting + self._slots:
             raise ApiError(
@@ -72,7 +72,9 @@ class Admission:
             )
         full = self.waiting + choices > self._max_waiting + self._idle_slots()
         if full and self._has_its_share(client, choices):
-            self._turn_away(f"{self.waiting} requests wait already (max_waiting is {self._max_waiting})")
+            self._turn_away(
+                "max_waiting", f"{self.waiting} requests wait already (max_waiting is {self._max_waiting})"
+            )
         self._preparing += choices
         self._open[client.name] = self._open.get(client.name, 0) + choices
 
@@ -89,7 +91,8 @@ class Admission:
         limit, alone = self._max_tokens, self._open[client.name] <= choices
         if limit is not None and not alone and self.waiting and self.waiting_tokens + tokens > limit:
             self._turn_away(
-                f"{self.waiting_tokens} prompt tokens wait already (max_waiting_tokens is {limit})"
+                "max_waiting_tokens",
+                f"{self.waiting_tokens} prompt tokens wait already (max_waiting_tokens is {limit})",
             )
         self._sent += choices
         self._on_the_way.append((self._sent, tokens))
@@ -118,7 +121,12 @@ class Admission:
             self._rate += share * (self._finished / passed - self._rate)
             self._finished, self._since_s = 0, time.monotonic()
 
-    def _turn_away(self, message: str) -> None:
-        self.rejected += 1
+    @property
+    def rejected(self) -> int:
+        """Requests turned away since the start."""
+        return sum(self.rejections.values())
+
+    def _turn_away(self, cause: str, message: str) -> None:
+        self.rejections[cause] += 1
         wait_s = self.waiting / self._rate if self._rate > 0 else 1.0
         raise overloaded(message, min(_LONGEST_S, wait_s))

@@ -20,6 +20,7 @@ from quire.serve.embeddings import embeddings
 from quire.serve.errors import ApiError, as_api_error
 from quire.serve.generate import generate
 from quire.serve.messages.routes import count_tokens, messages
+from quire.serve.metrics import metrics
 from quire.serve.middleware import Front
 from quire.serve.protocol.chat import ChatRequest
 from quire.serve.responses.routes import cancel_response, create_response, delete_response, get_response
@@ -54,6 +55,7 @@ def routes() -> list[Route]:
         Route("/ping", health, methods=[*get, *post]),
         Route("/version", version, methods=get),
         Route("/stats", stats, methods=get),
+        Route("/metrics", metrics, methods=get),
     ]
 
 
@@ -61,7 +63,7 @@ def build_app(server: Server, keys: Keys) -> ASGIApp:
     handlers: dict[Any, Any] = {HTTPException: _http_error, ApiError: _error, QuireError: _error, 500: _error}
     app = Starlette(routes=routes(), exception_handlers=handlers)
     app.state.server = server
-    front: ASGIApp = Front(app, keys)
+    front: ASGIApp = Front(app, keys, server.observers)
     settings = server.settings
     if settings.allowed_origins:
         front = CORSMiddleware(

@@ -19,7 +19,8 @@ from quire.serve.form import AnswerForm
 from quire.serve.generation import Generation
 from quire.serve.logprobs import prompt_logprobs
 from quire.serve.protocol.chat import ChatChunk, ChatRequest, ChatResponse
-from quire.serve.protocol.sampling import usage_of
+from quire.serve.protocol.sampling import Usage, usage_of
+from quire.serve.receipt import ReceiptMaker, receipt_maker
 from quire.serve.sampling import check_fields, sampling_params
 from quire.serve.stream import stream, whole
 from quire.serve.tools.request import ToolUse, tool_use
@@ -43,7 +44,7 @@ class Turn:
 async def chat_completions(request: Request) -> Response:
     chat, warnings = await read_request(request, ChatRequest)
     turn = await begin(request, chat, warnings)
-    answer = ChatAnswer(turn)
+    answer = ChatAnswer(turn, receipt_maker(request, chat, turn.generation))
     if chat.stream:
         slow_s = turn.server.settings.slow_reader_timeout
         return await stream(request, turn.generation, answer.chunks, answer.last, slow_s)
@@ -145,16 +146,17 @@ def _echoed(chat: ChatRequest, role: str) -> str:
 class ChatAnswer:
     """The answer to one chat, whole or in chunks. Owns the builders of its choices."""
 
-    def __init__(self, turn: Turn) -> None:
+    def __init__(self, turn: Turn, receipt: ReceiptMaker) -> None:
         server, chat, generation = turn.server, turn.chat, turn.generation
         self._chat, self._model, self._generation = chat, turn.model, generation
-        self._warnings = turn.warnings
+        self._warnings, self._receipt = turn.warnings, receipt
         self._id = answer_id("chatcmpl", chat.request_id)
         self._created = int(time.time())
         self._first = True
         options = chat.stream_options
         self._usage = bool(options and options.include_usage)
         self._continuous = bool(options and options.include_usage and options.continuous_usage_stats)
+        self._thought_tokens = turn.form.thought_tokens
         role = server.settings.response_role
         self._builders = [
             ChatChoiceBuilder(
@@ -179,7 +181,7 @@ class ChatAnswer:
             created=self._created,
             model=self._model,
             choices=[b.message(o) for b, o in zip(self._builders, output.outputs)],
-            usage=usage_of(generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens),
+            usage=self._whole_usage(),
             warnings=self._warnings or UNSET,
         )
         if output.prompt_logprobs is not None:
@@ -188,7 +190,18 @@ class ChatAnswer:
             found.prompt_token_ids = output.prompt_token_ids
         if chat.return_prompt_text:
             found.prompt_text = output.prompt or ""
+        found.receipt = self._receipt()
         return found
+
+    def _whole_usage(self) -> Usage:
+        generation, count = self._generation, self._thought_tokens
+        answers = [answer.token_ids for state in generation.states for answer in state.answers]
+        return usage_of(
+            generation.prompt_tokens,
+            generation.completion_tokens,
+            generation.cached_tokens,
+            None if count is None else sum(map(count, answers)),
+        )
 
     def chunks(self, outputs: list[RequestOutput]) -> list[ChatChunk]:
         found = []
@@ -202,6 +215,8 @@ class ChatAnswer:
                         generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens
                     )
                 found.append(chunk)
+        if found and self._generation.finished and not self._usage:
+            found[-1].receipt = self._receipt()
         return found
 
     def _chunk(self) -> ChatChunk:
@@ -219,8 +234,7 @@ class ChatAnswer:
     def last(self) -> list[ChatChunk]:
         if not self._usage:
             return []
-        generation, chunk = self._generation, self._chunk()
-        chunk.usage = usage_of(
-            generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens
-        )
+        chunk = self._chunk()
+        chunk.usage = self._whole_usage()
+        chunk.receipt = self._receipt()
         return [chunk]

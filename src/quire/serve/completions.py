@@ -23,6 +23,7 @@ from quire.serve.protocol.completions import (
     CompletionResponse,
 )
 from quire.serve.protocol.sampling import Usage, usage_of
+from quire.serve.receipt import ReceiptMaker, receipt_maker
 from quire.serve.sampling import MAX_CHOICES, check_fields, sampling_params
 from quire.serve.stream import stream, whole
 from quire.serve.wire import json_response
@@ -58,7 +59,8 @@ async def completions(request: Request) -> Response:
         ]
 
     generation = await server.engine.generate(client, choices, jobs, bool(wanted.stream), wanted.timeout)
-    answer = CompletionAnswer(server, wanted, model, generation, warnings)
+    receipt = receipt_maker(request, wanted, generation)
+    answer = CompletionAnswer(server, wanted, model, generation, warnings, receipt)
     if wanted.stream:
         slow_s = server.settings.slow_reader_timeout
         return await stream(request, generation, answer.chunks, answer.last, slow_s)
@@ -110,10 +112,11 @@ class CompletionAnswer:
         model: str,
         generation: Generation,
         warnings: list[str],
+        receipt: ReceiptMaker,
     ) -> None:
         self._tokenizer = server.engine.tokenizer
         self._wanted, self._model, self._generation = wanted, model, generation
-        self._warnings = warnings
+        self._warnings, self._receipt = warnings, receipt
         self._id = answer_id("cmpl", wanted.request_id)
         self._created = int(time.time())
         self._n = len(generation.states[0].answers)
@@ -143,6 +146,7 @@ class CompletionAnswer:
             choices=choices,
             usage=self._usage(),
             warnings=self._warnings or UNSET,
+            receipt=self._receipt(),
         )
 
     def _choice(self, number: int, output: RequestOutput, answer: CompletionOutput) -> CompletionChoice:
@@ -190,6 +194,8 @@ class CompletionAnswer:
                 if self._continuous:
                     chunk.usage = self._usage()
                 found.append(chunk)
+        if found and self._generation.finished and not self._include_usage:
+            found[-1].receipt = self._receipt()
         return found
 
     def _piece(self, number: int, output: RequestOutput, answer: CompletionOutput) -> CompletionChoice:
@@ -224,5 +230,5 @@ class CompletionAnswer:
         if not self._include_usage:
             return []
         chunk = self._chunk()
-        chunk.usage = self._usage()
+        chunk.usage, chunk.receipt = self._usage(), self._receipt()
         return [chunk]

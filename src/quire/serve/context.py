@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar, cast
 
@@ -14,6 +15,7 @@ from quire.serve.auth import ANYONE, Client
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
 from quire.serve.form import Forms
+from quire.serve.observer import Observer
 from quire.serve.protocol.sampling import RequestFields
 from quire.serve.responses.store import ResponseStore
 from quire.serve.settings import ServeConfig
@@ -31,6 +33,7 @@ class Server:
     forms: Forms  # of its answers
     chat_template: str | None = None  # in place of the model's
     pooling: str = "mean"  # of embeddings
+    observers: Sequence[Observer] = ()  # of requests that are over
     started_s: float = field(default_factory=time.time)
     draining: bool = False
     responses: ResponseStore = field(init=False)

@@ -25,6 +25,7 @@ from quire.frontend.location import locate_model, locate_tokenizer
 from quire.frontend.output import OutputAssembler, RequestState
 from quire.frontend.processor import InputProcessor, Prompt
 from quire.frontend.tokenizer import NoTokenizer, Tokenizer, load_generation_defaults, load_tokenizer
+from quire.serve.account import Account
 from quire.serve.admission import Admission
 from quire.serve.auth import Client
 from quire.serve.errors import ApiError, as_api_error
@@ -100,6 +101,7 @@ class AsyncEngine:
         self.admission = Admission(
             settings.max_waiting, settings.max_waiting_tokens, self.info.max_num_seqs, self._total_weight
         )
+        self.account = Account(self.info.max_model_len)
         self._receiver = asyncio.ensure_future(self._receive())
 
     async def in_thread(self, work: Callable[..., T], *args: object) -> T:
@@ -136,7 +138,10 @@ class AsyncEngine:
             admission.leave(client, choices)
             raise
         generation = Generation(
-            [p.state for p in prepared], live, lambda ended: self._close(ended, client, choices)
+            [p.state for p in prepared],
+            self.account.open((request for p in prepared for request in p.requests), arrival_s),
+            live,
+            lambda ended: self._close(ended, client, choices),
         )
         for one in prepared:
             self._open[one.state.request_id] = generation
@@ -182,6 +187,7 @@ class AsyncEngine:
         if ids and not self.died.is_set():
             self._process.send(msg.Abort(ids))
         self.admission.leave(client, choices)
+        self.account.close(generation.states, generation.tracks, client.name)
         if generation.error is None:
             self.admission.finished(choices)
             self.completed += 1
@@ -197,9 +203,11 @@ class AsyncEngine:
                     await asyncio.sleep(0)
                     yielded_s = time.monotonic()
                 match message:
-                    case msg.Outputs(outputs, load):
+                    case msg.Outputs(outputs, load, figures):
                         self.admission.report(load)
-                        applied = self._assembler.apply(outputs)
+                        now_s = time.monotonic()
+                        applied = self._assembler.apply(outputs, now_s)
+                        self.account.apply(outputs, figures, applied.aborts, now_s)
                         if applied.aborts:
                             self._process.send(msg.Abort(applied.aborts))
                         for state in applied.changed:

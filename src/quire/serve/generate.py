@@ -12,6 +12,7 @@ from quire.serve.context import answer_id, client_of, read_request, server_of
 from quire.serve.engine import Job
 from quire.serve.errors import bad_request
 from quire.serve.protocol.other import GenerateRequest, GenerateResponse
+from quire.serve.receipt import receipt_maker
 from quire.serve.sampling import check_fields, sampling_params
 from quire.serve.stream import whole
 from quire.serve.wire import json_response
@@ -58,5 +59,6 @@ async def generate(request: Request) -> Response:
             finish_reason=answer.finish_reason or "stop",
             model=model,
             warnings=warnings or None,
+            receipt=receipt_maker(request, wanted, generation)(),
         )
     )

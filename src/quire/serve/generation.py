@@ -11,17 +11,22 @@ import time
 from collections.abc import Callable, Sequence
 
 from quire.frontend.output import RequestState
+from quire.serve.account import Track
 from quire.serve.errors import ApiError
 from quire.types import RequestOutput
 
 
 class Generation:
     def __init__(
-        self, states: Sequence[RequestState], live: bool, over: Callable[[Generation], None]
+        self,
+        states: Sequence[RequestState],
+        tracks: Sequence[Track],
+        live: bool,
+        over: Callable[[Generation], None],
     ) -> None:
-        """`live`: wake for every token, not only for the end. `over` is called once, when all is finished or
+        """`tracks` are those of all their answers, in order. `live`: wake for every token, not only for the end. `over` is called once, when all is finished or
         an error ended it."""
-        self.states = list(states)
+        self.states, self.tracks = list(states), list(tracks)
         self.error: ApiError | None = None  # why it ended early; its answers are worth nothing then
         self._live = live
         self._left = len(self.states)  # prompts whose answers are not finished

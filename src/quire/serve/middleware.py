@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import logging
 import re
+import time
 import uuid
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
@@ -15,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.serve.auth import Keys, bearer
 from quire.serve.errors import ApiError, as_api_error
+from quire.serve.observer import Observer
 from quire.serve.wire import error_response
 
 log = logging.getLogger("quire.serve")
@@ -26,8 +29,8 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 class Front:
     """Names each request (`X-Request-Id`), checks its key, and turns exceptions into error bodies."""
 
-    def __init__(self, app: ASGIApp, keys: Keys) -> None:
-        self._app, self._keys = app, keys
+    def __init__(self, app: ASGIApp, keys: Keys, observers: Sequence[Observer]) -> None:
+        self._app, self._keys, self._observers = app, keys, observers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -36,13 +39,13 @@ class Front:
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        scope["request_id"] = request_id
-        began = False
+        scope["request_id"], scope["arrival_s"] = request_id, time.monotonic()
+        status = 0  # nothing is sent yet
 
         async def named(message: Message) -> None:
-            nonlocal began
+            nonlocal status
             if message["type"] == "http.response.start":
-                began = True
+                status = message["status"]
                 found = MutableHeaders(scope=message)
                 found["x-request-id"] = found["request-id"] = request_id  # OpenAI's name and Anthropic's
             await send(message)
@@ -60,8 +63,11 @@ class Front:
             found = as_api_error(error)
             if found.status >= 500 and not isinstance(error, ApiError):
                 log.exception("request %s failed", request_id)
-            if not began:
+            if not status:
                 await error_response(found, scope)(scope, receive, named)
+        finally:
+            for observer in self._observers:
+                observer.ended(scope, status)
 
 
 def _unauthorized(headers: Headers) -> ApiError:

@@ -29,8 +29,10 @@ from quire.serve.context import Server
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
 from quire.serve.form import Forms
+from quire.serve.logs import set_up, tell, write_stats
+from quire.serve.observer import Observer, RequestLog
 from quire.serve.process import EngineProcess
-from quire.serve.say import STDERR, say
+from quire.serve.say import STDERR
 from quire.serve.settings import ServeConfig
 from quire.serve.stop import Stop
 from quire.types import ConfigError
@@ -75,6 +77,9 @@ async def _serve(
     stop: Stop,
     began_s: float,
 ) -> int:
+    set_up(settings)
+    names = settings.served_model_name or [config.model]
+    observers = _observers(settings, names[0])
     engine = AsyncEngine(config, settings, process, keys.total_weight)
     stop.attach()
     ready = False
@@ -93,10 +98,11 @@ async def _serve(
             settings.reasoning_parser,
             settings.stream_tool_arguments,
         )
-        names = settings.served_model_name or [config.model]
-        server = Server(engine, settings, names, forms, _template(settings), _pooling(config, settings))
+        pooling = _pooling(config, settings)
+        server = Server(engine, settings, names, forms, _template(settings), pooling, observers)
         options = uvicorn.Config(
             build_app(server, keys),
+            log_config=None,  # logs.py
             log_level=settings.log_level.lower(),
             access_log=False,
             lifespan="off",
@@ -114,13 +120,27 @@ async def _serve(
         gc.collect()
         gc.freeze()  # what exists now lives as long as the server
         _announce(engine, settings, keys, sock, time.perf_counter() - began_s)
+        figures = asyncio.ensure_future(write_stats(engine, settings.log_stats_interval))
         code = await _until_the_end(server, stop, serving)
+        figures.cancel()
         web.should_exit = True
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(serving, 5)
+        for observer in observers:
+            await asyncio.to_thread(observer.close)
         return code
     finally:
         await engine.close(kill=stop.second.done() or not ready)
+
+
+def _observers(settings: ServeConfig, model: str) -> list[Observer]:
+    """Who looks at requests that are over. Raises ConfigError for what cannot be had."""
+    found: list[Observer] = [RequestLog()] if settings.log_requests else []
+    if settings.otlp_endpoint is not None:
+        from quire.serve.tracing import make_tracing
+
+        found.append(make_tracing(settings.otlp_endpoint, model))
+    return found
 
 
 async def _until_the_end(server: Server, stop: Stop, serving: asyncio.Future[None]) -> int:
@@ -131,7 +151,7 @@ async def _until_the_end(server: Server, stop: Stop, serving: asyncio.Future[Non
         await _drain(server, stop, died)
     died.cancel()
     if engine.cause is not None:
-        say(f"quire: {engine.cause}", STDERR)
+        tell(server.settings, f"quire: {engine.cause}", STDERR)
         await asyncio.sleep(_LAST_ANSWERS_S)
         return 1
     return 0 if not stop.second.done() else 128 + stop.second.result()
@@ -144,7 +164,8 @@ async def _drain(server: Server, stop: Stop, died: asyncio.Future[Any]) -> None:
     engine.admission.draining = "the server is shutting down"
     deadline_s = time.monotonic() + timeout_s
     if engine.num_open:
-        say(
+        tell(
+            server.settings,
             f"quire: stopping; {engine.num_open} open requests may go on for {timeout_s:g} s (again: stop now)",
             STDERR,
         )
@@ -188,9 +209,10 @@ def _announce(
     reach = "this machine only; --host 0.0.0.0 opens it to the network" if local else "open to the network"
     if not local and not len(keys):
         reach += ", to everybody: --api-key asks for a key"
-    say(
+    tell(
+        settings,
         f"quire {__version__}: {info.model} ({kind}) on {info.device}, context {info.max_model_len} tokens, "
         f"{info.max_num_seqs} requests at once\n"
         f"start-up {took_s:.2f} s; engine: {phases}\n"
-        f"serving on {scheme}://{host}:{port} ({reach})"
+        f"serving on {scheme}://{host}:{port} ({reach})",
     )

@@ -53,6 +53,7 @@ class ServeConfig:
         1024, "responses of /v1/responses that are kept in memory; 0 keeps none"
     )
     max_stored_bytes: int = _setting(256 << 20, "bytes that kept responses may take together")
+    receipts: bool = _setting(False, "send a latency receipt with every answer, asked for or not")
     max_logprobs: int = _setting(20, "most alternatives per token that a request may ask for; -1: no limit")
     response_role: str = _setting("assistant", "role of answers in chats")
     chat_template: str | None = _setting(None, "a Jinja chat template, or a file that holds one")
@@ -70,6 +71,12 @@ class ServeConfig:
     dry_run: bool = _setting(False, "load no model: every request is answered with its own prompt")
     dry_run_step_ms: float = _setting(0.0, "milliseconds that a step takes with --dry-run")
     log_level: str = _setting("warning", "log level of the server: debug, info, warning, error")
+    log_format: str = _setting("text", "form of the server's lines: text, json")
+    log_requests: bool = _setting(False, "write a line for every request that is over")
+    log_stats_interval: float = _setting(10.0, "seconds between lines with the server's figures; 0: none")
+    otlp_endpoint: str | None = _setting(
+        None, "send OpenTelemetry traces to this collector (OTLP over HTTP, such as http://localhost:4318)"
+    )
 
     def __post_init__(self) -> None:
         at_least = {
@@ -86,7 +93,11 @@ class ServeConfig:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.port > 65535:
             raise ConfigError(f"port must be at most 65535, got {self.port}")
-        for name in ("request_timeout", "slow_reader_timeout", "shutdown_timeout", "dry_run_step_ms"):
+        if self.log_format not in ("text", "json"):
+            raise ConfigError(f"log_format must be text or json, got {self.log_format!r}")
+        for name in (
+            "request_timeout", "slow_reader_timeout", "shutdown_timeout", "dry_run_step_ms", "log_stats_interval",
+        ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise ConfigError(f"{name} must be a number of at least 0, got {value}")

@@ -52,6 +52,7 @@ class Watch:
 
     def __init__(self, request: Request, generation: Generation) -> None:
         self._generation = generation
+        request.scope["generation"] = generation  # for those who look at the request when it is over
         self._task = asyncio.ensure_future(self._wait(request.receive))
         self._detached = False
 

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from quire import __version__
 from quire.serve.context import Server, server_of
+from quire.serve.histogram import Histogram
 from quire.serve.wire import json_response
 
 
@@ -56,13 +57,22 @@ async def version(request: Request) -> Response:
     return json_response({"version": __version__})
 
 
+def spread(histogram: Histogram, unit: float = 1) -> dict[str, float] | None:
+    """Percentiles of the newest values, and how many there have been; None before the first."""
+    found = histogram.percentiles(50, 90, 99, 100)
+    if found is None:
+        return None
+    names = ("p50", "p90", "p99", "max")
+    return {**{name: round(x * unit, 3) for name, x in zip(names, found)}, "count": histogram.count}
+
+
 async def stats(request: Request) -> Response:
-    """Figures for people. Sizes in pages and tokens, times in seconds."""
+    """Figures for people. Sizes in pages and tokens, times in seconds unless they are named in ms."""
     server = server_of(request)
     engine, admission = server.engine, server.engine.admission
     found = await engine.stats()
-    totals = found.totals
-    seen = totals["prompt_tokens"]
+    totals, account = found.totals, engine.account
+    queried = totals["queried_tokens"]
     return json_response(
         {
             "model": server.names[0],
@@ -85,14 +95,26 @@ async def stats(request: Request) -> Response:
                 "tokens_per_page": found.page_size,
                 "evictions": totals["evictions"],
                 "preemptions": totals["preemptions"],
+                "pressure_events": totals["pressure"],
             },
             "tokens": {
-                "prompt": seen,
+                "prompt": totals["prompt_tokens"],
                 "cached": totals["cached_tokens"],
                 "computed": totals["computed_tokens"],
                 "generated": totals["generated_tokens"],
-                "hit_rate": round(totals["cached_tokens"] / seen, 4) if seen else 0.0,
+                "hit_rate": round(totals["cached_tokens"] / queried, 4) if queried else 0.0,
                 "by_client": found.served_tokens,
+            },
+            "latency_ms": {
+                "ttft": spread(account.ttft_s, 1000),
+                "itl": spread(account.itl_s, 1000),
+                "e2e": spread(account.e2e_s, 1000),
+                "queue": spread(account.queue_s, 1000),
+            },
+            "batch": {
+                "rows": spread(account.step_rows),
+                "tokens": spread(account.step_tokens),
+                "step_ms": spread(account.step_s, 1000),
             },
             "last_step": found.last_step,
             "start_up_s": engine.info.phases_s,

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.serve.protocol.receipt import Receipt
 from quire.serve.protocol.sampling import ConversationFields, Usage
 
 
@@ -89,6 +90,7 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     prompt_token_ids: list[int] | UnsetType = UNSET
     prompt_text: str | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
+    receipt: Receipt | UnsetType = UNSET
 
 
 class Delta(msgspec.Struct):
@@ -117,3 +119,4 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
+    receipt: Receipt | UnsetType = UNSET

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.serve.protocol.receipt import Receipt
 from quire.serve.protocol.sampling import SamplingFields, Usage
 
 
@@ -50,3 +51,4 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     warnings: list[str] | UnsetType = UNSET
+    receipt: Receipt | UnsetType = UNSET

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
+from quire.serve.protocol.receipt import Receipt
 from quire.serve.protocol.sampling import SamplingFields
 
 
@@ -22,6 +24,7 @@ class GenerateResponse(msgspec.Struct, omit_defaults=True, kw_only=True):
     finish_reason: str
     model: str
     warnings: list[str] | None = None
+    receipt: Receipt | UnsetType = UNSET
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):

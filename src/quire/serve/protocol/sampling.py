@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 
 class StreamOptions(msgspec.Struct, kw_only=True):
@@ -60,6 +61,7 @@ class SamplingFields(RequestFields, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
 
+    receipt: bool | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
@@ -111,13 +113,18 @@ class Usage(msgspec.Struct, kw_only=True):
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: dict[str, int]
-    completion_tokens_details: dict[str, int] | msgspec.UnsetType = msgspec.UNSET
+    completion_tokens_details: dict[str, int] | UnsetType = UNSET
 
 
-def usage_of(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> Usage:
+def usage_of(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int | None = None
+) -> Usage:
+    """`reasoning_tokens`: of the completion's; None: no thoughts are told apart."""
+    details = UNSET if reasoning_tokens is None else {"reasoning_tokens": reasoning_tokens}
     return Usage(
         prompt_tokens=prompt_tokens,
         completion_tokens=completion_tokens,
         total_tokens=prompt_tokens + completion_tokens,
         prompt_tokens_details={"cached_tokens": cached_tokens},
+        completion_tokens_details=details,
     )

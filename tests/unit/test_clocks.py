@@ -1,0 +1,212 @@
+"""Where requests' time in the engine goes: on a clock of our own, and under random loads."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from test_scheduler import make_engine, random_requests
+
+from quire.core.blocks import LRU, BlockPool
+from quire.core.engine import Engine
+from quire.core.grammar import NoGrammar
+from quire.core.policy import Policy
+from quire.core.prefix import HashPrefixCache
+from quire.core.scheduler import Limits, Scheduler
+from quire.core.stats import figures_of
+from quire.core.steplog import StepLog
+from quire.types import EngineRequest, SamplingParams, StepPlan, StepResult, Timing
+
+DECODE_S, TOKEN_S = 1.0, 0.125  # a step, and what each token of a prompt adds
+
+
+@dataclass
+class Clock:
+    now_s: float = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
+@dataclass
+class Device:
+    """Takes DECODE_S for a step with decoding rows, and TOKEN_S for each token of a longer row."""
+
+    clock: Clock
+    plans: dict[int, StepPlan] = field(default_factory=dict)
+    free_s: float = 0.0
+
+    def forward(self, plan: StepPlan) -> None:
+        self.plans[plan.step] = plan
+
+    def sample(self, step: int, masks: object) -> Device._Handle:
+        plan = self.plans.pop(step)
+        longer = [n for n in plan.num_tokens.tolist() if n > 1]
+        plain = DECODE_S if len(longer) < len(plan.slots) else 0.0
+        begin_s = max(self.clock.now_s, self.free_s)
+        self.free_s = begin_s + plain + TOKEN_S * sum(longer)
+        return Device._Handle(self.clock, self.free_s, StepResult(step, [[7]] * int(plan.samples.sum())))
+
+    def warm_up(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+    @dataclass
+    class _Handle:
+        clock: Clock
+        ready_s: float
+        result: StepResult
+
+        def wait(self) -> StepResult:
+            self.clock.now_s = max(self.clock.now_s, self.ready_s)
+            return self.result
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("quire.core.clocks.time", clock)
+    monkeypatch.setattr("quire.core.scheduler.time", clock)
+    return clock
+
+
+def engine_on(clock: Clock, rows: int = 8, pages: int = 100, depth: int = 1, budget: int = 64) -> Engine:
+    pool, log = BlockPool(pages, LRU()), StepLog()
+    limits = Limits(rows, budget, 100, 4)
+    scheduler = Scheduler(pool, HashPrefixCache(pool, 4), Policy(), limits, log)
+    return Engine(scheduler, Device(clock), NoGrammar(), depth, log, check_invariants=True)
+
+
+def run(engine: Engine, steps: int = 1000) -> dict[str, Timing]:
+    """The timing of each request that ends within so many steps."""
+    found = {}
+    for _ in range(steps):
+        if not engine.has_work:
+            break
+        for output in engine.step():
+            if output.finish_reason and output.timing:
+                found[output.id] = output.timing
+    return found
+
+
+def ask(name: str, prompt: list[int], max_tokens: int) -> EngineRequest:
+    return EngineRequest(name, prompt, SamplingParams(max_tokens=max_tokens))
+
+
+def terms_s(timing: Timing) -> float:
+    parts = (timing.prefill_s, timing.decode_s, timing.lost_s, timing.preempted_s, timing.recompute_s)
+    return sum(timing.waited_s.values()) + sum(parts)
+
+
+def test_a_request_alone(clock: Clock) -> None:
+    engine = engine_on(clock)
+    engine.add(ask("a", [1] * 16, 5))
+    timing = run(engine)["a"]
+    assert timing.prefill_s == 16 * TOKEN_S and timing.decode_s == 4 * DECODE_S
+    assert timing.lost_s == timing.preempted_s == timing.recompute_s == 0 and not any(
+        timing.waited_s.values()
+    )
+    assert timing.until_s - timing.arrival_s == terms_s(timing)
+    assert (timing.cached_tokens, timing.prefix_end) == (0, "new")
+    assert timing.first_token_s == timing.arrival_s + 16 * TOKEN_S
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_decoding_loses_time_to_the_prompts_of_others(clock: Clock, depth: int) -> None:
+    engine = engine_on(clock, depth=depth)
+    engine.add(ask("a", [1] * 16, 10))
+    found = run(engine, 5)
+    engine.add(ask("b", [2] * 32, 2))
+    found |= run(engine)
+    assert found["a"].lost_s == 32 * TOKEN_S and found["a"].decode_s == 9 * DECODE_S
+    assert found["b"].lost_s == 0
+    assert found["b"].prefill_s == 32 * TOKEN_S + DECODE_S  # the step was also one of decoding
+    for timing in found.values():
+        assert timing.until_s - timing.arrival_s == pytest.approx(terms_s(timing), abs=1e-9)
+
+
+def test_prompts_share_the_steps_they_are_in(clock: Clock) -> None:
+    engine = engine_on(clock)
+    engine.add(ask("a", [1] * 16, 1))
+    engine.add(ask("b", [2] * 48, 1))
+    found = run(engine)
+    assert found["a"].prefill_s == 16 * TOKEN_S and found["a"].lost_s == 48 * TOKEN_S
+    assert found["b"].prefill_s == 48 * TOKEN_S and found["b"].lost_s == 16 * TOKEN_S
+
+
+def test_waiting_is_booked_by_cause(clock: Clock) -> None:
+    engine = engine_on(clock, rows=1)
+    engine.add(ask("a", [1] * 8, 5))
+    engine.add(ask("b", [2] * 8, 2))
+    found = run(engine)
+    assert found["b"].waited_s == {"slots": 8 * TOKEN_S + 4 * DECODE_S}
+    assert found["b"].prefill_s == 8 * TOKEN_S and found["b"].decode_s == DECODE_S
+    tight = engine_on(clock, pages=5)
+    tight.add(ask("a", [1] * 16, 4))
+    tight.add(ask("b", [2] * 16, 2))
+    found = run(tight)
+    assert found["b"].waited_s == {"pages": 16 * TOKEN_S + 3 * DECODE_S}
+    assert tight.log.totals.pressure == 1 and not tight.log.totals.preemptions
+
+
+def test_a_request_that_a_step_in_flight_keeps_waiting(clock: Clock) -> None:
+    engine = engine_on(clock, depth=2)
+    engine.add(ask("a", [1] * 8, 9))
+    run(engine, 4)
+    engine.add(ask("b", [2] * 8, 1))  # a decoding step of `a` is on the device
+    timing = run(engine)["b"]
+    assert timing.waited_s == {"step": DECODE_S} and timing.lost_s == 0
+
+
+def test_preemption(clock: Clock) -> None:
+    engine = engine_on(clock, pages=8, depth=2)
+    engine.add(ask("a", [1] * 12, 16))
+    engine.add(ask("b", [2] * 12, 16))
+    found = run(engine)
+    a, b = found["a"], found["b"]
+    assert (a.preemptions, b.preemptions) == (0, 1) and engine.log.totals.pressure >= 1
+    assert b.preempted_s > 0 and b.recompute_s > 0 and 12 < b.recomputed_tokens + 12 <= 28
+    for timing in (a, b):
+        assert timing.until_s - timing.arrival_s == pytest.approx(terms_s(timing), abs=1e-9)
+    assert a.preempted_s == a.recompute_s == 0
+
+
+def test_why_the_prefix_ended(clock: Clock) -> None:
+    engine = engine_on(clock, pages=10)
+    ends = {}
+    for name, prompt in {
+        "first": [1] * 17, "same": [1] * 17, "longer": [1] * 12 + [2] * 5, "filler": [3] * 37, "again": [1] * 17,
+    }.items():  # fmt: skip
+        engine.add(ask(name, prompt, 1))
+        timing = run(engine)[name]
+        ends[name] = timing.cached_tokens, timing.prefix_end
+    assert ends["first"] == (0, "new") and ends["same"] == (16, "end")
+    assert ends["longer"] == (12, "new") and ends["filler"] == (0, "new")
+    assert ends["again"][0] < 16 and ends["again"][1] == "evicted"
+
+
+def test_terms_add_up_under_random_loads() -> None:
+    preempted = 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        engine, max_len = make_engine(rng)
+        todo, told, steps = random_requests(rng, max_len), 0, 0
+        while todo or engine.has_work:
+            if todo and rng.random() < 0.5:
+                engine.add(todo.pop())
+            for output in engine.step():
+                if output.timing is None:
+                    assert not output.finish_reason
+                    continue
+                timing = output.timing
+                assert timing.until_s - timing.arrival_s == pytest.approx(terms_s(timing), abs=1e-6)
+                assert all(value >= 0 for value in timing.waited_s.values()), timing
+                assert min(timing.prefill_s, timing.decode_s, timing.lost_s, timing.recompute_s) >= 0, timing
+                preempted += bool(output.finish_reason and timing.recompute_s)
+            figures = figures_of(engine, told)
+            told, steps = engine.log.ended, steps + len(figures.steps)
+        assert steps == engine.log.totals.steps and engine.scheduler.clocks.held == 0
+    assert preempted

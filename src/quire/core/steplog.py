@@ -29,6 +29,8 @@ class StepRecord:
     launch_s: float = 0.0
     wait_s: float = 0.0
     retire_s: float = 0.0
+    decodes: int = 0  # rows that run one token, drafts aside; all other rows compute prompts
+    drafts: int = 0  # draft tokens
 
 
 @dataclass(slots=True)
@@ -68,3 +70,6 @@ class StepLog:
 
     def __iter__(self) -> Iterator[StepRecord]:
         return iter(self._records)
+
+    def __reversed__(self) -> Iterator[StepRecord]:
+        return reversed(self._records)

@@ -14,6 +14,7 @@ from quire.serve.auth import ANYONE, Client
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
 from quire.serve.form import Forms
+from quire.serve.live_view import LiveView
 from quire.serve.protocol.sampling import SamplingFields
 from quire.serve.settings import ServeConfig
 from quire.serve.wire import parse, read_json
@@ -31,6 +32,10 @@ class Server:
     chat_template: str | None = None  # in place of the model's
     started_s: float = field(default_factory=time.time)
     draining: bool = False
+    live: LiveView = field(init=False)  # what the engine does, for those who look
+
+    def __post_init__(self) -> None:
+        self.live = LiveView(self.engine.live)
 
     def check_model(self, name: str | None) -> str:
         """The model's name for the answer; ApiError 404 for another model."""

@@ -37,8 +37,8 @@ export const duration = (seconds) => {
   return `${Math.floor(seconds / 60)}:${String(Math.floor(seconds % 60)).padStart(2, "0")} min`;
 };
 
-// The smallest of 1, 2, 5, 10, 20, ... that is at least `value`.
+// The smallest number of one round digit that is at least `value`: the top of a scale.
 export function nice(value) {
   const power = 10 ** Math.floor(Math.log10(Math.max(value, 1e-9)));
-  return [1, 2, 5, 10].map((digit) => digit * power).find((bound) => bound >= value * 0.999);
+  return [1, 2, 3, 4, 5, 6, 8, 10].map((digit) => digit * power).find((bound) => bound >= value * 0.999);
 }

@@ -37,7 +37,7 @@ function startTabs() {
 
 function startTheme() {
   const root = document.documentElement;
-  const label = () => ($("theme").textContent = `Theme: ${root.dataset.theme ?? "system"}`);
+  const label = () => ($("theme-name").textContent = root.dataset.theme ?? "system");
   $("theme").addEventListener("click", () => {
     const next = { light: "dark", dark: null }[root.dataset.theme ?? ""];
     if (next === null) {

@@ -5,7 +5,7 @@ import { colours, count, REQUEST_COLOURS, requestColour, surface } from "./draw.
 const SIZES = [18, 16, 14, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2]; // of a cell, in pixels
 const MOST_HIGH = 430;
 const MARGIN = 6;
-const [BLANK, EVICTABLE, SHARED, FIRST_OWNER] = [0, 1, 2, 3]; // as in quire/core/live.py
+const [BLANK, FIRST_OWNER] = [0, 3]; // as in quire/core/live.py
 const PLAIN = ["blank", "evictable", "shared"];
 
 export class PageMap {
@@ -89,34 +89,19 @@ export class PageMap {
     const groups = new Map(); // cells by colour and strength
     this.cells.forEach((value, cell) => {
       const name = PLAIN[value] ?? requestColour(this.running[value - FIRST_OWNER]?.slot ?? value);
-      const faint = chosen >= FIRST_OWNER && value !== chosen && value > EVICTABLE;
+      const faint = chosen >= FIRST_OWNER && value !== chosen && value !== BLANK;
       const key = faint ? `-${name}` : name;
       if (!groups.has(key)) groups.set(key, []);
       groups.get(key).push(cell);
     });
     for (const [key, cells] of groups) {
       context.globalAlpha = key.startsWith("-") ? 0.22 : 1;
-      const name = key.replace("-request", "request").replace("-shared", "shared");
-      context.fillStyle = palette[name];
-      for (const cell of cells) this.cell(context, cell, gap, name);
+      context.fillStyle = palette[key.replace(/^-/, "")];
+      for (const cell of cells) context.fillRect(...this.corner(cell), this.size - gap, this.size - gap);
     }
     context.globalAlpha = 1;
     this.mark(context, palette.accent);
     this.describe();
-  }
-
-  cell(context, cell, gap, name) {
-    const [x, y] = this.corner(cell);
-    const side = this.size - gap;
-    if (name === "evictable" && side >= 6) {
-      // Hollow: what is in it is kept only as long as nobody needs the place.
-      context.fillRect(x, y, side, 1.5);
-      context.fillRect(x, y + side - 1.5, side, 1.5);
-      context.fillRect(x, y, 1.5, side);
-      context.fillRect(x + side - 1.5, y, 1.5, side);
-    } else {
-      context.fillRect(x, y, side, side);
-    }
   }
 
   corner(cell) {

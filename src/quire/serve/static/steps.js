@@ -17,6 +17,13 @@ const STRIPS = [
   { label: "Time", parts: [["time", (s) => time(s) * 1000]], scale: (top) => duration(top / 1000) },
 ];
 
+// The top of a scale, above all values but the few that would flatten all others.
+function highest(values) {
+  const sorted = values.toSorted((a, b) => a - b);
+  const usual = sorted[Math.floor(0.97 * sorted.length)] ?? 0;
+  return sorted.at(-1) > 4 * usual ? 1.5 * usual : (sorted.at(-1) ?? 0);
+}
+
 const time = (step) => step.schedule_s + step.launch_s + step.wait_s + step.retire_s;
 
 export class StepBars {
@@ -75,7 +82,7 @@ export class StepBars {
 
   strip({ context, width }, { label, parts, scale }, shown, top, height) {
     const total = (step) => parts.reduce((sum, [, value]) => sum + value(step), 0);
-    const bound = nice(Math.max(1, ...shown.map(total)));
+    const bound = nice(Math.max(1, highest(shown.map(total))));
     context.fillStyle = this.colours.quiet;
     context.textBaseline = "middle";
     context.textAlign = "left";
@@ -92,8 +99,10 @@ export class StepBars {
       shown.forEach((step, index) => {
         const tall = (value(step) / bound) * height;
         if (!tall) return;
-        const high = Math.max(1, tall);
-        context.fillRect(this.x(width, shown.length, index), top + height - bottom[index] - high, PITCH - 1, high);
+        const high = Math.min(Math.max(1, tall), height - bottom[index]);
+        const x = this.x(width, shown.length, index);
+        context.fillRect(x, top + height - bottom[index] - high, PITCH - 1, high);
+        if (tall > high + 1) context.clearRect(x, top + 4, PITCH - 1, 3); // broken: it is longer
         bottom[index] += high;
       });
     }

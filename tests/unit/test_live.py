@@ -18,6 +18,7 @@ from quire.core.scheduler import Limits, Scheduler
 from quire.core.steplog import StepLog
 from quire.frontend import messages as msg
 from quire.serve.errors import ApiError
+from quire.serve.live import LiveStream
 from quire.serve.live_view import LiveView
 from quire.types import EngineDead, EngineLive, EngineRequest, SamplingParams
 from quire.worker.echo import EchoExecutor
@@ -261,6 +262,31 @@ def test_the_end_of_the_engine_and_of_the_server() -> None:
         other.leave()
 
     asyncio.run(scene())
+
+
+def test_a_stream_ends_when_its_viewer_leaves_or_does_not_read() -> None:
+    async def scene(leaves: bool, reads: bool) -> list[dict]:
+        view = LiveView(started(), interval_s=0.001)
+        sent: list[dict] = []
+
+        async def receive() -> dict:
+            await asyncio.sleep(0.1 if leaves else 60)
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+            if not reads and len(sent) > 2:
+                await asyncio.sleep(60)
+
+        async with asyncio.timeout(5):
+            await LiveStream(view, slow_reader_timeout_s=0.1)({}, receive, send)
+        assert view.viewers == 0
+        return sent
+
+    left = asyncio.run(scene(leaves=True, reads=True))
+    assert len(left) > 5 and b"event: state" in left[-1]["body"]
+    deaf = asyncio.run(scene(leaves=False, reads=False))
+    assert len(deaf) == 3 and all(message.get("more_body", True) for message in deaf)  # so it is cut off
 
 
 def test_only_so_many_may_look() -> None:

@@ -39,15 +39,18 @@ class LiveStream(Response):
         self.init_headers(_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send_all(send))
+        gone = asyncio.ensure_future(_until_gone(receive))
         try:
-            sending = asyncio.ensure_future(self._send_all(send))
-            gone = asyncio.ensure_future(_until_gone(receive))
             await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
-            for task in (sending, gone):
-                task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, TimeoutError):
-                await sending
+            if sending.done():
+                with contextlib.suppress(
+                    TimeoutError
+                ):  # the response stays unfinished: the connection is closed
+                    sending.result()
         finally:
+            sending.cancel()
+            gone.cancel()
             self._view.leave()
 
     async def _send_all(self, send: Send) -> None:

@@ -113,8 +113,8 @@ async def _serve(
         gc.freeze()  # what exists now lives as long as the server
         _announce(engine, settings, keys, sock, time.perf_counter() - began_s)
         code = await _until_the_end(server, stop, serving)
-        server.live.close()
         web.should_exit = True
+        server.live.close()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(serving, 5)
         return code

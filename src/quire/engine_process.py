@@ -14,6 +14,7 @@ import sys
 import zmq
 
 from quire.core.engine import Engine
+from quire.core.live import live_of
 from quire.core.stats import figures_of, load_of, stats_of
 from quire.frontend import messages as msg
 from quire.frontend.client import describe, refusal
@@ -86,6 +87,8 @@ def serve(engine: Engine, socket: zmq.Socket[bytes], parent: int) -> None:
                         engine.abort(request_id)
                 case msg.AskStats():
                     socket.send(msg.encode(msg.Stats(stats_of(engine, received))))
+                case msg.AskLive(since):
+                    socket.send(msg.encode(msg.Live(live_of(engine, received, since))))
                 case msg.Stop():
                     return
         outputs = refused

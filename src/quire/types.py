@@ -389,6 +389,63 @@ class EngineStats:
     served_tokens: dict[str, int]  # tokens computed for each client
 
 
+@dataclass(slots=True)
+class LiveStep:
+    """One finished step as the live view draws it: tokens by kind, requests, pages, host time in seconds."""
+
+    step: int
+    time_s: float  # monotonic clock of the engine, when the step was scheduled
+    prefill: int  # tokens of prompts, recomputed ones included
+    decode: int  # rows that ran one token
+    drafts: int
+    running: int
+    waiting: int
+    free_pages: int
+    admitted: int
+    preempted: int
+    wait_reason: str | None
+    schedule_s: float
+    launch_s: float
+    wait_s: float  # for the device
+    retire_s: float
+
+
+@dataclass(slots=True)
+class LiveRequest:
+    """One request as the live view lists it. Sizes in tokens and pages."""
+
+    id: str
+    client: str
+    state: str  # prefill or decode; for one that waits, the reason
+    slot: int  # of the batch; -1 for one that waits
+    age_s: float
+    prompt: int
+    cached: int  # of the prompt, found in the prefix cache
+    computed: int  # KV entries
+    generated: int
+    limit: int  # longest answer
+    pages: int
+    preemptions: int
+
+
+@dataclass(slots=True)
+class EngineLive:
+    """What an engine does at this moment, bounded in size.
+
+    `pages` is a uint16 for each cell of `pages_per_cell` pages: 0 blank, 1 evictable (free, but the prefix cache
+    can still find it), 2 held by several requests, 3 + i held by the i-th running request. Where a cell stands for
+    several pages it is the largest of these.
+    """
+
+    stats: EngineStats
+    steps: list[LiveStep]  # finished since the step that was asked from, the newest of them, oldest first
+    running: list[LiveRequest]  # the first of them, in order
+    waiting: list[LiveRequest]  # the first of them, in the order of their turns
+    pages: bytes
+    pages_per_cell: int
+    shared_pages: int
+
+
 # -------------------------------------------------------------------------- scheduler's own record
 
 Status = Literal["waiting", "running", "finished"]

@@ -5,7 +5,15 @@ from __future__ import annotations
 import msgspec
 
 from quire.config import EngineConfig
-from quire.types import EngineInfo, EngineOutput, EngineRequest, EngineStats, Figures, Load
+from quire.types import (
+    EngineInfo,
+    EngineLive,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    Figures,
+    Load,
+)
 
 
 class Start(msgspec.Struct, tag=True):
@@ -28,6 +36,12 @@ class Abort(msgspec.Struct, tag=True):
 
 class AskStats(msgspec.Struct, tag=True):
     """Client to engine: answer with Stats, between two steps."""
+
+
+class AskLive(msgspec.Struct, tag=True):
+    """Client to engine: answer with Live, between two steps. `since`: the newest step that is known already."""
+
+    since: int
 
 
 class Stop(msgspec.Struct, tag=True):
@@ -54,6 +68,12 @@ class Stats(msgspec.Struct, tag=True):
     stats: EngineStats
 
 
+class Live(msgspec.Struct, tag=True):
+    """Engine to client: what it does now."""
+
+    live: EngineLive
+
+
 class Died(msgspec.Struct, tag=True):
     """Engine to client: the cause of its end; `kind` is the name of the error class."""
 
@@ -61,8 +81,8 @@ class Died(msgspec.Struct, tag=True):
     cause: str
 
 
-ToEngine = Start | Add | Abort | AskStats | Stop
-ToClient = Ready | Outputs | Stats | Died
+ToEngine = Start | Add | Abort | AskStats | AskLive | Stop
+ToClient = Ready | Outputs | Stats | Live | Died
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

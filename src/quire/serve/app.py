@@ -19,9 +19,11 @@ from quire.serve.context import Server
 from quire.serve.embeddings import embeddings
 from quire.serve.errors import ApiError, as_api_error
 from quire.serve.generate import generate
+from quire.serve.live import live_events
 from quire.serve.messages.routes import count_tokens, messages
 from quire.serve.metrics import metrics
 from quire.serve.middleware import Front
+from quire.serve.page import page_routes
 from quire.serve.protocol.chat import ChatRequest
 from quire.serve.responses.routes import cancel_response, create_response, delete_response, get_response
 from quire.serve.system import health, model, models, stats, version
@@ -61,10 +63,11 @@ def routes() -> list[Route]:
 
 def build_app(server: Server, keys: Keys) -> ASGIApp:
     handlers: dict[Any, Any] = {HTTPException: _http_error, ApiError: _error, QuireError: _error, 500: _error}
-    app = Starlette(routes=routes(), exception_handlers=handlers)
+    settings = server.settings
+    page = [*page_routes(len(keys) > 0), Route("/live/events", live_events)] if settings.page else []
+    app = Starlette(routes=[*routes(), *page], exception_handlers=handlers)
     app.state.server = server
     front: ASGIApp = Front(app, keys, server.observers)
-    settings = server.settings
     if settings.allowed_origins:
         front = CORSMiddleware(
             front,

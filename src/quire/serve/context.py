@@ -15,6 +15,7 @@ from quire.serve.auth import ANYONE, Client
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
 from quire.serve.form import Forms
+from quire.serve.live_view import LiveView
 from quire.serve.observer import Observer
 from quire.serve.protocol.sampling import RequestFields
 from quire.serve.responses.store import ResponseStore
@@ -37,9 +38,11 @@ class Server:
     started_s: float = field(default_factory=time.time)
     draining: bool = False
     responses: ResponseStore = field(init=False)
+    live: LiveView = field(init=False)  # what the engine does, for those who look
 
     def __post_init__(self) -> None:
         self.responses = ResponseStore(self.settings.max_stored_responses, self.settings.max_stored_bytes)
+        self.live = LiveView(self.engine.live)
 
     def check_model(self, name: str | None) -> str:
         """The model's name for the answer; ApiError 404 for another model."""

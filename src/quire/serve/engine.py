@@ -33,7 +33,15 @@ from quire.serve.generation import Generation
 from quire.serve.length import check_length, tail
 from quire.serve.process import EngineProcess
 from quire.serve.settings import ServeConfig
-from quire.types import EngineDead, EngineInfo, EngineRequest, EngineStats, Pooling, SamplingParams
+from quire.types import (
+    EngineDead,
+    EngineInfo,
+    EngineLive,
+    EngineRequest,
+    EngineStats,
+    Pooling,
+    SamplingParams,
+)
 
 T = TypeVar("T")
 _STATS_S = 5.0
@@ -77,6 +85,7 @@ class AsyncEngine:
         self._open: dict[str, Generation] = {}  # by request id of each of its states
         self._ids = itertools.count()
         self._stats: list[asyncio.Future[EngineStats]] = []
+        self._live: asyncio.Future[EngineLive] | None = None
         self._receiver: asyncio.Future[None] | None = None
 
     async def start(self) -> None:
@@ -217,6 +226,9 @@ class AsyncEngine:
                         for future in waiting:
                             if not future.done():
                                 future.set_result(stats)
+                    case msg.Live(live):
+                        if self._live is not None and not self._live.done():
+                            self._live.set_result(live)
         except Exception as error:  # whatever it is, nobody may be left waiting
             self._die(str(error) if isinstance(error, EngineDead) else f"the engine stopped: {error!r}")
 
@@ -233,8 +245,8 @@ class AsyncEngine:
         self.cause = cause
         self.died.set()
         self.fail_all(as_api_error(EngineDead(cause)))
-        for future in self._stats:
-            if not future.done():
+        for future in (*self._stats, self._live):
+            if future is not None and not future.done():
                 future.set_exception(EngineDead(cause))
 
     def fail_all(self, error: ApiError) -> None:
@@ -263,6 +275,17 @@ class AsyncEngine:
             return await asyncio.wait_for(future, _STATS_S)
         except TimeoutError:
             raise ApiError(503, f"the engine did not answer within {_STATS_S:g} s") from None
+
+    async def live(self, since: int) -> EngineLive:
+        """What the engine does now, with the steps after `since`; one call at a time. Raises ApiError 500 when
+        it is dead."""
+        self._raise_if_dead()
+        self._live = asyncio.get_running_loop().create_future()
+        self._process.send(msg.AskLive(since))
+        try:
+            return await self._live
+        except EngineDead as error:
+            raise as_api_error(error) from None
 
     async def close(self, kill: bool = False) -> None:
         """Stop the process. Open generations end with an error first."""

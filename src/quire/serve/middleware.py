@@ -18,11 +18,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from quire.serve.auth import Keys, bearer
 from quire.serve.errors import ApiError, as_api_error
 from quire.serve.observer import Observer
+from quire.serve.page import PAGE_PATHS
 from quire.serve.wire import error_response
 
 log = logging.getLogger("quire.serve")
 
-OPEN_PATHS = frozenset({"/health", "/healthz", "/ping"})
+OPEN_PATHS = frozenset({"/health", "/healthz", "/ping", *PAGE_PATHS})
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 

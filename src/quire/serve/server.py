@@ -124,6 +124,7 @@ async def _serve(
         code = await _until_the_end(server, stop, serving)
         figures.cancel()
         web.should_exit = True
+        server.live.close()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(serving, 5)
         for observer in observers:

@@ -67,6 +67,7 @@ class ServeConfig:
     stream_tool_arguments: bool = _setting(
         False, "send calls while they are written, also if only the end can tell whether they are well-formed"
     )
+    page: bool = _setting(True, "serve the page with playground and live view at /")
     tokenizer_threads: int = _setting(2, "threads for tokenizer and chat templates")
     dry_run: bool = _setting(False, "load no model: every request is answered with its own prompt")
     dry_run_step_ms: float = _setting(0.0, "milliseconds that a step takes with --dry-run")

@@ -1,0 +1,62 @@
+# syntax=docker/dockerfile:1
+#
+#   docker build --target cpu  -t quire:cpu  .
+#   docker build --target cuda -t quire:cuda .
+#   docker run -p 127.0.0.1:8000:8000 quire:cpu demo
+#   docker run -p 127.0.0.1:8000:8000 --gpus all -v quire-cache:/cache quire:cuda Qwen/Qwen3-0.6B
+#
+# What follows the image's name are the model and the flags of `quire serve`.
+
+ARG PYTHON=3.12
+
+# ---- what both targets start from
+
+FROM python:${PYTHON}-slim-bookworm AS base
+ENV PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+RUN python -m venv /opt/quire
+ENV PATH=/opt/quire/bin:$PATH
+WORKDIR /src
+
+# ---- torch first: it is by far the largest part, and seldom changes
+
+FROM base AS build-cpu
+ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+COPY constraints.txt ./
+RUN pip install --no-deps --constraint constraints.txt --index-url "$TORCH_INDEX" torch
+COPY pyproject.toml README.md LICENSE ./
+COPY src src
+RUN pip install --constraint constraints.txt .
+
+FROM base AS build-cuda
+COPY constraints.txt ./
+RUN pip install --constraint constraints.txt torch
+COPY pyproject.toml README.md LICENSE ./
+COPY src src
+RUN pip install --constraint constraints.txt .
+
+# ---- what runs: no build tools but the C compiler that Triton needs, and nobody is root
+
+FROM python:${PYTHON}-slim-bookworm AS run
+RUN useradd --uid 10001 --create-home quire && install -d -o quire -g quire /cache
+ENV PATH=/opt/quire/bin:$PATH \
+    PYTHONUNBUFFERED=1 \
+    HF_HOME=/cache/huggingface \
+    TRITON_CACHE_DIR=/cache/triton
+WORKDIR /home/quire
+EXPOSE 8000
+# Starting takes as long as it takes to read the model, or to download it.
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
+ENTRYPOINT ["quire", "serve", "--host", "0.0.0.0", "--port", "8000"]
+CMD ["demo"]
+
+FROM run AS cuda
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
+COPY --from=build-cuda /opt/quire /opt/quire
+USER 10001
+
+FROM run AS cpu
+COPY --from=build-cpu /opt/quire /opt/quire
+USER 10001

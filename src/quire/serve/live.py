@@ -1,0 +1,86 @@
+"""GET /live/events: what the engine does, as server-sent events.
+
+event: steps    a list of LiveStep, oldest first; each step comes once
+event: state    EngineLive without its steps; `pages` in base64
+event: end      an error object: the engine has stopped
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from quire.serve.context import server_of
+from quire.serve.errors import ApiError
+from quire.serve.live_view import LiveView
+from quire.serve.wire import encode
+
+_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_KEEP_ALIVE_S = 15.0
+
+
+async def live_events(request: Request) -> Response:
+    server = server_of(request)
+    return LiveStream(server.live, server.settings.slow_reader_timeout)
+
+
+class LiveStream(Response):
+    media_type = "text/event-stream"
+
+    def __init__(self, view: LiveView, slow_reader_timeout_s: float) -> None:
+        self._view, self._slow_s = view, slow_reader_timeout_s
+        self._seen = view.enter()
+        self.status_code = 200
+        self.background = None
+        self.init_headers(_HEADERS)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.ensure_future(self._send_all(send))
+        gone = asyncio.ensure_future(_until_gone(receive))
+        try:
+            await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
+            if sending.done():
+                with contextlib.suppress(
+                    TimeoutError
+                ):  # the response stays unfinished: the connection is closed
+                    sending.result()
+        finally:
+            sending.cancel()
+            gone.cancel()
+            self._view.leave()
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await self._write(send, b": the engine, live\n\n")
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(_KEEP_ALIVE_S):
+                        events = await self._view.news(self._seen)
+                except TimeoutError:
+                    await self._write(send, b": nothing new\n\n")
+                    continue
+                if not events:
+                    break
+                await self._write(send, b"".join(map(_event, events)))
+        except ApiError as error:
+            await self._write(send, b"event: end\ndata: " + encode(error.body()) + b"\n\n")
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _write(self, send: Send, body: bytes) -> None:
+        """Waits while the viewer's buffers are full; TimeoutError, which closes the connection, if for too long."""
+        async with asyncio.timeout(self._slow_s):
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+
+def _event(named: tuple[str, bytes]) -> bytes:
+    return b"event: %b\ndata: %b\n\n" % (named[0].encode(), named[1])
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

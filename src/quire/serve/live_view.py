@@ -1,0 +1,107 @@
+"""What the engine does, for any number of people who look, at the price of one.
+
+While somebody looks, the engine is asked some times a second, and never again before it has answered; while
+nobody does, never. What it says is kept once, in a bounded form: the state now and the latest steps. Each
+viewer takes what is newer than what it has when it has sent the last of it, so one that reads slowly skips
+states and gets several bars at once, and nothing is kept on its behalf.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from quire.serve.errors import ApiError, as_api_error, overloaded
+from quire.serve.wire import encode
+from quire.types import EngineLive, LiveStep
+
+_KEPT_STEPS = 512
+_MAX_VIEWERS = 64
+
+
+@dataclass(slots=True)
+class Seen:
+    """How far a viewer is."""
+
+    version: int = 0
+    step: int = -1
+
+
+class LiveView:
+    """Owns the task that asks, the latest answer and the number of viewers."""
+
+    def __init__(self, ask: Callable[[int], Awaitable[EngineLive]], interval_s: float = 0.25) -> None:
+        """`ask`: the engine's state now with its steps after the given one, as AsyncEngine.live."""
+        self._ask, self._interval_s = ask, interval_s
+        self._steps: deque[LiveStep] = deque(maxlen=_KEPT_STEPS)
+        self._state = b""
+        self._version = 0
+        self._viewers = 0
+        self._changed = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self.error: ApiError | None = None  # why there is nothing more to see
+        self.closed = False
+
+    @property
+    def viewers(self) -> int:
+        return self._viewers
+
+    def enter(self) -> Seen:
+        """Somebody begins to look. Raises ApiError 503 when too many do."""
+        if self._viewers >= _MAX_VIEWERS:
+            raise overloaded(f"{_MAX_VIEWERS} live views are open already", 10)
+        self._viewers += 1
+        if self._task is None:
+            self._steps.clear()
+            self._state = b""
+            self._task = asyncio.ensure_future(self._follow())
+        return Seen()
+
+    def leave(self) -> None:
+        self._viewers -= 1
+        if self._viewers == 0 and self._task is not None:
+            self._task.cancel()
+            self._task = None
+
+    def close(self) -> None:
+        """End all views: the server stops."""
+        self.closed = True
+        self._changed.set()
+
+    async def news(self, seen: Seen) -> list[tuple[str, bytes]]:
+        """Wait until there is something newer than `seen`, and move it there: names and bodies of events.
+        An empty list: there will be nothing more. Raises the ApiError that ended the engine."""
+        while not (self.closed or self.error) and (seen.version == self._version or not self._state):
+            await self._changed.wait()
+        if self.error is not None:
+            raise self.error
+        if self.closed:
+            return []
+        steps = [step for step in self._steps if step.step > seen.step]
+        if steps:
+            seen.step = steps[-1].step
+        seen.version = self._version
+        return [("steps", encode(steps)), ("state", self._state)]
+
+    async def _follow(self) -> None:
+        try:
+            while True:
+                self._take(await self._ask(self._steps[-1].step if self._steps else -1))
+                await asyncio.sleep(self._interval_s)
+        except Exception as error:  # whatever it is, nobody may be left waiting
+            self.error = as_api_error(error)
+            self._changed.set()
+
+    def _take(self, live: EngineLive) -> None:
+        state = encode(replace(live, steps=[]))
+        known = self._steps[-1].step if self._steps else -1
+        new = [step for step in live.steps if step.step > known]
+        if not new and state == self._state:
+            return
+        self._steps.extend(new)
+        self._state = state
+        self._version += 1
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()

@@ -1,0 +1,44 @@
+// What the two canvases share: colours of the theme, and pixels of the screen.
+
+export const REQUEST_COLOURS = 10;
+
+// The value of a CSS colour variable as a canvas understands it, in the theme of now.
+export function colours(names) {
+  const probe = document.body.appendChild(document.createElement("span"));
+  const found = {};
+  for (const name of names) {
+    probe.style.color = `var(--${name})`;
+    found[name] = getComputedStyle(probe).color;
+  }
+  probe.remove();
+  return found;
+}
+
+export const requestColour = (slot) => `request-${slot % REQUEST_COLOURS}`;
+
+// The context of a canvas whose units are CSS pixels, cleared; null while it is not on the screen.
+export function surface(canvas) {
+  const { clientWidth: width, clientHeight: height } = canvas;
+  if (!width || !height) return null;
+  const scale = devicePixelRatio || 1;
+  const [wide, high] = [Math.round(width * scale), Math.round(height * scale)];
+  if (canvas.width !== wide || canvas.height !== high) [canvas.width, canvas.height] = [wide, high];
+  const context = canvas.getContext("2d");
+  context.setTransform(scale, 0, 0, scale, 0, 0);
+  context.clearRect(0, 0, width, height);
+  return { context, width, height };
+}
+
+export const count = (number) => number.toLocaleString("en");
+
+export const duration = (seconds) => {
+  if (seconds < 1) return `${(seconds * 1000).toFixed(seconds < 0.01 ? 1 : 0)} ms`;
+  if (seconds < 60) return `${seconds.toFixed(1)} s`;
+  return `${Math.floor(seconds / 60)}:${String(Math.floor(seconds % 60)).padStart(2, "0")} min`;
+};
+
+// The smallest number of one round digit that is at least `value`: the top of a scale.
+export function nice(value) {
+  const power = 10 ** Math.floor(Math.log10(Math.max(value, 1e-9)));
+  return [1, 2, 3, 4, 5, 6, 8, 10].map((digit) => digit * power).find((bound) => bound >= value * 0.999);
+}

@@ -1,0 +1,96 @@
+// The live view: a subscription to the engine while somebody looks, and its parts on the screen.
+
+import { ApiProblem, api, events } from "./api.js";
+import { Figures } from "./figures.js";
+import { PageMap } from "./pages.js";
+import { RequestTable } from "./requests.js";
+import { StepBars } from "./steps.js";
+
+const RETRY_MS = [500, 1000, 2000, 5000, 10000];
+const $ = (id) => document.getElementById(id);
+
+export class LiveView {
+  constructor() {
+    const select = (id) => this.select(id);
+    this.figures = new Figures($("figures"));
+    this.steps = new StepBars($("steps-canvas"), $("steps-readout"));
+    this.pages = new PageMap($("pages-canvas"), $("pages-readout"), select);
+    this.tables = [
+      new RequestTable($("running"), $("running-count"), true, select),
+      new RequestTable($("waiting"), $("waiting-count"), false, select),
+    ];
+    this.parts = [this.figures, this.pages, ...this.tables];
+    this.visible = this.paused = false;
+    this.stream = null; // the AbortController of the open subscription
+    $("pause").addEventListener("click", () => this.pause(!this.paused));
+    document.addEventListener("keydown", (event) => {
+      const typing = /INPUT|TEXTAREA/.test(event.target.tagName);
+      if (this.visible && event.key === "p" && !typing && !event.ctrlKey && !event.metaKey) this.pause(!this.paused);
+      if (this.visible && event.key === "Escape") this.select(null);
+    });
+    new ResizeObserver(() => this.redraw()).observe($("live"));
+  }
+
+  setVisible(visible) {
+    if (visible === this.visible) return;
+    this.visible = visible;
+    this.reconnect();
+    if (visible) this.redraw();
+  }
+
+  // Paused, the picture stays as it is, and the server is not asked for more.
+  pause(paused) {
+    this.paused = paused;
+    $("pause").setAttribute("aria-pressed", paused);
+    $("pause").textContent = paused ? "Resume" : "Pause";
+    this.reconnect();
+  }
+
+  reconnect() {
+    this.stream?.abort();
+    this.stream = null;
+    if (!this.visible || this.paused) return this.say(this.paused ? "Paused" : "");
+    this.stream = new AbortController();
+    this.follow(this.stream.signal);
+  }
+
+  async follow(signal) {
+    for (let failures = 0; !signal.aborted; failures++) {
+      try {
+        this.say("Connecting …");
+        for await (const { event, data } of events(await api("live/events", { signal }))) {
+          failures = 0;
+          this.take(event, JSON.parse(data));
+        }
+      } catch (problem) {
+        if (signal.aborted) return;
+        this.say(problem instanceof ApiProblem ? problem.message : "The connection was lost.");
+        if (problem.status === 401 || problem.status === 404) return;
+      }
+      const wait = RETRY_MS[Math.min(failures, RETRY_MS.length - 1)];
+      await new Promise((resolve) => setTimeout(resolve, wait));
+    }
+  }
+
+  take(event, data) {
+    if (event === "end") throw new ApiProblem(data.error.message, 500);
+    if (event === "steps") return this.steps.add(data);
+    this.say(data.stats.load.running || data.stats.load.waiting ? "Live" : "Live, idle");
+    for (const part of this.parts) part.show(data);
+    this.steps.draw();
+  }
+
+  select(id) {
+    this.pages.select(id);
+    for (const table of this.tables) table.select(id);
+  }
+
+  redraw() {
+    this.steps.draw(true);
+    this.pages.draw();
+  }
+
+  say(text) {
+    if ($("connection").textContent !== text) $("connection").textContent = text;
+  }
+}

@@ -1,0 +1,54 @@
+// The latency receipt of an answer as a small bar: the terms that add up to its whole time, whatever they are.
+
+const COLOURS = {
+  queue: "request-8", prefill: "prefill", lost_to_prefills: "request-1", preempted: "preempted",
+  recompute: "request-6", decode: "decode", deliver: "request-7",
+};
+
+const CACHE_ENDED = {
+  new: "the next page is new",
+  evicted: "the next page had to make room",
+  off: "it is off",
+  prompt_logprobs: "prompt_logprobs computes all of the prompt",
+};
+
+const asText = (ms) => (ms >= 1000 ? `${(ms / 1000).toFixed(2)} s` : `${ms.toFixed(ms < 10 ? 1 : 0)} ms`);
+const asName = (key) => key.replaceAll("_", " ");
+
+function make(tag, className, ...children) {
+  const element = document.createElement(tag);
+  element.className = className;
+  element.append(...children);
+  return element;
+}
+
+export function receiptStrip(receipt) {
+  const shown = Object.entries(receipt.terms_ms ?? {}).filter(([, ms]) => ms >= 0.05);
+  const total = shown.reduce((sum, [, ms]) => sum + ms, 0);
+  if (!total) return make("div", "receipt");
+  const strip = make("div", "strip");
+  strip.setAttribute("role", "img");
+  strip.setAttribute("aria-label", `Where ${asText(total)} went`);
+  const legend = make("ul", "legend", make("li", "", "Receipt ", make("b", "", asText(receipt.e2e_ms ?? total))));
+  for (const [key, ms] of shown) {
+    const part = make("i", "");
+    part.style.background = `var(--${COLOURS[key] ?? "time"})`;
+    const mark = part.cloneNode();
+    part.style.width = `${(100 * ms) / total}%`;
+    part.title = `${asName(key)}: ${asText(ms)}`;
+    strip.append(part);
+    legend.append(make("li", "", mark, `${asName(key)} `, make("b", "", asText(ms))));
+  }
+  return make("div", "receipt", strip, legend, make("p", "notes", notes(receipt)));
+}
+
+// What the terms do not say: why it waited, why the cache did not have more, what a preemption cost.
+function notes(receipt) {
+  const found = Object.entries(receipt.queue_ms ?? {})
+    .filter(([, ms]) => ms >= 0.05)
+    .map(([cause, ms]) => `queued for ${asName(cause)}: ${asText(ms)}`);
+  const ended = receipt.prompt_tokens?.cache_ended;
+  if (ended && ended !== "end") found.push(`prefix cache: ${CACHE_ENDED[ended] ?? ended}`);
+  if (receipt.preemptions) found.push(`preempted ${receipt.preemptions} times, ${receipt.recomputed_tokens} tokens computed again`);
+  return found.join(" · ");
+}

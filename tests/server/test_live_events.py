@@ -1,0 +1,73 @@
+"""GET /live/events as it comes over the wire: what it says, and that viewers who do not read cost nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import psutil
+from serving import Server, serving
+
+TEXT = "/v1/completions"
+
+
+def live_events(response: httpx.Response) -> Iterator[tuple[str, Any]]:
+    name = ""
+    for line in response.iter_lines():
+        if line.startswith("event: "):
+            name = line.removeprefix("event: ")
+        elif line.startswith("data: "):
+            yield name, json.loads(line.removeprefix("data: "))
+
+
+def test_steps_and_state(dry: Server) -> None:
+    dry.post(TEXT, {"prompt": [5, 6, 7], "max_tokens": 50, "ignore_eos": True})
+    with dry.http.stream("GET", "/live/events") as response:
+        assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+        found = live_events(response)
+        name, steps = next(found)
+        assert name == "steps" and len(steps) >= 50 and all(step["retire_s"] > 0 for step in steps)
+        name, state = next(found)
+        assert name == "state" and state["steps"] == [] and state["running"] == []
+        assert state["stats"]["pages"] == 16384 and state["pages_per_cell"] == 1
+        dry.post(TEXT, {"prompt": [5, 6, 7], "max_tokens": 50, "ignore_eos": True})
+        name, more = next(found)
+        assert name == "steps" and more[0]["step"] > steps[-1]["step"]
+    assert dry.post("/live/events", {}).status_code == 405
+
+
+def test_views_that_are_not_read() -> None:
+    """They hold up neither the engine nor those who read, and nothing is kept for them."""
+    flags = ["--dry-run", "--max-num-seqs", "64"]
+    with serving("demo", *flags) as server, ThreadPoolExecutor(64) as pool, contextlib.ExitStack() as stack:
+        host, port = server.url.removeprefix("http://").split(":")
+        for _ in range(20):
+            client = stack.enter_context(socket.socket())
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            client.connect((host, int(port)))
+            client.sendall(b"GET /live/events HTTP/1.1\r\nHost: a\r\n\r\n")
+        before = psutil.Process(server.process.pid).memory_info().rss
+        bodies = [{"prompt": [i, *range(9)], "max_tokens": 1500, "ignore_eos": True} for i in range(1, 65)]
+        answers = [pool.submit(server.post, TEXT, body) for body in bodies]
+        with server.http.stream("GET", "/live/events") as response:
+            states = (state for name, state in live_events(response) if name == "state")
+            assert any(len(state["running"]) == 64 for state in states)
+        assert all(answer.result().status_code == 200 for answer in answers)
+        assert psutil.Process(server.process.pid).memory_info().rss - before < 150 << 20
+
+
+def test_an_engine_that_dies_is_the_last_event() -> None:
+    with (
+        serving("demo", "--dry-run") as server,
+        server.http.stream("GET", "/live/events") as response,
+    ):
+        found = live_events(response)
+        next(found), next(found)
+        psutil.Process(server.engine_pid()).kill()
+        name, body = list(found)[-1]
+        assert name == "end" and "the engine stopped" in body["error"]["message"]

@@ -1,0 +1,351 @@
+"""The page in a real browser: playground, live view, keyboard, themes, narrow windows, and a quiet console."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from threading import Event, Thread
+
+import httpx
+import pytest
+from browser import Browser, browsing
+from serving import Server, serving
+
+LEFT, RIGHT, UP, DOWN, ENTER, ESCAPE, TAB = (
+    chr(c) for c in (0xE012, 0xE014, 0xE013, 0xE015, 0xE007, 0xE00C, 0xE004)
+)
+
+
+@pytest.fixture(scope="module")
+def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    with browsing(tmp_path_factory.mktemp("profile")) as browser:
+        yield browser
+
+
+@pytest.fixture
+def browser(window: Browser) -> Iterator[Browser]:
+    """The window, fresh; whatever a test does, the console must stay empty."""
+    window.driver.get("about:blank")  # a page of a server that is gone may still be there, and complain
+    window.complaints()
+    window.resize(1440, 900)
+    window.prefer("light")
+    yield window
+    assert window.complaints() == []
+    window.js("try { localStorage.clear(); sessionStorage.clear() } catch {}")
+
+
+def ask(browser: Browser, text: str) -> None:
+    browser.type("#prompt", text, ENTER)
+
+
+def answered(browser: Browser, count: int = 1) -> str:
+    """The text of the last of `count` answers, once it is complete."""
+    done = "return document.querySelectorAll('.message.assistant:not(.streaming)').length"
+    browser.until(lambda: browser.js(done) == count)
+    return browser.js("return [...document.querySelectorAll('.message.assistant .text')].at(-1).textContent")
+
+
+class Load:
+    """Streams that keep a server busy, until closed."""
+
+    def __init__(self, server: Server, count: int, make: Callable[[int], dict]) -> None:
+        self._stop = Event()
+        self._threads = [Thread(target=self._run, args=(server.url, make(i))) for i in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def _run(self, url: str, body: dict) -> None:
+        with httpx.Client(base_url=url, timeout=60) as client:
+            while not self._stop.is_set():
+                with client.stream("POST", "/v1/completions", json={**body, "stream": True}) as response:
+                    for _ in response.iter_lines():
+                        if self._stop.is_set():
+                            return
+
+    def __enter__(self) -> Load:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(30)
+
+
+# -------------------------------------------------------------------------------------- playground
+
+
+def test_a_chat(demo: Server, browser: Browser) -> None:
+    browser.open(demo.url)
+    assert browser.driver.title == "Quire"
+    browser.until(lambda: "demo" in browser.text("#model"))
+    browser.type("[name=temperature]", "0")
+    ask(browser, "What is 27 + 45?")
+    assert answered(browser) == "27 + 45 = 72"
+    measures = browser.text(".measures")
+    assert "to the first token" in measures and "tokens/s" in measures and "cached" in measures
+    ask(browser, "What is 3 + 4?")  # the conversation goes on
+    assert "7" in answered(browser, 2)
+    assert browser.js("return document.querySelectorAll('.message').length") == 4
+    assert browser.text("#announce").startswith("Answer complete")
+    browser.click("#clear")
+    assert browser.js("return document.querySelectorAll('.message').length") == 0
+
+
+def test_stop_by_button_and_by_key(browser: Browser) -> None:
+    with serving("demo", "--dry-run", "--dry-run-step-ms", "20") as server:
+        browser.open(server.url)
+        browser.click("[name=kind][value=text]")
+        for stop in (lambda: browser.click("#stop"), lambda: browser.type("#prompt", ESCAPE)):
+            ask(browser, "word " * 400)
+            browser.until(lambda: "tokens/s" in browser.text(".message.assistant:last-child .measures"))
+            stop()
+            browser.until(lambda: browser.find("#send").is_displayed())
+            assert "stopped by you" in browser.text(".message.assistant:last-child .measures")
+            server.wait_until_idle()
+        assert server.stats()["requests"]["aborted"] == 2
+
+
+def test_an_answer_by_schema(demo: Server, browser: Browser) -> None:
+    browser.open(demo.url)
+    schema = '{"type": "object", "properties": {"age": {"enum": [41]}}, "required": ["age"], "additionalProperties": false}'
+    browser.type("[name=schema]", schema[:-1])
+    assert "Not JSON" in browser.text("#schema-state")
+    browser.type("[name=schema]", "}")
+    assert "follow" in browser.text("#schema-state")
+    ask(browser, "How old is Rosa?")
+    assert answered(browser).replace(" ", "") == '{"age":41}'
+
+
+def test_what_a_model_writes_is_text(dry: Server, browser: Browser) -> None:
+    browser.open(dry.url)
+    browser.click("[name=kind][value=text]")
+    hostile = "<img src=x onerror=alert(1)><script>alert(2)</script>"
+    ask(browser, hostile)
+    assert "onerror" in answered(browser)
+    assert browser.js("return document.querySelectorAll('.message img, .message script').length") == 0
+
+
+def test_errors_are_shown(dry: Server, browser: Browser) -> None:
+    browser.open(dry.url)
+    browser.type("[name=schema]", '{"type": "object", "propertyNames": 5}')
+    ask(browser, "Hello")
+    browser.until(lambda: browser.text(".problem"))
+    assert len(browser.text(".problem")) > 10
+    assert [line for line in browser.complaints() if "400" not in line] == []  # the browser notes the status
+
+
+def test_parameters_are_kept_and_copied(dry: Server, browser: Browser) -> None:
+    browser.open(dry.url)
+    browser.type("[name=top_k]", "40")
+    browser.open(dry.url + "/?again")
+    assert browser.find("[name=top_k]").get_property("value") == "40"
+    code = "return import('/static/parameters.js').then((m) => m.asCurl({path: 'v1/x', body: {a: \"it's\"}}))"
+    assert browser.js(code).endswith("-d '{\"a\":\"it'\\''s\"}'")
+
+
+RECEIPT = {
+    "e2e_ms": 1234.5,
+    "ttft_ms": 50.0,
+    "terms_ms": {"queue": 100.0, "prefill": 34.5, "decode": 1100.0, "read": 0.0, "something_new": 100.0},
+    "queue_ms": {"slots": 100.0},
+    "prompt_tokens": {"total": 20, "cached": 16, "computed": 4, "cache_ended": "evicted"},
+    "preemptions": 0,
+}
+
+
+def test_a_receipt_is_a_bar(dry: Server, browser: Browser) -> None:
+    browser.open(dry.url)
+    code = "return import('/static/receipt.js').then((m) => m.receiptStrip(arguments[0]).outerHTML)"
+    code = code.replace("arguments[0]", "receipt")
+    html = browser.js("const receipt = arguments[0]; " + code, RECEIPT)
+    for wanted in ("1.23 s", "something new", "100 ms", "queued for slots", "had to make room", "decode"):
+        assert wanted in html, wanted
+    assert "read" not in html.replace("spread", "")
+    assert html.count("<li>") + html.count('<li class="">') == 5
+
+
+def test_a_server_with_a_key(browser: Browser) -> None:
+    with serving("demo", "--dry-run", "--api-key", "secret") as server:
+        browser.open(server.url)
+        assert browser.find("#key").is_displayed()
+        assert browser.complaints() == []  # nothing was asked for without a key
+        browser.type("#key", "wrong", TAB)
+        browser.until(lambda: "API key" in browser.text("#model"))
+        assert all("401" in line for line in browser.complaints())
+        browser.js("document.getElementById('key').value = ''")
+        browser.type("#key", "secret", TAB)
+        browser.until(lambda: "demo" in browser.text("#model"))
+        ask(browser, "Hello there")
+        assert "Hello there" in answered(browser)
+        browser.click("#tab-live")
+        browser.until(lambda: "Live" in browser.text("#connection"))
+
+
+# --------------------------------------------------------------------------------------- live view
+
+
+@pytest.fixture(scope="module")
+def busy() -> Iterator[Server]:
+    """64 requests, of which 24 fit: requests run, wait and share pages."""
+    flags = ["--dry-run", "--dry-run-step-ms", "10", "--max-num-seqs", "24", "--kv-cache-memory", "12m"]
+
+    def body(i: int) -> dict:
+        return {"prompt": [*range(10, 90), *[100 + i] * 40], "max_tokens": 300, "ignore_eos": True}
+
+    with serving("demo", *flags) as server, Load(server, 64, body):
+        yield server
+
+
+def test_live_view(busy: Server, browser: Browser) -> None:
+    browser.open(busy.url + "/#live")
+    browser.until(lambda: browser.text("#connection") == "Live")
+    browser.until(
+        lambda: browser.js("return document.querySelectorAll('#running tbody tr[data-id]').length") == 24
+    )
+    browser.until(lambda: "all slots of the batch are taken" in browser.text("#waiting"))
+    assert "others are before it" in browser.text("#waiting")
+    assert browser.text("#running-count") == "24"
+    browser.until(lambda: "steps over" in browser.text("#steps-readout"))
+    drawn = """
+        const canvas = document.getElementById(arguments[0]);
+        const data = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height).data;
+        const colours = new Set();
+        for (let i = 0; i < data.length; i += 4) if (data[i + 3] === 255) colours.add(data.slice(i, i + 3).join());
+        return colours.size;
+    """
+    assert browser.js(drawn, "steps-canvas") >= 3
+    assert browser.js(drawn, "pages-canvas") >= 12  # ten requests' colours, shared, blank
+
+
+def test_live_view_by_keyboard(busy: Server, browser: Browser) -> None:
+    browser.open(busy.url)
+    browser.js("document.getElementById('tab-chat').focus()")
+    browser.type("#tab-chat", RIGHT)
+    assert browser.find("#live").is_displayed() and not browser.find("#chat").is_displayed()
+    browser.until(
+        lambda: browser.js("return document.querySelectorAll('#running tbody tr[data-id]').length") > 5
+    )
+    browser.type("body", "p")
+    assert browser.text("#pause") == "Resume" and browser.text("#connection") == "Paused"
+    browser.type("#steps-canvas", LEFT * 3)
+    assert "step " in browser.text("#steps-readout") and "decoded" in browser.text("#steps-readout")
+    browser.type("#pages-canvas", RIGHT * 2)
+    assert "Page 1:" in browser.text("#pages-readout")
+    browser.js("document.querySelector('#running tbody tr[tabindex=\"0\"]').focus()")
+    browser.driver.switch_to.active_element.send_keys(DOWN, DOWN, ENTER)
+    chosen = browser.js("return document.querySelector('#running tr[aria-selected=true]').dataset.id")
+    assert f"Request {chosen} holds" in browser.text("#pages-readout")
+    browser.type("body", ESCAPE)
+    assert browser.js("return document.querySelectorAll('tr[aria-selected=true]').length") == 0
+    browser.type("body", "p")
+    browser.until(lambda: browser.text("#connection") == "Live")
+
+
+def test_live_view_asks_only_while_it_is_seen(busy: Server, browser: Browser) -> None:
+    opened = "return performance.getEntriesByType('resource').filter((e) => e.name.endsWith('/live/events')).length"
+    browser.open(busy.url)
+    time.sleep(0.5)
+    assert browser.js(opened) == 0
+    browser.click("#tab-live")
+    browser.until(lambda: browser.text("#connection") == "Live")
+    browser.click("#tab-chat")
+    browser.until(lambda: browser.js(opened) == 1)  # noted when it ended
+
+
+def test_live_view_of_an_idle_engine(dry: Server, browser: Browser) -> None:
+    dry.wait_until_idle()
+    browser.open(dry.url + "/#live")
+    browser.until(lambda: browser.text("#connection") == "Live, idle")
+    assert "Nobody runs." in browser.text("#running") and browser.text("#waiting-count") == "0"
+
+
+def test_live_view_when_the_server_ends(browser: Browser) -> None:
+    with serving("demo", "--dry-run") as server:
+        browser.open(server.url + "/#live")
+        browser.until(lambda: "Live" in browser.text("#connection"))
+        began = time.monotonic()
+        server.close()
+        assert time.monotonic() - began < 4  # an open view does not hold it up
+        browser.until(lambda: "cannot be reached" in browser.text("#connection"))
+    browser.driver.get("about:blank")  # else it tries again, and again
+    assert all("ERR_CONNECTION_REFUSED" in line for line in browser.complaints())
+
+
+# ------------------------------------------------------------------------------------------- looks
+
+
+def test_light_and_dark(dry: Server, browser: Browser) -> None:
+    def brightness() -> int:
+        return browser.js("return Number(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])")
+
+    browser.open(dry.url)
+    assert brightness() > 200
+    browser.prefer("dark")
+    assert brightness() < 60
+    browser.click("#theme")
+    assert browser.text("#theme-name") == "light" and brightness() > 200
+    browser.open(dry.url + "/?again")
+    assert browser.text("#theme-name") == "light" and brightness() > 200  # it is remembered
+    browser.click("#theme")
+    browser.prefer("light")
+    assert browser.text("#theme-name") == "dark" and brightness() < 60
+    browser.click("#theme")
+    assert browser.text("#theme-name") == "system" and brightness() > 200
+
+
+@pytest.mark.parametrize("width", [360, 768, 1024, 1920])
+@pytest.mark.parametrize("view", ["chat", "live"])
+def test_nothing_is_wider_than_the_window(busy: Server, browser: Browser, width: int, view: str) -> None:
+    browser.resize(width, 800)
+    browser.open(f"{busy.url}/#{view}")
+    if view == "live":
+        browser.until(lambda: "steps over" in browser.text("#steps-readout"))
+    wide = "return [...document.querySelectorAll('body, header, main, #live, #messages')].filter((e) => e.scrollWidth > e.clientWidth + 1).map((e) => e.id || e.tagName)"
+    assert browser.js(wide) == []
+
+
+def test_every_control_has_a_name(dry: Server, browser: Browser) -> None:
+    browser.open(dry.url)
+    unnamed = """
+        return [...document.querySelectorAll('button, input, textarea, canvas, [role=tabpanel], [role=grid]')]
+            .filter((e) => !(e.labels?.length || e.ariaLabel || e.textContent.trim() || e.getAttribute('aria-labelledby')))
+            .map((e) => e.outerHTML)
+    """
+    assert browser.js(unnamed) == []
+
+
+# ------------------------------------------------------------------------------ without a browser
+
+
+def test_the_files(dry: Server) -> None:
+    page = dry.http.get("/")
+    assert page.status_code == 200 and page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    again = dry.http.get("/", headers={"If-None-Match": page.headers["etag"]})
+    assert again.status_code == 304 and not again.content
+    assert dry.http.get("/static/about.json").json()["needs_key"] is False
+    assert dry.http.get("/static/nothing.js").status_code == 404
+    for name in ("main.js", "live.js", "style.css"):
+        assert dry.http.get(f"/static/{name}").status_code == 200
+
+
+def test_the_files_ask_for_nothing_from_elsewhere() -> None:
+    import quire.serve
+
+    for path in (Path(quire.serve.__file__).parent / "static").iterdir():
+        for line in path.read_text().splitlines():
+            assert "http" not in line.replace("http://www.w3.org/2000/svg", ""), (path.name, line)
+
+
+def test_no_page() -> None:
+    with serving("demo", "--dry-run", "--no-page") as server:
+        assert server.http.get("/").status_code == 404
+        assert server.http.get("/live/events").status_code == 404
+
+
+def test_with_a_key_the_page_is_open_and_its_data_are_not() -> None:
+    with serving("demo", "--dry-run", "--api-key", "secret") as server:
+        assert server.http.get("/").status_code == 200
+        assert server.http.get("/static/about.json").json()["needs_key"] is True
+        assert server.http.get("/live/events").status_code == 401

@@ -1,0 +1,302 @@
+"""The live view's data: steps, requests and pages as they are, bounded, and at nobody's cost when nobody looks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+from quire.core import live
+from quire.core.blocks import LRU, BlockPool
+from quire.core.engine import Engine
+from quire.core.grammar import NoGrammar
+from quire.core.policy import Policy
+from quire.core.prefix import HashPrefixCache
+from quire.core.scheduler import Limits, Scheduler
+from quire.core.steplog import StepLog
+from quire.frontend import messages as msg
+from quire.serve.errors import ApiError
+from quire.serve.live import LiveStream
+from quire.serve.live_view import LiveView
+from quire.types import EngineDead, EngineLive, EngineRequest, SamplingParams
+from quire.worker.echo import EchoExecutor
+
+EOS = 0
+
+
+def engine(max_num_seqs: int = 2, pages: int = 100) -> Engine:
+    pool = BlockPool(pages, LRU())
+    log = StepLog()
+    scheduler = Scheduler(pool, HashPrefixCache(pool, 4), Policy(), Limits(max_num_seqs, 64, 256, 4), log)
+    return Engine(scheduler, EchoExecutor(100, EOS, frozenset({EOS})), NoGrammar(), 2, log)
+
+
+def request(name: str, prompt: list[int], tokens: int = 40) -> EngineRequest:
+    return EngineRequest(name, prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), client="alpha")
+
+
+def look(host: Engine, since: int = -1) -> EngineLive:
+    return live.live_of(host, 0, since)
+
+
+def as_json(body: bytes) -> list[dict]:
+    return json.loads(body)
+
+
+def cells(found: EngineLive) -> np.ndarray:
+    return np.frombuffer(found.pages, "<u2")
+
+
+def test_an_engine_that_has_done_nothing() -> None:
+    found = look(engine())
+    assert found.steps == found.running == found.waiting == []
+    assert (cells(found) == live.BLANK).all() and len(cells(found)) == 100
+
+
+def test_requests_that_run_and_wait() -> None:
+    host = engine()
+    for i in range(5):
+        host.add(request(f"r{i}", [10 + i] * 9))
+    for _ in range(6):
+        host.step()
+    found = look(host)
+    assert [r.id for r in found.running] == ["r0", "r1"]
+    assert [(r.id, r.state) for r in found.waiting] == [("r2", "slots"), ("r3", "turn"), ("r4", "turn")]
+    first = found.running[0]
+    assert (first.state, first.prompt, first.limit, first.client) == ("decode", 9, 40, "alpha")
+    assert first.generated > 0 and first.pages == len(host.scheduler.running[0].blocks) and first.slot == 0
+    assert found.waiting[0].slot == -1 and found.waiting[0].pages == 0
+    msg.decode_to_client(msg.encode(msg.Live(found)))  # it can travel
+
+
+def test_the_map_of_pages_agrees_with_the_books() -> None:
+    host = engine(max_num_seqs=4)
+    start = list(range(1, 17))  # four pages that all share
+    host.add(request("a", [*start, 50], 12))
+    while host.has_work:
+        host.step()
+    for name in "bcd":
+        host.add(request(name, [*start, ord(name)]))
+    host.step()
+    found, pool = look(host), host.scheduler.pool
+    kinds = cells(found)
+    for page in range(pool.num_blocks):
+        holders = [i for i, r in enumerate(host.scheduler.running) if page in r.blocks]
+        if len(holders) > 1:
+            expected = live.SHARED
+        elif holders:
+            expected = live.FIRST_OWNER + holders[0]
+        else:
+            expected = live.EVICTABLE if pool.cached[page] else live.BLANK
+        assert kinds[page] == expected
+    assert found.shared_pages == 4 == np.count_nonzero(kinds == live.SHARED)
+    assert np.count_nonzero(kinds == live.EVICTABLE) == pool.num_cached > 0
+
+
+def test_many_pages_become_fewer_cells() -> None:
+    host = engine(pages=5 * live.MAX_CELLS + 7)
+    host.add(request("a", [5] * 9))
+    host.step()
+    found = look(host)
+    assert found.pages_per_cell == 6 and len(cells(found)) == -(-host.scheduler.pool.num_blocks // 6)
+    assert set(cells(found).tolist()) == {live.BLANK, live.FIRST_OWNER}
+
+
+def test_steps_by_kind_of_token() -> None:
+    host = engine()
+    host.add(request("a", [7] * 9, 8))
+    while host.has_work:
+        host.step()
+    steps = look(host).steps
+    assert [s.step for s in steps] == list(range(len(steps)))
+    assert (steps[0].prefill, steps[0].decode, steps[0].admitted) == (9, 0, 1)
+    assert all((s.prefill, s.decode, s.drafts) == (0, 1, 0) for s in steps[1:])
+    assert all(s.retire_s > 0 for s in steps)
+    assert look(host, steps[-3].step).steps == steps[-2:] and look(host, steps[-1].step).steps == []
+
+
+def test_steps_in_flight_are_not_told_yet() -> None:
+    host = engine()
+    host.add(request("a", [7] * 9))
+    host.step()
+    assert len(host.log) == 1 and look(host).steps == []  # it is in flight
+    host.step()
+    assert [s.step for s in look(host).steps] == [0]
+
+
+def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "MAX_STEPS", 5)
+    monkeypatch.setattr(live, "MAX_RUNNING", 3)
+    monkeypatch.setattr(live, "MAX_WAITING", 2)
+    host = engine(max_num_seqs=4)
+    for i in range(12):
+        host.add(request(f"r{i}", [i + 1] * 5))
+    for _ in range(20):
+        host.step()
+    found = look(host)
+    assert (len(found.steps), len(found.running), len(found.waiting)) == (4, 3, 2)  # one step is in flight
+    assert found.stats.load.running == 4 and found.stats.load.waiting == 8
+
+
+def test_looking_changes_nothing() -> None:
+    host, other = engine(), engine()
+    orders = []
+    for each in (host, other):
+        for i in range(7):
+            each.add(request(f"r{i}", [i + 1] * (3 + i)))
+        order = []
+        while each.has_work:
+            order += [output.id for output in each.step() if output.finish_reason]
+            if each is host:
+                look(each)
+        orders.append(order)
+    assert orders[0] == orders[1]
+
+
+# ------------------------------------------------------------------------------- those who look
+
+
+class Asked:
+    """An engine that is asked: counts, and answers as told."""
+
+    def __init__(self, host: Engine) -> None:
+        self.host, self.count, self.dead = host, 0, False
+
+    async def __call__(self, since: int) -> EngineLive:
+        self.count += 1
+        if self.dead:
+            raise EngineDead("out of memory")
+        if self.host.has_work:
+            self.host.step()
+        return look(self.host, since)
+
+
+def started(tokens: int = 200) -> Asked:
+    host = engine()
+    host.add(request("a", [7] * 9, tokens))
+    return Asked(host)
+
+
+def test_nobody_looks_nobody_asks() -> None:
+    async def scene() -> None:
+        asked = started()
+        view = LiveView(asked, interval_s=0.001)
+        await asyncio.sleep(0.02)
+        assert asked.count == 0
+        seen = view.enter()
+        await view.news(seen)
+        view.leave()
+        count = asked.count
+        await asyncio.sleep(0.02)
+        assert asked.count == count > 0 and view.viewers == 0
+
+    asyncio.run(scene())
+
+
+def test_many_look_at_the_price_of_one_and_each_step_comes_once() -> None:
+    async def scene() -> None:
+        asked = started(60)
+        view = LiveView(asked, interval_s=0.001)
+
+        async def viewer() -> list[int]:
+            seen, found = view.enter(), []
+            while not found or found[-1] < 55:
+                (_, steps), (_, state) = await view.news(seen)
+                found += [step["step"] for step in as_json(steps)]
+                assert b'"steps":[]' in state
+            view.leave()
+            return found
+
+        results = await asyncio.gather(*(viewer() for _ in range(8)))
+        assert all(found == list(range(found[-1] + 1)) for found in results)
+        assert asked.count < 80
+
+    asyncio.run(scene())
+
+
+def test_a_slow_viewer_skips_states_and_nothing_grows() -> None:
+    async def scene() -> None:
+        view = LiveView(started(), interval_s=0.0001)
+        seen = view.enter()
+        await view.news(seen)
+        await asyncio.sleep(0.1)
+        (_, steps), _ = await view.news(seen)  # all it missed, at once
+        assert len(as_json(steps)) > 5
+        assert view._steps.maxlen is not None  # what is kept has a bound
+        view.leave()
+
+    asyncio.run(scene())
+
+
+def test_nothing_new_is_no_news() -> None:
+    async def scene() -> None:
+        view = LiveView(Asked(engine()), interval_s=0.001)
+        seen = view.enter()
+        await view.news(seen)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await view.news(seen)
+        view.leave()
+
+    asyncio.run(scene())
+
+
+def test_the_end_of_the_engine_and_of_the_server() -> None:
+    async def scene() -> None:
+        asked = started()
+        view = LiveView(asked, interval_s=0.001)
+        seen = view.enter()
+        await view.news(seen)
+        asked.dead = True
+        with pytest.raises(ApiError, match="out of memory"):
+            while True:
+                await view.news(seen)
+        other = LiveView(started(), interval_s=10)
+        seen = other.enter()
+        await other.news(seen)
+        asyncio.get_running_loop().call_later(0.01, other.close)
+        assert await other.news(seen) == []
+        view.leave()
+        other.leave()
+
+    asyncio.run(scene())
+
+
+def test_a_stream_ends_when_its_viewer_leaves_or_does_not_read() -> None:
+    async def scene(leaves: bool, reads: bool) -> list[dict]:
+        view = LiveView(started(), interval_s=0.001)
+        sent: list[dict] = []
+
+        async def receive() -> dict:
+            await asyncio.sleep(0.1 if leaves else 60)
+            return {"type": "http.disconnect"}
+
+        async def send(message: dict) -> None:
+            sent.append(message)
+            if not reads and len(sent) > 2:
+                await asyncio.sleep(60)
+
+        async with asyncio.timeout(5):
+            await LiveStream(view, slow_reader_timeout_s=0.1)({}, receive, send)
+        assert view.viewers == 0
+        return sent
+
+    left = asyncio.run(scene(leaves=True, reads=True))
+    assert len(left) > 5 and b"event: state" in left[-1]["body"]
+    deaf = asyncio.run(scene(leaves=False, reads=False))
+    assert len(deaf) == 3 and all(message.get("more_body", True) for message in deaf)  # so it is cut off
+
+
+def test_only_so_many_may_look() -> None:
+    async def scene() -> None:
+        view = LiveView(started())
+        with pytest.raises(ApiError) as caught:
+            for _ in range(1000):
+                view.enter()
+        assert caught.value.status == 503
+        for _ in range(view.viewers):
+            view.leave()
+
+    asyncio.run(scene())

@@ -193,6 +193,10 @@ class RequestState:
         """Engine requests that still run."""
         return [answer.engine_id for answer in self.answers if answer.finish_reason is None]
 
+    def has_ended(self, engine_id: str) -> bool:
+        """Whether the answer of this engine request is finished."""
+        return self._by_id[engine_id].finish_reason is not None
+
     def apply(self, output: EngineOutput, now_s: float | None = None) -> bool:
         """Take in one engine output. True if its engine request is to be aborted: a stop string was found."""
         answer = self._by_id[output.id]
@@ -289,7 +293,7 @@ class OutputAssembler:
             if state.apply(output, now_s):
                 applied.aborts.append(output.id)
             changed[id(state)] = state
-            if output.id not in state.open_ids:
+            if state.has_ended(output.id):
                 del self._states[output.id]
         applied.changed = list(changed.values())
         return applied

@@ -31,7 +31,9 @@ class Generation:
         self._live = live
         self._left = len(self.states)  # prompts whose answers are not finished
         self._over: Callable[[Generation], None] | None = over
-        self._event = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        self._new = False  # since somebody waited
+        self._waiter: asyncio.Future[None] | None = None
         self._deadline: asyncio.TimerHandle | None = None
 
     @property
@@ -52,9 +54,10 @@ class Generation:
 
     async def wait(self) -> None:
         """Until something is new (`live`) or all is finished. Raises the ApiError that ended it early."""
-        if not self.finished:
-            await self._event.wait()
-        self._event.clear()
+        if not self._new and not self.finished:
+            self._waiter = self._loop.create_future()
+            await self._waiter
+        self._new = False
         if self.error is not None:
             raise self.error
 
@@ -69,7 +72,12 @@ class Generation:
         if self.finished:
             self._end()
         elif self._live:
-            self._event.set()
+            self._wake()
+
+    def _wake(self) -> None:
+        self._new = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
 
     def fail(self, error: ApiError) -> None:
         """End it with an error, unless it is over."""
@@ -78,7 +86,7 @@ class Generation:
             self._end()
 
     def _end(self) -> None:
-        self._event.set()
+        self._wake()
         if self._deadline is not None:
             self._deadline.cancel()
         over, self._over = self._over, None
@@ -89,4 +97,4 @@ class Generation:
         """End it with 504 unless it is finished `timeout_s` after it arrived."""
         error = ApiError(504, f"the request took longer than its timeout of {timeout_s:g} s", code="timeout")
         left_s = max(0.0, arrival_s + timeout_s - time.monotonic())
-        self._deadline = asyncio.get_running_loop().call_later(left_s, self.fail, error)
+        self._deadline = self._loop.call_later(left_s, self.fail, error)

@@ -1,6 +1,6 @@
 """What happens to every request before and after its route: a name, a key, and a shape for its errors.
 
-One plain ASGI layer: it adds two function calls to a request and none to the chunks of a stream.
+One plain ASGI layer: it adds two function calls to a request and none to the pieces of a stream.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Front:
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope["request_id"], scope["arrival_s"] = request_id, time.monotonic()
+        scope["body_send"] = send  # for the pieces of a stream: none of the layers does anything to them
         status = 0  # nothing is sent yet
 
         async def named(message: Message) -> None:

@@ -35,6 +35,7 @@ from quire.serve.process import EngineProcess
 from quire.serve.say import STDERR
 from quire.serve.settings import ServeConfig
 from quire.serve.stop import Stop
+from quire.serve.writes import gathering_protocol
 from quire.types import ConfigError
 
 log = logging.getLogger("quire.serve")
@@ -107,6 +108,8 @@ async def _serve(
             access_log=False,
             lifespan="off",
             ws="none",
+            http=gathering_protocol(asyncio.get_running_loop()),
+            proxy_headers=False,  # nobody asks who the client is
             server_header=False,
             ssl_keyfile=settings.ssl_keyfile,
             ssl_certfile=settings.ssl_certfile,

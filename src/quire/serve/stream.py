@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,6 +20,8 @@ from quire.serve.errors import ApiError, as_api_error
 from quire.serve.generation import Generation
 from quire.serve.wire import encode
 from quire.types import RequestOutput
+
+Write: TypeAlias = Callable[[bytes], Awaitable[None]]
 
 log = logging.getLogger("quire.serve")
 _DONE = b"data: [DONE]\n\n"
@@ -105,6 +107,45 @@ async def stream(
         return EventStream(generation, watch, chunks, last, slow_reader_timeout_s, framing)
 
 
+class Patience:
+    """Gives a client up that does not read: TimeoutError where this is the context, once a write has waited for
+    `limit_s`. One timer for all writes of a stream, for most of them wait for nothing."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._loop = asyncio.get_running_loop()
+        self._since_s: float | None = None  # when the write began that has not returned
+        self._spent = False
+
+    def over(self, send: Send) -> Write:
+        async def write(body: bytes) -> None:
+            self._since_s = self._loop.time()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+            self._since_s = None
+
+        return write
+
+    def _look(self) -> None:
+        now_s = self._loop.time()
+        end_s = (now_s if self._since_s is None else self._since_s) + self._limit_s
+        if end_s <= now_s:
+            self._spent = self._task.cancel()
+        else:
+            self._timer = self._loop.call_at(end_s, self._look)
+
+    def __enter__(self) -> Patience:
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._timer = self._loop.call_later(self._limit_s, self._look)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._timer.cancel()
+        if self._spent and kind is asyncio.CancelledError and self._task.uncancel() == 0:
+            raise TimeoutError
+
+
 class EventStream(Response):
     media_type = "text/event-stream"
 
@@ -126,21 +167,26 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            # A task of its own: waking it resumes two coroutines, and not all the layers around this one too.
+            await asyncio.ensure_future(self._send_to_the_end(scope.get("body_send", send)))
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except TimeoutError:  # the response stays unfinished, so the connection is closed
+            log.warning("a client did not read for %g s: dropped", self._slow_s)
+        finally:
+            self._watch.close()
+
+    async def _send_to_the_end(self, send: Send) -> None:
+        with Patience(self._slow_s) as patience:
+            write = patience.over(send)
             try:
-                await self._send_all(send)
-            except TimeoutError:
-                log.warning("a client did not read for %g s: dropped", self._slow_s)
-                return  # the response stays unfinished, so the connection is closed
+                await self._send_all(write)
             except Exception as error:
                 found = as_api_error(error)
                 if not isinstance(error, ApiError):
                     log.exception("a stream failed")
-                await self._write(send, self._framing.error(found) + self._framing.done)
-            await send({"type": "http.response.body", "body": b"", "more_body": False})
-        finally:
-            self._watch.close()
+                await write(self._framing.error(found) + self._framing.done)
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, write: Write) -> None:
         generation, chunk = self._generation, self._framing.chunk
         while True:
             done = generation.finished
@@ -149,13 +195,8 @@ class EventStream(Response):
             found = self._chunks(generation.take())
             if done:
                 tail = b"".join(map(chunk, [*found, *self._last()]))
-                await self._write(send, tail + self._framing.done)
+                await write(tail + self._framing.done)
                 return
             if found:
-                await self._write(send, b"".join(map(chunk, found)))
+                await write(b"".join(map(chunk, found)))
             await generation.wait()
-
-    async def _write(self, send: Send, body: bytes) -> None:
-        """Waits while the client's buffers are full; TimeoutError if that takes too long."""
-        async with asyncio.timeout(self._slow_s):
-            await send({"type": "http.response.body", "body": body, "more_body": True})

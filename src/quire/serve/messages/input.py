@@ -105,7 +105,7 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
 def _messages(wanted: CountTokensRequest) -> list[Message]:
     found: list[Message] = []
     if wanted.system:
-        found.append({"role": "system", "content": _parts(wanted.system, "system")})
+        found.append({"role": "system", "content": _texts(wanted.system, "system")})
     names: dict[str, str] = {}  # of functions, by the id of their call
     for i, message in enumerate(wanted.messages):
         role, where = message.get("role"), f"messages[{i}]"
@@ -123,7 +123,7 @@ def _append(found: list[Message], message: Message) -> None:
     """Neighbours of the same role are one turn."""
     last: Message = found[-1] if found else {"role": None}
     if message["role"] == last["role"] and last["role"] != "tool" and not last.get("tool_calls"):
-        content = last["content"] + message["content"]
+        content = "\n".join(m["content"] for m in (last, message) if m["content"])
         thoughts = [m["reasoning_content"] for m in (last, message) if "reasoning_content" in m]
         last.update(message, content=content)
         if thoughts:
@@ -147,11 +147,10 @@ def _blocks(content: Any, role: str, where: str) -> list[dict[str, Any]]:
     return content
 
 
-def _parts(content: Any, role: str, where: str = "") -> list[dict[str, str]]:
-    """Blocks of text as parts of a chat's message."""
+def _texts(content: Any, role: str, where: str = "") -> str:
+    """Blocks of text, together: not every template reads them one by one."""
     where = where or role
-    blocks = _blocks(content, role, where)
-    return [{"type": "text", "text": _words(block, f"{where}[{i}]")} for i, block in enumerate(blocks)]
+    return "\n".join(_words(block, f"{where}[{i}]") for i, block in enumerate(_blocks(content, role, where)))
 
 
 def _words(block: dict[str, Any], where: str) -> str:
@@ -170,8 +169,8 @@ def _results(blocks: Sequence[dict[str, Any]], names: dict[str, str], where: str
         if block["type"] == "tool_result":
             at = f"{where}.content[{i}]"
             call = _text(block, "tool_use_id", at)
-            content = _parts(block.get("content") or "", "tool_result", f"{at}.content")
-            found.append({"role": "tool", "tool_call_id": call, "content": content or ""})
+            content = _texts(block.get("content") or "", "tool_result", f"{at}.content")
+            found.append({"role": "tool", "tool_call_id": call, "content": content})
             if call in names:
                 found[-1]["name"] = names[call]
     return found
@@ -182,7 +181,7 @@ def _message(role: str, blocks: list[dict[str, Any]], names: dict[str, str], whe
     texts = [block for block in blocks if block["type"] in ("text", "document")]
     if not texts and any(block["type"] == "tool_result" for block in blocks):
         return []
-    message: Message = {"role": role, "content": _parts(texts, role, f"{where}.content")}
+    message: Message = {"role": role, "content": _texts(texts, role, f"{where}.content")}
     thoughts, calls = [], []
     for i, block in enumerate(blocks):
         at = f"{where}.content[{i}]"

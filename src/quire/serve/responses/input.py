@@ -138,7 +138,7 @@ def messages_of(items: Sequence[dict[str, Any]], before: Sequence[Message] = ())
 def _turn(found: list[Message], *without: str) -> Message:
     """The assistant's message that the next item belongs to: the last, if it has none of `without` yet."""
     if not found or found[-1]["role"] != "assistant" or any(found[-1].get(name) for name in without):
-        found.append({"role": "assistant", "content": None})
+        found.append({"role": "assistant", "content": ""})
     return found[-1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from quire.serve.errors import ApiError
 from quire.serve.messages.input import chat_of as chat_of_messages
 from quire.serve.protocol.messages import MessagesRequest
 from quire.serve.protocol.responses import ResponseObject, ResponsesRequest
-from quire.serve.reasoning import THINK, ThoughtParser, thought_tokens
+from quire.serve.reasoning import THINK, ThoughtParser
 from quire.serve.responses.input import chat_of as chat_of_items
 from quire.serve.responses.store import ResponseStore
 from quire.serve.tools.calls import CallOptions
@@ -99,6 +100,18 @@ def test_any_items(given: list[dict[str, Any]], tools: list[dict[str, Any]], oth
         check_messages(chat.messages, "string")
     except (ApiError, RequestError):
         pass
+
+
+def test_many_small_pieces_are_put_together_at_once() -> None:
+    """And not each to all before it, which takes minutes for a body of megabytes."""
+    began = time.process_time()
+    says = [{"role": "user", "content": "x" * 20}] * 200_000
+    chat, _ = chat_of_messages(MessagesRequest(messages=says, max_tokens=1))
+    assert len(chat.messages) == 1 and len(chat.messages[0]["content"]) == 21 * 200_000 - 1
+    thinks = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x" * 20}]}
+    chat, _ = chat_of_items(ResponsesRequest(input=[thinks] * 200_000), [])
+    assert len(chat.messages) == 1 and len(chat.messages[0]["reasoning_content"]) == 20 * 200_000
+    assert time.process_time() - began < 20
 
 
 def as_blocks(chat: list[dict[str, Any]]) -> MessagesRequest:
@@ -199,13 +212,3 @@ def test_pieces_of_any_size_make_the_same_blocks(size: int) -> None:
                 opened = None
     assert opened is None and [block.text for block in found.all] == [text for _, _, text in seen]
     assert seen == [["thought", "", "So"], ["text", "", "Hi"], ["call", "f", '{"a": 1}']] and found.called
-
-
-def test_tokens_of_a_thought() -> None:
-    class Letters:
-        def token_text(self, token: int) -> str:
-            return chr(token)
-
-    text = "<think>ab</think>\nc"
-    assert thought_tokens(THINK, [ord(c) for c in text], Letters()) == text.index("\n")  # type: ignore[arg-type]
-    assert thought_tokens(THINK, [ord(c) for c in "<think>ab"], Letters()) == 9  # type: ignore[arg-type]

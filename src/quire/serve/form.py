@@ -14,12 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from quire.frontend.tokenizer import Tokenizer
 from quire.serve.errors import bad_request
 from quire.serve.parser import PlainText, TextParser
 from quire.serve.protocol.chat import ChatRequest
-from quire.serve.reasoning import Thought, ThoughtParser, choose_thought
+from quire.serve.reasoning import Thought, ThoughtParser, choose_thought, thought_tokens
 from quire.serve.tools.grammar import Lark, after_thought, calls, constrained, text_with_calls
 from quire.serve.tools.registry import ToolFormat, choose_format
 from quire.serve.tools.request import ToolUse
@@ -30,8 +31,10 @@ from quire.types import SamplingParams, StructuredOutputsParams
 class AnswerForm:
     make_parser: Callable[[], TextParser]  # one for each choice
     constraint: StructuredOutputsParams | None = None
+    thought_tokens: Callable[[list[int]], int] | None = (
+        None  # of an answer's tokens; None: no thoughts are read
+    )
     show_special: bool = False  # special tokens are part of the text, for the parser needs them
-    thought: Thought | None = None  # how thoughts are marked, if they are looked for
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """`params` as the engine gets them."""
@@ -78,7 +81,10 @@ class Forms:
                 inner = tools.make_parser(names, not (guarded or self.eager), use.single)
             return inner if thought is None else ThoughtParser(thought, inside, inner)
 
-        return AnswerForm(make_parser, constraint, bool(special), thought)
+        counter = None
+        if thought is not None:
+            counter = partial(thought_tokens, thought, inside, self.tokenizer)
+        return AnswerForm(make_parser, constraint, counter, bool(special))
 
     def _special(self, tools: ToolFormat | None, thought: Thought | None) -> dict[str, int]:
         """The marks that are special tokens of the model's."""

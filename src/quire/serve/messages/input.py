@@ -112,24 +112,28 @@ def _messages(wanted: CountTokensRequest) -> list[Message]:
         if role not in ("user", "assistant", "system"):
             raise bad_request(f"{where}.role must be user or assistant, got {str(role)[:64]!r}", "messages")
         blocks = _blocks(message.get("content"), role, f"{where}.content")
-        for one in _results(blocks, names, where) + _message(role, blocks, names, where):
-            _append(found, one)
+        found += _results(blocks, names, where) + _message(role, blocks, names, where)
     if not wanted.messages:
         raise bad_request("messages must hold at least one message", "messages")
-    return found
+    return _turns(found)
 
 
-def _append(found: list[Message], message: Message) -> None:
+def _turns(messages: list[Message]) -> list[Message]:
     """Neighbours of the same role are one turn."""
-    last: Message = found[-1] if found else {"role": None}
-    if message["role"] == last["role"] and last["role"] != "tool" and not last.get("tool_calls"):
-        content = "\n".join(m["content"] for m in (last, message) if m["content"])
-        thoughts = [m["reasoning_content"] for m in (last, message) if "reasoning_content" in m]
-        last.update(message, content=content)
-        if thoughts:
-            last["reasoning_content"] = "\n".join(thoughts)
-    else:
-        found.append(message)
+    turns: list[list[Message]] = []
+    for message in messages:
+        last: Message = turns[-1][-1] if turns else {"role": None}
+        if message["role"] == last["role"] != "tool" and "tool_calls" not in last:
+            turns[-1].append(message)
+        else:
+            turns.append([message])
+    return [_joined(turn) for turn in turns]
+
+
+def _joined(turn: list[Message]) -> Message:
+    found = {**turn[-1], "content": "\n".join(m["content"] for m in turn if m["content"])}
+    thoughts = [m["reasoning_content"] for m in turn if "reasoning_content" in m]
+    return {**found, "reasoning_content": "\n".join(thoughts)} if thoughts else found
 
 
 def _blocks(content: Any, role: str, where: str) -> list[dict[str, Any]]:

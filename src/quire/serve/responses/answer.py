@@ -21,7 +21,6 @@ from quire.serve.errors import ApiError
 from quire.serve.logprobs import chat_logprobs
 from quire.serve.protocol.chat import TokenLogprob
 from quire.serve.protocol.responses import ResponseObject, ResponsesRequest, ResponsesUsage
-from quire.serve.reasoning import thought_tokens
 from quire.serve.stream import named_event
 from quire.types import CompletionOutput, RequestOutput
 
@@ -75,11 +74,8 @@ class ResponseAnswer:
         found.usage = self._usage()
 
     def _usage(self) -> ResponsesUsage:
-        generation, thought = self._turn.generation, self._turn.form.thought
-        thinking = 0
-        if thought is not None and any(block.kind == "thought" for block in self._blocks.all):
-            tokens = generation.states[0].answers[0].token_ids
-            thinking = thought_tokens(thought, tokens, self._turn.server.engine.tokenizer)
+        generation, count = self._turn.generation, self._turn.form.thought_tokens
+        thinking = 0 if count is None else count(generation.states[0].answers[0].token_ids)
         return ResponsesUsage(
             input_tokens=generation.prompt_tokens,
             input_tokens_details={"cached_tokens": generation.cached_tokens, "cache_write_tokens": 0},

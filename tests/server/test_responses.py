@@ -282,7 +282,7 @@ def test_items_become_messages(dry: Server) -> None:
     ]
     assert shown(dry, items) == (
         '[system|Be kind.][user|Hi][assistant|So.|thought Hm.|f {"a": 1}|g {}][tool|one|from f][tool|two|from g]'
-        "[assistant|None|f {}]"
+        "[assistant||f {}]"
     )
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_chat_template import CALLS, PLAIN, SYSTEM, TEMPLATES, TOOLS, ours, outcome
 
 from quire.frontend.chat import check_messages
 from quire.serve.auth import Client
@@ -15,7 +19,7 @@ from quire.serve.errors import ApiError
 from quire.serve.messages.input import chat_of as chat_of_messages
 from quire.serve.protocol.messages import MessagesRequest
 from quire.serve.protocol.responses import ResponseObject, ResponsesRequest
-from quire.serve.reasoning import THINK, ThoughtParser, thought_tokens
+from quire.serve.reasoning import THINK, ThoughtParser
 from quire.serve.responses.input import chat_of as chat_of_items
 from quire.serve.responses.store import ResponseStore
 from quire.serve.tools.calls import CallOptions
@@ -98,6 +102,72 @@ def test_any_items(given: list[dict[str, Any]], tools: list[dict[str, Any]], oth
         pass
 
 
+def test_many_small_pieces_are_put_together_at_once() -> None:
+    """And not each to all before it, which takes minutes for a body of megabytes."""
+    began = time.process_time()
+    says = [{"role": "user", "content": "x" * 20}] * 200_000
+    chat, _ = chat_of_messages(MessagesRequest(messages=says, max_tokens=1))
+    assert len(chat.messages) == 1 and len(chat.messages[0]["content"]) == 21 * 200_000 - 1
+    thinks = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "x" * 20}]}
+    chat, _ = chat_of_items(ResponsesRequest(input=[thinks] * 200_000), [])
+    assert len(chat.messages) == 1 and len(chat.messages[0]["reasoning_content"]) == 20 * 200_000
+    assert time.process_time() - began < 20
+
+
+def as_blocks(chat: list[dict[str, Any]]) -> MessagesRequest:
+    """A chat of test_chat_template as a client of Anthropic's API sends it."""
+    found: list[dict[str, Any]] = []
+    for message in [m for m in chat if m["role"] != "system"]:
+        content: Any = message["content"]
+        role = message["role"]
+        if role == "tool":
+            role = "user"
+            content = [{"type": "tool_result", "tool_use_id": message["tool_call_id"], "content": content}]
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            used = {"id": call["id"], "name": function["name"], "input": function["arguments"]}
+            content = [{"type": "tool_use", **used}]
+        found.append({"role": role, "content": content})
+    system = next((m["content"] for m in chat if m["role"] == "system"), None)
+    return MessagesRequest(messages=found, system=system, max_tokens=1)
+
+
+def as_items(chat: list[dict[str, Any]]) -> ResponsesRequest:
+    """The same, for OpenAI's Responses API."""
+    found: list[dict[str, Any]] = []
+    for message in [m for m in chat if m["role"] != "system"]:
+        if message["role"] == "tool":
+            output = {"call_id": message["tool_call_id"], "output": message["content"]}
+            found.append({"type": "function_call_output", **output})
+        elif "tool_calls" not in message:
+            found.append({"role": message["role"], "content": message["content"]})
+        for call in message.get("tool_calls", ()):
+            function = call["function"]
+            used = {"name": function["name"], "arguments": json.dumps(function["arguments"])}
+            found.append({"type": "function_call", "call_id": call["id"], **used})
+    instructions = next((m["content"] for m in chat if m["role"] == "system"), None)
+    return ResponsesRequest(input=found, instructions=instructions)
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda p: p.stem if p else "absent")
+def test_prompts_are_those_of_chats(path: Path | None) -> None:
+    if path is None:
+        pytest.skip("shared/data/chat_templates is absent")
+    source = path.read_text(encoding="utf-8")
+    extra = {"functions": "[]", "datetime": "noon"} if "firefunction" in path.stem else {}
+    for chat in (PLAIN, SYSTEM, CALLS):
+        for tools in (None, TOOLS):
+            prompts = [
+                outcome(lambda m=messages, t=tools: ours(source, m, tools=t, template_kwargs=extra))
+                for messages in (
+                    chat,
+                    chat_of_messages(as_blocks(chat))[0].messages,
+                    chat_of_items(as_items(chat), [])[0].messages,
+                )
+            ]
+            assert prompts[0] == prompts[1] == prompts[2]
+
+
 def test_the_store_keeps_to_its_bounds() -> None:
     def response(name: str) -> ResponseObject:
         options: dict[str, Any] = dict.fromkeys(ResponseObject.__struct_fields__)
@@ -142,13 +212,3 @@ def test_pieces_of_any_size_make_the_same_blocks(size: int) -> None:
                 opened = None
     assert opened is None and [block.text for block in found.all] == [text for _, _, text in seen]
     assert seen == [["thought", "", "So"], ["text", "", "Hi"], ["call", "f", '{"a": 1}']] and found.called
-
-
-def test_tokens_of_a_thought() -> None:
-    class Letters:
-        def token_text(self, token: int) -> str:
-            return chr(token)
-
-    text = "<think>ab</think>\nc"
-    assert thought_tokens(THINK, [ord(c) for c in text], Letters()) == text.index("\n")  # type: ignore[arg-type]
-    assert thought_tokens(THINK, [ord(c) for c in "<think>ab"], Letters()) == 9  # type: ignore[arg-type]

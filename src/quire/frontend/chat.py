@@ -115,11 +115,12 @@ def _check_message(message: Any, where: str, form: ContentFormat) -> dict[str, A
         plain["tool_calls"] = _check_tool_calls(calls, f"{where}.tool_calls")
         if not plain["tool_calls"]:
             del plain["tool_calls"]
-    plain["content"] = _check_content(plain.get("content"), where, form)
-    if plain["content"] is None and not ("tool_calls" in plain or "function_call" in plain):
-        if plain["role"] != "assistant":
+    content = plain.get("content")
+    if content is None:
+        if plain["role"] != "assistant" and not ("tool_calls" in plain or "function_call" in plain):
             raise RequestError(f"{where}.content is missing")
-        plain["content"] = ""
+        content = ""  # templates write None, or fail at it
+    plain["content"] = _check_content(content, where, form)
     reasoning = next((plain[name] for name in _REASONING if plain.get(name) is not None), None)
     if reasoning is not None:
         plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
@@ -129,7 +130,7 @@ def _check_message(message: Any, where: str, form: ContentFormat) -> dict[str, A
 def _check_content(content: Any, where: str, form: ContentFormat) -> Any:
     if isinstance(content, str) and form == "parts":
         return [{"type": "text", "text": content}]
-    if content is None or isinstance(content, str):
+    if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise RequestError(f"{where}.content must be a string or a list of text parts")

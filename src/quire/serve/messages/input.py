@@ -105,31 +105,35 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
 def _messages(wanted: CountTokensRequest) -> list[Message]:
     found: list[Message] = []
     if wanted.system:
-        found.append({"role": "system", "content": _parts(wanted.system, "system")})
+        found.append({"role": "system", "content": _texts(wanted.system, "system")})
     names: dict[str, str] = {}  # of functions, by the id of their call
     for i, message in enumerate(wanted.messages):
         role, where = message.get("role"), f"messages[{i}]"
         if role not in ("user", "assistant", "system"):
             raise bad_request(f"{where}.role must be user or assistant, got {str(role)[:64]!r}", "messages")
         blocks = _blocks(message.get("content"), role, f"{where}.content")
-        for one in _results(blocks, names, where) + _message(role, blocks, names, where):
-            _append(found, one)
+        found += _results(blocks, names, where) + _message(role, blocks, names, where)
     if not wanted.messages:
         raise bad_request("messages must hold at least one message", "messages")
-    return found
+    return _turns(found)
 
 
-def _append(found: list[Message], message: Message) -> None:
+def _turns(messages: list[Message]) -> list[Message]:
     """Neighbours of the same role are one turn."""
-    last: Message = found[-1] if found else {"role": None}
-    if message["role"] == last["role"] and last["role"] != "tool" and not last.get("tool_calls"):
-        content = last["content"] + message["content"]
-        thoughts = [m["reasoning_content"] for m in (last, message) if "reasoning_content" in m]
-        last.update(message, content=content)
-        if thoughts:
-            last["reasoning_content"] = "\n".join(thoughts)
-    else:
-        found.append(message)
+    turns: list[list[Message]] = []
+    for message in messages:
+        last: Message = turns[-1][-1] if turns else {"role": None}
+        if message["role"] == last["role"] != "tool" and "tool_calls" not in last:
+            turns[-1].append(message)
+        else:
+            turns.append([message])
+    return [_joined(turn) for turn in turns]
+
+
+def _joined(turn: list[Message]) -> Message:
+    found = {**turn[-1], "content": "\n".join(m["content"] for m in turn if m["content"])}
+    thoughts = [m["reasoning_content"] for m in turn if "reasoning_content" in m]
+    return {**found, "reasoning_content": "\n".join(thoughts)} if thoughts else found
 
 
 def _blocks(content: Any, role: str, where: str) -> list[dict[str, Any]]:
@@ -147,11 +151,10 @@ def _blocks(content: Any, role: str, where: str) -> list[dict[str, Any]]:
     return content
 
 
-def _parts(content: Any, role: str, where: str = "") -> list[dict[str, str]]:
-    """Blocks of text as parts of a chat's message."""
+def _texts(content: Any, role: str, where: str = "") -> str:
+    """Blocks of text, together: not every template reads them one by one."""
     where = where or role
-    blocks = _blocks(content, role, where)
-    return [{"type": "text", "text": _words(block, f"{where}[{i}]")} for i, block in enumerate(blocks)]
+    return "\n".join(_words(block, f"{where}[{i}]") for i, block in enumerate(_blocks(content, role, where)))
 
 
 def _words(block: dict[str, Any], where: str) -> str:
@@ -170,8 +173,8 @@ def _results(blocks: Sequence[dict[str, Any]], names: dict[str, str], where: str
         if block["type"] == "tool_result":
             at = f"{where}.content[{i}]"
             call = _text(block, "tool_use_id", at)
-            content = _parts(block.get("content") or "", "tool_result", f"{at}.content")
-            found.append({"role": "tool", "tool_call_id": call, "content": content or ""})
+            content = _texts(block.get("content") or "", "tool_result", f"{at}.content")
+            found.append({"role": "tool", "tool_call_id": call, "content": content})
             if call in names:
                 found[-1]["name"] = names[call]
     return found
@@ -182,7 +185,7 @@ def _message(role: str, blocks: list[dict[str, Any]], names: dict[str, str], whe
     texts = [block for block in blocks if block["type"] in ("text", "document")]
     if not texts and any(block["type"] == "tool_result" for block in blocks):
         return []
-    message: Message = {"role": role, "content": _parts(texts, role, f"{where}.content")}
+    message: Message = {"role": role, "content": _texts(texts, role, f"{where}.content")}
     thoughts, calls = [], []
     for i, block in enumerate(blocks):
         at = f"{where}.content[{i}]"

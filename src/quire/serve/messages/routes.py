@@ -18,7 +18,7 @@ from quire.serve.wire import json_response
 
 async def messages(request: Request) -> Response:
     wanted, warnings = await read_request(request, MessagesRequest)
-    chat, more = chat_of(wanted)
+    chat, more = await server_of(request).engine.in_thread(chat_of, wanted)
     turn = await begin(request, chat, [*warnings, *more])
     answer = MessageAnswer(turn)
     if chat.stream:
@@ -38,10 +38,10 @@ async def count_tokens(request: Request) -> Response:
     server = server_of(request)
     wanted, _ = await read_request(request, CountTokensRequest)
     server.check_model(wanted.model)
-    chat, _ = chat_of(wanted)
-    use = tool_use(chat)
 
     def count() -> int:
+        chat, _ = chat_of(wanted)
+        use = tool_use(chat)
         prompt = chat_prompt(server, chat, use.tools, chat_template(server, chat, use))
         return len(server.engine.tokenizer.encode(prompt, False))
 

@@ -75,7 +75,7 @@ class ResponseAnswer:
 
     def _usage(self) -> ResponsesUsage:
         generation, count = self._turn.generation, self._turn.form.thought_tokens
-        thinking = count(generation.states[0].answers[0].token_ids) if count else 0
+        thinking = 0 if count is None else count(generation.states[0].answers[0].token_ids)
         return ResponsesUsage(
             input_tokens=generation.prompt_tokens,
             input_tokens_details={"cached_tokens": generation.cached_tokens, "cache_write_tokens": 0},

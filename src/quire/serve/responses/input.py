@@ -114,8 +114,7 @@ def messages_of(items: Sequence[dict[str, Any]], before: Sequence[Message] = ())
                 _add_message(found, item, where)
             case "reasoning":
                 thought = _texts(item.get("content") or [], f"{where}.content", ("reasoning_text",))
-                turn = _turn(found, "content", "tool_calls")
-                turn["reasoning_content"] = turn.get("reasoning_content", "") + "".join(thought)
+                _turn(found, "content", "tool_calls").setdefault("thoughts", []).extend(thought)
             case "function_call":
                 call = _call(item, where)
                 names[call["id"]] = call["function"]["name"]
@@ -132,13 +131,16 @@ def messages_of(items: Sequence[dict[str, Any]], before: Sequence[Message] = ())
                     "function_call_output",
                     "input",
                 )
+    for message in found:
+        if "thoughts" in message:
+            message["reasoning_content"] = "".join(message.pop("thoughts"))
     return found
 
 
 def _turn(found: list[Message], *without: str) -> Message:
     """The assistant's message that the next item belongs to: the last, if it has none of `without` yet."""
     if not found or found[-1]["role"] != "assistant" or any(found[-1].get(name) for name in without):
-        found.append({"role": "assistant", "content": None})
+        found.append({"role": "assistant", "content": ""})
     return found[-1]
 
 

@@ -28,7 +28,7 @@ async def create_response(request: Request) -> Response:
             message = f"previous_response_id: there is no response {previous[:128]!r}, or not any more"
             raise ApiError(400, message, "previous_response_id", "previous_response_not_found")
         before = found.messages
-    chat, more = chat_of(wanted, before)
+    chat, more = await server.engine.in_thread(chat_of, wanted, before)
     turn = await begin(request, chat, [*warnings, *more])
     store = wanted.store is not False and server.settings.max_stored_responses > 0
     answer = ResponseAnswer(turn, wanted, store)

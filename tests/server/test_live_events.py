@@ -31,7 +31,7 @@ def test_steps_and_state(dry: Server) -> None:
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         found = live_events(response)
         name, steps = next(found)
-        assert name == "steps" and len(steps) >= 50 and all(step["retire_s"] > 0 for step in steps)
+        assert name == "steps" and len(steps) >= 50 and all(step["took_s"] > 0 for step in steps)
         name, state = next(found)
         assert name == "state" and state["steps"] == [] and state["running"] == []
         assert state["stats"]["pages"] == 16384 and state["pages_per_cell"] == 1

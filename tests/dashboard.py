@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 
 DASHBOARD = Path(__file__).resolve().parents[1] / "deploy/grafana/dashboards/quire.json"
@@ -21,7 +20,3 @@ def expressions() -> list[str]:
             assert "$" not in text, text
             found.append(text)
     return found
-
-
-def metric_names() -> set[str]:
-    return {name for text in expressions() for name in re.findall(r"\b(?:vllm|quire):\w+", text)}

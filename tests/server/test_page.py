@@ -159,7 +159,7 @@ def test_a_receipt_is_a_bar(dry: Server, browser: Browser) -> None:
     code = "return import('/static/receipt.js').then((m) => m.receiptStrip(arguments[0]).outerHTML)"
     code = code.replace("arguments[0]", "receipt")
     html = browser.js("const receipt = arguments[0]; " + code, RECEIPT)
-    for wanted in ("1.23 s", "something new", "100 ms", "queued for slots", "had to make room", "decode"):
+    for wanted in ("1.23 s", "something new", "100 ms", "queued for a slot", "had to make room", "decode"):
         assert wanted in html, wanted
     assert "read" not in html.replace("spread", "")
     assert html.count("<li>") + html.count('<li class="">') == 5

@@ -113,7 +113,7 @@ def test_steps_by_kind_of_token() -> None:
     assert [s.step for s in steps] == list(range(len(steps)))
     assert (steps[0].prefill, steps[0].decode, steps[0].admitted) == (9, 0, 1)
     assert all((s.prefill, s.decode, s.drafts) == (0, 1, 0) for s in steps[1:])
-    assert all(s.retire_s > 0 for s in steps)
+    assert all(s.took_s > 0 for s in steps)
     assert look(host, steps[-3].step).steps == steps[-2:] and look(host, steps[-1].step).steps == []
 
 
@@ -136,7 +136,7 @@ def test_it_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(20):
         host.step()
     found = look(host)
-    assert (len(found.steps), len(found.running), len(found.waiting)) == (4, 3, 2)  # one step is in flight
+    assert (len(found.steps), len(found.running), len(found.waiting)) == (5, 3, 2)
     assert found.stats.load.running == 4 and found.stats.load.waiting == 8
 
 

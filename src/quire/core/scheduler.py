@@ -294,7 +294,6 @@ class Scheduler:
     def _finish_plan(self, draft: _Draft) -> StepPlan:
         starts = np.array(draft.starts, np.int32)
         num_tokens = np.array(draft.num_tokens, np.int32)
-        num_drafts = np.array(draft.num_drafts, np.int32)
         slots, total = np.array(draft.slots, np.int32), sum(draft.num_tokens)
         shared = None
         if total == len(slots):  # one token each
@@ -303,7 +302,7 @@ class Scheduler:
             step=draft.step,
             slots=slots,
             num_tokens=num_tokens,
-            num_drafts=num_drafts,
+            num_drafts=np.array(draft.num_drafts, np.int32),
             starts=starts,
             samples=np.array(draft.samples, np.bool_),
             admits=draft.admits,
@@ -334,7 +333,6 @@ class Scheduler:
                 wait_reason=self._wait_reason,
                 free_blocks=self.pool.num_free,
                 prompt_tokens=sum(n for _, n, _ in draft.catching_up),
-                decodes=int(np.count_nonzero(num_tokens - num_drafts == 1)),
                 drafts=sum(draft.num_drafts),
             )
         )

@@ -33,7 +33,6 @@ class StepRecord:
     retire_s: float = 0.0
     prompt_tokens: int = 0  # of requests that have not caught up: prompts, and what a preemption threw away
     took_s: float = 0.0  # from the end of the step before it, or its own beginning, to its end
-    decodes: int = 0  # rows that run one token, drafts aside; all other rows compute prompts
     drafts: int = 0  # draft tokens
 
 
@@ -72,6 +71,3 @@ class StepLog:
 
     def __iter__(self) -> Iterator[StepRecord]:
         return iter(self._records)
-
-    def __reversed__(self) -> Iterator[StepRecord]:
-        return reversed(self._records)

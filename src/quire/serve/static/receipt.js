@@ -5,6 +5,7 @@ const COLOURS = {
   recompute: "request-6", decode: "decode", deliver: "request-7",
 };
 
+const CAUSES = { slots: "a slot", step: "the next step", tokens: "the token budget", batch: "the batch to end" };
 const CACHE_ENDED = {
   new: "the next page is new",
   evicted: "the next page had to make room",
@@ -46,7 +47,7 @@ export function receiptStrip(receipt) {
 function notes(receipt) {
   const found = Object.entries(receipt.queue_ms ?? {})
     .filter(([, ms]) => ms >= 0.05)
-    .map(([cause, ms]) => `queued for ${asName(cause)}: ${asText(ms)}`);
+    .map(([cause, ms]) => `queued for ${CAUSES[cause] ?? asName(cause)}: ${asText(ms)}`);
   const ended = receipt.prompt_tokens?.cache_ended;
   if (ended && ended !== "end") found.push(`prefix cache: ${CACHE_ENDED[ended] ?? ended}`);
   if (receipt.preemptions) found.push(`preempted ${receipt.preemptions} times, ${receipt.recomputed_tokens} tokens computed again`);

@@ -14,17 +14,15 @@ const REASONS = {
 const STRIPS = [
   { label: "Prompt", parts: [["prefill", (s) => s.prefill]], scale: (top) => count(top) },
   { label: "Decode", parts: [["decode", (s) => s.decode], ["drafts", (s) => s.drafts]], scale: (top) => count(top) },
-  { label: "Time", parts: [["time", (s) => time(s) * 1000]], scale: (top) => duration(top / 1000) },
+  { label: "Time", parts: [["time", (s) => s.took_s * 1000]], scale: (top) => duration(top / 1000) },
 ];
 
 // The top of a scale, above all values but the few that would flatten all others.
 function highest(values) {
-  const sorted = values.toSorted((a, b) => a - b);
+  const sorted = values.filter((value) => value > 0).toSorted((a, b) => a - b);
   const usual = sorted[Math.floor(0.97 * sorted.length)] ?? 0;
   return sorted.at(-1) > 4 * usual ? 1.5 * usual : (sorted.at(-1) ?? 0);
 }
-
-const time = (step) => step.schedule_s + step.launch_s + step.wait_s + step.retire_s;
 
 export class StepBars {
   constructor(canvas, readout) {
@@ -137,8 +135,8 @@ export class StepBars {
       const parts = [
         `step ${count(step.step)}`,
         `${count(step.prefill)} prompt, ${count(step.decode)} decoded` + (step.drafts ? `, ${count(step.drafts)} drafts` : ""),
-        `${duration(time(step))} (schedule ${duration(step.schedule_s)}, launch ${duration(step.launch_s)}, ` +
-          `device ${duration(step.wait_s)}, book ${duration(step.retire_s)})`,
+        `${duration(step.took_s)} (host: schedule ${duration(step.schedule_s)}, launch ${duration(step.launch_s)}, ` +
+          `wait ${duration(step.wait_s)}, book ${duration(step.retire_s)})`,
         `${count(step.running)} running`,
       ];
       if (step.waiting) {

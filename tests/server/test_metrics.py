@@ -17,7 +17,7 @@ from serving import Server, chat, events, serving
 
 GAUGES = {
     "num_requests_running": set(), "num_requests_waiting": set(), "kv_cache_usage_perc": set(),
-    "num_requests_waiting_by_reason": {"reason"}, "engine_sleep_state": {"sleep_state"},
+    "gpu_cache_usage_perc": set(), "num_requests_waiting_by_reason": {"reason"}, "engine_sleep_state": {"sleep_state"},
     "cache_config_info": {"block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching", "eviction"},
 }  # fmt: skip
 COUNTERS = {
@@ -32,6 +32,7 @@ REQUEST = "0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7
 HISTOGRAMS = {
     "time_to_first_token_seconds": TTFT,
     "inter_token_latency_seconds": TOKEN,
+    "time_per_output_token_seconds": TOKEN,
     "request_time_per_output_token_seconds": TOKEN,
     **{
         f"{name}_seconds": REQUEST

@@ -191,6 +191,40 @@ def test_a_key_is_needed(dry: Server) -> None:
         assert found.status_code == 200 and "vllm:num_requests_running{" in found.text
 
 
+def test_http_requests_by_route(server: Server) -> None:
+    labels = {"method": "POST", "handler": "/generate"}
+    name = "http_requests_total"
+
+    def counts() -> tuple[float, float, float, float]:
+        families = scrape(server)
+        rows = [(sample.labels, sample.value) for sample in families["http_requests"].samples]
+        assert all(row.keys() == {"method", "handler", "status"} for row, _ in rows)
+        assert not any(
+            "made-up" in row["handler"] or row["handler"] in ("/health", "/metrics") for row, _ in rows
+        )
+        durations = families["http_request_duration_seconds"].samples
+        return (
+            value(families, name, **labels, status="2xx"),
+            value(families, name, **labels, status="4xx"),
+            value(families, name, handler="none", status="4xx"),
+            sum(
+                s.value for s in durations if s.name.endswith("_count") and labels.items() <= s.labels.items()
+            ),
+        )
+
+    def once() -> None:
+        server.post("/generate", {"prompt": "Hi", "max_tokens": 1})
+        server.post("/generate", {})
+        server.http.get("/made-up")
+        server.http.get("/v1/models/made-up")
+        server.http.get("/health")
+
+    once()
+    before = counts()
+    once()
+    assert [new - old for new, old in zip(counts(), before)] == [1, 1, 2, 2]
+
+
 def test_tokens_by_client(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text("secret-a name=anna\nsecret-b name=bert\n")

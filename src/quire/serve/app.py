@@ -53,7 +53,7 @@ def build_app(server: Server, keys: Keys) -> ASGIApp:
     handlers: dict[Any, Any] = {HTTPException: _http_error, ApiError: _error, QuireError: _error, 500: _error}
     app = Starlette(routes=routes(), exception_handlers=handlers)
     app.state.server = server
-    front: ASGIApp = Front(app, keys, server.observers)
+    front: ASGIApp = Front(app, keys, (server.http, *server.observers))
     settings = server.settings
     if settings.allowed_origins:
         front = CORSMiddleware(

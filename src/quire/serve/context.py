@@ -15,7 +15,7 @@ from quire.serve.auth import ANYONE, Client
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
 from quire.serve.form import Forms
-from quire.serve.observer import Observer
+from quire.serve.observer import HttpCounts, Observer
 from quire.serve.protocol.sampling import SamplingFields
 from quire.serve.settings import ServeConfig
 from quire.serve.wire import parse, read_json
@@ -31,7 +31,8 @@ class Server:
     names: list[str]  # of the model; the first is used in answers
     forms: Forms  # of its answers
     chat_template: str | None = None  # in place of the model's
-    observers: Sequence[Observer] = ()  # of requests that are over
+    observers: Sequence[Observer] = ()  # of requests that are over, beside `http`
+    http: HttpCounts = field(default_factory=HttpCounts)
     started_s: float = field(default_factory=time.time)
     draining: bool = False
 

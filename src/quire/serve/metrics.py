@@ -56,6 +56,7 @@ class Families:
         yield from self._requests()
         yield from self._latencies()
         yield from self._older()
+        yield from self._http()
         yield from self._own()
 
     # ----------------------------------------------------------------------------------- forms
@@ -189,6 +190,19 @@ class Families:
         yield self._histogram(
             "vllm:time_per_output_token_seconds", f"{older} inter_token_latency_seconds.", self._account.itl_s
         )
+
+    def _http(self) -> Iterator[Metric]:
+        """As the instrumentation of FastAPI names them, which vLLM uses; without the labels of an engine."""
+        labels = ["method", "handler", "status"]
+        requests = CounterMetricFamily("http_requests", "HTTP requests by route and status.", labels=labels)
+        for key, count in self._server.http.requests.items():
+            requests.add_metric(key, count)
+        yield requests
+        text = "From a request's head to the end of its answer, by route."
+        seconds = HistogramMetricFamily("http_request_duration_seconds", text, labels=labels[:2])
+        for route, histogram in self._server.http.seconds.items():
+            seconds.add_metric(route, histogram.buckets(), histogram.sum)
+        yield seconds
 
     # -------------------------------------------------------------------------------- Quire's own
 

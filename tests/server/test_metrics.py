@@ -18,7 +18,7 @@ from dashboard import expressions
 
 GAUGES = {
     "num_requests_running": set(), "num_requests_waiting": set(), "kv_cache_usage_perc": set(),
-    "num_requests_waiting_by_reason": {"reason"}, "engine_sleep_state": {"sleep_state"},
+    "gpu_cache_usage_perc": set(), "num_requests_waiting_by_reason": {"reason"}, "engine_sleep_state": {"sleep_state"},
     "cache_config_info": {"block_size", "num_gpu_blocks", "cache_dtype", "enable_prefix_caching", "eviction"},
 }  # fmt: skip
 COUNTERS = {
@@ -33,6 +33,7 @@ REQUEST = "0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7
 HISTOGRAMS = {
     "time_to_first_token_seconds": TTFT,
     "inter_token_latency_seconds": TOKEN,
+    "time_per_output_token_seconds": TOKEN,
     "request_time_per_output_token_seconds": TOKEN,
     **{
         f"{name}_seconds": REQUEST
@@ -189,6 +190,40 @@ def test_a_key_is_needed(dry: Server) -> None:
         assert server.http.get("/metrics").status_code == 401
         found = server.http.get("/metrics", headers={"authorization": "Bearer secret"})
         assert found.status_code == 200 and "vllm:num_requests_running{" in found.text
+
+
+def test_http_requests_by_route(server: Server) -> None:
+    labels = {"method": "POST", "handler": "/generate"}
+    name = "http_requests_total"
+
+    def counts() -> tuple[float, float, float, float]:
+        families = scrape(server)
+        rows = [(sample.labels, sample.value) for sample in families["http_requests"].samples]
+        assert all(row.keys() == {"method", "handler", "status"} for row, _ in rows)
+        assert not any(
+            "made-up" in row["handler"] or row["handler"] in ("/health", "/metrics") for row, _ in rows
+        )
+        durations = families["http_request_duration_seconds"].samples
+        return (
+            value(families, name, **labels, status="2xx"),
+            value(families, name, **labels, status="4xx"),
+            value(families, name, handler="none", status="4xx"),
+            sum(
+                s.value for s in durations if s.name.endswith("_count") and labels.items() <= s.labels.items()
+            ),
+        )
+
+    def once() -> None:
+        server.post("/generate", {"prompt": "Hi", "max_tokens": 1})
+        server.post("/generate", {})
+        server.http.get("/made-up")
+        server.http.get("/v1/models/made-up")
+        server.http.get("/health")
+
+    once()
+    before = counts()
+    once()
+    assert [new - old for new, old in zip(counts(), before)] == [1, 1, 2, 2]
 
 
 def test_tokens_by_client(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def build_app(server: Server, keys: Keys) -> ASGIApp:
     page = [*page_routes(len(keys) > 0), Route("/live/events", live_events)] if settings.page else []
     app = Starlette(routes=[*routes(), *page], exception_handlers=handlers)
     app.state.server = server
-    front: ASGIApp = Front(app, keys, server.observers)
+    front: ASGIApp = Front(app, keys, (server.http, *server.observers))
     if settings.allowed_origins:
         front = CORSMiddleware(
             front,

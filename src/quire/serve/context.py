@@ -16,7 +16,7 @@ from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
 from quire.serve.form import Forms
 from quire.serve.live_view import LiveView
-from quire.serve.observer import Observer
+from quire.serve.observer import HttpCounts, Observer
 from quire.serve.protocol.sampling import RequestFields
 from quire.serve.responses.store import ResponseStore
 from quire.serve.settings import ServeConfig
@@ -34,7 +34,8 @@ class Server:
     forms: Forms  # of its answers
     chat_template: str | None = None  # in place of the model's
     pooling: str = "mean"  # of embeddings
-    observers: Sequence[Observer] = ()  # of requests that are over
+    observers: Sequence[Observer] = ()  # of requests that are over, beside `http`
+    http: HttpCounts = field(default_factory=HttpCounts)
     started_s: float = field(default_factory=time.time)
     draining: bool = False
     responses: ResponseStore = field(init=False)

@@ -55,6 +55,8 @@ class Families:
         yield from self._tokens()
         yield from self._requests()
         yield from self._latencies()
+        yield from self._older()
+        yield from self._http()
         yield from self._own()
 
     # ----------------------------------------------------------------------------------- forms
@@ -89,6 +91,10 @@ class Families:
 
     # ------------------------------------------------------------------------------ vLLM's names
 
+    def _usage(self) -> float:
+        figures, pages = self._account.figures, self._engine.info.num_blocks
+        return (pages - figures.free_pages) / pages if figures.totals.steps else 0.0
+
     def _state(self) -> Iterator[Metric]:
         load, figures, info = self._engine.admission.load, self._account.figures, self._engine.info
         yield self._gauge("vllm:num_requests_running", "Requests in the running batch.", load.running)
@@ -99,10 +105,7 @@ class Families:
             "reason",
             {"capacity": load.waiting - figures.held, "deferred": figures.held},
         )
-        used = info.num_blocks - figures.free_pages if figures.totals.steps else 0
-        yield self._gauge(
-            "vllm:kv_cache_usage_perc", "Part of the KV cache in use, 0 to 1.", used / info.num_blocks
-        )
+        yield self._gauge("vllm:kv_cache_usage_perc", "Part of the KV cache in use, 0 to 1.", self._usage())
         states = {"awake": 1.0, "weights_offloaded": 0.0, "discard_all": 0.0}
         yield self._gauges("vllm:engine_sleep_state", "Quire is always awake.", "sleep_state", states)
         config = self._engine.config
@@ -179,6 +182,27 @@ class Families:
             ("request_decode_time", "From the first token to the last.", account.decode_s),
         ):
             yield self._histogram(f"vllm:{name}_seconds", f"{text} Seconds.", histogram)
+
+    def _older(self) -> Iterator[Metric]:
+        """Names that vLLM has given up and that dashboards still ask for."""
+        older = "Older name of"
+        yield self._gauge("vllm:gpu_cache_usage_perc", f"{older} kv_cache_usage_perc.", self._usage())
+        yield self._histogram(
+            "vllm:time_per_output_token_seconds", f"{older} inter_token_latency_seconds.", self._account.itl_s
+        )
+
+    def _http(self) -> Iterator[Metric]:
+        """As the instrumentation of FastAPI names them, which vLLM uses; without the labels of an engine."""
+        labels = ["method", "handler", "status"]
+        requests = CounterMetricFamily("http_requests", "HTTP requests by route and status.", labels=labels)
+        for key, count in self._server.http.requests.items():
+            requests.add_metric(key, count)
+        yield requests
+        text = "From a request's head to the end of its answer, by route."
+        seconds = HistogramMetricFamily("http_request_duration_seconds", text, labels=labels[:2])
+        for route, histogram in self._server.http.seconds.items():
+            seconds.add_metric(route, histogram.buckets(), histogram.sum)
+        yield seconds
 
     # -------------------------------------------------------------------------------- Quire's own
 

@@ -1,4 +1,4 @@
-"""Those who look at each HTTP request when it is over: traces, and a line for each. None: nobody looks."""
+"""Those who look at each HTTP request when it is over: counts by route, a line for each, traces (tracing.py)."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from starlette.types import Scope
 
 from quire.serve.auth import ANYONE
 from quire.serve.generation import Generation
+from quire.serve.histogram import Histogram
 
 REQUESTS = "quire.requests"
+_NOT_COUNTED = frozenset({"/health", "/healthz", "/ping", "/version", "/metrics"})
+_BOUNDS_S = (0.1, 0.5, 1.0)
 
 
 class Observer(Protocol):
@@ -23,6 +26,29 @@ class Observer(Protocol):
     def close(self) -> None:
         """The server ends: bring home what is not told yet, within some seconds."""
         ...
+
+
+class HttpCounts:
+    """Requests by (method, route, kind of status such as 2xx), and their times by (method, route). Paths that are
+    no route, or hold a name, count as "none": what clients make up must not make series."""
+
+    def __init__(self) -> None:
+        self.requests: dict[tuple[str, str, str], int] = {}
+        self.seconds: dict[tuple[str, str], Histogram] = {}
+
+    def ended(self, scope: Scope, status: int) -> None:
+        path = scope["path"]
+        if not status or path in _NOT_COUNTED:
+            return
+        known = "endpoint" in scope and not scope.get("path_params")
+        method, route = (scope["method"], path) if known else ("none", "none")
+        key = method, route, f"{status // 100}xx"
+        self.requests[key] = self.requests.get(key, 0) + 1
+        seconds = self.seconds.setdefault(key[:2], Histogram(_BOUNDS_S))
+        seconds.observe(time.monotonic() - scope["arrival_s"])
+
+    def close(self) -> None:
+        pass
 
 
 class RequestLog:

@@ -10,6 +10,7 @@ import contextlib
 import os
 import signal
 import sys
+import time
 
 import zmq
 
@@ -22,6 +23,7 @@ from quire.start import start_engine
 from quire.types import EngineInfo, QuireError, RequestError
 
 _IDLE_POLL_MS = 1000  # how often an idle engine looks whether its parent is still there
+_QUIET_S = 1.0  # without work, before later steps are prepared: who comes meanwhile waits for that
 _GONE_MS = 5000  # a message that cannot be sent for so long has nobody to read it
 
 
@@ -69,8 +71,10 @@ def serve(engine: Engine, socket: zmq.Socket[bytes], parent: int) -> None:
     """Take what has arrived, run a step, send what it brought; wait only when there is nothing to do."""
     received = told = 0  # requests taken in, and how many of them the client knows of
     steps_told = 0
+    worked_s = time.monotonic()
     while os.getppid() == parent:
-        busy = engine.has_work or (not socket.poll(0) and engine.idle())
+        quiet = time.monotonic() - worked_s >= _QUIET_S
+        busy = engine.has_work or (quiet and not socket.poll(0) and engine.idle())
         wait_ms = 0 if busy else _IDLE_POLL_MS
         refused = []
         while socket.poll(wait_ms):
@@ -94,6 +98,7 @@ def serve(engine: Engine, socket: zmq.Socket[bytes], parent: int) -> None:
         outputs = refused
         if engine.has_work:
             outputs = refused + engine.step()
+            worked_s = time.monotonic()
             if not engine.has_work:
                 engine.check()
         if outputs or received > told:

@@ -9,25 +9,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from triton.backends.compiler import GPUTarget
+from hopper import Hopper
 from triton.runtime import driver, jit
 
 import quire.kernels
-
-
-class Hopper:
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
-
 
 driver.set_active(Hopper())
 launch = jit.JITFunction.run

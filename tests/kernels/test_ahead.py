@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -31,6 +36,18 @@ def test_an_error_within_ends_it() -> None:
     assert knobs.runtime.jit_cache_hook is None
 
 
+@pytest.mark.skipif(
+    (platform.system(), platform.machine()) != ("Linux", "x86_64"),
+    reason="needs the compiler in Triton's package",
+)
+def test_kernels_are_compiled_in_threads_and_not_run(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    script = Path(__file__).with_name("compile_ahead.py")
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "2"), done.stderr[-2000:]
+
+
 @pytest.mark.gpu
 def test_kernels_are_compiled_once_and_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
@@ -46,6 +63,8 @@ def test_kernels_are_compiled_once_and_not_run(monkeypatch: pytest.MonkeyPatch) 
             assert not norm.rms_norm(x, weight, 1e-6).any()
             assert not norm.add_rms_norm(x, x, weight, 1e-6)[1].any()
     assert len(compiled) == 2
+    with side_by_side(device):  # nor are those that are compiled
+        assert not norm.rms_norm(x, weight, 1e-6).any()
     expected = torch.nn.functional.rms_norm(x, (1234,), weight, 1e-6)
     assert torch.allclose(norm.rms_norm(x, weight, 1e-6), expected, atol=1e-4)
     assert torch.equal(norm.add_rms_norm(x, x, weight, 1e-6)[1], x + x)

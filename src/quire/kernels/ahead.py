@@ -1,4 +1,4 @@
-"""Compiling kernels side by side: a step whose kernels are compiled in the background, not run.
+"""Compiling kernels side by side: a step whose kernels are compiled in the background, and none of them run.
 
 Compiling the kernels of a step one after the other, each when it is first launched, takes seconds; most of
 that is spent outside the interpreter, so threads divide it among themselves.
@@ -7,6 +7,7 @@ that is spent outside the interpreter, so threads divide it among themselves.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,37 +15,44 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 from triton import knobs
+from triton.runtime.jit import JITFunction
 
 _THREADS = 16
 
 
 @contextlib.contextmanager
 def side_by_side(device: torch.device, threads: int = _THREADS) -> Iterator[None]:
-    """Within, a launch of a kernel that is not compiled begins to compile it, and does nothing else.
+    """Within, a launch of a kernel begins to compile it, unless that is done, and does nothing else.
 
-    So results mean nothing; but no index in them can be out of range, because fresh memory is zeroed.
+    So results mean nothing; but no index in them can be out of range, because fresh memory is zeroed. (One that
+    is compiled is not run either: it would read what others, which are not, have not written.)
     Ends when all that was begun is compiled and loaded. A kernel that cannot be compiled is left for its
     first real launch, which says why. Not for use while other threads launch kernels.
     """
-    before = knobs.runtime.jit_cache_hook
+    before, launch_of = knobs.runtime.jit_cache_hook, JITFunction.run
+    owner = threading.get_ident()
     begun: set[tuple[Any, ...]] = set()
     with ThreadPoolExecutor(threads, "compile", torch.cuda.set_device, (device,)) as pool:
 
         def hook(**launch: Any) -> bool:
-            if launch["is_manual_warmup"]:  # ours, from below
+            if threading.get_ident() != owner:  # ours, from below
                 return False
             kernel, key = launch["fn"].jit_function, launch["key"]
             if (kernel, key) not in begun:
                 begun.add((kernel, key))
                 pool.submit(_compile, kernel, launch["compile"]["specialization_data"])
-            return True  # which keeps the kernel from being launched
+            return True  # which leaves it at that
 
+        def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+            return launch_of(self, *args, grid=grid, warmup=True, **options)
+
+        JITFunction.run = compile_only
         knobs.runtime.jit_cache_hook = hook
         try:
             with _Zeroed():
                 yield
         finally:
-            knobs.runtime.jit_cache_hook = before
+            knobs.runtime.jit_cache_hook, JITFunction.run = before, launch_of
 
 
 def _compile(kernel: Any, what: str) -> None:

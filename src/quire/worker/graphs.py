@@ -213,11 +213,12 @@ def row_sizes(max_rows: int) -> list[int]:
 
 
 def token_sizes(max_tokens: int) -> list[int]:
-    """Numbers of tokens that are captured for steps with prompts: at most a quarter is padding."""
+    """Numbers of tokens that are captured for steps with prompts: at most a ninth is padding from 128 on."""
     sizes = {
-        16,
-        32,
-        48,
-        *(base * part // 4 for base in (64, 128, 256, 512, 1024) for part in (4, 5, 6, 7, 8)),
+        *range(16, 65, 16),
+        80,
+        96,
+        112,
+        *(base * part // 8 for base in (128, 256, 512, 1024) for part in range(8, 17)),
     }
     return [*sorted(size for size in sizes if size < max_tokens), max_tokens]

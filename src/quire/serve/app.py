@@ -23,6 +23,7 @@ from quire.serve.live import live_events
 from quire.serve.messages.routes import count_tokens, messages
 from quire.serve.metrics import metrics
 from quire.serve.middleware import Front
+from quire.serve.openapi import openapi
 from quire.serve.page import page_routes
 from quire.serve.protocol.chat import ChatRequest
 from quire.serve.responses.routes import cancel_response, create_response, delete_response, get_response
@@ -58,13 +59,18 @@ def routes() -> list[Route]:
         Route("/version", version, methods=get),
         Route("/stats", stats, methods=get),
         Route("/metrics", metrics, methods=get),
+        Route("/openapi.json", openapi, methods=get),
     ]
 
 
 def build_app(server: Server, keys: Keys) -> ASGIApp:
     handlers: dict[Any, Any] = {HTTPException: _http_error, ApiError: _error, QuireError: _error, 500: _error}
     settings = server.settings
-    page = [*page_routes(len(keys) > 0), Route("/live/events", live_events)] if settings.page else []
+    page = (
+        [*page_routes(len(keys) > 0), Route("/live/events", live_events, include_in_schema=False)]
+        if settings.page
+        else []
+    )
     app = Starlette(routes=[*routes(), *page], exception_handlers=handlers)
     app.state.server = server
     front: ASGIApp = Front(app, keys, (server.http, *server.observers))

@@ -41,7 +41,10 @@ def page_routes(needs_key: bool) -> list[Route]:
     async def about(request: Request) -> Response:
         return json_response({"version": __version__, "needs_key": needs_key}, headers=_HEADERS)
 
-    return [*(Route(path, _endpoint(file)) for path, file in _FILES.items()), Route(_ABOUT, about)]
+    return [
+        *(Route(path, _endpoint(file), include_in_schema=False) for path, file in _FILES.items()),
+        Route(_ABOUT, about, include_in_schema=False),
+    ]
 
 
 def _endpoint(file: Path) -> Callable[[Request], Awaitable[Response]]:

@@ -1,0 +1,46 @@
+"""benchmarks/endurance.py for some seconds: clients that read, leave and dawdle, on the demo model."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+def test_every_request_ends_once_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    endurance = importlib.import_module("endurance")
+    server = endurance.Server(["demo", "--max-num-seqs", "16", "--max-waiting", "24", "--check-invariants"])
+    try:
+        levels = asyncio.run(endurance.run(server, [1, 8, 64], seconds=3.0))
+    finally:
+        assert server.close() == 0
+    for level in levels:
+        assert level.wrong == [] and sum(level.ended.values()) == level.sent >= level.clients
+        assert level.ended["done"]
+    assert levels[-1].ended["refused"], "64 clients are more than there is room for"
+
+
+def test_a_stream_that_is_not_whole_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    endurance = importlib.import_module("endurance")
+    body = {"n": 1, "max_tokens": 4}
+    chunk = b'data: {"choices":[{"index":0,"finish_reason":%b}],"usage":{"completion_tokens":%d}}\n\n'
+    for data, said in (
+        (b"", "ended with"),
+        (chunk % (b'"stop"', 1), "ended with"),
+        (chunk % (b'"stop"', 1) + b"data: [DONE]\n\n" * 2, "ended with"),
+        (chunk % (b"null", 1) + b"data: [DONE]\n\n", "choices ended"),
+        (chunk % (b'"stop"', 1) * 2 + b"data: [DONE]\n\n", "choices ended"),
+        (chunk % (b'"stop"', 9) + b"data: [DONE]\n\n", "answers of at most 4 tokens"),
+    ):
+        level = endurance.Level(1)
+        endurance.check(body, data, level)
+        assert said in level.wrong[0]
+    level = endurance.Level(1)
+    assert endurance.check(body, chunk % (b'"stop"', 2) + b"data: [DONE]\n\n", level) == "done"
+    assert level.wrong == [] and level.tokens == 2

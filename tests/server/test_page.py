@@ -84,6 +84,8 @@ def test_a_chat(demo: Server, browser: Browser) -> None:
     assert answered(browser) == "27 + 45 = 72"
     measures = browser.text(".measures")
     assert "to the first token" in measures and "tokens/s" in measures and "cached" in measures
+    browser.until(lambda: "decode" in browser.text(".receipt"))
+    assert "Warning" not in browser.text(".message.assistant")
     ask(browser, "What is 3 + 4?")  # the conversation goes on
     assert "7" in answered(browser, 2)
     assert browser.js("return document.querySelectorAll('.message').length") == 4

@@ -81,7 +81,7 @@ export class PageMap {
     this.arrange();
     const on = surface(this.canvas);
     if (!on) return;
-    const names = [...PLAIN, "accent", ...Array.from({ length: REQUEST_COLOURS }, (_, slot) => requestColour(slot))];
+    const names = [...PLAIN, "accent", "sheet", ...Array.from({ length: REQUEST_COLOURS }, (_, slot) => requestColour(slot))];
     const palette = colours(names);
     const { context } = on;
     const gap = this.size > 4 ? 1 : 0;
@@ -96,12 +96,28 @@ export class PageMap {
     });
     for (const [key, cells] of groups) {
       context.globalAlpha = key.startsWith("-") ? 0.22 : 1;
-      context.fillStyle = palette[key.replace(/^-/, "")];
+      const name = key.replace(/^-/, "");
+      context.fillStyle = palette[name];
       for (const cell of cells) context.fillRect(...this.corner(cell), this.size - gap, this.size - gap);
+      if (name === "evictable" || name === "shared") this.hollow(context, cells, name, palette.sheet);
     }
     context.globalAlpha = 1;
     this.mark(context, palette.accent);
     this.describe();
+  }
+
+  // Told apart by form, too, as far as cells are large enough for one: evictable pages are frames, shared ones have a
+  // point in the middle.
+  hollow(context, cells, name, colour) {
+    if (this.size < 7) return;
+    const edge = name === "evictable" ? 1.5 : Math.floor((this.size - 1) / 2) - 1;
+    context.globalAlpha = 1;
+    context.fillStyle = colour;
+    for (const cell of cells) {
+      const [x, y] = this.corner(cell);
+      const side = this.size - 1 - 2 * edge;
+      context.fillRect(x + edge, y + edge, side, side);
+    }
   }
 
   corner(cell) {

@@ -1,4 +1,5 @@
-// A table of requests, by rows that stay where they are while their numbers change.
+// A table of requests, by rows that stay where they are while their numbers change. What changes in hundreds of rows
+// four times a second must be cheap: columns have fixed widths, and only rows that can be seen are brought up to date.
 
 import { count, duration, requestColour } from "./draw.js";
 
@@ -12,33 +13,38 @@ const REASONS = {
   new: "has just come",
   turn: "others are before it",
 };
-const ID = ["Request", "words id", (r) => r.id];
-const CLIENT = ["Key", "words key minor", (r) => r.client];
-const PROMPT = ["Prompt", "", (r) => count(r.prompt)];
-const AGE = ["Age", "", (r) => (r.age_s < 60 ? `${r.age_s.toFixed(1)} s` : duration(r.age_s))];
-const PREEMPTED = ["Preempted", "minor", (r) => (r.preemptions ? count(r.preemptions) : "")];
+const SPARE_ROWS = 8; // above and below those in sight
+
+// Columns: title, classes, width in rem (0: what is left), text.
+const ID = ["Request", "words id", 5, (r) => r.id];
+const CLIENT = ["Key", "words key minor", 5, (r) => r.client];
+const PROMPT = ["Prompt", "", 4.2, (r) => count(r.prompt)];
+const AGE = ["Age", "", 4.6, (r) => (r.age_s < 60 ? `${r.age_s.toFixed(1)} s` : duration(r.age_s))];
+const PREEMPTED = ["Preempted", "minor", 5.4, (r) => (r.preemptions ? count(r.preemptions) : "")];
 const RUNNING = [
   ID, CLIENT,
-  ["State", "words", (r) => r.state],
+  ["State", "words", 4.4, (r) => r.state],
   PROMPT,
-  ["Cached", "", (r) => (r.cached ? count(r.cached) : "")],
-  ["Answer", "answer", (r) => `${count(r.generated)} / ${count(r.limit)}`],
-  ["Pages", "", (r) => count(r.pages)],
+  ["Cached", "", 4.2, (r) => (r.cached ? count(r.cached) : "")],
+  ["Answer", "answer", 0, (r) => `${count(r.generated)} / ${count(r.limit)}`],
+  ["Pages", "", 3.6, (r) => count(r.pages)],
   AGE, PREEMPTED,
 ];
-const WAITING = [ID, CLIENT, PROMPT, AGE, ["Waits, because", "words", (r) => REASONS[r.state] ?? r.state], PREEMPTED];
+const WAITING = [ID, CLIENT, PROMPT, AGE, ["Waits, because", "words", 0, (r) => REASONS[r.state] ?? r.state], PREEMPTED];
 
 export class RequestTable {
   constructor(table, counter, running, select) {
     Object.assign(this, { table, counter, running, selectRequest: select, rows: new Map(), selected: null });
     this.columns = running ? RUNNING : WAITING;
     const head = table.createTHead().insertRow();
-    for (const [name, className] of this.columns) {
+    for (const [name, className, width] of this.columns) {
       const cell = head.appendChild(document.createElement("th"));
       cell.textContent = name;
       cell.className = className.replace("id", "");
       cell.scope = "col";
+      if (width) cell.style.width = `${width}rem`;
     }
+    table.parentElement.addEventListener("scroll", () => this.refresh());
     this.body = table.createTBody();
     this.body.addEventListener("click", (event) => this.toggle(event.target.closest("tr")));
     this.body.addEventListener("keydown", (event) => this.key(event));
@@ -55,14 +61,16 @@ export class RequestTable {
     const total = this.running ? state.stats.load.running : state.stats.load.waiting;
     this.counter.textContent = total > requests.length ? `${count(total)}, the first ${count(requests.length)}:` : count(total);
     this.empty.hidden = requests.length > 0;
-    const gone = new Set(this.rows.keys());
-    requests.forEach((request, index) => {
-      gone.delete(request.id);
+    const now = new Set(requests.map((request) => request.id));
+    for (const id of this.rows.keys()) if (!now.has(id)) this.remove(id);
+    let place = this.body.firstElementChild;
+    for (const request of requests) {
       const row = this.rows.get(request.id) ?? this.make(request);
-      if (this.body.children[index] !== row.element) this.body.insertBefore(row.element, this.body.children[index]);
-      this.fill(row, request);
-    });
-    for (const id of gone) this.remove(id);
+      row.request = request;
+      if (row.element === place) place = place.nextElementSibling;
+      else this.body.insertBefore(row.element, place);
+    }
+    this.refresh();
     this.table.classList.toggle("keys", requests.some((request) => request.client));
     this.reach();
   }
@@ -74,27 +82,40 @@ export class RequestTable {
     const cells = this.columns.map(([, className]) => {
       const cell = element.insertCell();
       cell.className = className;
-      if (className === "answer") cell.append(document.createElement("progress"));
+      if (className === "answer") cell.append(document.createElement("b"));
       return cell.appendChild(new Text());
     });
     const row = { element, cells, slot: null };
     row.mark = document.createElement("i");
     cells[0].before(row.mark);
-    row.bar = element.querySelector("progress");
+    row.bar = element.querySelector("b");
     this.rows.set(request.id, row);
+    this.fill(row, request); // also where it is not seen: it can be searched for
     element.setAttribute("aria-selected", request.id === this.selected);
     return row;
   }
 
+  // Bring the rows in sight up to date.
+  refresh() {
+    const first = this.body.firstElementChild;
+    const { scrollTop, clientHeight } = this.table.parentElement;
+    if (!clientHeight || first === this.empty) return;
+    this.height ??= first.offsetHeight;
+    const from = Math.max(0, Math.floor(scrollTop / this.height) - SPARE_ROWS);
+    const until = Math.ceil((scrollTop + clientHeight) / this.height) + SPARE_ROWS;
+    for (let index = from; index < until; index++) {
+      const row = this.rows.get(this.body.children[index]?.dataset.id);
+      if (!row) return;
+      this.fill(row, row.request);
+    }
+  }
+
   fill(row, request) {
-    this.columns.forEach(([, , value], index) => {
+    this.columns.forEach(([, , , value], index) => {
       const text = value(request);
       if (row.cells[index].data !== text) row.cells[index].data = text;
     });
-    if (row.bar) {
-      row.bar.max = request.limit || 1;
-      row.bar.value = request.generated;
-    }
+    if (row.bar) row.bar.style.backgroundSize = `${(100 * request.generated) / (request.limit || 1)}% 100%`;
     if (row.slot !== request.slot) {
       row.slot = request.slot;
       row.mark.style.background = request.slot < 0 ? "" : `var(--${requestColour(request.slot)})`;

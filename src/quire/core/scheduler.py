@@ -12,19 +12,17 @@ import time
 from array import array
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass, field
-
-import numpy as np
+from dataclasses import dataclass
 
 from quire.core.blocks import BlockPool
 from quire.core.clocks import Clocks
+from quire.core.draft import Draft
 from quire.core.policy import Policy
 from quire.core.prefix import PrefixCache
 from quire.core.shared import NoSharedPrefix, SharedPrefix
 from quire.core.steplog import StepLog, StepRecord
 from quire.core.waiting import Waiting
 from quire.types import (
-    Admit,
     EngineOutput,
     EngineRequest,
     FinishReason,
@@ -49,25 +47,6 @@ class Limits:
     mixed_prefill_tokens: int = 1 << 30  # tokens for prompts in a step that others use to decode
 
 
-@dataclass(slots=True)
-class _Draft:
-    """A plan in the making: one list per column."""
-
-    budget: int
-    step: int
-    rows: list[Request] = field(default_factory=list)
-    slots: list[int] = field(default_factory=list)
-    num_tokens: list[int] = field(default_factory=list)
-    num_drafts: list[int] = field(default_factory=list)
-    starts: list[int] = field(default_factory=list)
-    samples: list[bool] = field(default_factory=list)
-    admits: list[Admit] = field(default_factory=list)
-    new_blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)
-    preempted: list[str] = field(default_factory=list)
-    # (request, tokens of its row, whether it then has caught up), of those that had not
-    catching_up: list[tuple[Request, int, bool]] = field(default_factory=list)
-
-
 def _order(request: Request) -> tuple[int, ...]:
     return request.order
 
@@ -90,8 +69,7 @@ class Scheduler:
         self.waiting = Waiting()
         self.running: list[Request] = []  # sorted by order
         self._free_slots = list(range(limits.max_num_seqs))[::-1]
-        self._in_flight: deque[StepPlan] = deque()
-        self._drafts_in_flight: deque[_Draft] = deque()
+        self._in_flight: deque[tuple[StepPlan, Draft]] = deque()
         self._outputs: list[EngineOutput] = []
         self._sequence = 0
         self._admissions = 0
@@ -166,7 +144,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nobody can run. Rows that want one token go before longer ones."""
-        draft = _Draft(self.limits.max_num_batched_tokens, self._step)
+        draft = Draft(self.limits.max_num_batched_tokens, self._step)
         was_empty = not self.running
         long_rows: list[tuple[Request, int]] = []
         lookahead = self.limits.lookahead
@@ -188,7 +166,7 @@ class Scheduler:
         self.clocks.wait(self._wait_reason)
         return self._finish_plan(draft) if draft.rows else None
 
-    def _place(self, draft: _Draft, request: Request, n: int) -> None:
+    def _place(self, draft: Draft, request: Request, n: int) -> None:
         """Add a row of n tokens, making room for its KV by preemption when pages run out."""
         if request.status != "running":
             return  # preempted earlier in this step
@@ -202,30 +180,20 @@ class Scheduler:
             draft.new_blocks.append((request.slot, held, fresh))
         self._emit(draft, request, n)
 
-    def _emit(self, draft: _Draft, request: Request, n: int) -> None:
-        d = request.drafts
-        start, total = request.computed, len(request.tokens) + request.pending + d
-        end = start + n
-        draft.budget -= n
-        draft.rows.append(request)
-        draft.slots.append(request.slot)
-        draft.num_tokens.append(n)
-        draft.num_drafts.append(d)
-        draft.starts.append(start)
-        draft.samples.append(end == total)
+    def _emit(self, draft: Draft, request: Request, n: int) -> None:
+        samples = draft.add(request, n)
         request.last_step = draft.step
         if request.catching_up:
-            request.catching_up = end != total
-            draft.catching_up.append((request, n, end == total))
-        request.computed = end
-        if end >= request.publish_at:
+            request.catching_up = not samples
+        request.computed += n
+        if request.computed >= request.publish_at:
             self.cache.publish(request)
-        if end == total:
-            request.pending += 1 + d
+        if samples:
+            request.pending += 1 + request.drafts
             if not self.limits.keeps_kv:
                 request.computed = 0
 
-    def _preempt_other(self, draft: _Draft, request: Request) -> bool:
+    def _preempt_other(self, draft: Draft, request: Request) -> bool:
         """Take the pages of the last request in order that is not in this step; False if none is behind
         `request`. The first in order therefore always gets its pages, and so the batch always moves on."""
         victim = next((r for r in reversed(self.running) if r.last_step != draft.step), request)
@@ -240,7 +208,7 @@ class Scheduler:
         self.clocks.preempted(victim)
         return True
 
-    def _admit(self, draft: _Draft, was_empty: bool) -> str | None:
+    def _admit(self, draft: Draft, was_empty: bool) -> str | None:
         """Move waiting requests into the batch; returns why the first one left must wait."""
         skipped = None
         for request in self.waiting.by_turn(self.running):
@@ -263,7 +231,7 @@ class Scheduler:
             self._start(draft, request, hits, fresh, n)
         return skipped
 
-    def _start(self, draft: _Draft, request: Request, hits: list[int], fresh: int, n: int) -> None:
+    def _start(self, draft: Draft, request: Request, hits: list[int], fresh: int, n: int) -> None:
         self._admissions += 1
         self.pool.share(hits)
         request.blocks = hits + self.pool.take(fresh)
@@ -278,48 +246,16 @@ class Scheduler:
         self.log.totals.queried_tokens += request.known
         self.log.totals.cached_tokens += request.computed
         insort(self.running, request, key=_order)
-        draft.admits.append(
-            Admit(
-                request.slot,
-                request.tokens[:],
-                request.prompt_len,
-                request.computed,
-                request.blocks[:],
-                request.source,
-            )
-        )
+        draft.admit(request)
         if n:
             self._emit(draft, request, n)
 
-    def _finish_plan(self, draft: _Draft) -> StepPlan:
-        starts = np.array(draft.starts, np.int32)
-        num_tokens = np.array(draft.num_tokens, np.int32)
-        slots, total = np.array(draft.slots, np.int32), sum(draft.num_tokens)
-        shared = None
-        if total == len(slots):  # one token each
-            shared = self.shared.find(draft.rows, (self._admissions, slots.tobytes()))
-        plan = StepPlan(
-            step=draft.step,
-            slots=slots,
-            num_tokens=num_tokens,
-            num_drafts=np.array(draft.num_drafts, np.int32),
-            starts=starts,
-            samples=np.array(draft.samples, np.bool_),
-            admits=draft.admits,
-            new_blocks=draft.new_blocks,
-            total_tokens=total,
-            max_seq_len=int((starts + num_tokens).max(initial=0)),
-            score_rows=[
-                i
-                for i, r in enumerate(draft.rows)
-                if r.params.prompt_logprobs is not None and draft.starts[i] + 1 < r.prompt_len
-            ],
-            pool_rows=[i for i, r in enumerate(draft.rows) if r.source.pooling is not None],
-            shared=shared,
-        )
+    def _finish_plan(self, draft: Draft) -> StepPlan:
+        plan = draft.plan()
+        if plan.total_tokens == len(draft.rows):  # one token each
+            plan.shared = self.shared.find(draft.rows, (self._admissions, plan.slots.tobytes()))
         self._step += 1
-        self._in_flight.append(plan)
-        self._drafts_in_flight.append(draft)
+        self._in_flight.append((plan, draft))
         self.log.totals.computed_tokens += plan.total_tokens
         self.log.append(
             StepRecord(
@@ -342,7 +278,7 @@ class Scheduler:
 
     def retire(self, result: StepResult) -> None:
         """Book the oldest step in flight; what it brings the requests is handed out by `take_outputs`."""
-        plan, draft = self._in_flight.popleft(), self._drafts_in_flight.popleft()
+        plan, draft = self._in_flight.popleft()
         assert result.step == plan.step, f"result of step {result.step}, expected {plan.step}"
         rows, caught_up = draft.rows, self.clocks.retired(plan.step, draft.catching_up)
         scores = self._book_scores(plan, rows, result) if result.prompt_logprobs else {}

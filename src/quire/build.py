@@ -61,8 +61,7 @@ def build_engine(config: EngineConfig, imports_s: float = 0.0) -> tuple[Engine, 
     clock.end("config")
     device = pick_device(config.device)
     dtype = pick_dtype(config.dtype, spec.dtype, device)
-    asked_len = config.max_model_len
-    if asked_len is not None and asked_len > spec.max_model_len:
+    if (asked_len := config.max_model_len) is not None and asked_len > spec.max_model_len:
         raise ConfigError(
             f"max_model_len {asked_len} exceeds the {spec.max_model_len} positions of {config.model}"
         )
@@ -94,25 +93,7 @@ def build_engine(config: EngineConfig, imports_s: float = 0.0) -> tuple[Engine, 
         clock.end("warm_up")
         checkpoint.finish()
         clock.end("weights")
-    info = EngineInfo(
-        model=config.model,
-        family=spec.family,
-        vocab_size=spec.vocab_size,
-        max_model_len=size.max_model_len,
-        eos_ids=list(spec.eos_token_ids),
-        device=str(device),
-        dtype=str(dtype).removeprefix("torch."),
-        attention=backend.name,
-        max_num_seqs=config.max_num_seqs or 0,
-        max_num_batched_tokens=config.max_num_batched_tokens or 0,
-        num_blocks=size.num_blocks,
-        block_size=size.block_size,
-        block_bytes=size.block_bytes,
-        weight_bytes=spec.num_parameters * dtype.itemsize,
-        num_parameters=spec.num_parameters,
-        phases_s=clock.phases_s,
-    )
-    return engine, info
+    return engine, _describe(config, spec, size, worker, dtype, backend.name, clock.phases_s)
 
 
 def pick_device(name: str) -> torch.device:
@@ -229,6 +210,35 @@ def _wire(
     shared: SharedPrefix = CommonPages(size.block_size) if shares else NoSharedPrefix()
     scheduler = Scheduler(pool, cache, choices, limits, steplog, shared)
     return Engine(scheduler, executor, grammar, depth, steplog, config.check_invariants)
+
+
+def _describe(
+    config: EngineConfig,
+    spec: ModelSpec,
+    size: KVSize,
+    worker: Worker,
+    dtype: torch.dtype,
+    attention: str,
+    phases_s: dict[str, float],
+) -> EngineInfo:
+    return EngineInfo(
+        model=config.model,
+        family=spec.family,
+        vocab_size=spec.vocab_size,
+        max_model_len=size.max_model_len,
+        eos_ids=list(spec.eos_token_ids),
+        device=str(worker.device),
+        dtype=str(dtype).removeprefix("torch."),
+        attention=attention,
+        max_num_seqs=config.max_num_seqs or 0,
+        max_num_batched_tokens=config.max_num_batched_tokens or 0,
+        num_blocks=size.num_blocks,
+        block_size=size.block_size,
+        block_bytes=size.block_bytes,
+        weight_bytes=spec.num_parameters * dtype.itemsize,
+        num_parameters=spec.num_parameters,
+        phases_s=phases_s,
+    )
 
 
 def _freeze_garbage() -> None:

@@ -218,5 +218,6 @@ def _announce(
         f"quire {__version__}: {info.model} ({kind}) on {info.device}, context {info.max_model_len} tokens, "
         f"{info.max_num_seqs} requests at once\n"
         f"start-up {took_s:.2f} s; engine: {phases}\n"
-        f"serving on {scheme}://{host}:{port} ({reach})",
+        f"serving on {scheme}://{host}:{port} ({reach})"
+        + ("; a browser finds a playground and a live view there" if settings.page else ""),
     )

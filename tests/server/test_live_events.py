@@ -39,6 +39,7 @@ def test_steps_and_state(dry: Server) -> None:
         name, more = next(found)
         assert name == "steps" and more[0]["step"] > steps[-1]["step"]
     assert dry.post("/live/events", {}).status_code == 405
+    assert dry.http.head("/live/events", timeout=5).headers["content-type"].startswith("text/event-stream")
 
 
 def test_views_that_are_not_read() -> None:

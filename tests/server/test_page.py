@@ -90,8 +90,21 @@ def test_a_chat(demo: Server, browser: Browser) -> None:
     assert "7" in answered(browser, 2)
     assert browser.js("return document.querySelectorAll('.message').length") == 4
     assert browser.text("#announce").startswith("Answer complete")
+    browser.click(".measures button")
+    browser.until(lambda: browser.text(".measures button") == "Copied")
     browser.click("#clear")
     assert browser.js("return document.querySelectorAll('.message').length") == 0
+
+
+def test_clearing_while_an_answer_comes_forgets_it(browser: Browser) -> None:
+    with serving("demo", "--dry-run", "--dry-run-step-ms", "10") as server:
+        browser.open(server.url)
+        ask(browser, "secret " * 200)
+        browser.until(lambda: "tokens/s" in browser.text(".measures"))
+        browser.click("#clear")
+        browser.until(lambda: browser.find("#send").is_displayed())
+        ask(browser, "Hello")
+        assert "Hello" in answered(browser) and "secret" not in answered(browser)
 
 
 def test_stop_by_button_and_by_key(browser: Browser) -> None:

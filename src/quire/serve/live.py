@@ -25,6 +25,8 @@ _KEEP_ALIVE_S = 15.0
 
 async def live_events(request: Request) -> Response:
     server = server_of(request)
+    if request.method == "HEAD":  # it has an end
+        return Response(headers=_HEADERS, media_type=LiveStream.media_type)
     return LiveStream(server.live, server.settings.slow_reader_timeout)
 
 
@@ -44,9 +46,8 @@ class LiveStream(Response):
         try:
             await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
-                with contextlib.suppress(
-                    TimeoutError
-                ):  # the response stays unfinished: the connection is closed
+                # After a timeout the response stays unfinished, so the connection is closed.
+                with contextlib.suppress(TimeoutError):
                     sending.result()
         finally:
             sending.cancel()

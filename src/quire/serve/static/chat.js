@@ -1,6 +1,7 @@
 // The playground: a conversation, or plain text to continue, streamed with the parameters beside it.
 
 import { ApiProblem, api, events } from "./api.js";
+import { copies } from "./clipboard.js";
 import { Message } from "./message.js";
 import { asCurl, readParameters, startParameters } from "./parameters.js";
 
@@ -29,11 +30,7 @@ export function startChat() {
     if (event.key === "Escape") running?.abort();
   });
   $("clear").addEventListener("click", clear);
-  $("curl").addEventListener("click", async () => {
-    await navigator.clipboard.writeText(asCurl(request($("prompt").value || EXAMPLES[0])));
-    $("curl").textContent = "Copied";
-    setTimeout(() => ($("curl").textContent = "Copy as curl"), 1500);
-  });
+  copies($("curl"), () => asCurl(request($("prompt").value || EXAMPLES[0])));
   clear();
 }
 
@@ -64,6 +61,7 @@ function request(text) {
 
 async function ask(text) {
   const { path, body } = request(text);
+  const conversation = history; // it may be cleared meanwhile
   $("messages").querySelector(".empty")?.remove();
   add(new Message("user", text));
   const message = add(new Message("assistant"));
@@ -85,9 +83,9 @@ async function ask(text) {
     else message.fail(problem instanceof ApiProblem ? problem.message : `The stream broke: ${problem.message}`);
   }
   if (path.includes("chat")) {
-    history.push({ role: "user", content: text });
-    if (message.text) history.push({ role: "assistant", content: message.text });
-    else history.pop();
+    conversation.push({ role: "user", content: text });
+    if (message.text) conversation.push({ role: "assistant", content: message.text });
+    else conversation.pop();
   }
   running = null;
   busy(false);

@@ -1,5 +1,6 @@
 // One message of the conversation. An answer collects chunks and says how fast they came.
 
+import { copies } from "./clipboard.js";
 import { receiptStrip } from "./receipt.js";
 
 const NAMES = { user: "You", assistant: "Model" };
@@ -104,16 +105,7 @@ export class Message {
     if (this.usage) put(`${cached ?? 0} of ${this.usage.prompt_tokens}`, "prompt tokens cached");
     const ends = { length: "reached max tokens", stopped: "stopped by you", error: "ended by an error" };
     if (ends[this.reason]) list.append(make("div", "", ends[this.reason]));
-    if (this.reason && this.text) list.append(this.copyButton());
+    if (this.reason && this.text) list.append(copies(make("button", "plain", "Copy"), () => this.text));
     return list;
-  }
-
-  copyButton() {
-    const button = make("button", "plain", "Copy");
-    button.addEventListener("click", async () => {
-      await navigator.clipboard.writeText(this.text);
-      button.textContent = "Copied";
-    });
-    return button;
   }
 }

@@ -1,6 +1,6 @@
 # syntax=docker/dockerfile:1
 #
-#   docker build --target cpu  -t quire:cpu  .
+#   docker build --target cpu  -t quire:cpu  --build-arg TORCH_INDEX=<PyTorch's index of CPU builds> .
 #   docker build --target cuda -t quire:cuda .
 #   docker run -p 127.0.0.1:8000:8000 quire:cpu demo
 #   docker run -p 127.0.0.1:8000:8000 --gpus all -v quire-cache:/cache quire:cuda Qwen/Qwen3-0.6B
@@ -20,9 +20,10 @@ WORKDIR /src
 # ---- torch first: it is by far the largest part, and seldom changes
 
 FROM base AS build-cpu
-ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# The address of PyTorch's index of CPU builds; without it torch comes with the libraries for GPUs, gigabytes of them.
+ARG TORCH_INDEX=
 COPY constraints.txt ./
-RUN pip install --no-deps --constraint constraints.txt --index-url "$TORCH_INDEX" torch
+RUN pip install --no-deps --constraint constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
 COPY pyproject.toml README.md LICENSE ./
 COPY src src
 RUN pip install --constraint constraints.txt .

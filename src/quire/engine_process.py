@@ -57,6 +57,12 @@ def main(address: str, parent: int) -> int:
         return 1
     finally:
         socket.close(linger=1000)
+        if os.getppid() != parent:  # nobody else is left to remove the socket and its folder
+            path = address.removeprefix("ipc://")
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+            with contextlib.suppress(OSError):
+                os.rmdir(os.path.dirname(path))
 
 
 def _build(start: msg.Start) -> tuple[Engine, EngineInfo]:

@@ -134,7 +134,7 @@ class SamplingParams:
 
     def verify(self) -> None:
         """Raise RequestError, naming the field and its limit, unless every value is in range."""
-        for name, low, high in _INT_RANGES:
+        for name, low, high in INT_RANGES:
             value = getattr(self, name)
             if value is None and name in _OPTIONAL:
                 continue
@@ -142,7 +142,7 @@ class SamplingParams:
                 raise RequestError(f"{name} must be an integer, got {value!r}")
             if not low <= value <= high:
                 raise RequestError(f"{name} must be between {low} and {high}, got {value}")
-        for name, lowest, highest, open_low in _FLOAT_RANGES:
+        for name, lowest, highest, open_low in FLOAT_RANGES:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or value != value:
                 raise RequestError(f"{name} must be a number, got {value!r}")
@@ -177,7 +177,7 @@ class SamplingParams:
 
 MAX_LOGPROBS = 1000
 _OPTIONAL = {"seed", "max_tokens", "logprobs", "prompt_logprobs"}
-_INT_RANGES = (
+INT_RANGES = (
     ("n", 1, 1024),
     ("top_k", -1, 2**31 - 1),
     ("seed", -(2**63), 2**63 - 1),
@@ -186,7 +186,7 @@ _INT_RANGES = (
     ("logprobs", 0, MAX_LOGPROBS),
     ("prompt_logprobs", 0, MAX_LOGPROBS),
 )
-_FLOAT_RANGES = (
+FLOAT_RANGES = (
     ("temperature", 0.0, 100.0, False),
     ("top_p", 0.0, 1.0, True),
     ("min_p", 0.0, 1.0, False),

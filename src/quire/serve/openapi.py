@@ -1,7 +1,6 @@
 """GET /openapi.json: the server's description of itself, made from its routes and the Structs that it reads.
 
-What a field may be is what its type says. A value of the right type that is out of its range gets a 400, as all
-that is wrong does; the description promises no more than that.
+What a field may be is what its type says, within limits.py. What is wrong in other ways gets a 400 too.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from quire import __version__
+from quire.serve.limits import narrow
 from quire.serve.protocol.chat import ChatRequest, ChatResponse
 from quire.serve.protocol.completions import CompletionRequest, CompletionResponse
 from quire.serve.protocol.embeddings import EmbeddingsRequest, EmbeddingsResponse
@@ -64,6 +64,7 @@ def describe(routes: Sequence[Route]) -> dict[str, Any]:
     """OpenAPI 3.1 of `routes`; those that are left out of the schema are not in it."""
     structs = list(dict.fromkeys(struct for pair in BODIES.values() for struct in pair if struct is not None))
     schemas, components = msgspec.json.schema_components(structs, ref_template=_REF)
+    narrow(components)
     named = dict(zip(structs, schemas))
     paths: dict[str, Any] = {}
     for route in routes:

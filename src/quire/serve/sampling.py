@@ -36,7 +36,7 @@ _SAME_NAME = (
     "bad_words",
 )
 # Fields for things that Quire does not do, with the values (besides null) that ask for nothing.
-_REFUSED: dict[str, tuple[Any, ...]] = {
+REFUSED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
     "logprob_token_ids": ([],),
@@ -65,7 +65,7 @@ MAX_CHOICES = 2048
 
 def check_fields(request: SamplingFields) -> None:
     """Raise ApiError 400 for fields that exclude each other, are out of range, or are not available."""
-    for name, harmless in _REFUSED.items():
+    for name, harmless in REFUSED.items():
         value = getattr(request, name, None)
         if value is not None and value not in harmless:
             raise bad_request(f"{name} is not available in Quire{_HINTS.get(name, '')}", name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import json
 import random
 import time
 from collections.abc import Iterator
@@ -153,3 +154,29 @@ def test_of_the_demo_model_with_too_few_pages() -> None:
             receipts = list(pool.map(one, range(36)))
         assert any(receipt["terms_ms"]["recompute"] > 0 for receipt in receipts)
         assert server.wait_until_idle()["pages"]["used"] == 0
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
+def test_the_other_apis_of_conversations(server: Server, path: str, stream: bool) -> None:
+    said = (
+        {"input": "Hello"}
+        if path.endswith("responses")
+        else {"messages": [{"role": "user", "content": "Hi"}]}
+    )
+    limit = "max_output_tokens" if path.endswith("responses") else "max_tokens"
+    began = time.perf_counter()
+    found = server.post(path, {"model": "demo", limit: 9, "stream": stream, "receipt": True, **said})
+    took_ms = (time.perf_counter() - began) * 1000
+    assert found.status_code == 200, found.text
+    if stream:
+        lines = [
+            line for line in found.text.splitlines() if '"receipt"' in line and line.startswith("data: ")
+        ]
+        (line,) = lines
+        event = json.loads(line.removeprefix("data: "))
+        receipt = event.get("response", event)["receipt"]
+    else:
+        receipt = found.json()["receipt"]
+    check(receipt, took_ms)
+    assert receipt["output_tokens"] == 9

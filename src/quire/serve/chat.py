@@ -39,12 +39,13 @@ class Turn:
     generation: Generation
     form: AnswerForm
     warnings: list[str]
+    receipt: ReceiptMaker
 
 
 async def chat_completions(request: Request) -> Response:
     chat, warnings = await read_request(request, ChatRequest)
     turn = await begin(request, chat, warnings)
-    answer = ChatAnswer(turn, receipt_maker(request, chat, turn.generation))
+    answer = ChatAnswer(turn)
     if chat.stream:
         slow_s = turn.server.settings.slow_reader_timeout
         return await stream(request, turn.generation, answer.chunks, answer.last, slow_s)
@@ -81,7 +82,8 @@ async def begin(request: Request, chat: ChatRequest, warnings: list[str]) -> Tur
         ]
 
     generation = await server.engine.generate(client, params.n, jobs, bool(chat.stream), chat.timeout)
-    return Turn(server, chat, model, params, generation, forms[0], warnings)
+    receipt = receipt_maker(request, chat, generation)
+    return Turn(server, chat, model, params, generation, forms[0], warnings, receipt)
 
 
 def chat_template(server: Server, chat: ChatRequest, use: ToolUse) -> str:
@@ -146,10 +148,10 @@ def _echoed(chat: ChatRequest, role: str) -> str:
 class ChatAnswer:
     """The answer to one chat, whole or in chunks. Owns the builders of its choices."""
 
-    def __init__(self, turn: Turn, receipt: ReceiptMaker) -> None:
+    def __init__(self, turn: Turn) -> None:
         server, chat, generation = turn.server, turn.chat, turn.generation
         self._chat, self._model, self._generation = chat, turn.model, generation
-        self._warnings, self._receipt = turn.warnings, receipt
+        self._warnings, self._receipt = turn.warnings, turn.receipt
         self._id = answer_id("chatcmpl", chat.request_id)
         self._created = int(time.time())
         self._first = True

@@ -36,6 +36,7 @@ class MessageAnswer:
         found = self._message()
         found.content = [_whole(block) for block in self._blocks.all]
         found.stop_reason, found.stop_sequence = self._why(output)
+        found.receipt = self._turn.receipt()
         return found
 
     def _message(self) -> MessagesResponse:
@@ -84,10 +85,10 @@ class MessageAnswer:
         assert self._end is not None
         reason, sequence = self._why(self._end)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        return [
-            {"type": "message_delta", "delta": delta, "usage": self._usage()},
-            {"type": "message_stop"},
-        ]
+        end: Event = {"type": "message_delta", "delta": delta, "usage": self._usage()}
+        if (receipt := self._turn.receipt()) is not UNSET:
+            end["receipt"] = receipt
+        return [end, {"type": "message_stop"}]
 
 
 def _events(change: Change) -> list[Event]:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.serve.protocol.receipt import Receipt
 from quire.serve.protocol.sampling import ConversationFields
 
 
@@ -57,3 +58,4 @@ class MessagesResponse(msgspec.Struct, kw_only=True):
     stop_sequence: str | None = None
     usage: MessagesUsage
     warnings: list[str] | UnsetType = UNSET
+    receipt: Receipt | UnsetType = UNSET

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.serve.protocol.receipt import Receipt
 from quire.serve.protocol.sampling import ConversationFields
 
 
@@ -73,3 +74,4 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     user: str | UnsetType = UNSET
     metadata: dict[str, str]
     warnings: list[str] | UnsetType = UNSET
+    receipt: Receipt | UnsetType = UNSET

@@ -72,6 +72,7 @@ class ResponseAnswer:
         found.completed_at = None if cut else int(time.time())
         found.output = self._items
         found.usage = self._usage()
+        found.receipt = self._turn.receipt()
 
     def _usage(self) -> ResponsesUsage:
         generation, count = self._turn.generation, self._turn.form.thought_tokens

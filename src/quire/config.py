@@ -14,9 +14,10 @@ from typing import Any, Literal, get_args
 from quire.types import ConfigError
 
 # Threads that wait for each other spin by default. When another process has one of the cores, that costs a
-# scheduler's time slice (milliseconds) at each of the hundreds of barriers in a step; spinning briefly and
-# then sleeping is as fast alone and twice as fast beside a busy process. Must be set before torch is loaded.
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+# scheduler's time slice (milliseconds) at each of the hundreds of barriers in a step. Spinning for some 0.2 to 0.5 ms
+# and then sleeping is as fast alone, and beside a busy process too; ten times less puts threads to sleep between
+# the layers of a step, which doubles its time. Must be set before torch is loaded.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 Batching = Literal["continuous", "static"]
 KVLayout = Literal["paged", "contiguous", "none"]

@@ -43,13 +43,11 @@ class Launcher(Protocol):
 class Threads:
     """How many CPU threads a step is worth.
 
-    The layers of a tiny step take microseconds: waking more threads for each of them gains nothing, and
-    loses much when another process has their core. So steps below `_SMALL` multiply-adds run on one. (From there
-    on threads read weights side by side: 10 M parameters at batch 1, served to one client on the same two cores,
-    take 4.0 ms on two and 5.0 on one.)
+    The layers of a small step take microseconds: waking more threads for each of them gains little, and
+    loses much when another process has their core. So steps below `_SMALL` multiply-adds run on one.
     """
 
-    _SMALL = 8_000_000
+    _SMALL = 64_000_000
 
     def __init__(self, num_parameters: int, asked: int | None) -> None:
         self._num_parameters = num_parameters

@@ -4,7 +4,8 @@
 
 All engines get the same prompts (token ids) and dtype, as many threads as torch takes by default, and decode
 greedily without stopping. Decode is tokens per second after the first; prefill is prompt tokens per second
-up to the first new token. Engines take turns in every round, and the best round counts: on a shared machine
+up to the first new token. torch is imported first, so its threads wait for each other as torch has it by default and
+not as Quire asks for (GOMP_SPINCOUNT, config.py). Engines take turns in every round, and the best round counts: on a shared machine
 look at the ratios.
 
 llama.cpp takes part when `llama_cpp` can be imported (`pip install llama-cpp-python`, which compiles it; it is

@@ -68,10 +68,7 @@ class Families:
         return family
 
     def _gauges(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        family = GaugeMetricFamily(name, text, labels=[*self._base, label])
-        for key, value in values.items():
-            family.add_metric([*self._base.values(), key], value)
-        return family
+        return self._by_label(GaugeMetricFamily(name, text, labels=[*self._base, label]), values)
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(name, text, labels=list(self._base))
@@ -79,7 +76,11 @@ class Families:
         return family
 
     def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=[*self._base, label])
+        return self._by_label(CounterMetricFamily(name, text, labels=[*self._base, label]), values)
+
+    def _by_label(
+        self, family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]
+    ) -> Metric:
         for key, value in values.items():
             family.add_metric([*self._base.values(), key], value)
         return family

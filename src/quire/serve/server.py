@@ -101,22 +101,7 @@ async def _serve(
         )
         pooling = _pooling(config, settings)
         server = Server(engine, settings, names, forms, _template(settings), pooling, observers)
-        options = uvicorn.Config(
-            build_app(server, keys),
-            log_config=None,  # logs.py
-            log_level=settings.log_level.lower(),
-            access_log=False,
-            lifespan="off",
-            ws="none",
-            http=gathering_protocol(asyncio.get_running_loop()),
-            proxy_headers=False,  # nobody asks who the client is
-            server_header=False,
-            ssl_keyfile=settings.ssl_keyfile,
-            ssl_certfile=settings.ssl_certfile,
-            timeout_graceful_shutdown=2,
-            timeout_keep_alive=75,  # longer than proxies keep theirs, so that it is they who close
-        )
-        web = _Uvicorn(options)
+        web = _Uvicorn(_options(server, keys))
         serving = asyncio.ensure_future(web.serve(sockets=[sock]))
         while not web.started and not serving.done():
             await asyncio.sleep(0.001)
@@ -135,6 +120,25 @@ async def _serve(
         return code
     finally:
         await engine.close(kill=stop.second.done() or not ready)
+
+
+def _options(server: Server, keys: Keys) -> uvicorn.Config:
+    settings = server.settings
+    return uvicorn.Config(
+        build_app(server, keys),
+        log_config=None,  # logs.py
+        log_level=settings.log_level.lower(),
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        http=gathering_protocol(asyncio.get_running_loop()),
+        proxy_headers=False,  # nobody asks who the client is
+        server_header=False,
+        ssl_keyfile=settings.ssl_keyfile,
+        ssl_certfile=settings.ssl_certfile,
+        timeout_graceful_shutdown=2,
+        timeout_keep_alive=75,  # longer than proxies keep theirs, so that it is they who close
+    )
 
 
 def _observers(settings: ServeConfig, model: str) -> list[Observer]:

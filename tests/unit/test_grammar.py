@@ -12,7 +12,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-from test_scheduler import EOS, VOCAB, FakeDevice, Handle, chain, drain, make_engine, pick, random_requests
+from test_scheduler import (
+    EOS,
+    VOCAB,
+    FakeDevice,
+    Handle,
+    chain,
+    continuous,
+    drain,
+    make_engine,
+    pick,
+    random_requests,
+)
 
 from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
@@ -176,16 +187,20 @@ def with_grammar(engine: Engine, source: Source) -> LibraryGrammar:
     return engine.grammar
 
 
+# Pages for little more than one request, and many at once, so that about every second such load preempts.
+TIGHT = dict(max_len=24, layout="paged", block_size=1, num_blocks=26, rows=8, admits=continuous)
+
+
 def random_run(seed: int, vocabulary: Vocabulary) -> Engine:
     rng = random.Random(seed)
-    engine, max_len = make_engine(rng)
+    engine, max_len = make_engine(rng, **(TIGHT if seed % 2 else {}))
     grammar = with_grammar(engine, Source(rng.choice([0.0, 0.0, 0.001])))
     todo = list(constrained(rng, max_len))
     added: dict[str, EngineRequest] = {}
     got: dict[str, list[int]] = {}
     ended: dict[str, str] = {}
     while todo or engine.has_work:
-        if todo and rng.random() < 0.5:
+        while todo and rng.random() < 0.7:
             request = todo.pop()
             engine.add(request)
             added[request.id], got[request.id] = request, []
@@ -217,7 +232,7 @@ def test_random_loads_agree_with_sequential_decoding(start: int, vocabulary: Voc
         engine = random_run(seed, vocabulary)
         preempted += engine.log.totals.preemptions
         masked += engine.executor.masked_rows
-    assert preempted and masked > 500
+    assert preempted > 10 and masked > 500
 
 
 SMALL = dict(max_len=40, layout="paged", block_size=4, num_blocks=30, chunk=True, budget=64, rows=8)

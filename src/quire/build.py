@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from quire.attention.base import AttentionBackend
+from quire.attention.cpu import CpuAttention
 from quire.attention.reference import ReferenceAttention
 from quire.config import EngineConfig, triton_interpreted
 from quire.core import policy
@@ -33,6 +34,8 @@ from quire.frontend.location import locate_model, locate_tokenizer
 from quire.grammar.checker import Checker
 from quire.grammar.compiler import Compiler
 from quire.grammar.library import LibraryGrammar
+from quire.kernels import Kernels, pick_kernels
+from quire.kernels.cpu.ops import CpuKernels
 from quire.layers.env import Env
 from quire.models.checkpoint import Checkpoint, open_checkpoint
 from quire.models.decoder import Model
@@ -66,11 +69,12 @@ def build_engine(config: EngineConfig, imports_s: float = 0.0) -> tuple[Engine, 
             f"max_model_len {asked_len} exceeds the {spec.max_model_len} positions of {config.model}"
         )
     config = config.resolved(gpu_memory(device), spec.max_model_len)
-    backend = pick_attention(config.attention, device)
+    kernels = pick_kernels(device, dtype, config.cpu_kernels)
+    backend = pick_attention(config.attention, device, kernels)
     clock.end("device")
 
     depth = _OVERLAP_DEPTH if config.overlap else 1
-    model, checkpoint = load_model(config, path, spec, backend, device, dtype)
+    model, checkpoint = load_model(config, path, spec, backend, kernels, device, dtype)
     with closing(checkpoint):
         worker = Worker(config, model, backend, device, dtype, depth)
         clock.end("weights")
@@ -131,8 +135,14 @@ def pick_dtype(asked: str, checkpoint: str, device: torch.device) -> torch.dtype
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def pick_attention(name: str, device: torch.device) -> AttentionBackend:
-    """`auto` takes the Triton kernels where they run fast: on a GPU, when Triton is installed."""
+def pick_attention(name: str, device: torch.device, kernels: Kernels | None) -> AttentionBackend:
+    """`auto` takes kernels where they run fast: those in Triton on a GPU, when it is installed, those in C on a CPU."""
+    if isinstance(kernels, CpuKernels) and name in ("auto", "cpu"):
+        return CpuAttention(kernels)
+    if name == "cpu":
+        raise ConfigError(
+            "attention cpu needs a CPU, fp32 or bf16, cpu_kernels, and a C compiler to build them"
+        )
     installed = find_spec("triton") is not None
     if name == "reference" or (name == "auto" and not (installed and device.type == "cuda")):
         return ReferenceAttention()
@@ -151,6 +161,7 @@ def load_model(
     path: Path,
     spec: ModelSpec,
     backend: AttentionBackend,
+    kernels: Kernels | None,
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Model, Checkpoint]:
@@ -164,7 +175,7 @@ def load_model(
     checkpoint = open_checkpoint(path, spec, config.load_format, device=device, dtype=dtype, seed=config.seed)
     try:
         with torch.inference_mode():
-            return build_model(spec, Env(checkpoint, Parallel(), backend, device, dtype)), checkpoint
+            return build_model(spec, Env(checkpoint, Parallel(), backend, device, dtype, kernels)), checkpoint
     except BaseException:
         checkpoint.close()
         raise

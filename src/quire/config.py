@@ -81,10 +81,16 @@ class EngineConfig:
     memory_utilization: float = _setting(
         0.9, "share of the device's memory that Quire may use when kv_cache_memory is not given"
     )
-    attention: str = _setting("auto", "attention back end: auto, reference or triton (auto: triton on a GPU)")
+    attention: str = _setting(
+        "auto",
+        "attention back end: auto, reference, triton or cpu (auto: triton on a GPU, cpu with cpu_kernels)",
+    )
     cuda_graphs: bool = _setting(True, "replay captured CUDA graphs where the attention back end allows it")
     shared_prefix: bool = _setting(
         True, "read pages that many decoding requests begin with once for all of them (triton attention)"
+    )
+    cpu_kernels: bool = _setting(
+        True, "on a CPU run small steps by kernels that the C compiler builds at the first start"
     )
     cpu_threads: int | None = _setting(
         None, "threads of a step on a CPU (default: all cores, or one when the step is small)"
@@ -155,7 +161,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "scheduling_policy": get_args(SchedulingPolicy),
     "dtype": get_args(Dtype),
     "load_format": get_args(LoadFormat),
-    "attention": ("auto", "reference", "triton"),
+    "attention": ("auto", "reference", "triton", "cpu"),
 }
 
 # Combinations that cannot work, each with the reason. What depends on the model is checked in build.py.

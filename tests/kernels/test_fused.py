@@ -117,7 +117,7 @@ def test_rotary_heads(
     qkv = values(tokens, (turned + kv_heads) * dim, device=device, dtype=dtype)
     positions = torch.arange(tokens, device=device).flip(0) * 7
     rope_table = Rope(RopeParams(theta=10000.0), dim, 1000, device, dtype)
-    twin = RotaryHeads(heads, kv_heads, dim, layer_norm, CPU)
+    twin = RotaryHeads(heads, kv_heads, dim, layer_norm)
     wanted = [part.clone() for part in twin(qkv, rope_table._expanded(positions))]
     rope.norm_rotate_(qkv, positions, rope_table.table, weight, eps, turned)
     got = qkv.view(tokens, -1, dim).split([heads, kv_heads, kv_heads], 1)
@@ -136,7 +136,7 @@ def test_rotary_heads(
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
 def test_gated(device: torch.device, dtype: torch.dtype, rows: int, width: int, kind: str) -> None:
     gate_up = 3 * values(rows, 2 * width, device=device, dtype=dtype)
-    assert_close(activation.gated(gate_up, kind), plain_gated_of(kind, CPU)(gate_up))
+    assert_close(activation.gated(gate_up, kind), plain_gated_of(kind, None)(gate_up))
 
 
 # ---------------------------------------------------------------------------------------- captured

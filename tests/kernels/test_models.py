@@ -19,6 +19,9 @@ from quire.models.spec import ModelSpec
 from quire.parallel.parallel import Parallel
 
 pytest.importorskip("triton")
+from quire.kernels import Kernels, fused, pick_kernels
+from quire.kernels.cpu.ops import CpuKernels
+
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")  # of the interpreter
 
 BASE: dict[str, Any] = {
@@ -65,41 +68,41 @@ def build(
     family: str,
     attention: AttentionBackend,
     device: torch.device,
-    kernels: bool,
-    patch: pytest.MonkeyPatch,
+    kernels: Kernels | None,
     dtype: torch.dtype = torch.float32,
 ) -> Model:
-    for module in ("layers.norm", "layers.mlp", "layers.rope", "layers.attention", "quant.base"):
-        patch.setattr(f"quire.{module}.available", lambda _: kernels)
     spec = ModelSpec.from_config({**BASE, **FAMILIES[family]})
     weights = WideCheckpoint(0, device, dtype)
-    return build_model(spec, Env(weights, Parallel(), attention, device, dtype))
+    return build_model(spec, Env(weights, Parallel(), attention, device, dtype, kernels))
 
 
 def logits_of(
     family: str,
     device: torch.device,
-    kernels: bool,
-    patch: pytest.MonkeyPatch,
+    kernels: Kernels | None,
     rows: list[list[int]] = ROWS,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    model = build(family, WholeSequenceAttention(), device, kernels, patch, dtype)
+    model = build(family, WholeSequenceAttention(), device, kernels, dtype)
     with torch.inference_mode(), device:
         return model.logits(model(whole_batch(rows))).float().cpu()
 
 
 def paged_logits(
-    family: str, attention: AttentionBackend, device: torch.device, kernels: bool, patch: pytest.MonkeyPatch
+    family: str,
+    attention: AttentionBackend,
+    device: torch.device,
+    kernels: Kernels | None,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """The prompts of ROWS, and then two tokens one by one, over pages of 4 tokens."""
     model, spec = (
-        build(family, attention, device, kernels, patch),
+        build(family, attention, device, kernels, dtype),
         ModelSpec.from_config({**BASE, **FAMILIES[family]}),
     )
     pages = torch.randperm(8, generator=torch.Generator().manual_seed(0)).view(2, 4).int()
     shape = attention.kv_shape(8, 4, spec.num_kv_heads, spec.head_dim)
-    kv = [tuple(torch.zeros(shape) for _ in "kv") for _ in range(spec.num_layers)]
+    kv = [tuple(torch.zeros(shape, dtype=dtype) for _ in "kv") for _ in range(spec.num_layers)]
     outs, done = [], [0, 0]
     for step in (ROWS, [[7], [8]], [[9], [10]]):
         with torch.inference_mode(), device:
@@ -112,7 +115,7 @@ def paged_logits(
             batch.seq_lens, batch.seq_bounds = torch.tensor(done, dtype=torch.int32), np.array(done, np.int32)
             batch.kv = kv = [tuple(x.to(device) for x in layer) for layer in kv]
             batch.attn = attention.plan(batch)
-            outs.append(model.logits(model(batch)).cpu())
+            outs.append(model.logits(model(batch)).float().cpu())
     return torch.cat(outs)
 
 
@@ -132,37 +135,50 @@ on_either = pytest.mark.parametrize(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @on_either
-def test_heads_that_go_packed_into_attention(
-    family: str, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_heads_that_go_packed_into_attention(family: str, device: str) -> None:
     from quire.attention.triton import TritonAttention
 
     where = torch.device(device)
-    plain = paged_logits(family, ReferenceAttention(), where, False, monkeypatch)
-    packed = paged_logits(family, TritonAttention(), where, True, monkeypatch)
+    plain = paged_logits(family, ReferenceAttention(), where, None)
+    packed = paged_logits(family, TritonAttention(), where, fused)
     assert plain.std() > 0.1 and not plain.isnan().any()
     torch.testing.assert_close(packed, plain, rtol=1e-3, atol=1e-3 * float(plain.std()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @on_either
-def test_the_kernels_change_nothing(family: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain, fused = (logits_of(family, torch.device(device), on, monkeypatch) for on in (False, True))
+def test_the_kernels_change_nothing(family: str, device: str) -> None:
+    plain, with_kernels = (logits_of(family, torch.device(device), kernels) for kernels in (None, fused))
     assert plain.std() > 0.1 and not plain.isnan().any()
-    torch.testing.assert_close(fused, plain, rtol=1e-3, atol=1e-3 * float(plain.std()))
+    torch.testing.assert_close(with_kernels, plain, rtol=1e-3, atol=1e-3 * float(plain.std()))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("count", [1, 3])
 @on_either
-def test_few_rows_change_nothing(
-    family: str, count: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_rows_change_nothing(family: str, count: int, device: str) -> None:
     """In half precision, where few rows have kernels of their own: no further from fp32 than plain torch is."""
     rows = [[token] for token in ROWS[0][:count]]
-    right = logits_of(family, torch.device(device), False, monkeypatch, rows)
+    right = logits_of(family, torch.device(device), None, rows)
     plain, few = (
-        logits_of(family, torch.device(device), on, monkeypatch, rows, torch.float16) for on in (False, True)
+        logits_of(family, torch.device(device), kernels, rows, torch.float16) for kernels in (None, fused)
     )
     assert right.std() > 0.1 and not few.isnan().any()
     assert (few - right).norm() <= 1.5 * (plain - right).norm() + 1e-3 * right.norm()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_kernels_of_a_cpu_change_nothing(family: str, dtype: torch.dtype) -> None:
+    from quire.attention.cpu import CpuAttention
+
+    cpu = torch.device("cpu")
+    kernels = pick_kernels(cpu, dtype)
+    if kernels is None:
+        pytest.skip("no C compiler")
+    assert isinstance(kernels, CpuKernels)
+    right = paged_logits(family, ReferenceAttention(), cpu, None)
+    plain = paged_logits(family, ReferenceAttention(), cpu, None, dtype)
+    with_kernels = paged_logits(family, CpuAttention(kernels), cpu, kernels, dtype)
+    assert right.std() > 0.1 and not with_kernels.isnan().any()
+    assert (with_kernels - right).norm() <= 1.5 * (plain - right).norm() + 1e-5 * right.norm()

@@ -235,7 +235,7 @@ def test_one_graph_serves_any_mix_of_rows(kv_heads: int, normed: bool) -> None:
         norms.weight, norms.eps = torch.rand(3 * kv_heads, 128, device="cuda").bfloat16() + 0.5, 1e-6
         norms.rms = make_rms(norms.weight, 128, 1e-6)
     rope = Rope(RopeParams(theta=10000.0), 128, 1024, torch.device("cuda"), torch.bfloat16)
-    plain = RotaryHeads(2 * kv_heads, kv_heads, 128, norms, torch.device("cpu"))
+    plain = RotaryHeads(2 * kv_heads, kv_heads, 128, norms)
     qkv = torch.zeros(600, 4 * kv_heads * 128, dtype=torch.bfloat16, device="cuda")
 
     def run() -> torch.Tensor:

@@ -28,13 +28,13 @@ MAY_IMPORT = {
     "grammar": {"types", "core", "frontend"},
     "bench": {"types", "config", "core", "worker", "frontend", "models", "build", "llm"},
     "build": {"types", "config", "core", "worker", "models", "sampling", "attention", "layers", "parallel", "frontend",
-              "grammar"},
+              "grammar", "kernels"},
     "start": {"types", "config", "core", "build"},
     "serve": {"types", "config", "frontend"},
     "dry_run": {"types", "config", "core", "worker", "models", "frontend"},
     "engine_process": {"types", "core", "frontend", "start", "dry_run"},
     "llm": {"types", "config", "frontend", "start"},
-    "cli": {"types", "config", "frontend", "build", "llm", "models", "worker", "bench", "serve"},
+    "cli": {"types", "config", "frontend", "build", "llm", "models", "worker", "bench", "serve", "kernels"},
 }  # fmt: skip
 NO_TORCH = {
     "types",

@@ -75,6 +75,7 @@ def _machine() -> None:
 def _plan(config: EngineConfig) -> None:
     from quire.build import pick_attention, pick_device, pick_dtype
     from quire.frontend.location import locate_model
+    from quire.kernels import pick_kernels
     from quire.models.load import load_spec
     from quire.worker.sizing import gpu_memory, kv_budget, size_kv
 
@@ -90,10 +91,14 @@ def _plan(config: EngineConfig) -> None:
         f"{device}: {_why(config.device, 'a GPU is there' if device.type == 'cuda' else 'no GPU is there')}",
     )
     _row("dtype", f"{str(dtype)[6:]}: {_why(config.dtype, f'the checkpoint is {spec.dtype}')}")
-    backend = pick_attention(config.attention, device).name
+    kernels = pick_kernels(device, dtype, config.cpu_kernels)
     _row(
-        "attention",
-        f"{backend}: {_why(config.attention, 'plain torch' if backend == 'reference' else 'a GPU is there')}",
+        "kernels",
+        {"cuda": "Triton", "cpu": "C, for small steps"}[device.type] if kernels else "none, plain torch",
+    )
+    backend = pick_attention(config.attention, device, kernels).name
+    _row(
+        "attention", f"{backend}: {_why(config.attention, 'the kernels above' if kernels else 'plain torch')}"
     )
     for name in (
         "batching",

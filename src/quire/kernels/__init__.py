@@ -1,6 +1,7 @@
-"""Triton kernels. Each has a twin in plain torch, in the layer that uses it: what the kernel must compute.
+"""Kernels: in Triton for a GPU, in C for a CPU (cpu/). Each has a twin in plain torch, in the layer that uses it:
+what the kernel must compute. Layers get those that both have as one set, `Kernels`.
 
-Nothing here waits for the device or reads a device value, grids follow from shapes, and memory comes
+No Triton kernel waits for the device or reads a device value, grids follow from shapes, and memory comes
 from torch.empty alone: every call can be captured in a CUDA graph. The modules import triton, so they
 are imported only where `available` says so, once, when a layer is built.
 
@@ -14,12 +15,52 @@ from __future__ import annotations
 
 from functools import cache
 from importlib.util import find_spec
+from typing import Protocol
 
 import torch
 
 
+class Kernels(Protocol):
+    """What layers may have done in one pass over memory. Tensors are contiguous, rows of one dtype."""
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x [rows, width]; the weight may have another dtype than x."""
+        ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The normed sum, and the sum, in fresh memory: a caller may still hold the old residual."""
+        ...
+
+    def layer_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    ) -> torch.Tensor: ...
+
+    def add_layer_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+    def gated(self, gate_up: torch.Tensor, kind: str) -> torch.Tensor:
+        """act(gate) * up: gate_up [rows, 2 * width] -> [rows, width]; kind: silu, gelu, gelu_tanh or relu."""
+        ...
+
+    def norm_rotate_(
+        self,
+        qkv: torch.Tensor,
+        positions: torch.Tensor,
+        table: torch.Tensor,
+        weight: torch.Tensor | None,
+        eps: float,
+        turned: int,
+    ) -> None:
+        """Norm (weight [turned, dim] or None) and turn, in place, the first `turned` heads of qkv [tokens,
+        heads * dim] to their positions [tokens]; table [positions, dim]: cos | sin."""
+        ...
+
+
 def available(device: torch.device) -> bool:
-    """Whether layers on `device` use the kernels."""
+    """Whether `device` runs the Triton kernels."""
     return device.type == "cuda" and find_spec("triton") is not None
 
 
@@ -27,3 +68,16 @@ def available(device: torch.device) -> bool:
 def dependent_launch(device: torch.device) -> bool:
     """Whether kernels on `device` may start before the one before them has ended: Hopper and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def pick_kernels(device: torch.device, dtype: torch.dtype, cpu_kernels: bool = True) -> Kernels | None:
+    """The set for models on `device` in `dtype`; None: plain torch."""
+    if available(device):
+        from quire.kernels import fused
+
+        return fused
+    if device.type == "cpu" and cpu_kernels and dtype in (torch.float32, torch.bfloat16):
+        from quire.kernels.cpu import compiled_kernels
+
+        return compiled_kernels()
+    return None

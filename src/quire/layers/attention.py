@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from quire.attention.base import ForwardBatch
-from quire.kernels import available
+from quire.kernels import Kernels
 from quire.layers.env import Env
 from quire.layers.norm import HeadNorm
 from quire.layers.rope import RotaryHeads, Rotation
@@ -52,11 +52,11 @@ class Attention:
         return self.backend.forward(self, q, k, v, batch)
 
 
-def rotary(attention: Attention, norms: HeadNorm | None, device: torch.device) -> PackedAttention:
+def rotary(attention: Attention, norms: HeadNorm | None, kernels: Kernels | None) -> PackedAttention:
     """`attention` over heads that are first normed, if there are norms, and turned to their positions."""
     packed = attention.backend.forward_packed
-    if packed and available(device):
-        # a Rotation on such a device is (positions, table), and the batch has the positions
+    if packed and kernels:
+        # a Rotation is then (positions, table), and the batch has the positions
         return lambda qkv, rotation, batch: packed(attention, qkv, norms, rotation[1], batch)
-    heads = RotaryHeads(attention.num_heads, attention.num_kv_heads, attention.head_dim, norms, device)
+    heads = RotaryHeads(attention.num_heads, attention.num_kv_heads, attention.head_dim, norms, kernels)
     return lambda qkv, rotation, batch: attention(*heads(qkv, rotation), batch)

@@ -42,7 +42,9 @@ class LMHead:
     ) -> None:
         self.vocab = vocab
         self.soft_cap = soft_cap
-        self.multiply: Matmul = make_matmul(tied.weight, None) if tied else Linear(env, name, width, vocab)
+        self.multiply: Matmul = (
+            make_matmul(tied.weight, None, env.kernels) if tied else Linear(env, name, width, vocab)
+        )
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         if not hidden.shape[0]:

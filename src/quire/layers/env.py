@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from quire.attention.base import AttentionBackend
+from quire.kernels import Kernels
 from quire.parallel.parallel import Parallel
 
 
@@ -46,3 +47,4 @@ class Env:
     attention: AttentionBackend
     device: torch.device
     dtype: torch.dtype
+    kernels: Kernels | None = None  # None: plain torch

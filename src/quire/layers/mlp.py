@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from quire.kernels import available
+from quire.kernels import Kernels
 from quire.layers.env import Env
 from quire.layers.linear import Linear
 
@@ -21,12 +21,10 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
 ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu}
 
 
-def gated(activation: str, device: torch.device) -> Activation:
+def gated(activation: str, kernels: Kernels | None) -> Activation:
     """act(gate) * up of packed rows gate|up [rows, 2 * width] -> [rows, width]."""
-    if available(device):
-        from quire.kernels.activation import gated as fused
-
-        return lambda gate_up: fused(gate_up, activation)
+    if kernels:
+        return lambda gate_up: kernels.gated(gate_up, activation)
     act = ACTIVATIONS[activation]
 
     def plain(gate_up: torch.Tensor) -> torch.Tensor:
@@ -45,7 +43,7 @@ class GatedMLP:
         names = [prefix + "gate_proj", prefix + "up_proj"]
         self.gate_up = Linear(env, names, hidden, [intermediate, intermediate], bias, cut="rows")
         self.down = Linear(env, prefix + "down_proj", intermediate, hidden, bias, cut="cols")
-        self.kind, self.activation = activation, gated(activation, env.device)
+        self.kind, self.activation = activation, gated(activation, env.kernels)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.activation(self.gate_up(x)))

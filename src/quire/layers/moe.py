@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from quire.kernels import Kernels
 from quire.layers.env import Env
 from quire.layers.linear import Linear
 from quire.layers.mlp import Activation, gated
@@ -39,8 +40,12 @@ class MoE:
         self.norm_topk = norm_topk
         self.parallel = env.parallel
         gate_up, down = _load_experts(env, prefix, names, hidden, intermediate, num_experts)
-        kind = LoopedExperts if env.device.type == "cpu" else GroupedExperts
-        self.experts: Experts = kind(gate_up, down, gated(activation, env.device))
+        act = gated(activation, env.kernels)
+        self.experts: Experts = (
+            LoopedExperts(gate_up, down, act, env.kernels)
+            if env.device.type == "cpu"
+            else GroupedExperts(gate_up, down, act)
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         probs = self.router(x).float().softmax(-1)  # [tokens, experts]
@@ -66,9 +71,11 @@ class Experts(Protocol):
 class LoopedExperts:
     """One product after the other, for a CPU."""
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation) -> None:
-        self.gate_up = [make_matmul(weight, None) for weight in gate_up]
-        self.down = [make_matmul(weight, None) for weight in down]
+    def __init__(
+        self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation, kernels: Kernels | None
+    ) -> None:
+        self.gate_up = [make_matmul(weight, None, kernels) for weight in gate_up]
+        self.down = [make_matmul(weight, None, kernels) for weight in down]
         self.activation = activation
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Normalisation layers, with the addition of the residual stream folded in.
 
 `norm(x, residual)` returns the normed sum and the sum itself, which is the next residual; a residual of
-None is the beginning of the stream. How it is computed is chosen when the layer is built: by the kernels
-of kernels/norm.py, or by plain torch.
+None is the beginning of the stream. How it is computed is chosen when the layer is built: by kernels
+or by plain torch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from quire.kernels import available
+from quire.kernels import Kernels
 from quire.layers.env import Env
 
 Norm = Callable[[torch.Tensor], torch.Tensor]  # x -> normed
@@ -25,8 +25,8 @@ class RMSNorm:
     def __init__(self, env: Env, name: str, width: int, eps: float) -> None:
         self.weight, self.eps = self.load(env, name + ".weight", width), eps
         # the norm without a residual, and with one
-        if available(env.device):
-            self.alone, self.add = fused_rms(self.weight, eps)
+        if env.kernels:
+            self.alone, self.add = fused_rms(env.kernels, self.weight, eps)
         else:
             self.alone = make_rms(self.weight, width, eps)
             self.add = after_add(self.alone)
@@ -71,8 +71,8 @@ class LayerNorm:
     def __init__(self, env: Env, name: str, width: int, eps: float) -> None:
         weight = load_vector(env, name + ".weight", width)
         bias = load_vector(env, name + ".bias", width)
-        if available(env.device):
-            self.alone, self.add = fused_layer_norm(weight, bias, eps)
+        if env.kernels:
+            self.alone, self.add = fused_layer_norm(env.kernels, weight, bias, eps)
         else:
             self.alone = make_layer_norm(weight, bias, eps)
             self.add = after_add(self.alone)
@@ -91,17 +91,17 @@ def after_add(norm: Norm) -> AddNorm:
     return add
 
 
-def fused_rms(weight: torch.Tensor, eps: float) -> tuple[Norm, AddNorm]:
-    from quire.kernels.norm import add_rms_norm, rms_norm
+def fused_rms(kernels: Kernels, weight: torch.Tensor, eps: float) -> tuple[Norm, AddNorm]:
+    return (lambda x: kernels.rms_norm(x, weight, eps)), (
+        lambda x, r: kernels.add_rms_norm(x, r, weight, eps)
+    )
 
-    return (lambda x: rms_norm(x, weight, eps)), (lambda x, r: add_rms_norm(x, r, weight, eps))
 
-
-def fused_layer_norm(weight: torch.Tensor, bias: torch.Tensor, eps: float) -> tuple[Norm, AddNorm]:
-    from quire.kernels.norm import add_layer_norm, layer_norm
-
-    return (lambda x: layer_norm(x, weight, bias, eps)), (
-        lambda x, r: add_layer_norm(x, r, weight, bias, eps)
+def fused_layer_norm(
+    kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> tuple[Norm, AddNorm]:
+    return (lambda x: kernels.layer_norm(x, weight, bias, eps)), (
+        lambda x, r: kernels.add_layer_norm(x, r, weight, bias, eps)
     )
 
 
@@ -112,7 +112,7 @@ def make_layer_norm(weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Nor
 def make_rms(weight: torch.Tensor, width: int, eps: float) -> Norm:
     """RMS norm over the last dimension, times `weight` [width] or [heads, width], in the quickest form.
 
-    A CPU has no fused kernel, and F.rms_norm is eight calls there. These seven convert only once each way and
+    On a CPU F.rms_norm is eight calls. These seven convert only once each way and
     otherwise work in place on one fp32 copy, which stays in the cache: for 256 rows of 1024 in bf16 that halves
     the time. Gemma's weight comes in fp32, and is multiplied before rounding everywhere.
     """

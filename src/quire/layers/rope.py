@@ -2,7 +2,7 @@
 
 All angles are computed once, in fp32, for every position that can occur. A step looks its positions up
 once (`lookup`); each layer's `RotaryHeads` turns q and k by what was found. Both come in two forms,
-chosen when they are built: kernels/rope.py, which also does the norm of the heads, or plain torch. Halves
+chosen when they are built: by a kernel, which also does the norm of the heads, or by plain torch. Halves
 are rotated against each other, not neighbouring pairs: so do Hugging Face checkpoints store q and k.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import torch
 
-from quire.kernels import available
+from quire.kernels import Kernels
 from quire.layers.norm import HeadNorm
 from quire.layers.rope_params import RopeParams
 
@@ -26,14 +26,20 @@ class Rope:
     """cos and sin tables for `max_len` positions."""
 
     def __init__(
-        self, params: RopeParams, dim: int, max_len: int, device: torch.device, dtype: torch.dtype
+        self,
+        params: RopeParams,
+        dim: int,
+        max_len: int,
+        device: torch.device,
+        dtype: torch.dtype,
+        kernels: Kernels | None = None,
     ) -> None:
         positions = torch.arange(max_len, dtype=torch.float32, device=device)
         angles = torch.outer(positions, inverse_frequencies(params, dim).to(device))  # [max_len, dim / 2]
         table = torch.cat((angles.cos(), angles.sin()), -1) * params.attention_factor
         self.table = table.to(dtype)  # [max_len, dim]: cos | sin
         # what RotaryHeads needs of a step's tokens; the kernel reads the table itself
-        self.lookup = self._as_it_is if available(device) else self._expanded
+        self.lookup = self._as_it_is if kernels else self._expanded
 
     def _as_it_is(self, positions: torch.Tensor) -> Rotation:
         return positions, self.table
@@ -50,13 +56,13 @@ class RotaryHeads:
     """
 
     def __init__(
-        self, heads: int, kv_heads: int, dim: int, norm: HeadNorm | None, device: torch.device
+        self, heads: int, kv_heads: int, dim: int, norm: HeadNorm | None, kernels: Kernels | None = None
     ) -> None:
         self.dim = dim
         self.sizes = [heads, kv_heads, kv_heads]
         self.turned = heads + kv_heads
         self.norm = norm
-        self.turn = self._fused() if available(device) else self._plain
+        self.turn = self._fused(kernels) if kernels else self._plain
 
     def __call__(self, qkv: torch.Tensor, rotation: Rotation) -> Heads:
         return self.turn(qkv, rotation)  # [tokens, (heads + 2 kv heads) * dim]
@@ -69,13 +75,11 @@ class RotaryHeads:
         q, k = rotate(qk, rotation).split([heads, kv_heads], 1)
         return q, k, v
 
-    def _fused(self) -> Callable[[torch.Tensor, Rotation], Heads]:
-        from quire.kernels.rope import norm_rotate_
-
+    def _fused(self, kernels: Kernels) -> Callable[[torch.Tensor, Rotation], Heads]:
         weight, eps = (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
 
         def turn(qkv: torch.Tensor, rotation: Rotation) -> Heads:
-            norm_rotate_(qkv, *rotation, weight, eps, self.turned)
+            kernels.norm_rotate_(qkv, *rotation, weight, eps, self.turned)
             q, k, v = qkv.view(qkv.shape[0], -1, self.dim).split(self.sizes, 1)
             return q, k, v
 

@@ -61,7 +61,7 @@ class SelfAttention:
         self.attention = Attention(
             env, index, heads, kv_heads, dim, spec.query_scale, spec.windows[index], spec.attn_soft_cap
         )
-        self.attend = rotary(self.attention, qk_norm, env.device)
+        self.attend = rotary(self.attention, qk_norm, env.kernels)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, batch: ForwardBatch
@@ -107,7 +107,7 @@ class DecoderModel:
         prefix = find_prefix(env.weights, "embed_tokens.weight", ("model.", ""))
         self.spec = spec
         self.embed = Embedding(env, prefix + "embed_tokens", spec.vocab_size, spec.hidden_size)
-        self.rope = Rope(spec.rope, spec.head_dim, spec.max_model_len, env.device, env.dtype)
+        self.rope = Rope(spec.rope, spec.head_dim, spec.max_model_len, env.device, env.dtype, env.kernels)
         self.layers = [self.layer_class(env, spec, i, f"{prefix}layers.{i}.") for i in range(spec.num_layers)]
         self.norm = RMSNorm(env, prefix + "norm", spec.hidden_size, spec.norm_eps)
         tied = self.embed if spec.tie_embeddings else None

@@ -1,7 +1,7 @@
 """How a linear layer's weight is stored and multiplied: the seam for number formats.
 
 A `QuantMethod` reads the parts of one fused matrix from the checkpoint and returns a `Matmul`. The
-unquantised method is here: repacked once into oneDNN's blocked layout on a CPU; see few_rows.py for a GPU.
+unquantised method is here; see packed.py for a CPU and few_rows.py for a GPU.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
-from quire.kernels import available
+from quire.kernels import Kernels
 from quire.layers.env import Env
 
 
@@ -92,23 +92,23 @@ class Unquantised:
         for part in parts:
             part.copy_into(weight[start : start + part.num_rows], env)
             start += part.num_rows
-        return make_matmul(weight, bias)
+        return make_matmul(weight, bias, env.kernels)
 
 
 UNQUANTISED = Unquantised()
 
 
-def make_matmul(weight: torch.Tensor, bias: torch.Tensor | None) -> Matmul:
+def make_matmul(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None) -> Matmul:
     """The fastest exact product with `weight` [outputs, inputs] on its device.
 
     On a CPU in fp32 and bf16 that is the packed form, whatever the size: for 1024x3072 it is 1.1 to 3
-    times as fast as F.linear. Below 64x64 a call costs some 10 us more, which buys results that do not
-    depend on how many rows share the batch (F.linear uses another summation order for few rows).
-    On a GPU in half precision few rows are multiplied by kernels of our own.
+    times as fast as F.linear. On a GPU in half precision few rows are multiplied by kernels of our own.
     """
-    if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16) and _can_pack():
-        return PackedMatmul(weight, bias)
-    if available(weight.device):
+    if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16):
+        from quire.quant.packed import pack
+
+        return pack(weight, bias, kernels)
+    if kernels is not None:
         from quire.quant.few_rows import FewRowsMatmul
 
         if FewRowsMatmul.takes(weight):
@@ -125,23 +125,3 @@ class PlainMatmul:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.linear(x, self.weight, self.bias)
-
-
-class PackedMatmul:
-    """oneDNN's product with a weight reordered once into its blocked layout (CPU)."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
-        self.bias = bias
-        self.multiply = torch.ops.mkldnn._linear_pointwise.default
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.multiply(x, self.weight, self.bias, "none", [], "")
-
-
-def _can_pack() -> bool:
-    """Whether this build of torch has oneDNN and the two operators, which are not a public interface."""
-    try:
-        return all((torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise))
-    except AttributeError:
-        return False

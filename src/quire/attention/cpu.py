@@ -1,0 +1,95 @@
+"""The reference back end with one kernel in place of its many calls where every row has one token (kernels/cpu)."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from quire.attention.base import AttentionLayer, ForwardBatch, HeadNorms
+from quire.attention.reference import ReferenceAttention
+from quire.kernels.cpu.ops import CpuKernels, Heads, Norm, checked, half, norm_struct
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """What the kernel must know of a layer, and what that points to."""
+
+    heads: Heads
+    norm: Norm | None
+    kept: tuple[AttentionLayer, HeadNorms | None, torch.Tensor]
+
+
+class CpuAttention:
+    name = "cpu"
+    capturable = False
+    reads_shared = False
+
+    def __init__(self, kernels: CpuKernels) -> None:
+        self._kernels = kernels
+        self._reference = ReferenceAttention()
+        self._layers: dict[int, _Layer] = {}  # by id of the layer, which is kept
+
+    def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+        return self._reference.kv_shape(num_blocks, block_size, num_kv_heads, head_dim)
+
+    def plan(self, batch: ForwardBatch) -> Any:
+        """None where the kernel does all of the step, else the reference's plan."""
+        counts = batch.num_tokens
+        return None if counts is not None and (counts == 1).all() else self._reference.plan(batch)
+
+    def forward_packed(
+        self,
+        layer: AttentionLayer,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        table: torch.Tensor,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        qkv = qkv.contiguous()
+        if batch.attn is not None:
+            return self._turn_and_attend(layer, qkv, norms, table, batch)
+        keys, values = batch.kv[layer.index]
+        known = self._layers.get(id(layer)) or self._describe(layer, norms, table)
+        rows = qkv.shape[0]
+        out = qkv.new_empty(rows, layer.num_heads * layer.head_dim)
+        checked(
+            self._kernels.attend_rows(
+                ctypes.addressof(known.heads), qkv.data_ptr(), batch.positions.data_ptr(), batch.kv_slots.data_ptr(),
+                batch.seq_lens.data_ptr(), batch.block_table.data_ptr(), batch.block_table.stride(0), batch.block_size, rows,
+                keys.data_ptr(), values.data_ptr(), out.data_ptr(),
+            )
+        )  # fmt: skip
+        return out
+
+    def forward(
+        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        if batch.attn is None:  # heads that are not turned, as those of GPT-2, are not for the kernel
+            batch.attn = self._reference.plan(batch)
+        return self._reference.forward(layer, q, k, v, batch)
+
+    def _turn_and_attend(
+        self,
+        layer: AttentionLayer,
+        qkv: torch.Tensor,
+        norms: HeadNorms | None,
+        table: torch.Tensor,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        heads, kv_heads, dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
+        weight, eps = (None, 0.0) if norms is None else (norms.weight, norms.eps)
+        self._kernels.norm_rotate_(qkv, batch.positions, table, weight, eps, heads + kv_heads)
+        q, k, v = qkv.view(qkv.shape[0], -1, dim).split([heads, kv_heads, kv_heads], 1)
+        return self.forward(layer, q, k, v, batch)
+
+    def _describe(self, layer: AttentionLayer, norms: HeadNorms | None, table: torch.Tensor) -> _Layer:
+        norm = None if norms is None else norm_struct(norms.weight, None, norms.eps)
+        heads = Heads(
+            None if norm is None else ctypes.addressof(norm), table.data_ptr(), layer.num_heads, layer.num_kv_heads,
+            layer.head_dim, layer.window or 0, layer.scale, layer.soft_cap or 0.0, half(table),
+        )  # fmt: skip
+        self._layers[id(layer)] = known = _Layer(heads, norm, (layer, norms, table))
+        return known

@@ -1,0 +1,97 @@
+"""The compiled library: built from step.c by the machine's C compiler when first needed, kept in the user's cache.
+
+Nothing is linked but libc: OpenMP's entry points are taken from the runtime that torch has loaded, since two runtimes
+in one process would each keep threads of their own spinning.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+log = logging.getLogger("quire")
+
+SOURCE = Path(__file__).with_name("step.c")
+# No -ffast-math: results must not depend on what a compiler finds fast, and rows can hold infinities.
+_FLAGS = ["-O2", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC"]
+_COMPILERS = ("cc", "gcc", "clang")
+_TIMEOUT_S = 120
+_RUNTIME = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
+
+
+def open_library() -> ctypes.CDLL | None:
+    """The library, ready to be called; None, with the reason logged, where it cannot be had."""
+    try:
+        runtime = _openmp()
+        library = ctypes.CDLL(str(_compiled()))
+    except (OSError, subprocess.SubprocessError) as error:
+        log.warning("no compiled kernels on this CPU, small steps run slower: %s", _reason(error))
+        return None
+    library.start.restype = None
+    library.start(*(ctypes.cast(getattr(runtime, name), ctypes.c_void_p) for name in _RUNTIME))
+    return library
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, subprocess.CalledProcessError):
+        return f"the C compiler failed: {error.stderr.strip()[:500]}"
+    return str(error)
+
+
+def _openmp() -> ctypes.CDLL:
+    """The OpenMP runtime in this process that GCC's entry points are found in. Raises OSError."""
+    if sys.platform != "linux":
+        raise OSError(f"they need Linux, this is {sys.platform}")
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    loaded = {line.split(maxsplit=5)[5] for line in maps if "/" in line}
+    for path in sorted(loaded):
+        if Path(path).name.startswith(("libgomp", "libomp", "libiomp")):
+            runtime = ctypes.CDLL(path)
+            if all(hasattr(runtime, name) for name in _RUNTIME):
+                return runtime
+    raise OSError("torch has loaded no OpenMP runtime with GCC's entry points")
+
+
+def _compiled() -> Path:
+    """The shared object for this source, compiler and processor. Raises OSError or SubprocessError."""
+    compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
+    if compiler is None:
+        raise OSError("no C compiler (gcc or clang) is installed")
+    facts = [SOURCE.read_text(), os.path.realpath(compiler), *_FLAGS, platform.machine(), _processor()]
+    name = f"step-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:24]}.so"
+    cache = Path("~/.cache/quire").expanduser()
+    if (cache / name).exists():
+        return cache / name
+    try:
+        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return _compile(compiler, cache / name)
+    except PermissionError:  # no home, or not ours to write to
+        return _compile(compiler, Path(tempfile.mkdtemp(prefix="quire-")) / name)
+
+
+def _compile(compiler: str, target: Path) -> Path:
+    handle, half_done = tempfile.mkstemp(suffix=".so", dir=target.parent)
+    os.close(handle)
+    try:
+        subprocess.run(
+            [compiler, *_FLAGS, str(SOURCE), "-o", half_done, "-lm"],
+            check=True, capture_output=True, text=True, timeout=_TIMEOUT_S,
+        )  # fmt: skip
+        os.replace(half_done, target)  # whole or not at all, whoever else is building it
+    finally:
+        Path(half_done).unlink(missing_ok=True)
+    return target
+
+
+def _processor() -> str:
+    """What -march=native goes by: a home folder can be shared by machines of different kinds."""
+    with open("/proc/cpuinfo") as file:
+        return next((line for line in file if line.startswith(("flags", "Features"))), "")

@@ -1,0 +1,492 @@
+/* What a small step costs on a CPU, without what a call of torch costs around it.
+
+   Built by the machine's own C compiler when first needed (see __init__.py), in the vector extensions that GCC and
+   Clang share, so one text serves every processor. Elements are fp32, or bf16 where `half` is set; all arithmetic is
+   fp32. A function with `half` is inlined twice, once for each. Work is spread by the OpenMP runtime that torch has
+   loaded: `start` gets its entry points. Every row is computed alone and in one order, so results depend neither
+   on the rows beside it nor on the number of threads. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef float vec __attribute__((vector_size(64)));
+typedef uint32_t bits __attribute__((vector_size(64)));
+typedef uint16_t halves __attribute__((vector_size(32)));
+typedef float vec8 __attribute__((vector_size(32)));
+typedef float vec4 __attribute__((vector_size(16)));
+
+enum { LANES = 16, AHEAD = 4096 /* bytes: how far before its use memory is asked for */ };
+enum { NONE, SILU, GELU, GELU_TANH, RELU };
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 8")
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+
+/* ------------------------------------------------------------------------------------------------ threads */
+
+static void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
+static int (*thread_number)(void);
+static int (*thread_count)(void);
+
+void start(void *gomp_parallel, void *omp_get_thread_num, void *omp_get_num_threads) {
+    parallel = gomp_parallel;
+    thread_number = omp_get_thread_num;
+    thread_count = omp_get_num_threads;
+}
+
+/* Memory of the calling thread, kept from call to call; NULL if there is none. */
+static float *scratch(size_t floats) {
+    static __thread float *memory;
+    static __thread size_t size;
+    if (floats > size) {
+        free(memory);
+        size = (floats + 4095) / 4096 * 4096;
+        memory = aligned_alloc(64, size * sizeof(float));
+        if (!memory) size = 0;
+    }
+    return memory;
+}
+
+/* This thread's part of `n` things: [from, to). */
+INLINE void my_part(int64_t n, int64_t *from, int64_t *to) {
+    int64_t me = thread_number(), all = thread_count();
+    *from = n * me / all;
+    *to = n * (me + 1) / all;
+}
+
+/* ------------------------------------------------------------------------------------------------ vectors */
+
+INLINE vec select_(bits where, vec a, vec b) { return (vec)((where & (bits)a) | (~where & (bits)b)); }
+INLINE vec larger(vec a, vec b) { return select_((bits)(a > b), a, b); }
+
+INLINE float sum_of(vec v) {
+    vec8 eight[2];
+    memcpy(eight, &v, 64);
+    eight[0] += eight[1];
+    vec4 four[2];
+    memcpy(four, eight, 32);
+    four[0] += four[1];
+    return (four[0][0] + four[0][2]) + (four[0][1] + four[0][3]);
+}
+
+INLINE const void *at(const void *p, int64_t i, int half) { return (const char *)p + i * (half ? 2 : 4); }
+
+/* The first n of 16 elements; the rest is 0. */
+INLINE vec load(const void *p, int64_t i, int64_t n, int half) {
+    if (half) {
+        halves h = {0};
+        memcpy(&h, at(p, i, 1), n >= LANES ? 32 : 2 * n);
+        return (vec)(__builtin_convertvector(h, bits) << 16);
+    }
+    vec v = {0};
+    memcpy(&v, at(p, i, 0), n >= LANES ? 64 : 4 * n);
+    return v;
+}
+
+/* To the nearest bf16, ties to even, as bits in the upper half of each lane. */
+INLINE bits rounded_bits(vec v) {
+    bits b = (bits)v, nan = (bits)(v != v);
+    return ((b + 0x7fff + (b >> 16 & 1)) & ~nan) | (nan & 0x7fc00000);
+}
+
+INLINE vec rounded(vec v, int half) { return half ? (vec)(rounded_bits(v) & 0xffff0000) : v; }
+
+INLINE void store(void *p, int64_t i, int64_t n, vec v, int half) {
+    if (half) {
+        halves h = __builtin_convertvector(rounded_bits(v) >> 16, halves);
+        memcpy((void *)at(p, i, 1), &h, n >= LANES ? 32 : 2 * n);
+    } else {
+        memcpy((void *)at(p, i, 0), &v, n >= LANES ? 64 : 4 * n);
+    }
+}
+
+/* e^x, x at most 88, with a relative error of 2e-7 (Cephes' expf). */
+INLINE vec exp_of(vec x) {
+    x = larger(x, (vec){0} - 87.3f);
+    vec n = x * 1.44269504f + 12582912.f; /* adds 2^23 + 2^22: what is left of the fraction is rounded off */
+    bits exponent = ((bits)n - 0x4b400000 + 127) << 23;
+    n -= 12582912.f;
+    vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    vec p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    return (p * r * r + r + 1.f) * (vec)exponent;
+}
+
+INLINE vec sigmoid(vec x) { return 1.f / (1.f + exp_of(select_((bits)(x < -87.f), (vec){0} + 87.f, -x))); }
+
+INLINE vec activate(vec x, int kind) {
+    if (kind == SILU) return x * sigmoid(x);
+    if (kind == GELU_TANH) return x * sigmoid(1.5957691216057308f * (x + 0.044715f * x * x * x));
+    if (kind == RELU) return larger(x, (vec){0});
+    for (int i = 0; i < LANES; i++) x[i] = 0.5f * x[i] * (1.f + erff(x[i] * 0.70710678f)); /* GELU */
+    return x;
+}
+
+/* ------------------------------------------------------------------------------------------------ one row */
+
+/* The weights of a norm, in the dtype of the model or in fp32: an RMS norm, or with a bias a LayerNorm. */
+typedef struct {
+    const void *weight, *bias;
+    float eps;
+    int32_t half;
+} Norm;
+
+/* total = x + residual, rounded, which goes to `sum` if there is one; out = its norm, rounded. */
+INLINE void norm_row(const void *x, const void *residual, const Norm *norm, int64_t first_weight, int64_t width,
+                     void *sum, float *out, int half) {
+    vec sums = {0}, squares = {0};
+    for (int64_t i = 0; i < width; i += LANES) {
+        int64_t n = width - i;
+        vec v = load(x, i, n, half);
+        if (residual) v = rounded(v + load(residual, i, n, half), half);
+        if (sum) store(sum, i, n, v, half);
+        sums += v;
+        squares += v * v;
+        store(out, i, n, v, 0);
+    }
+    float mean = 0;
+    if (norm->bias) {
+        mean = sum_of(sums) / width;
+        squares = (vec){0};
+        for (int64_t i = 0; i < width; i++) out[i] -= mean;
+        for (int64_t i = 0; i < width; i += LANES) squares += load(out, i, width - i, 0) * load(out, i, width - i, 0);
+    }
+    float scale = 1.f / sqrtf(sum_of(squares) / width + norm->eps);
+    for (int64_t i = 0; i < width; i += LANES) {
+        int64_t n = width - i;
+        vec v = load(out, i, n, 0) * scale * load(norm->weight, first_weight + i, n, norm->half);
+        if (norm->bias) v += load(norm->bias, i, n, norm->half);
+        store(out, i, n, rounded(v, half), 0);
+    }
+}
+
+/* Head `number`, normed if there is a norm, and turned: (a, b) -> (a cos - b sin, b cos + a sin). angle: cos | sin. */
+INLINE void turn_head(const void *head, const Norm *norm, int64_t number, const void *angle, int64_t dim, float *work,
+                      void *out, int half, int out_half) {
+    if (norm) {
+        norm_row(head, NULL, norm, number * dim, dim, NULL, work, half);
+    } else {
+        for (int64_t i = 0; i < dim; i += LANES) store(work, i, dim - i, load(head, i, dim - i, half), 0);
+    }
+    int64_t middle = dim / 2;
+    for (int64_t i = 0; i < middle; i += LANES) {
+        int64_t n = middle - i;
+        vec a = load(work, i, n, 0), b = load(work, i + middle, n, 0);
+        vec cos = load(angle, i, n, half), sin = load(angle, i + middle, n, half);
+        store(out, i, n, rounded(rounded(a * cos, half) - b * sin, half), out_half);
+        store(out, i + middle, n, rounded(rounded(b * cos, half) + a * sin, half), out_half);
+    }
+}
+
+/* -------------------------------------------------------------------------------- norm, activation, rotation */
+
+typedef struct {
+    const void *x, *residual;
+    const Norm *norm;
+    void *sum, *y;
+    int64_t rows, width;
+    int32_t half, kind, failed;
+} Rows;
+
+INLINE void norm_rows_as(Rows *j, int half) {
+    int64_t from, to;
+    my_part(j->rows, &from, &to);
+    float *work = scratch(j->width);
+    if (!work) { j->failed = 1; return; }
+    for (int64_t row = from; row < to; row++) {
+        int64_t first = row * j->width;
+        norm_row(at(j->x, first, half), j->residual ? at(j->residual, first, half) : NULL, j->norm, 0, j->width,
+                 j->residual ? (void *)at(j->sum, first, half) : NULL, work, half);
+        for (int64_t i = 0; i < j->width; i += LANES)
+            store(j->y, first + i, j->width - i, load(work, i, j->width - i, 0), half);
+    }
+}
+
+static void norm_rows_part(void *p) {
+    Rows *j = p;
+    if (j->half) norm_rows_as(j, 1); else norm_rows_as(j, 0);
+}
+
+/* y [rows, width] = the norm of x, or of x + residual, which goes to sum. */
+int norm_rows(const Norm *norm, const void *x, const void *residual, int64_t rows, int64_t width, void *sum, void *y,
+              int half) {
+    Rows j = {x, residual, norm, sum, y, rows, width, half, NONE, 0};
+    parallel(norm_rows_part, &j, rows < 4, 0); /* a single thread for few rows */
+    return j.failed;
+}
+
+INLINE void gate_rows_as(Rows *j, int half, int kind) {
+    int64_t from, to;
+    my_part(j->rows, &from, &to);
+    for (int64_t row = from; row < to; row++)
+        for (int64_t i = 0; i < j->width; i += LANES) {
+            int64_t n = j->width - i, gate = 2 * row * j->width + i;
+            vec g = rounded(activate(load(j->x, gate, n, half), kind), half);
+            store(j->y, row * j->width + i, n, g * load(j->x, gate + j->width, n, half), half);
+        }
+}
+
+static void gate_rows_part(void *p) {
+    Rows *j = p;
+    if (j->half && j->kind == SILU) gate_rows_as(j, 1, SILU);
+    else if (j->half) gate_rows_as(j, 1, j->kind);
+    else gate_rows_as(j, 0, j->kind);
+}
+
+/* y [rows, width] = act(gate) * up of x = gate | up [rows, 2 width]. */
+int gate_rows(const void *x, int64_t rows, int64_t width, void *y, int half, int kind) {
+    Rows j = {x, NULL, NULL, NULL, y, rows, width, half, kind, 0};
+    parallel(gate_rows_part, &j, rows < 4, 0);
+    return 0;
+}
+
+typedef struct {
+    const Norm *norms;  /* of each q and k head: [q heads + kv heads, dim]; or NULL */
+    const void *table;  /* [positions, dim]: cos | sin */
+    int64_t heads, kv_heads, dim, window; /* window 0: all keys are seen */
+    float scale, cap;                     /* cap 0: none */
+    int32_t half;
+} Heads;
+
+typedef struct {
+    const Heads *h;
+    void *qkv; /* [rows, (heads + 2 kv heads) * dim] */
+    const int64_t *positions, *slots;
+    const int32_t *lens, *tables; /* [rows], [rows, table_width] */
+    void *keys, *values, *out;    /* pages [slots, kv heads, dim]; [rows, heads * dim] */
+    int64_t rows, table_width, block_size, next;
+    int32_t failed;
+} Attend;
+
+INLINE void turn_rows_as(Attend *j, int half) {
+    const Heads *h = j->h;
+    int64_t from, to, turned = h->heads + h->kv_heads, stride = (turned + h->kv_heads) * h->dim;
+    my_part(j->rows, &from, &to);
+    float *work = scratch(h->dim + LANES);
+    if (!work) { j->failed = 1; return; }
+    for (int64_t row = from; row < to; row++) {
+        const void *angle = at(h->table, j->positions[row] * h->dim, half);
+        for (int64_t head = 0; head < turned; head++) {
+            void *place = (void *)at(j->qkv, row * stride + head * h->dim, half);
+            turn_head(place, h->norms, head, angle, h->dim, work, place, half, half);
+        }
+    }
+}
+
+static void turn_rows_part(void *p) {
+    Attend *j = p;
+    if (j->h->half) turn_rows_as(j, 1); else turn_rows_as(j, 0);
+}
+
+/* Norm and rotation of the q and k heads of packed rows, in place. */
+int turn_rows(const Heads *h, void *qkv, const int64_t *positions, int64_t rows) {
+    Attend j = {.h = h, .qkv = qkv, .positions = positions, .rows = rows};
+    parallel(turn_rows_part, &j, rows < 4, 0);
+    return j.failed;
+}
+
+/* ---------------------------------------------------------------------------------------------- attention */
+
+/* The query heads of one kv head over the pages of one row; its own key and value go into their page first. */
+INLINE void attend_one(Attend *j, int64_t row, int64_t kv, float *work, int half) {
+    const Heads *h = j->h;
+    int64_t dim = h->dim, group = h->heads / h->kv_heads, wide = (dim + LANES - 1) / LANES * LANES;
+    int64_t len = j->lens[row], first = h->window && len > h->window ? len - h->window : 0;
+    int64_t room = (len + LANES - 1) / LANES * LANES, token = h->kv_heads * dim;
+    float *q = work + wide, *out = q + group * wide, *scores = out + group * wide;
+    const int32_t *pages = j->tables + row * j->table_width;
+
+    const void *packed = at(j->qkv, row * (h->heads + 2 * h->kv_heads) * dim, half);
+    const void *angle = at(h->table, j->positions[row] * dim, half);
+    memset(q, 0, 2 * group * wide * sizeof(float));
+    for (int64_t g = 0; g < group; g++) {
+        int64_t head = kv * group + g;
+        turn_head(at(packed, head * dim, half), h->norms, head, angle, dim, work, q + g * wide, half, 0);
+    }
+    int64_t mine = j->slots[row] * token + kv * dim;
+    turn_head(at(packed, (h->heads + kv) * dim, half), h->norms, h->heads + kv, angle, dim, work,
+              (void *)at(j->keys, mine, half), half, half);
+    memcpy((void *)at(j->values, mine, half), at(packed, (h->heads + h->kv_heads + kv) * dim, half), half ? 2 * dim : 4 * dim);
+
+    for (int64_t t = first; t < len; t++) {
+        int64_t slot = (int64_t)pages[t / j->block_size] * j->block_size + t % j->block_size;
+        const void *key = at(j->keys, slot * token + kv * dim, half);
+        __builtin_prefetch((const char *)key + AHEAD);
+        for (int64_t g = 0; g < group; g++) {
+            vec dot = {0};
+            for (int64_t i = 0; i < dim; i += LANES) dot += load(key, i, dim - i, half) * load(q, g * wide + i, LANES, 0);
+            scores[g * room + t] = sum_of(dot) * h->scale;
+        }
+    }
+    for (int64_t g = 0; g < group; g++) { /* scores become probabilities, of [first, len) alone */
+        float *s = scores + g * room, most = -INFINITY, total = 0;
+        if (h->cap)
+            for (int64_t t = first; t < len; t++) s[t] = h->cap * tanhf(s[t] / h->cap);
+        for (int64_t t = first; t < len; t++) most = s[t] > most ? s[t] : most;
+        for (int64_t t = first; t < len; t += LANES) {
+            int64_t n = MIN(len - t, LANES);
+            vec e = exp_of(load(s, t, n, 0) - most);
+            store(s, t, n, e, 0);
+        }
+        for (int64_t t = first; t < len; t++) total += s[t];
+        for (int64_t t = first; t < len; t++) s[t] /= total;
+    }
+    for (int64_t t = first; t < len; t++) {
+        int64_t slot = (int64_t)pages[t / j->block_size] * j->block_size + t % j->block_size;
+        const void *value = at(j->values, slot * token + kv * dim, half);
+        __builtin_prefetch((const char *)value + AHEAD);
+        for (int64_t i = 0; i < dim; i += LANES) {
+            vec v = load(value, i, dim - i, half);
+            for (int64_t g = 0; g < group; g++) {
+                float *o = out + g * wide + i;
+                store(o, 0, LANES, load(o, 0, LANES, 0) + v * scores[g * room + t], 0);
+            }
+        }
+    }
+    for (int64_t g = 0; g < group; g++)
+        for (int64_t i = 0; i < dim; i += LANES)
+            store(j->out, (row * h->heads + kv * group + g) * dim + i, dim - i, load(out, g * wide + i, LANES, 0), half);
+}
+
+INLINE void attend_rows_as(Attend *j, int half) {
+    const Heads *h = j->h;
+    int64_t longest = 0, wide = (h->dim + LANES - 1) / LANES * LANES, group = h->heads / h->kv_heads, task;
+    for (int64_t row = 0; row < j->rows; row++) longest = longest > j->lens[row] ? longest : j->lens[row];
+    float *work = scratch((2 * group + 1) * wide + group * (longest + LANES));
+    if (!work) { j->failed = 1; return; }
+    while ((task = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED)) < j->rows * h->kv_heads)
+        attend_one(j, task / h->kv_heads, task % h->kv_heads, work, half);
+}
+
+static void attend_rows_part(void *p) {
+    Attend *j = p;
+    if (j->h->half) attend_rows_as(j, 1); else attend_rows_as(j, 0);
+}
+
+/* Norm, rotation, writing and attention for rows of one token each. */
+int attend_rows(const Heads *h, void *qkv, const int64_t *positions, const int64_t *slots, const int32_t *lens,
+                const int32_t *tables, int64_t table_width, int64_t block_size, int64_t rows, void *keys, void *values,
+                void *out) {
+    Attend j = {h, qkv, positions, slots, lens, tables, keys, values, out, rows, table_width, block_size, 0, 0};
+    parallel(attend_rows_part, &j, 0, 0);
+    return j.failed;
+}
+
+/* ----------------------------------------------------------------------------------------------- products */
+
+/* A weight as oneDNN packs it: [outputs / block, padded inputs / v, block, v], v = 2 in bf16 and 1 in fp32. */
+typedef struct {
+    const void *packed;
+    const void *bias; /* or NULL, as the norm */
+    const Norm *norm;
+    int64_t inputs, padded, outputs;
+    int32_t vectors, half, kind; /* vectors: of outputs in a block; kind: the weight is gate | up */
+} Weight;
+
+typedef struct {
+    const Weight *w;
+    const void *x, *residual, *add;
+    void *sum, *y;
+    int64_t rows;
+    int32_t failed;
+} Product;
+
+/* One block of outputs, V vectors, for R rows of x. */
+INLINE void dots(const char *w, const float *x, int64_t padded, vec acc[4][4], int R, int V, int half) {
+    vec a[4][4] = {{{0}}};
+    for (int64_t k = 0; k < padded; k += half ? 2 : 1, w += 64 * V) {
+        UNROLL for (int v = 0; v < V; v++) {
+            bits b;
+            memcpy(&b, w + 64 * v, 64);
+            __builtin_prefetch(w + 64 * v + AHEAD);
+            UNROLL for (int r = 0; r < R; r++) {
+                const float *mine = x + r * padded + k;
+                if (half) { /* the lower and the upper half of a lane belong to inputs k and k + 1 */
+                    a[r][v] += (vec)(b << 16) * mine[0];
+                    a[r][v] += (vec)(b & 0xffff0000) * mine[1];
+                } else {
+                    a[r][v] += (vec)b * mine[0];
+                }
+            }
+        }
+    }
+    UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++) acc[r][v] = a[r][v];
+}
+
+INLINE void dots_of_rows(const char *w, const float *x, int64_t padded, vec acc[4][4], int rows, int V, int half) {
+    if (rows == 4) dots(w, x, padded, acc, 4, V, half);
+    else if (rows == 3) dots(w, x, padded, acc, 3, V, half);
+    else if (rows == 2) dots(w, x, padded, acc, 2, V, half);
+    else dots(w, x, padded, acc, 1, V, half);
+}
+
+/* Results of block `b` for rows [row, row + rows), bias added and rounded. */
+INLINE void block_of(const Weight *w, int64_t b, const float *x, int rows, vec acc[4][4], int half) {
+    const char *packed = (const char *)w->packed + b * w->vectors * LANES * w->padded * (half ? 2 : 4);
+    if (w->vectors == 2) dots_of_rows(packed, x, w->padded, acc, rows, 2, half);
+    else if (w->vectors == 4) dots_of_rows(packed, x, w->padded, acc, rows, 4, half);
+    else if (w->vectors == 3) dots_of_rows(packed, x, w->padded, acc, rows, 3, half);
+    else dots_of_rows(packed, x, w->padded, acc, rows, 1, half);
+    for (int r = 0; r < rows; r++)
+        for (int v = 0; v < w->vectors; v++) {
+            int64_t first = (b * w->vectors + v) * LANES;
+            if (w->bias && first < w->outputs) acc[r][v] += load(w->bias, first, w->outputs - first, half);
+            acc[r][v] = rounded(acc[r][v], half);
+        }
+}
+
+INLINE void product_as(Product *j, int half) {
+    const Weight *w = j->w;
+    int64_t from, to, block = w->vectors * LANES;
+    int64_t width = w->kind ? w->outputs / 2 : w->outputs, blocks = (width + block - 1) / block;
+    float *x = scratch(j->rows * w->padded);
+    if (!x) { j->failed = 1; return; }
+    memset(x, 0, j->rows * w->padded * sizeof(float));
+    for (int64_t row = 0; row < j->rows; row++) {
+        const void *source = at(j->x, row * w->inputs, half);
+        float *mine = x + row * w->padded;
+        if (w->norm) {
+            const void *residual = j->residual ? at(j->residual, row * w->inputs, half) : NULL;
+            void *sum = residual && !thread_number() ? (void *)at(j->sum, row * w->inputs, half) : NULL;
+            norm_row(source, residual, w->norm, 0, w->inputs, sum, mine, half);
+        } else {
+            for (int64_t i = 0; i < w->inputs; i += LANES)
+                store(mine, i, w->inputs - i, load(source, i, w->inputs - i, half), 0);
+        }
+    }
+    my_part(blocks, &from, &to);
+    for (int64_t b = from; b < to; b++)
+        for (int64_t row = 0; row < j->rows; row += 4) {
+            int rows = MIN(j->rows - row, 4);
+            vec y[4][4], up[4][4];
+            block_of(w, b, x + row * w->padded, rows, y, half);
+            if (w->kind) block_of(w, b + blocks, x + row * w->padded, rows, up, half);
+            for (int r = 0; r < rows; r++)
+                for (int v = 0; v < w->vectors; v++) {
+                    int64_t first = b * block + v * LANES, n = width - first, place = (row + r) * width + first;
+                    if (n <= 0) break;
+                    vec result = y[r][v];
+                    if (w->kind) result = rounded(activate(result, w->kind), half) * up[r][v];
+                    if (j->add) result += load(j->add, place, n, half);
+                    store(j->y, place, n, result, half);
+                }
+        }
+}
+
+static void product_part(void *p) {
+    Product *j = p;
+    if (j->w->half) product_as(j, 1); else product_as(j, 0);
+}
+
+/* y = x W^T + bias, for few rows. With a norm in W: of the norm of x, or of x + residual, which goes to sum.
+   With an activation in W: act(gate) * up, whose width must be a multiple of the block. `add` is added at the end. */
+int product(const Weight *w, const void *x, int64_t rows, const void *residual, void *sum, const void *add, void *y) {
+    Product j = {w, x, residual, add, sum, y, rows, 0};
+    parallel(product_part, &j, 0, 0);
+    return j.failed;
+}

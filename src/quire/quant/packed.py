@@ -1,0 +1,132 @@
+"""Products with an unquantised weight on a CPU: repacked once into oneDNN's blocked layout. For few rows a kernel of
+our own reads that layout faster than oneDNN does, and takes in what surrounds the product.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from quire.kernels import Kernels
+from quire.kernels.cpu.ops import (
+    KINDS,
+    LANES,
+    CpuKernels,
+    Norm,
+    Packed,
+    Weight,
+    checked,
+    find_packed,
+    half,
+    norm_struct,
+    pointer,
+)
+from quire.quant.base import FusingMatmul, Matmul, PlainMatmul, Step
+
+# Up to so many rows reading the weight is what takes time. For more, oneDNN is faster, in bf16 earlier (AMX).
+_FEW_ROWS = {torch.bfloat16: 4, torch.float32: 8}
+
+
+def pack(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None) -> Matmul:
+    """The product with `weight` [outputs, inputs] in fp32 or bf16."""
+    if not _can_pack():
+        return PlainMatmul(weight, bias)
+    many = PackedMatmul(weight, bias)
+    if isinstance(kernels, CpuKernels) and (form := find_packed(many.weight, weight)):
+        return FewRowsPackedMatmul(many, weight, form, kernels)
+    return many
+
+
+class PackedMatmul:
+    """oneDNN's product."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
+        self.bias = bias
+        self.multiply = torch.ops.mkldnn._linear_pointwise.default
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.multiply(x, self.weight, self.bias, "none", [], "")
+
+
+class FewRowsPackedMatmul(FusingMatmul):
+    """The same for many rows; few are multiplied by the kernel, from the same memory.
+
+    Each row is summed up in one order, so results do not depend on how many of the few rows there are.
+    """
+
+    def __init__(self, many: PackedMatmul, weight: torch.Tensor, form: Packed, kernels: CpuKernels) -> None:
+        self.many, self.form, self.kernels = many, form, kernels
+        self.outputs, self.inputs = weight.shape
+        self.half = half(weight)
+        self.fused_rows = _FEW_ROWS[weight.dtype]
+        self.plain = self.weight_struct(None, "")
+
+    def weight_struct(self, norm: Norm | None, kind: str) -> Weight:
+        address = None if norm is None else ctypes.addressof(norm)
+        return Weight(
+            self.form.address, pointer(self.many.bias), address, self.inputs, self.form.padded, self.outputs,
+            self.form.vectors, self.half, KINDS[kind],
+        )  # fmt: skip
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.shape[0]
+        if not 0 < rows <= self.fused_rows:
+            return self.many(x)
+        y = x.new_empty(rows, self.outputs)
+        self.run(self.plain, x.contiguous(), None, None, None, y)
+        return y
+
+    def run(
+        self,
+        weight: Weight,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        total: torch.Tensor | None,
+        add: torch.Tensor | None,
+        y: torch.Tensor,
+    ) -> None:
+        """See `product` in step.c."""
+        checked(
+            self.kernels.product(
+                ctypes.addressof(weight), x.data_ptr(), x.shape[0], pointer(residual), pointer(total), pointer(add),
+                y.data_ptr(),
+            )
+        )  # fmt: skip
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        y = torch.empty_like(residual)
+        self.run(self.plain, x.contiguous(), None, None, residual, y)
+        return y
+
+    def after_norm(self, norm: torch.Tensor, eps: float, kind: str | None) -> Step:
+        return _AfterNorm(self, norm, eps, kind)
+
+
+class _AfterNorm:
+    """See `FusingMatmul.after_norm`."""
+
+    def __init__(self, matmul: FewRowsPackedMatmul, norm: torch.Tensor, eps: float, kind: str | None) -> None:
+        self.matmul, self.norm, self.kind = matmul, norm, kind
+        self.gain = norm_struct(norm, None, eps)
+        # gate and up are multiplied block beside block
+        gates = kind is not None and matmul.outputs // 2 % (matmul.form.vectors * LANES) == 0
+        self.weight = matmul.weight_struct(self.gain, kind if kind and gates else "")
+        self.width = matmul.outputs // 2 if gates else matmul.outputs
+        self.gate_apart = kind is not None and not gates
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = x.contiguous(), x.new_empty(x.shape[0], self.width)
+        total = x if residual is None else torch.empty_like(x)
+        self.matmul.run(self.weight, x, residual, total, None, y)
+        return (self.matmul.kernels.gated(y, self.kind) if self.gate_apart and self.kind else y), total
+
+
+def _can_pack() -> bool:
+    """Whether this build of torch has oneDNN and its operators, which are not a public interface."""
+    try:
+        operators = torch.ops.mkldnn
+        return all((operators._reorder_linear_weight, operators._linear_pointwise, operators.data_ptr))
+    except AttributeError:
+        return False

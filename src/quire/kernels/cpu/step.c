@@ -71,17 +71,23 @@ INLINE float sum_of(vec v) {
     return (four[0][0] + four[0][2]) + (four[0][1] + four[0][3]);
 }
 
+/* The first n of 16 elements of `size` bytes. Apart, so that a whole vector is one instruction and no call. */
+INLINE void copy(void *to, const void *from, int64_t n, int size) {
+    if (n >= LANES) memcpy(to, from, LANES * size);
+    else memcpy(to, from, n * size);
+}
+
 INLINE const void *at(const void *p, int64_t i, int half) { return (const char *)p + i * (half ? 2 : 4); }
 
-/* The first n of 16 elements; the rest is 0. */
+/* The first n of 16 elements, and 0 for the rest. */
 INLINE vec load(const void *p, int64_t i, int64_t n, int half) {
     if (half) {
         halves h = {0};
-        memcpy(&h, at(p, i, 1), n >= LANES ? 32 : 2 * n);
+        copy(&h, at(p, i, 1), n, 2);
         return (vec)(__builtin_convertvector(h, bits) << 16);
     }
     vec v = {0};
-    memcpy(&v, at(p, i, 0), n >= LANES ? 64 : 4 * n);
+    copy(&v, at(p, i, 0), n, 4);
     return v;
 }
 
@@ -96,9 +102,9 @@ INLINE vec rounded(vec v, int half) { return half ? (vec)(rounded_bits(v) & 0xff
 INLINE void store(void *p, int64_t i, int64_t n, vec v, int half) {
     if (half) {
         halves h = __builtin_convertvector(rounded_bits(v) >> 16, halves);
-        memcpy((void *)at(p, i, 1), &h, n >= LANES ? 32 : 2 * n);
+        copy((void *)at(p, i, 1), &h, n, 2);
     } else {
-        memcpy((void *)at(p, i, 0), &v, n >= LANES ? 64 : 4 * n);
+        copy((void *)at(p, i, 0), &v, n, 4);
     }
 }
 
@@ -292,12 +298,65 @@ int turn_rows(const Heads *h, void *qkv, const int64_t *positions, int64_t rows)
 
 /* ---------------------------------------------------------------------------------------------- attention */
 
+/* Ask for a head of a token in the run that comes next: runs lie too far apart for the processor to guess. */
+INLINE void ask_for(const void *next, int64_t i, int64_t dim, int half) {
+    for (int64_t line = 0; line < dim * (half ? 2 : 4); line += 64)
+        __builtin_prefetch((const char *)at(next, i, half) + line);
+}
+
+/* n tokens that follow each other in a page, for G query heads: scores[g][u] = q[g] . key[u] * scale. */
+INLINE void score_run(const void *keys, const void *next, int64_t token, int64_t n, const float *q, int64_t wide, int64_t dim, float scale,
+                      float *scores, int64_t room, int G, int half) {
+    for (int64_t u = 0; u < n; u++) {
+        const void *key = at(keys, u * token, half);
+        ask_for(next, u * token, dim, half);
+        vec dot[4] = {{0}};
+        for (int64_t i = 0; i < dim; i += LANES) {
+            vec k = load(key, i, dim - i, half);
+            UNROLL for (int g = 0; g < G; g++) dot[g] += k * load(q, g * wide + i, LANES, 0);
+        }
+        UNROLL for (int g = 0; g < G; g++) scores[g * room + u] = sum_of(dot[g]) * scale;
+    }
+}
+
+/* out[g] += sum over u of weights[g][u] * value[u]. */
+INLINE void add_run(const void *values, const void *next, int64_t token, int64_t n, const float *weights, int64_t room, int64_t dim,
+                    float *out, int64_t wide, int G, int half) {
+    for (int64_t u = 0; u < n; u++) ask_for(next, u * token, dim, half);
+    for (int64_t i = 0; i < dim; i += LANES) {
+        vec sum[4];
+        UNROLL for (int g = 0; g < G; g++) sum[g] = load(out, g * wide + i, LANES, 0);
+        for (int64_t u = 0; u < n; u++) {
+            vec v = load(values, u * token + i, dim - i, half);
+            UNROLL for (int g = 0; g < G; g++) sum[g] += v * weights[g * room + u];
+        }
+        UNROLL for (int g = 0; g < G; g++) store(out, g * wide + i, LANES, sum[g], 0);
+    }
+}
+
+/* scores[0, n) become e^(score - largest), with room for whole vectors; returns their sum. */
+INLINE float soften(float *scores, int64_t n, float cap) {
+    vec most = (vec){0} - INFINITY, total = {0};
+    for (int64_t t = n; t % LANES; t++) scores[t] = -INFINITY;
+    if (cap)
+        for (int64_t t = 0; t < n; t++) scores[t] = cap * tanhf(scores[t] / cap);
+    for (int64_t t = 0; t < n; t += LANES) most = larger(most, load(scores, t, LANES, 0));
+    float largest = most[0];
+    for (int i = 1; i < LANES; i++) largest = most[i] > largest ? most[i] : largest;
+    for (int64_t t = 0; t < n; t += LANES) {
+        vec e = exp_of(load(scores, t, LANES, 0) - largest);
+        store(scores, t, LANES, e, 0);
+        total += e;
+    }
+    return sum_of(total);
+}
+
 /* The query heads of one kv head over the pages of one row; its own key and value go into their page first. */
 INLINE void attend_one(Attend *j, int64_t row, int64_t kv, float *work, int half) {
     const Heads *h = j->h;
     int64_t dim = h->dim, group = h->heads / h->kv_heads, wide = (dim + LANES - 1) / LANES * LANES;
     int64_t len = j->lens[row], first = h->window && len > h->window ? len - h->window : 0;
-    int64_t room = (len + LANES - 1) / LANES * LANES, token = h->kv_heads * dim;
+    int64_t room = (len - first + LANES - 1) / LANES * LANES, token = h->kv_heads * dim, size = j->block_size;
     float *q = work + wide, *out = q + group * wide, *scores = out + group * wide;
     const int32_t *pages = j->tables + row * j->table_width;
 
@@ -311,46 +370,28 @@ INLINE void attend_one(Attend *j, int64_t row, int64_t kv, float *work, int half
     int64_t mine = j->slots[row] * token + kv * dim;
     turn_head(at(packed, (h->heads + kv) * dim, half), h->norms, h->heads + kv, angle, dim, work,
               (void *)at(j->keys, mine, half), half, half);
-    memcpy((void *)at(j->values, mine, half), at(packed, (h->heads + h->kv_heads + kv) * dim, half), half ? 2 * dim : 4 * dim);
+    memcpy((void *)at(j->values, mine, half), at(packed, (h->heads + h->kv_heads + kv) * dim, half), dim * (half ? 2 : 4));
 
-    for (int64_t t = first; t < len; t++) {
-        int64_t slot = (int64_t)pages[t / j->block_size] * j->block_size + t % j->block_size;
-        const void *key = at(j->keys, slot * token + kv * dim, half);
-        __builtin_prefetch((const char *)key + AHEAD);
-        for (int64_t g = 0; g < group; g++) {
-            vec dot = {0};
-            for (int64_t i = 0; i < dim; i += LANES) dot += load(key, i, dim - i, half) * load(q, g * wide + i, LANES, 0);
-            scores[g * room + t] = sum_of(dot) * h->scale;
-        }
+#define PLACE(POOL, T) at(POOL, (pages[(T) / size] * size + (T) % size) * token + kv * dim, half)
+#define EACH_RUN(FUNCTION, POOL, ...)                                                                            \
+    for (int64_t t = first, n; t < len; t += n) {                                                                \
+        n = MIN(size - t % size, len - t);                                                                       \
+        const void *run = PLACE(POOL, t), *next = PLACE(POOL, MIN(t + n, len - 1));                              \
+        int64_t g = 0;                                                                                           \
+        for (; g + 4 <= group; g += 4) FUNCTION(run, next, token, n, __VA_ARGS__, 4, half);                            \
+        for (; g + 2 <= group; g += 2) FUNCTION(run, next, token, n, __VA_ARGS__, 2, half);                            \
+        for (; g < group; g++) FUNCTION(run, next, token, n, __VA_ARGS__, 1, half);                                    \
     }
-    for (int64_t g = 0; g < group; g++) { /* scores become probabilities, of [first, len) alone */
-        float *s = scores + g * room, most = -INFINITY, total = 0;
-        if (h->cap)
-            for (int64_t t = first; t < len; t++) s[t] = h->cap * tanhf(s[t] / h->cap);
-        for (int64_t t = first; t < len; t++) most = s[t] > most ? s[t] : most;
-        for (int64_t t = first; t < len; t += LANES) {
-            int64_t n = MIN(len - t, LANES);
-            vec e = exp_of(load(s, t, n, 0) - most);
-            store(s, t, n, e, 0);
-        }
-        for (int64_t t = first; t < len; t++) total += s[t];
-        for (int64_t t = first; t < len; t++) s[t] /= total;
-    }
-    for (int64_t t = first; t < len; t++) {
-        int64_t slot = (int64_t)pages[t / j->block_size] * j->block_size + t % j->block_size;
-        const void *value = at(j->values, slot * token + kv * dim, half);
-        __builtin_prefetch((const char *)value + AHEAD);
-        for (int64_t i = 0; i < dim; i += LANES) {
-            vec v = load(value, i, dim - i, half);
-            for (int64_t g = 0; g < group; g++) {
-                float *o = out + g * wide + i;
-                store(o, 0, LANES, load(o, 0, LANES, 0) + v * scores[g * room + t], 0);
-            }
-        }
-    }
+    EACH_RUN(score_run, j->keys, q + g * wide, wide, dim, h->scale, scores + g * room + t - first, room)
+    float totals[group];
+    for (int64_t g = 0; g < group; g++) totals[g] = soften(scores + g * room, len - first, h->cap);
+    EACH_RUN(add_run, j->values, scores + g * room + t - first, room, dim, out + g * wide, wide)
+#undef EACH_RUN
+#undef PLACE
     for (int64_t g = 0; g < group; g++)
         for (int64_t i = 0; i < dim; i += LANES)
-            store(j->out, (row * h->heads + kv * group + g) * dim + i, dim - i, load(out, g * wide + i, LANES, 0), half);
+            store(j->out, (row * h->heads + kv * group + g) * dim + i, dim - i,
+                  load(out, g * wide + i, LANES, 0) / totals[g], half);
 }
 
 INLINE void attend_rows_as(Attend *j, int half) {

@@ -24,8 +24,8 @@ from quire.kernels.cpu.ops import (
 )
 from quire.quant.base import FusingMatmul, Matmul, PlainMatmul, Step
 
-# Up to so many rows reading the weight is what takes time. For more, oneDNN is faster, in bf16 earlier (AMX).
-_FEW_ROWS = {torch.bfloat16: 4, torch.float32: 8}
+# Up to so many rows reading the weight is what takes time; for more, oneDNN is faster.
+_FEW_ROWS = 8
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None) -> Matmul:
@@ -60,7 +60,7 @@ class FewRowsPackedMatmul(FusingMatmul):
         self.many, self.form, self.kernels = many, form, kernels
         self.outputs, self.inputs = weight.shape
         self.half = half(weight)
-        self.fused_rows = _FEW_ROWS[weight.dtype]
+        self.fused_rows = _FEW_ROWS
         self.plain = self.weight_struct(None, "")
 
     def weight_struct(self, norm: Norm | None, kind: str) -> Weight:

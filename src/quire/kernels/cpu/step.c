@@ -438,8 +438,8 @@ typedef struct {
 } Product;
 
 /* One block of outputs, V vectors, for R rows of x. */
-INLINE void dots(const char *w, const float *x, int64_t padded, vec acc[4][4], int R, int V, int half) {
-    vec a[4][4] = {{{0}}};
+INLINE void dots(const char *w, const float *x, int64_t padded, vec acc[8][4], int R, int V, int half) {
+    vec a[8][4] = {{{0}}};
     for (int64_t k = 0; k < padded; k += half ? 2 : 1, w += 64 * V) {
         UNROLL for (int v = 0; v < V; v++) {
             bits b;
@@ -459,15 +459,16 @@ INLINE void dots(const char *w, const float *x, int64_t padded, vec acc[4][4], i
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++) acc[r][v] = a[r][v];
 }
 
-INLINE void dots_of_rows(const char *w, const float *x, int64_t padded, vec acc[4][4], int rows, int V, int half) {
-    if (rows == 4) dots(w, x, padded, acc, 4, V, half);
-    else if (rows == 3) dots(w, x, padded, acc, 3, V, half);
+/* Rows up to the next power of two, of which x has room, so that four forms do. */
+INLINE void dots_of_rows(const char *w, const float *x, int64_t padded, vec acc[8][4], int rows, int V, int half) {
+    if (rows > 4 && V <= 2) dots(w, x, padded, acc, 8, V, half);
+    else if (rows > 2) dots(w, x, padded, acc, 4, V, half);
     else if (rows == 2) dots(w, x, padded, acc, 2, V, half);
     else dots(w, x, padded, acc, 1, V, half);
 }
 
 /* Results of block `b` for rows [row, row + rows), bias added and rounded. */
-INLINE void block_of(const Weight *w, int64_t b, const float *x, int rows, vec acc[4][4], int half) {
+INLINE void block_of(const Weight *w, int64_t b, const float *x, int rows, vec acc[8][4], int half) {
     const char *packed = (const char *)w->packed + b * w->vectors * LANES * w->padded * (half ? 2 : 4);
     if (w->vectors == 2) dots_of_rows(packed, x, w->padded, acc, rows, 2, half);
     else if (w->vectors == 4) dots_of_rows(packed, x, w->padded, acc, rows, 4, half);
@@ -485,9 +486,10 @@ INLINE void product_as(Product *j, int half) {
     const Weight *w = j->w;
     int64_t from, to, block = w->vectors * LANES;
     int64_t width = w->kind ? w->outputs / 2 : w->outputs, blocks = (width + block - 1) / block;
-    float *x = scratch(j->rows * w->padded);
+    int64_t tile = w->vectors <= 2 ? 8 : 4, room = (j->rows + 7) / 8 * 8 * w->padded;
+    float *x = scratch(room);
     if (!x) { j->failed = 1; return; }
-    memset(x, 0, j->rows * w->padded * sizeof(float));
+    memset(x, 0, room * sizeof(float));
     for (int64_t row = 0; row < j->rows; row++) {
         const void *source = at(j->x, row * w->inputs, half);
         float *mine = x + row * w->padded;
@@ -502,9 +504,9 @@ INLINE void product_as(Product *j, int half) {
     }
     my_part(blocks, &from, &to);
     for (int64_t b = from; b < to; b++)
-        for (int64_t row = 0; row < j->rows; row += 4) {
-            int rows = MIN(j->rows - row, 4);
-            vec y[4][4], up[4][4];
+        for (int64_t row = 0; row < j->rows; row += tile) {
+            int rows = MIN(j->rows - row, tile);
+            vec y[8][4], up[8][4];
             block_of(w, b, x + row * w->padded, rows, y, half);
             if (w->kind) block_of(w, b + blocks, x + row * w->padded, rows, up, half);
             for (int r = 0; r < rows; r++)

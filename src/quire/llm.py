@@ -65,6 +65,7 @@ class LLM:
             load_generation_defaults(path),
         )
         self._assembler = OutputAssembler()
+        self._news: dict[int, RequestState] = {}  # changed, and their calls do not know yet; by id()
         self._count = 0
 
     # ------------------------------------------------------------------------------- answers
@@ -240,20 +241,31 @@ class LLM:
         open_count = len(states)
         try:
             while open_count:
-                applied = self._assembler.apply(self._client.poll(_POLL_S))
-                if applied.aborts:
-                    self._client.abort(applied.aborts)
-                changed = [state for state in applied.changed if id(state) in mine]
+                changed = self._take_news(mine)
+                if not changed:
+                    self._poll()
+                    continue
                 for state in changed:
                     if state.error is not None:
                         raise RequestError(state.error)
                 open_count -= sum(1 for state in changed if state.finished)
-                if changed:
-                    yield changed
+                yield changed
         finally:
+            self._take_news(mine)
             left = [name for state in states if not state.finished for name in self._assembler.abort(state)]
             if left:
                 self._client.abort(left)
+
+    def _poll(self) -> None:
+        """Let the engine go on. What it brings may be for another call: streams can be read in turns."""
+        applied = self._assembler.apply(self._client.poll(_POLL_S))
+        if applied.aborts:
+            self._client.abort(applied.aborts)
+        self._news.update((id(state), state) for state in applied.changed)
+
+    def _take_news(self, wanted: set[int]) -> list[RequestState]:
+        """Requests among `wanted`, by their ids as objects, that changed since they were last asked for."""
+        return [self._news.pop(key) for key in [key for key in self._news if key in wanted]]
 
 
 class _Progress:

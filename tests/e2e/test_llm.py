@@ -98,7 +98,7 @@ def test_stop_strings_do_not_leak(llm: LLM) -> None:
     cut = llm.generate("tell", params, use_tqdm=False)[0].outputs[0]
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
-    assert not llm._client.engine.has_work or llm._client.poll(0) is not None
+    assert not llm._client.engine.scheduler.requests, "it goes on in the engine"
 
 
 def test_stream_adds_up(llm: LLM) -> None:
@@ -108,6 +108,19 @@ def test_stream_adds_up(llm: LLM) -> None:
         texts.append(last.outputs[0].text)
     assert last is not None and last.finished and last.outputs[0].text == whole.text
     assert all(b.startswith(a) for a, b in itertools.pairwise(texts))
+
+
+def test_streams_can_be_read_in_turns(llm: LLM) -> None:
+    """Whichever call lets the engine go on, each hears of its own answer, to the end."""
+    prompts = ["first", "second", "third"]
+    texts = [out.outputs[0].text for out in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    first, second = (llm.stream(prompt, GREEDY) for prompt in prompts[:2])
+    next(first), next(second)
+    between = llm.generate("third", GREEDY, use_tqdm=False)[0]  # meanwhile the other two end
+    *_, one = first
+    *_, two = second
+    assert [out.outputs[0].text for out in (one, two, between)] == texts
+    assert one.finished and two.finished and not llm._news
 
 
 def test_leaving_a_stream_frees_everything(llm: LLM) -> None:

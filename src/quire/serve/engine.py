@@ -21,10 +21,10 @@ from typing import TypeVar
 
 from quire.config import EngineConfig
 from quire.frontend import messages as msg
-from quire.frontend.location import locate_model, locate_tokenizer
+from quire.frontend.model import processor_of, tokenizer_of
 from quire.frontend.output import OutputAssembler, RequestState
-from quire.frontend.processor import InputProcessor, Prompt
-from quire.frontend.tokenizer import NoTokenizer, Tokenizer, load_generation_defaults, load_tokenizer
+from quire.frontend.processor import Prompt
+from quire.frontend.tokenizer import Tokenizer
 from quire.serve.account import Account
 from quire.serve.admission import Admission
 from quire.serve.auth import Client
@@ -90,22 +90,14 @@ class AsyncEngine:
 
     async def start(self) -> None:
         """Wait until the engine is built; meanwhile load the tokenizer. Raises ConfigError or ModelError."""
-        tokenizer = asyncio.ensure_future(self.in_thread(_load_tokenizer, self.config))
+        tokenizer = asyncio.ensure_future(self.in_thread(tokenizer_of, self.config))
         try:
             self.info: EngineInfo = await self._process.ready()
         except BaseException:
             tokenizer.cancel()
             raise
         self.tokenizer: Tokenizer = await tokenizer
-        path = locate_model(self.config.model, self.config.revision).path
-        self.processor = InputProcessor(
-            self.tokenizer,
-            self.info.vocab_size,
-            self.info.max_model_len,
-            list(dict.fromkeys([*self.info.eos_ids, *self.tokenizer.eos_ids])),
-            self.config.seed,
-            load_generation_defaults(path),
-        )
+        self.processor = processor_of(self.config, self.info, self.tokenizer)
         settings = self.settings
         self.admission = Admission(
             settings.max_waiting, settings.max_waiting_tokens, self.info.max_num_seqs, self._total_weight
@@ -296,11 +288,3 @@ class AsyncEngine:
             self._receiver.cancel()
         await self._process.close(kill)
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _load_tokenizer(config: EngineConfig) -> Tokenizer:
-    if config.skip_tokenizer_init:
-        return NoTokenizer()
-    if config.tokenizer is not None:
-        return load_tokenizer(locate_tokenizer(config.tokenizer, config.revision))
-    return load_tokenizer(locate_model(config.model, config.revision).path)

@@ -218,10 +218,13 @@ def test_many_look_at_the_price_of_one_and_each_step_comes_once() -> None:
 
 def test_a_slow_viewer_skips_states_and_nothing_grows() -> None:
     async def scene() -> None:
-        view = LiveView(started(), interval_s=0.0001)
+        asked = started()
+        view = LiveView(asked, interval_s=0.0001)
         seen = view.enter()
         await view.news(seen)
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(30):
+            while asked.count < 10:
+                await asyncio.sleep(0.001)
         (_, steps), _ = await view.news(seen)  # all it missed, at once
         assert len(as_json(steps)) > 5
         assert view._steps.maxlen is not None  # what is kept has a bound
@@ -270,7 +273,8 @@ def test_a_stream_ends_when_its_viewer_leaves_or_does_not_read() -> None:
         sent: list[dict] = []
 
         async def receive() -> dict:
-            await asyncio.sleep(0.1 if leaves else 60)
+            while not (leaves and len(sent) > 5):
+                await asyncio.sleep(0.001)
             return {"type": "http.disconnect"}
 
         async def send(message: dict) -> None:
@@ -278,7 +282,7 @@ def test_a_stream_ends_when_its_viewer_leaves_or_does_not_read() -> None:
             if not reads and len(sent) > 2:
                 await asyncio.sleep(60)
 
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await LiveStream(view, slow_reader_timeout_s=0.1)({}, receive, send)
         assert view.viewers == 0
         return sent

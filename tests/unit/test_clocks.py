@@ -11,9 +11,10 @@ from test_scheduler import make_engine, random_requests
 from quire.core.blocks import LRU, BlockPool
 from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
+from quire.core.limits import Limits
 from quire.core.policy import Policy
 from quire.core.prefix import HashPrefixCache
-from quire.core.scheduler import Limits, Scheduler
+from quire.core.scheduler import Scheduler
 from quire.core.stats import figures_of
 from quire.core.steplog import StepLog
 from quire.types import EngineRequest, SamplingParams, StepPlan, StepResult, Timing
@@ -69,7 +70,7 @@ class Device:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("quire.core.clocks.time", clock)
-    monkeypatch.setattr("quire.core.scheduler.time", clock)
+    monkeypatch.setattr("quire.core.draft.time", clock)
     return clock
 
 

@@ -187,6 +187,14 @@ def test_why_the_prefix_ended(clock: Clock) -> None:
     assert ends["first"] == (0, "new") and ends["same"] == (16, "end")
     assert ends["longer"] == (12, "new") and ends["filler"] == (0, "new")
     assert ends["again"][0] < 16 and ends["again"][1] == "evicted"
+    scored = ask("scored", [1] * 17, 1)
+    scored.params.prompt_logprobs = 0
+    pooled = ask("pooled", [1] * 17, 1)
+    pooled.pooling = "mean"
+    for request, reason in ((scored, "prompt_logprobs"), (pooled, "pooling")):
+        engine.add(request)
+        timing = run(engine)[request.id]
+        assert (timing.cached_tokens, timing.prefix_end) == (0, reason)
 
 
 def test_terms_add_up_under_random_loads() -> None:

@@ -198,6 +198,10 @@ def test_tls(tmp_path: Path) -> None:
         assert server.post(CHAT, chat("Hi")).status_code == 200
     found = quire("serve", "demo", "--dry-run", "--ssl-keyfile", str(key))
     assert found.returncode == 2 and "ssl_certfile" in found.stderr
+    for wrong in (key, tmp_path / "nowhere"):
+        found = quire("serve", "demo", "--dry-run", "--ssl-keyfile", str(key), "--ssl-certfile", str(wrong))
+        assert found.returncode == 2 and f"ssl_certfile {wrong}" in found.stderr
+        assert "Traceback" not in found.stderr and "serving on" not in found.stdout
 
 
 # --------------------------------------------------------------------------------------------- end

@@ -98,6 +98,8 @@ async def _serve(
         serving = asyncio.ensure_future(web.serve(sockets=[sock]))
         while not web.started and not serving.done():
             await asyncio.sleep(0.001)
+        if serving.done():
+            serving.result()  # raises what kept it from starting
         gc.collect()
         gc.freeze()  # what exists now lives as long as the server
         _announce(engine, settings, keys, sock, time.perf_counter() - began_s)

@@ -8,6 +8,7 @@ import json
 import numpy as np
 import pytest
 
+from quire.config import EngineConfig
 from quire.core import live
 from quire.core.blocks import LRU, BlockPool
 from quire.core.engine import Engine
@@ -18,9 +19,11 @@ from quire.core.prefix import HashPrefixCache
 from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog
 from quire.frontend import messages as msg
+from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
 from quire.serve.live import LiveStream
 from quire.serve.live_view import LiveView
+from quire.serve.settings import ServeConfig
 from quire.types import EngineDead, EngineLive, EngineRequest, SamplingParams
 from quire.worker.echo import EchoExecutor
 
@@ -292,6 +295,36 @@ def test_a_stream_ends_when_its_viewer_leaves_or_does_not_read() -> None:
     assert len(left) > 5 and b"event: state" in left[-1]["body"]
     deaf = asyncio.run(scene(leaves=False, reads=False))
     assert len(deaf) == 3 and all(message.get("more_body", True) for message in deaf)  # so it is cut off
+
+
+def test_an_answer_that_nobody_waits_for_any_more_is_not_the_next_ones() -> None:
+    class Process:
+        """Answers when it is told to."""
+
+        def __init__(self) -> None:
+            self.answers: asyncio.Queue[msg.ToClient] = asyncio.Queue()
+            self.asked: list[msg.ToEngine] = []
+
+        def send(self, message: msg.ToEngine) -> None:
+            self.asked.append(message)
+
+        async def receive(self) -> msg.ToClient:
+            return await self.answers.get()
+
+    async def scene() -> None:
+        process = Process()
+        server = AsyncEngine(EngineConfig(), ServeConfig(), process)  # type: ignore[arg-type]
+        receiving = asyncio.ensure_future(server._receive())
+        left, stays = asyncio.ensure_future(server.live(7)), asyncio.ensure_future(server.live(-1))
+        await asyncio.sleep(0)
+        left.cancel()
+        answers = [look(engine()) for _ in range(2)]
+        for answer in answers:
+            process.answers.put_nowait(msg.Live(answer))
+        assert await stays is answers[1] and process.asked == [msg.AskLive(7), msg.AskLive(-1)]
+        receiving.cancel()
+
+    asyncio.run(scene())
 
 
 def test_only_so_many_may_look() -> None:

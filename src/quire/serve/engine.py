@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -85,7 +86,7 @@ class AsyncEngine:
         self._open: dict[str, Generation] = {}  # by request id of each of its states
         self._ids = itertools.count()
         self._stats: list[asyncio.Future[EngineStats]] = []
-        self._live: asyncio.Future[EngineLive] | None = None
+        self._live: deque[asyncio.Future[EngineLive]] = deque()  # in the order in which they are answered
         self._receiver: asyncio.Future[None] | None = None
 
     async def start(self) -> None:
@@ -219,8 +220,8 @@ class AsyncEngine:
                             if not future.done():
                                 future.set_result(stats)
                     case msg.Live(live):
-                        if self._live is not None and not self._live.done():
-                            self._live.set_result(live)
+                        if not (asked := self._live.popleft()).done():  # else nobody waits any more
+                            asked.set_result(live)
         except Exception as error:  # whatever it is, nobody may be left waiting
             self._die(str(error) if isinstance(error, EngineDead) else f"the engine stopped: {error!r}")
 
@@ -237,8 +238,8 @@ class AsyncEngine:
         self.cause = cause
         self.died.set()
         self.fail_all(as_api_error(EngineDead(cause)))
-        for future in (*self._stats, self._live):
-            if future is not None and not future.done():
+        for future in (*self._stats, *self._live):
+            if not future.done():
                 future.set_exception(EngineDead(cause))
 
     def fail_all(self, error: ApiError) -> None:
@@ -269,13 +270,13 @@ class AsyncEngine:
             raise ApiError(503, f"the engine did not answer within {_STATS_S:g} s") from None
 
     async def live(self, since: int) -> EngineLive:
-        """What the engine does now, with the steps after `since`; one call at a time. Raises ApiError 500 when
-        it is dead."""
+        """What the engine does now, with the steps after `since`. Raises ApiError 500 when it is dead."""
         self._raise_if_dead()
-        self._live = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[EngineLive] = asyncio.get_running_loop().create_future()
+        self._live.append(future)
         self._process.send(msg.AskLive(since))
         try:
-            return await self._live
+            return await future
         except EngineDead as error:
             raise as_api_error(error) from None
 

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quire.config import EngineConfig
 from quire.frontend import messages as msg
@@ -238,7 +238,8 @@ class AsyncEngine:
         self.cause = cause
         self.died.set()
         self.fail_all(as_api_error(EngineDead(cause)))
-        for future in (*self._stats, *self._live):
+        asked: list[asyncio.Future[Any]] = [*self._stats, *self._live]
+        for future in asked:
             if not future.done():
                 future.set_exception(EngineDead(cause))
 

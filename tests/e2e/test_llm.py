@@ -6,6 +6,7 @@ import itertools
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.types import ConfigError, EngineDead, RequestError
+from quire.types import ConfigError, EngineDead, RequestError, StepPlan
 from tiny import write_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -121,6 +122,26 @@ def test_streams_can_be_read_in_turns(llm: LLM) -> None:
     *_, two = second
     assert [out.outputs[0].text for out in (one, two, between)] == texts
     assert one.finished and two.finished and not llm._news
+
+
+def test_ctrl_c_in_a_step_leaves_an_engine_that_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("signals go to the main thread")
+    wanted = llm.generate("again", GREEDY, use_tqdm=False)[0].outputs[0].text
+    executor = llm._client.engine.executor
+    forward, before = executor.forward, signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupted(plan: StepPlan) -> None:
+        forward(plan)
+        signal.raise_signal(signal.SIGINT)
+
+    try:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(executor, "forward", interrupted)
+            llm.generate("interrupted", GREEDY, use_tqdm=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert llm.generate("again", GREEDY, use_tqdm=False)[0].outputs[0].text == wanted
 
 
 def test_leaving_a_stream_frees_everything(llm: LLM) -> None:

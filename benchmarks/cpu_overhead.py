@@ -21,9 +21,10 @@ from quire.config import EngineConfig
 from quire.core.blocks import LRU, BlockPool
 from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
+from quire.core.limits import Limits
 from quire.core.policy import Policy
 from quire.core.prefix import HashPrefixCache
-from quire.core.scheduler import Limits, Scheduler
+from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog
 from quire.layers.attention import Attention
 from quire.layers.env import Env

@@ -25,9 +25,10 @@ from quire.core import policy
 from quire.core.blocks import FIFO, LRU, BlockPool
 from quire.core.engine import Engine
 from quire.core.grammar import Grammar, NoGrammar
+from quire.core.limits import Limits
 from quire.core.policy import Policy
 from quire.core.prefix import HashPrefixCache, NoPrefixCache, PrefixCache
-from quire.core.scheduler import Limits, Scheduler
+from quire.core.scheduler import Scheduler
 from quire.core.shared import CommonPages, NoSharedPrefix, SharedPrefix
 from quire.core.steplog import StepLog
 from quire.frontend.location import locate_model, locate_tokenizer

@@ -12,9 +12,10 @@ from quire.config import EngineConfig
 from quire.core.blocks import LRU, BlockPool
 from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
+from quire.core.limits import Limits
 from quire.core.policy import Policy, fcfs, priority
 from quire.core.prefix import HashPrefixCache, NoPrefixCache, PrefixCache
-from quire.core.scheduler import Limits, Scheduler
+from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog
 from quire.frontend.location import locate_model
 from quire.models.load import load_spec

@@ -13,10 +13,12 @@ from typing import Any
 
 from quire.config import EngineConfig
 from quire.frontend.client import EngineClient, InProcessClient
-from quire.frontend.location import locate_model, locate_tokenizer
+from quire.frontend.location import locate_model
+from quire.frontend.model import processor_of, tokenizer_of
 from quire.frontend.output import OutputAssembler, RequestState
-from quire.frontend.processor import InputProcessor, Prompt
-from quire.frontend.tokenizer import NoTokenizer, Tokenizer, load_generation_defaults, load_tokenizer
+from quire.frontend.processor import Prompt
+from quire.frontend.progress import Progress
+from quire.frontend.tokenizer import Tokenizer
 from quire.start import start_engine
 from quire.types import (
     ConfigError,
@@ -45,8 +47,7 @@ class LLM:
         check_field_names(EngineConfig, settings, ConfigError)
         config = EngineConfig(model=model, **settings)
         self.config = config
-        self._tokenizer = _tokenizer(config)
-        path = locate_model(config.model, config.revision).path
+        self._tokenizer = tokenizer_of(config)
         self._client: EngineClient
         if engine_process:
             from quire.frontend.process_client import ProcessClient
@@ -55,16 +56,9 @@ class LLM:
         else:
             self._client = InProcessClient(*start_engine(config))
         self.info: EngineInfo = self._client.info
-        eos_ids = list(dict.fromkeys([*self.info.eos_ids, *self._tokenizer.eos_ids]))
-        self._processor = InputProcessor(
-            self._tokenizer,
-            self.info.vocab_size,
-            self.info.max_model_len,
-            eos_ids,
-            config.seed,
-            load_generation_defaults(path),
-        )
+        self._processor = processor_of(config, self.info, self._tokenizer)
         self._assembler = OutputAssembler()
+        self._news: dict[int, RequestState] = {}  # changed, and their calls do not know yet; by id()
         self._count = 0
 
     # ------------------------------------------------------------------------------- answers
@@ -227,7 +221,7 @@ class LLM:
         return states
 
     def _finish(self, states: Sequence[RequestState], use_tqdm: bool) -> None:
-        bar = _Progress(states, use_tqdm)
+        bar = Progress(len(states), use_tqdm)
         try:
             for changed in self._run(states):
                 bar.update(changed)
@@ -240,57 +234,31 @@ class LLM:
         open_count = len(states)
         try:
             while open_count:
-                applied = self._assembler.apply(self._client.poll(_POLL_S))
-                if applied.aborts:
-                    self._client.abort(applied.aborts)
-                changed = [state for state in applied.changed if id(state) in mine]
+                changed = self._take_news(mine)
+                if not changed:
+                    self._poll()
+                    continue
                 for state in changed:
                     if state.error is not None:
                         raise RequestError(state.error)
                 open_count -= sum(1 for state in changed if state.finished)
-                if changed:
-                    yield changed
+                yield changed
         finally:
+            self._take_news(mine)
             left = [name for state in states if not state.finished for name in self._assembler.abort(state)]
             if left:
                 self._client.abort(left)
 
+    def _poll(self) -> None:
+        """Let the engine go on. What it brings may be for another call: streams can be read in turns."""
+        applied = self._assembler.apply(self._client.poll(_POLL_S))
+        if applied.aborts:
+            self._client.abort(applied.aborts)
+        self._news.update((id(state), state) for state in applied.changed)
 
-class _Progress:
-    """A bar over prompts, with tokens per second in and out."""
-
-    def __init__(self, states: Sequence[RequestState], shown: bool) -> None:
-        self._bar: Any = None
-        if shown:
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=len(states), desc="Generating", unit="prompt", dynamic_ncols=True)
-        self._prompt_tokens = 0
-        self._states = states
-
-    def update(self, changed: list[RequestState]) -> None:
-        if self._bar is None:
-            return
-        done = [state for state in changed if state.finished]
-        self._prompt_tokens += sum(len(state.prompt_token_ids) for state in done)
-        elapsed = self._bar.format_dict["elapsed"] or 1e-9
-        if done:
-            out = sum(len(answer.token_ids) for state in self._states for answer in state.answers)
-            text = f"in {self._prompt_tokens / elapsed:.0f} tok/s, out {out / elapsed:.0f} tok/s"
-            self._bar.set_postfix_str(text, refresh=False)
-        self._bar.update(len(done))
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-
-def _tokenizer(config: EngineConfig) -> Tokenizer:
-    if config.skip_tokenizer_init:
-        return NoTokenizer()
-    if config.tokenizer is not None:
-        return load_tokenizer(locate_tokenizer(config.tokenizer, config.revision))
-    return load_tokenizer(locate_model(config.model, config.revision).path)
+    def _take_news(self, wanted: set[int]) -> list[RequestState]:
+        """Requests among `wanted`, by their ids as objects, that changed since they were last asked for."""
+        return [self._news.pop(key) for key in [key for key in self._news if key in wanted]]
 
 
 def _as_batch(prompts: Any) -> Sequence[Prompt]:

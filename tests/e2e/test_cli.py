@@ -25,6 +25,14 @@ def test_generate_streams_and_sums_up() -> None:
         assert word in done.stdout
 
 
+def test_a_log_level_that_there_is_not(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("QUIRE_LOG_LEVEL", "loud")
+    assert main(["generate", "Once"]) == 2
+    assert "QUIRE_LOG_LEVEL must be debug, info, warning or error, got 'loud'" in capsys.readouterr().err
+
+
 def test_generate_repeats_with_a_seed() -> None:
     runs = {quire("generate", "--seed", "5", "--max-tokens", "20", "Once").stdout for _ in range(2)}
     other = quire("generate", "--seed", "6", "--max-tokens", "20", "Once").stdout

@@ -6,6 +6,7 @@ import itertools
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from quire import LLM, SamplingParams
-from quire.types import ConfigError, EngineDead, RequestError
+from quire.types import ConfigError, EngineDead, RequestError, StepPlan
 from tiny import write_tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -98,7 +99,7 @@ def test_stop_strings_do_not_leak(llm: LLM) -> None:
     cut = llm.generate("tell", params, use_tqdm=False)[0].outputs[0]
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
-    assert not llm._client.engine.has_work or llm._client.poll(0) is not None
+    assert not llm._client.engine.scheduler.requests, "it goes on in the engine"
 
 
 def test_stream_adds_up(llm: LLM) -> None:
@@ -108,6 +109,39 @@ def test_stream_adds_up(llm: LLM) -> None:
         texts.append(last.outputs[0].text)
     assert last is not None and last.finished and last.outputs[0].text == whole.text
     assert all(b.startswith(a) for a, b in itertools.pairwise(texts))
+
+
+def test_streams_can_be_read_in_turns(llm: LLM) -> None:
+    """Whichever call lets the engine go on, each hears of its own answer, to the end."""
+    prompts = ["first", "second", "third"]
+    texts = [out.outputs[0].text for out in llm.generate(prompts, GREEDY, use_tqdm=False)]
+    first, second = (llm.stream(prompt, GREEDY) for prompt in prompts[:2])
+    next(first), next(second)
+    between = llm.generate("third", GREEDY, use_tqdm=False)[0]  # meanwhile the other two end
+    *_, one = first
+    *_, two = second
+    assert [out.outputs[0].text for out in (one, two, between)] == texts
+    assert one.finished and two.finished and not llm._news
+
+
+def test_ctrl_c_in_a_step_leaves_an_engine_that_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("signals go to the main thread")
+    wanted = llm.generate("again", GREEDY, use_tqdm=False)[0].outputs[0].text
+    executor = llm._client.engine.executor
+    forward, before = executor.forward, signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def interrupted(plan: StepPlan) -> None:
+        forward(plan)
+        signal.raise_signal(signal.SIGINT)
+
+    try:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(executor, "forward", interrupted)
+            llm.generate("interrupted", GREEDY, use_tqdm=False)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert llm.generate("again", GREEDY, use_tqdm=False)[0].outputs[0].text == wanted
 
 
 def test_leaving_a_stream_frees_everything(llm: LLM) -> None:

@@ -73,6 +73,14 @@ class Server:
         """The exit code."""
         return self.process.wait(seconds)
 
+    def wait_for(self, condition: Callable[[], Any], seconds: float = 30) -> Any:
+        """What `condition` says, once it is true: for what takes a moment, or longer on a busy machine."""
+        deadline = time.monotonic() + seconds
+        while not (found := condition()):
+            assert time.monotonic() < deadline, f"it did not come within {seconds} s"
+            time.sleep(0.02)
+        return found
+
     def wait_until_idle(self, seconds: float = 10) -> dict[str, Any]:
         """The figures once no request is left."""
         deadline = time.monotonic() + seconds

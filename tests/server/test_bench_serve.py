@@ -110,19 +110,19 @@ def test_results_are_kept(dry: Server, tmp_path: Path) -> None:
 def test_what_cannot_be_run(dry: Server, capsys: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        free = str(probe.getsockname()[1])
-    for flags, said in (
-        (["--port", free], "no server answers at http://127.0.0.1:"),
-        (["--dataset-name", "sharegpt"], "--dataset-path"),
-        (["--ramp-up-strategy", "linear"], "--ramp-up-start-rps"),
-        (["--users", "4", "--request-rate", "3"], "--max-concurrency"),
-        (["--header", "x"], "KEY=VALUE"),
-        (["--num-prompts", "0"], "num_prompts"),
-        (["--random-range-ratio", "1"], "random_range_ratio"),
-        (["--base-url", dry.url, "--num-prompts", "2", "--input-len", "9000"], "max_model_len"),
-    ):
-        assert main(["bench", "serve", *flags]) in (1, 2)
-        assert said in capsys.readouterr().err
+        silent = str(probe.getsockname()[1])  # nobody else gets it meanwhile
+        for flags, said in (
+            (["--port", silent], "no server answers at http://127.0.0.1:"),
+            (["--dataset-name", "sharegpt"], "--dataset-path"),
+            (["--ramp-up-strategy", "linear"], "--ramp-up-start-rps"),
+            (["--users", "4", "--request-rate", "3"], "--max-concurrency"),
+            (["--header", "x"], "KEY=VALUE"),
+            (["--num-prompts", "0"], "num_prompts"),
+            (["--random-range-ratio", "1"], "random_range_ratio"),
+            (["--base-url", dry.url, "--num-prompts", "2", "--input-len", "9000"], "max_model_len"),
+        ):
+            assert main(["bench", "serve", *flags]) in (1, 2)
+            assert said in capsys.readouterr().err
 
 
 def test_keys_are_sent(

@@ -361,7 +361,7 @@ def test_few_are_kept_and_each_for_its_own_client(small: Server) -> None:
 
 
 def test_a_stream_that_fails(small: Server, check: Check) -> None:
-    asked = body("once " * 200, stream=True, timeout=1.0)
+    asked = body("once " * 200, stream=True, timeout=2.0)
     stream = named_events(small.post(PATH, asked, headers={"Authorization": "Bearer a"}))
     for event in stream:
         check(event, "ResponseStreamEvent")

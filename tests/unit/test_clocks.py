@@ -11,9 +11,10 @@ from test_scheduler import make_engine, random_requests
 from quire.core.blocks import LRU, BlockPool
 from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
+from quire.core.limits import Limits
 from quire.core.policy import Policy
 from quire.core.prefix import HashPrefixCache
-from quire.core.scheduler import Limits, Scheduler
+from quire.core.scheduler import Scheduler
 from quire.core.stats import figures_of
 from quire.core.steplog import StepLog
 from quire.types import EngineRequest, SamplingParams, StepPlan, StepResult, Timing
@@ -69,7 +70,7 @@ class Device:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("quire.core.clocks.time", clock)
-    monkeypatch.setattr("quire.core.scheduler.time", clock)
+    monkeypatch.setattr("quire.core.draft.time", clock)
     return clock
 
 
@@ -186,6 +187,14 @@ def test_why_the_prefix_ended(clock: Clock) -> None:
     assert ends["first"] == (0, "new") and ends["same"] == (16, "end")
     assert ends["longer"] == (12, "new") and ends["filler"] == (0, "new")
     assert ends["again"][0] < 16 and ends["again"][1] == "evicted"
+    scored = ask("scored", [1] * 17, 1)
+    scored.params.prompt_logprobs = 0
+    pooled = ask("pooled", [1] * 17, 1)
+    pooled.pooling = "mean"
+    for request, reason in ((scored, "prompt_logprobs"), (pooled, "pooling")):
+        engine.add(request)
+        timing = run(engine)[request.id]
+        assert (timing.cached_tokens, timing.prefix_end) == (0, reason)
 
 
 def test_terms_add_up_under_random_loads() -> None:

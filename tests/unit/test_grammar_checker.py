@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,8 @@ import pytest
 
 from quire.frontend.location import locate_model
 from quire.frontend.structured import grammar_spec
-from quire.grammar.checker import Checker
+from quire.grammar.checker import Checker, _Process
+from quire.grammar.checker_process import Check
 from quire.types import GrammarSpec, Overloaded, QuireError, RequestError, StructuredOutputsParams
 
 GOOD = GrammarSpec("regex", "a{2,4}")
@@ -152,11 +154,40 @@ def test_questions_of_a_dying_process_are_answered() -> None:
 
     thread = threading.Thread(target=ask)
     thread.start()
-    time.sleep(0.1)
+    while not checker._process._asked:
+        time.sleep(0.01)
     os.kill(checker._process._popen.pid, signal.SIGKILL)
     thread.join(10)
     assert len(found) == 1 and isinstance(found[0], Overloaded)
     checker.close()
+
+
+ANSWERS_BEFORE_IT_READS = """
+import os
+from quire.grammar.checker_process import Frames, Table, Verdict, _write, frame
+_write(1, frame(Table([])))
+data = os.read(0, 1)
+for _ in range(2):  # each longer than a pipe holds
+    _write(1, frame(Verdict(99, "x" * 300_000)))
+frames = Frames()
+while not frames.push(data):
+    data = os.read(0, 1 << 16)
+_write(1, frame(Verdict(0, "done")))
+os.read(0, 1)
+"""
+
+
+def test_long_questions_and_long_answers_do_not_wait_for_each_other() -> None:
+    process = _Process([sys.executable, "-c", ANSWERS_BEFORE_IT_READS])
+    question, found = Check(0, GrammarSpec("regex", "a" * 300_000)), []
+    asking = threading.Thread(target=lambda: found.append(process.ask(question).text), daemon=True)
+    try:
+        asking.start()
+        asking.join(30)
+        assert found == ["done"]
+    finally:
+        process._popen.kill()
+    process.close()
 
 
 def test_the_table_of_a_real_tokenizer() -> None:

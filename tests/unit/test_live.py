@@ -8,18 +8,22 @@ import json
 import numpy as np
 import pytest
 
+from quire.config import EngineConfig
 from quire.core import live
 from quire.core.blocks import LRU, BlockPool
 from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
+from quire.core.limits import Limits
 from quire.core.policy import Policy
 from quire.core.prefix import HashPrefixCache
-from quire.core.scheduler import Limits, Scheduler
+from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog
 from quire.frontend import messages as msg
+from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
 from quire.serve.live import LiveStream
 from quire.serve.live_view import LiveView
+from quire.serve.settings import ServeConfig
 from quire.types import EngineDead, EngineLive, EngineRequest, SamplingParams
 from quire.worker.echo import EchoExecutor
 
@@ -218,10 +222,13 @@ def test_many_look_at_the_price_of_one_and_each_step_comes_once() -> None:
 
 def test_a_slow_viewer_skips_states_and_nothing_grows() -> None:
     async def scene() -> None:
-        view = LiveView(started(), interval_s=0.0001)
+        asked = started()
+        view = LiveView(asked, interval_s=0.0001)
         seen = view.enter()
         await view.news(seen)
-        await asyncio.sleep(0.1)
+        async with asyncio.timeout(30):
+            while asked.count < 10:
+                await asyncio.sleep(0.001)
         (_, steps), _ = await view.news(seen)  # all it missed, at once
         assert len(as_json(steps)) > 5
         assert view._steps.maxlen is not None  # what is kept has a bound
@@ -270,7 +277,8 @@ def test_a_stream_ends_when_its_viewer_leaves_or_does_not_read() -> None:
         sent: list[dict] = []
 
         async def receive() -> dict:
-            await asyncio.sleep(0.1 if leaves else 60)
+            while not (leaves and len(sent) > 5):
+                await asyncio.sleep(0.001)
             return {"type": "http.disconnect"}
 
         async def send(message: dict) -> None:
@@ -278,7 +286,7 @@ def test_a_stream_ends_when_its_viewer_leaves_or_does_not_read() -> None:
             if not reads and len(sent) > 2:
                 await asyncio.sleep(60)
 
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await LiveStream(view, slow_reader_timeout_s=0.1)({}, receive, send)
         assert view.viewers == 0
         return sent
@@ -287,6 +295,36 @@ def test_a_stream_ends_when_its_viewer_leaves_or_does_not_read() -> None:
     assert len(left) > 5 and b"event: state" in left[-1]["body"]
     deaf = asyncio.run(scene(leaves=False, reads=False))
     assert len(deaf) == 3 and all(message.get("more_body", True) for message in deaf)  # so it is cut off
+
+
+def test_an_answer_that_nobody_waits_for_any_more_is_not_the_next_ones() -> None:
+    class Process:
+        """Answers when it is told to."""
+
+        def __init__(self) -> None:
+            self.answers: asyncio.Queue[msg.ToClient] = asyncio.Queue()
+            self.asked: list[msg.ToEngine] = []
+
+        def send(self, message: msg.ToEngine) -> None:
+            self.asked.append(message)
+
+        async def receive(self) -> msg.ToClient:
+            return await self.answers.get()
+
+    async def scene() -> None:
+        process = Process()
+        server = AsyncEngine(EngineConfig(), ServeConfig(), process)  # type: ignore[arg-type]
+        receiving = asyncio.ensure_future(server._receive())
+        left, stays = asyncio.ensure_future(server.live(7)), asyncio.ensure_future(server.live(-1))
+        await asyncio.sleep(0)
+        left.cancel()
+        answers = [look(engine()) for _ in range(2)]
+        for answer in answers:
+            process.answers.put_nowait(msg.Live(answer))
+        assert await stays is answers[1] and process.asked == [msg.AskLive(7), msg.AskLive(-1)]
+        receiving.cancel()
+
+    asyncio.run(scene())
 
 
 def test_only_so_many_may_look() -> None:

@@ -173,9 +173,6 @@ def test_abort_and_failure() -> None:
     assert assembler.abort(state) == ["r#0"] and state.finished and len(assembler) == 0
     assert [(o.text, o.finish_reason) for o in state.output().outputs] == [("aE", "abort"), ("b", "length")]
     state, assembler = opened()
-    assert assembler.fail_all("the engine stopped") == [state]
-    assert state.error == "the engine stopped" and state.output().outputs[0].finish_reason == "error"
-    state, assembler = opened()
     assembler.apply([EngineOutput("r", [], finish_reason="error", error="no room")])
     assert state.error == "no room" and state.finished
 

@@ -17,9 +17,10 @@ import pytest
 from quire.core.blocks import FIFO, LRU, BlockPool
 from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
+from quire.core.limits import Limits
 from quire.core.policy import Policy, chunked, continuous, fcfs, priority, static, whole
 from quire.core.prefix import HashPrefixCache, NoPrefixCache
-from quire.core.scheduler import Limits, Scheduler
+from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog
 from quire.types import EngineRequest, RequestError, SamplingParams, StepPlan, StepResult
 

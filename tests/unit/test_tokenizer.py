@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
+from quire.frontend.generation_config import load_generation_defaults
 from quire.frontend.gguf_metadata import read_gguf_metadata
 from quire.frontend.gguf_tokenizer import SPLITS, gguf_backend
-from quire.frontend.tokenizer import NoTokenizer, Tokenizer, load_generation_defaults, load_tokenizer
+from quire.frontend.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from quire.types import ModelError, RequestError
 
 DATA = Path(__file__).parents[2] / ".." / "shared" / "data"

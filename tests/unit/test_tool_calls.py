@@ -106,6 +106,19 @@ GOOD: list[tuple[str, str, Found]] = [
 ]
 
 
+@pytest.mark.parametrize("single", [False, True])
+@pytest.mark.parametrize(
+    "form, broken, good",
+    [
+        ("hermes", '<tool_call>{"name": "find", "arguments": {x}}</tool_call>', TAGGED),
+        ("mistral", '[TOOL_CALLS]find[ARGS]{"a": x}', f"[TOOL_CALLS]weather[ARGS]{OBJECT}"),
+    ],
+)
+def test_what_turns_out_to_be_no_call_is_not_counted(form: str, broken: str, good: str, single: bool) -> None:
+    """The call behind it is the first: clients put the pieces of calls together by their index."""
+    assert same_however_cut(form, f"{broken}\n{good}", single=single) == (broken, [CALL])
+
+
 @pytest.mark.parametrize("form, text, wanted", GOOD)
 def test_calls_are_found_however_the_text_is_cut(form: str, text: str, wanted: Found) -> None:
     for hold in (True, False):

@@ -9,9 +9,10 @@ import pytest
 from quire.core.blocks import LRU, BlockPool
 from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
+from quire.core.limits import Limits
 from quire.core.policy import Policy, priority
 from quire.core.prefix import HashPrefixCache
-from quire.core.scheduler import Limits, Scheduler
+from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog
 from quire.types import EngineRequest, SamplingParams
 from quire.worker.echo import EchoExecutor

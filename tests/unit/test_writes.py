@@ -68,17 +68,17 @@ def test_patience_ends_with_a_write_that_does_not_return() -> None:
         async def send(message) -> None:
             await asyncio.sleep(waits[done])
 
-        with Patience(0.2) as patience:
+        with Patience(0.6) as patience:
             write = patience.over(send)
             for _ in waits:
-                await asyncio.sleep(0.07)  # between two writes it may take as long as it likes
+                await asyncio.sleep(0.15)  # between two writes it may take as long as it likes
                 await write(b"x")
                 done += 1
         return done
 
-    assert asyncio.run(run([0.0, 0.1, 0.0, 0.1, 0.0, 0.0])) == 6
+    assert asyncio.run(run([0.0, 0.2, 0.0, 0.2, 0.0, 0.0])) == 6
     with pytest.raises(TimeoutError):
-        asyncio.run(run([0.0, 0.1, 60.0]))
+        asyncio.run(run([0.0, 0.2, 60.0]))
 
 
 def test_patience_is_not_what_cancels() -> None:

@@ -26,9 +26,8 @@ def start_up(settings: dict[str, Any]) -> dict[str, float]:
     begin = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        line = next(
-            (line for line in process.stdout if line.startswith("{")), ""
-        )  # past what libraries print
+        # past what libraries print
+        line = next((line for line in process.stdout if line.startswith("{")), "")
         total = time.perf_counter() - begin
     if not line:
         raise EngineDead(f"the fresh process ended with exit code {process.returncode} and no token")

@@ -7,10 +7,16 @@ import platform
 import sys
 import time
 from importlib import metadata
+from typing import TYPE_CHECKING
 
 from quire import __version__
 from quire.cli.flags import add_flags, given
 from quire.config import EngineConfig
+
+if TYPE_CHECKING:
+    import torch
+
+    from quire.models.spec import ModelSpec
 
 _PACKAGES = (
     "torch",
@@ -25,6 +31,11 @@ _PACKAGES = (
     "pyzmq",
     "msgspec",
 )
+
+_KERNELS = {"cuda": "Triton", "cpu": "C, for small steps"}
+_SWITCHES = (
+    "batching", "kv_layout", "chunked_prefill", "prefix_caching", "eviction", "scheduling_policy", "overlap",
+)  # fmt: skip
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,51 +88,39 @@ def _plan(config: EngineConfig) -> None:
     from quire.frontend.location import locate_model
     from quire.kernels import pick_kernels
     from quire.models.load import load_spec
-    from quire.worker.sizing import gpu_memory, kv_budget, size_kv
+    from quire.worker.sizing import gpu_memory
 
     device = pick_device(config.device)
-    path = locate_model(config.model, config.revision).path
-    spec = load_spec(path)
+    spec = load_spec(locate_model(config.model, config.revision).path)
     dtype = pick_dtype(config.dtype, spec.dtype, device)
     resolved = config.resolved(gpu_memory(device), spec.max_model_len)
     _section(f"Plan for {config.model}")
     _row("model", f"{spec.family}, {spec.num_parameters / 1e6:,.1f} M parameters, {spec.num_layers} layers")
-    _row(
-        "device",
-        f"{device}: {_why(config.device, 'a GPU is there' if device.type == 'cuda' else 'no GPU is there')}",
-    )
+    there = "a GPU is there" if device.type == "cuda" else "no GPU is there"
+    _row("device", f"{device}: {_why(config.device, there)}")
     _row("dtype", f"{str(dtype)[6:]}: {_why(config.dtype, f'the checkpoint is {spec.dtype}')}")
     kernels = pick_kernels(device, dtype, config.cpu_kernels)
-    _row(
-        "kernels",
-        {"cuda": "Triton", "cpu": "C, for small steps"}[device.type] if kernels else "none, plain torch",
-    )
+    _row("kernels", _KERNELS[device.type] if kernels else "none, plain torch")
     backend = pick_attention(config.attention, device, kernels).name
     _row(
         "attention", f"{backend}: {_why(config.attention, 'the kernels above' if kernels else 'plain torch')}"
     )
-    for name in (
-        "batching",
-        "kv_layout",
-        "chunked_prefill",
-        "prefix_caching",
-        "eviction",
-        "scheduling_policy",
-        "overlap",
-    ):
+    for name in _SWITCHES:
         _row(name, str(getattr(resolved, name)))
     _row("max_num_seqs", f"{resolved.max_num_seqs} requests at once")
     _row("max_num_batched_tokens", f"{resolved.max_num_batched_tokens} tokens per step")
+    _memory_map(resolved, config.max_model_len, spec, device, dtype)
+
+
+def _memory_map(
+    config: EngineConfig, max_model_len: int | None, spec: ModelSpec, device: torch.device, dtype: torch.dtype
+) -> None:
+    """`max_model_len` as it was asked for."""
+    from quire.worker.sizing import kv_budget, size_kv
+
     weights = spec.num_parameters * dtype.itemsize
-    size = size_kv(
-        resolved,
-        config.max_model_len,
-        spec.num_layers,
-        spec.num_kv_heads,
-        spec.head_dim,
-        dtype,
-        kv_budget(resolved, device, weights),
-    )
+    budget = kv_budget(config, device, weights)
+    size = size_kv(config, max_model_len, spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, budget)
     _section("Memory map (before loading)")
     _row("weights", _size(weights))
     pages = f"{size.num_blocks} pages of {size.block_size} tokens, {_size(size.block_bytes)} each"

@@ -39,13 +39,13 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    logging.basicConfig(format="%(message)s", level=os.environ.get("QUIRE_LOG_LEVEL", "WARNING").upper())
     parser = _parser()
     if not argv or argv[0] not in COMMANDS:
         parser.parse_args(argv)  # --help, --version, or an error that lists the commands
         parser.print_help()
         return 2
     try:
+        _set_up_logging(os.environ.get("QUIRE_LOG_LEVEL", "warning"))
         command = importlib.import_module(f"quire.cli.{argv[0]}")
         sub = argparse.ArgumentParser(prog=f"quire {argv[0]}", description=COMMANDS[argv[0]])
         command.add_arguments(sub)
@@ -62,6 +62,12 @@ def _main(argv: list[str]) -> int:
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _set_up_logging(level: str) -> None:
+    if level.upper() not in logging.getLevelNamesMapping():
+        raise ConfigError(f"QUIRE_LOG_LEVEL must be debug, info, warning or error, got {level!r}")
+    logging.basicConfig(format="%(message)s", level=level.upper())
 
 
 def _parser() -> argparse.ArgumentParser:

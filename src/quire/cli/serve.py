@@ -11,7 +11,7 @@ from typing import Any
 from quire.cli.flags import add_flags, given
 from quire.config import EngineConfig
 from quire.serve.auth import load_keys
-from quire.serve.listen import bind
+from quire.serve.listen import bind, check_tls
 from quire.serve.process import EngineProcess
 from quire.serve.settings import ServeConfig
 from quire.serve.stop import Stop
@@ -41,6 +41,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _start(config: EngineConfig, settings: ServeConfig) -> int:
     keys = load_keys(settings.api_key, os.environ.get("QUIRE_API_KEY", ""), settings.api_key_file)
+    check_tls(settings)
     sock = bind(settings)
     stop = Stop()
     # The engine process imports torch while this one imports what HTTP needs.

@@ -1,12 +1,14 @@
-"""A plan in the making: what the scheduler has put into the next step so far."""
+"""A plan in the making, what the scheduler has put into the next step so far; later, whose its results are."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.types import Admit, Request, StepPlan
+from quire.core.steplog import StepRecord
+from quire.types import Admit, LogprobArrays, Request, StepPlan, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -69,3 +71,36 @@ class Draft:
             ],
             pool_rows=[i for i, r in enumerate(self.rows) if r.source.pooling is not None],
         )
+
+    def record(self, running: int, waiting: int, wait_reason: str | None, free_blocks: int) -> StepRecord:
+        """What the log keeps of this step, with the state in which it leaves the scheduler."""
+        return StepRecord(
+            step=self.step,
+            time_s=time.monotonic(),
+            rows=[(r.id, s, n) for r, s, n in zip(self.rows, self.starts, self.num_tokens)],
+            admitted=[(a.request.id, len(a.tokens), a.computed) for a in self.admits],
+            preempted=self.preempted,
+            running=running,
+            waiting=waiting,
+            wait_reason=wait_reason,
+            free_blocks=free_blocks,
+            prompt_tokens=sum(n for _, n, _ in self.catching_up),
+            drafts=sum(self.num_drafts),
+        )
+
+    def take_scores(self, by_row: dict[int, LogprobArrays]) -> dict[str, tuple[int, list[TokenLogprobs]]]:
+        """The step's prompt log-probabilities by request, with the position of the first; after a preemption
+        those that were delivered already are dropped."""
+        found: dict[str, tuple[int, list[TokenLogprobs]]] = {}
+        for row, arrays in by_row.items():
+            request = self.rows[row]
+            top = request.params.prompt_logprobs
+            if request.status == "finished" or top is None:
+                continue
+            first = self.starts[row] + 1  # entry i scores the token at position first + i
+            last = min(first + len(arrays), request.prompt_len)
+            begin = max(first, request.scored)
+            if begin < last:
+                found[request.id] = (begin, [arrays.at(i - first, top) for i in range(begin, last)])
+                request.scored = last
+        return found

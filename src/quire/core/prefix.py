@@ -27,8 +27,15 @@ class PrefixCache(Protocol):
     def end_of_match(self, request: Request, hits: int) -> str:
         """Why `match` found `hits` pages and no more: "end" (it found all full pages), "new" (this page was
         not seen before), "evicted" (it was, and had to make room), or what keeps the cache from being used:
-        "off", "prompt_logprobs"."""
+        "off", "prompt_logprobs", "pooling"."""
         ...
+
+
+def _needs_all(request: Request) -> str:
+    """What keeps a request from using cached tokens: their scores, or hidden states, would be missing."""
+    if request.params.prompt_logprobs is not None:
+        return "prompt_logprobs"
+    return "pooling" if request.source.pooling == "mean" else ""
 
 
 class NoPrefixCache:
@@ -58,8 +65,8 @@ class HashPrefixCache:
         return len(self._block_of)
 
     def match(self, request: Request) -> list[int]:
-        if request.params.prompt_logprobs is not None or request.source.pooling == "mean":
-            return []  # the scores, or the hidden states, of cached tokens would be missing
+        if _needs_all(request):
+            return []
         full = (request.known - 1) // self._block_size
         self._extend(request, full)
         found = []
@@ -91,12 +98,11 @@ class HashPrefixCache:
             names.append(blake2b(parent + b"|" + tokens, digest_size=16, key=self._secret).digest())
 
     def end_of_match(self, request: Request, hits: int) -> str:
-        if request.params.prompt_logprobs is not None:
-            return "prompt_logprobs"
+        if reason := _needs_all(request):
+            return reason
         if hits >= (request.known - 1) // self._block_size:
             return "end"
-        next_page = request.names[hits : hits + 1]  # empty: the cache was not asked
-        return "evicted" if next_page and next_page[0] in self._evicted else "new"
+        return "evicted" if request.names[hits] in self._evicted else "new"
 
     def _forget(self, block: int) -> None:
         name = self._name_of.pop(block)

@@ -8,19 +8,18 @@ them next writes later in stream order. Invariants are spelled out in `check`.
 
 from __future__ import annotations
 
-import time
 from array import array
 from bisect import insort
 from collections import deque
-from dataclasses import dataclass
 
 from quire.core.blocks import BlockPool
 from quire.core.clocks import Clocks
 from quire.core.draft import Draft
+from quire.core.limits import Limits
 from quire.core.policy import Policy
 from quire.core.prefix import PrefixCache
 from quire.core.shared import NoSharedPrefix, SharedPrefix
-from quire.core.steplog import StepLog, StepRecord
+from quire.core.steplog import StepLog
 from quire.core.waiting import Waiting
 from quire.types import (
     EngineOutput,
@@ -30,21 +29,7 @@ from quire.types import (
     RequestError,
     StepPlan,
     StepResult,
-    TokenLogprobs,
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the scheduler must stay within. `keeps_kv` is False when every step recomputes everything."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    max_model_len: int
-    block_size: int
-    keeps_kv: bool = True
-    lookahead: bool = True  # schedule a row whose last token is still in flight
-    mixed_prefill_tokens: int = 1 << 30  # tokens for prompts in a step that others use to decode
 
 
 def _order(request: Request) -> tuple[int, ...]:
@@ -81,33 +66,16 @@ class Scheduler:
     def add(self, source: EngineRequest, held: str | None = None) -> None:
         """Queue a request; while it is `held`, for that reason, it waits for `settle`. Raises RequestError,
         with the numbers, when it could never run."""
-        limits, prompt_len = self.limits, len(source.prompt)
         if source.id in self.requests:
             raise RequestError(f"request id {source.id!r} is already in use")
-        if prompt_len == 0:
-            raise RequestError("prompt must hold at least one token")
-        if prompt_len >= limits.max_model_len:
-            raise RequestError(
-                f"prompt has {prompt_len} tokens, but max_model_len is {limits.max_model_len} "
-                "and at least one token must be left for the answer"
-            )
-        room = limits.max_model_len - prompt_len
-        answer = room if source.params.max_tokens is None else min(source.params.max_tokens, room)
-        total = prompt_len + answer
-        needed = -(-(total - 1) // limits.block_size)  # the last token's KV is never written
-        if needed > self.pool.num_blocks:
-            raise RequestError(
-                f"the request needs {needed} KV pages of {limits.block_size} tokens (prompt {prompt_len} + "
-                f"max_tokens {answer}), but kv_cache_memory holds {self.pool.num_blocks} pages; "
-                "shorten the prompt, lower max_tokens or raise kv_cache_memory"
-            )
+        limit = self.limits.full_length(source, self.pool.num_blocks)
         request = Request(
             id=source.id,
-            prompt_len=prompt_len,
+            prompt_len=len(source.prompt),
             tokens=array("i", source.prompt),
             params=source.params,
             order=self.policy.order(source, self._sequence),
-            limit=total,
+            limit=limit,
             stop_ids=frozenset(source.stop_ids),
             eos_ids=frozenset(source.eos_ids),
             min_tokens=0 if source.grammar else source.params.min_tokens,
@@ -118,7 +86,7 @@ class Scheduler:
         self._sequence += 1
         self.requests[request.id] = request
         self.log.totals.requests += 1
-        self.log.totals.prompt_tokens += prompt_len
+        self.log.totals.prompt_tokens += request.prompt_len
         self.waiting.add(request)
 
     def settle(self, request_id: str, error: str | None) -> None:
@@ -258,19 +226,7 @@ class Scheduler:
         self._in_flight.append((plan, draft))
         self.log.totals.computed_tokens += plan.total_tokens
         self.log.append(
-            StepRecord(
-                step=plan.step,
-                time_s=time.monotonic(),
-                rows=[(r.id, s, n) for r, s, n in zip(draft.rows, draft.starts, draft.num_tokens)],
-                admitted=[(a.request.id, len(a.tokens), a.computed) for a in draft.admits],
-                preempted=draft.preempted,
-                running=len(self.running),
-                waiting=len(self.waiting),
-                wait_reason=self._wait_reason,
-                free_blocks=self.pool.num_free,
-                prompt_tokens=sum(n for _, n, _ in draft.catching_up),
-                drafts=sum(draft.num_drafts),
-            )
+            draft.record(len(self.running), len(self.waiting), self._wait_reason, self.pool.num_free)
         )
         return plan
 
@@ -281,7 +237,7 @@ class Scheduler:
         plan, draft = self._in_flight.popleft()
         assert result.step == plan.step, f"result of step {result.step}, expected {plan.step}"
         rows, caught_up = draft.rows, self.clocks.retired(plan.step, draft.catching_up)
-        scores = self._book_scores(plan, rows, result) if result.prompt_logprobs else {}
+        scores = draft.take_scores(result.prompt_logprobs) if result.prompt_logprobs else {}
         drafts = plan.num_drafts.tolist()
         sampled = 0
         for index, (request, samples) in enumerate(zip(rows, plan.samples.tolist())):
@@ -320,24 +276,6 @@ class Scheduler:
                 return self._finish(request, new[:count], "length")
         self.log.totals.generated_tokens += len(accepted)
         return EngineOutput(request.id, accepted, num_cached_tokens=request.cached)
-
-    def _book_scores(
-        self, plan: StepPlan, rows: list[Request], result: StepResult
-    ) -> dict[str, tuple[int, list[TokenLogprobs]]]:
-        """Prompt log-probabilities by request; after a preemption, positions already delivered are dropped."""
-        found: dict[str, tuple[int, list[TokenLogprobs]]] = {}
-        for row, arrays in (result.prompt_logprobs or {}).items():
-            request = rows[row]
-            top = request.params.prompt_logprobs
-            if request.status == "finished" or top is None:
-                continue
-            first = int(plan.starts[row]) + 1  # entry i scores the token at position first + i
-            last = min(first + len(arrays), request.prompt_len)
-            begin = max(first, request.scored)
-            if begin < last:
-                found[request.id] = (begin, [arrays.at(i - first, top) for i in range(begin, last)])
-                request.scored = last
-        return found
 
     def _finish(
         self, request: Request, new: list[int], reason: FinishReason, stop_reason: int | None = None

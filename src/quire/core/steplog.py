@@ -23,9 +23,8 @@ class StepRecord:
     preempted: list[str]
     running: int
     waiting: int
-    wait_reason: (
-        str | None
-    )  # why the first waiting request waits: slots, pages, tokens, batch, results or grammar
+    # why the first waiting request waits: slots, pages, tokens, batch, results or grammar
+    wait_reason: str | None
     free_blocks: int
     schedule_s: float = 0.0
     launch_s: float = 0.0

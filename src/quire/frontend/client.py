@@ -6,6 +6,11 @@ an output with finish_reason "error". When the engine dies every call raises Eng
 
 from __future__ import annotations
 
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
 from quire.types import EngineDead, EngineInfo, EngineOutput, EngineRequest, QuireError, RequestError
@@ -26,6 +31,31 @@ class EngineClient(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+@contextlib.contextmanager
+def _whole() -> Iterator[None]:
+    """Ctrl-C takes effect behind this: an engine whose step was left in the middle could not go on. The second one
+    takes effect at once."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield  # nobody raises anything here
+        return
+    came = False
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal came
+        if came:
+            handler(number, frame)
+        came = True
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    if came:
+        handler(signal.SIGINT, None)
 
 
 class InProcessClient:
@@ -52,7 +82,8 @@ class InProcessClient:
         outputs, self._refused = self._refused, []
         try:
             if self.engine.has_work:
-                outputs += self.engine.step()
+                with _whole():
+                    outputs += self.engine.step()
                 if not self.engine.has_work:
                     self.engine.check()
         except Exception as error:

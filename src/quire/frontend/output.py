@@ -221,12 +221,11 @@ class RequestState:
             self._note_end(now_s)
         return aborts
 
-    def abort(self, reason: FinishReason = "abort", error: str | None = None) -> list[str]:
+    def abort(self) -> list[str]:
         """End every answer that still runs; the engine requests to abort."""
         ids = self.open_ids
-        self.error = error or self.error
         for engine_id in ids:
-            self._by_id[engine_id].finish(reason)
+            self._by_id[engine_id].finish("abort")
         self._left = 0
         self._note_end(time.monotonic())
         return ids
@@ -304,11 +303,3 @@ class OutputAssembler:
         for engine_id in ids:
             self._states.pop(engine_id, None)
         return ids
-
-    def fail_all(self, error: str) -> list[RequestState]:
-        """The engine is gone: end every open request with the cause."""
-        states = list({id(state): state for state in self._states.values()}.values())
-        self._states.clear()
-        for state in states:
-            state.abort("error", error)
-        return states

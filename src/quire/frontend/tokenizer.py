@@ -15,12 +15,10 @@ from typing import Any
 from tokenizers import Tokenizer as JsonTokenizer
 
 from quire.frontend.backends import Backend, JsonBackend, SentencePieceBackend
-from quire.frontend.generation_config import load_eos_ids, load_generation_defaults, read_json
+from quire.frontend.generation_config import load_eos_ids, read_json
 from quire.frontend.gguf_metadata import read_gguf_metadata
 from quire.frontend.gguf_tokenizer import ADDS_BOS, byte_level_bpe, gguf_backend
 from quire.types import ModelError, RequestError
-
-__all__ = ["NoTokenizer", "Tokenizer", "load_generation_defaults", "load_tokenizer"]
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 # Ends of a turn, which GGUF files often carry without naming them as an end of sequence.

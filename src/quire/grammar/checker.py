@@ -7,6 +7,7 @@ be enforced before anything is sent to the engine.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import subprocess
@@ -78,7 +79,8 @@ class _Process:
         self._stdin: IO[bytes] = self._popen.stdin
         self._stdout: IO[bytes] = self._popen.stdout
         self.dead = False
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of `dead` and `_asked`; never held while something waits
+        self._writing = threading.Lock()
         self._table: Future[Table] = Future()
         self._asked: dict[int, Future[Verdict]] = {}
         threading.Thread(target=self._listen, name="quire-grammar-answers", daemon=True).start()
@@ -95,18 +97,20 @@ class _Process:
             if self.dead:
                 raise Overloaded(_GONE)
             self._asked[check.id] = future
-            try:
+        try:
+            with self._writing:  # may wait until the process has got rid of its answers
                 self._stdin.write(frame(check))
                 self._stdin.flush()
-            except OSError:
-                raise Overloaded(_GONE) from None
+        except (OSError, ValueError):  # ValueError: it was closed meanwhile
+            raise Overloaded(_GONE) from None
         return _result(future, _ANSWER_S)
 
     def close(self) -> None:
         with self._lock:
             self.dead = True
+        self._popen.terminate()  # first, so that nobody goes on waiting for it to read
+        with self._writing, contextlib.suppress(OSError):
             self._stdin.close()
-        self._popen.terminate()
         self._popen.wait()
 
     def _listen(self) -> None:

@@ -14,17 +14,18 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from quire.config import EngineConfig
 from quire.frontend import messages as msg
-from quire.frontend.location import locate_model, locate_tokenizer
+from quire.frontend.model import processor_of, tokenizer_of
 from quire.frontend.output import OutputAssembler, RequestState
-from quire.frontend.processor import InputProcessor, Prompt
-from quire.frontend.tokenizer import NoTokenizer, Tokenizer, load_generation_defaults, load_tokenizer
+from quire.frontend.processor import Prompt
+from quire.frontend.tokenizer import Tokenizer
 from quire.serve.account import Account
 from quire.serve.admission import Admission
 from quire.serve.auth import Client
@@ -85,27 +86,19 @@ class AsyncEngine:
         self._open: dict[str, Generation] = {}  # by request id of each of its states
         self._ids = itertools.count()
         self._stats: list[asyncio.Future[EngineStats]] = []
-        self._live: asyncio.Future[EngineLive] | None = None
+        self._live: deque[asyncio.Future[EngineLive]] = deque()  # in the order in which they are answered
         self._receiver: asyncio.Future[None] | None = None
 
     async def start(self) -> None:
         """Wait until the engine is built; meanwhile load the tokenizer. Raises ConfigError or ModelError."""
-        tokenizer = asyncio.ensure_future(self.in_thread(_load_tokenizer, self.config))
+        tokenizer = asyncio.ensure_future(self.in_thread(tokenizer_of, self.config))
         try:
             self.info: EngineInfo = await self._process.ready()
         except BaseException:
             tokenizer.cancel()
             raise
         self.tokenizer: Tokenizer = await tokenizer
-        path = locate_model(self.config.model, self.config.revision).path
-        self.processor = InputProcessor(
-            self.tokenizer,
-            self.info.vocab_size,
-            self.info.max_model_len,
-            list(dict.fromkeys([*self.info.eos_ids, *self.tokenizer.eos_ids])),
-            self.config.seed,
-            load_generation_defaults(path),
-        )
+        self.processor = processor_of(self.config, self.info, self.tokenizer)
         settings = self.settings
         self.admission = Admission(
             settings.max_waiting, settings.max_waiting_tokens, self.info.max_num_seqs, self._total_weight
@@ -227,8 +220,8 @@ class AsyncEngine:
                             if not future.done():
                                 future.set_result(stats)
                     case msg.Live(live):
-                        if self._live is not None and not self._live.done():
-                            self._live.set_result(live)
+                        if not (asked := self._live.popleft()).done():  # else nobody waits any more
+                            asked.set_result(live)
         except Exception as error:  # whatever it is, nobody may be left waiting
             self._die(str(error) if isinstance(error, EngineDead) else f"the engine stopped: {error!r}")
 
@@ -245,8 +238,9 @@ class AsyncEngine:
         self.cause = cause
         self.died.set()
         self.fail_all(as_api_error(EngineDead(cause)))
-        for future in (*self._stats, self._live):
-            if future is not None and not future.done():
+        asked: list[asyncio.Future[Any]] = [*self._stats, *self._live]
+        for future in asked:
+            if not future.done():
                 future.set_exception(EngineDead(cause))
 
     def fail_all(self, error: ApiError) -> None:
@@ -277,13 +271,13 @@ class AsyncEngine:
             raise ApiError(503, f"the engine did not answer within {_STATS_S:g} s") from None
 
     async def live(self, since: int) -> EngineLive:
-        """What the engine does now, with the steps after `since`; one call at a time. Raises ApiError 500 when
-        it is dead."""
+        """What the engine does now, with the steps after `since`. Raises ApiError 500 when it is dead."""
         self._raise_if_dead()
-        self._live = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[EngineLive] = asyncio.get_running_loop().create_future()
+        self._live.append(future)
         self._process.send(msg.AskLive(since))
         try:
-            return await self._live
+            return await future
         except EngineDead as error:
             raise as_api_error(error) from None
 
@@ -296,11 +290,3 @@ class AsyncEngine:
             self._receiver.cancel()
         await self._process.close(kill)
         self._threads.shutdown(wait=False, cancel_futures=True)
-
-
-def _load_tokenizer(config: EngineConfig) -> Tokenizer:
-    if config.skip_tokenizer_init:
-        return NoTokenizer()
-    if config.tokenizer is not None:
-        return load_tokenizer(locate_tokenizer(config.tokenizer, config.revision))
-    return load_tokenizer(locate_model(config.model, config.revision).path)

@@ -31,9 +31,7 @@ from quire.types import SamplingParams, StructuredOutputsParams
 class AnswerForm:
     make_parser: Callable[[], TextParser]  # one for each choice
     constraint: StructuredOutputsParams | None = None
-    thought_tokens: Callable[[list[int]], int] | None = (
-        None  # of an answer's tokens; None: no thoughts are read
-    )
+    thought_tokens: Callable[[list[int]], int] | None = None  # of an answer's; None: no thoughts are read
     show_special: bool = False  # special tokens are part of the text, for the parser needs them
 
     def params(self, params: SamplingParams) -> SamplingParams:

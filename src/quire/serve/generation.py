@@ -24,8 +24,8 @@ class Generation:
         live: bool,
         over: Callable[[Generation], None],
     ) -> None:
-        """`tracks` are those of all their answers, in order. `live`: wake for every token, not only for the end. `over` is called once, when all is finished or
-        an error ended it."""
+        """`tracks` are those of all their answers, in order. `live`: wake for every token, not only for the end.
+        `over` is called once, when all is finished or an error ended it."""
         self.states, self.tracks = list(states), list(tracks)
         self.error: ApiError | None = None  # why it ended early; its answers are worth nothing then
         self._live = live

@@ -43,6 +43,7 @@ class EngineProcess:
         # A group of its own: Ctrl-C in a terminal reaches us alone, and we end it when its requests are done.
         self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, process_group=0)
         self._dead: str | None = None
+        self._ended = asyncio.Event()
         self._next: asyncio.Future[Any] | None = None  # what `receive` waits for
 
     @property
@@ -51,7 +52,6 @@ class EngineProcess:
 
     async def ready(self) -> EngineInfo:
         """Send the settings and wait until the engine is built. Raises ConfigError, ModelError or EngineDead."""
-        self._ended = asyncio.Event()
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._watch, args=(loop,), daemon=True, name="engine-watch").start()
         self.send(self._start)
@@ -80,9 +80,8 @@ class EngineProcess:
     def send(self, message: msg.ToEngine) -> None:
         """Queue a message. It is lost without a word when the engine dies; `receive` says so."""
         if self._dead is None:
-            self._socket.send(
-                msg.encode(message)
-            )  # pyzmq keeps the order, and the future that we do not need
+            # pyzmq keeps the order, and the future that we do not need
+            self._socket.send(msg.encode(message))
 
     async def receive(self) -> msg.ToClient:
         """The next message. Raises EngineDead, or the error that the engine ended with."""

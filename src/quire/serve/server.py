@@ -93,18 +93,13 @@ async def _serve(
             return 128 + stop.first.result()
         started.result()
         ready = True
-        forms = Forms(
-            engine.tokenizer,
-            settings.tool_call_parser,
-            settings.reasoning_parser,
-            settings.stream_tool_arguments,
-        )
-        pooling = _pooling(config, settings)
-        server = Server(engine, settings, names, forms, _template(settings), pooling, observers)
+        server = _make_server(engine, names, observers)
         web = _Uvicorn(_options(server, keys))
         serving = asyncio.ensure_future(web.serve(sockets=[sock]))
         while not web.started and not serving.done():
             await asyncio.sleep(0.001)
+        if serving.done():
+            serving.result()  # raises what kept it from starting
         gc.collect()
         gc.freeze()  # what exists now lives as long as the server
         _announce(engine, settings, keys, sock, time.perf_counter() - began_s)
@@ -120,6 +115,19 @@ async def _serve(
         return code
     finally:
         await engine.close(kill=stop.second.done() or not ready)
+
+
+def _make_server(engine: AsyncEngine, names: list[str], observers: list[Observer]) -> Server:
+    """Of an engine that is ready. Raises ConfigError."""
+    settings = engine.settings
+    forms = Forms(
+        engine.tokenizer,
+        settings.tool_call_parser,
+        settings.reasoning_parser,
+        settings.stream_tool_arguments,
+    )
+    pooling = _pooling(engine.config, settings)
+    return Server(engine, settings, names, forms, _template(settings), pooling, observers)
 
 
 def _options(server: Server, keys: Keys) -> uvicorn.Config:

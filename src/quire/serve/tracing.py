@@ -7,6 +7,7 @@ vLLM's, which are OpenTelemetry's for generative AI where there are such.
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit, urlunsplit
@@ -21,7 +22,7 @@ from quire.types import ConfigError
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-_FLUSH_MS = 2000
+_FLUSH_S = 2.0  # for what is left when the server ends
 
 
 class Tracing:
@@ -103,7 +104,10 @@ class Tracing:
                 span.end(_ns(end_s + epoch_s))
 
     def close(self) -> None:
-        self._provider.force_flush(_FLUSH_MS)
+        # The library does not keep to a limit while it tries again to reach a collector that is gone.
+        flush = threading.Thread(target=self._provider.force_flush, name="last-spans", daemon=True)
+        flush.start()
+        flush.join(_FLUSH_S)
 
 
 def _ns(seconds: float) -> int:

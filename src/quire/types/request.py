@@ -52,9 +52,5 @@ class Request:
     own_s: float = 0.0  # of these steps, its share since then
 
     @property
-    def arrival_s(self) -> float:
-        return self.timing.arrival_s
-
-    @property
     def known(self) -> int:
         return len(self.tokens)

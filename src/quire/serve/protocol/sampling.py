@@ -65,7 +65,7 @@ class SamplingFields(RequestFields, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
-    # What these ask for is refused unless it is what happens anyway (refused.py).
+    # What these ask for is refused unless it is what happens anyway (REFUSED in serve/sampling.py).
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     logprob_token_ids: Any = None

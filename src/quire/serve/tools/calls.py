@@ -80,6 +80,7 @@ class CallParser(JsonReader):
         try:
             yield from reading
         except Malformed:
+            self._calls -= sum(isinstance(event, ToolCall) for event in self._held)  # nobody was told of them
             self._content("".join(self._record or ()))
             return False
         finally:

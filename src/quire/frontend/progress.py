@@ -1,0 +1,35 @@
+"""A bar over prompts, with tokens per second in and out of those that are finished."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from quire.frontend.output import RequestState
+
+
+class Progress:
+    def __init__(self, count: int, shown: bool) -> None:
+        """Over `count` prompts; nothing at all unless `shown`."""
+        self._bar: Any = None
+        if shown:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=count, desc="Generating", unit="prompt", dynamic_ncols=True)
+        self._tokens_in = self._tokens_out = 0
+
+    def update(self, changed: Sequence[RequestState]) -> None:
+        """Take in what ended among the requests that changed."""
+        done = [state for state in changed if state.finished]
+        if self._bar is None or not done:
+            return
+        self._tokens_in += sum(len(state.prompt_token_ids) for state in done)
+        self._tokens_out += sum(len(answer.token_ids) for state in done for answer in state.answers)
+        elapsed_s = self._bar.format_dict["elapsed"] or 1e-9
+        text = f"in {self._tokens_in / elapsed_s:.0f} tok/s, out {self._tokens_out / elapsed_s:.0f} tok/s"
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(len(done))
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()

@@ -191,6 +191,9 @@ def test_keys(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError):
             load_keys([], "", str(file))
+    for flags in ([""], ["fine", " "]):  # as --api-key "$UNSET" gives it
+        with pytest.raises(ConfigError, match="api_key is empty"):
+            load_keys(flags, "", None)
     assert (
         bearer("Bearer  abc ", None) == "abc"
         and bearer("Basic abc", "x") == "x"

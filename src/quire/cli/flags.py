@@ -123,11 +123,11 @@ def _options(hint: Any) -> dict[str, Any]:
         return {"type": json.loads, "metavar": "JSON"}
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
-    parse: Callable[[str], Any] = _integer if hint is int else hint
+    parse: Callable[[str], Any] = integer if hint is int else hint
     return {"type": parse, "metavar": hint.__name__.upper()}
 
 
-def _integer(text: str) -> int:
+def integer(text: str) -> int:
     """An integer; k, m and g mean thousands of 1024: `--max-model-len 32k`, `--kv-cache-memory 8g`."""
     suffix = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}.get(text[-1:].lower())
     try:

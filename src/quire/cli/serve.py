@@ -9,10 +9,11 @@ from quire.cli.config_file import read_config
 from quire.cli.flags import add_flags, given
 from quire.config import EngineConfig
 from quire.serve.auth import load_keys
-from quire.serve.listen import bind
+from quire.serve.listen import bind, check_tls
 from quire.serve.process import EngineProcess
 from quire.serve.settings import ServeConfig
 from quire.serve.stop import Stop
+from quire.types import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,12 +34,15 @@ def run(args: argparse.Namespace) -> int:
     settings |= given(args, ServeConfig)
     config |= given(args, EngineConfig)
     if args.model_name is not None:
+        if config.get("model", args.model_name) != args.model_name and "model" in given(args, EngineConfig):
+            raise ConfigError(f"two models are named, {args.model_name} and --model {config['model']}")
         config["model"] = args.model_name
     return _start(EngineConfig(**config), ServeConfig(**settings))
 
 
 def _start(config: EngineConfig, settings: ServeConfig) -> int:
     keys = load_keys(settings.api_key, os.environ.get("QUIRE_API_KEY", ""), settings.api_key_file)
+    check_tls(settings)
     sock = bind(settings)
     stop = Stop()
     # The engine process imports torch while this one imports what HTTP needs.

@@ -1,8 +1,10 @@
-"""The port, taken before anything else: one in use is known before a model is loaded."""
+"""The port and the TLS files, before anything else: what is wrong with them is known before a model is loaded."""
 
 from __future__ import annotations
 
+import errno
 import socket
+import ssl
 
 from quire.serve.settings import ServeConfig
 from quire.types import ConfigError
@@ -17,7 +19,21 @@ def bind(settings: ServeConfig) -> socket.socket:
         sock.bind((settings.host, settings.port))
     except OSError as error:
         sock.close()
+        flag = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
         raise ConfigError(
-            f"cannot listen on {settings.host}:{settings.port} ({error.strerror or error}); choose another --port"
+            f"cannot listen on {settings.host}:{settings.port} ({error.strerror or error}); choose another {flag}"
         ) from None
     return sock
+
+
+def check_tls(settings: ServeConfig) -> None:
+    """Raises ConfigError for a certificate and a key that cannot be used."""
+    if settings.ssl_certfile is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+    except OSError as error:  # ssl's own errors are OSErrors, too
+        raise ConfigError(
+            f"TLS with ssl_certfile {settings.ssl_certfile} and ssl_keyfile {settings.ssl_keyfile} fails: "
+            f"{error.strerror or error}"
+        ) from None

@@ -73,8 +73,6 @@ def check_fields(request: SamplingFields) -> None:
         raise bad_request("stream_options needs stream to be true", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise bad_request("prompt_logprobs cannot be streamed: set stream to false", "prompt_logprobs")
-    if request.n is not None and not 1 <= request.n <= MAX_CHOICES:
-        raise bad_request(f"n must be between 1 and {MAX_CHOICES}, got {request.n}", "n")
     check_request(request)
     _check_words(request)
 

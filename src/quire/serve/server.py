@@ -23,6 +23,7 @@ from quire import __version__
 from quire.config import EngineConfig
 from quire.frontend.generation_config import default_pooling
 from quire.frontend.location import locate_model
+from quire.frontend.sandbox import compile_template
 from quire.serve.app import build_app
 from quire.serve.auth import Keys
 from quire.serve.context import Server
@@ -36,7 +37,7 @@ from quire.serve.say import STDERR
 from quire.serve.settings import ServeConfig
 from quire.serve.stop import Stop
 from quire.serve.writes import gathering_protocol
-from quire.types import ConfigError
+from quire.types import ConfigError, RequestError
 
 log = logging.getLogger("quire.serve")
 _LAST_ANSWERS_S = 1.0  # from the engine's death to the end: open requests and health checks get their answer
@@ -81,6 +82,7 @@ async def _serve(
     set_up(settings)
     names = settings.served_model_name or [config.model]
     observers = _observers(settings, names[0])
+    template = _template(settings)
     engine = AsyncEngine(config, settings, process, keys.total_weight)
     stop.attach()
     ready = False
@@ -100,7 +102,7 @@ async def _serve(
             settings.stream_tool_arguments,
         )
         pooling = _pooling(config, settings)
-        server = Server(engine, settings, names, forms, _template(settings), pooling, observers)
+        server = Server(engine, settings, names, forms, template, pooling, observers)
         web = _Uvicorn(_options(server, keys))
         serving = asyncio.ensure_future(web.serve(sockets=[sock]))
         while not web.started and not serving.done():
@@ -185,12 +187,16 @@ async def _drain(server: Server, stop: Stop, died: asyncio.Future[Any]) -> None:
 def _template(settings: ServeConfig) -> str | None:
     """The chat template of the settings, which may be a file."""
     given = settings.chat_template
-    if given is None or "{" in given:
-        return given
     try:
-        return Path(given).read_text(encoding="utf-8")
+        if given is not None and "{" not in given:
+            given = Path(given).read_text(encoding="utf-8")
+        if given is not None:
+            compile_template(given)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the chat template {given} cannot be read: {error}") from None
+    except RequestError as error:
+        raise ConfigError(f"chat_template: {error}") from None
+    return given
 
 
 def _pooling(config: EngineConfig, settings: ServeConfig) -> str:

@@ -9,6 +9,8 @@ import ssl
 from quire.serve.settings import ServeConfig
 from quire.types import ConfigError
 
+_BACKLOG = 2048  # as uvicorn, which asks for it again
+
 
 def bind(settings: ServeConfig) -> socket.socket:
     """A socket that is bound but does not listen yet. Raises ConfigError when that cannot be."""
@@ -19,11 +21,24 @@ def bind(settings: ServeConfig) -> socket.socket:
         sock.bind((settings.host, settings.port))
     except OSError as error:
         sock.close()
-        flag = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
-        raise ConfigError(
-            f"cannot listen on {settings.host}:{settings.port} ({error.strerror or error}); choose another {flag}"
-        ) from None
+        raise _cannot_listen(settings, error) from None
     return sock
+
+
+def listen(sock: socket.socket, settings: ServeConfig) -> None:
+    """From now on clients can connect. Raises ConfigError if another process that had bound the same port, which
+    is possible while nobody listens, was first."""
+    try:
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        raise _cannot_listen(settings, error) from None
+
+
+def _cannot_listen(settings: ServeConfig, error: OSError) -> ConfigError:
+    flag = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--host"
+    return ConfigError(
+        f"cannot listen on {settings.host}:{settings.port} ({error.strerror or error}); choose another {flag}"
+    )
 
 
 def check_tls(settings: ServeConfig) -> None:

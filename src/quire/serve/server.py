@@ -30,6 +30,7 @@ from quire.serve.context import Server
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
 from quire.serve.form import Forms
+from quire.serve.listen import listen
 from quire.serve.logs import set_up, tell, write_stats
 from quire.serve.observer import Observer, RequestLog
 from quire.serve.process import EngineProcess
@@ -104,6 +105,7 @@ async def _serve(
         pooling = _pooling(config, settings)
         server = Server(engine, settings, names, forms, template, pooling, observers)
         web = _Uvicorn(_options(server, keys))
+        listen(sock, settings)
         serving = asyncio.ensure_future(web.serve(sockets=[sock]))
         while not web.started and not serving.done():
             await asyncio.sleep(0.001)

@@ -138,6 +138,8 @@ def test_keys(tmp_path: Path) -> None:
             assert answer.headers["x-request-id"]
         for path in ("/stats", "/v1/models", "/version", "/nowhere"):
             assert server.http.get(path).status_code == 401
+        anthropic = server.http.get("/v1/models", headers={"anthropic-version": "2023-06-01"})
+        assert anthropic.status_code == 401 and anthropic.json()["type"] == "error"
         for path in ("/health", "/healthz", "/ping"):
             assert server.http.get(path).status_code == 200
         assert "from-" not in server.output

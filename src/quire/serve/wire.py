@@ -159,7 +159,8 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:
-    """In the shape of the API that the path belongs to."""
-    anthropic = scope["path"].startswith("/v1/messages")
+    """In the shape of the API that the path belongs to; of one that both have, in that of the client."""
+    known = any(name == b"anthropic-version" for name, _ in scope["headers"])
+    anthropic = known or scope["path"].startswith("/v1/messages")
     body = messages_error(error, scope["request_id"]) if anthropic else error.body()
     return json_response(body, error.status, error.headers)

@@ -27,6 +27,12 @@ WAYS = [
         "top_logprobs",
         "top_logprobs must be at most 20",
     ),
+    (
+        CHAT,
+        {**chat("Hi"), "prompt_logprobs": -1},
+        "prompt_logprobs",
+        "at most 20 (max_logprobs), got -1, which is all",
+    ),
     (TEXT, {"prompt": "word " * 3000}, "prompt", "prompt has"),
     (TEXT, {"prompt": "a", "guided_json": SCHEMA}, "guided_json", "guided_json: json schema: the keyword"),
     (

@@ -1,7 +1,8 @@
-"""The YAML file of `quire serve --config`: its values, and what is wrong with others."""
+"""Settings from the outside: the YAML file of `quire serve --config`, and what help says of the flags."""
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from quire.cli.config_file import read_config
+from quire.cli.flags import add_flags
 from quire.config import EngineConfig
 from quire.serve.settings import ServeConfig
 from quire.types import ConfigError
@@ -60,3 +62,20 @@ def test_values_of_a_config_file_are_those_of_the_flags(tmp_path: Path) -> None:
 def test_mistakes_in_a_config_file(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         config_of(tmp_path, text)
+
+
+def test_help_says_the_defaults() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, "server", ServeConfig)
+    add_flags(parser, "engine", EngineConfig)
+    text = " ".join(parser.format_help().split())
+    for said in (
+        "0 takes a free one and prints it (default: 8000)",
+        "(default: 127.0.0.1)",
+        "live view at / (default: on)",
+        "--dtype {auto,float32,bfloat16,float16} number format of weights and activations; auto follows the checkpoint "
+        "(default: auto)",
+    ):
+        assert said in text
+    assert "default: None" not in text and "default: <" not in text and "default: off" not in text
+    assert all(line.count("(default") <= 1 for line in re.split(r" (?=--)", text))

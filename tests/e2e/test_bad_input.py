@@ -143,10 +143,13 @@ def test_bad_flags_say_which(capsys, folder: Path) -> None:
     for args, text in (
         (["--kv-layout", "woven"], "invalid choice: 'woven'"),
         (["--max-num-seqs", "many"], "must be an integer, got 'many'"),
-        (["--no-such-flag"], "--no-such-flag"),
+        (["--no-such-flag"], "--no-such-flag\n`quire generate --help` lists the flags"),
+        (["--gpu-memory-utilization", "0.5"], "did you mean --memory-utilization?"),
+        (["--enable-prefix-caching"], "did you mean --prefix-caching?"),
+        (["--dtipe=auto"], "did you mean --dtype?"),
     ):
         code, err = run(capsys, *generate(folder, "x", *args))
-        assert code == 2 and text in err and "Traceback" not in err
+        assert code == 2 and text in err and "Traceback" not in err and len(err.splitlines()) == 2
 
 
 def interruptible(command: list[str]) -> subprocess.Popen[str]:

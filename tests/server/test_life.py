@@ -97,6 +97,24 @@ def test_what_keeps_a_server_from_starting(tmp_path: Path) -> None:
         assert "Traceback" not in text
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--ssl-certfile", "no.pem", "--ssl-keyfile", "no.key"),
+            "no.pem and ssl_keyfile no.key fails: No such",
+        ),
+        (("--chat-template", "{{ oops("), "chat_template: the chat template is not valid Jinja (line 1)"),
+        (("--host", "256.0.0.1"), "choose another --host"),
+        (("--model", "demo-draft"), "two models are named, demo and --model demo-draft"),
+        (("--api-key", ""), "api_key is empty"),
+    ],
+)
+def test_settings_that_are_wrong_in_themselves(flags: tuple[str, ...], message: str) -> None:
+    found = quire("serve", "demo", "--dry-run", "--port", "0", *flags)
+    assert found.returncode == 2 and message in found.stderr and "Traceback" not in found.stderr
+
+
 def test_config_file_and_flags(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
@@ -142,6 +160,8 @@ def test_keys(tmp_path: Path) -> None:
             assert answer.headers["x-request-id"]
         for path in ("/stats", "/v1/models", "/version", "/nowhere"):
             assert server.http.get(path).status_code == 401
+        anthropic = server.http.get("/v1/models", headers={"anthropic-version": "2023-06-01"})
+        assert anthropic.status_code == 401 and anthropic.json()["type"] == "error"
         for path in ("/health", "/healthz", "/ping"):
             assert server.http.get(path).status_code == 200
         assert "from-" not in server.output

@@ -18,8 +18,10 @@ from quire.serve.auth import ANYONE, Client, Keys, bearer, load_keys
 from quire.serve.choice import ChatChoiceBuilder
 from quire.serve.errors import ApiError
 from quire.serve.length import check_length
+from quire.serve.listen import bind, listen
 from quire.serve.parser import Arguments, Content, Event, PlainText, Reasoning, TextParser, ToolCall
 from quire.serve.protocol.chat import ChatRequest
+from quire.serve.settings import ServeConfig
 from quire.serve.structured import structured_outputs
 from quire.serve.wire import decode_object, encode, parse
 from quire.types import CompletionOutput, ConfigError, Load, RequestError, StructuredOutputsParams
@@ -175,6 +177,18 @@ def test_tokens_that_wait_are_limited_but_one_request_always_fits() -> None:
     gate.prepared(1)
 
 
+# -------------------------------------------------------------------------------------------- port
+
+
+def test_two_servers_that_start_at_once_do_not_both_listen() -> None:
+    with bind(ServeConfig(port=0)) as first:
+        settings = ServeConfig(port=first.getsockname()[1])
+        with bind(settings) as second:  # nobody listens yet
+            listen(first, settings)
+            with pytest.raises(ConfigError, match="choose another --port"):
+                listen(second, settings)
+
+
 # -------------------------------------------------------------------------------------------- keys
 
 
@@ -191,6 +205,9 @@ def test_keys(tmp_path: Path) -> None:
         file.write_text(text)
         with pytest.raises(ConfigError):
             load_keys([], "", str(file))
+    for flags in ([""], ["fine", " "]):  # as --api-key "$UNSET" gives it
+        with pytest.raises(ConfigError, match="api_key is empty"):
+            load_keys(flags, "", None)
     assert (
         bearer("Bearer  abc ", None) == "abc"
         and bearer("Basic abc", "x") == "x"

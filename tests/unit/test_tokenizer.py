@@ -367,6 +367,9 @@ def test_generation_defaults(tmp_path: Path) -> None:
     }
     (tmp_path / "generation_config.json").write_text(json.dumps(config))
     assert load_generation_defaults(tmp_path) == {"temperature": 0.6, "top_k": 20, "max_tokens": 99}
+    (tmp_path / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(ModelError, match=r"generation_config\.json: temperature must be a number, got 'hot'"):
+        load_generation_defaults(tmp_path)
 
 
 @needs_data

@@ -10,7 +10,7 @@ import argparse
 import json
 import types
 from collections.abc import Callable, Collection
-from dataclasses import fields
+from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -53,8 +53,17 @@ def add_flags(parser: argparse.ArgumentParser, title: str, cls: type, skip: Coll
         names = [f"--{flag.replace('_', '-')}"]
         if "_" in flag:
             names.append(f"--{flag}")
-        help = f.metadata.get("help") or _SAMPLING_HELP.get(f.name, "")
+        help = _with_default(f) if "help" in f.metadata else _SAMPLING_HELP.get(f.name, "")
         group.add_argument(*names, dest=flag, default=argparse.SUPPRESS, help=help, **_options(hints[f.name]))
+
+
+def _with_default(f: Field[Any]) -> str:
+    """The help of a setting. Off, none and zero go without saying; some helps say more."""
+    text: str = f.metadata["help"]
+    if f.default in (MISSING, None, False) or "default" in text:
+        return text
+    default = "on" if f.default is True else f.default
+    return f"{text} (default: {default})"
 
 
 def add_structured_flags(parser: argparse.ArgumentParser) -> None:
@@ -123,11 +132,11 @@ def _options(hint: Any) -> dict[str, Any]:
         return {"type": json.loads, "metavar": "JSON"}
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
-    parse: Callable[[str], Any] = _integer if hint is int else hint
+    parse: Callable[[str], Any] = integer if hint is int else hint
     return {"type": parse, "metavar": hint.__name__.upper()}
 
 
-def _integer(text: str) -> int:
+def integer(text: str) -> int:
     """An integer; k, m and g mean thousands of 1024: `--max-model-len 32k`, `--kv-cache-memory 8g`."""
     suffix = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}.get(text[-1:].lower())
     try:

@@ -10,6 +10,7 @@ import importlib
 import logging
 import os
 import sys
+from typing import NoReturn
 
 from quire import __version__
 from quire.cli.interrupt import INTERRUPTED, interruptible
@@ -32,6 +33,21 @@ _EPILOG = """examples:
 `quire COMMAND --help` lists the flags of a command."""
 
 
+class _CommandParser(argparse.ArgumentParser):
+    """Says what is wrong and which flag may be meant; not the usage, which of a hundred flags is a page."""
+
+    def error(self, message: str) -> NoReturn:
+        import difflib
+
+        flags = [flag for action in self._actions for flag in action.option_strings]
+        unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split()[0]
+        if not unknown.startswith("--no-"):
+            flags = [flag for flag in flags if not flag.startswith("--no-")]  # the opposite is close, too
+        near = difflib.get_close_matches(unknown, flags, 1, 0.8) if unknown.startswith("--") else []
+        hint = f"; did you mean {near[0]}?" if near else ""
+        self.exit(2, f"{self.prog}: error: {message}{hint}\n`{self.prog} --help` lists the flags\n")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 fine, 1 an error, 2 bad usage, 130 interrupted."""
     with interruptible(last=argv is None):
@@ -47,7 +63,7 @@ def _main(argv: list[str]) -> int:
     try:
         _set_up_logging(os.environ.get("QUIRE_LOG_LEVEL", "warning"))
         command = importlib.import_module(f"quire.cli.{argv[0]}")
-        sub = argparse.ArgumentParser(prog=f"quire {argv[0]}", description=COMMANDS[argv[0]])
+        sub = _CommandParser(prog=f"quire {argv[0]}", description=COMMANDS[argv[0]])
         command.add_arguments(sub)
         return command.run(sub.parse_args(argv[1:]))
     except ConfigError as error:

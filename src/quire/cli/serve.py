@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import fields
-from pathlib import Path
-from typing import Any
 
+from quire.cli.config_file import read_config
 from quire.cli.flags import add_flags, given
 from quire.config import EngineConfig
 from quire.serve.auth import load_keys
@@ -31,10 +29,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    settings, config = _read(args.config) if args.config is not None else ({}, {})
+    classes = (ServeConfig, EngineConfig)
+    settings, config = read_config(args.config, classes) if args.config is not None else ({}, {})
     settings |= given(args, ServeConfig)
     config |= given(args, EngineConfig)
     if args.model_name is not None:
+        if config.get("model", args.model_name) != args.model_name and "model" in given(args, EngineConfig):
+            raise ConfigError(f"two models are named, {args.model_name} and --model {config['model']}")
         config["model"] = args.model_name
     return _start(EngineConfig(**config), ServeConfig(**settings))
 
@@ -52,24 +53,3 @@ def _start(config: EngineConfig, settings: ServeConfig) -> int:
         return run(config, settings, keys, process, sock, stop)
     finally:
         process.kill()
-
-
-def _read(file: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings of the server and of the engine in a YAML file whose keys are flags."""
-    import yaml
-
-    try:
-        found = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"the config file {file} cannot be read: {error}") from None
-    if not isinstance(found, dict):
-        raise ConfigError(f"the config file {file} must hold flags and their values, such as `port: 8000`")
-    settings: dict[str, Any] = {}
-    config: dict[str, Any] = {}
-    names = {f.name: settings for f in fields(ServeConfig)} | {f.name: config for f in fields(EngineConfig)}
-    for key, value in found.items():
-        name = str(key).replace("-", "_")
-        if name not in names:
-            raise ConfigError(f"the config file {file} has {key!r}, which is no flag of quire serve")
-        names[name][name] = value
-    return settings, config

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from quire.types import ModelError, Pooling
+from quire.types import ModelError, Pooling, RequestError, SamplingParams
 
 _NAMES = {
     "temperature": "temperature",
@@ -33,14 +33,21 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def load_generation_defaults(folder: Path) -> dict[str, Any]:
-    """The model's own sampling defaults by SamplingParams name; empty for a model that has none.
+    """The model's own sampling defaults by SamplingParams name; empty for a model that has none. Raises ModelError
+    for values that no request could be served with.
 
     `do_sample: false` is not read as temperature 0: published configs leave it at its default by accident.
     """
     if not folder.is_dir():
         return {}
-    config = read_json(folder / "generation_config.json")
-    return {ours: config[theirs] for theirs, ours in _NAMES.items() if config.get(theirs) is not None}
+    file = folder / "generation_config.json"
+    config = read_json(file)
+    found = {ours: config[theirs] for theirs, ours in _NAMES.items() if config.get(theirs) is not None}
+    try:
+        SamplingParams(**found)
+    except RequestError as error:
+        raise ModelError(f"{file}: {error}") from None
+    return found
 
 
 def load_eos_ids(folder: Path) -> list[int]:

@@ -17,7 +17,7 @@ from quire.serve.chat import chat_completions
 from quire.serve.completions import completions
 from quire.serve.context import Server
 from quire.serve.embeddings import embeddings
-from quire.serve.errors import ApiError, as_api_error
+from quire.serve.errors import ApiError, as_api_error, with_field
 from quire.serve.generate import generate
 from quire.serve.live import live_events
 from quire.serve.messages.routes import count_tokens, messages
@@ -87,7 +87,10 @@ def build_app(server: Server, keys: Keys) -> ASGIApp:
 
 
 async def _error(request: Request, error: Exception) -> Response:
-    return error_response(as_api_error(error, _FIELDS), request.scope)
+    found = as_api_error(error, _FIELDS)
+    if found.status == 400:
+        found = with_field(found, request.scope.get("asked"))
+    return error_response(found, request.scope)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

@@ -53,6 +53,8 @@ class Keys:
 def load_keys(flags: Sequence[str], environment: str, file: str | None) -> Keys:
     """Keys from flags, from a comma-separated variable and from a file (`KEY [weight=2] [name=team]` lines)."""
     keys: dict[str, Client] = {}
+    if not all(key.strip() for key in flags):
+        raise ConfigError("api_key is empty: the server would be open to everybody")
     for key in [*flags, *environment.split(",")]:
         if key.strip():
             keys[key.strip()] = Client(f"key-{len(keys)}")

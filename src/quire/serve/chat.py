@@ -58,7 +58,7 @@ async def begin(request: Request, chat: ChatRequest, warnings: list[str]) -> Tur
     server = server_of(request)
     model = server.check_model(chat.model)
     check_fields(chat)
-    _check_chat(chat)
+    _check_chat(chat, server.settings.max_logprobs)
     use = tool_use(chat)
     params = _params(server, chat)
     client = client_of(request)
@@ -78,6 +78,7 @@ async def begin(request: Request, chat: ChatRequest, warnings: list[str]) -> Tur
                 chat.cache_salt or "",
                 bool(chat.add_special_tokens),
                 keep_last(server, chat.truncate_prompt_tokens),
+                bool(chat.return_prompt_text),
             )
         ]
 
@@ -97,11 +98,16 @@ def keep_last(server: Server, given: int | None) -> int | None:
     return server.engine.info.max_model_len - 1 if given == -1 else given
 
 
-def _check_chat(chat: ChatRequest) -> None:
+def _check_chat(chat: ChatRequest, max_logprobs: int) -> None:
     if chat.top_logprobs and not chat.logprobs:
         raise bad_request("top_logprobs needs logprobs to be true", "top_logprobs")
     if chat.top_logprobs is not None and chat.top_logprobs < 0:
         raise bad_request(f"top_logprobs must be at least 0, got {chat.top_logprobs}", "top_logprobs")
+    if 0 <= max_logprobs < (chat.top_logprobs or 0):
+        raise bad_request(
+            f"top_logprobs must be at most {max_logprobs} (max_logprobs), got {chat.top_logprobs}",
+            "top_logprobs",
+        )
 
 
 def _params(server: Server, chat: ChatRequest) -> SamplingParams:

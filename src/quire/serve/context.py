@@ -17,6 +17,9 @@ from quire.serve.errors import ApiError
 from quire.serve.form import Forms
 from quire.serve.live_view import LiveView
 from quire.serve.observer import HttpCounts, Observer
+from quire.serve.protocol.messages import CountTokensRequest
+from quire.serve.protocol.other import GenerateRequest
+from quire.serve.protocol.responses import ResponsesRequest
 from quire.serve.protocol.sampling import RequestFields
 from quire.serve.responses.store import ResponseStore
 from quire.serve.settings import ServeConfig
@@ -24,6 +27,12 @@ from quire.serve.wire import parse, read_json
 
 T = TypeVar("T", bound=msgspec.Struct)
 _NO_EFFECT = ("stream_interval", "verbosity", "vllm_xargs")
+_OF_CHOICES = ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
+_WITHOUT_CHOICES = (
+    CountTokensRequest,
+    GenerateRequest,
+    ResponsesRequest,
+)  # their answers have no place for those
 
 
 @dataclass(slots=True)
@@ -70,9 +79,13 @@ async def read_request(request: Request, cls: type[T]) -> tuple[T, list[str]]:
     settings = server_of(request).settings
     body = await read_json(request, settings.max_body_bytes)
     found, warnings = parse(body, cls, settings.strict)
+    request.scope["asked"] = found  # for errors that are found where the fields have other names
     for name in _NO_EFFECT:
         if getattr(found, name, None) not in (None, 1):
             warnings.append(f"{name} has no effect in Quire")
+    if isinstance(found, _WITHOUT_CHOICES):
+        given = [name for name in _OF_CHOICES if getattr(found, name) not in (None, False)]
+        warnings += [f"{name} has no effect here: use /v1/chat/completions" for name in given]
     policy = server_of(request).engine.config.scheduling_policy
     if isinstance(found, RequestFields) and found.priority and policy != "priority":
         warnings.append("priority has no effect: the server runs without --scheduling-policy priority")

@@ -39,6 +39,30 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
 
+# Fields that mean the same on different routes, and what errors about them begin with.
+_PROMPTS = ("messages", "input", "prompt")
+_CONSTRAINTS = (
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format",
+    "text", "output_config", "output_format", "tools",
+)  # fmt: skip
+_CONSTRAINT_WORDS = ("json", "regex", "choice", "grammar")
+
+
+def with_field(error: ApiError, asked: object) -> ApiError:
+    """`error`, naming that field of the request `asked` by which the prompt or the structured output came."""
+    message, param = error.message, error.param
+    if message.startswith("prompt "):
+        param = next((name for name in _PROMPTS if hasattr(asked, name)), param)
+        message = message.replace("prompt", "input", 1) if param == "input" else message
+    elif message.startswith("the chat template") and param is None:
+        param = "chat_template" if getattr(asked, "chat_template", None) else "messages"
+    elif message.startswith(_CONSTRAINT_WORDS) and param is None:
+        given = [name for name in _CONSTRAINTS if getattr(asked, name, None)]
+        if len(given) == 1:
+            param, message = given[0], f"{given[0]}: {message}"
+    return ApiError(error.status, message, param, error.code, error.headers)
+
+
 _MESSAGES_TYPES = {413: "request_too_large", 429: "rate_limit_error", 499: "invalid_request_error"}
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from quire.serve.errors import bad_request
 from quire.serve.protocol.sampling import RequestFields, SamplingFields
 from quire.serve.structured import structured_outputs
-from quire.types import SamplingParams
+from quire.types import MAX_LOGPROBS, SamplingParams
 
 _SAME_NAME = (
     "n",
@@ -73,8 +73,6 @@ def check_fields(request: SamplingFields) -> None:
         raise bad_request("stream_options needs stream to be true", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
         raise bad_request("prompt_logprobs cannot be streamed: set stream to false", "prompt_logprobs")
-    if request.n is not None and not 1 <= request.n <= MAX_CHOICES:
-        raise bad_request(f"n must be between 1 and {MAX_CHOICES}, got {request.n}", "n")
     check_request(request)
     _check_words(request)
 
@@ -131,9 +129,11 @@ def sampling_params(
     prompt_logprobs = request.prompt_logprobs
     if prompt_logprobs == -1:
         prompt_logprobs = vocab_size
+    most = MAX_LOGPROBS if max_logprobs < 0 else max_logprobs
     for name, value in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
-        if value is not None and max_logprobs >= 0 and value > max_logprobs:
-            raise bad_request(f"{name} must be at most {max_logprobs} (max_logprobs), got {value}", name)
+        if value is not None and value > most:
+            given_as = f"-1, which is all {value}" if getattr(request, name, None) == -1 else value
+            raise bad_request(f"{name} must be at most {most} (max_logprobs), got {given_as}", name)
     for name in ("stop_token_ids", "allowed_token_ids"):
         if len(given.get(name, ())) > vocab_size:
             raise bad_request(f"{name} must not hold more ids than the vocabulary ({vocab_size})", name)

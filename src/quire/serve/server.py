@@ -23,12 +23,14 @@ from quire import __version__
 from quire.config import EngineConfig
 from quire.frontend.generation_config import default_pooling
 from quire.frontend.location import locate_model
+from quire.frontend.sandbox import compile_template
 from quire.serve.app import build_app
 from quire.serve.auth import Keys
 from quire.serve.context import Server
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
 from quire.serve.form import Forms
+from quire.serve.listen import listen
 from quire.serve.logs import set_up, tell, write_stats
 from quire.serve.observer import Observer, RequestLog
 from quire.serve.process import EngineProcess
@@ -36,7 +38,7 @@ from quire.serve.say import STDERR
 from quire.serve.settings import ServeConfig
 from quire.serve.stop import Stop
 from quire.serve.writes import gathering_protocol
-from quire.types import ConfigError
+from quire.types import ConfigError, RequestError
 
 log = logging.getLogger("quire.serve")
 _LAST_ANSWERS_S = 1.0  # from the engine's death to the end: open requests and health checks get their answer
@@ -81,6 +83,7 @@ async def _serve(
     set_up(settings)
     names = settings.served_model_name or [config.model]
     observers = _observers(settings, names[0])
+    template = _template(settings)
     engine = AsyncEngine(config, settings, process, keys.total_weight)
     stop.attach()
     ready = False
@@ -93,8 +96,9 @@ async def _serve(
             return 128 + stop.first.result()
         started.result()
         ready = True
-        server = _make_server(engine, names, observers)
+        server = _make_server(engine, names, template, observers)
         web = _Uvicorn(_options(server, keys))
+        listen(sock, settings)
         serving = asyncio.ensure_future(web.serve(sockets=[sock]))
         while not web.started and not serving.done():
             await asyncio.sleep(0.001)
@@ -117,7 +121,9 @@ async def _serve(
         await engine.close(kill=stop.second.done() or not ready)
 
 
-def _make_server(engine: AsyncEngine, names: list[str], observers: list[Observer]) -> Server:
+def _make_server(
+    engine: AsyncEngine, names: list[str], template: str | None, observers: list[Observer]
+) -> Server:
     """Of an engine that is ready. Raises ConfigError."""
     settings = engine.settings
     forms = Forms(
@@ -127,7 +133,7 @@ def _make_server(engine: AsyncEngine, names: list[str], observers: list[Observer
         settings.stream_tool_arguments,
     )
     pooling = _pooling(engine.config, settings)
-    return Server(engine, settings, names, forms, _template(settings), pooling, observers)
+    return Server(engine, settings, names, forms, template, pooling, observers)
 
 
 def _options(server: Server, keys: Keys) -> uvicorn.Config:
@@ -193,12 +199,16 @@ async def _drain(server: Server, stop: Stop, died: asyncio.Future[Any]) -> None:
 def _template(settings: ServeConfig) -> str | None:
     """The chat template of the settings, which may be a file."""
     given = settings.chat_template
-    if given is None or "{" in given:
-        return given
     try:
-        return Path(given).read_text(encoding="utf-8")
+        if given is not None and "{" not in given:
+            given = Path(given).read_text(encoding="utf-8")
+        if given is not None:
+            compile_template(given)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the chat template {given} cannot be read: {error}") from None
+    except RequestError as error:
+        raise ConfigError(f"chat_template: {error}") from None
+    return given
 
 
 def _pooling(config: EngineConfig, settings: ServeConfig) -> str:

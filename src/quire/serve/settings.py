@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from quire.types import ConfigError
+from quire.types import MAX_LOGPROBS, ConfigError
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -54,7 +54,9 @@ class ServeConfig:
     )
     max_stored_bytes: int = _setting(256 << 20, "bytes that kept responses may take together")
     receipts: bool = _setting(False, "send a latency receipt with every answer, asked for or not")
-    max_logprobs: int = _setting(20, "most alternatives per token that a request may ask for; -1: no limit")
+    max_logprobs: int = _setting(
+        20, f"most alternatives per token that a request may ask for; -1: {MAX_LOGPROBS}"
+    )
     response_role: str = _setting("assistant", "role of answers in chats")
     chat_template: str | None = _setting(None, "a Jinja chat template, or a file that holds one")
     tool_call_parser: str = _setting(

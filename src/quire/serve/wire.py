@@ -17,6 +17,7 @@ from starlette.responses import Response
 from starlette.types import Scope
 
 from quire.serve.errors import ApiError, bad_request, messages_error
+from quire.serve.protocol.sampling import StreamOptions
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -32,6 +33,7 @@ _KINDS = {
     "null": "null",
 }
 _EXPECTED = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
+_STREAM_OPTIONS = frozenset(StreamOptions.__struct_encode_fields__)
 _MAX_DEPTH = 64
 _STALL_S = 60.0  # between two pieces of a body
 
@@ -98,14 +100,24 @@ def parse(body: dict[str, Any], cls: type[T], strict: bool) -> tuple[T, list[str
     for name in integers & body.keys():
         if isinstance(value := body[name], float) and value.is_integer() and abs(value) < 2**53:
             body[name] = int(value)  # JSON has one kind of number, and some clients write 16 as 16.0
-    unknown = [name for name in body if name not in known]
+    unknown = _unknown(body, known)
     if unknown and strict:
-        raise bad_request(f"unknown field {unknown[0]!r} (the server runs with --strict)", unknown[0])
+        name = unknown[0]
+        raise bad_request(f"unknown field {name!r} (the server runs with --strict)", name.split(".")[0])
     try:
         found = msgspec.convert(body, cls)
     except msgspec.ValidationError as error:
         raise _explained(str(error)) from None
     return found, [f"unknown field {name[:64]!r} was ignored" for name in unknown[:16]]
+
+
+def _unknown(body: dict[str, Any], known: frozenset[str]) -> list[str]:
+    """Fields of a request that nobody reads, those of its stream_options included."""
+    found = [name for name in body if name not in known]
+    options = body.get("stream_options")
+    if "stream_options" in known and isinstance(options, dict):
+        found += [f"stream_options.{name}" for name in options if name not in _STREAM_OPTIONS]
+    return found
 
 
 def field_names(cls: type[msgspec.Struct]) -> frozenset[str]:
@@ -147,7 +159,8 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:
-    """In the shape of the API that the path belongs to."""
-    anthropic = scope["path"].startswith("/v1/messages")
+    """In the shape of the API that the path belongs to; of one that both have, in that of the client."""
+    known = any(name == b"anthropic-version" for name, _ in scope["headers"])
+    anthropic = known or scope["path"].startswith("/v1/messages")
     body = messages_error(error, scope["request_id"]) if anthropic else error.body()
     return json_response(body, error.status, error.headers)

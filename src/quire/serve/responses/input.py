@@ -66,6 +66,9 @@ def _texts_and_thoughts(wanted: ResponsesRequest, chat: ChatRequest) -> list[str
     warnings = []
     if wanted.truncation not in (None, "disabled"):
         warnings.append("truncation has no effect in Quire: a conversation that is too long is refused")
+    for name in wanted.include or ():
+        if name != _LOGPROBS:
+            warnings.append(f"include {name[:64]!r} has no effect in Quire")
     if (wanted.text or {}).get("verbosity"):
         warnings.append("text.verbosity has no effect in Quire")
     return warnings

@@ -1,0 +1,89 @@
+"""Fields are named as the client called them, whatever they became on the way: in errors, and where they do nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from serving import Server, chat, events
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+SCHEMA = {"type": "array", "uniqueItems": True}
+TOOL = {"name": "f", "parameters": {"type": "object", "not": {}}, "strict": True}
+WAYS = [
+    (CHAT, {"messages": [{"role": "user", "content": "word " * 3000}]}, "messages", "prompt has"),
+    (
+        CHAT,
+        {"messages": [{"role": "user", "content": "Hi"}], "chat_template": "{{ oops("},
+        "chat_template",
+        "Jinja",
+    ),
+    ("/v1/responses", {"input": "word " * 3000}, "input", "input has"),
+    ("/v1/embeddings", {"input": ["a", ""]}, "input", "input is empty"),
+    ("/v1/embeddings", {"input": [4096]}, "input", "input token ids must be"),
+    (
+        CHAT,
+        {**chat("Hi"), "logprobs": True, "top_logprobs": 21},
+        "top_logprobs",
+        "top_logprobs must be at most 20",
+    ),
+    (
+        CHAT,
+        {**chat("Hi"), "prompt_logprobs": -1},
+        "prompt_logprobs",
+        "at most 20 (max_logprobs), got -1, which is all",
+    ),
+    (TEXT, {"prompt": "word " * 3000}, "prompt", "prompt has"),
+    (TEXT, {"prompt": "a", "guided_json": SCHEMA}, "guided_json", "guided_json: json schema: the keyword"),
+    (
+        "/v1/responses",
+        {"input": "a", "text": {"format": {"type": "json_schema", "schema": SCHEMA}}},
+        "text",
+        "text: ",
+    ),
+    (CHAT, {**chat("Hi"), "tools": [{"type": "function", "function": TOOL}]}, "tools", "tools: json schema"),
+    (
+        CHAT,
+        {**chat("Hi"), "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+        "response_format",
+        "response_format: json schema: the keyword 'uniqueItems'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "param", "says"), WAYS)
+def test_errors_name_the_field_as_the_client_called_it(
+    dry: Server, path: str, body: dict[str, Any], param: str, says: str
+) -> None:
+    error = dry.post(path, body).json()["error"]
+    assert error["param"] == param and says in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "name"),
+    [
+        ("/v1/responses", {"input": "Hi", "prompt_logprobs": 1}, "prompt_logprobs"),
+        ("/v1/responses", {"input": "Hi", "include": ["everything"]}, "include 'everything'"),
+        ("/v1/messages", {**chat("Hi"), "max_tokens": 3, "return_token_ids": True}, "return_token_ids"),
+        ("/generate", {"prompt": "Hi", "return_tokens_as_token_ids": True}, "return_tokens_as_token_ids"),
+        ("/generate", {"prompt": "Hi", "return_tokens_as_token_ids": False}, None),
+    ],
+)
+def test_fields_without_effect_on_a_route_are_named(
+    dry: Server, path: str, body: dict[str, Any], name: str | None
+) -> None:
+    answer = dry.post(path, body)
+    assert answer.status_code == 200, answer.text
+    found = answer.json().get("warnings", [])
+    assert [warning.startswith(f"{name} has no effect") for warning in found] == ([True] if name else [])
+
+
+def test_unknown_stream_options_are_named(dry: Server) -> None:
+    body = {**chat("Hi"), "stream": True, "stream_options": {"include_useage": True}}
+    first = events(dry.post(CHAT, body))[0]
+    assert first["warnings"] == ["unknown field 'stream_options.include_useage' was ignored"]
+
+
+def test_the_text_of_a_prompt_that_was_cut(dry: Server) -> None:
+    body = {**chat("Hi"), "return_prompt_text": True, "truncate_prompt_tokens": 2}
+    assert dry.post(CHAT, body).json()["prompt_text"] == "assistant\n"

@@ -1,0 +1,81 @@
+"""Settings from the outside: the YAML file of `quire serve --config`, and what help says of the flags."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from quire.cli.config_file import read_config
+from quire.cli.flags import add_flags
+from quire.config import EngineConfig
+from quire.serve.settings import ServeConfig
+from quire.types import ConfigError
+
+
+def config_of(tmp_path: Path, text: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    file = tmp_path / "server.yaml"
+    file.write_text(text)
+    settings, config = read_config(str(file), (ServeConfig, EngineConfig))
+    return settings, config
+
+
+def test_values_of_a_config_file_are_those_of_the_flags(tmp_path: Path) -> None:
+    settings, config = config_of(
+        tmp_path,
+        "port: '80'\napi-key: secret\nserved_model_name: [one, two]\nrequest-timeout: 5\nstrict: on\n"
+        "api-key-file:\nmax-model-len: 1k\ndtype: float32\nprefix-caching: off\nmemory-utilization: 0.5\n",
+    )
+    assert settings == {
+        "port": 80,
+        "api_key": ["secret"],  # one key, not one for each of its letters
+        "served_model_name": ["one", "two"],
+        "request_timeout": 5.0,
+        "strict": True,
+        "api_key_file": None,
+    }
+    assert config == {
+        "max_model_len": 1024, "dtype": "float32", "prefix_caching": False, "memory_utilization": 0.5
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("port: http", "port must be an integer, got 'http'"),
+        ("port:", "port must be an integer, got None"),
+        ("max-waiting: true", "max-waiting must be an integer, got True"),
+        ("max-num-seqs: 4.5", "max-num-seqs must be an integer, got 4.5"),
+        ("strict: 'no'", "strict must be true or false, got 'no'"),
+        ("request-timeout: 5s", "request-timeout must be a number, got '5s'"),
+        ("host: 5", "host must be a text: put it in quotes, got 5"),
+        ("api-key: [a, 0123]", "api-key must be a text: put it in quotes"),
+        ("api-key: {a: b}", "api-key must be a text: put it in quotes"),
+        ("prot: 1", "'prot', which is no flag"),
+        ("- port", "must hold flags and their values"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_mistakes_in_a_config_file(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        config_of(tmp_path, text)
+
+
+def test_help_says_the_defaults() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, "server", ServeConfig)
+    add_flags(parser, "engine", EngineConfig)
+    text = " ".join(parser.format_help().split())
+    for said in (
+        "0 takes a free one and prints it (default: 8000)",
+        "(default: 127.0.0.1)",
+        "live view at / (default: on)",
+        "--dtype {auto,float32,bfloat16,float16} number format of weights and activations; auto follows the checkpoint "
+        "(default: auto)",
+    ):
+        assert said in text
+    assert "default: None" not in text and "default: <" not in text and "default: off" not in text
+    assert all(line.count("(default") <= 1 for line in re.split(r" (?=--)", text))

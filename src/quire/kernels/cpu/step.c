@@ -482,15 +482,6 @@ INLINE void block_of(const Weight *w, int64_t b, const float *x, int rows, vec a
         }
 }
 
-/* Once each: inlined where they are used, they would take the compiler another second. */
-static __attribute__((noinline)) void block_of_halves(const Weight *w, int64_t b, const float *x, int rows, vec acc[8][4]) {
-    block_of(w, b, x, rows, acc, 1);
-}
-
-static __attribute__((noinline)) void block_of_floats(const Weight *w, int64_t b, const float *x, int rows, vec acc[8][4]) {
-    block_of(w, b, x, rows, acc, 0);
-}
-
 INLINE void product_as(Product *j, int half) {
     const Weight *w = j->w;
     int64_t from, to, block = w->vectors * LANES;
@@ -516,8 +507,8 @@ INLINE void product_as(Product *j, int half) {
         for (int64_t row = 0; row < j->rows; row += tile) {
             int rows = MIN(j->rows - row, tile);
             vec y[8][4], up[8][4];
-            (half ? block_of_halves : block_of_floats)(w, b, x + row * w->padded, rows, y);
-            if (w->kind) (half ? block_of_halves : block_of_floats)(w, b + blocks, x + row * w->padded, rows, up);
+            block_of(w, b, x + row * w->padded, rows, y, half);
+            if (w->kind) block_of(w, b + blocks, x + row * w->padded, rows, up, half);
             for (int r = 0; r < rows; r++)
                 for (int v = 0; v < w->vectors; v++) {
                     int64_t first = b * block + v * LANES, n = width - first, place = (row + r) * width + first;

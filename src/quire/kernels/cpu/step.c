@@ -17,7 +17,7 @@ typedef uint16_t halves __attribute__((vector_size(32)));
 typedef float vec8 __attribute__((vector_size(32)));
 typedef float vec4 __attribute__((vector_size(16)));
 
-enum { LANES = 16, AHEAD = 4096 /* bytes: how far before its use memory is asked for */ };
+enum { LANES = 16, AHEAD = 2048 /* bytes: how far before its use memory is asked for */ };
 enum { NONE, SILU, GELU, GELU_TANH, RELU };
 
 #define INLINE static inline __attribute__((always_inline))
@@ -351,57 +351,67 @@ INLINE float soften(float *scores, int64_t n, float cap) {
     return sum_of(total);
 }
 
-/* The query heads of one kv head over the pages of one row; its own key and value go into their page first. */
-INLINE void attend_one(Attend *j, int64_t row, int64_t kv, float *work, int half) {
+/* One row's kv heads [from, to), with their query heads, over its pages; the new key and value go into theirs first. */
+INLINE void attend_heads(Attend *j, int64_t row, int64_t from, int64_t to, float *work, int half) {
     const Heads *h = j->h;
     int64_t dim = h->dim, group = h->heads / h->kv_heads, wide = (dim + LANES - 1) / LANES * LANES;
     int64_t len = j->lens[row], first = h->window && len > h->window ? len - h->window : 0;
     int64_t room = (len - first + LANES - 1) / LANES * LANES, token = h->kv_heads * dim, size = j->block_size;
-    float *q = work + wide, *out = q + group * wide, *scores = out + group * wide;
+    int64_t heads = (to - from) * group;
+    float *totals = work + wide, *q = totals + heads, *out = q + heads * wide, *scores = out + heads * wide;
     const int32_t *pages = j->tables + row * j->table_width;
 
     const void *packed = at(j->qkv, row * (h->heads + 2 * h->kv_heads) * dim, half);
     const void *angle = at(h->table, j->positions[row] * dim, half);
-    memset(q, 0, 2 * group * wide * sizeof(float));
-    for (int64_t g = 0; g < group; g++) {
-        int64_t head = kv * group + g;
-        turn_head(at(packed, head * dim, half), h->norms, head, angle, dim, work, q + g * wide, half, 0);
+    memset(q, 0, 2 * heads * wide * sizeof(float));
+    for (int64_t head = 0; head < heads; head++) {
+        int64_t number = from * group + head;
+        turn_head(at(packed, number * dim, half), h->norms, number, angle, dim, work, q + head * wide, half, 0);
     }
-    int64_t mine = j->slots[row] * token + kv * dim;
-    turn_head(at(packed, (h->heads + kv) * dim, half), h->norms, h->heads + kv, angle, dim, work,
-              (void *)at(j->keys, mine, half), half, half);
-    memcpy((void *)at(j->values, mine, half), at(packed, (h->heads + h->kv_heads + kv) * dim, half), dim * (half ? 2 : 4));
+    for (int64_t kv = from; kv < to; kv++) {
+        int64_t mine = j->slots[row] * token + kv * dim, number = h->heads + kv;
+        turn_head(at(packed, number * dim, half), h->norms, number, angle, dim, work, (void *)at(j->keys, mine, half),
+                  half, half);
+        memcpy((void *)at(j->values, mine, half), at(packed, (number + h->kv_heads) * dim, half), dim * (half ? 2 : 4));
+    }
 
-#define PLACE(POOL, T) at(POOL, (pages[(T) / size] * size + (T) % size) * token + kv * dim, half)
-#define EACH_RUN(FUNCTION, POOL, ...)                                                                            \
-    for (int64_t t = first, n; t < len; t += n) {                                                                \
-        n = MIN(size - t % size, len - t);                                                                       \
-        const void *run = PLACE(POOL, t), *next = PLACE(POOL, MIN(t + n, len - 1));                              \
-        int64_t g = 0;                                                                                           \
-        for (; g + 4 <= group; g += 4) FUNCTION(run, next, token, n, __VA_ARGS__, 4, half);                            \
-        for (; g + 2 <= group; g += 2) FUNCTION(run, next, token, n, __VA_ARGS__, 2, half);                            \
-        for (; g < group; g++) FUNCTION(run, next, token, n, __VA_ARGS__, 1, half);                                    \
+/* Runs in the order of memory, all heads of each: g counts query heads, of which 4, 2 or 1 share what is read. */
+#define PLACE(POOL, T) at(POOL, (pages[(T) / size] * size + (T) % size) * token + from * dim, half)
+#define EACH_RUN(FUNCTION, POOL, ...)                                                                                \
+    for (int64_t t = first, n; t < len; t += n) {                                                                    \
+        n = MIN(size - t % size, len - t);                                                                           \
+        const void *run = PLACE(POOL, t), *next = PLACE(POOL, MIN(t + n, len - 1));                                  \
+        for (int64_t kv = 0, g = 0; kv < to - from; kv++) {                                                          \
+            const void *own = at(run, kv * dim, half), *own_next = at(next, kv * dim, half);                         \
+            int64_t end = (kv + 1) * group;                                                                          \
+            for (; g + 4 <= end; g += 4) FUNCTION(own, own_next, token, n, __VA_ARGS__, 4, half);                    \
+            for (; g + 2 <= end; g += 2) FUNCTION(own, own_next, token, n, __VA_ARGS__, 2, half);                    \
+            for (; g < end; g++) FUNCTION(own, own_next, token, n, __VA_ARGS__, 1, half);                            \
+        }                                                                                                            \
     }
     EACH_RUN(score_run, j->keys, q + g * wide, wide, dim, h->scale, scores + g * room + t - first, room)
-    float totals[group];
-    for (int64_t g = 0; g < group; g++) totals[g] = soften(scores + g * room, len - first, h->cap);
+    for (int64_t head = 0; head < heads; head++) totals[head] = soften(scores + head * room, len - first, h->cap);
     EACH_RUN(add_run, j->values, scores + g * room + t - first, room, dim, out + g * wide, wide)
 #undef EACH_RUN
 #undef PLACE
-    for (int64_t g = 0; g < group; g++)
+    for (int64_t head = 0; head < heads; head++)
         for (int64_t i = 0; i < dim; i += LANES)
-            store(j->out, (row * h->heads + kv * group + g) * dim + i, dim - i,
-                  load(out, g * wide + i, LANES, 0) / totals[g], half);
+            store(j->out, (row * h->heads + from * group + head) * dim + i, dim - i,
+                  load(out, head * wide + i, LANES, 0) / totals[head], half);
 }
 
+/* A task is a row, or a part of its heads while rows are too few for the threads. */
 INLINE void attend_rows_as(Attend *j, int half) {
     const Heads *h = j->h;
-    int64_t longest = 0, wide = (h->dim + LANES - 1) / LANES * LANES, group = h->heads / h->kv_heads, task;
+    int64_t parts = j->rows < 2 * thread_count() ? MIN(thread_count(), h->kv_heads) : 1, task;
+    int64_t most = (h->kv_heads + parts - 1) / parts * (h->heads / h->kv_heads), longest = 0;
     for (int64_t row = 0; row < j->rows; row++) longest = longest > j->lens[row] ? longest : j->lens[row];
-    float *work = scratch((2 * group + 1) * wide + group * (longest + LANES));
+    float *work = scratch((h->dim + LANES) * (2 * most + 1) + most * (longest + LANES + 1));
     if (!work) { j->failed = 1; return; }
-    while ((task = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED)) < j->rows * h->kv_heads)
-        attend_one(j, task / h->kv_heads, task % h->kv_heads, work, half);
+    while ((task = __atomic_fetch_add(&j->next, 1, __ATOMIC_RELAXED)) < j->rows * parts) {
+        int64_t part = task % parts;
+        attend_heads(j, task / parts, h->kv_heads * part / parts, h->kv_heads * (part + 1) / parts, work, half);
+    }
 }
 
 static void attend_rows_part(void *p) {

@@ -77,7 +77,7 @@ def build_engine(config: EngineConfig, imports_s: float = 0.0) -> tuple[Engine, 
     depth = _OVERLAP_DEPTH if config.overlap else 1
     model, checkpoint = load_model(config, path, spec, backend, kernels, device, dtype)
     with closing(checkpoint):
-        worker = Worker(config, model, backend, device, dtype, depth)
+        worker = Worker(config, model, backend, device, dtype, depth, kernels)
         clock.end("weights")
         worker.compile_kernels()
         clock.end("warm_up")

@@ -92,6 +92,9 @@ class EngineConfig:
     cpu_kernels: bool = _setting(
         True, "on a CPU run small steps by kernels that the C compiler builds at the first start"
     )
+    cpu_replay: bool = _setting(
+        True, "with cpu_kernels, make a step of up to 8 rows one call, recorded when it first occurs"
+    )
     cpu_threads: int | None = _setting(
         None, "threads of a step on a CPU (default: all cores, or one when the step is small)"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,7 @@ import torch
 
 from quire.attention.base import AttentionLayer, ForwardBatch, HeadNorms
 from quire.attention.reference import ReferenceAttention
-from quire.kernels.cpu.ops import CpuKernels, Heads, Norm, checked, half, norm_struct
+from quire.kernels.cpu.ops import Attend, CpuKernels, Heads, Norm, address, half, norm_struct
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,13 +54,12 @@ class CpuAttention:
         known = self._layers.get(id(layer)) or self._describe(layer, norms, table)
         rows = qkv.shape[0]
         out = qkv.new_empty(rows, layer.num_heads * layer.head_dim)
-        checked(
-            self._kernels.attend_rows(
-                ctypes.addressof(known.heads), qkv.data_ptr(), batch.positions.data_ptr(), batch.kv_slots.data_ptr(),
-                batch.seq_lens.data_ptr(), batch.block_table.data_ptr(), batch.block_table.stride(0), batch.block_size, rows,
-                keys.data_ptr(), values.data_ptr(), out.data_ptr(),
-            )
+        arguments = Attend(
+            address(known.heads), qkv.data_ptr(), batch.positions.data_ptr(), batch.kv_slots.data_ptr(),
+            batch.seq_lens.data_ptr(), batch.block_table.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(),
+            rows, batch.block_table.stride(0), batch.block_size,
         )  # fmt: skip
+        self._kernels.run(self._kernels.attend_rows, arguments, known, qkv, batch, keys, values, out)
         return out
 
     def forward(
@@ -88,7 +86,7 @@ class CpuAttention:
     def _describe(self, layer: AttentionLayer, norms: HeadNorms | None, table: torch.Tensor) -> _Layer:
         norm = None if norms is None else norm_struct(norms.weight, None, norms.eps)
         heads = Heads(
-            None if norm is None else ctypes.addressof(norm), table.data_ptr(), layer.num_heads, layer.num_kv_heads,
+            address(norm), table.data_ptr(), layer.num_heads, layer.num_kv_heads,
             layer.head_dim, layer.window or 0, layer.scale, layer.soft_cap or 0.0, half(table),
         )  # fmt: skip
         self._layers[id(layer)] = known = _Layer(heads, norm, (layer, norms, table))

@@ -18,10 +18,15 @@ from importlib.util import find_spec
 from typing import Protocol
 
 import torch
+import torch.nn.functional as F
 
 
 class Kernels(Protocol):
     """What layers may have done in one pass over memory. Tensors are contiguous, rows of one dtype."""
+
+    def lookup(self, table: torch.Tensor, ids: torch.Tensor, scale: float | None) -> torch.Tensor:
+        """Rows `ids` [n] of a table [rows, width], times the scale."""
+        ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """x [rows, width]; the weight may have another dtype than x."""
@@ -68,6 +73,12 @@ def available(device: torch.device) -> bool:
 def dependent_launch(device: torch.device) -> bool:
     """Whether kernels on `device` may start before the one before them has ended: Hopper and later."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def lookup(table: torch.Tensor, ids: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """See `Kernels`: in torch, which has a kernel of its own for it on a GPU."""
+    x = F.embedding(ids, table)
+    return x if scale is None else x * scale
 
 
 def pick_kernels(device: torch.device, dtype: torch.dtype, cpu_kernels: bool = True) -> Kernels | None:

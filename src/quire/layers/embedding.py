@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
+from quire.kernels import lookup
 from quire.layers.env import Env
 from quire.layers.linear import Linear
 from quire.quant.base import Matmul, make_matmul
@@ -19,10 +19,10 @@ class Embedding:
         env.weights.copy_into(self.weight, name + ".weight", (rows, width))
         # rounded to the model's dtype, as in training
         self.scale = None if scale is None else torch.tensor(scale, dtype=env.dtype).item()
+        self.lookup = env.kernels.lookup if env.kernels else lookup
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        x = F.embedding(ids, self.weight)  # [tokens, width]
-        return x if self.scale is None else x * self.scale
+        return self.lookup(self.weight, ids, self.scale)  # [tokens, width]
 
 
 class LMHead:

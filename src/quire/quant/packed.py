@@ -4,8 +4,6 @@ our own reads that layout faster than oneDNN does, and takes in what surrounds t
 
 from __future__ import annotations
 
-import ctypes
-
 import torch
 
 from quire.kernels import Kernels
@@ -15,8 +13,9 @@ from quire.kernels.cpu.ops import (
     CpuKernels,
     Norm,
     Packed,
+    Product,
     Weight,
-    checked,
+    address,
     find_packed,
     half,
     norm_struct,
@@ -64,9 +63,8 @@ class FewRowsPackedMatmul(FusingMatmul):
         self.plain = self.weight_struct(None, "")
 
     def weight_struct(self, norm: Norm | None, kind: str) -> Weight:
-        address = None if norm is None else ctypes.addressof(norm)
         return Weight(
-            self.form.address, pointer(self.many.bias), address, self.inputs, self.form.padded, self.outputs,
+            self.form.address, pointer(self.many.bias), address(norm), self.inputs, self.form.padded, self.outputs,
             self.form.vectors, self.half, KINDS[kind],
         )  # fmt: skip
 
@@ -88,12 +86,16 @@ class FewRowsPackedMatmul(FusingMatmul):
         y: torch.Tensor,
     ) -> None:
         """See `product` in step.c."""
-        checked(
-            self.kernels.product(
-                ctypes.addressof(weight), x.data_ptr(), x.shape[0], pointer(residual), pointer(total), pointer(add),
-                y.data_ptr(),
-            )
-        )  # fmt: skip
+        arguments = Product(
+            address(weight),
+            x.data_ptr(),
+            pointer(residual),
+            pointer(add),
+            pointer(total),
+            y.data_ptr(),
+            x.shape[0],
+        )
+        self.kernels.run(self.kernels.product, arguments, weight, x, residual, add, total, y)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         y = torch.empty_like(residual)

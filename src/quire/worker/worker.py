@@ -11,7 +11,8 @@ import torch
 
 from quire.attention.base import KV, AttentionBackend
 from quire.config import EngineConfig
-from quire.kernels import available
+from quire.kernels import Kernels, available
+from quire.kernels.cpu.ops import CpuKernels
 from quire.models.decoder import Model
 from quire.sampling.sampler import Sampler
 from quire.types import StepPlan
@@ -19,6 +20,7 @@ from quire.worker.batch import Batcher, KernelBatcher, TorchBatcher
 from quire.worker.graphs import CudaGraphs, Eager, Launcher, Threads
 from quire.worker.kv_cache import KVCache
 from quire.worker.pooling import Pooler
+from quire.worker.recorded import Recorded
 from quire.worker.results import Results
 from quire.worker.runner import Runner
 from quire.worker.sizing import KVSize
@@ -40,7 +42,9 @@ class Worker:
         device: torch.device,
         dtype: torch.dtype,
         depth: int,
+        kernels: Kernels | None = None,
     ) -> None:
+        self._kernels = kernels
         self.config, self.model, self.device = config, model, device
         self._backend, self._dtype, self._depth = backend, dtype, depth
         self._graph_bytes = 0  # activations of the largest captured step
@@ -178,7 +182,10 @@ class Worker:
                 )
         else:
             batcher = TorchBatcher(state, self._backend, pages, size.block_size)
-            launcher = Eager(model, batcher, self._threads())
+            threads = self._threads()
+            launcher = eager = Eager(model, batcher, threads)
+            if threads and isinstance(self._kernels, CpuKernels) and config.cpu_replay:
+                launcher = Recorded(eager, model, batcher, self._kernels, threads, max_blocks)
         staging, results = Staging(device, self._depth), Results(device, turns)
         pooler = Pooler(state.dummy + 1, device)
         return Runner(model, launcher, batcher, state, sampler, staging, results, pooler)

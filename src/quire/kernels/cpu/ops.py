@@ -1,12 +1,16 @@
 """The functions of step.c under the names and arguments of the Triton kernels, and what only a CPU has: the product
-with a packed weight, and attention for rows of one token.
+with a packed weight, attention for rows of one token, and calls that are recorded to be made again.
+
+Each function of step.c takes the address of one structure, which here has the same name and the same fields.
 """
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 
@@ -15,6 +19,8 @@ LANES = 16
 _MOST_PADDING = 64  # inputs
 _SAMPLES = 8  # blocks of a weight whose place in memory is checked
 _P, _N, _I = c_void_p, c_int64, c_int32
+
+T = TypeVar("T")
 
 
 class Norm(ctypes.Structure):
@@ -36,13 +42,30 @@ class Weight(ctypes.Structure):
     ]  # fmt: skip
 
 
-_ARGUMENTS = {
-    "norm_rows": [_P, _P, _P, _N, _N, _P, _P, _I],
-    "gate_rows": [_P, _N, _N, _P, _I, _I],
-    "turn_rows": [_P, _P, _P, _N],
-    "attend_rows": [_P, _P, _P, _P, _P, _P, _N, _N, _N, _P, _P, _P],
-    "product": [_P, _P, _N, _P, _P, _P, _P],
-}
+class Rows(ctypes.Structure):
+    _fields_ = [
+        ("x", _P), ("residual", _P), ("norm", _P), ("sum", _P), ("y", _P), ("rows", _N), ("width", _N),
+        ("scale", c_float), ("half", _I), ("kind", _I), ("failed", _I),
+    ]  # fmt: skip
+
+
+class Attend(ctypes.Structure):
+    _fields_ = [
+        ("heads", _P), ("qkv", _P), ("positions", _P), ("slots", _P), ("lens", _P), ("tables", _P),
+        ("keys", _P), ("values", _P), ("out", _P),
+        ("rows", _N), ("table_width", _N), ("block_size", _N), ("next", _N), ("failed", _I),
+    ]  # fmt: skip
+
+
+class Product(ctypes.Structure):
+    _fields_ = [
+        ("weight", _P), ("x", _P), ("residual", _P), ("add", _P), ("sum", _P), ("y", _P),
+        ("rows", _N), ("next", _N), ("failed", _I),
+    ]  # fmt: skip
+
+
+class Call(ctypes.Structure):
+    _fields_ = [("function", _P), ("arguments", _P)]
 
 
 def half(x: torch.Tensor) -> int:
@@ -54,63 +77,116 @@ def pointer(x: torch.Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def checked(failed: int) -> None:
-    if failed:
-        raise MemoryError("no memory for the working space of a step")
+def address(struct: ctypes.Structure | None) -> int | None:
+    return None if struct is None else ctypes.addressof(struct)
 
 
 def norm_struct(weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> Norm:
     return Norm(weight.data_ptr(), pointer(bias), eps, half(weight))
 
 
+Function = Callable[[int], int]  # of step.c: the address of its arguments -> whether memory was short
+
+
 class CpuKernels:
     """Tensors are contiguous and in one dtype, fp32 or bf16; the weight of a norm may be in the other."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        for name, arguments in _ARGUMENTS.items():
-            getattr(library, name).argtypes = arguments
         self._library = library
-        self.product = library.product
-        self.attend_rows = library.attend_rows
+        self._tape: list[Any] | None = None  # where calls are noted
+        names = ("norm_rows", "gate_rows", "lookup_rows", "turn_rows", "attend_rows", "product")
+        for name in names:
+            getattr(library, name).argtypes = [_P]
+        (
+            self._norm_rows,
+            self._gate_rows,
+            self._lookup_rows,
+            self._turn_rows,
+            self.attend_rows,
+            self.product,
+        ) = (getattr(library, name) for name in names)
+
+    def run(self, function: Function, arguments: ctypes.Structure, *used: object) -> None:
+        """Call it now, and in every replay if calls are recorded; `used` is what the arguments point to."""
+        if function(ctypes.addressof(arguments)):
+            raise MemoryError("no memory for the working space of a step")
+        if self._tape is not None:
+            self._tape.append((function, arguments, used))
+
+    def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        """The result of `work`, and what does its calls of kernels again, on the same memory."""
+        tape: list[Any] = []
+        self._tape = tape
+        try:
+            result = work()
+        finally:
+            self._tape = None
+        calls = (Call * len(tape))(
+            *(Call(ctypes.cast(function, c_void_p), address(arguments)) for function, arguments, _ in tape)
+        )
+        replay = self._library.replay
+        replay.argtypes = [_P, _N]
+
+        def again() -> None:
+            if replay(calls, len(tape)):  # the tape keeps what is pointed to
+                raise MemoryError("no memory for the working space of a step")
+
+        return result, again
+
+    def lookup(self, table: torch.Tensor, ids: torch.Tensor, scale: float | None) -> torch.Tensor:
+        rows, width = ids.shape[0], table.shape[1]
+        y = table.new_empty(rows, width)
+        arguments = Rows(
+            table.data_ptr(), ids.data_ptr(), None, None, y.data_ptr(), rows, width, scale or 0.0, half(table)
+        )
+        self.run(self._lookup_rows, arguments, table, ids, y)
+        return y
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return self._norm(x, None, norm_struct(weight, None, eps))[0]
+        return self._norm(x, None, weight, None, eps)[0]
 
     def add_rms_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._norm(x, residual, norm_struct(weight, None, eps))
+        return self._norm(x, residual, weight, None, eps)
 
     def layer_norm(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
     ) -> torch.Tensor:
-        return self._norm(x, None, norm_struct(weight, bias, eps))[0]
+        return self._norm(x, None, weight, bias, eps)[0]
 
     def add_layer_norm(
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return self._norm(x, residual, norm_struct(weight, bias, eps))
+        return self._norm(x, residual, weight, bias, eps)
 
     def _norm(
-        self, x: torch.Tensor, residual: torch.Tensor | None, norm: Norm
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        eps: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        x, width = x.contiguous(), x.shape[-1]
+        x, width, norm = x.contiguous(), x.shape[-1], norm_struct(weight, bias, eps)
         residual = None if residual is None else residual.contiguous()
         normed = torch.empty_like(x)
         total = x if residual is None else torch.empty_like(x)
-        checked(
-            self._library.norm_rows(
-                ctypes.addressof(norm), x.data_ptr(), pointer(residual), x.numel() // width, width,
-                total.data_ptr(), normed.data_ptr(), half(x),
-            )
+        arguments = Rows(
+            x.data_ptr(), pointer(residual), address(norm), total.data_ptr(), normed.data_ptr(),
+            x.numel() // width, width, 0.0, half(x),
         )  # fmt: skip
+        self.run(self._norm_rows, arguments, x, residual, norm, weight, bias, total, normed)
         return normed, total
 
     def gated(self, gate_up: torch.Tensor, kind: str) -> torch.Tensor:
         gate_up = gate_up.contiguous()
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
-        self._library.gate_rows(gate_up.data_ptr(), rows, width, out.data_ptr(), half(gate_up), KINDS[kind])
+        arguments = Rows(
+            gate_up.data_ptr(), None, None, None, out.data_ptr(), rows, width, 0.0, half(gate_up), KINDS[kind]
+        )
+        self.run(self._gate_rows, arguments, gate_up, out)
         return out
 
     def norm_rotate_(
@@ -128,15 +204,9 @@ class CpuKernels:
             qkv.shape[1] // dim - turned
         )  # heads that stay as they are, of which there are as many as of k
         norm = None if weight is None else norm_struct(weight, None, eps)
-        heads = Heads(
-            None if norm is None else ctypes.addressof(norm), table.data_ptr(),
-            turned - values, values, dim, 0, 0.0, 0.0, half(qkv),
-        )  # fmt: skip
-        checked(
-            self._library.turn_rows(
-                ctypes.addressof(heads), qkv.data_ptr(), positions.data_ptr(), qkv.shape[0]
-            )
-        )
+        heads = Heads(address(norm), table.data_ptr(), turned - values, values, dim, 0, 0.0, 0.0, half(qkv))
+        arguments = Attend(address(heads), qkv.data_ptr(), positions.data_ptr(), rows=qkv.shape[0])
+        self.run(self._turn_rows, arguments, qkv, positions, table, weight, norm, heads)
 
 
 @dataclass(frozen=True, slots=True)

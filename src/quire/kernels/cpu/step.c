@@ -49,6 +49,13 @@ static float *scratch(size_t floats) {
     return memory;
 }
 
+/* `part` in every thread, or in `threads` of them; whether one of them had no memory. */
+static int run(void (*part)(void *), void *job, unsigned threads, int32_t *failed) {
+    *failed = 0;
+    parallel(part, job, threads, 0);
+    return *failed;
+}
+
 /* This thread's part of `n` things: [from, to). */
 INLINE void my_part(int64_t n, int64_t *from, int64_t *to) {
     int64_t me = thread_number(), all = thread_count();
@@ -196,6 +203,7 @@ typedef struct {
     const Norm *norm;
     void *sum, *y;
     int64_t rows, width;
+    float scale;
     int32_t half, kind, failed;
 } Rows;
 
@@ -219,12 +227,7 @@ static void norm_rows_part(void *p) {
 }
 
 /* y [rows, width] = the norm of x, or of x + residual, which goes to sum. */
-int norm_rows(const Norm *norm, const void *x, const void *residual, int64_t rows, int64_t width, void *sum, void *y,
-              int half) {
-    Rows j = {x, residual, norm, sum, y, rows, width, half, NONE, 0};
-    parallel(norm_rows_part, &j, rows < 4, 0); /* a single thread for few rows */
-    return j.failed;
-}
+int norm_rows(Rows *j) { return run(norm_rows_part, j, j->rows < 4, &j->failed); }
 
 INLINE void gate_rows_as(Rows *j, int half, int kind) {
     int64_t from, to;
@@ -245,9 +248,20 @@ static void gate_rows_part(void *p) {
 }
 
 /* y [rows, width] = act(gate) * up of x = gate | up [rows, 2 width]. */
-int gate_rows(const void *x, int64_t rows, int64_t width, void *y, int half, int kind) {
-    Rows j = {x, NULL, NULL, NULL, y, rows, width, half, kind, 0};
-    parallel(gate_rows_part, &j, rows < 4, 0);
+int gate_rows(Rows *j) { return run(gate_rows_part, j, j->rows < 4, &j->failed); }
+
+INLINE void lookup_rows_as(Rows *j, int half) {
+    const int64_t *ids = j->residual;
+    for (int64_t row = 0; row < j->rows; row++)
+        for (int64_t i = 0; i < j->width; i += LANES) {
+            vec v = load(j->x, ids[row] * j->width + i, j->width - i, half);
+            store(j->y, row * j->width + i, j->width - i, j->scale ? v * j->scale : v, half);
+        }
+}
+
+/* y [rows, width] = rows of the table x, whose numbers are in `residual`; times scale, if that is not 0. */
+int lookup_rows(Rows *j) {
+    if (j->half) lookup_rows_as(j, 1); else lookup_rows_as(j, 0);
     return 0;
 }
 
@@ -260,7 +274,7 @@ typedef struct {
 } Heads;
 
 typedef struct {
-    const Heads *h;
+    const Heads *heads;
     void *qkv; /* [rows, (heads + 2 kv heads) * dim] */
     const int64_t *positions, *slots;
     const int32_t *lens, *tables; /* [rows], [rows, table_width] */
@@ -270,7 +284,7 @@ typedef struct {
 } Attend;
 
 INLINE void turn_rows_as(Attend *j, int half) {
-    const Heads *h = j->h;
+    const Heads *h = j->heads;
     int64_t from, to, turned = h->heads + h->kv_heads, stride = (turned + h->kv_heads) * h->dim;
     my_part(j->rows, &from, &to);
     float *work = scratch(h->dim + LANES);
@@ -286,15 +300,11 @@ INLINE void turn_rows_as(Attend *j, int half) {
 
 static void turn_rows_part(void *p) {
     Attend *j = p;
-    if (j->h->half) turn_rows_as(j, 1); else turn_rows_as(j, 0);
+    if (j->heads->half) turn_rows_as(j, 1); else turn_rows_as(j, 0);
 }
 
 /* Norm and rotation of the q and k heads of packed rows, in place. */
-int turn_rows(const Heads *h, void *qkv, const int64_t *positions, int64_t rows) {
-    Attend j = {.h = h, .qkv = qkv, .positions = positions, .rows = rows};
-    parallel(turn_rows_part, &j, rows < 4, 0);
-    return j.failed;
-}
+int turn_rows(Attend *j) { return run(turn_rows_part, j, j->rows < 4, &j->failed); }
 
 /* ---------------------------------------------------------------------------------------------- attention */
 
@@ -353,7 +363,7 @@ INLINE float soften(float *scores, int64_t n, float cap) {
 
 /* One row's kv heads [from, to), with their query heads, over its pages; the new key and value go into theirs first. */
 INLINE void attend_heads(Attend *j, int64_t row, int64_t from, int64_t to, float *work, int half) {
-    const Heads *h = j->h;
+    const Heads *h = j->heads;
     int64_t dim = h->dim, group = h->heads / h->kv_heads, wide = (dim + LANES - 1) / LANES * LANES;
     int64_t len = j->lens[row], first = h->window && len > h->window ? len - h->window : 0;
     int64_t room = (len - first + LANES - 1) / LANES * LANES, token = h->kv_heads * dim, size = j->block_size;
@@ -402,7 +412,7 @@ INLINE void attend_heads(Attend *j, int64_t row, int64_t from, int64_t to, float
 
 /* A task is a row, or a part of its heads while rows are too few for the threads. */
 INLINE void attend_rows_as(Attend *j, int half) {
-    const Heads *h = j->h;
+    const Heads *h = j->heads;
     int64_t parts = j->rows < 2 * thread_count() ? MIN(thread_count(), h->kv_heads) : 1, task;
     int64_t most = (h->kv_heads + parts - 1) / parts * (h->heads / h->kv_heads), longest = 0;
     for (int64_t row = 0; row < j->rows; row++) longest = longest > j->lens[row] ? longest : j->lens[row];
@@ -416,16 +426,13 @@ INLINE void attend_rows_as(Attend *j, int half) {
 
 static void attend_rows_part(void *p) {
     Attend *j = p;
-    if (j->h->half) attend_rows_as(j, 1); else attend_rows_as(j, 0);
+    if (j->heads->half) attend_rows_as(j, 1); else attend_rows_as(j, 0);
 }
 
 /* Norm, rotation, writing and attention for rows of one token each. */
-int attend_rows(const Heads *h, void *qkv, const int64_t *positions, const int64_t *slots, const int32_t *lens,
-                const int32_t *tables, int64_t table_width, int64_t block_size, int64_t rows, void *keys, void *values,
-                void *out) {
-    Attend j = {h, qkv, positions, slots, lens, tables, keys, values, out, rows, table_width, block_size, 0, 0};
-    parallel(attend_rows_part, &j, 0, 0);
-    return j.failed;
+int attend_rows(Attend *j) {
+    j->next = 0;
+    return run(attend_rows_part, j, 0, &j->failed);
 }
 
 /* ----------------------------------------------------------------------------------------------- products */
@@ -440,7 +447,7 @@ typedef struct {
 } Weight;
 
 typedef struct {
-    const Weight *w;
+    const Weight *weight;
     const void *x, *residual, *add;
     void *sum, *y;
     int64_t rows;
@@ -493,7 +500,7 @@ INLINE void block_of(const Weight *w, int64_t b, const float *x, int rows, vec a
 }
 
 INLINE void product_as(Product *j, int half) {
-    const Weight *w = j->w;
+    const Weight *w = j->weight;
     int64_t from, to, block = w->vectors * LANES;
     int64_t width = w->kind ? w->outputs / 2 : w->outputs, blocks = (width + block - 1) / block;
     int64_t tile = w->vectors <= 2 ? 8 : 4, room = (j->rows + 7) / 8 * 8 * w->padded;
@@ -533,13 +540,23 @@ INLINE void product_as(Product *j, int half) {
 
 static void product_part(void *p) {
     Product *j = p;
-    if (j->w->half) product_as(j, 1); else product_as(j, 0);
+    if (j->weight->half) product_as(j, 1); else product_as(j, 0);
 }
 
 /* y = x W^T + bias, for few rows. With a norm in W: of the norm of x, or of x + residual, which goes to sum.
    With an activation in W: act(gate) * up, whose width must be a multiple of the block. `add` is added at the end. */
-int product(const Weight *w, const void *x, int64_t rows, const void *residual, void *sum, const void *add, void *y) {
-    Product j = {w, x, residual, add, sum, y, rows, 0};
-    parallel(product_part, &j, 0, 0);
-    return j.failed;
+int product(Product *j) { return run(product_part, j, 0, &j->failed); }
+
+/* ------------------------------------------------------------------------------------------------- replay */
+
+typedef struct {
+    int (*function)(void *);
+    void *arguments;
+} Call;
+
+/* Calls that were made before, once more. */
+int replay(const Call *calls, int64_t n) {
+    for (int64_t i = 0; i < n; i++)
+        if (calls[i].function(calls[i].arguments)) return 1;
+    return 0;
 }

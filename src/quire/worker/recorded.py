@@ -1,0 +1,124 @@
+"""Steps on a CPU that are one call: what CUDA graphs are to a GPU.
+
+In a step of few rows with one token each the model is nothing but kernels of step.c. The first such step of a number
+of rows is run on static buffers while its kernels are noted; later ones copy their batch into the buffers and
+make the same calls from C. A Python call between two products takes some 30 us, for the weights have just driven
+the interpreter out of the caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from quire.attention.base import ForwardBatch
+from quire.kernels.cpu.ops import CpuKernels
+from quire.models.decoder import Model
+from quire.types import StepPlan
+from quire.worker.batch import Batcher
+from quire.worker.graphs import Eager, Launched, Threads
+from quire.worker.staging import Staging
+
+_MOST_ROWS = 8  # more are multiplied by oneDNN (quant/packed.py)
+# Operators of torch that compute nothing.
+_HARMLESS = {
+    "aten::empty",
+    "aten::new_empty",
+    "aten::empty_like",
+    "aten::view",
+    "aten::detach",
+    "aten::alias",
+}
+
+_COPIED = ("input_ids", "positions", "kv_slots", "seq_lens")  # what kernels read, besides the block table
+
+
+@dataclass(slots=True)
+class _Recording:
+    batch: ForwardBatch  # static
+    logits: torch.Tensor
+    again: Callable[[], None]
+
+
+class Recorded:
+    """Replays what it can; `eager` runs the rest."""
+
+    def __init__(
+        self,
+        eager: Eager,
+        model: Model,
+        batcher: Batcher,
+        kernels: CpuKernels,
+        threads: Threads,
+        max_blocks: int,
+    ) -> None:
+        self._eager, self._model, self._batcher = eager, model, batcher
+        self._kernels, self._threads, self._max_blocks = kernels, threads, max_blocks
+        self._recordings: dict[int, _Recording] = {}  # by rows
+        self._computes_in_torch = False  # some of the model is not kernels, so it cannot be recorded
+
+    def launch(self, plan: StepPlan, staging: Staging) -> Launched:
+        rows = len(plan.slots)
+        if (
+            self._computes_in_torch
+            or not plan.total_tokens == rows <= _MOST_ROWS
+            or not plan.samples.all()
+            or plan.score_rows
+            or plan.pool_rows
+        ):
+            return self._eager.launch(plan, staging)
+        self._threads.use_for(rows)
+        step, batch = self._batcher.build(plan, staging)
+        recording = self._recordings.get(rows)
+        if recording is None:
+            return Launched(step, self._record(rows, batch))
+        _copy(batch, recording.batch)
+        recording.again()
+        return Launched(step, recording.logits)
+
+    def warm_up(self, staging: Staging) -> bool:
+        return False
+
+    def _record(self, rows: int, batch: ForwardBatch) -> torch.Tensor:
+        """Run the step, and keep its calls if they are all there is to it."""
+        fixed = self._static(batch, rows)
+        with _Operators() as operators:
+            logits, again = self._kernels.record(lambda: self._model.logits(self._model(fixed)))
+        self._computes_in_torch = bool(operators.names - _HARMLESS)
+        if not self._computes_in_torch:
+            self._recordings[rows] = _Recording(fixed, logits, again)
+        return logits
+
+    def _static(self, batch: ForwardBatch, rows: int) -> ForwardBatch:
+        """The same batch in memory of its own, with tables for requests of any length."""
+        fixed = replace(
+            batch,
+            **{name: getattr(batch, name).clone() for name in _COPIED},
+            block_table=batch.block_table.new_zeros(rows, self._max_blocks),
+        )
+        _copy(batch, fixed)
+        return fixed
+
+
+def _copy(batch: ForwardBatch, to: ForwardBatch) -> None:
+    for name in _COPIED:
+        getattr(to, name).copy_(getattr(batch, name))
+    to.block_table[:, : batch.block_table.shape[1]].copy_(batch.block_table)
+
+
+class _Operators(TorchDispatchMode):
+    """The names of torch's operators that are called within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.names.add(function._schema.name)
+        return function(*args, **(kwargs or {}))

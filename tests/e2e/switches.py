@@ -29,6 +29,8 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "scheduling_policy": ("fcfs", "priority"),
     "overlap": (True, False),
     "max_num_seqs": (8, 1, 3),
+    "cpu_kernels": (True, False),
+    "cpu_replay": (True, False),
     "pages": ("plenty", "tight"),  # not a field: how much kv_cache_memory there is
 }
 GPU_SWITCHES = SWITCHES | {
@@ -36,6 +38,7 @@ GPU_SWITCHES = SWITCHES | {
     "shared_prefix": (True, False),
 }
 _ALONE = {"overlap": False, "max_num_seqs": 1, "kv_layout": "contiguous", "prefix_caching": False}
+_ALONE |= {"cpu_kernels": False, "cpu_replay": False}
 
 
 def legal(settings: dict[str, Any]) -> bool:
@@ -62,11 +65,11 @@ def random_settings(rng: random.Random, switches: dict[str, tuple[Any, ...]] = S
 
 
 class Bench:
-    """One model, shared by the engines of all settings."""
+    """One model, with kernels of a CPU and without, shared by the engines of all settings."""
 
     def __init__(self, model: str, device: str = "cpu", dtype: str = "float32") -> None:
         self._base = {"model": model, "device": device, "dtype": dtype, "max_model_len": MAX_LEN}
-        self._loaded: Any = None
+        self._loaded: dict[bool, Any] = {}
         self._original = quire.build.load_model
         self.requests = make_requests(random.Random(7))
         engine = self.engine({**defaults(), **_ALONE, "cuda_graphs": False})
@@ -92,11 +95,11 @@ class Bench:
             quire.build.load_model = self._original
         return engine
 
-    def _load(self, *args: Any) -> Any:
-        if self._loaded is None:
-            self._loaded = self._original(*args)
-            self.num_layers = len(self._loaded[0].attention_layers)
-        return self._loaded
+    def _load(self, config: EngineConfig, *args: Any) -> Any:
+        if config.cpu_kernels not in self._loaded:
+            self._loaded[config.cpu_kernels] = loaded = self._original(config, *args)
+            self.num_layers = len(loaded[0].attention_layers)
+        return self._loaded[config.cpu_kernels]
 
     def run(self, settings: dict[str, Any], seed: int) -> Engine:
         """Random arrivals and aborts under `settings`; raises AssertionError on any difference."""

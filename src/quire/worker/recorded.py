@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from quire.attention.base import ForwardBatch
 from quire.kernels.cpu.ops import CpuKernels
@@ -24,16 +24,10 @@ from quire.worker.graphs import Eager, Launched, Threads
 from quire.worker.staging import Staging
 
 _MOST_ROWS = 8  # more are multiplied by oneDNN (quant/packed.py)
-# Operators of torch that compute nothing.
+# Functions of torch that compute nothing (contiguous: unless it copies). __get__: attributes, such as shape.
 _HARMLESS = {
-    "aten::empty",
-    "aten::new_empty",
-    "aten::empty_like",
-    "aten::view",
-    "aten::detach",
-    "aten::alias",
-}
-
+    "__get__", "contiguous", "data_ptr", "empty_like", "new_empty", "numel", "stride", "view",
+}  # fmt: skip
 _COPIED = ("input_ids", "positions", "kv_slots", "seq_lens")  # what kernels read, besides the block table
 
 
@@ -88,7 +82,7 @@ class Recorded:
         fixed = self._static(batch, rows)
         with _Operators() as operators:
             logits, again = self._kernels.record(lambda: self._model.logits(self._model(fixed)))
-        self._computes_in_torch = bool(operators.names - _HARMLESS)
+        self._computes_in_torch = bool(operators.names)
         if not self._computes_in_torch:
             self._recordings[rows] = _Recording(fixed, logits, again)
         return logits
@@ -110,15 +104,18 @@ def _copy(batch: ForwardBatch, to: ForwardBatch) -> None:
     to.block_table[:, : batch.block_table.shape[1]].copy_(batch.block_table)
 
 
-class _Operators(TorchDispatchMode):
-    """The names of torch's operators that are called within."""
+class _Operators(TorchFunctionMode):
+    """The names of what is called of torch within, if it computes anything."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
 
-    def __torch_dispatch__(
+    def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        self.names.add(function._schema.name)
-        return function(*args, **(kwargs or {}))
+        result = function(*args, **(kwargs or {}))
+        name = function.__name__
+        if name not in _HARMLESS or (name == "contiguous" and result is not args[0]):
+            self.names.add(name)
+        return result

@@ -7,10 +7,9 @@ from functools import cache
 from quire.kernels.cpu.build import open_library
 from quire.kernels.cpu.ops import CpuKernels
 
-_library = cache(open_library)
 
-
+@cache
 def compiled_kernels() -> CpuKernels | None:
-    """The kernels, for one engine; None, with the reason logged once, on a machine that cannot build them."""
-    library = _library()
+    """The kernels; None, with the reason logged once, on a machine that cannot build them."""
+    library = open_library()
     return None if library is None else CpuKernels(library)

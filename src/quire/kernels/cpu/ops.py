@@ -7,6 +7,7 @@ Each function of step.c takes the address of one structure, which here has the s
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Callable
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
@@ -93,7 +94,7 @@ class CpuKernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self._tape: list[Any] | None = None  # where calls are noted
+        self._thread = threading.local()  # whose `tape` is where calls are noted
         names = ("norm_rows", "gate_rows", "lookup_rows", "turn_rows", "attend_rows", "product")
         for name in names:
             getattr(library, name).argtypes = [_P]
@@ -110,17 +111,18 @@ class CpuKernels:
         """Call it now, and in every replay if calls are recorded; `used` is what the arguments point to."""
         if function(ctypes.addressof(arguments)):
             raise MemoryError("no memory for the working space of a step")
-        if self._tape is not None:
-            self._tape.append((function, arguments, used))
+        tape = getattr(self._thread, "tape", None)
+        if tape is not None:
+            tape.append((function, arguments, used))
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """The result of `work`, and what does its calls of kernels again, on the same memory."""
         tape: list[Any] = []
-        self._tape = tape
+        self._thread.tape = tape
         try:
             result = work()
         finally:
-            self._tape = None
+            self._thread.tape = None
         calls = (Call * len(tape))(
             *(Call(ctypes.cast(function, c_void_p), address(arguments)) for function, arguments, _ in tape)
         )

@@ -35,10 +35,12 @@ COPY pyproject.toml README.md LICENSE ./
 COPY src src
 RUN pip install --constraint constraints.txt .
 
-# ---- what runs: no build tools but the C compiler that Triton needs, and nobody is root
+# ---- what runs: no build tools but the C compiler that kernels need on first use, and nobody is root
 
 FROM python:${PYTHON}-slim-bookworm AS run
-RUN useradd --uid 10001 --create-home quire && install -d -o quire -g quire /cache
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+RUN useradd --uid 10001 --create-home quire && install -d -o quire -g quire /cache && ln -s /cache /home/quire/.cache
 ENV PATH=/opt/quire/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     HF_HOME=/cache/huggingface \
@@ -52,8 +54,6 @@ ENTRYPOINT ["quire", "serve", "--host", "0.0.0.0", "--port", "8000"]
 CMD ["demo"]
 
 FROM run AS cuda
-# hadolint ignore=DL3008
-RUN apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY --from=build-cuda /opt/quire /opt/quire
 USER 10001

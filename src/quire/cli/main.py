@@ -63,7 +63,7 @@ def _main(argv: list[str]) -> int:
     try:
         _set_up_logging(os.environ.get("QUIRE_LOG_LEVEL", "warning"))
         command = importlib.import_module(f"quire.cli.{argv[0]}")
-        sub = _CommandParser(prog=f"quire {argv[0]}", description=COMMANDS[argv[0]])
+        sub = _CommandParser(prog=f"quire {argv[0]}", description=COMMANDS[argv[0]], allow_abbrev=False)
         command.add_arguments(sub)
         return command.run(sub.parse_args(argv[1:]))
     except ConfigError as error:

@@ -73,7 +73,7 @@ def _compiled() -> Path:
     try:
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         return _compile(compiler, cache / name)
-    except PermissionError:  # no home, or not ours to write to
+    except OSError:  # no home, or not ours to write to
         return _compile(compiler, Path(tempfile.mkdtemp(prefix="quire-")) / name)
 
 

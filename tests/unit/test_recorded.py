@@ -1,0 +1,136 @@
+"""Recorded steps of a CPU: what is recorded, and that a model that is not all kernels is not; how the kernels are built."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from threading import Thread
+
+import pytest
+import torch
+
+from quire import LLM, SamplingParams
+from quire.kernels.cpu import build, compiled_kernels
+from quire.kernels.cpu.ops import CpuKernels
+from quire.worker.recorded import Recorded
+from tiny import write_tiny
+
+needs_kernels = pytest.mark.skipif(compiled_kernels() is None, reason="no C compiler")
+PROMPTS = [[5, 6, 7, 8], [9, 10], [11, 12, 13]]
+LONG = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+
+
+def launcher_of(llm: LLM) -> object:
+    return llm._client.engine.executor._runner._launcher  # type: ignore[attr-defined]
+
+
+def answers(llm: LLM, params: SamplingParams = LONG) -> list[list[int]]:
+    return [output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)]
+
+
+@needs_kernels
+def test_replayed_steps_choose_the_same_tokens(tmp_path: Path) -> None:
+    model = str(write_tiny(tmp_path / "tiny"))
+    settings = {"dtype": "float32", "device": "cpu", "skip_tokenizer_init": True}
+    with LLM(model, **settings) as replaying, LLM(model, **settings, cpu_kernels=False) as plain:
+        for params in (LONG, SamplingParams(max_tokens=20, temperature=1.0, seed=3, repetition_penalty=1.3)):
+            assert answers(replaying, params) == answers(plain, params)
+        recorded = launcher_of(replaying)
+        assert isinstance(recorded, Recorded)
+        assert 3 in recorded._recordings and not recorded._computes_in_torch
+        assert not isinstance(launcher_of(plain), Recorded)
+
+
+@needs_kernels
+def test_a_replay_makes_the_calls_again(tmp_path: Path) -> None:
+    """It is the recording that runs: with its calls taken out, logits stay what they were."""
+    with LLM(
+        str(write_tiny(tmp_path / "tiny")), dtype="float32", skip_tokenizer_init=True, device="cpu"
+    ) as llm:
+        answers(llm)
+        recorded = launcher_of(llm)
+        assert isinstance(recorded, Recorded)
+        right = answers(llm)
+        recorded._recordings[3].again = lambda: None
+        assert answers(llm) != right
+
+
+@needs_kernels
+def test_what_computes_in_torch_is_not_recorded(tmp_path: Path) -> None:
+    """GPT-2's attention is the reference's."""
+    config = {
+        "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 4,
+        "n_positions": 64, "vocab_size": 97, "eos_token_id": 1,
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = {"load_format": "dummy", "dtype": "float32", "device": "cpu", "skip_tokenizer_init": True}
+    with LLM(str(tmp_path), **settings) as llm, LLM(str(tmp_path), **settings, cpu_kernels=False) as plain:
+        assert answers(llm) == answers(plain)
+        recorded = launcher_of(llm)
+        assert isinstance(recorded, Recorded) and recorded._computes_in_torch and not recorded._recordings
+
+
+@needs_kernels
+def test_recording_is_of_one_thread() -> None:
+    kernels = compiled_kernels()
+    assert isinstance(kernels, CpuKernels)
+    x, weight = torch.randn(2, 32), torch.ones(32)
+
+    def work() -> torch.Tensor:
+        other = Thread(target=lambda: kernels.rms_norm(torch.zeros(5, 32), weight, 1e-6))
+        other.start()
+        other.join()
+        return kernels.rms_norm(x, weight, 1e-6)
+
+    y, again = kernels.record(work)
+    wanted = y.clone()
+    y.zero_()
+    again()
+    assert torch.equal(y, wanted)
+
+
+# ------------------------------------------------------------------------------------- how they are built
+
+
+def test_without_a_compiler_torch_does_it_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(build, "_COMPILERS", ("no-such-compiler",))
+    with caplog.at_level(logging.WARNING):
+        assert build.open_library() is None
+    assert "no C compiler" in caplog.text
+    monkeypatch.setattr("quire.kernels.cpu.compiled_kernels", lambda: None)
+    with LLM(
+        str(write_tiny(tmp_path / "tiny")), dtype="float32", skip_tokenizer_init=True, device="cpu"
+    ) as llm:
+        assert all(len(tokens) == 20 for tokens in answers(llm))
+
+
+@needs_kernels
+def test_a_compiler_that_fails_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(build, "_FLAGS", ["-no-such-flag"])
+    with caplog.at_level(logging.WARNING):
+        assert build.open_library() is None
+    assert "the C compiler failed" in caplog.text and "no-such-flag" in caplog.text
+    assert not list(tmp_path.rglob("*.so")), "a half-built file was left"
+
+
+@needs_kernels
+def test_built_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    first = build._compiled()
+    assert first.parent == tmp_path / ".cache" / "quire" and first.parent.stat().st_mode & 0o077 == 0
+    monkeypatch.setattr(build, "_compile", lambda *_: pytest.fail("built again"))
+    assert build._compiled() == first
+
+
+@needs_kernels
+def test_a_home_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".cache").write_text("no folder")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    built = build._compiled()
+    assert built.exists() and tmp_path not in built.parents

@@ -170,6 +170,10 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 # Combinations that cannot work, each with the reason. What depends on the model is checked in build.py.
 ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
     (
+        lambda c: c.max_model_len == 1,
+        "max_model_len must be at least 2, a token in and a token out, got 1",
+    ),
+    (
         lambda c: c.chunked_prefill is False and bool(c.mixed_prefill_tokens),
         "mixed_prefill_tokens splits prompts over steps, which chunked_prefill off forbids",
     ),

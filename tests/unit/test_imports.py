@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "worker": {"types", "config", "models", "sampling", "attention", "layers", "parallel", "quant", "kernels"},
     "frontend": {"types", "config", "core"},
     "grammar": {"types", "core", "frontend"},
-    "bench": {"types", "config", "core", "worker", "frontend", "models", "build", "llm"},
+    "bench": {"types", "config", "core", "worker", "frontend", "models", "build", "llm", "kernels"},
     "build": {"types", "config", "core", "worker", "models", "sampling", "attention", "layers", "parallel", "frontend",
               "grammar", "kernels"},
     "start": {"types", "config", "core", "build"},

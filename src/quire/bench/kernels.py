@@ -2,7 +2,7 @@
 
 A replayed CUDA graph leaves device events without the operators that launched them, so nothing is taken from
 shapes: events are told apart by name, and the matrix products of a step by their order, which is the model's.
-On a CPU the events are torch's operators, each without the time of those that it calls.
+On a CPU the events are torch's operators and our kernels, each without the time of those that it calls.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _PARTS = (
     (ATTENTION, r"attention|attend|flash|fmha|_short_kernel|_long_kernel|_merge_kernel|::bmm$|baddbmm"),
     (
         MATRIX,
-        r"gemm|gemv|nvjet|cutlass|xmma|cublas|::mm$|::addmm$|_linear_pointwise|skinny|matvec|matmul_|split_?k",
+        r"gemm|gemv|nvjet|cutlass|xmma|cublas|::mm$|::addmm$|_linear_pointwise|skinny|matvec|matmul_|split_?k|::product$",
     ),
     ("sampling", r"_best_of|argmax|sample|topk|top_p|softmax|sort|gumbel|logprob"),
-    ("norms, rotary, activation", r"norm|rotate|rope|gated|silu|gelu"),
+    ("norms, rotary, activation", r"norm|rotate|rope|gated|silu|gelu|turn_rows|gate_rows"),
 )
 _PATTERNS = [(part, re.compile(pattern, re.IGNORECASE)) for part, pattern in _PARTS]
 _FOLLOWS = re.compile(r"reduce", re.IGNORECASE)  # of a product that was split: belongs to the one before
@@ -82,7 +82,7 @@ def events_of(trace: dict[str, Any]) -> list[Event]:
     """Device events by start; of a trace without any, the CPU's operators."""
     found = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     device = [_event(e) for e in found if e.get("cat") in _DEVICE]
-    operators = [e for e in found if e.get("cat") == "cpu_op"]
+    operators = [e for e in found if e.get("cat") == "cpu_op" or e["name"].startswith("quire::")]
     return sorted(device or _self_times(operators), key=lambda event: event.start_us)
 
 

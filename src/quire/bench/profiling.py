@@ -22,6 +22,7 @@ from quire.bench.kernels import Row, busy_and_span_us, events_of, tables
 from quire.bench.metrics import limits
 from quire.bench.workloads import Work, shifted
 from quire.core.steplog import StepRecord
+from quire.kernels.cpu import compiled_kernels
 from quire.types import ConfigError
 
 SETTLING = 4  # decode steps before the first that counts
@@ -133,9 +134,23 @@ def _profiler(device: str, trace_file: Path) -> Iterator[None]:
     activities = [ProfilerActivity.CPU]
     if device.startswith("cuda"):
         activities.append(ProfilerActivity.CUDA)
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities) as profiler, _visible_kernels(device):
         yield
     profiler.export_chrome_trace(str(trace_file))
+
+
+@contextmanager
+def _visible_kernels(device: str) -> Iterator[None]:
+    """Those of a CPU are no operators of torch: each gets a span of its own."""
+    kernels = compiled_kernels() if device == "cpu" else None
+    if kernels is None:
+        yield
+        return
+    kernels.span = record_function
+    try:
+        yield
+    finally:
+        kernels.span = None
 
 
 def _read(trace_file: Path) -> dict[str, Any]:

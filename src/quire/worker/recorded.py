@@ -59,6 +59,7 @@ class Recorded:
         rows = len(plan.slots)
         if (
             self._computes_in_torch
+            or self._kernels.span  # a profiler wants to see them
             or not plan.total_tokens == rows <= _MOST_ROWS
             or not plan.samples.all()
             or plan.score_rows

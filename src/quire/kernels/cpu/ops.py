@@ -9,9 +9,10 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -22,6 +23,7 @@ _SAMPLES = 8  # blocks of a weight whose place in memory is checked
 _P, _N, _I = c_void_p, c_int64, c_int32
 
 T = TypeVar("T")
+_NO_SPAN = nullcontext()
 
 
 class Norm(ctypes.Structure):
@@ -86,7 +88,12 @@ def norm_struct(weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> 
     return Norm(weight.data_ptr(), pointer(bias), eps, half(weight))
 
 
-Function = Callable[[int], int]  # of step.c: the address of its arguments -> whether memory was short
+class Function(Protocol):
+    """Of step.c: takes the address of its arguments, returns whether memory was short."""
+
+    __name__: str
+
+    def __call__(self, arguments: int) -> int: ...
 
 
 class CpuKernels:
@@ -95,6 +102,9 @@ class CpuKernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
         self._thread = threading.local()  # whose `tape` is where calls are noted
+        self.span: Callable[[str], AbstractContextManager[Any]] | None = (
+            None  # what each kernel runs in, for profilers
+        )
         names = ("norm_rows", "gate_rows", "lookup_rows", "turn_rows", "attend_rows", "product")
         for name in names:
             getattr(library, name).argtypes = [_P]
@@ -109,7 +119,9 @@ class CpuKernels:
 
     def run(self, function: Function, arguments: ctypes.Structure, *used: object) -> None:
         """Call it now, and in every replay if calls are recorded; `used` is what the arguments point to."""
-        if function(ctypes.addressof(arguments)):
+        with self.span(f"quire::{function.__name__}") if self.span else _NO_SPAN:
+            failed = function(ctypes.addressof(arguments))
+        if failed:
             raise MemoryError("no memory for the working space of a step")
         tape = getattr(self._thread, "tape", None)
         if tape is not None:

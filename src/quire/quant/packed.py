@@ -126,9 +126,8 @@ class _AfterNorm:
 
 
 def _can_pack() -> bool:
-    """Whether this build of torch has oneDNN and its operators, which are not a public interface."""
+    """Whether this build of torch has oneDNN and the two operators, which are not a public interface."""
     try:
-        operators = torch.ops.mkldnn
-        return all((operators._reorder_linear_weight, operators._linear_pointwise, operators.data_ptr))
+        return all((torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise))
     except AttributeError:
         return False

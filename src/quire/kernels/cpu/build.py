@@ -29,6 +29,9 @@ _RUNTIME = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 def open_library() -> ctypes.CDLL | None:
     """The library, ready to be called; None, with the reason logged, where it cannot be had."""
+    if sys.platform != "linux":
+        log.info("the kernels of a CPU need Linux; torch does all")
+        return None
     try:
         runtime = _openmp()
         library = ctypes.CDLL(str(_compiled()))
@@ -48,8 +51,6 @@ def _reason(error: Exception) -> str:
 
 def _openmp() -> ctypes.CDLL:
     """The OpenMP runtime in this process that GCC's entry points are found in. Raises OSError."""
-    if sys.platform != "linux":
-        raise OSError(f"they need Linux, this is {sys.platform}")
     maps = Path("/proc/self/maps").read_text().splitlines()
     loaded = {line.split(maxsplit=5)[5] for line in maps if "/" in line}
     for path in sorted(loaded):
@@ -64,16 +65,16 @@ def _compiled() -> Path:
     """The shared object for this source, compiler and processor. Raises OSError or SubprocessError."""
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
-        raise OSError("no C compiler (gcc or clang) is installed")
+        raise OSError("no C compiler is installed (gcc or clang)")
     facts = [SOURCE.read_text(), os.path.realpath(compiler), *_FLAGS, platform.machine(), _processor()]
     name = f"step-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:24]}.so"
-    cache = Path("~/.cache/quire").expanduser()
-    if (cache / name).exists():
-        return cache / name
     try:
+        cache = Path("~/.cache/quire").expanduser()
+        if (cache / name).exists():
+            return cache / name
         cache.mkdir(mode=0o700, parents=True, exist_ok=True)
         return _compile(compiler, cache / name)
-    except OSError:  # no home, or not ours to write to
+    except (OSError, RuntimeError):  # not ours to write to, or no home at all
         return _compile(compiler, Path(tempfile.mkdtemp(prefix="quire-")) / name)
 
 

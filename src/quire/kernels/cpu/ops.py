@@ -237,6 +237,8 @@ def find_packed(packed: torch.Tensor, weight: torch.Tensor) -> Packed | None:
 
     Nothing promises a form, so some blocks of each possible one are compared with the weight itself.
     """
+    if not hasattr(torch.ops.mkldnn, "data_ptr"):  # an older torch
+        return None
     found = [form for vectors in (1, 2, 3, 4) if (form := _try(packed, weight, vectors))]
     return found[0] if len(found) == 1 else None
 

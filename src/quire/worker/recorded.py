@@ -60,7 +60,7 @@ class Recorded:
         if (
             self._computes_in_torch
             or self._kernels.span  # a profiler wants to see them
-            or not plan.total_tokens == rows <= _MOST_ROWS
+            or not 0 < plan.total_tokens == rows <= _MOST_ROWS
             or not plan.samples.all()
             or plan.score_rows
             or plan.pool_rows

@@ -132,5 +132,17 @@ def test_built_once_and_found_again(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_a_home_that_cannot_be_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / ".cache").write_text("no folder")
     monkeypatch.setenv("HOME", str(tmp_path))
-    built = build._compiled()
-    assert built.exists() and tmp_path not in built.parents
+    monkeypatch.setattr(build, "_FOLDERS", (build._FOLDERS[0], str(tmp_path / "other")))
+    assert build._compiled().parent == tmp_path / "other"
+
+
+@needs_kernels
+def test_a_folder_that_others_can_write_to_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    monkeypatch.setattr(build, "_FOLDERS", (str(tmp_path / "open"),))
+    with pytest.raises(OSError, match="can be written to"):
+        build._compiled()
+    assert not list((tmp_path / "open").iterdir())

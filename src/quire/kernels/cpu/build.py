@@ -24,6 +24,7 @@ SOURCE = Path(__file__).with_name("step.c")
 _FLAGS = ["-O2", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC"]
 _COMPILERS = ("cc", "gcc", "clang")
 _TIMEOUT_S = 120
+_FOLDERS = ("~/.cache/quire", f"{tempfile.gettempdir()}/quire-{os.getuid() if hasattr(os, 'getuid') else 0}")
 _RUNTIME = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
@@ -68,14 +69,22 @@ def _compiled() -> Path:
         raise OSError("no C compiler is installed (gcc or clang)")
     facts = [SOURCE.read_text(), os.path.realpath(compiler), *_FLAGS, platform.machine(), _processor()]
     name = f"step-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:24]}.so"
-    try:
-        cache = Path("~/.cache/quire").expanduser()
-        if (cache / name).exists():
-            return cache / name
-        cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return _compile(compiler, cache / name)
-    except (OSError, RuntimeError):  # not ours to write to, or no home at all
-        return _compile(compiler, Path(tempfile.mkdtemp(prefix="quire-")) / name)
+    for folder in _FOLDERS:
+        try:
+            target = _own(Path(folder).expanduser()) / name
+            return target if target.exists() else _compile(compiler, target)
+        except (OSError, RuntimeError):  # not ours to write to, or no home at all
+            continue
+    raise OSError(f"none of {', '.join(_FOLDERS)} can be written to")
+
+
+def _own(folder: Path) -> Path:
+    """`folder`, made if it is not there. Raises OSError if others could put libraries into it."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = folder.stat()
+    if found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise OSError(f"{folder} belongs to somebody else, or others may write to it")
+    return folder
 
 
 def _compile(compiler: str, target: Path) -> Path:

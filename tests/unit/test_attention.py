@@ -9,6 +9,7 @@ import torch
 
 from quire.attention.reference import ReferenceAttention
 from quire.build import pick_attention
+from quire.kernels import pick_kernels
 from quire.types import ConfigError
 from ragged import Layer, check, make_case
 
@@ -74,9 +75,18 @@ def test_reference_on_the_gpu(seed: int) -> None:
     compare(seed, "cuda")
 
 
-def test_a_cpu_gets_the_reference_and_triton_only_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cpu_gets_its_kernels_or_the_reference_and_triton_only_interpreted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     cpu = torch.device("cpu")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert pick_attention("auto", cpu).name == "reference"
+    assert pick_attention("auto", cpu, None).name == "reference"
     with pytest.raises(ConfigError, match="attention triton"):
-        pick_attention("triton", cpu)
+        pick_attention("triton", cpu, None)
+    with pytest.raises(ConfigError, match="attention cpu needs"):
+        pick_attention("cpu", cpu, None)
+    if kernels := pick_kernels(cpu, torch.bfloat16):
+        assert pick_attention("auto", cpu, kernels).name == "cpu"
+        assert pick_attention("reference", cpu, kernels).name == "reference"
+    assert pick_kernels(cpu, torch.float16) is None
+    assert pick_kernels(cpu, torch.bfloat16, cpu_kernels=False) is None

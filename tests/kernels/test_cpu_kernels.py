@@ -88,6 +88,28 @@ def test_gated(kernels: CpuKernels, dtype: torch.dtype, kind: str, rows: int, wi
     assert_close(kernels.gated(x, kind), gated(kind, None)(x))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
+def test_what_is_no_number_stays_so(kernels: CpuKernels, dtype: torch.dtype, kind: str) -> None:
+    """Else a broken weight would look like an answer."""
+    x = torch.ones(1, 40, dtype=dtype)
+    x[0, 3] = float("nan")
+    assert kernels.gated(x, kind).isnan().nonzero().tolist() == [[0, 3]]
+    assert kernels.rms_norm(x, torch.ones(40), 1e-6).isnan().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_key_that_is_no_number_shows(kernels: CpuKernels, dtype: torch.dtype) -> None:
+    backend, layer = CpuAttention(kernels), Layer(4, 2, 16, 0.25)
+    case = make_case(random.Random(1), backend, layer, [(9, 1), (30, 1)], 4, dtype=dtype)
+    case.batch.kv[0][0][case.batch.block_table[1, 2], 1, 1, 5] = float(
+        "nan"
+    )  # of the second row's second kv head
+    table = Rope(RopeParams(theta=10000.0), 16, 64, torch.device("cpu"), dtype).table
+    out = backend.forward_packed(layer, case.qkv.flatten(1), None, table, case.batch).view(2, 4, 16)
+    assert out[1, 2:].isnan().all() and not out[0].isnan().any() and not out[1, :2].isnan().any()
+
+
 def head_norm(heads: int, dim: int, dtype: torch.dtype) -> HeadNorm:
     made = object.__new__(HeadNorm)  # without a checkpoint
     weight = values(heads, dim, dtype=dtype, seed=5)

@@ -1,6 +1,6 @@
 /* What a small step costs on a CPU, without what a call of torch costs around it.
 
-   Built by the machine's own C compiler when first needed (see __init__.py), in the vector extensions that GCC and
+   Built by the machine's own C compiler when first needed (see build.py), in the vector extensions that GCC and
    Clang share, so one text serves every processor. Elements are fp32, or bf16 where `half` is set; all arithmetic is
    fp32. A function with `half` is inlined twice, once for each. Work is spread by the OpenMP runtime that torch has
    loaded: `start` gets its entry points. Every row is computed alone and in one order, so results depend neither
@@ -66,7 +66,7 @@ INLINE void my_part(int64_t n, int64_t *from, int64_t *to) {
 /* ------------------------------------------------------------------------------------------------ vectors */
 
 INLINE vec select_(bits where, vec a, vec b) { return (vec)((where & (bits)a) | (~where & (bits)b)); }
-INLINE vec larger(vec a, vec b) { return select_((bits)(a > b), a, b); }
+INLINE vec larger(vec a, vec b) { return select_((bits)(a < b), b, a); } /* a NaN in a stays */
 
 INLINE float sum_of(vec v) {
     vec8 eight[2];

@@ -21,6 +21,7 @@ enum { LANES = 16, AHEAD = 2048 /* bytes: how far before its use memory is asked
 enum { NONE, SILU, GELU, GELU_TANH, RELU };
 
 #define INLINE static inline __attribute__((always_inline))
+#define APART static __attribute__((noinline)) /* compiled once, not wherever it is used: it halves the time to build */
 #define UNROLL _Pragma("GCC unroll 8")
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
@@ -150,7 +151,7 @@ typedef struct {
 } Norm;
 
 /* total = x + residual, rounded, which goes to `sum` if there is one; out = its norm, rounded. */
-INLINE void norm_row(const void *x, const void *residual, const Norm *norm, int64_t first_weight, int64_t width,
+APART void norm_row(const void *x, const void *residual, const Norm *norm, int64_t first_weight, int64_t width,
                      void *sum, float *out, int half) {
     vec sums = {0}, squares = {0};
     for (int64_t i = 0; i < width; i += LANES) {
@@ -179,7 +180,7 @@ INLINE void norm_row(const void *x, const void *residual, const Norm *norm, int6
 }
 
 /* Head `number`, normed if there is a norm, and turned: (a, b) -> (a cos - b sin, b cos + a sin). angle: cos | sin. */
-INLINE void turn_head(const void *head, const Norm *norm, int64_t number, const void *angle, int64_t dim, float *work,
+APART void turn_head(const void *head, const Norm *norm, int64_t number, const void *angle, int64_t dim, float *work,
                       void *out, int half, int out_half) {
     if (norm) {
         norm_row(head, NULL, norm, number * dim, dim, NULL, work, half);
@@ -499,6 +500,14 @@ INLINE void block_of(const Weight *w, int64_t b, const float *x, int rows, vec a
         }
 }
 
+APART void block_of_halves(const Weight *w, int64_t b, const float *x, int rows, vec acc[8][4]) {
+    block_of(w, b, x, rows, acc, 1);
+}
+
+APART void block_of_floats(const Weight *w, int64_t b, const float *x, int rows, vec acc[8][4]) {
+    block_of(w, b, x, rows, acc, 0);
+}
+
 INLINE void product_as(Product *j, int half) {
     const Weight *w = j->weight;
     int64_t from, to, block = w->vectors * LANES;
@@ -524,8 +533,8 @@ INLINE void product_as(Product *j, int half) {
         for (int64_t row = 0; row < j->rows; row += tile) {
             int rows = MIN(j->rows - row, tile);
             vec y[8][4], up[8][4];
-            block_of(w, b, x + row * w->padded, rows, y, half);
-            if (w->kind) block_of(w, b + blocks, x + row * w->padded, rows, up, half);
+            (half ? block_of_halves : block_of_floats)(w, b, x + row * w->padded, rows, y);
+            if (w->kind) (half ? block_of_halves : block_of_floats)(w, b + blocks, x + row * w->padded, rows, up);
             for (int r = 0; r < rows; r++)
                 for (int v = 0; v < w->vectors; v++) {
                     int64_t first = b * block + v * LANES, n = width - first, place = (row + r) * width + first;

@@ -3,7 +3,7 @@ what the kernel must compute. Layers get those that both have as one set, `Kerne
 
 No Triton kernel waits for the device or reads a device value, grids follow from shapes, and memory comes
 from torch.empty alone: every call can be captured in a CUDA graph. The modules import triton, so they
-are imported only where `available` says so, once, when a layer is built.
+are imported only where `available` says so, once, when an engine is built.
 
 Programmatic dependent launch (PDL): where the device can, a kernel is put on the multiprocessors while the
 one before it still runs. The rules that keep this right, for every kernel that takes part: `gdc_wait` comes

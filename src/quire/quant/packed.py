@@ -24,7 +24,7 @@ from quire.kernels.cpu.ops import (
 from quire.quant.base import FusingMatmul, Matmul, PlainMatmul, Step
 
 # Up to so many rows reading the weight is what takes time; for more, oneDNN is faster.
-_FEW_ROWS = 8
+FEW_ROWS = 8
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None) -> Matmul:
@@ -59,7 +59,7 @@ class FewRowsPackedMatmul(FusingMatmul):
         self.many, self.form, self.kernels = many, form, kernels
         self.outputs, self.inputs = weight.shape
         self.half = half(weight)
-        self.fused_rows = _FEW_ROWS
+        self.fused_rows = FEW_ROWS
         self.plain = self.weight_struct(None, "")
 
     def weight_struct(self, norm: Norm | None, kind: str) -> Weight:

@@ -18,12 +18,12 @@ from torch.overrides import TorchFunctionMode
 from quire.attention.base import ForwardBatch
 from quire.kernels.cpu.ops import CpuKernels
 from quire.models.decoder import Model
+from quire.quant.packed import FEW_ROWS
 from quire.types import StepPlan
 from quire.worker.batch import Batcher
 from quire.worker.graphs import Eager, Launched, Threads
 from quire.worker.staging import Staging
 
-_MOST_ROWS = 8  # more are multiplied by oneDNN (quant/packed.py)
 # Functions of torch that compute nothing (contiguous: unless it copies). __get__: attributes, such as shape.
 _HARMLESS = {
     "__get__", "contiguous", "data_ptr", "empty_like", "new_empty", "numel", "stride", "view",
@@ -60,7 +60,7 @@ class Recorded:
         if (
             self._computes_in_torch
             or self._kernels.span  # a profiler wants to see them
-            or not 0 < plan.total_tokens == rows <= _MOST_ROWS
+            or not 0 < plan.total_tokens == rows <= FEW_ROWS  # more are multiplied by oneDNN
             or not plan.samples.all()
             or plan.score_rows
             or plan.pool_rows

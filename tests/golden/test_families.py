@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from whole import greedy, load_model, logits_of
+from whole import greedy, last_logits, load_model, logits_of
 
 transformers = pytest.importorskip("transformers", reason="transformers makes the reference models")
 torch.set_num_threads(1)
@@ -173,6 +173,8 @@ def check(model: Any, folder: Path, count: int = 12) -> None:
         assert torch.equal(logits, logits_of(ours, [row])[0]), (
             "a row's logits depend on the rest of the batch"
         )
+    for logits, last in zip(logits_of(ours, ROWS), last_logits(ours, ROWS)):
+        assert torch.allclose(logits[-1], last, rtol=1e-4, atol=1e-4 * float(logits.abs().max()))
     assert greedy(ours, ROWS[0], count) == reference_greedy(model, ROWS[0], count)
 
 

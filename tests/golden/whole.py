@@ -87,6 +87,14 @@ def logits_of(model: Model, rows: list[list[int]]) -> list[torch.Tensor]:
     return list(flat.split([len(row) for row in rows]))
 
 
+@torch.inference_mode()
+def last_logits(model: Model, rows: list[list[int]]) -> torch.Tensor:
+    """Logits of each row's last position, of which alone the model is asked for hidden states."""
+    batch = whole_batch(rows)
+    batch.wanted = batch.query_start[1:].long() - 1
+    return model.logits(model(batch))
+
+
 def greedy(model: Model, prompt: list[int], count: int) -> list[int]:
     """The `count` most likely next tokens, everything computed anew for each."""
     tokens = list(prompt)

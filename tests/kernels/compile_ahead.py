@@ -26,9 +26,13 @@ def note(**launch: Any) -> None:
 
 knobs.runtime.jit_post_compile_hook = note
 x, weight = torch.ones(3, 1234), torch.ones(1234)
-for _ in range(2):  # when they are compiled they are not launched either
-    with side_by_side(torch.device("cpu"), threads=2):
+found = []
+for _ in range(3):  # when they are compiled they are not launched either
+    with side_by_side(torch.device("cpu"), threads=2) as missing:
         for _ in range(3):
             assert not norm.rms_norm(x, weight, 1e-6).any()
             assert not norm.add_rms_norm(x, x, weight, 1e-6)[1].any()
-print(len(compiled))
+    found.append(len(missing))
+    if len(found) == 2:  # forget them, so that they are found on disk
+        norm._norm.device_caches.clear()
+print(len(compiled), *found)

@@ -16,7 +16,8 @@ from quire.types import EngineInfo
 from tiny import CONFIG
 
 SPEC = ModelSpec.from_config(CONFIG)  # 2 layers, hidden 32, 4 + 2 heads of 16, MLP 48, 260 tokens, tied
-LAYER = 32 * 16 * (4 + 2 + 2) + 4 * 16 * 32 + 3 * 32 * 48
+QKV = 32 * 16 * (4 + 2 + 2)
+LAYER = QKV + 4 * 16 * 32 + 3 * 32 * 48
 HEAD = 260 * 32
 
 
@@ -32,7 +33,8 @@ def info(spec: ModelSpec, dtype: str = "float32") -> EngineInfo:
 def test_a_mixed_step() -> None:
     cost = CostModel(SPEC, info(SPEC)).step([("a", 9, 1), ("b", 4, 3)])
     assert cost.matrix_bytes == 4 * (2 * LAYER + HEAD)
-    assert cost.matrix_flops == 2 * (4 * 2 * LAYER + 2 * HEAD)
+    # behind the attention of the second layer there are only the two tokens that sample
+    assert cost.matrix_flops == 2 * (4 * LAYER + 4 * QKV + 2 * (LAYER - QKV) + 2 * HEAD)
     # a sees 10 tokens; b's three see 5, 6 and 7; keys and values of 10 and 7 tokens are moved
     assert cost.attention_bytes == 2 * 2 * (2 * 16) * 4 * (10 + 7)
     assert cost.attention_flops == 2 * 4 * (4 * 16) * (10 + 5 + 6 + 7)
@@ -57,7 +59,7 @@ def test_experts_that_nobody_chose_stay_in_memory() -> None:
     spec = replace(SPEC, moe=moe)
     model = CostModel(spec, info(spec))
     expert, rest = 3 * 32 * 48, LAYER - 3 * 32 * 48 + 32 * 8
-    one, many = model.step([("a", 0, 1)]), model.step([("a", 0, 1000)])
+    one, many = model.step([("a", 0, 1)]), model.step([(str(i), 0, 1) for i in range(1000)])
     assert one.matrix_bytes == pytest.approx(4 * (2 * (rest + 2 * expert) + HEAD))
     assert many.matrix_bytes == pytest.approx(4 * (2 * (rest + 8 * expert) + HEAD))
     assert one.matrix_flops == 2 * (2 * (rest + 2 * expert) + HEAD)

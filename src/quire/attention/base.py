@@ -36,10 +36,19 @@ class ForwardBatch:
     num_tokens: np.ndarray | None  # host, int32 [rows]: new tokens per row; None: bounds only
     seq_bounds: np.ndarray  # host, int32 [rows]: at least seq_lens
     block_size: int
+    # int64 [n]: the only tokens whose hidden states the model has to return, in this order; None: all of them.
+    wanted: torch.Tensor | None = None
     # int32 [rows]: how many of a row's first tokens are in pages that other rows begin with as well (0: none);
     # every number but 0 is the same, and names the same pages. Only where each row has one token.
     shared: torch.Tensor | None = None
     attn: Any = field(default=None)
+
+    def narrow(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of both that the last layer goes on with behind its attention: from there on a token's result
+        depends on no other token."""
+        if self.wanted is None:
+            return x, residual
+        return x.index_select(0, self.wanted), residual.index_select(0, self.wanted)
 
 
 class AttentionLayer(Protocol):

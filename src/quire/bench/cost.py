@@ -84,36 +84,40 @@ class CostModel:
         return Cost(sum(p.bytes for p in products), sum(p.flops for p in products), *self._attention(rows))
 
     def products(self, rows: Rows) -> list[Product]:
-        """The matrix products of a step, in order. Every row counts as one that samples."""
+        """The matrix products of a step, in order. Every row counts as one that samples, and only what samples goes
+        through the last layer behind its attention."""
         spec, tokens = self._spec, sum(n for _, _, n in rows)
         queries = spec.num_heads * spec.head_dim
         keys = spec.num_kv_heads * spec.head_dim
 
-        def product(name: str, parameters: float, read: float = 1.0, used: float = 1.0) -> Product:
-            """`read` copies of the matrix come from memory, and each token meets `used` of them."""
-            return Product(name, read * parameters * self._weight_bytes, 2 * used * parameters * tokens)
+        def product(name: str, parameters: float, n: int, read: float = 1.0, used: float = 1.0) -> Product:
+            """`read` copies of the matrix come from memory, and each of n tokens meets `used` of them."""
+            return Product(name, read * parameters * self._weight_bytes, 2 * used * parameters * n)
 
-        attention = [
-            product("qkv", spec.hidden_size * (queries + 2 * keys)),
-            product("o", queries * spec.hidden_size),
-        ]
-        gates = 1 if spec.family == "gpt2" else 2
-        width = spec.hidden_size * spec.intermediate_size
-        dense = [product("gate_up" if gates == 2 else "up", gates * width), product("down", width)]
-        sparse = dense
-        if moe := spec.moe:
-            width = spec.hidden_size * moe.intermediate_size
-            met = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** tokens)
-            sparse = [
-                product("router", spec.hidden_size * moe.num_experts),
-                product("experts gate_up", 2 * width, met, moe.top_k),
-                product("experts down", width, met, moe.top_k),
+        def layer(is_sparse: bool, n: int) -> list[Product]:
+            """`n` tokens go on behind its attention."""
+            found = [
+                product("qkv", spec.hidden_size * (queries + 2 * keys), tokens),
+                product("o", queries * spec.hidden_size, n),
             ]
-        layers = [
-            p for is_sparse in spec.layer_is_sparse for p in attention + (sparse if is_sparse else dense)
-        ]
+            if is_sparse and (moe := spec.moe):
+                width = spec.hidden_size * moe.intermediate_size
+                met = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** n)
+                return [
+                    *found,
+                    product("router", spec.hidden_size * moe.num_experts, n),
+                    product("experts gate_up", 2 * width, n, met, moe.top_k),
+                    product("experts down", width, n, met, moe.top_k),
+                ]
+            gates = 1 if spec.family == "gpt2" else 2
+            width = spec.hidden_size * spec.intermediate_size
+            name = "gate_up" if gates == 2 else "up"
+            return [*found, product(name, gates * width, n), product("down", width, n)]
+
+        layers = [p for is_sparse in spec.layer_is_sparse[:-1] for p in layer(is_sparse, tokens)]
+        layers += layer(spec.layer_is_sparse[-1], len(rows))
         head = spec.vocab_size * spec.hidden_size
-        return [*layers, Product("lm_head", head * self._weight_bytes, 2.0 * head * len(rows))]
+        return [*layers, product("lm_head", head, len(rows))]
 
     def _attention(self, rows: Rows) -> tuple[float, float]:
         """Bytes of keys and values, and operations, over all layers."""

@@ -21,8 +21,9 @@ _THREADS = 16
 
 
 @contextlib.contextmanager
-def side_by_side(device: torch.device, threads: int = _THREADS) -> Iterator[None]:
-    """Within, a launch of a kernel begins to compile it, unless that is done, and does nothing else.
+def side_by_side(device: torch.device, threads: int = _THREADS) -> Iterator[list[str]]:
+    """Within, a launch of a kernel begins to compile it, unless that is done, and does nothing else. Yields a list
+    that, at the end, holds the names of the kernels that were not found on disk.
 
     So results mean nothing; but no index in them can be out of range, because fresh memory is zeroed. (One that
     is compiled is not run either: it would read what others, which are not, have not written.)
@@ -30,6 +31,7 @@ def side_by_side(device: torch.device, threads: int = _THREADS) -> Iterator[None
     first real launch, which says why. Not for use while other threads launch kernels.
     """
     before, launch_of = knobs.runtime.jit_cache_hook, JITFunction.run
+    listener, missing = knobs.compilation.listener, list[str]()
     owner = threading.get_ident()
     begun: set[tuple[Any, ...]] = set()
     with ThreadPoolExecutor(threads, "compile", torch.cuda.set_device, (device,)) as pool:
@@ -46,13 +48,19 @@ def side_by_side(device: torch.device, threads: int = _THREADS) -> Iterator[None
         def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
             return launch_of(self, *args, grid=grid, warmup=True, **options)
 
+        def note(**done: Any) -> None:
+            if not done["cache_hit"]:
+                missing.append(done["src"].name)
+
         JITFunction.run = compile_only
-        knobs.runtime.jit_cache_hook = hook
+        knobs.runtime.jit_cache_hook, knobs.compilation.listener = hook, note
         try:
             with _Zeroed():
-                yield
+                yield missing
         finally:
             knobs.runtime.jit_cache_hook, JITFunction.run = before, launch_of
+            pool.shutdown()
+            knobs.compilation.listener = listener
 
 
 def _compile(kernel: Any, what: str) -> None:

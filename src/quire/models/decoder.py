@@ -29,7 +29,8 @@ class Model(Protocol):
     attention_layers: list[Attention]  # by index
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [tokens, hidden]; new K/V go where the batch says."""
+        """Hidden states [tokens, hidden] (of `batch.wanted` alone, if it is given); new K/V go where the
+        batch says."""
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -47,6 +48,7 @@ class SelfAttention:
         self, env: Env, spec: ModelSpec, index: int, prefix: str, norm: RMSNorm, adds: bool = True
     ) -> None:
         dim = spec.head_dim
+        self.is_last = index == spec.num_layers - 1
         heads, kv_heads = spec.num_heads // env.parallel.size, spec.num_kv_heads // env.parallel.size
         names = [prefix + "q_proj", prefix + "k_proj", prefix + "v_proj"]
         outs = [spec.num_heads * dim, spec.num_kv_heads * dim, spec.num_kv_heads * dim]
@@ -67,7 +69,11 @@ class SelfAttention:
         self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, batch: ForwardBatch
     ) -> Stream:
         qkv, residual = self.qkv(x, residual)
-        return self.o(self.attend(qkv, rotation, batch), residual)
+        x = self.attend(qkv, rotation, batch)
+        if self.is_last:
+            assert residual is not None  # a norm has been in front
+            x, residual = batch.narrow(x, residual)
+        return self.o(x, residual)
 
 
 class FeedForward(Protocol):

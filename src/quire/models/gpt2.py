@@ -23,6 +23,7 @@ class GPT2Layer:
 
     def __init__(self, env: Env, spec: ModelSpec, index: int, prefix: str) -> None:
         hidden, heads = spec.hidden_size, spec.num_heads // env.parallel.size
+        self.is_last = index == spec.num_layers - 1
         self.input_norm = LayerNorm(env, prefix + "ln_1", hidden, spec.norm_eps)
         self.qkv = Linear(
             env, prefix + "attn.c_attn", hidden, [hidden] * 3, True, cut="rows", transposed=True
@@ -38,8 +39,10 @@ class GPT2Layer:
         x, residual = self.input_norm(x, residual)
         qkv = self.qkv(x).view(x.shape[0], 3, self.attention.num_heads, self.attention.head_dim)
         q, k, v = qkv.unbind(1)  # each [tokens, heads, dim]
-        x = self.o(self.attention(q, k, v, batch))
-        x, residual = self.post_norm(x, residual)
+        x = self.attention(q, k, v, batch)
+        if self.is_last:
+            x, residual = batch.narrow(x, residual)
+        x, residual = self.post_norm(self.o(x), residual)
         return self.mlp(x), residual
 
 

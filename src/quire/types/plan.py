@@ -47,6 +47,11 @@ class StepPlan:
     # int32 [rows]: tokens in pages that rows begin with in common, 0 for rows that do not; None: nothing is
     shared: np.ndarray | None = None
 
+    @property
+    def keeps_hidden(self) -> bool:
+        """Whether hidden states of other tokens than each row's last are needed."""
+        return bool(self.score_rows or self.pool_rows)
+
 
 @dataclass(slots=True)
 class TokenMasks:

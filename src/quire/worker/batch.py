@@ -84,6 +84,7 @@ class TorchBatcher:
             num_tokens=plan.num_tokens,
             seq_bounds=plan.starts + plan.num_tokens,
             block_size=self._block_size,
+            wanted=None if plan.keeps_hidden or rows == total else logit_index,
         )
         batch.attn = self._backend.plan(batch)
         return Step(plan, slots, counts=counts, sampling=sampling), batch
@@ -143,6 +144,8 @@ class KernelBatcher:
         bounds = plan.starts + plan.num_tokens
         shares = plan.shared is not None
         batch = self._batch(rows, plan.total_tokens, plan.num_tokens, bounds, table_len, shares)
+        if plan.keeps_hidden:
+            batch.wanted = None
         return self.step(plan), batch
 
     def bounded(self, rows: int, tokens: int, shares: bool) -> ForwardBatch:
@@ -187,6 +190,7 @@ class KernelBatcher:
             num_tokens=counts,
             seq_bounds=bounds,
             block_size=self._block_size,
+            wanted=None if rows == tokens else self._logit_index[:rows],
             shared=self._header[:rows, 3] if shares else None,
         )
         self._kernels.prepare(

@@ -72,7 +72,8 @@ class Eager:
             self._threads.use_for(plan.total_tokens)
         step, batch = self._batcher.build(plan, staging)
         hidden = self._model(batch)
-        return Launched(step, self._model.logits(hidden.index_select(0, batch.logit_index)), hidden)
+        last = hidden.index_select(0, batch.logit_index) if plan.keeps_hidden else hidden
+        return Launched(step, self._model.logits(last), hidden)
 
     def warm_up(self, staging: Staging) -> bool:
         return False
@@ -155,7 +156,7 @@ class CudaGraphs:
 
     def _shape_for(self, plan: StepPlan) -> Shape | None:
         rows, tokens = len(plan.slots), plan.total_tokens
-        if plan.score_rows or plan.pool_rows:
+        if plan.keeps_hidden:
             return None
         sampling = self._sampling(plan)
         if rows == tokens:
@@ -176,8 +177,7 @@ class CudaGraphs:
     def _run(self, shape: Shape) -> None:
         """The step for whatever header is there."""
         batch = self._batcher.bounded(shape.rows, shape.tokens, shape.shares)
-        hidden = self._model(batch)
-        logits = self._model.logits(hidden if shape.one_each else hidden.index_select(0, batch.logit_index))
+        logits = self._model.logits(self._model(batch))
         if shape.sampling == "later":
             self._logits[: shape.rows].copy_(logits)
             return

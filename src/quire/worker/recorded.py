@@ -62,8 +62,7 @@ class Recorded:
             or self._kernels.span  # a profiler wants to see them
             or not 0 < plan.total_tokens == rows <= FEW_ROWS  # more are multiplied by oneDNN
             or not plan.samples.all()
-            or plan.score_rows
-            or plan.pool_rows
+            or plan.keeps_hidden
         ):
             return self._eager.launch(plan, staging)
         self._threads.use_for(rows)

@@ -28,6 +28,8 @@ from quire.worker.staging import Staging
 from quire.worker.state import SlotState
 
 _GRAPH_TOKENS = 2048  # the longest step that is captured; launching a longer one takes less than running it
+_ROWS_WITH_KERNELS = (2, 4, 8, 16, 32, 64)  # numbers of rows, each for a range with kernels of its own
+_FEW_TOKENS = 16  # of a step with a prompt that has kernels of its own
 _PROMPT_TOKENS = 128  # of the request that is rehearsed
 
 
@@ -64,9 +66,15 @@ class Worker:
         slots = config.max_num_seqs or 1
         eager = self._make_runner(size, slots, pages, graphs=False)
         usual = self._make_runner(size, slots, pages, config.cuda_graphs)
-        with side_by_side(self.device):
+        with side_by_side(self.device) as missing:
             _run(eager, min(rows, 16), per_row)  # as 16 rows, so any other multiple of 16
             self._run_request(usual, size)
+        if missing:  # then those of other sizes are not on disk either: better now than while requests wait
+            with side_by_side(self.device):
+                self._run_prompt(usual, size, _FEW_TOKENS)
+                for few in _ROWS_WITH_KERNELS:
+                    if few <= rows:
+                        _run(usual, few, 1)
         del eager, usual, pages
         torch.cuda.empty_cache()
 
@@ -84,14 +92,15 @@ class Worker:
         peak = torch.cuda.max_memory_allocated(self.device) - before
         del runner
         torch.cuda.empty_cache()
-        self._graph_bytes = self._bytes_of_graphs(peak)
+        self._graph_bytes = self._bytes_of_graphs(peak, rows * per_row)
         return peak + self._column_bytes() + self._graph_bytes
 
     def _largest_step(self) -> tuple[int, int]:
-        """(rows, tokens of each)."""
-        tokens, rows = self.config.max_num_batched_tokens or 1, self.config.max_num_seqs or 1
+        """(rows, tokens of each): no row is longer than a context, beyond which there are no positions."""
+        config = self.config
+        tokens, rows = config.max_num_batched_tokens or 1, config.max_num_seqs or 1
         rows = min(rows, tokens)
-        return rows, tokens // rows
+        return rows, min(tokens // rows, config.max_model_len or 1)
 
     def _scratch_size(self, per_row: int) -> KVSize:
         """A single page, which all positions share, in tables of the real width: other numbers would need
@@ -106,12 +115,12 @@ class Worker:
         rows, length = config.max_num_seqs or 1, config.max_model_len or 1
         return 4 * (rows + 1) * (length + -(-length // config.block_size))
 
-    def _bytes_of_graphs(self, largest_step: int) -> int:
-        """Of captured steps: they run one at a time, so their activations share one block."""
+    def _bytes_of_graphs(self, largest_step: int, tokens: int) -> int:
+        """Of captured steps: they run one at a time, so their activations share one block. `largest_step` is what
+        one of `tokens` tokens takes."""
         config = self.config
         if not (config.cuda_graphs and self._backend.capturable):
             return 0
-        tokens = config.max_num_batched_tokens or 1
         logits = (config.max_num_seqs or 1) * self.model.spec.vocab_size * self._dtype.itemsize
         return largest_step * min(tokens, _GRAPH_TOKENS) // tokens + 2 * logits
 
@@ -132,10 +141,15 @@ class Worker:
 
     def _run_request(self, runner: Runner, size: KVSize) -> None:
         """A short prompt, and a token after it."""
-        tokens = min(_PROMPT_TOKENS, size.max_model_len - 1, self.config.max_num_batched_tokens or 1)
+        if tokens := self._run_prompt(runner, size, _PROMPT_TOKENS):
+            _run(runner, 1, 1, before=tokens)
+
+    def _run_prompt(self, runner: Runner, size: KVSize, tokens: int) -> int:
+        """So many tokens, or as many as fit; how many there were."""
+        tokens = min(tokens, size.max_model_len - 1, self.config.max_num_batched_tokens or 1)
         if tokens > 0:
             _run(runner, 1, tokens)
-            _run(runner, 1, 1, before=tokens)
+        return tokens
 
     def _make_pages(self, size: KVSize) -> list[KV]:
         first = self.model.attention_layers[0]

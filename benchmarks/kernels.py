@@ -109,7 +109,7 @@ class Work:
     def long(self, tile: tuple[int, int, int, int, int | None] | None = None) -> float:
         per_tile = max((tile or long_tile(self.dim, DTYPE.itemsize))[0], self.group) // self.group
         most = sum(-(-n // per_tile) for n in self.lens)
-        tiles = list_tiles(self.query_start, self.seq_lens, most, 0, per_tile, KV_HEADS)
+        tiles = list_tiles(self.query_start, self.seq_lens, most, 0, per_tile, most * KV_HEADS)
 
         def run() -> None:
             for keys, values in self.kv:

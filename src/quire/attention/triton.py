@@ -51,15 +51,20 @@ class _Plan:
         group = layer.num_heads // layer.num_kv_heads
         queries = max(SHORT_ROWS // group, 1)
         per_tile = long_tokens(layer.head_dim, itemsize, group)
-        any_short, counts = True, batch.num_tokens
+        any_short, counts, tokens = True, batch.num_tokens, batch.input_ids.shape[0]
         if counts is None:
-            most = most_tiles(batch.input_ids.shape[0], batch.seq_lens.shape[0], queries, per_tile)
+            most, usual = (
+                most_tiles(tokens, batch.seq_lens.shape[0], queries, per_tile),
+                -(-tokens // per_tile),
+            )
         else:
             long = counts[counts > queries]
             any_short, most = long.size < counts.size, int((-(-long // per_tile)).sum())
+            usual = most
         if not most:
             return _Work(layer.index, queries, any_short, None)
-        tiles = list_tiles(batch.query_start, batch.seq_lens, most, queries, per_tile, layer.num_kv_heads)
+        programs = usual * layer.num_kv_heads
+        tiles = list_tiles(batch.query_start, batch.seq_lens, most, queries, per_tile, programs)
         return _Work(layer.index, queries, any_short, tiles)
 
 

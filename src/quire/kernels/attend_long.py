@@ -80,13 +80,14 @@ def list_tiles(
     most: int,
     queries: int,
     per_tile: int,
-    kv_heads: int,
+    programs: int,
 ) -> torch.Tensor:
-    """The tiles of `per_tile` tokens of all rows with more than `queries` new tokens, at most `most`."""
+    """The tiles of `per_tile` tokens of all rows with more than `queries` new tokens, at most `most`. About so many
+    `programs` will have work, which decides their order."""
     tiles = torch.empty(most, _ENTRY.value, dtype=torch.int32, device=seq_lens.device)
     _list_kernel[(most,)](
         tiles, query_start, seq_lens, seq_lens.shape[0],
-        QUERIES=queries, TOKENS=per_tile, LONGEST_FIRST=most * kv_heads <= _FEW_PROGRAMS,
+        QUERIES=queries, TOKENS=per_tile, LONGEST_FIRST=programs <= _FEW_PROGRAMS,
     )  # fmt: skip
     return tiles
 

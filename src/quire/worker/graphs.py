@@ -94,7 +94,8 @@ class Shape:
 
 
 class CudaGraphs:
-    """Replays steps of up to `max_tokens` tokens; `eager` runs longer ones, and those whose prompts are scored or pooled.
+    """Replays steps of up to `max_tokens` tokens, and of exactly `full`, which is what a step has while prompts wait.
+    `eager` runs other long ones, which would be padded, and those whose prompts are scored or pooled.
 
     `reserve` is about the memory of the largest of them, in bytes.
     """
@@ -107,12 +108,14 @@ class CudaGraphs:
         sampler: Sampler,
         max_rows: int,
         max_tokens: int,
+        full: int,
         reserve: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._eager, self._model, self._batcher, self._sampler = eager, model, batcher, sampler
         self._row_sizes, self._token_sizes = row_sizes(max_rows), token_sizes(max_tokens)
+        self._full = full
         self._captured: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._seen: set[Shape] = set()
         self._idle_sizes = self._row_sizes[::-1]  # decode steps not recorded yet, the smallest last
@@ -162,11 +165,12 @@ class CudaGraphs:
         if rows == tokens:
             size = _round_up(self._row_sizes, rows)
             return Shape(size, size, sampling, plan.shared is not None)
-        if tokens > self._token_sizes[-1]:
+        if tokens > self._token_sizes[-1] and tokens != self._full:
             return None
         # Few sizes of rows: a surplus row costs little beside the tokens of the others.
         rows = min(max(8, 1 << (rows - 1).bit_length()), self._row_sizes[-1])
-        tokens = _round_up(self._token_sizes, max(tokens, rows + 1))
+        if tokens != self._full:
+            tokens = _round_up(self._token_sizes, max(tokens, rows + 1))
         return Shape(rows, tokens, sampling) if tokens > rows else None
 
     def _sampling(self, plan: StepPlan) -> Literal["plain", "filtered", "later"]:

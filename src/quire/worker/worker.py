@@ -27,7 +27,8 @@ from quire.worker.sizing import KVSize
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
 
-_GRAPH_TOKENS = 2048  # the longest step that is captured; launching a longer one takes less than running it
+_GRAPH_TOKENS = 2048  # the longest step with prompts that is captured if that takes padding
+_FULL_TOKENS = 8192  # and without padding: launching a longer one takes less than running it
 _ROWS_WITH_KERNELS = (2, 4, 8, 16, 32, 64)  # numbers of rows, each for a range with kernels of its own
 _FEW_TOKENS = 16  # of a step with a prompt that has kernels of its own
 _PROMPT_TOKENS = 128  # of the request that is rehearsed
@@ -121,8 +122,9 @@ class Worker:
         config = self.config
         if not (config.cuda_graphs and self._backend.capturable):
             return 0
+        longest = min(config.max_num_batched_tokens or 1, _FULL_TOKENS)
         logits = (config.max_num_seqs or 1) * self.model.spec.vocab_size * self._dtype.itemsize
-        return largest_step * min(tokens, _GRAPH_TOKENS) // tokens + 2 * logits
+        return largest_step * min(longest, tokens) // tokens + 2 * logits
 
     def allocate(self, size: KVSize) -> Runner:
         """The runner, with KV pages of `size` and columns for every slot."""
@@ -182,14 +184,15 @@ class Worker:
             )
             launcher = Eager(model, batcher)
             if graphs and self._backend.capturable:
-                longest = min(config.max_num_batched_tokens or 1, _GRAPH_TOKENS)
+                budget = config.max_num_batched_tokens or 1
                 launcher = CudaGraphs(
                     launcher,
                     model,
                     batcher,
                     sampler,
                     num_slots,
-                    longest,
+                    min(budget, _GRAPH_TOKENS),
+                    budget if budget <= _FULL_TOKENS else 0,
                     self._graph_bytes,
                     self._dtype,
                     device,

@@ -147,14 +147,14 @@ def test_n_answers_are_merged() -> None:
     assert state.open_ids == ["r#0", "r#1"] and len(assembler) == 1
     applied = assembler.apply([EngineOutput("r#1", list(b"bz")), EngineOutput("r#0", list(b"a"))])
     assert applied.aborts == ["r#1"] and applied.changed == [state] and not state.finished
-    delta = state.take_delta()
-    assert [(o.index, o.text, o.finish_reason) for o in delta.outputs] == [(0, "a", None), (1, "b", "stop")]
+    deltas = state.take_deltas()
+    assert [(o.index, o.text, o.finish_reason) for o in deltas] == [(0, "a", None), (1, "b", "stop")]
     assembler.apply([EngineOutput("r#0", [99], finish_reason="length")])
     assert state.finished and [o.text for o in state.output().outputs] == ["ac", "b"]
-    assert [(o.index, o.text) for o in state.take_delta().outputs] == [(0, "c")], (
+    assert [(o.index, o.text) for o in state.take_deltas()] == [(0, "c")], (
         "a finished answer has no more news"
     )
-    assert state.take_delta().outputs == []
+    assert state.take_deltas() == []
 
 
 @pytest.mark.parametrize("bare", [True, False])
@@ -198,7 +198,7 @@ def test_deltas_add_up_to_the_answer_in_any_steps(
         ids = ids[len(step) :]
         assembler.apply([EngineOutput("r", step, finish_reason=None if ids else "length")])
         if rng.random() < 0.7 or state.finished:
-            for delta in state.take_delta().outputs:
+            for delta in state.take_deltas():
                 seen_text += delta.text
                 seen_ids += delta.token_ids
                 ends += delta.finish_reason is not None

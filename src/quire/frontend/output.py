@@ -4,7 +4,7 @@ All text state of a request is here, on the client's side of the engine. The eng
 ids and lengths; a stop string is found here, and then the engine is told to abort.
 
 engine outputs --> OutputAssembler.apply --> RequestState --> Answer (one per choice)
-                        | ids to abort            | output(): all so far    take_delta(): what is new
+                        | ids to abort            | output(): all so far    take_deltas(): what is new
 """
 
 from __future__ import annotations
@@ -236,17 +236,7 @@ class RequestState:
 
     def output(self) -> RequestOutput:
         """All so far, of all answers."""
-        return self._request_output([answer.output() for answer in self.answers])
-
-    def take_delta(self) -> RequestOutput:
-        """What is new since the last call: outputs of the answers that have something new, with that alone.
-
-        All deltas of an answer put together are its final text and tokens.
-        """
-        deltas = [delta for answer in self.answers if (delta := answer.take_delta()) is not None]
-        return self._request_output(deltas)
-
-    def _request_output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        outputs = [answer.output() for answer in self.answers]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
@@ -257,6 +247,13 @@ class RequestState:
             num_cached_tokens=self.num_cached_tokens,
             metrics=self.metrics,
         )
+
+    def take_deltas(self) -> list[CompletionOutput]:
+        """What is new since the last call, of each answer that has something new.
+
+        All deltas of an answer put together are its final text and tokens.
+        """
+        return [delta for answer in self.answers if (delta := answer.take_delta()) is not None]
 
 
 @dataclass(slots=True)

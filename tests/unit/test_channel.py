@@ -29,7 +29,8 @@ def test_messages_of_all_sizes_come_whole_and_in_order(ends: tuple[Channel, Chan
     one, other = ends
     r = random.Random(0)
     bodies = [r.randbytes(r.choice([0, 1, 3, 100, 70_000, 900_000])) for _ in range(60)]
-    assert not all([one.send(body) for body in bodies]), "more than the socket takes"
+    sent = [one.send(body) for body in bodies]
+    assert not all(sent), "more than the socket takes"
     found: list[bytes] = []
     reader = threading.Thread(target=lambda: found.extend(received(other, len(bodies))))
     reader.start()
@@ -41,7 +42,8 @@ def test_messages_of_all_sizes_come_whole_and_in_order(ends: tuple[Channel, Chan
 def test_both_can_send_more_than_fits_before_either_reads(ends: tuple[Channel, Channel]) -> None:
     bodies = [bytes([i]) * 300_000 for i in range(20)]
     for end in ends:
-        assert not all([end.send(body) for body in bodies])
+        sent = [end.send(body) for body in bodies]
+        assert not all(sent)
     found: dict[int, list[bytes]] = {0: [], 1: []}
     while sum(map(len, found.values())) < 40:
         for i, end in enumerate(ends):

@@ -15,7 +15,7 @@ import time
 from collections import deque
 
 _HEAD = 4
-_READ = 1 << 18
+_READ = 1 << 16  # more would be mapped anew for each read
 
 
 class Channel:

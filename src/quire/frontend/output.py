@@ -4,7 +4,7 @@ All text state of a request is here, on the client's side of the engine. The eng
 ids and lengths; a stop string is found here, and then the engine is told to abort.
 
 engine outputs --> OutputAssembler.apply --> RequestState --> Answer (one per choice)
-                        | ids to abort            | output(): all so far    take_deltas(): what is new
+                        | ids to abort            | output(): all so far    take_delta(): what is new
 """
 
 from __future__ import annotations
@@ -247,13 +247,6 @@ class RequestState:
             num_cached_tokens=self.num_cached_tokens,
             metrics=self.metrics,
         )
-
-    def take_deltas(self) -> list[CompletionOutput]:
-        """What is new since the last call, of each answer that has something new.
-
-        All deltas of an answer put together are its final text and tokens.
-        """
-        return [delta for answer in self.answers if (delta := answer.take_delta()) is not None]
 
 
 @dataclass(slots=True)

@@ -32,6 +32,7 @@ class Generation:
         """`tracks` are those of all their answers, in order. `live`: wake for every token, not only for the end.
         `over` is called once, when all is finished or an error ended it."""
         self.states, self.tracks = list(states), list(tracks)
+        self._answers = [(n, answer) for n, state in enumerate(self.states) for answer in state.answers]
         self.error: ApiError | None = None  # why it ended early; its answers are worth nothing then
         self._live = live
         self._left = len(self.states)  # prompts whose answers are not finished
@@ -71,8 +72,9 @@ class Generation:
             raise self.error
 
     def take(self) -> list[Delta]:
-        """What is new, in the order of prompts and of their answers."""
-        return [(n, delta) for n, state in enumerate(self.states) for delta in state.take_deltas()]
+        """What is new, in the order of prompts and of their answers. All deltas of an answer put together are its
+        final text and tokens."""
+        return [(n, delta) for n, answer in self._answers if (delta := answer.take_delta()) is not None]
 
     def changed(self, state: RequestState) -> None:
         """Something is new in one of its states."""

@@ -87,6 +87,7 @@ class _Connection(asyncio.Protocol):
         self._take, self._status, self._complete = take, 0, False
         self._pieces: list[bytes] = []  # of the body, not handed over
         self._has_end = False  # the body; otherwise it ends with the connection
+        self._stays = False  # the connection, behind this
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return await self._done
@@ -105,7 +106,7 @@ class _Connection(asyncio.Protocol):
             done.set_exception(error)
             return
         if self._complete:
-            if not self._parser.should_keep_alive():
+            if not self._stays:
                 self.close()
             done.set_result((self._status, b"".join(self._pieces)))
 
@@ -128,6 +129,7 @@ class _Connection(asyncio.Protocol):
 
     def on_headers_complete(self) -> None:
         self._status = self._parser.get_status_code()
+        self._stays = self._parser.should_keep_alive()
 
     def on_body(self, piece: bytes) -> None:
         self._pieces.append(piece)

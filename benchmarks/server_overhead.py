@@ -2,23 +2,29 @@
 
     python benchmarks/server_overhead.py --model demo --streams 64
 
-The engine alone is `quire bench throughput` (prompts are ids, no text); with the server it is `quire bench serve`
-with as many streams, so text is made, and client, API process and engine process share the processor. Each
-round takes one of each; the ratio is that of the medians. On a machine that others use too it says little; what
-does not depend on them is the processor time of each process, read from the operating system. (The client's
-includes its start.)
+Three runs make a round:
+
+alone    `quire bench throughput`: the engine in one process, prompts are ids, no text
+served   `quire bench serve` with as many streams: text is made, and client, API process and engine process share
+         the processor
+beside   the engine alone again, beside a process that takes as much of the processor as the client did, in a burst
+         for each step. A client on another machine would take nothing: served / beside is what the server costs
+
+Ratios are of medians. On a machine that others use too they say little; what depends less on them is the processor
+time of each process, read from the operating system. (The client's is its own count, from the first request on.)
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import os
 import re
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +57,36 @@ class Server:
         self._process.wait(30)
 
 
-def run(command: list[str]) -> tuple[dict[str, Any], float]:
-    """The result of a benchmark, and the processor seconds that it took."""
+_BURNER = """
+import sys, time
+burst_s, pause_s = map(float, sys.argv[1:])
+while True:
+    time.sleep(pause_s)
+    end_s = time.process_time() + burst_s
+    while time.process_time() < end_s:
+        pass
+"""
+
+
+@contextlib.contextmanager
+def burner(burst_s: float, step_s: float) -> Iterator[None]:
+    """A process that takes `burst_s` of the processor once a step."""
+    pause_s = max(step_s - burst_s, 0.0005)
+    process = subprocess.Popen([sys.executable, "-c", _BURNER, str(burst_s), str(pause_s)])
+    try:
+        yield
+    finally:
+        process.kill()
+        process.wait()
+
+
+def run(command: list[str]) -> dict[str, Any]:
+    """The result of a benchmark."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
-        before = os.times()
         subprocess.run([*command, "--output-json", str(file)], check=True, stdout=subprocess.DEVNULL)
-        after = os.times()
-        took = after.children_user + after.children_system - before.children_user - before.children_system
-        return json.loads(file.read_text()), took
+        found: dict[str, Any] = json.loads(file.read_text())
+        return found
 
 
 def main() -> None:
@@ -83,37 +110,41 @@ def main() -> None:
         "--output-len",
         str(args.output_len),
     ]
+    alone = quire("bench", "throughput", "--model", args.model, *engine, *load, "--num-warmups", "1")
     server = Server([args.model, *engine])
-    alone, served, times = [], [], []
+    rounds = []
     try:
         for i in range(args.rounds):
-            found, _ = run(
-                quire("bench", "throughput", "--model", args.model, *engine, *load, "--num-warmups", "1")
-            )
-            alone.append(found)
-            before = server.processor_s()
-            more = ["--temperature", "0", "--seed", str(i), "--backend", args.backend]
-            found, client_s = run(quire("bench", "serve", "--base-url", server.url, *load, *more))
-            after = server.processor_s()
-            served.append(found)
-            tokens = found["total_output_tokens"]
-            times.append(
-                {"client": client_s / tokens * 1e6}
-                | {n: (after[n] - before[n]) / tokens * 1e6 for n in after}
-            )
-            print(
-                f"engine alone {alone[-1]['output_throughput']:8.1f} tokens/s, ITL {alone[-1]['median_itl_ms']:6.2f} ms;  "
-                f"served {found['output_throughput']:8.1f} tokens/s, ITL {found['median_itl_ms']:6.2f} ms;  us/token: "
-                + ", ".join(f"{name} {value:.0f}" for name, value in times[-1].items()),
-                flush=True,
-            )
+            rounds.append(one_round(server, alone, load, args, i))
+            print(", ".join(f"{name} {value:.1f}" for name, value in rounds[-1].items()), flush=True)
     finally:
         server.close()
-    spent = {part: statistics.median(one[part] for one in times) for part in ("api", "engine")}
-    print(f"processor time: API process / engine process {spent['api'] / spent['engine']:.3f}")
-    for name in ("output_throughput", "median_itl_ms", "duration"):
-        one, other = (statistics.median(found[name] for found in kind) for kind in (alone, served))
-        print(f"{name}: alone {one:.2f}, served {other:.2f}, ratio {other / one:.3f}")
+    middle = {name: statistics.median(one[name] for one in rounds) for name in rounds[0]}
+    print("medians: " + ", ".join(f"{name} {value:.1f}" for name, value in middle.items()))
+    print(f"processor time: API process / engine process {middle['api_us'] / middle['engine_us']:.3f}")
+    print(f"tokens/s: served / alone {middle['served'] / middle['alone']:.3f}")
+    print(f"tokens/s: served / beside {middle['served'] / middle['beside']:.3f}")
+
+
+def one_round(
+    server: Server, alone: list[str], load: list[str], args: argparse.Namespace, seed: int
+) -> dict[str, float]:
+    """Tokens per second of the three runs, and microseconds of the processor per token that was served."""
+    first = run(alone)
+    before = server.processor_s()
+    more = ["--temperature", "0", "--seed", str(seed), "--backend", args.backend]
+    served = run(quire("bench", "serve", "--base-url", server.url, *load, *more))
+    after = server.processor_s()
+    spent_s = {name: after[name] - before[name] for name in after} | {"client": served["client_processor_s"]}
+    per_token = {name: seconds / served["total_output_tokens"] for name, seconds in spent_s.items()}
+    with burner(per_token["client"] * args.streams, first["median_itl_ms"] / 1000):
+        beside = run(alone)
+    return {
+        "alone": first["output_throughput"],
+        "served": served["output_throughput"],
+        "beside": beside["output_throughput"],
+        **{f"{name}_us": value * 1e6 for name, value in per_token.items()},
+    }
 
 
 if __name__ == "__main__":

@@ -93,19 +93,15 @@ def test_killed_clients_free_their_pages() -> None:
         assert server.post(TEXT, {"prompt": "a b", "max_tokens": 2}).status_code == 200
 
 
-def test_a_server_that_is_killed_takes_its_engine_and_its_socket_along() -> None:
+def test_a_server_that_is_killed_takes_its_engine_along() -> None:
     with serving(*SLOW) as server, ThreadPoolExecutor(4) as pool:
         runs = [pool.submit(stream, server, i, 1000) for i in range(4)]
         server.wait_for(lambda: server.stats()["tokens"]["generated"] >= 10)
         engine = psutil.Process(server.engine_pid())
-        (address,) = [arg for arg in engine.cmdline() if arg.startswith("ipc://")]
-        path = Path(address.removeprefix("ipc://"))
-        assert path.is_socket()
         server.signal(signal.SIGKILL)
         for run in runs:
             assert isinstance(run.exception(30), httpx.HTTPError), "the connection breaks"
         engine.wait(10)
-        assert not path.parent.exists()
 
 
 def kill_after(server: Server, completed: int) -> None:

@@ -122,4 +122,4 @@ def test_help_loads_nothing_heavy() -> None:
     out = subprocess.run(command, capture_output=True, text=True, check=True)
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in out.stderr.splitlines()}
     assert "generate" in out.stdout and "quire" in loaded
-    assert not loaded & {"torch", "triton", "tokenizers", "jinja2", "zmq", "numpy", "tqdm", "msgspec"}
+    assert not loaded & {"torch", "triton", "tokenizers", "jinja2", "numpy", "tqdm", "msgspec"}

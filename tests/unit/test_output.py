@@ -14,7 +14,7 @@ from quire.frontend.gguf_tokenizer import byte_level_bpe
 from quire.frontend.output import OutputAssembler, RequestState
 from quire.frontend.processor import InputProcessor
 from quire.frontend.tokenizer import NoTokenizer, Tokenizer, TokenizerSettings
-from quire.types import EngineOutput, SamplingParams, TokenLogprobs
+from quire.types import CompletionOutput, EngineOutput, SamplingParams, TokenLogprobs
 
 EOS = 256
 
@@ -142,19 +142,21 @@ def test_log_probabilities_end_with_the_tokens() -> None:
     assert answer.logprobs is not None and len(answer.logprobs) == 2 and answer.cumulative_logprob == -2.0
 
 
+def taken(state: RequestState) -> list[CompletionOutput]:
+    return [delta for answer in state.answers if (delta := answer.take_delta()) is not None]
+
+
 def test_n_answers_are_merged() -> None:
     state, assembler = opened(n=2, stop=["z"])
     assert state.open_ids == ["r#0", "r#1"] and len(assembler) == 1
     applied = assembler.apply([EngineOutput("r#1", list(b"bz")), EngineOutput("r#0", list(b"a"))])
     assert applied.aborts == ["r#1"] and applied.changed == [state] and not state.finished
-    delta = state.take_delta()
-    assert [(o.index, o.text, o.finish_reason) for o in delta.outputs] == [(0, "a", None), (1, "b", "stop")]
+    deltas = taken(state)
+    assert [(o.index, o.text, o.finish_reason) for o in deltas] == [(0, "a", None), (1, "b", "stop")]
     assembler.apply([EngineOutput("r#0", [99], finish_reason="length")])
     assert state.finished and [o.text for o in state.output().outputs] == ["ac", "b"]
-    assert [(o.index, o.text) for o in state.take_delta().outputs] == [(0, "c")], (
-        "a finished answer has no more news"
-    )
-    assert state.take_delta().outputs == []
+    assert [(o.index, o.text) for o in taken(state)] == [(0, "c")], "a finished answer has no more news"
+    assert taken(state) == []
 
 
 @pytest.mark.parametrize("bare", [True, False])
@@ -198,7 +200,7 @@ def test_deltas_add_up_to_the_answer_in_any_steps(
         ids = ids[len(step) :]
         assembler.apply([EngineOutput("r", step, finish_reason=None if ids else "length")])
         if rng.random() < 0.7 or state.finished:
-            for delta in state.take_delta().outputs:
+            for delta in taken(state):
                 seen_text += delta.text
                 seen_ids += delta.token_ids
                 ends += delta.finish_reason is not None

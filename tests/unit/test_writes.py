@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 
-import pytest
+from uvicorn.protocols.http.flow_control import FlowControl
 
-from quire.serve.stream import Patience
-from quire.serve.writes import GatheringTransport, Writes
+from quire.serve.writes import GatheringTransport, Outlet, Writes
 
 
 class Recorder(asyncio.Transport):
@@ -61,36 +60,22 @@ def test_one_write_per_connection_behind_all_that_is_ready() -> None:
     asyncio.run(run())
 
 
-def test_patience_ends_with_a_write_that_does_not_return() -> None:
-    async def run(waits: list[float]) -> int:
-        done = 0
+def test_an_outlet_writes_chunks_and_says_when_it_is_full() -> None:
+    log: list[tuple[str, bytes]] = []
 
-        async def send(message) -> None:
-            await asyncio.sleep(waits[done])
-
-        with Patience(0.6) as patience:
-            write = patience.over(send)
-            for _ in waits:
-                await asyncio.sleep(0.15)  # between two writes it may take as long as it likes
-                await write(b"x")
-                done += 1
-        return done
-
-    assert asyncio.run(run([0.0, 0.2, 0.0, 0.2, 0.0, 0.0])) == 6
-    with pytest.raises(TimeoutError):
-        asyncio.run(run([0.0, 0.2, 60.0]))
-
-
-def test_patience_is_not_what_cancels() -> None:
     async def run() -> None:
-        async def inner() -> None:
-            with Patience(60):
-                await asyncio.sleep(60)
-
-        task = asyncio.ensure_future(inner())
+        transport = Recorder("a", log)
+        flow = FlowControl(transport)
+        outlet = Outlet(transport, flow)
+        outlet.write(b"x" * 26)
+        assert log == [("a", b"1a\r\n" + b"x" * 26 + b"\r\n")] and not outlet.is_full
+        flow.pause_writing()
+        assert outlet.is_full
+        waiting = asyncio.ensure_future(outlet.drain())
         await asyncio.sleep(0)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
+        assert not waiting.done()
+        flow.resume_writing()
+        await waiting
+        assert not outlet.is_full
 
     asyncio.run(run())

@@ -13,11 +13,12 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import aiohttp
+import httptools
 import msgspec
 from tqdm import tqdm
 
 from quire.bench.datasets import Ask
+from quire.bench.http import Http
 from quire.bench.run import Run, Served
 from quire.types import ConfigError
 
@@ -130,53 +131,53 @@ class Client:
         self.target = target
 
     async def __aenter__(self) -> Client:
-        self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, ssl=not self.target.insecure),
-            headers={"Content-Type": "application/json", **self.target.headers},
-            timeout=aiohttp.ClientTimeout(total=_TIMEOUT_S),
-            auto_decompress=False,
-        )
+        target = self.target
+        try:
+            headers = {"Content-Type": "application/json", **target.headers}
+            self._http = Http(target.base_url, headers, target.insecure)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._session.close()
+        self._http.close()
 
     async def get(self, path: str) -> Any:
         """The JSON body of a GET, or None if the server has no such route. Raises ConfigError without a server."""
-        timeout = aiohttp.ClientTimeout(total=_PATIENCE_S)
+        base_url = self.target.base_url
         try:
-            async with self._session.get(self.target.base_url + path, timeout=timeout) as answer:
-                if answer.status in (401, 403):
-                    raise ConfigError(
-                        f"{self.target.base_url} asks for an API key: set OPENAI_API_KEY, or --header "
-                        "Authorization='Bearer KEY'"
-                    )
-                return await answer.json(content_type=None) if answer.status == 200 else None
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+            async with asyncio.timeout(_PATIENCE_S):
+                status, body = await self._http.request("GET", path, {})
+        except (OSError, httptools.HttpParserError) as error:  # TimeoutError is an OSError
+            said = str(error) or type(error).__name__
+            raise ConfigError(f"no server answers at {base_url}: {said}") from None
+        if status in (401, 403):
             raise ConfigError(
-                f"no server answers at {self.target.base_url}: {str(error) or type(error).__name__}"
-            ) from None
-        except ValueError:
+                f"{base_url} asks for an API key: set OPENAI_API_KEY, or --header Authorization='Bearer KEY'"
+            )
+        try:
+            return msgspec.json.decode(body) if status == 200 else None
+        except msgspec.MsgspecError:
             return None
 
     async def send(self, ask: Ask, served: Served, clock: Callable[[], float]) -> None:
         """One request, from now to its end; whatever goes wrong is `served.error`."""
         target, answer = self.target, Answer(served, self.target.is_chat)
-        headers = {"X-Request-Id": f"{target.id_prefix}{ask.number}"} if target.id_prefix else None
+        headers = {"X-Request-Id": f"{target.id_prefix}{ask.number}"} if target.id_prefix else {}
         body = target.body(ask)
         served.start_s = clock()
         try:
-            async with self._session.post(
-                target.base_url + target.endpoint, data=body, headers=headers
-            ) as response:
-                if response.status != 200:
-                    served.error = f"{response.status}: {(await response.text())[:_ERROR_CHARS]}"
-                    return
-                async for data in response.content.iter_any():
-                    answer.feed(data, clock())
-            answer.finish()
-        except (aiohttp.ClientError, msgspec.MsgspecError, TimeoutError, OSError, ValueError) as error:
+            async with asyncio.timeout(_TIMEOUT_S):
+                status, said = await self._http.request(
+                    "POST", target.endpoint, headers, body, lambda data: answer.feed(data, clock())
+                )
+        except (OSError, httptools.HttpParserError, msgspec.MsgspecError, ValueError) as error:
             served.error = f"{type(error).__name__}: {error}"[:_ERROR_CHARS]
+            return
+        if status == 200:
+            answer.finish()
+        else:
+            served.error = f"{status}: {said.decode(errors='replace')[:_ERROR_CHARS]}"
 
     async def run(
         self,
@@ -189,7 +190,7 @@ class Client:
         served = [Served(ask.prompt_len, at) for ask, at in zip(asks, arrivals_s)]
         places = asyncio.Semaphore(max_concurrency or len(asks))
         bar = tqdm(total=len(asks), desc="Serving", unit="req", disable=not show_progress, dynamic_ncols=True)
-        begin_s = time.perf_counter()
+        begin_s, begin_processor_s = time.perf_counter(), time.process_time()
 
         def clock() -> float:
             return time.perf_counter() - begin_s
@@ -208,7 +209,7 @@ class Client:
                         await asyncio.sleep(early_s)
                     await places.acquire()
                     tasks.create_task(one(ask, result))
-        return Run(served, [], begin_s)
+        return Run(served, [], begin_s, time.process_time() - begin_processor_s)
 
 
 @contextlib.contextmanager

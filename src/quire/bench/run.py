@@ -53,6 +53,7 @@ class Run:
     served: list[Served]
     steps: list[StepRecord]
     begin_s: float  # on the clock of the step log
+    client_processor_s: float | None = None  # what sending and receiving took, if a server did the work
 
     @property
     def completed(self) -> list[Served]:

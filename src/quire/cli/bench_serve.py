@@ -29,10 +29,6 @@ _LOOK_S = 0.5
 
 def run(args: argparse.Namespace) -> int:
     check(args)
-    try:
-        import aiohttp  # noqa: F401
-    except ImportError:
-        raise ConfigError("this needs aiohttp: pip install 'quire[bench]'") from None
     from quire.bench.client import run_in_loop
 
     return run_in_loop(_bench(args))
@@ -158,6 +154,7 @@ def _report(args: argparse.Namespace, server: Card, asks: list[Ask], done: Run) 
         found |= {name: getattr(args, name) for name in vars(args) if name.startswith("ramp_up")}
     _tell_errors(done)
     found |= serving(done, percentiles, args.goodput)
+    found["client_processor_s"] = done.client_processor_s
     print_serving(found, metrics, percentiles)
     if args.plot:
         from quire.bench.plots import plot_serving

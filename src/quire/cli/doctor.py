@@ -28,7 +28,6 @@ _PACKAGES = (
     "jinja2",
     "huggingface_hub",
     "gguf",
-    "pyzmq",
     "msgspec",
 )
 

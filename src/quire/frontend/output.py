@@ -236,17 +236,7 @@ class RequestState:
 
     def output(self) -> RequestOutput:
         """All so far, of all answers."""
-        return self._request_output([answer.output() for answer in self.answers])
-
-    def take_delta(self) -> RequestOutput:
-        """What is new since the last call: outputs of the answers that have something new, with that alone.
-
-        All deltas of an answer put together are its final text and tokens.
-        """
-        deltas = [delta for answer in self.answers if (delta := answer.take_delta()) is not None]
-        return self._request_output(deltas)
-
-    def _request_output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        outputs = [answer.output() for answer in self.answers]
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,

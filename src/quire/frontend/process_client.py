@@ -1,38 +1,40 @@
-"""`ProcessClient`: the engine in a child process (engine_process.py), reached over ZeroMQ.
+"""`ProcessClient`: the engine in a child process (engine_process.py), reached over a channel (channel.py).
 
-Owns the child, the socket and the folder in which the socket is.
+Owns the child and this end of the channel.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
+import socket
 import subprocess
 import sys
-import tempfile
-
-import zmq
 
 from quire import types
 from quire.config import EngineConfig
 from quire.frontend import messages as msg
+from quire.frontend.channel import Channel
 from quire.types import EngineDead, EngineInfo, EngineOutput, EngineRequest, QuireError
 
-_LOOK_MS = 200  # how often a waiting client looks whether the engine process still lives
+_STOP_S = 5.0  # how long the process may take to end in order
+
+
+def start_engine_process(process_group: int | None = None) -> tuple[subprocess.Popen[bytes], Channel]:
+    """The process, in a group of its own for `process_group` 0, and our end of the channel to it."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "quire.engine_process", str(theirs.fileno()), str(os.getpid())]
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=process_group
+        )
+    return process, Channel(ours)
 
 
 class ProcessClient:
-    """An EngineClient with a private local socket to the engine."""
+    """An EngineClient with a private channel to the engine."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._dir = tempfile.TemporaryDirectory(prefix="quire-")
-        address = f"ipc://{self._dir.name}/engine"
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.PAIR)
-        self._socket.set_hwm(0)
-        self._socket.bind(address)
-        command = [sys.executable, "-m", "quire.engine_process", address, str(os.getpid())]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        self._process, self._channel = start_engine_process()
         self._dead: str | None = None
         self._outputs: list[EngineOutput] = []
         try:
@@ -54,17 +56,15 @@ class ProcessClient:
 
     def close(self) -> None:
         if self._process.poll() is None:
-            with contextlib.suppress(zmq.Again):
-                self._socket.send(msg.encode(msg.Stop()), zmq.NOBLOCK)
+            self._channel.send(msg.encode(msg.Stop()))
+            self._channel.settle(_STOP_S)
             try:
-                self._process.wait(5)
+                self._process.wait(_STOP_S)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
         self._dead = self._dead or "it was closed"
-        self._socket.close(linger=0)
-        self._context.term()
-        self._dir.cleanup()
+        self._channel.close()
 
     def _await_ready(self) -> EngineInfo:
         while True:
@@ -72,20 +72,21 @@ class ProcessClient:
                 return message.info
 
     def _send(self, message: msg.ToEngine) -> None:
-        while not self._dead and not self._socket.poll(_LOOK_MS, zmq.POLLOUT):
-            self._look_for_death()  # nobody is at the other end: not yet, or no longer
         if self._dead:
             raise EngineDead(f"the engine stopped: {self._dead}")
-        self._socket.send(msg.encode(message))
+        self._channel.send(msg.encode(message))
 
     def _receive(self, timeout_s: float) -> msg.ToClient | None:
         """The next message, or None after `timeout_s`; raises what ended the engine."""
         if self._dead:
             raise EngineDead(f"the engine stopped: {self._dead}")
-        if not self._socket.poll(int(timeout_s * 1000)):
-            self._look_for_death()
-            return None
-        message = msg.decode_to_client(self._socket.recv())
+        try:
+            if not self._channel.poll(timeout_s):
+                return None
+        except EOFError:
+            self._dead = f"its process ended with exit code {self._process.wait()}"
+            raise EngineDead(f"the engine stopped: {self._dead}") from None
+        message = msg.decode_to_client(self._channel.receive())
         if isinstance(message, msg.Died):
             self._dead = message.cause
             error = getattr(types, message.kind, None)
@@ -93,10 +94,3 @@ class ProcessClient:
                 raise error(message.cause)
             raise EngineDead(f"the engine stopped: {message.cause}")
         return message
-
-    def _look_for_death(self) -> None:
-        """Raise EngineDead if the process has ended and left no last words."""
-        code = self._process.poll()
-        if code is not None and not self._socket.poll(0):
-            self._dead = f"its process ended with exit code {code}"
-            raise EngineDead(f"the engine stopped: {self._dead}")

@@ -16,16 +16,17 @@ from quire.serve.context import Server, answer_id, client_of, read_request, serv
 from quire.serve.engine import Job
 from quire.serve.errors import bad_request
 from quire.serve.form import AnswerForm
-from quire.serve.generation import Generation
+from quire.serve.generation import Delta, Generation
 from quire.serve.logprobs import prompt_logprobs
-from quire.serve.protocol.chat import ChatChunk, ChatRequest, ChatResponse
+from quire.serve.protocol.chat import ChatChunk, ChatRequest, ChatResponse, ChunkChoice
+from quire.serve.protocol.chat import Delta as ContentDelta
 from quire.serve.protocol.sampling import Usage, usage_of
 from quire.serve.receipt import ReceiptMaker, receipt_maker
 from quire.serve.sampling import check_fields, sampling_params
-from quire.serve.stream import stream, whole
+from quire.serve.stream import MARK, Mould, event, stream, whole
 from quire.serve.tools.request import ToolUse, tool_use
 from quire.serve.wire import json_response
-from quire.types import RequestOutput, SamplingParams
+from quire.types import SamplingParams
 
 
 @dataclass(slots=True)
@@ -180,6 +181,8 @@ class ChatAnswer:
             )
             for index in range(len(generation.states[0].answers))
         ]
+        self._unfinished = len(self._builders)
+        self._moulds: dict[int, Mould] = {}  # by index of the choice
 
     def response(self) -> ChatResponse:
         generation, chat = self._generation, self._chat
@@ -211,21 +214,36 @@ class ChatAnswer:
             None if count is None else sum(map(count, answers)),
         )
 
-    def chunks(self, outputs: list[RequestOutput]) -> list[ChatChunk]:
-        found = []
-        for output in outputs[0].outputs:
-            for choice in self._builders[output.index].chunks(output):
-                chunk = self._chunk()
-                chunk.choices = [choice]
-                if self._continuous:
-                    generation = self._generation
-                    chunk.usage = usage_of(
-                        generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens
-                    )
-                found.append(chunk)
-        if found and self._generation.finished and not self._usage:
-            found[-1].receipt = self._receipt()
+    def chunks(self, deltas: list[Delta]) -> list[bytes]:
+        found: list[bytes] = []
+        for _, output in deltas:
+            found += map(self._event, self._builders[output.index].chunks(output))
         return found
+
+    def _event(self, piece: ChunkChoice) -> bytes:
+        text = piece.only_text
+        if text is not None and not self._continuous:
+            if (mould := self._moulds.get(piece.index)) is None:
+                mould = self._moulds[piece.index] = self._mould(piece.index)
+            return mould.cast(text)
+        chunk = self._chunk()
+        chunk.choices = [piece]
+        if self._continuous:
+            generation = self._generation
+            chunk.usage = usage_of(
+                generation.prompt_tokens, generation.completion_tokens, generation.cached_tokens
+            )
+        if piece.finish_reason is not None and not self._usage:
+            self._unfinished -= 1
+            if not self._unfinished:
+                chunk.receipt = self._receipt()
+        return event(chunk)
+
+    def _mould(self, index: int) -> Mould:
+        """Of the pieces of a choice that are content alone."""
+        chunk = self._chunk()
+        chunk.choices = [ChunkChoice(index, ContentDelta(content=MARK))]
+        return Mould(chunk)
 
     def _chunk(self) -> ChatChunk:
         """A chunk without choices. The first one of a stream carries what comes once."""
@@ -239,10 +257,10 @@ class ChatAnswer:
                 chunk.prompt_token_ids = self._generation.states[0].prompt_token_ids
         return chunk
 
-    def last(self) -> list[ChatChunk]:
+    def last(self) -> list[bytes]:
         if not self._usage:
             return []
         chunk = self._chunk()
         chunk.usage = self._whole_usage()
         chunk.receipt = self._receipt()
-        return [chunk]
+        return [event(chunk)]

@@ -14,7 +14,7 @@ from quire.serve.chat import keep_last
 from quire.serve.context import Server, answer_id, client_of, read_request, server_of
 from quire.serve.engine import Job
 from quire.serve.errors import bad_request
-from quire.serve.generation import Generation
+from quire.serve.generation import Delta, Generation
 from quire.serve.logprobs import completion_logprobs, prompt_logprobs
 from quire.serve.protocol.completions import (
     CompletionChoice,
@@ -25,7 +25,7 @@ from quire.serve.protocol.completions import (
 from quire.serve.protocol.sampling import Usage, usage_of
 from quire.serve.receipt import ReceiptMaker, receipt_maker
 from quire.serve.sampling import MAX_CHOICES, check_fields, sampling_params
-from quire.serve.stream import stream, whole
+from quire.serve.stream import MARK, Mould, event, stream, whole
 from quire.serve.wire import json_response
 from quire.types import CompletionOutput, RequestOutput, SamplingParams
 
@@ -123,11 +123,17 @@ class CompletionAnswer:
         self._nothing = wanted.max_tokens == 0  # only the prompt is wanted
         self._as_ids = bool(wanted.return_tokens_as_token_ids)
         self._echoed = [state.prompt or "" if wanted.echo else "" for state in generation.states]
-        self._said: dict[int, int] = {}  # characters sent so far, by index of the choice
+        self._said: dict[
+            int, int
+        ] = {}  # characters sent so far, by index of the choice; for log-probabilities
+        self._unfinished = len(generation.states) * self._n
+        self._moulds: dict[int, Mould] = {}  # by index of the choice
         self._first = True
         options = wanted.stream_options
         self._include_usage = bool(options and options.include_usage)
         self._continuous = bool(options and options.include_usage and options.continuous_usage_stats)
+        more = (self._nothing, self._continuous, wanted.return_token_ids, wanted.logprobs is not None)
+        self._text_only = not any(more)
 
     def _usage(self) -> Usage:
         generation = self._generation
@@ -185,21 +191,34 @@ class CompletionAnswer:
             )
         return found
 
-    def chunks(self, outputs: list[RequestOutput]) -> list[CompletionResponse]:
+    def chunks(self, deltas: list[Delta]) -> list[bytes]:
         found = []
-        for number, output in enumerate(outputs):
-            for answer in output.outputs:
-                chunk = self._chunk()
-                chunk.choices = [self._piece(number, output, answer)]
-                if self._continuous:
-                    chunk.usage = self._usage()
-                found.append(chunk)
-        if found and self._generation.finished and not self._include_usage:
-            found[-1].receipt = self._receipt()
+        for number, answer in deltas:
+            index = number * self._n + answer.index
+            mould = self._moulds.get(index)
+            if mould is not None and answer.finish_reason is None:
+                found.append(mould.cast(answer.text))
+                continue
+            chunk = self._chunk()
+            chunk.choices = [self._piece(number, index, answer)]
+            if self._continuous:
+                chunk.usage = self._usage()
+            if answer.finish_reason is not None and not self._include_usage:
+                self._unfinished -= 1
+                if not self._unfinished:
+                    chunk.receipt = self._receipt()
+            found.append(event(chunk))
+            if self._text_only:
+                self._moulds[index] = self._mould(index)
         return found
 
-    def _piece(self, number: int, output: RequestOutput, answer: CompletionOutput) -> CompletionChoice:
-        index = number * self._n + answer.index
+    def _mould(self, index: int) -> Mould:
+        """Of the further pieces of a choice, which say nothing but their text."""
+        chunk = self._chunk()
+        chunk.choices = [CompletionChoice(index, MARK)]
+        return Mould(chunk)
+
+    def _piece(self, number: int, index: int, answer: CompletionOutput) -> CompletionChoice:
         begins = index not in self._said
         text = "" if self._nothing else answer.text
         if begins:
@@ -214,7 +233,7 @@ class CompletionAnswer:
         if self._wanted.return_token_ids:
             choice.token_ids = answer.token_ids
             if begins:
-                choice.prompt_token_ids = output.prompt_token_ids
+                choice.prompt_token_ids = self._generation.states[number].prompt_token_ids
         return choice
 
     def _chunk(self) -> CompletionResponse:
@@ -226,9 +245,9 @@ class CompletionAnswer:
             chunk.warnings = self._warnings or UNSET
         return chunk
 
-    def last(self) -> list[CompletionResponse]:
+    def last(self) -> list[bytes]:
         if not self._include_usage:
             return []
         chunk = self._chunk()
         chunk.usage, chunk.receipt = self._usage(), self._receipt()
-        return [chunk]
+        return [event(chunk)]

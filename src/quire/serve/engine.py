@@ -84,10 +84,12 @@ class AsyncEngine:
         self._threads = ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer")
         self._assembler = OutputAssembler()
         self._open: dict[str, Generation] = {}  # by request id of each of its states
+        self._changed: dict[str, RequestState] = {}  # since their generations were last told
         self._ids = itertools.count()
         self._stats: list[asyncio.Future[EngineStats]] = []
         self._live: deque[asyncio.Future[EngineLive]] = deque()  # in the order in which they are answered
         self._receiver: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()
 
     async def start(self) -> None:
         """Wait until the engine is built; meanwhile load the tokenizer. Raises ConfigError or ModelError."""
@@ -212,8 +214,11 @@ class AsyncEngine:
                         self.account.apply(outputs, figures, applied.aborts, now_s)
                         if applied.aborts:
                             self._process.send(msg.Abort(applied.aborts))
-                        for state in applied.changed:
-                            self._book(state)
+                        if (
+                            applied.changed and not self._changed
+                        ):  # behind the messages that are there already
+                            self._loop.call_soon(self._book)
+                        self._changed.update((state.request_id, state) for state in applied.changed)
                     case msg.Stats(stats):
                         waiting, self._stats = self._stats, []
                         for future in waiting:
@@ -225,17 +230,21 @@ class AsyncEngine:
         except Exception as error:  # whatever it is, nobody may be left waiting
             self._die(str(error) if isinstance(error, EngineDead) else f"the engine stopped: {error!r}")
 
-    def _book(self, state: RequestState) -> None:
-        generation = self._open.get(state.request_id)
-        if generation is None:
-            return
-        if state.error is not None:
-            generation.fail(ApiError(400, state.error))
-        else:
-            generation.changed(state)
+    def _book(self) -> None:
+        """Hand on what has changed."""
+        changed, self._changed = self._changed, {}
+        for name, state in changed.items():
+            generation = self._open.get(name)
+            if generation is None:
+                continue
+            if state.error is not None:
+                generation.fail(ApiError(400, state.error))
+            else:
+                generation.changed(state)
 
     def _die(self, cause: str) -> None:
         self.cause = cause
+        self._book()  # answers that were complete before
         self.died.set()
         self.fail_all(as_api_error(EngineDead(cause)))
         asked: list[asyncio.Future[Any]] = [*self._stats, *self._live]

@@ -41,7 +41,6 @@ class Front:
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope["request_id"], scope["arrival_s"] = request_id, time.monotonic()
-        scope["body_send"] = send  # for the pieces of a stream: none of the layers does anything to them
         status = 0  # nothing is sent yet
 
         async def named(message: Message) -> None:

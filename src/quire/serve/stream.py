@@ -1,14 +1,14 @@
 """Server-sent events, and what both kinds of answer need: to notice that the client has gone.
 
 await first(...)          nothing is sent until something is there, so an early error has its own status
-return EventStream(...)   one write per wake-up, however many chunks; an error becomes an event
+return EventStream(...)   one write per step, however many chunks; an error becomes an event
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,13 +17,14 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from quire.serve.errors import ApiError, as_api_error
-from quire.serve.generation import Generation
+from quire.serve.generation import Delta, Generation
 from quire.serve.wire import encode
-from quire.types import RequestOutput
+from quire.serve.writes import Outlet
 
-Write: TypeAlias = Callable[[bytes], Awaitable[None]]
+Chunks: TypeAlias = Callable[[list[Delta]], list[bytes]]
 
 log = logging.getLogger("quire.serve")
+MARK = "\ue000text\ue001"
 _DONE = b"data: [DONE]\n\n"
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -37,16 +38,26 @@ def named_event(body: dict[str, Any]) -> bytes:
     return b"event: " + body["type"].encode() + b"\n" + event(body)
 
 
+class Mould:
+    """The event of a chunk of which only one text changes: all around it is encoded once."""
+
+    def __init__(self, chunk: Any) -> None:
+        """`chunk` has MARK in place of the text; what comes behind it is not a client's."""
+        self._before, _, self._after = event(chunk).rpartition(encode(MARK))
+
+    def cast(self, text: str) -> bytes:
+        return b"%b%b%b" % (self._before, encode(text), self._after)
+
+
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """How an API writes the chunks of a stream, an error among them, and the end."""
+    """How an API writes an error in a stream, and the end."""
 
-    chunk: Callable[[Any], bytes]
     error: Callable[[ApiError], bytes]
     done: bytes = b""
 
 
-UNNAMED = Framing(event, lambda error: event(error.body()), _DONE)  # chats and completions
+UNNAMED = Framing(lambda error: event(error.body()), _DONE)  # chats and completions
 
 
 class Watch:
@@ -92,14 +103,14 @@ async def whole(request: Request, generation: Generation) -> None:
 async def stream(
     request: Request,
     generation: Generation,
-    chunks: Callable[[list[RequestOutput]], list[Any]],
-    last: Callable[[], list[Any]],
+    chunks: Chunks,
+    last: Callable[[], list[bytes]],
     slow_reader_timeout_s: float,
     framing: Framing = UNNAMED,
 ) -> Response:
     """The response of a stream, once its first chunk is there; before that an error has its own status.
 
-    `chunks` makes chunks of what is new, `last` those after everything has come.
+    `chunks` makes events of what is new, `last` those after everything has come.
     """
     with Watch(request, generation) as watch:
         await generation.wait()
@@ -107,54 +118,18 @@ async def stream(
         return EventStream(generation, watch, chunks, last, slow_reader_timeout_s, framing)
 
 
-class Patience:
-    """Gives a client up that does not read: TimeoutError where this is the context, once a write has waited for
-    `limit_s`. One timer for all writes of a stream, for most of them wait for nothing."""
-
-    def __init__(self, limit_s: float) -> None:
-        self._limit_s = limit_s
-        self._loop = asyncio.get_running_loop()
-        self._since_s: float | None = None  # when the write began that has not returned
-        self._spent = False
-
-    def over(self, send: Send) -> Write:
-        async def write(body: bytes) -> None:
-            self._since_s = self._loop.time()
-            await send({"type": "http.response.body", "body": body, "more_body": True})
-            self._since_s = None
-
-        return write
-
-    def _look(self) -> None:
-        now_s = self._loop.time()
-        end_s = (now_s if self._since_s is None else self._since_s) + self._limit_s
-        if end_s <= now_s:
-            self._spent = self._task.cancel()
-        else:
-            self._timer = self._loop.call_at(end_s, self._look)
-
-    def __enter__(self) -> Patience:
-        task = asyncio.current_task()
-        assert task is not None
-        self._task = task
-        self._timer = self._loop.call_later(self._limit_s, self._look)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._timer.cancel()
-        if self._spent and kind is asyncio.CancelledError and self._task.uncancel() == 0:
-            raise TimeoutError
-
-
 class EventStream(Response):
+    """Pieces are written where they are made, in one pass over all streams when a step has ended. The coroutine of a
+    stream only wakes for what is rare: its end, an error, and a client that does not keep up."""
+
     media_type = "text/event-stream"
 
     def __init__(
         self,
         generation: Generation,
         watch: Watch,
-        chunks: Callable[[list[RequestOutput]], list[Any]],
-        last: Callable[[], list[Any]],
+        chunks: Chunks,
+        last: Callable[[], list[bytes]],
         slow_reader_timeout_s: float,
         framing: Framing,
     ) -> None:
@@ -165,38 +140,42 @@ class EventStream(Response):
         self.init_headers(_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        out: Outlet = scope["outlet"]
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            # A task of its own: waking it resumes two coroutines, and not all the layers around this one too.
-            await asyncio.ensure_future(self._send_to_the_end(scope.get("body_send", send)))
+            await self._send_all(out)
+            await self._until_read(out)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except TimeoutError:  # the response stays unfinished, so the connection is closed
             log.warning("a client did not read for %g s: dropped", self._slow_s)
         finally:
             self._watch.close()
 
-    async def _send_to_the_end(self, send: Send) -> None:
-        with Patience(self._slow_s) as patience:
-            write = patience.over(send)
-            try:
-                await self._send_all(write)
-            except Exception as error:
-                found = as_api_error(error)
-                if not isinstance(error, ApiError):
-                    log.exception("a stream failed")
-                await write(self._framing.error(found) + self._framing.done)
+    async def _until_read(self, out: Outlet) -> None:
+        """Until there is room again in the client's buffers; TimeoutError if it takes too long."""
+        if out.is_full:
+            async with asyncio.timeout(self._slow_s):
+                await out.drain()
 
-    async def _send_all(self, write: Write) -> None:
-        generation, chunk = self._generation, self._framing.chunk
-        while True:
-            done = generation.finished
+    async def _send_all(self, out: Outlet) -> None:
+        generation, framing = self._generation, self._framing
+
+        def write_new() -> bool:
+            if found := self._chunks(generation.take()):
+                out.write(found[0] if len(found) == 1 else b"".join(found))
+            return not out.is_full
+
+        try:
+            while not generation.finished:
+                if write_new():
+                    await generation.wait(write_new)
+                await self._until_read(out)
             if generation.error is not None:
                 raise generation.error
-            found = self._chunks(generation.take())
-            if done:
-                tail = b"".join(map(chunk, [*found, *self._last()]))
-                await write(tail + self._framing.done)
-                return
-            if found:
-                await write(b"".join(map(chunk, found)))
-            await generation.wait()
+            out.write(b"".join([*self._chunks(generation.take()), *self._last(), framing.done]))
+        except TimeoutError:
+            raise
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                log.exception("a stream failed")
+            out.write(framing.error(as_api_error(error)) + framing.done)

@@ -2,9 +2,9 @@
 
 One token of 64 streams is 64 writes to 64 sockets. Made one by one, with the work for the next stream in
 between, each wakes a client that has just gone to sleep again, which costs more than everything else that is
-done for the token. Gathered until the tasks that are ready have run, and then made in a row, they cost a tenth.
+done for the token. Gathered until all streams have made their pieces, and then made in a row, they cost a tenth.
 
-    step's outputs -> every stream's task writes into its transport -> `Writes.flush`: one write per connection
+    step's outputs -> every stream's `Outlet` -> its transport -> `Writes.flush`: one write per connection
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, cast
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
@@ -70,13 +71,37 @@ class GatheringTransport(asyncio.Transport):
         self._transport.set_protocol(protocol)
 
 
+class Outlet:
+    """Where the pieces of a body go whose head is sent, in chunks of HTTP: without a task or a message for each."""
+
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
+        self._transport, self._flow = transport, flow
+
+    def write(self, piece: bytes) -> None:
+        """Never waits; `is_full` says afterwards whether to wait before the next piece."""
+        self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
+
+    @property
+    def is_full(self) -> bool:
+        return self._flow.write_paused
+
+    async def drain(self) -> None:
+        """Until the client has read some of it, or has gone."""
+        await self._flow.drain()
+
+
 def gathering_protocol(loop: asyncio.AbstractEventLoop) -> type[asyncio.Protocol]:
-    """The class of uvicorn's connections on `loop`, for its option `http`."""
+    """The class of uvicorn's connections on `loop`, for its option `http`. `scope["outlet"]` is its Outlet."""
     writes = Writes(loop)
     made = cast(Callable[[Any, Any], None], HttpToolsProtocol.connection_made)
 
     class Connection(HttpToolsProtocol):
         def connection_made(self, transport: Any) -> None:
             made(self, GatheringTransport(transport, writes))
+            self.outlet = Outlet(self.transport, self.flow)
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            cast(dict[str, Any], self.scope)["outlet"] = self.outlet
 
     return Connection

@@ -14,8 +14,10 @@ from msgspec import UNSET
 
 from quire.serve.blocks import Begun, Block, Blocks, Change, Ended, Grown
 from quire.serve.chat import Turn
+from quire.serve.generation import Delta
 from quire.serve.protocol.messages import MessagesResponse, MessagesUsage
-from quire.types import CompletionOutput, RequestOutput
+from quire.serve.stream import named_event
+from quire.types import CompletionOutput
 
 Event = dict[str, Any]
 
@@ -69,26 +71,26 @@ class MessageAnswer:
 
     # ------------------------------------------------------------------------------------ stream
 
-    def chunks(self, outputs: list[RequestOutput]) -> list[Event]:
+    def chunks(self, deltas: list[Delta]) -> list[bytes]:
         found: list[Event] = []
         if not self._begun:
             self._begun = True
             found.append({"type": "message_start", "message": self._message()})
-        for output in outputs[0].outputs:
+        for _, output in deltas:
             for change in self._blocks.add(output):
                 found += _events(change)
             if output.finish_reason is not None:
                 self._end = output
-        return found
+        return list(map(named_event, found))
 
-    def last(self) -> list[Event]:
+    def last(self) -> list[bytes]:
         assert self._end is not None
         reason, sequence = self._why(self._end)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
         end: Event = {"type": "message_delta", "delta": delta, "usage": self._usage()}
         if (receipt := self._turn.receipt()) is not UNSET:
             end["receipt"] = receipt
-        return [end, {"type": "message_stop"}]
+        return [named_event(end), named_event({"type": "message_stop"})]
 
 
 def _events(change: Change) -> list[Event]:

@@ -30,7 +30,7 @@ async def messages(request: Request) -> Response:
 
 def framing(request: Request) -> Framing:
     request_id = request.scope["request_id"]
-    return Framing(named_event, lambda error: named_event(messages_error(error, request_id)))
+    return Framing(lambda error: named_event(messages_error(error, request_id)))
 
 
 async def count_tokens(request: Request) -> Response:

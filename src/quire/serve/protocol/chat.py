@@ -109,6 +109,20 @@ class ChunkChoice(msgspec.Struct):
     stop_reason: int | str | UnsetType | None = UNSET
     token_ids: list[int] | UnsetType = UNSET
 
+    @property
+    def only_text(self) -> str | None:
+        """The content, if there is nothing else in it."""
+        delta = self.delta
+        if (
+            self.logprobs is None
+            and self.finish_reason is None
+            and self.token_ids is UNSET
+            and delta.role is UNSET
+            and delta.content is not UNSET
+        ):
+            return delta.content
+        return None
+
 
 class ChatChunk(msgspec.Struct, kw_only=True):
     id: str

@@ -18,11 +18,12 @@ from msgspec import UNSET
 from quire.serve.blocks import Begun, Block, Blocks, Change, Ended, Grown
 from quire.serve.chat import Turn
 from quire.serve.errors import ApiError
+from quire.serve.generation import Delta
 from quire.serve.logprobs import chat_logprobs
 from quire.serve.protocol.chat import TokenLogprob
 from quire.serve.protocol.responses import ResponseObject, ResponsesRequest, ResponsesUsage
 from quire.serve.stream import named_event
-from quire.types import CompletionOutput, RequestOutput
+from quire.types import CompletionOutput
 
 Event = dict[str, Any]
 Item = dict[str, Any]
@@ -145,16 +146,16 @@ class ResponseAnswer:
             fields["content_index"] = 0
         return self._event(kind, item_id=item_id, output_index=block.index, **fields)
 
-    def chunks(self, outputs: list[RequestOutput]) -> list[Event]:
+    def chunks(self, deltas: list[Delta]) -> list[bytes]:
         events: list[Event] = []
         if not self._sequence:
             events = [self._told("response.created"), self._told("response.in_progress")]
-        for output in outputs[0].outputs:
+        for _, output in deltas:
             events += self._add(output)
-        return events
+        return list(map(named_event, events))
 
-    def last(self) -> list[Event]:
-        return [self._told(f"response.{self.object.status}")]
+    def last(self) -> list[bytes]:
+        return [named_event(self._told(f"response.{self.object.status}"))]
 
     def _told(self, kind: str) -> Event:
         """An event about the whole, as it is now."""

@@ -14,7 +14,7 @@ from quire.serve.protocol.responses import ResponsesRequest
 from quire.serve.responses.answer import ResponseAnswer
 from quire.serve.responses.input import chat_of, messages_of
 from quire.serve.responses.store import Stored
-from quire.serve.stream import Framing, named_event, stream, whole
+from quire.serve.stream import Framing, stream, whole
 from quire.serve.wire import json_response
 
 
@@ -40,13 +40,13 @@ async def create_response(request: Request) -> Response:
             messages = chat.messages[1:] if wanted.instructions else chat.messages
             server.responses.put(client, answer.object, [*messages, *messages_of(said)])
 
-    def last() -> list[dict[str, Any]]:
+    def last() -> list[bytes]:
         keep()
         return answer.last()
 
     if chat.stream:
         slow_s = server.settings.slow_reader_timeout
-        framing = Framing(named_event, answer.failed)
+        framing = Framing(answer.failed)
         return await stream(request, turn.generation, answer.chunks, last, slow_s, framing)
     await whole(request, turn.generation)
     response = json_response(answer.response())

@@ -1,0 +1,73 @@
+"""Messages between processes: whole, in order, never waiting to be sent, and read to the last one."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+
+import pytest
+
+from quire.frontend.channel import Channel
+
+
+@pytest.fixture
+def ends() -> tuple[Channel, Channel]:
+    one, other = socket.socketpair()
+    return Channel(one), Channel(other)
+
+
+def received(end: Channel, count: int) -> list[bytes]:
+    found = []
+    while len(found) < count:
+        assert end.poll(5)
+        found.append(end.receive())
+    return found
+
+
+def test_messages_of_all_sizes_come_whole_and_in_order(ends: tuple[Channel, Channel]) -> None:
+    one, other = ends
+    r = random.Random(0)
+    bodies = [r.randbytes(r.choice([0, 1, 3, 100, 70_000, 900_000])) for _ in range(60)]
+    sent = [one.send(body) for body in bodies]
+    assert not all(sent), "more than the socket takes"
+    found: list[bytes] = []
+    reader = threading.Thread(target=lambda: found.extend(received(other, len(bodies))))
+    reader.start()
+    assert one.settle(10)
+    reader.join(10)
+    assert found == bodies
+
+
+def test_both_can_send_more_than_fits_before_either_reads(ends: tuple[Channel, Channel]) -> None:
+    bodies = [bytes([i]) * 300_000 for i in range(20)]
+    for end in ends:
+        sent = [end.send(body) for body in bodies]
+        assert not all(sent)
+    found: dict[int, list[bytes]] = {0: [], 1: []}
+    while sum(map(len, found.values())) < 40:
+        for i, end in enumerate(ends):
+            if end.poll():
+                found[i].append(end.receive())
+    assert found == {0: bodies, 1: bodies}
+
+
+def test_a_poll_without_a_message_ends(ends: tuple[Channel, Channel]) -> None:
+    one, other = ends
+    assert not one.poll() and not one.poll(0.01)
+    other.send(b"")
+    assert one.poll() and one.receive() == b"" and not one.poll()
+
+
+def test_last_words_are_read_before_the_end(ends: tuple[Channel, Channel]) -> None:
+    one, other = ends
+    one.send(b"to nobody")
+    other.send(b"a")
+    other.send(b"b")
+    other.close()
+    one.send(b"lost")
+    assert received(one, 2) == [b"a", b"b"]
+    for _ in range(2):
+        with pytest.raises(EOFError):
+            one.poll(5)
+    assert one.send(b"still no error")

@@ -208,6 +208,16 @@ def test_keys(tmp_path: Path) -> None:
     for flags in ([""], ["fine", " "]):  # as --api-key "$UNSET" gives it
         with pytest.raises(ConfigError, match="api_key is empty"):
             load_keys(flags, "", None)
+    file.write_text("schlüssel\n")
+    for arguments in (
+        (["schlüssel"], "", None),
+        ([], "a,ключ", None),
+        ([], "", str(file)),
+        (["a\tb"], "", None),
+    ):
+        with pytest.raises(ConfigError, match="beyond printable ASCII") as error:
+            load_keys(*arguments)
+        assert "schl" not in str(error.value)  # a key is not shown
     assert (
         bearer("Bearer  abc ", None) == "abc"
         and bearer("Basic abc", "x") == "x"

@@ -108,6 +108,8 @@ def test_what_keeps_a_server_from_starting(tmp_path: Path) -> None:
         (("--host", "256.0.0.1"), "choose another --host"),
         (("--model", "demo-draft"), "two models are named, demo and --model demo-draft"),
         (("--api-key", ""), "api_key is empty"),
+        (("--api-key", "schlüssel"), "beyond printable ASCII"),
+        (("--served-model-name", ""), "served_model_name is empty"),
     ],
 )
 def test_settings_that_are_wrong_in_themselves(flags: tuple[str, ...], message: str) -> None:
@@ -143,9 +145,12 @@ def test_config_file_and_flags(tmp_path: Path) -> None:
 def test_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("from-file name=filed weight=2\n")
-    flags = ["demo", "--dry-run", "--api-key", "from-flag", "--api-key-file", str(file)]
+    flags = ["demo", "--dry-run", "--api-key", "from-flag", "also-flag", "--api-key-file", str(file)]
+    flags += ["--served-model-name", "one", "two", "one"]
     with serving(*flags, env={"QUIRE_API_KEY": "from-env,also-env"}) as server:
-        for key in ("from-flag", "from-file", "from-env", "also-env"):
+        opened = server.http.get("/v1/models", headers={"Authorization": "Bearer also-flag"})
+        assert [card["id"] for card in opened.json()["data"]] == ["one", "two"]
+        for key in ("from-flag", "also-flag", "from-file", "from-env", "also-env"):
             for headers in ({"Authorization": f"Bearer {key}"}, {"x-api-key": key}):
                 assert server.post(CHAT, chat("Hi"), headers=headers).status_code == 200
         for headers in (

@@ -7,6 +7,7 @@ so defaults live in one place, the dataclass.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import types
 from collections.abc import Callable, Collection
@@ -42,8 +43,38 @@ _SAMPLING_HELP = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser, title: str, cls: type, skip: Collection[str] = ()) -> None:
-    """Add a group of flags, one for each field of the dataclass `cls` that is not in `skip`."""
+class Several(argparse.Action):
+    """A list's flag that takes several values at once, `--api-key one two`, and again, `--api-key three`; or all as a
+    JSON list.
+
+    It swallows an argument behind it that was meant for the command; `several` of the namespace names the last flag
+    that may have done so.
+    """
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if len(values) > 1:
+            namespace.several = option_string
+        elif values[0].startswith("["):
+            with contextlib.suppress(ValueError):
+                values = [str(value) for value in json.loads(values[0])]
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, []), *values])
+
+
+def add_flags(
+    parser: argparse.ArgumentParser,
+    title: str,
+    cls: type,
+    skip: Collection[str] = (),
+    several: bool = False,
+) -> None:
+    """Add a group of flags, one for each field of the dataclass `cls` that is not in `skip`. `several`: flags of lists
+    take more than one value at once."""
     group = parser.add_argument_group(title)
     hints = get_type_hints(cls)
     for f in fields(cls):
@@ -54,7 +85,10 @@ def add_flags(parser: argparse.ArgumentParser, title: str, cls: type, skip: Coll
         if "_" in flag:
             names.append(f"--{flag}")
         help = _with_default(f) if "help" in f.metadata else _SAMPLING_HELP.get(f.name, "")
-        group.add_argument(*names, dest=flag, default=argparse.SUPPRESS, help=help, **_options(hints[f.name]))
+        options = _options(hints[f.name])
+        if several and options.get("action") == "append":
+            options |= {"action": Several, "nargs": "+"}
+        group.add_argument(*names, dest=flag, default=argparse.SUPPRESS, help=help, **options)
 
 
 def _with_default(f: Field[Any]) -> str:

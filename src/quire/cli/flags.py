@@ -27,7 +27,7 @@ _SAMPLING_HELP = {
     "presence_penalty": "above 0: tokens of the answer become less likely",
     "frequency_penalty": "as presence_penalty, for each time the token occurs",
     "seed": "seed of the answer: the same seed gives the same tokens",
-    "max_tokens": "longest answer in tokens",
+    "max_tokens": "longest answer in tokens; it also ends where the context is full",
     "min_tokens": "shortest answer in tokens",
     "stop": "end the answer before this text (may be repeated)",
     "stop_token_ids": "end the answer after this token id (may be repeated)",

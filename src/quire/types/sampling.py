@@ -53,6 +53,8 @@ class GrammarSpec:
 class SamplingParams:
     """How the tokens of one request are chosen. Names and defaults as in vLLM.
 
+    `max_tokens` (None: no bound) is the most that an answer has: it also ends, with finish_reason "length", where the
+    context is full. (The server refuses requests that ask for more than their prompt leaves room for.)
     temperature 0 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `repetition_penalty`
     (CTRL, arXiv:1909.05858) looks at prompt and output; `presence_penalty` and `frequency_penalty`
     (OpenAI API) at the output only. `logprobs` is the number of top alternatives to return for each

@@ -242,6 +242,27 @@ def test_bodies_that_are_no_request(dry: Server, body: bytes) -> None:
         refused(dry, path, body)
 
 
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [
+        (b'{"prompt": "a \\ud800"}', "prompt"),
+        (b'{"prompt": ["a", "\\udc00\\ud800"]}', "prompt[1]"),
+        (b'{"prompt": "a", "stop": "\\ud83dx"}', "stop"),
+        (
+            b'{"messages": [{"role": "user", "content": [{"text": "\\uDEAD"}]}]}',
+            "messages[0].content[0].text",
+        ),
+        (b'{"logit_bias": {"\\ud800": 1}}', "logit_bias"),
+        (b'{"\\ud800": 1}', "the body"),
+    ],
+)
+def test_half_a_character_is_said_to_be_one(dry: Server, body: bytes, where: str) -> None:
+    error = refused(dry, TEXT, body)
+    assert error["message"] == f"{where} is not valid Unicode: it holds half of a surrogate pair"
+    assert error["param"] == (None if where == "the body" else re.match(r"\w+", where)[0])
+    assert "UTF-8: byte 0xff at position 13" in refused(dry, TEXT, b'{"prompt": "a\xff"}')["message"]
+
+
 def test_odd_but_harmless(dry: Server) -> None:
     """Not errors: nulls, whole numbers written as fractions, a NUL character, duplicate keys, any content type."""
     nulls = dict.fromkeys(

@@ -62,6 +62,19 @@ def test_doctor_says_what_and_why() -> None:
         assert word in done.stdout
 
 
+def test_doctor_says_that_products_are_slow(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from quire.kernels.cpu import compiled_kernels
+
+    if compiled_kernels() is None:
+        pytest.skip("no C compiler")
+    doctor = ["doctor", "--device", "cpu", "--dtype", "float32"]
+    assert main(doctor) == 0 and "C, for small steps" in capsys.readouterr().out
+    monkeypatch.setattr("quire.quant.packed.find_packed", lambda packed, weight: None)
+    assert main(doctor) == 0 and "products by torch, slower: how this oneDNN packs" in capsys.readouterr().out
+
+
 def test_bench_host() -> None:
     done = quire("bench", "host", "--rows", "16", "--steps", "50")
     assert done.returncode == 0 and "16 decode rows" in done.stdout

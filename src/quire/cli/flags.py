@@ -119,7 +119,13 @@ def add_structured_flags(parser: argparse.ArgumentParser) -> None:
 def given_structured(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling field that these flags set, if one was given."""
     schema, grammar = args.json_schema, args.grammar
-    if schema is None and grammar is None and not (args.json_object or args.regex or args.choice):
+    if (
+        schema is None
+        and grammar is None
+        and not args.json_object
+        and args.regex is None
+        and args.choice is None
+    ):
         return {}
     params = StructuredOutputsParams(
         json=None if schema is None else _file_or_text(schema),
@@ -163,11 +169,18 @@ def _options(hint: Any) -> dict[str, Any]:
         (item,) = get_args(hint)
         return {"action": "append", "type": item, "metavar": item.__name__.upper()}
     if origin is dict:
-        return {"type": json.loads, "metavar": "JSON"}
+        return {"type": _object, "metavar": "JSON"}
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     parse: Callable[[str], Any] = integer if hint is int else hint
     return {"type": parse, "metavar": hint.__name__.upper()}
+
+
+def _object(text: str) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        if isinstance(found := json.loads(text), dict):
+            return found
+    raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
 
 
 def integer(text: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -96,6 +97,8 @@ class SamplingParams:
         self.bad_words = list(self.bad_words or ())
         self.stop_token_ids = list(self.stop_token_ids or ())
         if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise RequestError(f"logit_bias must map token ids to values, got {self.logit_bias!r}")
             self.logit_bias = {_as_int("logit_bias", k): v for k, v in self.logit_bias.items()}
         self.verify()
 

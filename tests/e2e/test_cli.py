@@ -80,6 +80,24 @@ def test_bench_host() -> None:
     assert done.returncode == 0 and "16 decode rows" in done.stdout
 
 
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["bench", "latency", "--batch-size", "1", "0"], "batch_size must be at least 1, got 0"),
+        (["bench", "latency", "--num-iters-warmup", "-1"], "num_iters_warmup must be at least 0, got -1"),
+        (["bench", "host", "--rows", "0"], "rows must be at least 1, got 0"),
+        (["bench", "host", "--steps", "0"], "steps must be at least 1, got 0"),
+        (["profile", "--input-len", "3000"], "input_len 3000 leaves no room in max_model_len 2048"),
+    ],
+)
+def test_numbers_that_nothing_can_be_measured_with(
+    capsys: pytest.CaptureFixture, tmp_path: Path, args: list[str], says: str
+) -> None:
+    more = ["--trace-file", str(tmp_path / "trace.json")] if args[0] == "profile" else []
+    assert main([*args, *more]) == 2
+    assert capsys.readouterr().err == f"quire: {says}\n"
+
+
 def test_bench_throughput(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     load = ["--num-prompts", "5", "--input-len", "20", "--output-len", "6", "--request-rate", "50"]

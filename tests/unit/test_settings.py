@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from quire.cli import serve
+from quire.cli import elsewhere, generate, serve
 from quire.cli.config_file import read_config
 from quire.cli.flags import add_flags, given
+from quire.cli.main import main
 from quire.config import EngineConfig
 from quire.serve.settings import ServeConfig
 from quire.types import ConfigError
@@ -91,6 +92,32 @@ def test_a_model_behind_several_values_is_not_taken_for_one(flag: str) -> None:
     serve.add_arguments(parser)
     with pytest.raises(ConfigError, match=f"the last value of {flag} may be meant as the model"):
         serve.run(parser.parse_args([flag, "a", "secret"]))
+
+
+def flags_of(*commands: Any) -> set[str]:
+    found: set[str] = set()
+    for command in commands:
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        found |= {flag for action in parser._actions for flag in action.option_strings}
+    return found
+
+
+def test_flags_that_are_called_otherwise_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = flags_of(serve, generate)
+    assert (
+        not flags & {*elsewhere.NAMES, *elsewhere.NEEDLESS}
+        and {name.split()[0] for name in elsewhere.NAMES.values()} <= flags
+    )
+    for flag, says in (
+        ("--gpu_memory_utilization=0.9", "here it is --memory-utilization"),
+        ("--enable-auto-tool-choice", "leave it out: it is always so here"),
+        ("--trust-remote-code", "code from checkpoints is never run here"),
+        ("--max-num-seq", "did you mean --max-num-seqs?"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["serve", "demo", flag])
+        assert f"unrecognized arguments: {flag}; {says}\n" in capsys.readouterr().err
 
 
 def test_help_says_the_defaults() -> None:

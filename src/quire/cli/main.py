@@ -42,13 +42,16 @@ class _CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         import difflib
 
+        from quire.cli.elsewhere import hint
+
         flags = [flag for action in self._actions for flag in action.option_strings]
         unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split()[0]
         if not unknown.startswith("--no-"):
             flags = [flag for flag in flags if not flag.startswith("--no-")]  # the opposite is close, too
         near = difflib.get_close_matches(unknown, flags, 1, 0.8) if unknown.startswith("--") else []
-        hint = f"; did you mean {near[0]}?" if near else ""
-        self.exit(2, f"{self.prog}: error: {message}{hint}\n`{self.prog} --help` lists the flags\n")
+        known = hint(unknown) or (f"did you mean {near[0]}?" if near else "")
+        more = f"; {known}" if known else ""
+        self.exit(2, f"{self.prog}: error: {message}{more}\n`{self.prog} --help` lists the flags\n")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -106,6 +106,10 @@ class ServeConfig:
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise ConfigError(f"{name} must be a number of at least 0, got {value}")
+        if self.request_timeout == 0:
+            raise ConfigError(
+                "request_timeout must be above 0, or be left out: every request would be given up"
+            )
         if self.pooling not in ("auto", "mean", "last"):
             raise ConfigError(f"pooling must be auto, mean or last, got {self.pooling!r}")
         if self.max_waiting_tokens is not None and self.max_waiting_tokens < 1:

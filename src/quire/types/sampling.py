@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -89,13 +89,13 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            self.stop = [self.stop]
-        if isinstance(self.bad_words, str):
-            self.bad_words = [self.bad_words]
-        self.stop = list(self.stop or ())
-        self.bad_words = list(self.bad_words or ())
-        self.stop_token_ids = list(self.stop_token_ids or ())
+        for name in ("stop", "bad_words", "stop_token_ids"):
+            value = getattr(self, name)
+            if isinstance(value, str) and name != "stop_token_ids":
+                value = [value]
+            if isinstance(value, str) or not isinstance(value, Iterable | None):
+                raise RequestError(f"{name} must be a list, got {value!r}")
+            setattr(self, name, list(value or ()))
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
                 raise RequestError(f"logit_bias must map token ids to values, got {self.logit_bias!r}")

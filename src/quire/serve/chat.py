@@ -12,14 +12,14 @@ from starlette.responses import Response
 
 from quire.frontend.chat import render_chat, template_of
 from quire.serve.choice import ChatChoiceBuilder
-from quire.serve.context import Server, answer_id, client_of, read_request, server_of
+from quire.serve.context import Server, answer_id, client_of, length_field, read_request, server_of
 from quire.serve.engine import Job
 from quire.serve.errors import bad_request
 from quire.serve.form import AnswerForm
 from quire.serve.generation import Generation
 from quire.serve.logprobs import prompt_logprobs
 from quire.serve.protocol.chat import ChatChunk, ChatRequest, ChatResponse
-from quire.serve.protocol.sampling import SamplingFields, Usage, usage_of
+from quire.serve.protocol.sampling import Usage, usage_of
 from quire.serve.receipt import ReceiptMaker, receipt_maker
 from quire.serve.sampling import check_fields, sampling_params
 from quire.serve.stream import stream, whole
@@ -98,11 +98,6 @@ def chat_template(server: Server, chat: ChatRequest, use: ToolUse) -> str:
     """The request's, the server's or the model's."""
     own = chat.chat_template or server.chat_template
     return own or template_of(server.engine.tokenizer, bool(use.tools))
-
-
-def length_field(wanted: SamplingFields, *names: str) -> str | None:
-    """The first of the fields `names` in which a request says how long its answer may be."""
-    return next((name for name in names if getattr(wanted, name) is not None), None)
 
 
 def keep_last(server: Server, given: int | None, longest: int | None = None) -> int | None:

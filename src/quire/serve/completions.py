@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.frontend.processor import Prompt
-from quire.serve.chat import keep_last, length_field
-from quire.serve.context import Server, answer_id, client_of, read_request, server_of
+from quire.serve.chat import keep_last
+from quire.serve.context import Server, answer_id, client_of, length_field, read_request, server_of
 from quire.serve.engine import Job
 from quire.serve.errors import bad_request
 from quire.serve.generation import Generation

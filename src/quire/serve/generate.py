@@ -7,8 +7,8 @@ import time
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.serve.chat import keep_last, length_field
-from quire.serve.context import answer_id, client_of, read_request, server_of
+from quire.serve.chat import keep_last
+from quire.serve.context import answer_id, client_of, length_field, read_request, server_of
 from quire.serve.engine import Job
 from quire.serve.errors import bad_request
 from quire.serve.protocol.other import GenerateRequest, GenerateResponse

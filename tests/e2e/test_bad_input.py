@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -169,6 +170,19 @@ def test_interruption_ends_cleanly(folder: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode in (0, 130) and "Traceback" not in err
+
+
+def test_interruption_of_a_benchmark_of_processes() -> None:
+    process = interruptible(["bench", "startup", "--num-iters", "50"])
+    for _ in range(200):
+        time.sleep(0.05)
+        if children := psutil.Process(process.pid).children():
+            break
+    time.sleep(0.5)  # until it is waited for
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and err == "quire: interrupted\n"
+    assert not psutil.wait_procs(children, timeout=5)[1]
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="/proc shows what a process has loaded")

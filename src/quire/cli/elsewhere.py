@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 NAMES = {
+    "-c": "--max-model-len",
+    "-m": "--model",
+    "-n": "--max-tokens",
     "--async-scheduling": "--overlap",
     "--attention-backend": "--attention",
     "--chunked-prefill-size": "--max-num-batched-tokens",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from typing import Any
@@ -261,6 +262,11 @@ def test_half_a_character_is_said_to_be_one(dry: Server, body: bytes, where: str
     assert error["message"] == f"{where} is not valid Unicode: it holds half of a surrogate pair"
     assert error["param"] == (None if where == "the body" else re.match(r"\w+", where)[0])
     assert "UTF-8: byte 0xff at position 13" in refused(dry, TEXT, b'{"prompt": "a\xff"}')["message"]
+
+
+def test_a_compressed_body(dry: Server) -> None:
+    answer = dry.http.post(TEXT, content=gzip.compress(b"{}"), headers={"content-encoding": "gzip"})
+    assert answer.status_code == 400 and "content-encoding gzip: send it as it is" in answer.text
 
 
 def test_odd_but_harmless(dry: Server) -> None:

@@ -164,6 +164,9 @@ def test_keys(tmp_path: Path) -> None:
             answer = server.post(CHAT, chat("Hi"), headers=raw)
             assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
             assert answer.headers["x-request-id"]
+            wrong = headers.get("x-api-key") or "Bearer" in headers.get("Authorization", "")
+            says = "the API key is not one of" if wrong else "send it as `Authorization: Bearer KEY`"
+            assert says in answer.json()["error"]["message"]
         for path in ("/stats", "/v1/models", "/version", "/nowhere"):
             assert server.http.get(path).status_code == 401
         anthropic = server.http.get("/v1/models", headers={"anthropic-version": "2023-06-01"})

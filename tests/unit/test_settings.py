@@ -57,6 +57,7 @@ def test_values_of_a_config_file_are_those_of_the_flags(tmp_path: Path) -> None:
         ("api-key: [a, 0123]", "api-key must be a text: put it in quotes"),
         ("api-key: {a: b}", "api-key must be a text: put it in quotes"),
         ("prot: 1", "'prot', which is no flag"),
+        ("enforce-eager: true", "no flag of quire serve; here it is --no-cuda-graphs"),
         ("- port", "must hold flags and their values"),
         ("a: [", "cannot be read"),
     ],

@@ -44,6 +44,8 @@ _STALL_S = 60.0  # between two pieces of a body
 
 async def read_json(request: Request, limit_bytes: int) -> dict[str, Any]:
     """The JSON object in the body of a request; ApiError 413 beyond `limit_bytes`, 400 if it is none."""
+    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise bad_request(f"the body has content-encoding {encoding[:64]}: send it as it is")
     chunks, size = [], 0
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit_bytes:

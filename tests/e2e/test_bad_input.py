@@ -145,8 +145,8 @@ def test_bad_flags_say_which(capsys, folder: Path) -> None:
         (["--kv-layout", "woven"], "invalid choice: 'woven'"),
         (["--max-num-seqs", "many"], "must be an integer, got 'many'"),
         (["--no-such-flag"], "--no-such-flag\n`quire generate --help` lists the flags"),
-        (["--gpu-memory-utilization", "0.5"], "did you mean --memory-utilization?"),
-        (["--enable-prefix-caching"], "did you mean --prefix-caching?"),
+        (["--gpu-memory-utilization", "0.5"], "here it is --memory-utilization"),
+        (["--enable-prefix-caching"], "here it is --prefix-caching"),
         (["--dtipe=auto"], "did you mean --dtype?"),
     ):
         code, err = run(capsys, *generate(folder, "x", *args))

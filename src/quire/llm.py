@@ -6,6 +6,7 @@ What only some runs need (chat templates, the other process, progress bars) is i
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from types import TracebackType
@@ -43,9 +44,11 @@ class LLM:
     or ConfigError, in one sentence, when it cannot start.
     """
 
-    def __init__(self, model: str = "demo", *, engine_process: bool = False, **settings: Any) -> None:
+    def __init__(
+        self, model: str | os.PathLike[str] = "demo", *, engine_process: bool = False, **settings: Any
+    ) -> None:
         check_field_names(EngineConfig, settings, ConfigError)
-        config = EngineConfig(model=model, **settings)
+        config = EngineConfig(model=os.fspath(model), **settings)
         self.config = config
         self._tokenizer = tokenizer_of(config)
         self._client: EngineClient

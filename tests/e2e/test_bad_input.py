@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
@@ -144,8 +145,8 @@ def test_bad_flags_say_which(capsys, folder: Path) -> None:
         (["--kv-layout", "woven"], "invalid choice: 'woven'"),
         (["--max-num-seqs", "many"], "must be an integer, got 'many'"),
         (["--no-such-flag"], "--no-such-flag\n`quire generate --help` lists the flags"),
-        (["--gpu-memory-utilization", "0.5"], "did you mean --memory-utilization?"),
-        (["--enable-prefix-caching"], "did you mean --prefix-caching?"),
+        (["--gpu-memory-utilization", "0.5"], "here it is --memory-utilization"),
+        (["--enable-prefix-caching"], "here it is --prefix-caching"),
         (["--dtipe=auto"], "did you mean --dtype?"),
     ):
         code, err = run(capsys, *generate(folder, "x", *args))
@@ -169,6 +170,19 @@ def test_interruption_ends_cleanly(folder: Path) -> None:
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=30)
     assert process.returncode in (0, 130) and "Traceback" not in err
+
+
+def test_interruption_of_a_benchmark_of_processes() -> None:
+    process = interruptible(["bench", "startup", "--num-iters", "50"])
+    for _ in range(200):
+        time.sleep(0.05)
+        if children := psutil.Process(process.pid).children():
+            break
+    time.sleep(0.5)  # until it is waited for
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 130 and err == "quire: interrupted\n"
+    assert not psutil.wait_procs(children, timeout=5)[1]
 
 
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="/proc shows what a process has loaded")
@@ -198,3 +212,66 @@ def test_lines_of_standard_input_to_json_lines(folder: Path) -> None:
         ("second", 0),
         ("second", 1),
     ]
+
+
+# ----------------------------------------------------------------------------------- odd streams
+
+
+def piped(
+    *args: str, stdin: bytes | None = b"", stdout: int | None = subprocess.PIPE, **env: str
+) -> tuple[int, str, str]:
+    """Exit code, output and errors of the command with `stdin`; None: that stream is closed."""
+    command = [sys.executable, "-m", "quire", *args]
+    if stdin is None:
+        command = ["sh", "-c", 'exec "$@" <&-', "sh", *command]
+    done = subprocess.run(
+        command, input=stdin, stdout=stdout, stderr=subprocess.PIPE, env={**os.environ, **env}, timeout=120
+    )
+    return done.returncode, (done.stdout or b"").decode(), done.stderr.decode()
+
+
+@pytest.mark.parametrize(
+    "args", [["generate", "--json", "Hi"], ["generate", "Hi"], ["generate", "Hi", "Ho"], ["doctor"], ["chat"]]
+)
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_full_disk_is_one_line(folder: Path, args: list[str], unbuffered: str) -> None:
+    tokens = [] if args == ["doctor"] else ["--max-tokens", "2"]
+    with open("/dev/full", "wb") as full:
+        command = [*args, "--model", str(folder), *tokens]
+        code, _, err = piped(*command, stdin=b"Hi\n", stdout=full.fileno(), PYTHONUNBUFFERED=unbuffered)
+    assert (code, err) == (1, "quire: the output cannot be written: No space left on device\n")
+
+
+def test_a_closed_input_is_an_empty_one(folder: Path) -> None:
+    code, _, err = piped("generate", "--model", str(folder), stdin=None)
+    assert (code, err) == (1, "quire: no prompt: the input is empty\n")
+    code, out, err = piped("chat", "--model", str(folder), stdin=None)
+    assert (code, err) == (0, "") and "/quit" in out
+
+
+def test_letters_that_an_encoding_does_not_have(folder: Path) -> None:
+    ascii_only = {"PYTHONIOENCODING": "ascii"}
+    code, out, err = piped(*generate(folder, "été"), **ascii_only)
+    assert (code, err) == (0, "") and out.startswith("?t?")
+    code, out, err = piped(*generate(folder, "été", "--json"), **ascii_only)
+    assert (code, err) == (0, "") and json.loads(out)["prompt"] == "été"
+    code, _, err = piped(*generate(folder), stdin=b"caf\xe9\n")
+    assert code == 1 and err.startswith(
+        "quire: cannot read standard input: 'utf-8' codec can't decode byte 0xe9"
+    )
+
+
+def test_a_prompt_that_is_refused_is_not_echoed(folder: Path) -> None:
+    code, out, err = piped(*generate(folder, "Hi", "--regex", "("))
+    assert code == 1 and out == "" and err.startswith("quire: regex")
+
+
+@pytest.mark.parametrize("value", ["[1]", "x", "5"])
+def test_a_flag_that_takes_an_object(capsys, value: str) -> None:
+    assert run(capsys, "generate", "--logit-bias", value, "Hi")[1].startswith(
+        f"quire generate: error: argument --logit-bias/--logit_bias: must be a JSON object, got '{value}'"
+    )
+
+
+def test_an_empty_flag_of_structured_output_is_not_left_out(capsys, folder: Path) -> None:
+    refused(capsys, "regex must not be empty", *generate(folder, "Hi", "--regex", ""))

@@ -62,9 +62,40 @@ def test_doctor_says_what_and_why() -> None:
         assert word in done.stdout
 
 
+def test_doctor_says_that_products_are_slow(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from quire.kernels.cpu import compiled_kernels
+
+    if compiled_kernels() is None:
+        pytest.skip("no C compiler")
+    doctor = ["doctor", "--device", "cpu", "--dtype", "float32"]
+    assert main(doctor) == 0 and "C, for small steps" in capsys.readouterr().out
+    monkeypatch.setattr("quire.quant.packed.find_packed", lambda packed, weight: None)
+    assert main(doctor) == 0 and "products by torch, slower: how this oneDNN packs" in capsys.readouterr().out
+
+
 def test_bench_host() -> None:
     done = quire("bench", "host", "--rows", "16", "--steps", "50")
     assert done.returncode == 0 and "16 decode rows" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["bench", "latency", "--batch-size", "1", "0"], "batch_size must be at least 1, got 0"),
+        (["bench", "latency", "--num-iters-warmup", "-1"], "num_iters_warmup must be at least 0, got -1"),
+        (["bench", "host", "--rows", "0"], "rows must be at least 1, got 0"),
+        (["bench", "host", "--steps", "0"], "steps must be at least 1, got 0"),
+        (["profile", "--input-len", "3000"], "input_len 3000 leaves no room in max_model_len 2048"),
+    ],
+)
+def test_numbers_that_nothing_can_be_measured_with(
+    capsys: pytest.CaptureFixture, tmp_path: Path, args: list[str], says: str
+) -> None:
+    more = ["--trace-file", str(tmp_path / "trace.json")] if args[0] == "profile" else []
+    assert main([*args, *more]) == 2
+    assert capsys.readouterr().err == f"quire: {says}\n"
 
 
 def test_bench_throughput(tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ def test_the_death_of_the_engine_process_is_told(folder: Path) -> None:
 
 
 def test_a_failing_step_ends_the_engine_with_its_cause(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with LLM(str(folder)) as llm:
+    with LLM(folder) as llm:
 
         def fail(plan):
             raise RuntimeError("out of luck")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pydantic
 import pytest
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessageChunk, HumanMessage, SystemMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
@@ -122,6 +123,9 @@ def test_errors(demo: Server) -> None:
     with pytest.raises(Exception, match="not served here") as missing:
         model.invoke(SUM)
     assert getattr(missing.value, "status_code", None) == 404
+    model = ChatOpenAI(model="demo", base_url=f"{demo.url}/v1", api_key="none", max_retries=0)
+    with pytest.raises(ContextOverflowError, match=r"prompt has .* maximum context length"):
+        model.invoke("a b " * 5000)
 
 
 def test_completions_and_embeddings(demo: Server) -> None:

@@ -108,6 +108,9 @@ def test_what_keeps_a_server_from_starting(tmp_path: Path) -> None:
         (("--host", "256.0.0.1"), "choose another --host"),
         (("--model", "demo-draft"), "two models are named, demo and --model demo-draft"),
         (("--api-key", ""), "api_key is empty"),
+        (("--api-key", "schlüssel"), "beyond printable ASCII"),
+        (("--served-model-name", ""), "served_model_name is empty"),
+        (("--request-timeout", "0"), "request_timeout must be above 0, or be left out"),
     ],
 )
 def test_settings_that_are_wrong_in_themselves(flags: tuple[str, ...], message: str) -> None:
@@ -143,9 +146,12 @@ def test_config_file_and_flags(tmp_path: Path) -> None:
 def test_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
     file.write_text("from-file name=filed weight=2\n")
-    flags = ["demo", "--dry-run", "--api-key", "from-flag", "--api-key-file", str(file)]
+    flags = ["demo", "--dry-run", "--api-key", "from-flag", "also-flag", "--api-key-file", str(file)]
+    flags += ["--served-model-name", "one", "two", "one"]
     with serving(*flags, env={"QUIRE_API_KEY": "from-env,also-env"}) as server:
-        for key in ("from-flag", "from-file", "from-env", "also-env"):
+        opened = server.http.get("/v1/models", headers={"Authorization": "Bearer also-flag"})
+        assert [card["id"] for card in opened.json()["data"]] == ["one", "two"]
+        for key in ("from-flag", "also-flag", "from-file", "from-env", "also-env"):
             for headers in ({"Authorization": f"Bearer {key}"}, {"x-api-key": key}):
                 assert server.post(CHAT, chat("Hi"), headers=headers).status_code == 200
         for headers in (
@@ -158,6 +164,9 @@ def test_keys(tmp_path: Path) -> None:
             answer = server.post(CHAT, chat("Hi"), headers=raw)
             assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
             assert answer.headers["x-request-id"]
+            wrong = headers.get("x-api-key") or "Bearer" in headers.get("Authorization", "")
+            says = "the API key is not one of" if wrong else "send it as `Authorization: Bearer KEY`"
+            assert says in answer.json()["error"]["message"]
         for path in ("/stats", "/v1/models", "/version", "/nowhere"):
             assert server.http.get(path).status_code == 401
         anthropic = server.http.get("/v1/models", headers={"anthropic-version": "2023-06-01"})

@@ -356,6 +356,7 @@ def test_unknown_fields_are_named(dry: Server) -> None:
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"n": 2}, "n must be 1"),
         ({"temperature": -1}, "temperature"),
+        ({"messages": [{"role": "user", "content": "a b " * 5000}]}, "prompt is too long: prompt has"),
     ],
 )
 def test_what_is_refused(dry: Server, fields: dict[str, Any], says: str) -> None:

@@ -150,6 +150,13 @@ def test_errors_are_shown(dry: Server, browser: Browser) -> None:
     assert [line for line in browser.complaints() if "400" not in line] == []  # the browser notes the status
 
 
+def test_a_conversation_may_fill_the_context(dry: Server, browser: Browser) -> None:
+    browser.open(dry.url)
+    browser.js("document.getElementById('prompt').value = 'a b '.repeat(900)")  # 1,809 tokens of 2,048
+    browser.click("#send")
+    assert answered(browser) and not browser.text(".problem")
+
+
 def test_parameters_are_kept_and_copied(dry: Server, browser: Browser) -> None:
     browser.open(dry.url)
     browser.type("[name=top_k]", "40")

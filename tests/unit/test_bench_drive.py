@@ -59,6 +59,10 @@ def test_warm_ups_leave_nothing_in_the_prefix_cache(bench: Bench) -> None:
     assert shifted(shared, 200, 195)[0][0][0] == 2
     with pytest.raises(ConfigError, match="the longest request has 300 tokens, but max_model_len is 256"):
         throughput(bench, Load(uniform(200, 1, 200, 100), [0.0]), GREEDY, 0, False)
+    with pytest.raises(
+        ConfigError, match="the longest request has 300 tokens"
+    ):  # else its rate would be too high
+        latency(bench, 1, 200, 100, 0, 1, GREEDY)
 
 
 def test_latency_of_batches(bench: Bench) -> None:

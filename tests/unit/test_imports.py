@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "dry_run": {"types", "config", "core", "worker", "models", "frontend"},
     "engine_process": {"types", "core", "frontend", "start", "dry_run"},
     "llm": {"types", "config", "frontend", "start"},
-    "cli": {"types", "config", "frontend", "build", "llm", "models", "worker", "bench", "serve", "kernels"},
+    "cli": {"types", "config", "frontend", "build", "llm", "models", "worker", "bench", "serve", "kernels", "quant"},
 }  # fmt: skip
 NO_TORCH = {
     "types",

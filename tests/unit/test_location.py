@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,12 @@ def test_built_in_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (folder / "config.json").write_text("{}")
     assert locate_model(name) == ModelFiles(folder, "folder", name)
     assert locate_tokenizer(name) == folder
+
+
+@pytest.mark.parametrize("name", ["demo", "."])
+def test_a_revision_is_not_for_what_is_here(name: str) -> None:
+    with pytest.raises(ModelError, match=f"{re.escape(name)} is on this machine and has no revision 'main'"):
+        locate_model(name, "main")
 
 
 @pytest.mark.parametrize(

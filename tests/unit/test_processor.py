@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,21 @@ def test_parameters_changed_after_they_were_made_are_checked_again() -> None:
         processor().process("r", [1], params)
     with pytest.raises(RequestError, match="SamplingParams"):
         processor().process("r", [1], {"temperature": 1})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("stop", 5, "stop must be a list, got 5"),
+        ("stop_token_ids", 5, "stop_token_ids must be a list, got 5"),
+        ("stop_token_ids", "12", "stop_token_ids must be a list, got '12'"),
+        ("bad_words", 5, "bad_words must be a list, got 5"),
+        ("logit_bias", [1], "logit_bias must map token ids to values, got [1]"),
+    ],
+)
+def test_parameters_of_the_wrong_kind(field: str, value: Any, says: str) -> None:
+    with pytest.raises(RequestError, match=re.escape(says)):
+        SamplingParams(**{field: value})
 
 
 def test_max_tokens_is_the_rest_of_the_context() -> None:

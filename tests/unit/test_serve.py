@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
+from starlette.applications import Starlette
+from starlette.routing import Route
 
+from quire.config import EngineConfig
 from quire.frontend.location import locate_model
 from quire.frontend.tokenizer import load_tokenizer
 from quire.serve.admission import Admission
@@ -23,6 +32,7 @@ from quire.serve.parser import Arguments, Content, Event, PlainText, Reasoning, 
 from quire.serve.protocol.chat import ChatRequest
 from quire.serve.settings import ServeConfig
 from quire.serve.structured import structured_outputs
+from quire.serve.tokens import detokenize, tokenize
 from quire.serve.wire import decode_object, encode, parse
 from quire.types import CompletionOutput, ConfigError, Load, RequestError, StructuredOutputsParams
 
@@ -208,11 +218,65 @@ def test_keys(tmp_path: Path) -> None:
     for flags in ([""], ["fine", " "]):  # as --api-key "$UNSET" gives it
         with pytest.raises(ConfigError, match="api_key is empty"):
             load_keys(flags, "", None)
+    file.write_text("schlüssel\n")
+    for arguments in (
+        (["schlüssel"], "", None),
+        ([], "a,ключ", None),
+        ([], "", str(file)),
+        (["a\tb"], "", None),
+    ):
+        with pytest.raises(ConfigError, match="beyond printable ASCII") as error:
+            load_keys(*arguments)
+        assert "schl" not in str(error.value)  # a key is not shown
     assert (
         bearer("Bearer  abc ", None) == "abc"
         and bearer("Basic abc", "x") == "x"
         and bearer(None, None) is None
     )
+
+
+# ---------------------------------------------------------------------------------------- tokenize
+
+
+def test_tokenizing_is_not_done_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    names: set[str] = set()
+
+    def noted(name: str) -> Callable[..., Any]:
+        method = getattr(TOKENIZER, name)
+
+        def call(*args: Any) -> Any:
+            names.add(threading.current_thread().name)
+            return method(*args)
+
+        return call
+
+    for name in ("encode", "token_text", "decode"):
+        monkeypatch.setattr(TOKENIZER, name, noted(name))
+
+    async def in_thread(work: Callable[..., Any], *args: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(threads, work, *args)
+
+    engine = SimpleNamespace(
+        tokenizer=TOKENIZER,
+        in_thread=in_thread,
+        config=EngineConfig(),
+        info=SimpleNamespace(max_model_len=2048, vocab_size=2048),
+    )
+    server = SimpleNamespace(engine=engine, settings=ServeConfig(), check_model=lambda name: "demo")
+    app = Starlette(routes=[Route(f"/{f.__name__}", f, methods=["POST"]) for f in (tokenize, detokenize)])
+    app.state.server = server
+
+    async def ask() -> None:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as http:
+            found = (await http.post("/tokenize", json={"prompt": "Hi", "return_token_strs": True})).json()
+            assert "".join(found["token_strs"]) == "Hi"
+            assert (await http.post("/detokenize", json={"tokens": found["tokens"]})).json() == {
+                "prompt": "Hi"
+            }
+
+    with ThreadPoolExecutor(1, "tokenizer") as threads:
+        asyncio.run(ask())
+    assert names == {"tokenizer_0"}
 
 
 # ------------------------------------------------------------------------------- structured output

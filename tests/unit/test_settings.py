@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from quire.cli import elsewhere, generate, serve
 from quire.cli.config_file import read_config
-from quire.cli.flags import add_flags
+from quire.cli.flags import add_flags, given
+from quire.cli.main import main
 from quire.config import EngineConfig
 from quire.serve.settings import ServeConfig
 from quire.types import ConfigError
@@ -55,6 +57,7 @@ def test_values_of_a_config_file_are_those_of_the_flags(tmp_path: Path) -> None:
         ("api-key: [a, 0123]", "api-key must be a text: put it in quotes"),
         ("api-key: {a: b}", "api-key must be a text: put it in quotes"),
         ("prot: 1", "'prot', which is no flag"),
+        ("enforce-eager: true", "no flag of quire serve; here it is --no-cuda-graphs"),
         ("- port", "must hold flags and their values"),
         ("a: [", "cannot be read"),
     ],
@@ -62,6 +65,60 @@ def test_values_of_a_config_file_are_those_of_the_flags(tmp_path: Path) -> None:
 def test_mistakes_in_a_config_file(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(message)):
         config_of(tmp_path, text)
+
+
+SEVERAL = [
+    (["demo", "--api-key", "a", "b", "--api-key", "c"], {"api_key": ["a", "b", "c"]}),
+    (["demo", "--served-model-name", "a", "b", "--port", "1"], {"served_model_name": ["a", "b"], "port": 1}),
+    (["--served_model_name=a", "demo"], {"served_model_name": ["a"]}),
+    (
+        ["demo", "--allowed-origins", '["http://a", "http://b"]'],
+        {"allowed_origins": ["http://a", "http://b"]},
+    ),
+    (["demo", "--allowed-origins", "[*"], {"allowed_origins": ["[*"]}),
+]
+
+
+@pytest.mark.parametrize(("flags", "expected"), SEVERAL)
+def test_flags_of_lists_take_several_values(flags: list[str], expected: dict[str, Any]) -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    args = parser.parse_args(flags)
+    assert args.model_name == "demo" and given(args, ServeConfig) == expected
+
+
+@pytest.mark.parametrize("flag", ["--api-key", "--served-model-name"])
+def test_a_model_behind_several_values_is_not_taken_for_one(flag: str) -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    with pytest.raises(ConfigError, match=f"the last value of {flag} may be meant as the model"):
+        serve.run(parser.parse_args([flag, "a", "secret"]))
+
+
+def flags_of(*commands: Any) -> set[str]:
+    found: set[str] = set()
+    for command in commands:
+        parser = argparse.ArgumentParser()
+        command.add_arguments(parser)
+        found |= {flag for action in parser._actions for flag in action.option_strings}
+    return found
+
+
+def test_flags_that_are_called_otherwise_elsewhere(capsys: pytest.CaptureFixture[str]) -> None:
+    flags = flags_of(serve, generate)
+    assert (
+        not flags & {*elsewhere.NAMES, *elsewhere.NEEDLESS}
+        and {name.split()[0] for name in elsewhere.NAMES.values()} <= flags
+    )
+    for flag, says in (
+        ("--gpu_memory_utilization=0.9", "here it is --memory-utilization"),
+        ("--enable-auto-tool-choice", "leave it out: it is always so here"),
+        ("--trust-remote-code", "code from checkpoints is never run here"),
+        ("--max-num-seq", "did you mean --max-num-seqs?"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["serve", "demo", flag])
+        assert f"unrecognized arguments: {flag}; {says}\n" in capsys.readouterr().err
 
 
 def test_help_says_the_defaults() -> None:

@@ -27,7 +27,7 @@ from quire.frontend.output import OutputAssembler, RequestState
 from quire.frontend.processor import InputProcessor
 from quire.frontend.tokenizer import NoTokenizer
 from quire.models.load import load_spec
-from quire.types import EngineOutput, SamplingParams
+from quire.types import ConfigError, EngineInfo, EngineOutput, SamplingParams
 
 _POLL_S = 1.0
 
@@ -61,8 +61,10 @@ class Bench:
     ) -> Run:
         """Serve `work`, request i at `arrivals_s[i]` (ascending; default: all at once), and wait for the last.
 
-        Answers have exactly the length that the work asks for. `max_concurrency` limits the open requests.
+        Answers have exactly the length that the work asks for; raises ConfigError if one does not fit.
+        `max_concurrency` limits the open requests.
         """
+        check_fits(work, self.info)
         arrivals_s = arrivals_s or [0.0] * len(work)
         served = [Served(len(ids), at) for (ids, _), at in zip(work, arrivals_s)]
         waiting = deque((ids, answer(params, count), one) for (ids, count), one in zip(work, served))
@@ -130,6 +132,16 @@ class Bench:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+
+def check_fits(work: Work, info: EngineInfo) -> None:
+    """Raise ConfigError if a request is longer than the context: it would end before it is as long as asked for."""
+    longest = max(len(ids) + count for ids, count in work)
+    if longest > info.max_model_len:
+        raise ConfigError(
+            f"the longest request has {longest} tokens, but max_model_len is {info.max_model_len}; "
+            "choose another workload, or --input-len and --output-len that fit"
+        )
 
 
 def answer(params: dict[str, Any], count: int) -> SamplingParams:

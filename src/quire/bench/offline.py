@@ -17,7 +17,6 @@ from quire.bench.metrics import latencies_ms, limits, percentile, summary
 from quire.bench.run import Run, Served
 from quire.bench.workloads import Work, shifted, uniform
 from quire.core.steplog import StepRecord
-from quire.types import ConfigError
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
@@ -33,12 +32,6 @@ class Load:
 
 def throughput(bench: Bench, load: Load, params: dict[str, Any], warmups: int, show_progress: bool) -> Run:
     """Serve the load, after `warmups` times with other prompts and without waiting for arrivals."""
-    longest = max(len(ids) + count for ids, count in load.work)
-    if longest > bench.info.max_model_len:
-        raise ConfigError(
-            f"the longest request has {longest} tokens, but max_model_len is {bench.info.max_model_len}; "
-            "choose another workload, or --input-len and --output-len that fit"
-        )
     for i in range(warmups):
         bench.run(shifted(load.work, bench.info.vocab_size, i + 1), params)
     return bench.run(load.work, params, load.arrivals_s, load.max_concurrency, show_progress)

@@ -6,6 +6,7 @@ Run as a program with settings as JSON, it is that process: it reports on standa
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -26,8 +27,12 @@ def start_up(settings: dict[str, Any]) -> dict[str, float]:
     begin = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
-        # past what libraries print
-        line = next((line for line in process.stdout if line.startswith("{")), "")
+        try:
+            # past what libraries print
+            line = next((line for line in process.stdout if line.startswith("{")), "")
+        except BaseException:  # Ctrl-C, which in a terminal reaches the process, too
+            process.kill()
+            raise
         total = time.perf_counter() - begin
     if not line:
         raise EngineDead(f"the fresh process ended with exit code {process.returncode} and no token")
@@ -50,6 +55,7 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who waits for us says so
     try:
         _main()
     except QuireError as error:

@@ -29,7 +29,7 @@ from quire.cli.bench_serve import run as serve
 from quire.cli.bench_serve_flags import add_arguments as add_serve_arguments
 from quire.cli.flags import add_flags, given
 from quire.config import EngineConfig
-from quire.types import EngineInfo, SamplingParams
+from quire.types import ConfigError, EngineInfo, SamplingParams
 
 if TYPE_CHECKING:
     from quire.bench.offline import Load
@@ -124,7 +124,9 @@ def _throughput(args: argparse.Namespace) -> int:
 
 
 def _latency(args: argparse.Namespace) -> int:
-    at_least_one(args, "num_iters", "input_len", "output_len")
+    at_least_one(args, "num_iters", "input_len", "output_len", "batch_size")
+    if args.num_iters_warmup < 0:
+        raise ConfigError(f"num_iters_warmup must be at least 0, got {args.num_iters_warmup}")
     from quire.bench.drive import Bench
     from quire.bench.offline import latency
     from quire.bench.report import print_latency, print_sweep
@@ -211,6 +213,7 @@ def _startup(args: argparse.Namespace) -> int:
 
 
 def _host(args: argparse.Namespace) -> int:
+    at_least_one(args, "rows", "steps")
     from quire.bench.host import host_cost
 
     figures = host_cost(args.rows, args.steps)

@@ -104,10 +104,12 @@ def sampling(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def at_least_one(args: argparse.Namespace, *names: str) -> None:
-    """Raise ConfigError for a flag that was given as less than 1."""
+    """Raise ConfigError for a flag that was given as less than 1, or holds such a number."""
     for name in names:
-        if getattr(args, name) is not None and getattr(args, name) < 1:
-            raise ConfigError(f"{name} must be at least 1, got {getattr(args, name)}")
+        given = getattr(args, name)
+        for value in given if isinstance(given, list) else [given]:
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
 
 
 def check_load(args: argparse.Namespace) -> None:

@@ -9,6 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
+from quire.cli.elsewhere import hint
 from quire.cli.flags import integer
 from quire.types import ConfigError
 
@@ -29,7 +30,8 @@ def read_config(file: str, classes: Sequence[type]) -> list[dict[str, Any]]:
     for key, value in found.items():
         name = str(key).replace("-", "_")
         if name not in known:
-            raise ConfigError(f"the config file {file} has {key!r}, which is no flag of quire serve")
+            more = f"; {known_as}" if (known_as := hint(f"--{name}")) else ""
+            raise ConfigError(f"the config file {file} has {key!r}, which is no flag of quire serve{more}")
         try:
             settings[known[name]][name] = _value(hints[known[name]][name], value)
         except (ValueError, argparse.ArgumentTypeError) as error:

@@ -16,6 +16,7 @@ from quire.config import EngineConfig
 if TYPE_CHECKING:
     import torch
 
+    from quire.kernels import Kernels
     from quire.models.spec import ModelSpec
 
 _PACKAGES = (
@@ -99,7 +100,7 @@ def _plan(config: EngineConfig) -> None:
     _row("device", f"{device}: {_why(config.device, there)}")
     _row("dtype", f"{str(dtype)[6:]}: {_why(config.dtype, f'the checkpoint is {spec.dtype}')}")
     kernels = pick_kernels(device, dtype, config.cpu_kernels)
-    _row("kernels", _KERNELS[device.type] if kernels else "none, plain torch")
+    _row("kernels", _kernels(kernels, spec.hidden_size, dtype, device))
     backend = pick_attention(config.attention, device, kernels).name
     _row(
         "attention", f"{backend}: {_why(config.attention, 'the kernels above' if kernels else 'plain torch')}"
@@ -109,6 +110,21 @@ def _plan(config: EngineConfig) -> None:
     _row("max_num_seqs", f"{resolved.max_num_seqs} requests at once")
     _row("max_num_batched_tokens", f"{resolved.max_num_batched_tokens} tokens per step")
     _memory_map(resolved, config.max_model_len, spec, device, dtype)
+
+
+def _kernels(kernels: Kernels | None, width: int, dtype: torch.dtype, device: torch.device) -> str:
+    """What small steps run on. Whether a CPU's kernels read oneDNN's weights shows with one of `width` x `width`."""
+    if kernels is None:
+        return "none, plain torch"
+    if device.type == "cpu":
+        import torch
+
+        from quire.quant.packed import FewRowsPackedMatmul, pack
+
+        probe = torch.arange(width * width, dtype=torch.float32).view(width, width).to(dtype)
+        if not isinstance(pack(probe, None, kernels), FewRowsPackedMatmul):
+            return "C, but products by torch, slower: how this oneDNN packs weights is not known here"
+    return _KERNELS[device.type]
 
 
 def _memory_map(

@@ -7,6 +7,7 @@ so defaults live in one place, the dataclass.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import types
 from collections.abc import Callable, Collection
@@ -26,7 +27,7 @@ _SAMPLING_HELP = {
     "presence_penalty": "above 0: tokens of the answer become less likely",
     "frequency_penalty": "as presence_penalty, for each time the token occurs",
     "seed": "seed of the answer: the same seed gives the same tokens",
-    "max_tokens": "longest answer in tokens",
+    "max_tokens": "longest answer in tokens; it also ends where the context is full",
     "min_tokens": "shortest answer in tokens",
     "stop": "end the answer before this text (may be repeated)",
     "stop_token_ids": "end the answer after this token id (may be repeated)",
@@ -42,8 +43,38 @@ _SAMPLING_HELP = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser, title: str, cls: type, skip: Collection[str] = ()) -> None:
-    """Add a group of flags, one for each field of the dataclass `cls` that is not in `skip`."""
+class Several(argparse.Action):
+    """A list's flag that takes several values at once, `--api-key one two`, and again, `--api-key three`; or all as a
+    JSON list.
+
+    It swallows an argument behind it that was meant for the command; `several` of the namespace names the last flag
+    that may have done so.
+    """
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if len(values) > 1:
+            namespace.several = option_string
+        elif values[0].startswith("["):
+            with contextlib.suppress(ValueError):
+                values = [str(value) for value in json.loads(values[0])]
+        setattr(namespace, self.dest, [*getattr(namespace, self.dest, []), *values])
+
+
+def add_flags(
+    parser: argparse.ArgumentParser,
+    title: str,
+    cls: type,
+    skip: Collection[str] = (),
+    several: bool = False,
+) -> None:
+    """Add a group of flags, one for each field of the dataclass `cls` that is not in `skip`. `several`: flags of lists
+    take more than one value at once."""
     group = parser.add_argument_group(title)
     hints = get_type_hints(cls)
     for f in fields(cls):
@@ -54,7 +85,10 @@ def add_flags(parser: argparse.ArgumentParser, title: str, cls: type, skip: Coll
         if "_" in flag:
             names.append(f"--{flag}")
         help = _with_default(f) if "help" in f.metadata else _SAMPLING_HELP.get(f.name, "")
-        group.add_argument(*names, dest=flag, default=argparse.SUPPRESS, help=help, **_options(hints[f.name]))
+        options = _options(hints[f.name])
+        if several and options.get("action") == "append":
+            options |= {"action": Several, "nargs": "+"}
+        group.add_argument(*names, dest=flag, default=argparse.SUPPRESS, help=help, **options)
 
 
 def _with_default(f: Field[Any]) -> str:
@@ -85,7 +119,13 @@ def add_structured_flags(parser: argparse.ArgumentParser) -> None:
 def given_structured(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling field that these flags set, if one was given."""
     schema, grammar = args.json_schema, args.grammar
-    if schema is None and grammar is None and not (args.json_object or args.regex or args.choice):
+    if (
+        schema is None
+        and grammar is None
+        and not args.json_object
+        and args.regex is None
+        and args.choice is None
+    ):
         return {}
     params = StructuredOutputsParams(
         json=None if schema is None else _file_or_text(schema),
@@ -129,11 +169,18 @@ def _options(hint: Any) -> dict[str, Any]:
         (item,) = get_args(hint)
         return {"action": "append", "type": item, "metavar": item.__name__.upper()}
     if origin is dict:
-        return {"type": json.loads, "metavar": "JSON"}
+        return {"type": _object, "metavar": "JSON"}
     if hint is bool:
         return {"action": argparse.BooleanOptionalAction}
     parse: Callable[[str], Any] = integer if hint is int else hint
     return {"type": parse, "metavar": hint.__name__.upper()}
+
+
+def _object(text: str) -> dict[str, Any]:
+    with contextlib.suppress(ValueError):
+        if isinstance(found := json.loads(text), dict):
+            return found
+    raise argparse.ArgumentTypeError(f"must be a JSON object, got {text!r}")
 
 
 def integer(text: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import time
 from pathlib import Path
@@ -16,6 +17,7 @@ from quire.types import RequestError, RequestOutput, SamplingParams
 if TYPE_CHECKING:
     from quire.llm import LLM
 
+_UTF8 = re.compile("utf-?8", re.IGNORECASE)  # the output has every letter
 _MAX_TOKENS = 256  # when neither a flag nor the model says otherwise
 
 
@@ -69,7 +71,10 @@ def _prompts(args: argparse.Namespace) -> list[str]:
     if not prompts and not args.file:
         if sys.stdin.isatty():
             raise RequestError("no prompt: give one on the command line, with --file, or on standard input")
-        prompts = sys.stdin.read().splitlines()
+        try:
+            prompts = sys.stdin.buffer.read().decode("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise RequestError(f"cannot read standard input: {error}") from None
     prompts = [prompt for prompt in prompts if prompt.strip()]
     if not prompts:
         raise RequestError("no prompt: the input is empty")
@@ -77,13 +82,12 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _stream(llm: LLM, prompt: Any, params: SamplingParams, echo: str | None) -> RequestOutput:
-    """Print an answer as it comes, behind its prompt when it continues one."""
+    """Print an answer as it comes, behind its prompt when it continues one. Nothing at all if it is refused."""
     shown, output = 0, None
-    if echo is not None:
-        print(echo, end="", flush=True)
     for output in llm.stream(prompt, params):
-        print(output.outputs[0].text[shown:], end="", flush=True)
-        shown = len(output.outputs[0].text)
+        text = (echo or "") + output.outputs[0].text
+        print(text[shown:], end="", flush=True)
+        shown = len(text)
     print()
     assert output is not None
     return output
@@ -103,7 +107,7 @@ def _print(outputs: list[RequestOutput], prompts: list[str], as_json: bool) -> N
                     "num_prompt_tokens": len(output.prompt_token_ids),
                     "num_cached_tokens": output.num_cached_tokens,
                 }
-                print(json.dumps(record, ensure_ascii=False), flush=True)
+                print(json.dumps(record, ensure_ascii=not _UTF8.fullmatch(sys.stdout.encoding)), flush=True)
             else:
                 print(f"> {prompt}\n{answer.text}\n")
 

@@ -6,7 +6,9 @@ Sub-commands are imported when chosen, so that `quire --help` answers at once.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
+import io
 import logging
 import os
 import sys
@@ -16,6 +18,7 @@ from quire import __version__
 from quire.cli.interrupt import INTERRUPTED, interruptible
 from quire.types import ConfigError, QuireError
 
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 COMMANDS = {
     "serve": "answer requests over HTTP, as OpenAI's API does",
     "generate": "write an answer to a prompt, a file of prompts or standard input",
@@ -39,17 +42,21 @@ class _CommandParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         import difflib
 
+        from quire.cli.elsewhere import hint
+
         flags = [flag for action in self._actions for flag in action.option_strings]
         unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split()[0]
         if not unknown.startswith("--no-"):
             flags = [flag for flag in flags if not flag.startswith("--no-")]  # the opposite is close, too
         near = difflib.get_close_matches(unknown, flags, 1, 0.8) if unknown.startswith("--") else []
-        hint = f"; did you mean {near[0]}?" if near else ""
-        self.exit(2, f"{self.prog}: error: {message}{hint}\n`{self.prog} --help` lists the flags\n")
+        known = hint(unknown) or (f"did you mean {near[0]}?" if near else "")
+        more = f"; {known}" if known else ""
+        self.exit(2, f"{self.prog}: error: {message}{more}\n`{self.prog} --help` lists the flags\n")
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command line; returns the exit code: 0 fine, 1 an error, 2 bad usage, 130 interrupted."""
+    _open_streams()
     with interruptible(last=argv is None):
         return _main(sys.argv[1:] if argv is None else argv)
 
@@ -65,7 +72,9 @@ def _main(argv: list[str]) -> int:
         command = importlib.import_module(f"quire.cli.{argv[0]}")
         sub = _CommandParser(prog=f"quire {argv[0]}", description=COMMANDS[argv[0]], allow_abbrev=False)
         command.add_arguments(sub)
-        return command.run(sub.parse_args(argv[1:]))
+        code: int = command.run(sub.parse_args(argv[1:]))
+        sys.stdout.flush()  # here, where what goes wrong is caught
+        return code
     except ConfigError as error:
         print(f"quire: {error}", file=sys.stderr)
         return 2
@@ -76,8 +85,30 @@ def _main(argv: list[str]) -> int:
         print("quire: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 141
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        _drop_output()
+        print(f"quire: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return 1
+
+
+def _open_streams() -> None:
+    """A stream that was closed before we began is an empty one; a letter that the output's encoding does not have is
+    no reason to stop."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  as long as the process
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+
+
+def _drop_output() -> None:
+    """What is still in the buffer has nowhere to go."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _set_up_logging(level: str) -> None:

@@ -88,6 +88,8 @@ def _load(args: argparse.Namespace, info: EngineInfo) -> tuple[Work, Ready, str]
         work = WORKLOADS[args.workload](vocab, args.num_prompts)
         return work, after(args.skip_steps), f"{args.workload} from step {args.skip_steps}"
     size, length = args.batch_size, args.input_len
+    if length >= info.max_model_len:
+        raise ConfigError(f"input_len {length} leaves no room in max_model_len {info.max_model_len}")
     if args.phase == "prefill":
         return uniform(vocab, size, length, 1), after(0), f"prefill of {size} x {length} tokens"
     if size > info.max_num_seqs:

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="a folder, a .gguf file, a Hugging Face id, or demo / demo-draft",
     )
     parser.add_argument("--config", metavar="FILE", help="YAML file of flags; the command line comes first")
-    add_flags(parser, "server", ServeConfig)
+    add_flags(parser, "server", ServeConfig, several=True)
     add_flags(parser, "engine", EngineConfig)
 
 
@@ -37,6 +37,10 @@ def run(args: argparse.Namespace) -> int:
         if config.get("model", args.model_name) != args.model_name and "model" in given(args, EngineConfig):
             raise ConfigError(f"two models are named, {args.model_name} and --model {config['model']}")
         config["model"] = args.model_name
+    elif "model" not in config and (flag := getattr(args, "several", None)):
+        raise ConfigError(
+            f"the last value of {flag} may be meant as the model: name the model first, `quire serve MODEL {flag} ...`"
+        )
     return _start(EngineConfig(**config), ServeConfig(**settings))
 
 

@@ -33,6 +33,10 @@ def locate_model(name: str, revision: str | None = None) -> ModelFiles:
     if not name.strip():
         raise ModelError("the model name is empty: give a folder, a .gguf file, a Hugging Face id, or demo")
     path = Path(name).expanduser()
+    if revision is not None and (name in BUILT_IN or path.exists()):
+        raise ModelError(
+            f"{name} is on this machine and has no revision {revision!r}: revision is for Hugging Face ids"
+        )
     if name in BUILT_IN and not path.exists():
         return _folder(Path(__file__).parents[1] / "demo" / BUILT_IN[name], name)
     if path.is_dir():

@@ -66,6 +66,10 @@ def load_keys(flags: Sequence[str], environment: str, file: str | None) -> Keys:
                 raise ConfigError(f"{file}: {option!r} must be weight=NUMBER or name=NAME, after the key")
             named[match[1]] = match[2]
         keys[key] = Client(named.get("name", f"key-{len(keys)}"), _weight(named.get("weight", "1"), file))
+    if not all(key.isascii() and key.isprintable() for key in keys):
+        raise ConfigError(
+            "an API key has characters beyond printable ASCII, which no HTTP header carries faithfully"
+        )
     return Keys(keys)
 
 

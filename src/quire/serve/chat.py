@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quire.frontend.chat import render_chat, template_of
 from quire.serve.choice import ChatChoiceBuilder
-from quire.serve.context import Server, answer_id, client_of, read_request, server_of
+from quire.serve.context import Server, answer_id, client_of, length_field, read_request, server_of
 from quire.serve.engine import Job
 from quire.serve.errors import bad_request
 from quire.serve.form import AnswerForm
@@ -45,7 +45,7 @@ class Turn:
 
 async def chat_completions(request: Request) -> Response:
     chat, warnings = await read_request(request, ChatRequest)
-    turn = await begin(request, chat, warnings)
+    turn = await begin(request, chat, warnings, exact=True)
     answer = ChatAnswer(turn)
     if chat.stream:
         slow_s = turn.server.settings.slow_reader_timeout
@@ -54,14 +54,16 @@ async def chat_completions(request: Request) -> Response:
     return json_response(answer.response())
 
 
-async def begin(request: Request, chat: ChatRequest, warnings: list[str]) -> Turn:
-    """Check a chat, render it, and send it to the engine. Raises ApiError or RequestError."""
+async def begin(request: Request, chat: ChatRequest, warnings: list[str], exact: bool = False) -> Turn:
+    """Check a chat, render it, and send it to the engine. `exact`: as many tokens as were asked for must fit behind
+    the prompt; else there is a warning when they do not. Raises ApiError or RequestError."""
     server = server_of(request)
     model = server.check_model(chat.model)
     check_fields(chat)
     _check_chat(chat, server.settings.max_logprobs)
     use = tool_use(chat)
     params = _params(server, chat)
+    field = length_field(chat, "max_completion_tokens", "max_tokens")
     client = client_of(request)
     template = chat_template(server, chat, use)
     if use.tools and "tools" not in template:
@@ -78,13 +80,18 @@ async def begin(request: Request, chat: ChatRequest, warnings: list[str]) -> Tur
                 chat.priority or 0,
                 chat.cache_salt or "",
                 bool(chat.add_special_tokens),
-                keep_last(server, chat.truncate_prompt_tokens),
+                keep_last(server, chat.truncate_prompt_tokens, params.max_tokens if field else None),
                 bool(chat.return_prompt_text),
+                length_field=field if exact else None,
             )
         ]
 
     generation = await server.engine.generate(client, params.n, jobs, bool(chat.stream), chat.timeout)
     receipt = receipt_maker(request, chat, generation)
+    context = server.engine.info.max_model_len
+    room = context - generation.prompt_tokens
+    if field and params.max_tokens is not None and params.max_tokens > room:
+        warnings.append(f"the answer can have {room} tokens: more do not fit into max_model_len ({context})")
     return Turn(server, chat, model, params, generation, forms[0], warnings, receipt)
 
 
@@ -94,9 +101,11 @@ def chat_template(server: Server, chat: ChatRequest, use: ToolUse) -> str:
     return own or template_of(server.engine.tokenizer, bool(use.tools))
 
 
-def keep_last(server: Server, given: int | None) -> int | None:
-    """truncate_prompt_tokens: -1 keeps what leaves room for one token."""
-    return server.engine.info.max_model_len - 1 if given == -1 else given
+def keep_last(server: Server, given: int | None, longest: int | None = None) -> int | None:
+    """truncate_prompt_tokens: -1 keeps what leaves room for an answer of `longest` tokens if such a one fits at all,
+    else for one token."""
+    context = server.engine.info.max_model_len
+    return context - (longest if longest is not None and longest < context else 1) if given == -1 else given
 
 
 def _check_chat(chat: ChatRequest, max_logprobs: int) -> None:

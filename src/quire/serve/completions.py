@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from quire.frontend.processor import Prompt
 from quire.serve.chat import keep_last
-from quire.serve.context import Server, answer_id, client_of, read_request, server_of
+from quire.serve.context import Server, answer_id, client_of, length_field, read_request, server_of
 from quire.serve.engine import Job
 from quire.serve.errors import bad_request
 from quire.serve.generation import Delta, Generation
@@ -43,6 +43,7 @@ async def completions(request: Request) -> Response:
     if choices > MAX_CHOICES:
         raise bad_request(f"prompts times n must be at most {MAX_CHOICES}, got {choices}", "n")
     client = client_of(request)
+    field = length_field(wanted, "max_tokens")
 
     def jobs() -> list[Job]:
         return [
@@ -52,8 +53,9 @@ async def completions(request: Request) -> Response:
                 wanted.priority or 0,
                 wanted.cache_salt or "",
                 wanted.add_special_tokens is not False,
-                keep_last(server, wanted.truncate_prompt_tokens),
+                keep_last(server, wanted.truncate_prompt_tokens, params.max_tokens if field else None),
                 bool(wanted.echo),
+                length_field=field,
             )
             for prompt in prompts
         ]

@@ -31,7 +31,7 @@ from quire.serve.admission import Admission
 from quire.serve.auth import Client
 from quire.serve.errors import ApiError, as_api_error
 from quire.serve.generation import Generation
-from quire.serve.length import check_length, tail
+from quire.serve.length import check_length, check_room, tail
 from quire.serve.process import EngineProcess
 from quire.serve.settings import ServeConfig
 from quire.types import (
@@ -61,6 +61,9 @@ class Job:
     keep_last: int | None = None  # of the prompt's tokens; None: all
     echo: bool = False  # the text of the prompt is wanted, whatever form it came in
     pooling: Pooling | None = None  # the prompt's hidden states are wanted
+    length_field: str | None = (
+        None  # by which max_tokens were asked for: it must fit. None: what fits will do
+    )
 
 
 @dataclass(slots=True)
@@ -176,6 +179,8 @@ class AsyncEngine:
         requests = self.processor.process(
             name, prompt, job.params, job.priority, job.cache_salt, job.add_special_tokens, job.pooling
         )
+        if job.length_field is not None and (asked := job.params.max_tokens) is not None:
+            check_room(job.length_field, asked, len(requests[0].prompt), self.info.max_model_len)
         requests = [replace(request, client=client.name, weight=client.weight) for request in requests]
         text = prompt if isinstance(prompt, str) else None
         if job.echo and text is None:

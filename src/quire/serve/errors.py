@@ -19,6 +19,10 @@ _TYPES = {
 }
 
 
+# The words by which agents know that they have to shorten a conversation: not all of them look at the code.
+_TOO_LONG = "; this model's maximum context length is exceeded (context_length_exceeded)"
+
+
 class ApiError(Exception):
     """An answer that is an error. `param` is the field of the request that caused it."""
 
@@ -70,7 +74,8 @@ def messages_error(error: ApiError, request_id: str) -> dict[str, Any]:
     """The same in the shape of Anthropic's API."""
     known = _MESSAGES_TYPES.get(error.status) or _TYPES.get(error.status)
     kind = known or ("invalid_request_error" if error.status < 500 else "api_error")
-    body = {"type": kind, "message": error.message}
+    too_long = error.code == "context_length_exceeded"  # in words that Anthropic's clients know
+    body = {"type": kind, "message": f"prompt is too long: {error.message}" if too_long else error.message}
     return {"type": "error", "error": body, "request_id": request_id}
 
 
@@ -91,8 +96,10 @@ def as_api_error(error: Exception, fields: frozenset[str] = frozenset()) -> ApiE
     if isinstance(error, RequestError):
         message = str(error)
         word = re.match(r"\w*", message)[0]  # type: ignore[index]
-        code = "context_length_exceeded" if "max_model_len" in message else None
-        return ApiError(400, message, word if word in fields else None, code)
+        param = word if word in fields else None
+        if "max_model_len" in message:
+            return ApiError(400, message + _TOO_LONG, param, "context_length_exceeded")
+        return ApiError(400, message, param)
     if isinstance(error, Overloaded):
         return overloaded(str(error), 1)
     if isinstance(error, EngineDead):

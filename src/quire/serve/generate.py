@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.serve.chat import keep_last
-from quire.serve.context import answer_id, client_of, read_request, server_of
+from quire.serve.context import answer_id, client_of, length_field, read_request, server_of
 from quire.serve.engine import Job
 from quire.serve.errors import bad_request
 from quire.serve.protocol.other import GenerateRequest, GenerateResponse
@@ -39,13 +39,15 @@ async def generate(request: Request) -> Response:
         wanted, defaults, max_tokens, None, server.settings.max_logprobs, engine.info.vocab_size
     )
     client = client_of(request)
+    field = length_field(wanted, "max_tokens", "max_new_tokens")
     job = Job(
         wanted.prompt,
         params,
         wanted.priority or 0,
         wanted.cache_salt or "",
         wanted.add_special_tokens is not False,
-        keep_last(server, wanted.truncate_prompt_tokens),
+        keep_last(server, wanted.truncate_prompt_tokens, params.max_tokens if field else None),
+        length_field=field,
     )
     generation = await engine.generate(client, 1, lambda: [job], False, wanted.timeout)
     await whole(request, generation)

@@ -1,4 +1,5 @@
-"""Texts that are much too long, found without tokenising all of them: that takes seconds per megabyte."""
+"""What does not fit into the context: texts that are much too long, found without tokenising all of them (that takes
+seconds per megabyte), and answers that were asked to be longer than what a prompt leaves."""
 
 from __future__ import annotations
 
@@ -23,6 +24,16 @@ def check_length(tokenizer: Tokenizer, text: str, max_model_len: int) -> None:
             raise RequestError(
                 f"prompt of {len(text)} characters has more than {max_model_len} tokens, which is max_model_len"
             )
+
+
+def check_room(field: str, asked: int, prompt_tokens: int, max_model_len: int) -> None:
+    """Raise RequestError unless an answer of `asked` tokens, which `field` of the request asks for, fits."""
+    room = max_model_len - prompt_tokens
+    if asked > room:
+        raise RequestError(
+            f"{field} must be at most {room}, got {asked}: the prompt has {prompt_tokens} tokens, and both together "
+            f"must fit into max_model_len ({max_model_len})"
+        )
 
 
 def tail(text: str, keep_last: int) -> str:

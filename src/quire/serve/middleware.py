@@ -72,7 +72,7 @@ class Front:
 
 
 def _unauthorized(headers: Headers) -> ApiError:
-    given = "authorization" in headers or "x-api-key" in headers
+    given = bearer(headers.get("authorization"), headers.get("x-api-key")) is not None
     message = (
         "the API key is not one of this server's"
         if given

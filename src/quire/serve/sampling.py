@@ -46,7 +46,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "return_hidden_states": (False,),
     "return_token_offsets": (False,),
     "lora_path": (),
-    "suffix": (),
+    "suffix": ("",),
     "prompt_embeds": (),
     "functions": (),
     "function_call": ("none",),

@@ -81,7 +81,7 @@ async def _serve(
     began_s: float,
 ) -> int:
     set_up(settings)
-    names = settings.served_model_name or [config.model]
+    names = list(dict.fromkeys(settings.served_model_name)) or [config.model]
     observers = _observers(settings, names[0])
     template = _template(settings)
     engine = AsyncEngine(config, settings, process, keys.total_weight)

@@ -20,17 +20,17 @@ def _list(help: str) -> Any:
 class ServeConfig:
     host: str = _setting("127.0.0.1", "address to listen on; 0.0.0.0 opens the server to the network")
     port: int = _setting(8000, "port to listen on; 0 takes a free one and prints it")
-    served_model_name: list[str] = _list("name of the model in requests and answers (may be repeated)")
+    served_model_name: list[str] = _list("names of the model in requests; the first is that in answers")
     strict: bool = _setting(False, "refuse fields that are not known, instead of answering with a warning")
 
-    api_key: list[str] = _list("key that clients must send (may be repeated; also QUIRE_API_KEY)")
+    api_key: list[str] = _list("keys that clients must send one of (also QUIRE_API_KEY)")
     api_key_file: str | None = _setting(
         None, "file with one key per line, optionally followed by weight=2 and name=team"
     )
     max_body_bytes: int = _setting(16 << 20, "longest request body in bytes")
-    allowed_origins: list[str] = _list("origin that browsers may call from (may be repeated; default: none)")
-    allowed_methods: list[str] = _list("HTTP method for those origins (default: all)")
-    allowed_headers: list[str] = _list("request header for those origins (default: all)")
+    allowed_origins: list[str] = _list("origins that browsers may call from (default: none)")
+    allowed_methods: list[str] = _list("HTTP methods for those origins (default: all)")
+    allowed_headers: list[str] = _list("request headers for those origins (default: all)")
     allow_credentials: bool = _setting(False, "let those origins send cookies and credentials")
     ssl_keyfile: str | None = _setting(None, "TLS key file")
     ssl_certfile: str | None = _setting(None, "TLS certificate file")
@@ -96,6 +96,8 @@ class ServeConfig:
                 raise ConfigError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.port > 65535:
             raise ConfigError(f"port must be at most 65535, got {self.port}")
+        if not all(name.strip() for name in self.served_model_name):
+            raise ConfigError("served_model_name is empty: leave it out to use the model's own")
         if self.log_format not in ("text", "json"):
             raise ConfigError(f"log_format must be text or json, got {self.log_format!r}")
         for name in (
@@ -104,6 +106,10 @@ class ServeConfig:
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
                 raise ConfigError(f"{name} must be a number of at least 0, got {value}")
+        if self.request_timeout == 0:
+            raise ConfigError(
+                "request_timeout must be above 0, or be left out: every request would be given up"
+            )
         if self.pooling not in ("auto", "mean", "last"):
             raise ConfigError(f"pooling must be auto, mean or last, got {self.pooling!r}")
         if self.max_waiting_tokens is not None and self.max_waiting_tokens < 1:

@@ -18,11 +18,15 @@ async def tokenize(request: Request) -> Response:
     server.check_model(wanted.model)
     if (wanted.prompt is None) == (wanted.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
-    ids = await server.engine.in_thread(_encode, server, wanted)
-    pieces = None
-    if wanted.return_token_strs:
-        pieces = [server.engine.tokenizer.token_text(token) for token in ids]
-    return json_response(TokenizeResponse(len(ids), server.engine.info.max_model_len, ids, pieces))
+    return json_response(await server.engine.in_thread(_tokenize, server, wanted))
+
+
+def _tokenize(server: Server, wanted: TokenizeRequest) -> TokenizeResponse:
+    ids = _encode(server, wanted)
+    pieces = (
+        [server.engine.tokenizer.token_text(token) for token in ids] if wanted.return_token_strs else None
+    )
+    return TokenizeResponse(len(ids), server.engine.info.max_model_len, ids, pieces)
 
 
 def _encode(server: Server, wanted: TokenizeRequest) -> list[int]:
@@ -47,8 +51,11 @@ async def detokenize(request: Request) -> Response:
     server = server_of(request)
     wanted, _ = await read_request(request, DetokenizeRequest)
     server.check_model(wanted.model)
+    return json_response({"prompt": await server.engine.in_thread(_decode, server, wanted.tokens)})
+
+
+def _decode(server: Server, tokens: list[int]) -> str:
     size = server.engine.info.vocab_size
-    if any(not 0 <= token < size for token in wanted.tokens):
+    if tokens and not (min(tokens) >= 0 and max(tokens) < size):
         raise bad_request(f"tokens must be at least 0 and below the vocabulary size {size}", "tokens")
-    text = await server.engine.in_thread(server.engine.tokenizer.decode, wanted.tokens, False)
-    return json_response({"prompt": text})
+    return server.engine.tokenizer.decode(tokens, False)

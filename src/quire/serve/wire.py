@@ -6,6 +6,7 @@ Everything that a client can send and that is wrong ends here as a 4xx that name
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 from functools import lru_cache
 from typing import Any, TypeVar
@@ -34,12 +35,17 @@ _KINDS = {
 }
 _EXPECTED = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
 _STREAM_OPTIONS = frozenset(StreamOptions.__struct_encode_fields__)
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+_EXPLAINED_BYTES = 1 << 20  # of a body that is no JSON: looking for the reason takes longer than reading it
+_WHOLE = "the body"
 _MAX_DEPTH = 64
 _STALL_S = 60.0  # between two pieces of a body
 
 
 async def read_json(request: Request, limit_bytes: int) -> dict[str, Any]:
     """The JSON object in the body of a request; ApiError 413 beyond `limit_bytes`, 400 if it is none."""
+    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
+        raise bad_request(f"the body has content-encoding {encoding[:64]}: send it as it is")
     chunks, size = [], 0
     declared = request.headers.get("content-length", "")
     if declared.isdigit() and int(declared) > limit_bytes:
@@ -71,12 +77,44 @@ def decode_object(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise bad_request(f"the body is nested more than {_MAX_DEPTH} deep") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise bad_request(f"the body is not valid JSON: {error}") from None
+        raise _unreadable(body, error) from None
     if not isinstance(found, dict):
         raise bad_request("the body must be a JSON object")
     if body.count(b"[") + body.count(b"{") > _MAX_DEPTH and _deeper(found, _MAX_DEPTH):
         raise bad_request(f"the body is nested more than {_MAX_DEPTH} deep")
     return found
+
+
+def _unreadable(body: bytes, error: Exception) -> ApiError:
+    """Why `body` is no JSON: in our words where it is a text that is no text, for nobody has typed that."""
+    try:
+        text = body.decode()
+        where = _half_pair(json.loads(text), "") if len(body) <= _EXPLAINED_BYTES and r"\u" in text else None
+    except UnicodeDecodeError as wrong:
+        return bad_request(
+            f"the body is not valid UTF-8: byte {body[wrong.start]:#x} at position {wrong.start}"
+        )
+    except (ValueError, RecursionError):
+        where = None
+    if where is None:
+        return bad_request(f"the body is not valid JSON: {error}")
+    message = f"{where[:128]} is not valid Unicode: it holds half of a surrogate pair"
+    return bad_request(message, re.split(r"[.\[]", where)[0] if where != _WHOLE else None)
+
+
+def _half_pair(value: Any, path: str) -> str | None:
+    """The path of the first text in `value` that holds half of a surrogate pair, which is escaped in JSON."""
+    if isinstance(value, str):
+        return path if _HALF_PAIR.search(value) else None
+    for key, item in value.items() if isinstance(value, dict) else ():
+        if _HALF_PAIR.search(key):
+            return path or _WHOLE
+        if found := _half_pair(item, f"{path}.{key}" if path else key):
+            return found
+    for index, item in enumerate(value) if isinstance(value, list) else ():
+        if found := _half_pair(item, f"{path}[{index}]"):
+            return found
+    return None
 
 
 def _deeper(value: Any, limit: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
@@ -53,6 +54,8 @@ class GrammarSpec:
 class SamplingParams:
     """How the tokens of one request are chosen. Names and defaults as in vLLM.
 
+    `max_tokens` (None: no bound) is the most that an answer has: it also ends, with finish_reason "length", where the
+    context is full. (The server refuses requests that ask for more than their prompt leaves room for.)
     temperature 0 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `repetition_penalty`
     (CTRL, arXiv:1909.05858) looks at prompt and output; `presence_penalty` and `frequency_penalty`
     (OpenAI API) at the output only. `logprobs` is the number of top alternatives to return for each
@@ -86,14 +89,16 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            self.stop = [self.stop]
-        if isinstance(self.bad_words, str):
-            self.bad_words = [self.bad_words]
-        self.stop = list(self.stop or ())
-        self.bad_words = list(self.bad_words or ())
-        self.stop_token_ids = list(self.stop_token_ids or ())
+        for name in ("stop", "bad_words", "stop_token_ids"):
+            value = getattr(self, name)
+            if isinstance(value, str) and name != "stop_token_ids":
+                value = [value]
+            if isinstance(value, str) or not isinstance(value, Iterable | None):
+                raise RequestError(f"{name} must be a list, got {value!r}")
+            setattr(self, name, list(value or ()))
         if self.logit_bias is not None:
+            if not isinstance(self.logit_bias, Mapping):
+                raise RequestError(f"logit_bias must map token ids to values, got {self.logit_bias!r}")
             self.logit_bias = {_as_int("logit_bias", k): v for k, v in self.logit_bias.items()}
         self.verify()
 

@@ -5,6 +5,7 @@ import { copies } from "./clipboard.js";
 import { Message } from "./message.js";
 import { asCurl, readParameters, startParameters } from "./parameters.js";
 
+const TEXT_TOKENS = 512; // the route's own default is 16; that of a chat is the rest of the context
 const EXAMPLES = ["What is 27 + 45?", "Tell me a story about a rabbit.", "Who are you?"];
 const $ = (id) => document.getElementById(id);
 
@@ -53,7 +54,7 @@ function clear() {
 function request(text) {
   const { kind, system, fields } = readParameters();
   const common = { ...fields, receipt: true };
-  if (kind === "text") return { path: "v1/completions", body: { prompt: text, ...common } };
+  if (kind === "text") return { path: "v1/completions", body: { prompt: text, max_tokens: TEXT_TOKENS, ...common } };
   const messages = [...history, { role: "user", content: text }];
   if (system) messages.unshift({ role: "system", content: system });
   return { path: "v1/chat/completions", body: { messages, ...common } };

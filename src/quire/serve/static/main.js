@@ -65,6 +65,7 @@ async function describe() {
 
 async function start() {
   startTheme();
+  startChat(); // what is typed while the rest is fetched counts
   const about = await (await api("static/about.json")).json();
   $("key-field").hidden = !about.needs_key;
   $("key").value = storedKey();
@@ -74,7 +75,6 @@ async function start() {
     describe();
     live.reconnect();
   });
-  startChat();
   if (about.needs_key && !storedKey()) {
     $("model").textContent = "";
     $("key").focus();

@@ -1,0 +1,56 @@
+"""Flags of vLLM, SGLang and llama.cpp that have another name here, or that nothing has to be said for."""
+
+from __future__ import annotations
+
+NAMES = {
+    "-c": "--max-model-len",
+    "-m": "--model",
+    "-n": "--max-tokens",
+    "--async-scheduling": "--overlap",
+    "--attention-backend": "--attention",
+    "--chunked-prefill-size": "--max-num-batched-tokens",
+    "--context-length": "--max-model-len",
+    "--ctx-size": "--max-model-len",
+    "--disable-log-stats": "--log-stats-interval 0",
+    "--disable-overlap-schedule": "--no-overlap",
+    "--disable-radix-cache": "--no-prefix-caching",
+    "--enable-chunked-prefill": "--chunked-prefill",
+    "--enable-log-requests": "--log-requests",
+    "--enable-per-request-metrics": "--receipts",
+    "--enable-prefix-caching": "--prefix-caching",
+    "--enable-priority-scheduling": "--scheduling-policy priority",
+    "--enforce-eager": "--no-cuda-graphs",
+    "--gpu-memory-utilization": "--memory-utilization",
+    "--kv-cache-memory-bytes": "--kv-cache-memory",
+    "--max-num-queued-reqs": "--max-waiting",
+    "--max-num-queued-tokens": "--max-waiting-tokens",
+    "--max-queued-requests": "--max-waiting",
+    "--max-running-requests": "--max-num-seqs",
+    "--mem-fraction-static": "--memory-utilization",
+    "--model-path": "--model",
+    "--n-predict": "--max-tokens",
+    "--otlp-traces-endpoint": "--otlp-endpoint",
+    "--page-size": "--block-size",
+    "--radix-eviction-policy": "--eviction",
+    "--schedule-policy": "--scheduling-policy",
+    "--temp": "--temperature",
+    "--tokenizer-path": "--tokenizer",
+    "--uvicorn-log-level": "--log-level",
+}
+NEEDLESS = (
+    "--enable-auto-tool-choice",
+    "--enable-cache-report",
+    "--enable-metrics",
+    "--enable-prompt-tokens-details",
+    "--enable-request-id-headers",
+)
+
+
+def hint(flag: str) -> str | None:
+    """What to do in place of `flag`, or None if it is not known."""
+    name = flag.replace("_", "-")
+    if name in NAMES:
+        return f"here it is {NAMES[name]}"
+    if name == "--trust-remote-code":
+        return "code from checkpoints is never run here"
+    return "leave it out: it is always so here" if name in NEEDLESS else None

@@ -57,7 +57,7 @@ HISTOGRAMS = {
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
     """With room for few requests, so that they wait for pages and preempt each other."""
-    flags = ("--dry-run-step-ms", "2", "--kv-cache-memory", str(48 * 16 * 1024), "--max-num-seqs", "6")
+    flags = ("--dry-run-step-ms", "6", "--kv-cache-memory", str(48 * 16 * 1024), "--max-num-seqs", "6")
     with serving("demo", "--dry-run", "--check-invariants", *flags) as found:
         yield found
 

@@ -3,8 +3,9 @@ by operation or as one replay of a CUDA graph.
 
 A captured step reads nothing from the host but the header that `KernelBatcher` sends, so it can be
 replayed for every plan of its shape: so many rows, so many tokens, both rounded up to a few sizes. Missing
-rows are dummies. A shape runs eagerly when it first occurs, and is recorded when it comes again or when
-the engine has nothing to do. All graphs share one pool of memory, because they run one after the other.
+rows are dummies. A new shape runs eagerly, which compiles and loads its kernels, and is recorded while the
+device is at it; shapes that are to be expected are recorded when the engine has nothing to do. All graphs share
+one pool of memory, because they run one after the other.
 """
 
 from __future__ import annotations
@@ -117,7 +118,6 @@ class CudaGraphs:
         self._row_sizes, self._token_sizes = row_sizes(max_rows), token_sizes(max_tokens)
         self._full = full
         self._captured: dict[Shape, torch.cuda.CUDAGraph] = {}
-        self._seen: set[Shape] = set()
         self._idle_sizes = self._row_sizes[::-1]  # decode steps not recorded yet, the smallest last
         # One buffer of logits for all sizes: kept per size, they would add up to gigabytes.
         self._logits = torch.empty(max_rows, model.spec.vocab_size, dtype=dtype, device=device)
@@ -138,9 +138,7 @@ class CudaGraphs:
             graph.replay()
         else:
             self._run(shape)
-            if shape in self._seen:
-                self._capture(shape)
-            self._seen.add(shape)
+            self._capture(shape)
         return Launched(
             self._batcher.step(plan), self._logits[: len(plan.slots)] if shape.sampling == "later" else None
         )
@@ -152,7 +150,7 @@ class CudaGraphs:
             if shape not in self._captured:
                 staging.begin()
                 self._batcher.load(plan_header(None), staging, size, True)
-                self._run(shape)  # compiles and loads what the recording must find
+                self._run(shape)
                 self._capture(shape)
                 return True
         return False

@@ -28,6 +28,7 @@ from test_scheduler import (
 
 from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
+from quire.frontend.structured import grammar_spec
 from quire.grammar.checker_process import Verdict
 from quire.grammar.compiler import Compiler
 from quire.grammar.library import LibraryGrammar
@@ -39,6 +40,7 @@ from quire.types import (
     SamplingParams,
     StepPlan,
     StepResult,
+    StructuredOutputsParams,
     TokenMasks,
 )
 
@@ -384,3 +386,41 @@ def test_a_fault_of_the_compiler_is_not_remembered() -> None:
     source.check = check
     engine.add(ask("again", SPECS[0]))
     assert text(drain(engine)["again"]).startswith(b"a")
+
+
+@pytest.mark.parametrize(
+    ("regex", "taken", "refused"),
+    [
+        (r"\d", "07", "\u0967\u07c0a"),
+        (r"\D", "a\u0967", "0"),
+        (r"\w", "aZ_9", "\u00e9-"),
+        (r"[^\W_]", "aZ9", "_\u00e9-"),
+        (r"[\d\w-]", "0a-", "\u0967+"),
+        (r"\s", " \n\u00a0\ufeff", "\u0085a"),
+        (r"[^\S\n]", " \t", "\na"),
+        (r"\\d", "", "0"),  # a backslash and the letter
+    ],
+)
+def test_classes_are_those_of_ecmascript(regex: str, taken: str, refused: str) -> None:
+    """In patterns of JSON schemas and in regular expressions alike."""
+    bytes_only = Vocabulary(BYTES)
+    for text in taken + refused:
+        for json_schema in (False, True):
+            params = (
+                StructuredOutputsParams(json={"type": "string", "pattern": f"^{regex}$"})
+                if json_schema
+                else StructuredOutputsParams(regex=regex)
+            )
+            spec = grammar_spec(params)
+            matcher = compiled(bytes_only, spec, grammar_text(spec))
+            written = json.dumps(text, ensure_ascii=False) if json_schema else text
+            count = matcher.try_consume_tokens(list(written.encode()))
+            whole = count == len(written.encode()) and matcher.is_accepting()
+            assert whole == (text in taken), (text, json_schema)
+
+
+def test_patterns_of_properties_stay_apart() -> None:
+    """Two that mean the same are two still, since both bind."""
+    schema = {"patternProperties": {r"^\d$": {"minimum": 1}, "^[0-9]$": {"maximum": 5}}}
+    found = json.loads(grammar_spec(StructuredOutputsParams(json=schema)).text)["patternProperties"]
+    assert list(found.values()) == [{"minimum": 1}, {"maximum": 5}]

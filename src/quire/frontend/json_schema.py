@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from quire.frontend.patterns import with_ecma_classes
 from quire.types import RequestError
 
 _MAX_NESTING = 50  # schemas in schemas; the library's own JSON reader stops at 128 objects and lists
@@ -102,8 +103,22 @@ def _checked(schema: Any, at: str, depth: int) -> Any:
             found[keyword] = [_checked(v, f"{at}/{keyword}/{i}", depth + 1) for i, v in enumerate(part)]
         elif keyword in _SCHEMA:
             found[keyword] = _checked(part, f"{at}/{keyword}", depth + 1)
+    if isinstance(pattern := schema.get("pattern"), str):
+        found["pattern"] = with_ecma_classes(pattern)
+    if "patternProperties" in schema:
+        found["patternProperties"] = _renamed(found["patternProperties"])
     if (refined := _REFINED.get(str(schema.get("format")))) is not None:
         found["allOf"] = [*found.get("allOf", ()), refined]
+    return found
+
+
+def _renamed(by_pattern: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for pattern, schema in by_pattern.items():
+        pattern = with_ecma_classes(pattern)
+        while pattern in found:  # which was written in another way
+            pattern = f"(?:{pattern})"
+        found[pattern] = schema
     return found
 
 

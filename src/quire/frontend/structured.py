@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 from quire.frontend.json_schema import enforceable, read_json
+from quire.frontend.patterns import with_ecma_classes
 from quire.types import GrammarSpec, RequestError, StructuredOutputsParams
 
 MAX_BYTES = 128 << 10  # of a spec; larger ones take seconds to compile, or are refused by then
@@ -30,7 +31,7 @@ def grammar_spec(params: StructuredOutputsParams) -> GrammarSpec:
     elif params.json_object:
         spec = GrammarSpec("json", schema_text(_ANY_OBJECT))
     elif params.regex is not None:
-        spec = GrammarSpec("regex", _string("regex", params.regex))
+        spec = GrammarSpec("regex", with_ecma_classes(_string("regex", params.regex)))
     elif params.choice is not None:
         spec = GrammarSpec("choice", _choice(params.choice))
     else:

@@ -80,6 +80,9 @@ class Eager:
         return False
 
 
+_MOST_GRAPHS = 512  # each takes about a MiB of the device's memory (28 layers)
+
+
 @dataclass(frozen=True, slots=True)
 class Shape:
     """What a graph is captured for. As many tokens as rows: one token each."""
@@ -138,7 +141,8 @@ class CudaGraphs:
             graph.replay()
         else:
             self._run(shape)
-            self._capture(shape)
+            if len(self._captured) < _MOST_GRAPHS:
+                self._capture(shape)
         return Launched(
             self._batcher.step(plan), self._logits[: len(plan.slots)] if shape.sampling == "later" else None
         )

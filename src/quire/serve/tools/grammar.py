@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from quire.frontend.patterns import with_ecma_classes
 from quire.serve.errors import bad_request
 from quire.serve.reasoning import Thought
 from quire.serve.tools.request import Function, ToolUse
@@ -127,7 +128,7 @@ def constrained(lark: Lark, wanted: StructuredOutputsParams) -> str | None:
     if wanted.choice is not None:
         return " | ".join(_quoted(choice) or '""' for choice in wanted.choice)
     if wanted.regex is not None:
-        lark.add(f"PATTERN: /{_slashes_escaped(wanted.regex)}/")
+        lark.add(f"PATTERN: /{_slashes_escaped(with_ecma_classes(wanted.regex))}/")
         return "PATTERN"
     return None
 

@@ -53,10 +53,8 @@ class _Plan:
         per_tile = long_tokens(layer.head_dim, itemsize, group)
         any_short, counts, tokens = True, batch.num_tokens, batch.input_ids.shape[0]
         if counts is None:
-            most, usual = (
-                most_tiles(tokens, batch.seq_lens.shape[0], queries, per_tile),
-                -(-tokens // per_tile),
-            )
+            most = most_tiles(tokens, batch.seq_lens.shape[0], queries, per_tile)
+            usual = -(-tokens // per_tile)
         else:
             long = counts[counts > queries]
             any_short, most = long.size < counts.size, int((-(-long // per_tile)).sum())

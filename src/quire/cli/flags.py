@@ -119,13 +119,7 @@ def add_structured_flags(parser: argparse.ArgumentParser) -> None:
 def given_structured(args: argparse.Namespace) -> dict[str, Any]:
     """The sampling field that these flags set, if one was given."""
     schema, grammar = args.json_schema, args.grammar
-    if (
-        schema is None
-        and grammar is None
-        and not args.json_object
-        and args.regex is None
-        and args.choice is None
-    ):
+    if not args.json_object and all(one is None for one in (schema, grammar, args.regex, args.choice)):
         return {}
     params = StructuredOutputsParams(
         json=None if schema is None else _file_or_text(schema),

@@ -61,9 +61,8 @@ class Job:
     keep_last: int | None = None  # of the prompt's tokens; None: all
     echo: bool = False  # the text of the prompt is wanted, whatever form it came in
     pooling: Pooling | None = None  # the prompt's hidden states are wanted
-    length_field: str | None = (
-        None  # by which max_tokens were asked for: it must fit. None: what fits will do
-    )
+    # The field that asked for max_tokens, all of which must then fit; None: what fits will do.
+    length_field: str | None = None
 
 
 @dataclass(slots=True)

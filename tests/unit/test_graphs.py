@@ -1,0 +1,77 @@
+"""When a step is recorded, replayed and run eagerly; what is in a graph, only a GPU can tell (`-m gpu`)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from quire.types import StepPlan
+from quire.worker import graphs
+from quire.worker.graphs import CudaGraphs, row_sizes, token_sizes
+
+
+class Graphs(CudaGraphs):
+    """Without a device: running, recording and replaying are noted."""
+
+    def __init__(self, max_rows: int, max_tokens: int, full: int) -> None:
+        self.done: list[tuple[str, Any]] = []
+        self._row_sizes, self._token_sizes, self._full = row_sizes(max_rows), token_sizes(max_tokens), full
+        self._captured, self._idle_sizes = {}, self._row_sizes[::-1]
+        self._logits = torch.zeros(max_rows, 1)
+        self._sampler = SimpleNamespace(needs_host_work=lambda slots: False, has_filters=lambda slots: False)
+        self._batcher = SimpleNamespace(load=lambda *args: None, step=lambda plan: None)
+        self._eager = SimpleNamespace(launch=lambda plan, staging: self.done.append(("eager", None)))
+
+    def _run(self, shape: graphs.Shape) -> None:
+        self.done.append(("run", (shape.rows, shape.tokens)))
+
+    def _record(self, run: Any) -> Any:
+        run()
+        ((_, shape),) = self.done[-1:]
+        self.done[-1] = "record", shape
+        return SimpleNamespace(replay=lambda: self.done.append(("replay", shape)))
+
+    def step(self, *tokens: int) -> list[tuple[str, Any]]:
+        """What a step whose rows have so many new tokens does."""
+        self.done.clear()
+        counts = np.array(tokens, np.int32)
+        none = np.zeros_like(counts)
+        plan = StepPlan(
+            0, none, counts, none, none, np.ones(len(tokens), bool), [], [], int(counts.sum()), 64
+        )
+        self.launch(plan, SimpleNamespace())
+        return list(self.done)
+
+
+def test_a_shape_is_recorded_when_it_first_occurs() -> None:
+    steps = Graphs(64, 2048, 8192)
+    assert steps.step(1, 1, 1) == [("run", (4, 4)), ("record", (4, 4))]
+    assert steps.step(1, 1, 1, 1) == [("replay", (4, 4))]
+    assert steps.step(100, 1) == [("run", (8, 112)), ("record", (8, 112))]
+    assert steps.step(1, 104) == [("replay", (8, 112))]
+    assert steps.step(8000, 192) == [("run", (8, 8192)), ("record", (8, 8192))]
+    assert steps.step(8000, 191) == [("eager", None)]  # would be padded, or is too long
+
+
+def test_shapes_beyond_the_most_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "_MOST_GRAPHS", 2)
+    steps = Graphs(64, 2048, 8192)
+    for rows in (1, 2):
+        steps.step(*[1] * rows)
+    for _ in range(2):
+        assert steps.step(1, 1, 1, 1) == [("run", (4, 4))]
+    assert steps.step(1, 1) == [("replay", (2, 2))]
+
+
+def test_an_idle_engine_records_all_sizes_of_rows_once() -> None:
+    steps, staging = Graphs(16, 64, 64), SimpleNamespace(begin=lambda: None)
+    steps.step(1, 1)
+    recorded = 0
+    while steps.warm_up(staging):
+        recorded += 1
+    assert recorded == len(row_sizes(16)) - 1
+    assert steps.step(*[1] * 16) == [("replay", (16, 16))]

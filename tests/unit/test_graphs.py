@@ -17,9 +17,10 @@ from quire.worker.graphs import CudaGraphs, row_sizes, token_sizes
 class Graphs(CudaGraphs):
     """Without a device: running, recording and replaying are noted."""
 
-    def __init__(self, max_rows: int, max_tokens: int, full: int) -> None:
+    def __init__(self, max_rows: int, max_tokens: int, full: int, most: int = 99) -> None:
         self.done: list[tuple[str, Any]] = []
         self._row_sizes, self._token_sizes, self._full = row_sizes(max_rows), token_sizes(max_tokens), full
+        self._most_graphs = most
         self._captured, self._idle_sizes = {}, self._row_sizes[::-1]
         self._logits = torch.zeros(max_rows, 1)
         self._sampler = SimpleNamespace(needs_host_work=lambda slots: False, has_filters=lambda slots: False)
@@ -57,9 +58,8 @@ def test_a_shape_is_recorded_when_it_first_occurs() -> None:
     assert steps.step(8000, 191) == [("eager", None)]  # would be padded, or is too long
 
 
-def test_shapes_beyond_the_most_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "_MOST_GRAPHS", 2)
-    steps = Graphs(64, 2048, 8192)
+def test_shapes_beyond_the_most_run_eagerly() -> None:
+    steps = Graphs(64, 2048, 8192, most=2)
     for rows in (1, 2):
         steps.step(*[1] * rows)
     for _ in range(2):

@@ -6,7 +6,7 @@ replayed for every plan of its shape: so many rows, so many tokens, both rounded
 rows are dummies. A new shape runs eagerly, which compiles and loads its kernels, and is recorded while the
 device is at it; shapes that are to be expected are recorded when the engine has nothing to do. All graphs share
 one pool of memory, because they run one after the other. What a graph itself takes is not given back, so beyond
-`_MOST_GRAPHS` shapes run eagerly each time.
+a number of shapes the others run eagerly each time.
 """
 
 from __future__ import annotations
@@ -95,14 +95,14 @@ class Shape:
         return self.rows == self.tokens
 
 
-_MOST_GRAPHS = 512  # about a MiB of the device's memory each (measured: 0.6 to 1.3 with 28 layers)
+MOST_GRAPHS = 512  # of one runner
 
 
 class CudaGraphs:
     """Replays steps of up to `max_tokens` tokens, and of exactly `full`, which is what a step has while prompts wait.
     `eager` runs other long ones, which would be padded, and those whose prompts are scored or pooled.
 
-    `reserve` is about the memory of the largest of them, in bytes.
+    `reserve` is about the memory of the largest of them, in bytes; at most `most_graphs` are kept.
     """
 
     def __init__(
@@ -115,12 +115,13 @@ class CudaGraphs:
         max_tokens: int,
         full: int,
         reserve: int,
+        most_graphs: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._eager, self._model, self._batcher, self._sampler = eager, model, batcher, sampler
         self._row_sizes, self._token_sizes = row_sizes(max_rows), token_sizes(max_tokens)
-        self._full = full
+        self._full, self._most_graphs = full, most_graphs
         self._captured: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._idle_sizes = self._row_sizes[::-1]  # decode steps not recorded yet, the smallest last
         # One buffer of logits for all sizes: kept per size, they would add up to gigabytes.
@@ -191,7 +192,7 @@ class CudaGraphs:
 
     def _run_new(self, shape: Shape) -> None:
         self._run(shape)
-        if len(self._captured) < _MOST_GRAPHS:
+        if len(self._captured) < self._most_graphs:
             self._captured[shape] = self._record(lambda: self._run(shape))
 
     def _record(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:

@@ -76,9 +76,8 @@ class TorchBatcher:
             kv_slots=pages.long() * self._block_size + within,
             query_start=starts.int(),
             seq_lens=state.num_computed.index_select(0, slots) + counts.int(),
-            block_table=state.block_table.index_select(0, slots)[
-                :, : -(-plan.max_seq_len // self._block_size)
-            ],
+            block_table=state.block_table,
+            slots=slots,
             logit_index=logit_index,
             kv=self._kv,
             num_tokens=plan.num_tokens,
@@ -140,10 +139,9 @@ class KernelBatcher:
     def build(self, plan: StepPlan, staging: Staging) -> tuple[Step, ForwardBatch]:
         rows = len(plan.slots)
         self.load(plan_header(plan), staging, rows)
-        table_len = -(-plan.max_seq_len // self._block_size)
         bounds = plan.starts + plan.num_tokens
         shares = plan.shared is not None
-        batch = self._batch(rows, plan.total_tokens, plan.num_tokens, bounds, table_len, shares)
+        batch = self._batch(rows, plan.total_tokens, plan.num_tokens, bounds, shares)
         if plan.keeps_hidden:
             batch.wanted = None
         return self.step(plan), batch
@@ -154,7 +152,7 @@ class KernelBatcher:
         state = self._state
         counts = np.ones(rows, np.int32) if rows == tokens else None
         bounds = np.full(rows, state.max_len, np.int32)
-        return self._batch(rows, tokens, counts, bounds, state.max_blocks, shares)
+        return self._batch(rows, tokens, counts, bounds, shares)
 
     def load(self, content: np.ndarray, staging: Staging, rows: int, one_each: bool = False) -> None:
         """Send the header [real rows, 4] of a step, padded to `rows` with dummy rows, which have a token only
@@ -173,7 +171,6 @@ class KernelBatcher:
         tokens: int,
         counts: np.ndarray | None,
         bounds: np.ndarray,
-        table_len: int,
         shares: bool,
     ) -> ForwardBatch:
         state = self._state
@@ -185,6 +182,7 @@ class KernelBatcher:
             query_start=self._query_start[: rows + 1],
             seq_lens=self._seq_lens[:rows],
             block_table=state.block_table,
+            slots=slots,
             logit_index=self._logit_index[:rows],
             kv=self._kv,
             num_tokens=counts,
@@ -198,7 +196,6 @@ class KernelBatcher:
             self._block_size, self._turn, self._ring.shape[0], batch.input_ids, batch.positions,
             batch.kv_slots, batch.query_start, batch.seq_lens, batch.logit_index, slots,
         )  # fmt: skip
-        batch.block_table = state.block_table.index_select(0, slots)[:, :table_len]
         batch.attn = self._backend.plan(batch)
         return batch
 

@@ -84,7 +84,9 @@ def make_case(
     more = torch.zeros(spare_tokens, dtype=torch.int64)
     positions, kv_slots = torch.cat([positions, more]), torch.cat([kv_slots, more - 1])
     table = torch.cat([table, table.new_zeros(spare_rows, table.shape[1])])
-    slots = torch.tensor(rng.sample(range(len(table) + 2), len(table)))  # in any order, and some without a row
+    slots = torch.tensor(
+        rng.sample(range(len(table) + 2), len(table))
+    )  # in any order, and some without a row
     tables = table.new_zeros(len(table) + 2, table.shape[1]).index_copy_(0, slots, table)
     batch = ForwardBatch(
         input_ids=torch.zeros_like(positions).to(device),

@@ -98,7 +98,9 @@ def build_engine(config: EngineConfig, imports_s: float = 0.0) -> tuple[Engine, 
         size = plan_kv(config, asked_len, worker, spec, dtype)
         if size.max_model_len < wanted_len:
             log.warning(
-                "max_model_len lowered from %d to %d, for which there is memory", wanted_len, size.max_model_len
+                "max_model_len lowered from %d to %d, for which there is memory",
+                wanted_len,
+                size.max_model_len,
             )
         runner = worker.allocate(size)
         clock.end("kv_cache")
@@ -209,7 +211,7 @@ def shortened(
 def plan_kv(
     config: EngineConfig, asked_len: int | None, worker: Worker, spec: ModelSpec, dtype: torch.dtype
 ) -> KVSize:
-    reserved = worker.reserved_bytes()
+    reserved = worker.measure()
     budget = kv_budget(config, worker.device, reserved)
     size = size_kv(config, asked_len, spec, dtype, budget, worker.device)
     check_kv_fits(config, size, worker.device, reserved)
@@ -275,6 +277,7 @@ def _describe(
         block_bytes=size.block_bytes,
         weight_bytes=spec.num_parameters * dtype.itemsize,
         num_parameters=spec.num_parameters,
+        reserved_bytes=worker.reserved_bytes,
         phases_s=phases_s,
     )
 

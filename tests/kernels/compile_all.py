@@ -62,7 +62,9 @@ def attention(heads: int, kv_heads: int, dim: int, cap: float | None) -> None:
     slots = longs(rows)
     begun = attend_shared.attend_shared(q, keys, values, ints(rows, 4)[:, 3], table, slots, 0.1, cap)
     for splits, state in ((1, None), (1, begun), (8, None)):
-        attend_short.attend_short(q, keys, values, out, lens, None, table, slots, 0.1, None, cap, 1, splits, state)
+        attend_short.attend_short(
+            q, keys, values, out, lens, None, table, slots, 0.1, None, cap, 1, splits, state
+        )
     attend_short.attend_short(q, keys, values, out, lens, starts, table, slots, 0.1, 77, cap, 4, 2)
     tiles = attend_long.list_tiles(
         starts, lens, slots, 9, 4, attend_long.long_tokens(dim, 2, heads // kv_heads), kv_heads

@@ -46,9 +46,7 @@ def test_without_limits_it_is_the_machine(tmp_path: Path) -> None:
 
 def test_version_2(tmp_path: Path) -> None:
     top = v2(tmp_path, "/pod/app")
-    group(
-        top / "pod" / "app", memory__max="max", memory__high="max", memory__current=0, memory__stat=stat(0)
-    )
+    group(top / "pod" / "app", memory__max="max", memory__high="max", memory__current=0, memory__stat=stat(0))
     group(
         top / "pod", memory__max=300 * MIB, memory__high="max", memory__current=120 * MIB,
         memory__stat=stat(20 * MIB),

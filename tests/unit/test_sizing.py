@@ -16,9 +16,7 @@ from tiny import CONFIG
 
 TOKEN = 2 * 4 * 2 * 64 * 2  # keys and values, layers, KV heads, head_dim, bytes
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-SPEC = replace(
-    ModelSpec.from_config(CONFIG), num_layers=4, num_kv_heads=2, head_dim=64, max_model_len=4096
-)
+SPEC = replace(ModelSpec.from_config(CONFIG), num_layers=4, num_kv_heads=2, head_dim=64, max_model_len=4096)
 
 
 def resolved(asked: int | None = None, model_len: int = 4096, gpu_bytes: int = 0, **settings) -> EngineConfig:
@@ -89,7 +87,7 @@ def test_an_explicit_cache_beside_which_a_step_does_not_fit_is_refused(
     monkeypatch.setattr(sizing, "free_memory", lambda device: (1 << 30, 1 << 30))
     config, fits = resolved(kv_cache_memory=900 << 20), KVSize(900, 16, 1 << 20, 4096)
     check_kv_fits(config, fits, GPU, reserved=50 << 20)
-    with pytest.raises(ConfigError, match="KV cache needs 900 MiB, .* a step 200 MiB"):
+    with pytest.raises(ConfigError, match=r"KV cache needs 900 MiB, .* a step 200 MiB"):
         check_kv_fits(config, fits, GPU, reserved=200 << 20)
     check_kv_fits(config, fits, CPU, reserved=200 << 20)  # blocks take memory when they are written to
     assert "lower kv_cache_memory" in caplog.text

@@ -57,7 +57,9 @@ class _Long:
     kv: Slots | None  # [length]; None: nothing before its new tokens, whose k and v are at hand
     length: int
     positions: torch.Tensor  # int64 [new]
-    kept: dict[int | None, list[_Piece]] | None  # by window, for the layers of a step; None: made for each layer
+    kept: (
+        dict[int | None, list[_Piece]] | None
+    )  # by window, for the layers of a step; None: made for each layer
 
     def pieces(self, layer: AttentionLayer) -> Iterable[_Piece]:
         """Yield the row in pieces whose masks (with a soft cap: whose scores) are of bounded size."""
@@ -200,8 +202,8 @@ class ReferenceAttention:
         for piece in long.pieces(layer):
             # [1, heads, queries or keys, dim]
             mine = q[piece.queries].transpose(0, 1).unsqueeze(0)
-            seen = (x[piece.keys].transpose(0, 1).unsqueeze(0) for x in (k, v))
-            out = _attend(mine, *seen, piece.mask, piece.mask is None, layer)[0]
+            key, value = (x[piece.keys].transpose(0, 1).unsqueeze(0) for x in (k, v))
+            out = _attend(mine, key, value, piece.mask, piece.mask is None, layer)[0]
             parts.append(out.transpose(0, 1).reshape(out.shape[1], -1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 

@@ -63,9 +63,7 @@ class _Plan:
         if not most:
             return _Work(layer.index, queries, any_short, None)
         programs = usual * layer.num_kv_heads
-        tiles = list_tiles(
-            batch.query_start, batch.seq_lens, batch.slots, most, queries, per_tile, programs
-        )
+        tiles = list_tiles(batch.query_start, batch.seq_lens, batch.slots, most, queries, per_tile, programs)
         return _Work(layer.index, queries, any_short, tiles)
 
 

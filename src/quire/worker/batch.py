@@ -38,6 +38,10 @@ class Batcher(Protocol):
         """The step's KV is written, and each sampling row has one more token, from `tokens` int32 [rows]."""
         ...
 
+    def recover(self) -> None:
+        """A step failed after some of its work was launched: agree with the device again."""
+        ...
+
 
 def plan_header(plan: StepPlan | None) -> np.ndarray:
     """int32 [rows, 4] of a plan: slot, new tokens, whether the row samples, shared tokens. None: no rows."""
@@ -87,6 +91,9 @@ class TorchBatcher:
         )
         batch.attn = self._backend.plan(batch)
         return Step(plan, slots, counts=counts, sampling=sampling), batch
+
+    def recover(self) -> None:
+        pass
 
     def advance(self, step: Step, tokens: torch.Tensor) -> None:
         state, slots = self._state, step.slots
@@ -206,6 +213,10 @@ class KernelBatcher:
     def step(self, plan: StepPlan) -> Step:
         rows = len(plan.slots)
         return Step(plan, self._slots[:rows], self._ring[self._turn_host, :rows])
+
+    def recover(self) -> None:
+        self._turn.fill_(self._turn_host)
+        self._sent = b""
 
     def advance(self, step: Step, tokens: torch.Tensor) -> None:
         self.advance_rows(len(step.plan.slots), tokens)

@@ -24,7 +24,9 @@ class _Files:
 
 
 _V1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Files(("memory.max", "memory.high"), "memory.current", "inactive_file")  # above high, we are slowed down
+_V2 = _Files(
+    ("memory.max", "memory.high"), "memory.current", "inactive_file"
+)  # above high, we are slowed down
 
 
 def host_memory(root: Path = _ROOT) -> tuple[int, int]:

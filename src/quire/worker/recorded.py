@@ -28,7 +28,13 @@ from quire.worker.staging import Staging
 _HARMLESS = {
     "__get__", "contiguous", "data_ptr", "empty_like", "new_empty", "numel", "stride", "view",
 }  # fmt: skip
-_COPIED = ("input_ids", "positions", "kv_slots", "seq_lens", "slots")  # what kernels read, besides the block table
+_COPIED = (
+    "input_ids",
+    "positions",
+    "kv_slots",
+    "seq_lens",
+    "slots",
+)  # what kernels read, besides the block table
 
 
 @dataclass(slots=True)
@@ -75,6 +81,9 @@ class Recorded:
 
     def warm_up(self, staging: Staging) -> bool:
         return False
+
+    def drop_graphs(self) -> None:
+        self._recordings.clear()
 
     def _record(self, rows: int, batch: ForwardBatch) -> torch.Tensor:
         """Run the step, and keep its calls if they are all there is to it."""

@@ -79,6 +79,21 @@ class Runner:
     def warm_up(self) -> bool:
         return self._launcher.warm_up(self._staging)
 
+    @torch.inference_mode()
+    def recover(self, drop_graphs: bool) -> None:
+        """Be ready for the next step after one that failed in the middle, and give back what memory it left.
+
+        Steps that were launched before it are not affected. Columns of its slots are not right: they are overwritten
+        when the slots get new owners.
+        """
+        self._launched = None
+        self._batcher.recover()
+        if drop_graphs:
+            self._launcher.drop_graphs()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
     def _score(self, launched: Launched, row: int) -> Arrays:
         """Log-probabilities of the token after each token of a row (the last may be beyond the prompt)."""
         plan, state, hidden = launched.step.plan, self._state, launched.hidden

@@ -85,7 +85,9 @@ def sampling_bytes(config: EngineConfig, vocab_size: int, logits: torch.dtype) -
     """Return the most that a step holds at once behind its model: the logits of all rows, a float32 copy that
     penalties and masks change, the rows that want log-probabilities, and what scoring them takes."""
     rows, tokens = config.max_num_seqs or 1, config.max_num_batched_tokens or 1
-    return rows * vocab_size * (2 * logits.itemsize + 4) + scoring_bytes(max(rows, tokens), vocab_size, logits.itemsize)
+    return rows * vocab_size * (2 * logits.itemsize + 4) + scoring_bytes(
+        max(rows, tokens), vocab_size, logits.itemsize
+    )
 
 
 def cpu_step_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:

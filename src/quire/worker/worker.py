@@ -54,6 +54,7 @@ class Worker:
         self._graph_bytes = 0  # of the memory that captured steps share
         self._pages: list[KV] = []
         self._columns: SlotState | None = None
+        self.reserved_bytes = 0  # as `measure` found
 
     def compile_kernels(self) -> None:
         """Have the kernels of usual steps compiled side by side, or found on disk, and loaded."""
@@ -80,12 +81,17 @@ class Worker:
         del eager, usual, pages
         torch.cuda.empty_cache()
 
-    def reserved_bytes(self) -> int:
-        """Return the memory that steps take beyond weights, KV blocks and slot columns: buffers, activations, sampling,
+    def measure(self) -> int:
+        """Return, and keep, the memory that steps take beyond weights, KV blocks and slot columns: buffers, activations, sampling,
         and captured graphs. On CUDA activations and buffers are measured; on a CPU all is estimated."""
-        config, spec = self.config, self.model.spec
-        if self.device.type != "cuda":
-            return cpu_step_bytes(config, spec, self._dtype)
+        on_cpu = self.device.type != "cuda"
+        self.reserved_bytes = self._estimated_bytes() if on_cpu else self._measured_bytes()
+        return self.reserved_bytes
+
+    def _estimated_bytes(self) -> int:
+        return cpu_step_bytes(self.config, self.model.spec, self._dtype)
+
+    def _measured_bytes(self) -> int:
         rows, per_row = self._largest_step()
         size = self._scratch_size(per_row)
         pages, columns = self._make_pages(size), self._columns_for(size)
@@ -99,10 +105,8 @@ class Worker:
         del runner, pages, columns
         self._columns = None  # made anew once the context is known
         torch.cuda.empty_cache()
-        return before - begin + max(peak, self._sampling_bytes()) + self._bytes_of_graphs(peak, rows * per_row)
-
-    def _sampling_bytes(self) -> int:
-        return sampling_bytes(self.config, self.model.spec.vocab_size, self._dtype)
+        sampling = sampling_bytes(self.config, self.model.spec.vocab_size, self._dtype)
+        return before - begin + max(peak, sampling) + self._bytes_of_graphs(peak, rows * per_row)
 
     def _largest_step(self) -> tuple[int, int]:
         """(rows, tokens of each): no row is longer than a context without the token that is sampled."""

@@ -82,7 +82,8 @@ class Work:
         last = self.seq_lens.long() - 1
         self.positions = torch.cat([torch.arange(n, device="cuda") for n in news]) if self.all_new else last
         page = self.table[row, self.positions // BLOCK_SIZE].long()
-        self.slots = page * BLOCK_SIZE + self.positions % BLOCK_SIZE
+        self.kv_slots = page * BLOCK_SIZE + self.positions % BLOCK_SIZE
+        self.slots = torch.arange(len(self.lens), device="cuda")
 
     def short(
         self, splits: int | None = None, tile: tuple[int, int, int] | None = None, turn: bool = False
@@ -97,10 +98,10 @@ class Work:
                 q = self.q
                 if turn:
                     q = norm_rotate_store(
-                        self.qkv, self.positions, self.angles, self.norm, 1e-6, keys, values, self.slots
+                        self.qkv, self.positions, self.angles, self.norm, 1e-6, keys, values, self.kv_slots
                     )
                 attend_short(
-                    q, keys, values, self.out, self.seq_lens, None, self.table, self.dim**-0.5,
+                    q, keys, values, self.out, self.seq_lens, None, self.table, self.slots, self.dim**-0.5,
                     splits=splits, tile=tile,
                 )  # fmt: skip
 
@@ -109,7 +110,7 @@ class Work:
     def long(self, tile: tuple[int, int, int, int, int | None] | None = None) -> float:
         per_tile = max((tile or long_tile(self.dim, DTYPE.itemsize))[0], self.group) // self.group
         most = sum(-(-n // per_tile) for n in self.lens)
-        tiles = list_tiles(self.query_start, self.seq_lens, most, 0, per_tile, most * KV_HEADS)
+        tiles = list_tiles(self.query_start, self.seq_lens, self.slots, most, 0, per_tile, most * KV_HEADS)
 
         def run() -> None:
             for keys, values in self.kv:

@@ -84,13 +84,18 @@ def make_case(
     more = torch.zeros(spare_tokens, dtype=torch.int64)
     positions, kv_slots = torch.cat([positions, more]), torch.cat([kv_slots, more - 1])
     table = torch.cat([table, table.new_zeros(spare_rows, table.shape[1])])
+    slots = torch.tensor(
+        rng.sample(range(len(table) + 2), len(table))
+    )  # in any order, and some without a row
+    tables = table.new_zeros(len(table) + 2, table.shape[1]).index_copy_(0, slots, table)
     batch = ForwardBatch(
         input_ids=torch.zeros_like(positions).to(device),
         positions=positions.to(device),
         kv_slots=kv_slots.to(device),
         query_start=torch.tensor(starts + [starts[-1]] * spare_rows, dtype=torch.int32, device=device),
         seq_lens=torch.tensor(lens + [0] * spare_rows, dtype=torch.int32, device=device),
-        block_table=table.to(device),
+        block_table=tables.to(device),
+        slots=slots.to(device),
         logit_index=torch.empty(0, dtype=torch.int64, device=device),
         kv=[_pages(old_k, old_v, head_first)],
         num_tokens=counts if unused is None else None,
@@ -113,7 +118,8 @@ def oracle(case: Case) -> torch.Tensor:
     group = layer.num_heads // layer.num_kv_heads
     for row, (old, new) in enumerate(case.rows):
         seen = torch.arange(old, device=case.q.device)
-        slots = batch.block_table[row][seen // batch.block_size] * batch.block_size + seen % batch.block_size
+        table = batch.block_table[batch.slots[row]]
+        slots = table[seen // batch.block_size] * batch.block_size + seen % batch.block_size
         keys = torch.cat([case.old_k[slots], case.k[at : at + new]]).double().repeat_interleave(group, 1)
         values = torch.cat([case.old_v[slots], case.v[at : at + new]]).double().repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", case.q[at : at + new].double(), keys) * layer.scale

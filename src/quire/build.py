@@ -12,6 +12,7 @@ import gc
 import logging
 import time
 from contextlib import closing
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -46,7 +47,16 @@ from quire.models.spec import ModelSpec
 from quire.parallel.parallel import Parallel
 from quire.types import ConfigError, EngineInfo
 from quire.worker.executor import LocalExecutor
-from quire.worker.sizing import KVSize, free_memory, gpu_memory, kv_budget, size_kv
+from quire.worker.sizing import (
+    KVSize,
+    check_kv_fits,
+    check_weights_fit,
+    fit_context,
+    gpu_memory,
+    kv_budget,
+    size_kv,
+    with_context,
+)
 from quire.worker.worker import Worker
 
 log = logging.getLogger("quire")
@@ -70,6 +80,10 @@ def build_engine(config: EngineConfig, imports_s: float = 0.0) -> tuple[Engine, 
             f"max_model_len {asked_len} exceeds the {spec.max_model_len} positions of {config.model}"
         )
     config = config.resolved(gpu_memory(device), spec.max_model_len)
+    wanted_len = config.max_model_len or 1
+    config = shortened(config, asked_len, spec, dtype, device)
+    # Tables for positions and columns for tokens are made for the context that can be served.
+    spec = replace(spec, max_model_len=config.max_model_len or 1)
     kernels = pick_kernels(device, dtype, config.cpu_kernels)
     backend = pick_attention(config.attention, device, kernels)
     clock.end("device")
@@ -82,6 +96,12 @@ def build_engine(config: EngineConfig, imports_s: float = 0.0) -> tuple[Engine, 
         worker.compile_kernels()
         clock.end("warm_up")
         size = plan_kv(config, asked_len, worker, spec, dtype)
+        if size.max_model_len < wanted_len:
+            log.warning(
+                "max_model_len lowered from %d to %d, for which there is memory",
+                wanted_len,
+                size.max_model_len,
+            )
         runner = worker.allocate(size)
         clock.end("kv_cache")
         if device.type == "cuda":  # a CPU has nothing to compile
@@ -167,12 +187,6 @@ def load_model(
     dtype: torch.dtype,
 ) -> tuple[Model, Checkpoint]:
     """The model on `device`, and the checkpoint, which must be finished before the weights can be relied on."""
-    needed, (free, total) = spec.num_parameters * dtype.itemsize, free_memory(device)
-    if needed > free:
-        raise ConfigError(
-            f"the weights of {config.model} need {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} of "
-            f"{total / 2**30:.1f} GiB are free on {device}; choose a smaller model or dtype, or free memory"
-        )
     checkpoint = open_checkpoint(path, spec, config.load_format, device=device, dtype=dtype, seed=config.seed)
     try:
         with torch.inference_mode():
@@ -182,12 +196,26 @@ def load_model(
         raise
 
 
+def shortened(
+    config: EngineConfig, asked_len: int | None, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> EngineConfig:
+    """Lower max_model_len to what the memory holds beside the weights, before anything is sized by it.
+
+    Raises ConfigError if the weights do not fit, or no context does.
+    """
+    weights = check_weights_fit(config, spec, dtype, device)
+    budget = kv_budget(config, device, weights)
+    return with_context(config, fit_context(config, asked_len, spec, dtype, budget))
+
+
 def plan_kv(
     config: EngineConfig, asked_len: int | None, worker: Worker, spec: ModelSpec, dtype: torch.dtype
 ) -> KVSize:
-    activations = 0 if config.kv_cache_memory is not None else worker.activation_bytes()
-    budget = kv_budget(config, worker.device, activations)
-    return size_kv(config, asked_len, spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, budget)
+    reserved = worker.measure()
+    budget = kv_budget(config, worker.device, reserved)
+    size = size_kv(config, asked_len, spec, dtype, budget, worker.device)
+    check_kv_fits(config, size, worker.device, reserved)
+    return size
 
 
 def pick_grammar(config: EngineConfig, model: Path, vocab_size: int) -> Grammar:
@@ -249,6 +277,7 @@ def _describe(
         block_bytes=size.block_bytes,
         weight_bytes=spec.num_parameters * dtype.itemsize,
         num_parameters=spec.num_parameters,
+        reserved_bytes=worker.reserved_bytes,
         phases_s=phases_s,
     )
 

@@ -29,6 +29,7 @@ from quire.types import (
     RequestError,
     RequestOutput,
     SamplingParams,
+    StepFailed,
     check_field_names,
 )
 
@@ -243,7 +244,7 @@ class LLM:
                     continue
                 for state in changed:
                     if state.error is not None:
-                        raise RequestError(state.error)
+                        raise (StepFailed if state.fault else RequestError)(state.error)
                 open_count -= sum(1 for state in changed if state.finished)
                 yield changed
         finally:

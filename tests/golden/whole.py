@@ -62,6 +62,7 @@ def whole_batch(rows: list[list[int]]) -> ForwardBatch:
         query_start=torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32),
         seq_lens=torch.tensor(lengths),
         block_table=torch.empty(len(rows), 0, dtype=torch.int32),
+        slots=torch.arange(len(rows)),
         logit_index=empty,
         kv=[],
         num_tokens=lengths,

@@ -59,12 +59,15 @@ def attention(heads: int, kv_heads: int, dim: int, cap: float | None) -> None:
     rows = 64
     q, keys, values = zeros(rows, heads, dim), zeros(9, kv_heads, 16, dim), zeros(9, kv_heads, 16, dim)
     table, out, lens, starts = ints(rows, 8), zeros(rows, heads * dim), ints(rows), ints(rows + 1)
-    begun = attend_shared.attend_shared(q, keys, values, ints(rows, 4)[:, 3], table, 0.1, cap)
+    slots = longs(rows)
+    begun = attend_shared.attend_shared(q, keys, values, ints(rows, 4)[:, 3], table, slots, 0.1, cap)
     for splits, state in ((1, None), (1, begun), (8, None)):
-        attend_short.attend_short(q, keys, values, out, lens, None, table, 0.1, None, cap, 1, splits, state)
-    attend_short.attend_short(q, keys, values, out, lens, starts, table, 0.1, 77, cap, 4, 2)
+        attend_short.attend_short(
+            q, keys, values, out, lens, None, table, slots, 0.1, None, cap, 1, splits, state
+        )
+    attend_short.attend_short(q, keys, values, out, lens, starts, table, slots, 0.1, 77, cap, 4, 2)
     tiles = attend_long.list_tiles(
-        starts, lens, 9, 4, attend_long.long_tokens(dim, 2, heads // kv_heads), kv_heads
+        starts, lens, slots, 9, 4, attend_long.long_tokens(dim, 2, heads // kv_heads), kv_heads
     )
     attend_long.attend_long(q, keys, values, out, table, tiles, 0.1, None, cap)
     qkv, weight = zeros(rows, (heads + 2 * kv_heads) * dim), zeros(heads + kv_heads, dim)

@@ -41,7 +41,8 @@ class Side:
 
     def __init__(self, kernels: bool, device: str, keeps_kv: bool) -> None:
         self.device = torch.device(device)
-        self.state = SlotState(SLOTS, MAX_LEN, MAX_BLOCKS, 999, keeps_kv, self.device)
+        self.state = SlotState(SLOTS, MAX_LEN, MAX_BLOCKS, keeps_kv, self.device)
+        self.state.clear(999)
         self.staging = Staging(self.device, 2)
         self.batcher: Batcher
         if kernels:
@@ -104,7 +105,7 @@ def same(one: ForwardBatch, other: ForwardBatch) -> None:
         "kv_slots",
         "query_start",
         "seq_lens",
-        "block_table",
+        "slots",
         "logit_index",
     ):
         a, b = getattr(one, name), getattr(other, name)

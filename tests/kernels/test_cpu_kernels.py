@@ -102,7 +102,7 @@ def test_what_is_no_number_stays_so(kernels: CpuKernels, dtype: torch.dtype, kin
 def test_a_key_that_is_no_number_shows(kernels: CpuKernels, dtype: torch.dtype) -> None:
     backend, layer = CpuAttention(kernels), Layer(4, 2, 16, 0.25)
     case = make_case(random.Random(1), backend, layer, [(9, 1), (30, 1)], 4, dtype=dtype)
-    case.batch.kv[0][0][case.batch.block_table[1, 2], 1, 1, 5] = float(
+    case.batch.kv[0][0][case.batch.block_table[case.batch.slots[1], 2], 1, 1, 5] = float(
         "nan"
     )  # of the second row's second kv head
     table = Rope(RopeParams(theta=10000.0), 16, 64, torch.device("cpu"), dtype).table

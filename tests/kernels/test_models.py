@@ -109,8 +109,9 @@ def paged_logits(
             batch = whole_batch(step)
             positions = torch.cat([torch.arange(old, old + len(row)) for old, row in zip(done, step)])
             row_of = torch.repeat_interleave(torch.arange(2), torch.tensor([len(row) for row in step]))
-            batch.positions, batch.block_table, batch.block_size = positions, pages.to(device), 4
-            batch.kv_slots = batch.block_table[row_of, positions // 4].long() * 4 + positions % 4
+            batch.positions, batch.block_table, batch.block_size = positions, pages.to(device).flip(0), 4
+            batch.slots = torch.tensor([1, 0])
+            batch.kv_slots = pages.to(device)[row_of, positions // 4].long() * 4 + positions % 4
             done = [old + len(row) for old, row in zip(done, step)]
             batch.seq_lens, batch.seq_bounds = torch.tensor(done, dtype=torch.int32), np.array(done, np.int32)
             batch.kv = kv = [tuple(x.to(device) for x in layer) for layer in kv]

@@ -227,7 +227,7 @@ def test_one_graph_serves_any_mix_of_rows(kv_heads: int, normed: bool) -> None:
     )
     shape = (pages, kv_heads, 16, 128)
     fixed.batch.kv = [tuple(torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for _ in "kv")]
-    fixed.batch.block_table = torch.zeros(40, 64, dtype=torch.int32, device="cuda")
+    fixed.batch.block_table = torch.zeros(42, 64, dtype=torch.int32, device="cuda")
     fixed.batch.attn = backend.plan(fixed.batch)
     norms = None
     if normed:
@@ -247,7 +247,7 @@ def test_one_graph_serves_any_mix_of_rows(kv_heads: int, normed: bool) -> None:
         out = run()
     for case in cases:
         batch, static = case.batch, fixed.batch
-        for name in ("positions", "kv_slots", "query_start", "seq_lens"):
+        for name in ("positions", "kv_slots", "query_start", "seq_lens", "slots"):
             getattr(static, name).copy_(getattr(batch, name))
         static.block_table.zero_()[:, : batch.block_table.shape[1]] = batch.block_table
         for mine, theirs in zip(static.kv[0], batch.kv[0]):
@@ -305,10 +305,10 @@ def shared_case(
     ]
     case, backend = case_of(lens, device=device, dtype=dtype, seed=rng.randrange(999), **sizes)
     batch, pages = case.batch, prefix // block
-    batch.block_table[:rows, :pages] = batch.block_table[0, :pages].clone()
+    batch.block_table[batch.slots[:rows], :pages] = batch.block_table[batch.slots[0], :pages].clone()
     tokens = [prefix] * rows + [0] * apart
     order = torch.randperm(rows + apart)
-    batch.block_table = batch.block_table[order.to(device)].contiguous()
+    batch.slots = batch.slots[order.to(device)]
     batch.seq_lens, batch.kv_slots = batch.seq_lens[order.to(device)], batch.kv_slots[order.to(device)]
     batch.positions = batch.positions[order.to(device)]
     case.rows[:] = [case.rows[i] for i in order.tolist()]

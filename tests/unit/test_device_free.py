@@ -69,7 +69,7 @@ def test_step_never_waits_and_stays_on_the_device(name: str, dtype: torch.dtype)
     model = build_model(spec, Env(DummyCheckpoint(0, META, dtype), Parallel(), ShapeOnly(), META, dtype))
     ids, rows = torch.zeros(6, dtype=torch.int64, device=META), np.array([4, 2], dtype=np.int32)
     ends = torch.zeros(3, dtype=torch.int32, device=META)
-    batch = ForwardBatch(ids, ids, ids, ends, ends, ends, ids, [], rows, rows, 16)
+    batch = ForwardBatch(ids, ids, ids, ends, ends, ends, ids, ids, [], rows, rows, 16)
     with torch.inference_mode():
         hidden = model(batch)
         logits = model.logits(hidden[:3])

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
 from quire.types import StepPlan
@@ -17,9 +16,11 @@ from quire.worker.graphs import CudaGraphs, row_sizes, token_sizes
 class Graphs(CudaGraphs):
     """Without a device: running, recording and replaying are noted."""
 
-    def __init__(self, max_rows: int, max_tokens: int, full: int) -> None:
+    def __init__(self, max_rows: int, max_tokens: int, full: int, most: int = 99) -> None:
         self.done: list[tuple[str, Any]] = []
         self._row_sizes, self._token_sizes, self._full = row_sizes(max_rows), token_sizes(max_tokens), full
+        self._most_graphs, self._captures, self._dropped = most, True, False
+        self.has_memory = True
         self._captured, self._idle_sizes = {}, self._row_sizes[::-1]
         self._logits = torch.zeros(max_rows, 1)
         self._sampler = SimpleNamespace(needs_host_work=lambda slots: False, has_filters=lambda slots: False)
@@ -29,8 +30,14 @@ class Graphs(CudaGraphs):
     def _run(self, shape: graphs.Shape) -> None:
         self.done.append(("run", (shape.rows, shape.tokens)))
 
+    def _begin_pool(self) -> Any:
+        self.done.append(("pool", None))
+
     def _record(self, run: Any) -> Any:
         run()
+        if not self.has_memory:
+            self.done.pop()
+            raise torch.OutOfMemoryError("CUDA out of memory")
         ((_, shape),) = self.done[-1:]
         self.done[-1] = "record", shape
         return SimpleNamespace(replay=lambda: self.done.append(("replay", shape)))
@@ -57,9 +64,8 @@ def test_a_shape_is_recorded_when_it_first_occurs() -> None:
     assert steps.step(8000, 191) == [("eager", None)]  # would be padded, or is too long
 
 
-def test_shapes_beyond_the_most_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "_MOST_GRAPHS", 2)
-    steps = Graphs(64, 2048, 8192)
+def test_shapes_beyond_the_most_run_eagerly() -> None:
+    steps = Graphs(64, 2048, 8192, most=2)
     for rows in (1, 2):
         steps.step(*[1] * rows)
     for _ in range(2):
@@ -75,3 +81,25 @@ def test_an_idle_engine_records_all_sizes_of_rows_once() -> None:
         recorded += 1
     assert recorded == len(row_sizes(16)) - 1
     assert steps.step(*[1] * 16) == [("replay", (16, 16))]
+
+
+def test_a_shape_for_which_memory_is_short_runs_without_a_graph() -> None:
+    steps = Graphs(64, 2048, 8192)
+    steps.step(1, 1)
+    steps.has_memory = False
+    assert steps.step(1) == [("run", (1, 1))], "the step has run, so it must not fail"
+    steps.has_memory = True
+    assert steps.step(1) == [("run", (1, 1))], "it would be tried, and fail, in every step"
+    assert steps.step(1, 1) == [("replay", (2, 2))]
+
+
+def test_graphs_that_were_dropped_are_captured_again_once_the_engine_is_idle() -> None:
+    steps, staging = Graphs(2, 64, 64), SimpleNamespace(begin=lambda: None)
+    steps.step(1, 1)
+    steps.drop_graphs()
+    assert steps.step(1, 1) == [("run", (2, 2))]
+    steps.done.clear()
+    assert steps.warm_up(staging)
+    assert steps.done[0] == ("pool", None)
+    steps.step(1, 1)
+    assert steps.step(1, 1) == [("replay", (2, 2))]

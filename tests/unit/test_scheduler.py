@@ -22,7 +22,7 @@ from quire.core.policy import Policy, chunked, continuous, fcfs, priority, stati
 from quire.core.prefix import HashPrefixCache, NoPrefixCache
 from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog
-from quire.types import EngineRequest, RequestError, SamplingParams, StepPlan, StepResult
+from quire.types import EngineRequest, RequestError, SamplingParams, StepFailed, StepPlan, StepResult
 
 VOCAB, EOS = 23, 0
 
@@ -60,19 +60,40 @@ class FakeDevice:
     columns: dict = field(default_factory=dict)
     hidden: dict = field(default_factory=dict)
     plans: dict = field(default_factory=dict)
+    failing: random.Random | None = None  # runs out of memory now and then
 
     def forward(self, plan: StepPlan) -> None:
+        if self.failing and self.failing.random() < 0.06:
+            self._fail(plan)
         self.plans[plan.step] = plan
         self.queue.append(lambda: self._forward(plan))
 
     def sample(self, step: int, masks: object) -> Handle:
         handle = Handle(self)
         plan = self.plans.pop(step)
+        if self.failing and self.failing.random() < 0.06:
+            self._fail(plan)
         self.queue.append(lambda: handle.set(self._sample(plan)))
         return handle
 
     def close(self) -> None:
         self.queue.clear()
+
+    def _fail(self, plan: StepPlan) -> None:
+        """Behind the steps in flight, spoil all that the step may write before its memory runs out."""
+
+        def spoil() -> None:
+            for a in plan.admits:
+                self.columns[a.slot] = dict(tokens=[-1], computed=99, blocks=list(a.blocks))
+            for slot, _, blocks in plan.new_blocks:
+                self.columns[slot]["blocks"] += blocks
+            for slot, n, start in zip(plan.slots.tolist(), plan.num_tokens.tolist(), plan.starts.tolist()):
+                for position in range(start, start + n):
+                    block = self.columns[slot]["blocks"][position // self.block_size]
+                    self.kv[block, position % self.block_size] = "spoiled"
+
+        self.queue.append(spoil)
+        raise StepFailed("no memory")
 
     def _forward(self, plan: StepPlan) -> None:
         for a in plan.admits:
@@ -182,9 +203,10 @@ def random_requests(rng: random.Random, max_len: int) -> list[EngineRequest]:
     return out
 
 
-def random_run(seed: int) -> Engine:
+def random_run(seed: int, fails: bool = False) -> Engine:
     rng = random.Random(seed)
     engine, max_len = make_engine(rng)
+    engine.executor.failing = random.Random(seed) if fails else None
     todo = random_requests(rng, max_len)
     added: dict[str, EngineRequest] = {}
     got: dict[str, list[int]] = {}
@@ -201,18 +223,20 @@ def random_run(seed: int) -> Engine:
             got[output.id] += output.token_ids
             if output.finish_reason:
                 ended[output.id] = output.finish_reason
+                assert (output.finish_reason == "error") == (output.error == "no memory") == output.fault
         if not todo and not engine.has_work:
             break
     assert set(ended) == set(added), f"no final output for {set(added) - set(ended)}"
     for name, request in added.items():
         want = reference(request, max_len)
-        if ended[name] == "abort":
+        if ended[name] in ("abort", "error"):
             assert got[name] == want[: len(got[name])]
         else:
             assert got[name] == want, (seed, name)
             stopped = want[-1] in request.stop_ids and len(want) >= request.params.min_tokens
             assert ended[name] == ("stop" if stopped else "length")
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+    engine.ended = list(ended.values())
     return engine
 
 
@@ -224,6 +248,41 @@ def test_random_loads_agree_with_sequential_decoding(start: int) -> None:
         preempted += totals.preemptions
         cached += totals.cached_tokens
     assert preempted and cached, "the load exercised neither preemption nor the prefix cache"
+
+
+def test_a_step_without_memory_fails_its_requests_and_no_others() -> None:
+    ends = [end for seed in range(400) for end in random_run(seed, fails=True).ended]
+    assert ends.count("error") > 300 and ends.count("stop") + ends.count("length") > 300
+
+
+def test_what_a_failed_step_published_is_forgotten() -> None:
+    engine, _ = make_engine(**SMALL)
+    engine.add(request("a", [5] * 10))
+    while engine.has_work:
+        engine.step()
+    cached = engine.scheduler.pool.num_cached
+    engine.add(request("b", [5] * 8 + [6] * 8))
+    engine.add(request("c", [5] * 8 + [6] * 8))
+    engine.executor.failing = random.Random()
+    engine.executor.failing.random = lambda: 0.0
+    ended = {output.id: output.error for output in engine.step()}
+    assert ended == {"b": "no memory", "c": "no memory"}
+    assert engine.scheduler.pool.num_cached == cached, "blocks that were never written can be found"
+    engine.executor.failing = None
+    engine.add(request("d", [5] * 8 + [6] * 8))
+    assert drain(engine)["d"] == reference(request("d", [5] * 8 + [6] * 8), 40)
+
+
+def test_freed_blocks_are_used_before_untouched_ones_and_cached_ones_last() -> None:
+    """An untouched block costs memory of a CPU, a cached one costs a later request its prefix."""
+    pool = BlockPool(6, LRU())
+    first = pool.take(3)
+    pool.cached[first[0]] = 1
+    pool.release(first)
+    assert pool.take(2) == first[1:], "an untouched block was taken although a freed one was there"
+    untouched = [block for block in range(6) if block not in first]
+    assert sorted(pool.take(3)) == untouched, "a cached block was evicted although an untouched one was there"
+    assert pool.take(1) == first[:1] and pool.evictions == 1
 
 
 def drain(engine: Engine) -> dict[str, list[int]]:
@@ -435,3 +494,14 @@ def test_a_broken_rule_is_noticed(rule, monkeypatch: pytest.MonkeyPatch) -> None
     with pytest.raises(Exception):  # noqa: B017  an assertion, or the loop falling over
         for seed in range(1000):
             random_run(seed)
+
+
+@pytest.mark.parametrize("rule", ["withdraw", "retire first"])
+def test_a_broken_rule_of_failed_steps_is_noticed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if rule == "withdraw":
+        monkeypatch.setattr(HashPrefixCache, "withdraw", lambda self, blocks: None)
+    else:
+        monkeypatch.setattr(Engine, "_give_up", lambda self, error: self.scheduler.fail(error))
+    with pytest.raises(Exception):  # noqa: B017  an assertion, or the loop falling over
+        for seed in range(400):
+            random_run(seed, fails=True)

@@ -1,20 +1,33 @@
-"""How many pages fit, and what happens when the context does not."""
+"""How many blocks fit, what takes memory beside them, and what happens when the context does not fit."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
 
 from quire.config import EngineConfig
+from quire.models.spec import ModelSpec
 from quire.types import ConfigError
-from quire.worker.sizing import size_kv
+from quire.worker import sizing
+from quire.worker.sizing import KVSize, check_kv_fits, column_bytes, fit_context, sampling_bytes, size_kv
+from tiny import CONFIG
 
 TOKEN = 2 * 4 * 2 * 64 * 2  # keys and values, layers, KV heads, head_dim, bytes
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+SPEC = replace(ModelSpec.from_config(CONFIG), num_layers=4, num_kv_heads=2, head_dim=64, max_model_len=4096)
 
 
-def size(budget_tokens: int, asked: int | None = None, **settings):
-    config = EngineConfig(max_model_len=asked, **settings).resolved(0, 4096)
-    return size_kv(config, asked, 4, 2, 64, torch.bfloat16, budget_tokens * TOKEN)
+def resolved(asked: int | None = None, model_len: int = 4096, gpu_bytes: int = 0, **settings) -> EngineConfig:
+    return EngineConfig(max_model_len=asked, **settings).resolved(gpu_bytes, model_len)
+
+
+def size(budget_tokens: int, asked: int | None = None, device: torch.device = CPU, **settings) -> KVSize:
+    """With a budget for blocks alone, as kv_cache_memory is."""
+    budget = budget_tokens * TOKEN
+    config = resolved(asked, kv_cache_memory=budget, **settings)
+    return size_kv(config, asked, SPEC, torch.bfloat16, budget, device)
 
 
 def test_paged() -> None:
@@ -24,8 +37,8 @@ def test_paged() -> None:
 
 
 def test_no_more_than_is_of_use() -> None:
-    found = size(10**9, max_num_seqs=2)
-    assert found.num_blocks == 2 * 2 * 4096 // 16
+    assert size(10**9, max_num_seqs=2, device=GPU).num_blocks == 2 * 2 * 4096 // 16
+    assert size(10**9, max_num_seqs=2).num_blocks == 2 * 4096 // 16  # on a CPU others use that memory
 
 
 def test_contiguous_has_one_page_per_request() -> None:
@@ -48,3 +61,33 @@ def test_an_explicit_context_that_does_not_fit_is_refused() -> None:
         size(1000, asked=4000)
     with pytest.raises(ConfigError, match="lower max_model_len or raise kv_cache_memory"):
         size(100)
+
+
+def test_slot_columns_come_out_of_the_budget_that_was_measured() -> None:
+    """At a million tokens and 1,024 rows they take 4.6 GB, more than this budget holds."""
+    spec, budget = replace(SPEC, max_model_len=1 << 20), 4 << 30
+    config = resolved(model_len=1 << 20, gpu_bytes=80 << 30)
+    assert column_bytes(config, 1 << 20) > 4.5e9
+    found = size_kv(config, None, spec, torch.bfloat16, budget, GPU)
+    assert found.max_model_len == fit_context(config, None, spec, torch.bfloat16, budget) < 1 << 20
+    used = found.num_blocks * found.block_bytes + column_bytes(config, found.max_model_len)
+    assert 0.99 * budget < used <= budget
+
+
+def test_log_probabilities_and_changed_logits_are_counted() -> None:
+    """Gemma 3 1B: 262,144 tokens, 256 rows. The float32 copy of the logits alone takes 256 MiB."""
+    config = resolved(gpu_bytes=8 << 30)
+    rows_by_vocab = 256 * 262_144
+    assert sampling_bytes(config, 262_144, torch.bfloat16) > rows_by_vocab * (2 + 4) + (256 << 20)
+
+
+def test_an_explicit_cache_beside_which_a_step_does_not_fit_is_refused(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sizing, "free_memory", lambda device: (1 << 30, 1 << 30))
+    config, fits = resolved(kv_cache_memory=900 << 20), KVSize(900, 16, 1 << 20, 4096)
+    check_kv_fits(config, fits, GPU, reserved=50 << 20)
+    with pytest.raises(ConfigError, match=r"KV cache needs 900 MiB, .* a step 200 MiB"):
+        check_kv_fits(config, fits, GPU, reserved=200 << 20)
+    check_kv_fits(config, fits, CPU, reserved=200 << 20)  # blocks take memory when they are written to
+    assert "lower kv_cache_memory" in caplog.text

@@ -55,12 +55,12 @@ def warmed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     allocate = Worker.allocate
 
     def warm(self: Worker, size: KVSize) -> Runner:
+        scratch = self._scratch_size(self._largest_step()[1])
+        _run(self._make_runner(scratch, self._make_pages(scratch), False), *self._largest_step())
         runner = allocate(self, size)
         edges = [pages[end] for pair in self._pages for pages in pair for end in (0, -1)]
         for page in edges:
             page.fill_(float("nan"))
-        scratch = self._scratch_size(self._largest_step()[1])
-        _run(self._make_runner(scratch, 4, self._make_pages(scratch), False), *self._largest_step())
         self.rehearse(runner, size)
         assert not any(page.isnan().any() for page in edges)
         done.append(size.max_model_len)

@@ -12,6 +12,7 @@ from quire.models.checkpoint import DummyCheckpoint
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
 from quire.parallel.parallel import Parallel
+from quire.worker.sizing import KVSize
 from quire.worker.worker import Worker
 from tiny import CONFIG
 
@@ -23,15 +24,32 @@ CPU = torch.device("cpu")
     [
         ({"max_num_seqs": 4, "max_num_batched_tokens": 64}, (4, 16)),
         ({"max_num_seqs": 64, "max_num_batched_tokens": 16}, (16, 1)),
-        # positions end where the context ends, so more tokens would need more rows
-        ({"max_num_seqs": 1, "max_num_batched_tokens": 8192}, (1, 256)),
-        ({"max_num_seqs": 2, "max_num_batched_tokens": 8192, "max_model_len": 100}, (2, 100)),
+        # positions end where the context ends, and the sampled token takes the last: more tokens need more rows
+        ({"max_num_seqs": 1, "max_num_batched_tokens": 8192}, (1, 255)),
+        ({"max_num_seqs": 2, "max_num_batched_tokens": 8192, "max_model_len": 100}, (2, 99)),
     ],
 )
 def test_the_largest_step(settings: dict, expected: tuple[int, int]) -> None:
+    assert tiny_worker(**settings)._largest_step() == expected
+
+
+def tiny_worker(**settings: object) -> Worker:
     spec, backend = ModelSpec.from_config(CONFIG), ReferenceAttention()
     model = build_model(
         spec, Env(DummyCheckpoint(0, CPU, torch.float32), Parallel(), backend, CPU, torch.float32)
     )
     config = EngineConfig(model="tiny", **settings).resolved(0, spec.max_model_len)
-    assert Worker(config, model, backend, CPU, torch.float32, 1)._largest_step() == expected
+    return Worker(config, model, backend, CPU, torch.float32, 1)
+
+
+def test_runners_share_one_set_of_slot_columns() -> None:
+    worker = tiny_worker(max_num_seqs=3)
+    size = KVSize(8, 16, 0, 256)
+    first = worker._make_runner(size, worker._make_pages(size), graphs=False)._state
+    first.tokens.fill_(7)
+    second = worker.allocate(size)._state
+    assert second is first
+    assert not second.tokens.any(), "columns were handed on with what a throwaway runner left"
+    assert second.num_tokens.tolist() == [0, 0, 0, 1] and (second.block_table[second.dummy] == 8).all()
+    shorter = worker.allocate(KVSize(8, 16, 0, 128))._state
+    assert shorter.tokens.shape == (4, 128), "columns are longer than the context that is served"

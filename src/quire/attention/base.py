@@ -30,7 +30,8 @@ class ForwardBatch:
     kv_slots: torch.Tensor  # int64 [tokens]: page * block_size + offset, where each new K/V goes; -1: nowhere
     query_start: torch.Tensor  # int32 [rows + 1]
     seq_lens: torch.Tensor  # int32 [rows], the new tokens included
-    block_table: torch.Tensor  # int32 [rows, blocks]
+    block_table: torch.Tensor  # int32 [slots, blocks], of all slots
+    slots: torch.Tensor  # int64 [rows]: whose row of the block table is whose
     logit_index: torch.Tensor  # int64 [logit rows]: tokens whose hidden state is wanted as logits
     kv: list[KV]  # by layer index
     num_tokens: np.ndarray | None  # host, int32 [rows]: new tokens per row; None: bounds only

@@ -56,8 +56,8 @@ class CpuAttention:
         out = qkv.new_empty(rows, layer.num_heads * layer.head_dim)
         arguments = Attend(
             address(known.heads), qkv.data_ptr(), batch.positions.data_ptr(), batch.kv_slots.data_ptr(),
-            batch.seq_lens.data_ptr(), batch.block_table.data_ptr(), keys.data_ptr(), values.data_ptr(), out.data_ptr(),
-            rows, batch.block_table.stride(0), batch.block_size,
+            batch.seq_lens.data_ptr(), batch.block_table.data_ptr(), batch.slots.data_ptr(),
+            keys.data_ptr(), values.data_ptr(), out.data_ptr(), rows, batch.block_table.stride(0), batch.block_size,
         )  # fmt: skip
         self._kernels.run(self._kernels.attend_rows, arguments, known, qkv, batch, keys, values, out)
         return out

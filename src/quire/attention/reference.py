@@ -12,6 +12,7 @@ read again all that attention reads. A prompt without a past attends over its ow
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,7 @@ import torch.nn.functional as F
 from quire.attention.base import AttentionLayer, ForwardBatch
 
 _GROUP_TOKENS = 1 << 18  # KV entries gathered at once; bounds the memory of one group
+_MASK_ELEMENTS = 1 << 24  # of the masks of long rows that exist at once; attention makes floats of them
 
 Slots = torch.Tensor | slice  # int64 [n] KV slots, or a range of them
 
@@ -38,6 +40,15 @@ class _Group:
 
 
 @dataclass(slots=True)
+class _Piece:
+    """Some queries of a row and the keys that any of them sees."""
+
+    queries: slice
+    keys: slice
+    mask: torch.Tensor | None  # bool [queries, keys]; None: plain causal
+
+
+@dataclass(slots=True)
 class _Long:
     """One row with several new tokens."""
 
@@ -46,11 +57,35 @@ class _Long:
     kv: Slots | None  # [length]; None: nothing before its new tokens, whose k and v are at hand
     length: int
     positions: torch.Tensor  # int64 [new]
-    mask: torch.Tensor | None  # bool [new, length]; None: plain causal
+    kept: (
+        dict[int | None, list[_Piece]] | None
+    )  # by window, for the layers of a step; None: made for each layer
 
-    def distance(self) -> torch.Tensor:
-        """int64 [new, length]: query position - key position."""
-        return self.positions[:, None] - torch.arange(self.length, device=self.positions.device)
+    def pieces(self, layer: AttentionLayer) -> Iterable[_Piece]:
+        """Yield the row in pieces whose masks (with a soft cap: whose scores) are of bounded size."""
+        window = None if layer.window is None or self.length <= layer.window else layer.window
+        if window is None and self.kv is None and layer.soft_cap is None:
+            return [_Piece(slice(None), slice(None), None)]
+        if self.kept is None:
+            return self._cut(window, layer)
+        if window not in self.kept:
+            self.kept[window] = list(self._cut(window, layer))
+        return self.kept[window]
+
+    def _cut(self, window: int | None, layer: AttentionLayer) -> Iterator[_Piece]:
+        device, new = self.positions.device, self.end - self.start
+        width = self.length * (1 if layer.soft_cap is None else layer.num_heads)
+        most = max(1, _MASK_ELEMENTS // width)
+        for begin in range(0, new, most):
+            end = min(begin + most, new)
+            last = self.length - new + end  # exact on a CPU; elsewhere a bound, so the first key is not known
+            first = max(0, last - (end - begin) + 1 - window) if window and device.type == "cpu" else 0
+            query = self.positions[begin:end, None]
+            key = torch.arange(first, last, device=device)
+            mask = key <= query
+            if window is not None:
+                mask &= key > query - window
+            yield _Piece(slice(begin, end), slice(first, last), mask)
 
 
 @dataclass(slots=True)
@@ -79,11 +114,12 @@ class ReferenceAttention:
         counts = batch.num_tokens
         assert counts is not None, "bounds only: not for a back end that cannot be captured"
         starts = [0, *counts.cumsum().tolist()]
+        keeps = sum(n * bound for n, bound in zip(counts.tolist(), bounds) if n > 1) <= _MASK_ELEMENTS
         for row, n in enumerate(counts.tolist()):
             if n == 1:
                 ones.append(row)
             else:
-                longs.append(self._long(batch, row, starts[row], starts[row + 1], bounds[row]))
+                longs.append(self._long(batch, row, starts[row], starts[row + 1], bounds[row], keeps))
         ones.sort(key=bounds.__getitem__)
         groups, begin = [], 0
         for end in range(1, len(ones) + 1):
@@ -101,24 +137,21 @@ class ReferenceAttention:
         rows = sorted(rows)
         everything = len(rows) == batch.seq_lens.shape[0]
         tokens = None if everything else _send([starts[row] for row in rows], device)
-        table, lens = batch.block_table, batch.seq_lens
+        slots, lens = batch.slots, batch.seq_lens
         if device.type == "cpu" and len(rows) == 1:
             return _Group(tokens, _row_slots(batch, rows[0], length), length, None, None)
         if not everything:
             index = _send(rows, device)
-            table, lens = table.index_select(0, index), lens.index_select(0, index)
+            slots, lens = slots.index_select(0, index), lens.index_select(0, index)
         positions = torch.arange(length, device=device)
-        kv = _kv_slots(table, positions, batch.block_size)
+        tables = batch.block_table[:, : -(-length // batch.block_size)].index_select(0, slots)
+        kv = _kv_slots(tables, positions, batch.block_size)
         distance = (lens.long().unsqueeze(1) - 1 - positions)[:, None, None, :]
         return _Group(tokens, kv.flatten(), length, distance >= 0, distance)
 
-    def _long(self, batch: ForwardBatch, row: int, start: int, end: int, length: int) -> _Long:
-        positions = batch.positions[start:end]
-        if length == end - start:
-            return _Long(start, end, None, length, positions, None)
-        long = _Long(start, end, _row_slots(batch, row, length), length, positions, None)
-        long.mask = long.distance() >= 0
-        return long
+    def _long(self, batch: ForwardBatch, row: int, start: int, end: int, length: int, keeps: bool) -> _Long:
+        kv = None if length == end - start else _row_slots(batch, row, length)
+        return _Long(start, end, kv, length, batch.positions[start:end], {} if keeps else None)
 
     # ------------------------------------------------------------------------------ per layer
 
@@ -165,14 +198,14 @@ class ReferenceAttention:
         self, layer: AttentionLayer, long: _Long, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
         """q [new, heads, dim], k and v [length, kv heads, dim] -> [new, heads * dim]."""
-        mask = long.mask
-        if layer.window is not None and long.length > layer.window:
-            distance = long.distance()
-            mask = (distance >= 0) & (distance < layer.window)
-        elif layer.soft_cap is not None:
-            mask = long.distance() >= 0
-        q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))  # [1, heads, new or length, dim]
-        return _attend(q, k, v, mask, mask is None, layer)[0].transpose(0, 1).reshape(q.shape[2], -1)
+        parts = []
+        for piece in long.pieces(layer):
+            # [1, heads, queries or keys, dim]
+            mine = q[piece.queries].transpose(0, 1).unsqueeze(0)
+            key, value = (x[piece.keys].transpose(0, 1).unsqueeze(0) for x in (k, v))
+            out = _attend(mine, key, value, piece.mask, piece.mask is None, layer)[0]
+            parts.append(out.transpose(0, 1).reshape(out.shape[1], -1))
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _write(pages: torch.Tensor, slots: Slots, new: torch.Tensor) -> None:
@@ -201,7 +234,8 @@ def _follow(numbers: torch.Tensor) -> bool:
 
 def _row_slots(batch: ForwardBatch, row: int, length: int) -> Slots:
     """The KV slots of one row's first `length` positions."""
-    pages = batch.block_table[row, : -(-length // batch.block_size)]
+    tables = batch.block_table[:, : -(-length // batch.block_size)]
+    pages = tables.index_select(0, batch.slots[row : row + 1])[0]
     if pages.device.type == "cpu" and _follow(pages):
         begin = int(pages[0]) * batch.block_size
         return slice(begin, begin + length)

@@ -34,6 +34,7 @@ class _Work:
 @dataclass(slots=True)
 class _Plan:
     ones: bool  # every row has one new token
+    reach: int  # no row has more keys
     work: dict[tuple[int, int], _Work] = field(default_factory=dict)
 
     def work_for(self, layer: AttentionLayer, batch: ForwardBatch, itemsize: int) -> _Work:
@@ -62,7 +63,7 @@ class _Plan:
         if not most:
             return _Work(layer.index, queries, any_short, None)
         programs = usual * layer.num_kv_heads
-        tiles = list_tiles(batch.query_start, batch.seq_lens, most, queries, per_tile, programs)
+        tiles = list_tiles(batch.query_start, batch.seq_lens, batch.slots, most, queries, per_tile, programs)
         return _Work(layer.index, queries, any_short, tiles)
 
 
@@ -76,7 +77,8 @@ class TritonAttention:
 
     def plan(self, batch: ForwardBatch) -> _Plan:
         counts = batch.num_tokens
-        return _Plan(ones=counts is not None and bool((counts == 1).all()))
+        ones = counts is not None and bool((counts == 1).all())
+        return _Plan(ones, int(batch.seq_bounds.max(initial=1)))
 
     def forward(
         self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
@@ -107,17 +109,16 @@ class TritonAttention:
         plan: _Plan = batch.attn
         work = plan.work_for(layer, batch, itemsize)
         if work.any_short:
-            reach = batch.block_table.shape[1] * batch.block_size
-            reach = reach if layer.window is None else min(reach, layer.window)
+            reach = plan.reach if layer.window is None else min(plan.reach, layer.window)
             splits = num_splits(batch.seq_lens.shape[0], kv_heads, reach, dim, itemsize)
             begun: Begun | None = None
             if batch.shared is not None and splits == 1 and layer.window is None:
                 begun = attend_shared(
-                    q, keys, values, batch.shared, batch.block_table, layer.scale, layer.soft_cap
+                    q, keys, values, batch.shared, batch.block_table, batch.slots, layer.scale, layer.soft_cap
                 )
             attend_short(
                 q, keys, values, out, batch.seq_lens, None if plan.ones else batch.query_start,
-                batch.block_table, layer.scale, layer.window, layer.soft_cap, work.queries, splits, begun,
+                batch.block_table, batch.slots, layer.scale, layer.window, layer.soft_cap, work.queries, splits, begun,
             )  # fmt: skip
         if work.tiles is not None:
             attend_long(

@@ -67,11 +67,14 @@ def _machine() -> None:
     import psutil
     import torch
 
+    from quire.worker.host_memory import host_memory
+
     _section("Machine")
-    memory = psutil.virtual_memory()
+    available, total = host_memory()
     cores = f"{psutil.cpu_count(logical=False) or '?'} cores, {torch.get_num_threads()} threads used by torch"
     _row("cpu", f"{cores}, {torch.backends.cpu.get_cpu_capability()}")
-    _row("memory", f"{_size(memory.total)}, {_size(memory.available)} available")
+    limited = "" if total == psutil.virtual_memory().total else " (limited by the container or ulimit)"
+    _row("memory", f"{_size(total)}{limited}, {_size(available)} available")
     if not torch.cuda.is_available():
         _row(
             "gpu", "none that torch can use" + ("" if torch.version.cuda else " (this torch is a CPU build)")
@@ -131,13 +134,16 @@ def _memory_map(
     config: EngineConfig, max_model_len: int | None, spec: ModelSpec, device: torch.device, dtype: torch.dtype
 ) -> None:
     """`max_model_len` as it was asked for."""
-    from quire.worker.sizing import kv_budget, size_kv
+    from quire.worker.sizing import check_weights_fit, column_bytes, cpu_step_bytes, kv_budget, size_kv
 
-    weights = spec.num_parameters * dtype.itemsize
-    budget = kv_budget(config, device, weights)
-    size = size_kv(config, max_model_len, spec.num_layers, spec.num_kv_heads, spec.head_dim, dtype, budget)
+    weights = check_weights_fit(config, spec, dtype, device)
+    step = cpu_step_bytes(config, spec, dtype)
+    budget = kv_budget(config, device, weights + step)
+    size = size_kv(config, max_model_len, spec, dtype, budget, device)
     _section("Memory map (before loading)")
     _row("weights", _size(weights))
+    _row("slot columns", _size(column_bytes(config, size.max_model_len)))
+    _row("largest step", f"{_size(step)} (estimated; a GPU measures it)")
     pages = f"{size.num_blocks} pages of {size.block_size} tokens, {_size(size.block_bytes)} each"
     _row("kv cache", f"{_size(size.num_blocks * size.block_bytes)}: {pages}")
     requests = size.num_blocks * size.block_size // size.max_model_len

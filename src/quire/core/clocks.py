@@ -72,6 +72,12 @@ class Clocks:
                 self._caught_up(request, now_s)
         return found
 
+    def failed(self, step: int) -> None:
+        """A step has ended without results."""
+        now_s = time.monotonic()
+        self._log.end(step, now_s, self.ended_s)
+        self.ended_s = now_s
+
     def _excess_s(self, record: StepRecord) -> float:
         """How much longer a step took because of the prompts in it."""
         if self._plain_s is None:  # there was none without: by tokens

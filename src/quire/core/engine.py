@@ -12,7 +12,7 @@ from collections import deque
 from quire.core.grammar import Grammar
 from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog, StepRecord
-from quire.types import EngineOutput, EngineRequest, Executor, StepHandle
+from quire.types import EngineOutput, EngineRequest, Executor, StepFailed, StepHandle, StepPlan
 
 
 class Engine:
@@ -54,18 +54,11 @@ class Engine:
         self._settle()
         plan = self.scheduler.schedule()
         if plan:
-            record = self.log.last
-            record.schedule_s = time.perf_counter() - begin
-            begin = time.perf_counter()
-            self.executor.forward(plan)
-            if self.grammar.needs_tokens(plan):  # the device is busy with `plan` meanwhile
-                while self._in_flight:
-                    self._retire_oldest()
-            masks = self.grammar.masks(plan)
-            self._settle()
-            handle = self.executor.sample(plan.step, masks)
-            record.launch_s = time.perf_counter() - begin
-            self._in_flight.append((record, handle))
+            self.log.last.schedule_s = time.perf_counter() - begin
+            try:
+                self._launch(plan)
+            except StepFailed as error:
+                self._give_up(str(error))
         while self._in_flight and (len(self._in_flight) >= self.depth or not plan):
             self._retire_oldest()
         if self._check:
@@ -74,6 +67,28 @@ class Engine:
         if not (plan or outputs):
             self.grammar.wait()
         return outputs
+
+    def _launch(self, plan: StepPlan) -> None:
+        record, begin = self.log.last, time.perf_counter()
+        self.executor.forward(plan)
+        if self.grammar.needs_tokens(plan):  # the device is busy with `plan` meanwhile
+            while self._in_flight:
+                self._retire_oldest()
+        masks = self.grammar.masks(plan)
+        self._settle()
+        handle = self.executor.sample(plan.step, masks)
+        record.launch_s = time.perf_counter() - begin
+        self._in_flight.append((record, handle))
+
+    def _give_up(self, error: str) -> None:
+        """End the requests of the step that was not launched. Steps in flight are older, and not affected."""
+        while self._in_flight:
+            self._retire_oldest()
+        self.scheduler.fail(error)
+        outputs = self.scheduler.take_outputs()
+        for output in outputs:
+            self.grammar.forget(output.id)
+        self._outputs += outputs
 
     def _settle(self) -> None:
         """Let requests run whose grammar is ready, and end those that have none or broke it."""

@@ -20,8 +20,13 @@ class PrefixCache(Protocol):
         """Cached pages that hold the beginning of the request, at most up to its last token but one."""
         ...
 
-    def publish(self, request: Request) -> None:
-        """Offer the full pages of the request that are computed and whose tokens are known."""
+    def publish(self, request: Request) -> list[int]:
+        """Offer the full blocks of the request that are computed and whose tokens are known. Return those that are
+        found by them from now on."""
+        ...
+
+    def withdraw(self, blocks: list[int]) -> None:
+        """Forget blocks that `publish` returned: what they should hold was never written."""
         ...
 
     def end_of_match(self, request: Request, hits: int) -> str:
@@ -44,8 +49,12 @@ class NoPrefixCache:
     def match(self, request: Request) -> list[int]:
         return []
 
-    def publish(self, request: Request) -> None:
+    def publish(self, request: Request) -> list[int]:
         request.publish_at = 1 << 62
+        return []
+
+    def withdraw(self, blocks: list[int]) -> None:
+        pass
 
     def end_of_match(self, request: Request, hits: int) -> str:
         return "off"
@@ -77,17 +86,25 @@ class HashPrefixCache:
             found.append(block)
         return found
 
-    def publish(self, request: Request) -> None:
+    def publish(self, request: Request) -> list[int]:
         full = min(request.computed, request.known) // self._block_size
         self._extend(request, full)
+        fresh = []
         for index in range(request.published, full):
             name, block = request.names[index], request.blocks[index]
             if name not in self._block_of:
                 self._block_of[name] = block
                 self._name_of[block] = name
                 self._pool.cached[block] = 1
+                fresh.append(block)
         request.published = full
         request.publish_at = (full + 1) * self._block_size
+        return fresh
+
+    def withdraw(self, blocks: list[int]) -> None:
+        for block in blocks:
+            del self._block_of[self._name_of.pop(block)]
+            self._pool.uncache(block)
 
     def _extend(self, request: Request, full: int) -> None:
         names, size = request.names, self._block_size

@@ -155,7 +155,7 @@ class Scheduler:
             request.catching_up = not samples
         request.computed += n
         if request.computed >= request.publish_at:
-            self.cache.publish(request)
+            draft.published += self.cache.publish(request)
         if samples:
             request.pending += 1 + request.drafts
             if not self.limits.keeps_kv:
@@ -264,6 +264,23 @@ class Scheduler:
             self._outputs.append(
                 EngineOutput(request_id, [], prompt_logprobs=entries, prompt_logprobs_start=start)
             )
+
+    def fail(self, error: str) -> None:
+        """End the requests of the newest step with `error`: nothing that it should have written can be relied on.
+
+        The steps before it have been retired, and their requests go on. A slot that the failed step was to fill is
+        overwritten by its next admission.
+        """
+        ((plan, draft),) = self._in_flight
+        self._in_flight.clear()
+        self.clocks.failed(plan.step)
+        self.cache.withdraw(draft.published)
+        admitted = (self.requests.get(admit.request.id) for admit in plan.admits)
+        for request in dict.fromkeys([*draft.rows, *admitted]):
+            if request is not None and request.status != "finished":
+                output = self._finish(request, [], "error")
+                output.error, output.fault = error, True
+                self._outputs.append(output)
 
     def _append(self, request: Request, new: list[int]) -> EngineOutput:
         """Commit sampled tokens up to the first that ends the request."""

@@ -171,6 +171,7 @@ class RequestState:
         self.prompt_token_ids = requests[0].prompt
         self.answers = [Answer(i, request, self._tokenizer) for i, request in enumerate(requests)]
         self.error: str | None = None
+        self.fault = False  # the error is the engine's, not the request's
         self.pooled: bytes | None = None  # float32 [hidden], of a request for pooling that is finished
         self.num_cached_tokens = 0
         self.metrics = RequestMetrics(time.monotonic() if arrival_s is None else arrival_s)
@@ -214,7 +215,7 @@ class RequestState:
         if output.pooled is not None:
             self.pooled = output.pooled
         if output.error is not None:
-            self.error = output.error
+            self.error, self.fault = output.error, output.fault
         aborts = answer.apply(output)
         if answer.finish_reason is not None:
             self._left -= 1

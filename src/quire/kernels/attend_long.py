@@ -14,7 +14,7 @@ from quire.kernels import dependent_launch
 from quire.kernels.attention_tile import MASKED, SMS, attend_tile, load_rows, pad, score_factors
 
 _SEARCH = tl.constexpr(256)  # rows looked at at once
-# Numbers per listed tile: row, first token in row, the row's start, n, seq_len. n is 0 where there is no tile: so
+# Numbers per listed tile: slot, first token in row, the row's start, n, seq_len. n is 0 where there is no tile: so
 # zeros mean none, which is what a list holds that was not written (kernels/ahead.py).
 _ENTRY = tl.constexpr(8)
 
@@ -40,7 +40,7 @@ def _find_tile(query_start, rows, index, QUERIES: tl.constexpr, TOKENS: tl.const
 
 @triton.jit
 def _list_kernel(
-    tiles, query_start, seq_lens, rows,
+    tiles, query_start, seq_lens, slots, rows,
     QUERIES: tl.constexpr, TOKENS: tl.constexpr, LONGEST_FIRST: tl.constexpr,
 ):  # fmt: skip
     """Grid (most tiles). Row by row from each row's end; or over all rows those with the most keys first."""
@@ -67,7 +67,7 @@ def _list_kernel(
             same = (depth >= older) & (depth - older < count) & (other < row)
             place += tl.sum(later + same.to(tl.int32), 0)
     entry = tiles + place * _ENTRY
-    tl.store(entry, row)
+    tl.store(entry, tl.load(slots + row).to(tl.int32))
     tl.store(entry + 1, tile * TOKENS)
     tl.store(entry + 2, token)
     tl.store(entry + 3, n)
@@ -77,6 +77,7 @@ def _list_kernel(
 def list_tiles(
     query_start: torch.Tensor,
     seq_lens: torch.Tensor,
+    slots: torch.Tensor,
     most: int,
     queries: int,
     per_tile: int,
@@ -86,7 +87,7 @@ def list_tiles(
     `programs` will have work, which decides their order."""
     tiles = torch.empty(most, _ENTRY.value, dtype=torch.int32, device=seq_lens.device)
     _list_kernel[(most,)](
-        tiles, query_start, seq_lens, seq_lens.shape[0],
+        tiles, query_start, seq_lens, slots, seq_lens.shape[0],
         QUERIES=queries, TOKENS=per_tile, LONGEST_FIRST=programs <= _FEW_PROGRAMS,
     )  # fmt: skip
     return tiles
@@ -105,7 +106,7 @@ def _long_kernel(
     if PDL:
         tl.extra.cuda.gdc_wait()
     entry = tiles + tl.program_id(1) * _ENTRY
-    row, tile, token = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
+    slot, tile, token = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
     n, seq_len = tl.load(entry + 3), tl.load(entry + 4)
     if n == 0:
         return
@@ -124,7 +125,7 @@ def _long_kernel(
     top = tl.full([ROWS], MASKED, tl.float32)
     head_keys = keys + kv_head.to(tl.int64) * head_stride
     head_values = values + kv_head.to(tl.int64) * head_stride
-    row_table = table + row.to(tl.int64) * table_row
+    row_table = table + slot.to(tl.int64) * table_row
 
     begin, low_pos = 0, old + tile
     end = old + tl.minimum(tile + TOKENS, n)
@@ -159,7 +160,7 @@ def attend_long(
 ) -> None:
     """The rows of `tiles`: a list, by `list_tiles`, of tiles of `long_tokens(...)` tokens.
 
-    q [tokens, heads, dim] (dim contiguous), out [tokens, heads * dim]. `tile` is (query rows, keys,
+    q [tokens, heads, dim] (dim contiguous), out [tokens, heads * dim], table int32 [slots, blocks]. `tile` is (query rows, keys,
     warps, stages, registers per thread).
     """
     heads, dim = q.shape[1:]

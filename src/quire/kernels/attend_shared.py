@@ -32,7 +32,7 @@ class Begun:
 
 @triton.jit
 def _shared_kernel(
-    q, keys, values, sums, stats, shared, table, rows,
+    q, keys, values, sums, stats, shared, table, slots, rows,
     shared_row, q_token, q_head, page_stride, head_stride, token_stride, table_row, scale, cap,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -48,11 +48,12 @@ def _shared_kernel(
     row, head = tile * TOKENS + m // GROUP, kv_head * GROUP + m % GROUP
     there = (m < TOKENS * GROUP) & (row < rows)
     mine = tl.load(shared + row * shared_row, mask=there, other=0)
+    slot = tl.load(slots + row, mask=there, other=0)
     length = tl.max(mine, 0)
     if length == 0:
         return
-    # all rows that share have the same pages there: those of the last one
-    row_table = table + tl.max(tl.where(mine > 0, row, 0), 0).to(tl.int64) * table_row
+    # all rows that share have the same pages there: any of them will do
+    row_table = table + tl.max(tl.where(mine > 0, slot, 0), 0) * table_row
     q_tile = load_rows(q, tl.minimum(row, rows - 1).to(tl.int64) * q_token + head * q_head, DIM, DIM_PAD)
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
@@ -82,13 +83,14 @@ def attend_shared(
     values: torch.Tensor,
     shared: torch.Tensor,
     table: torch.Tensor,
+    slots: torch.Tensor,
     scale: float,
     soft_cap: float | None = None,
 ) -> Begun:
     """q [rows, heads, dim] (dim contiguous), one token a row, over the first shared[row] keys of each row.
 
     `shared` int32 [rows] holds one number of whole pages' tokens, and 0 for rows that do not take part;
-    `table` int32 [rows, blocks] names the same pages for all that do.
+    rows slots[row] (int64 [rows]) of `table` int32 [slots, blocks] name the same pages for all that do.
     """
     rows, heads, dim = q.shape
     kv_heads, block_size = keys.shape[1:3]
@@ -100,7 +102,7 @@ def attend_shared(
     stats = torch.empty(rows, heads, 2, dtype=torch.float32, device=q.device)
     pdl = dependent_launch(q.device)
     _shared_kernel[(kv_heads, triton.cdiv(rows, tokens))](
-        q, keys, values, sums, stats, shared, table, rows,
+        q, keys, values, sums, stats, shared, table, slots, rows,
         shared.stride(0), q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),
         table.stride(0), factor, cap,
         GROUP=group, TOKENS=tokens, ROWS=block_m, DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=block_size,

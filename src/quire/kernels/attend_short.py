@@ -33,7 +33,7 @@ def _key_range(seq_len, n, window, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @triton.jit
 def _short_kernel(
-    q, keys, values, out, sums, stats, seq_lens, query_start, table, shared, begun_sums, begun_stats,
+    q, keys, values, out, sums, stats, seq_lens, query_start, table, slots, shared, begun_sums, begun_stats,
     shared_row, q_token, q_head, page_stride, head_stride, token_stride, table_row, scale, cap, window, splits,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -55,6 +55,7 @@ def _short_kernel(
         if (n > QUERIES) | (n == 0):
             return
     seq_len = tl.load(seq_lens + row)
+    slot = tl.load(slots + row)
     first, tiles = _key_range(seq_len, n, window, WINDOW, BLOCK_N)
     begin, end = first, seq_len
     if SPLIT:
@@ -84,7 +85,7 @@ def _short_kernel(
         top = tl.load(begun_stats + from_state * 2 + 1, mask=done, other=MASKED)
     head_keys = keys + kv_head.to(tl.int64) * head_stride
     head_values = values + kv_head.to(tl.int64) * head_stride
-    row_table = table + row.to(tl.int64) * table_row
+    row_table = table + slot * table_row
     for start in range(begin, end, BLOCK_N):
         acc, total, top = attend_tile(
             acc, total, top, q_tile, query_pos, seq_len - n, seq_len - 1, start, end, head_keys, head_values,
@@ -144,6 +145,7 @@ def attend_short(
     seq_lens: torch.Tensor,
     query_start: torch.Tensor | None,
     table: torch.Tensor,
+    slots: torch.Tensor,
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -154,7 +156,8 @@ def attend_short(
 ) -> None:
     """All rows with at most `queries` new tokens; query_start None: every row has exactly one token.
 
-    q [tokens, heads, dim] (dim contiguous), out [tokens, heads * dim]. `begun`, for rows of one token in one
+    q [tokens, heads, dim] (dim contiguous), out [tokens, heads * dim]; the blocks of row r are those of row slots[r]
+    of `table` (slots int64 [rows], table int32 [slots, blocks]). `begun`, for rows of one token in one
     split: what attend_shared has done of them. `tile` is (keys, warps, stages).
     """
     heads, dim = q.shape[1:]
@@ -175,7 +178,7 @@ def attend_short(
         sums = torch.empty(parts * dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(parts * 2, dtype=torch.float32, device=q.device)
     _short_kernel[(kv_heads, rows, splits)](
-        q, keys, values, out, sums, stats, seq_lens, starts, table, shared, begun_sums, begun_stats,
+        q, keys, values, out, sums, stats, seq_lens, starts, table, slots, shared, begun_sums, begun_stats,
         shared.stride(0), q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), table.stride(0),
         factor, cap, window or 0, splits,
         GROUP=group, QUERIES=queries, ROWS=max(SHORT_ROWS, triton.next_power_of_2(group * queries)),

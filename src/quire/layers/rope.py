@@ -19,6 +19,7 @@ from quire.layers.rope_params import RopeParams
 
 # One step's angles. Plain: cos and sin, each [tokens, 1, dim]. Fused: positions [tokens], the table.
 Rotation = tuple[torch.Tensor, torch.Tensor]
+_POSITIONS = 1 << 14  # whose angles are computed at once, in fp32
 Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v, each [tokens, heads, dim]
 
 
@@ -34,10 +35,15 @@ class Rope:
         dtype: torch.dtype,
         kernels: Kernels | None = None,
     ) -> None:
-        positions = torch.arange(max_len, dtype=torch.float32, device=device)
-        angles = torch.outer(positions, inverse_frequencies(params, dim).to(device))  # [max_len, dim / 2]
-        table = torch.cat((angles.cos(), angles.sin()), -1) * params.attention_factor
-        self.table = table.to(dtype)  # [max_len, dim]: cos | sin
+        frequencies = inverse_frequencies(params, dim).to(device)
+        self.table = torch.empty(max_len, dim, dtype=dtype, device=device)  # cos | sin
+        for begin in range(0, max_len, _POSITIONS):
+            positions = torch.arange(
+                begin, min(begin + _POSITIONS, max_len), dtype=torch.float32, device=device
+            )
+            angles = torch.outer(positions, frequencies)  # [positions, dim / 2]
+            part = torch.cat((angles.cos(), angles.sin()), -1) * params.attention_factor
+            self.table[begin : begin + _POSITIONS] = part
         # what RotaryHeads needs of a step's tokens; the kernel reads the table itself
         self.lookup = self._as_it_is if kernels else self._expanded
 

@@ -90,6 +90,6 @@ class ModelSpec:
                 )
             else:
                 total += gated * self.hidden_size * self.intermediate_size
-        positions = self.max_model_len * self.hidden_size if self.rope is None else 0
+        positions = self.num_positions * self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return total + embeddings + positions

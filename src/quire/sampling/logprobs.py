@@ -11,13 +11,25 @@ from torch import Tensor
 
 Logprobs = tuple[Tensor, Tensor, Tensor]  # ids int32 [n, 1+k], values float32 [n, 1+k], ranks int32 [n]
 
-_PIECE_ELEMENTS = 1 << 26  # 256 MB of float32
+_PIECE_ELEMENTS = 1 << 24  # 64 MiB of float32
+# Bytes per logit at once: the float32 copy, the exponents of its sum, what finding the top takes, the comparison.
+_BYTES_PER_LOGIT = 4 + 4 + 8 + 1
+
+
+def scoring_bytes(rows: int, vocab: int, itemsize: int) -> int:
+    """Return the most that computing and scoring the logits of `rows` tokens takes, `scored_rows` at a time."""
+    return min(rows, scored_rows(vocab)) * vocab * (itemsize + _BYTES_PER_LOGIT)
+
+
+def scored_rows(vocab: int) -> int:
+    """Return how many rows `score` takes at once."""
+    return max(1, _PIECE_ELEMENTS // vocab)
 
 
 def score(logits: Tensor, targets: Tensor, k: int) -> Logprobs:
     """Column 0 is the target, then the k most likely tokens in descending order; rank 1 is the top."""
     rows, vocab = logits.shape
-    piece = max(1, _PIECE_ELEMENTS // vocab)
+    piece = scored_rows(vocab)
     if rows <= piece:
         return _score(logits, targets, min(k, vocab))
     parts = [

@@ -4,7 +4,15 @@ A leaf: imports no torch and nothing of Quire. Host arrays are numpy, so a plan 
 another process as it is.
 """
 
-from quire.types.errors import ConfigError, EngineDead, ModelError, Overloaded, QuireError, RequestError
+from quire.types.errors import (
+    ConfigError,
+    EngineDead,
+    ModelError,
+    Overloaded,
+    QuireError,
+    RequestError,
+    StepFailed,
+)
 from quire.types.messages import (
     EngineInfo,
     EngineLive,
@@ -69,6 +77,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Status",
+    "StepFailed",
     "StepHandle",
     "StepPlan",
     "StepResult",

@@ -23,5 +23,9 @@ class Overloaded(QuireError):
     """No room for the request now (HTTP 503 with Retry-After)."""
 
 
+class StepFailed(QuireError):
+    """A step ran out of memory: its results will never come, and its requests end with this error (HTTP 500)."""
+
+
 class EngineDead(QuireError):
     """The engine stopped; every open request fails with the cause."""

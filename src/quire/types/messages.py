@@ -59,6 +59,7 @@ class EngineOutput:
     prompt_logprobs_start: int = 1
     pooled: bytes | None = None  # float32 [hidden]
     error: str | None = None
+    fault: bool = False  # the error is the engine's, not the request's
     timing: Timing | None = None  # with the first token, the first one after a preemption, and the end
 
 
@@ -110,6 +111,7 @@ class EngineInfo:
     block_bytes: int
     weight_bytes: int
     num_parameters: int
+    reserved_bytes: int = 0  # what steps may take beside weights, KV blocks and slot columns
     phases_s: dict[str, float] = field(default_factory=dict)  # start-up by phase
 
     def start_up(self) -> str:

@@ -101,7 +101,10 @@ class StepHandle(Protocol):
 
 
 class Executor(Protocol):
-    """Runs plans on the device(s), in order. Neither call waits for the device."""
+    """Runs plans on the device(s), in order. Neither call waits for the device.
+
+    Both raise StepFailed if memory is short: nothing of that step counts then, and earlier steps are not affected.
+    """
 
     def forward(self, plan: StepPlan) -> None: ...
 

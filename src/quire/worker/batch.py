@@ -38,6 +38,10 @@ class Batcher(Protocol):
         """The step's KV is written, and each sampling row has one more token, from `tokens` int32 [rows]."""
         ...
 
+    def recover(self) -> None:
+        """A step failed after some of its work was launched: agree with the device again."""
+        ...
+
 
 def plan_header(plan: StepPlan | None) -> np.ndarray:
     """int32 [rows, 4] of a plan: slot, new tokens, whether the row samples, shared tokens. None: no rows."""
@@ -76,9 +80,8 @@ class TorchBatcher:
             kv_slots=pages.long() * self._block_size + within,
             query_start=starts.int(),
             seq_lens=state.num_computed.index_select(0, slots) + counts.int(),
-            block_table=state.block_table.index_select(0, slots)[
-                :, : -(-plan.max_seq_len // self._block_size)
-            ],
+            block_table=state.block_table,
+            slots=slots,
             logit_index=logit_index,
             kv=self._kv,
             num_tokens=plan.num_tokens,
@@ -88,6 +91,9 @@ class TorchBatcher:
         )
         batch.attn = self._backend.plan(batch)
         return Step(plan, slots, counts=counts, sampling=sampling), batch
+
+    def recover(self) -> None:
+        pass
 
     def advance(self, step: Step, tokens: torch.Tensor) -> None:
         state, slots = self._state, step.slots
@@ -140,10 +146,9 @@ class KernelBatcher:
     def build(self, plan: StepPlan, staging: Staging) -> tuple[Step, ForwardBatch]:
         rows = len(plan.slots)
         self.load(plan_header(plan), staging, rows)
-        table_len = -(-plan.max_seq_len // self._block_size)
         bounds = plan.starts + plan.num_tokens
         shares = plan.shared is not None
-        batch = self._batch(rows, plan.total_tokens, plan.num_tokens, bounds, table_len, shares)
+        batch = self._batch(rows, plan.total_tokens, plan.num_tokens, bounds, shares)
         if plan.keeps_hidden:
             batch.wanted = None
         return self.step(plan), batch
@@ -154,7 +159,7 @@ class KernelBatcher:
         state = self._state
         counts = np.ones(rows, np.int32) if rows == tokens else None
         bounds = np.full(rows, state.max_len, np.int32)
-        return self._batch(rows, tokens, counts, bounds, state.max_blocks, shares)
+        return self._batch(rows, tokens, counts, bounds, shares)
 
     def load(self, content: np.ndarray, staging: Staging, rows: int, one_each: bool = False) -> None:
         """Send the header [real rows, 4] of a step, padded to `rows` with dummy rows, which have a token only
@@ -173,7 +178,6 @@ class KernelBatcher:
         tokens: int,
         counts: np.ndarray | None,
         bounds: np.ndarray,
-        table_len: int,
         shares: bool,
     ) -> ForwardBatch:
         state = self._state
@@ -185,6 +189,7 @@ class KernelBatcher:
             query_start=self._query_start[: rows + 1],
             seq_lens=self._seq_lens[:rows],
             block_table=state.block_table,
+            slots=slots,
             logit_index=self._logit_index[:rows],
             kv=self._kv,
             num_tokens=counts,
@@ -198,7 +203,6 @@ class KernelBatcher:
             self._block_size, self._turn, self._ring.shape[0], batch.input_ids, batch.positions,
             batch.kv_slots, batch.query_start, batch.seq_lens, batch.logit_index, slots,
         )  # fmt: skip
-        batch.block_table = state.block_table.index_select(0, slots)[:, :table_len]
         batch.attn = self._backend.plan(batch)
         return batch
 
@@ -209,6 +213,10 @@ class KernelBatcher:
     def step(self, plan: StepPlan) -> Step:
         rows = len(plan.slots)
         return Step(plan, self._slots[:rows], self._ring[self._turn_host, :rows])
+
+    def recover(self) -> None:
+        self._turn.fill_(self._turn_host)
+        self._sent = b""
 
     def advance(self, step: Step, tokens: torch.Tensor) -> None:
         self.advance_rows(len(step.plan.slots), tokens)

@@ -6,12 +6,13 @@ replayed for every plan of its shape: so many rows, so many tokens, both rounded
 rows are dummies. A new shape runs eagerly, which compiles and loads its kernels, and is recorded while the
 device is at it; shapes that are to be expected are recorded when the engine has nothing to do. All graphs share
 one pool of memory, because they run one after the other. What a graph itself takes is not given back, so beyond
-`_MOST_GRAPHS` shapes run eagerly each time.
+a number of shapes the others run eagerly each time.
 """
 
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Protocol
@@ -22,7 +23,10 @@ from quire.models.decoder import Model
 from quire.sampling.sampler import Sampler
 from quire.types import StepPlan
 from quire.worker.batch import Batcher, KernelBatcher, Step, plan_header
+from quire.worker.out_of_memory import is_out_of_memory
 from quire.worker.staging import Staging
+
+log = logging.getLogger("quire")
 
 
 @dataclass(slots=True)
@@ -39,6 +43,10 @@ class Launcher(Protocol):
 
     def warm_up(self, staging: Staging) -> bool:
         """Make a later step cheaper, while there is nothing else to do; False: all is done."""
+        ...
+
+    def drop_graphs(self) -> None:
+        """Give back the memory of captured steps."""
         ...
 
 
@@ -80,6 +88,9 @@ class Eager:
     def warm_up(self, staging: Staging) -> bool:
         return False
 
+    def drop_graphs(self) -> None:
+        pass
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -95,14 +106,14 @@ class Shape:
         return self.rows == self.tokens
 
 
-_MOST_GRAPHS = 512  # about a MiB of the device's memory each (measured: 0.6 to 1.3 with 28 layers)
+MOST_GRAPHS = 512  # of one runner
 
 
 class CudaGraphs:
     """Replays steps of up to `max_tokens` tokens, and of exactly `full`, which is what a step has while prompts wait.
     `eager` runs other long ones, which would be padded, and those whose prompts are scored or pooled.
 
-    `reserve` is about the memory of the largest of them, in bytes.
+    `reserve` is about the memory of the largest of them, in bytes; at most `most_graphs` are kept.
     """
 
     def __init__(
@@ -115,23 +126,33 @@ class CudaGraphs:
         max_tokens: int,
         full: int,
         reserve: int,
+        most_graphs: int,
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._eager, self._model, self._batcher, self._sampler = eager, model, batcher, sampler
         self._row_sizes, self._token_sizes = row_sizes(max_rows), token_sizes(max_tokens)
-        self._full = full
+        self._full, self._most_graphs, self._reserve = full, most_graphs, reserve
         self._captured: dict[Shape, torch.cuda.CUDAGraph] = {}
         self._idle_sizes = self._row_sizes[::-1]  # decode steps not recorded yet, the smallest last
         # One buffer of logits for all sizes: kept per size, they would add up to gigabytes.
         self._logits = torch.empty(max_rows, model.spec.vocab_size, dtype=dtype, device=device)
-        self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # to record on: nothing runs there
-        # A first block of the pool as large as any step needs, for all graphs to be cut from: if each took
-        # what it needs, the growing sizes of steps could not use each other's memory.
-        self._first = self._record(
-            lambda: torch.empty(max(reserve, 1 << 20), dtype=torch.uint8, device=device)[:1].zero_()
-        )
+        self._captures = True  # False: memory was short, so steps run eagerly until the engine is idle
+        self._dropped = False  # likewise; True: what was dropped can be tried again
+        self._first: torch.cuda.CUDAGraph | None = self._begin_pool()
+
+    def _begin_pool(self) -> torch.cuda.CUDAGraph:
+        """Record a first block of the pool as large as any step needs, for all graphs to be cut from: if each took
+        what it needs, the growing sizes of steps could not use each other's memory."""
+        self._pool = torch.cuda.graph_pool_handle()
+        size, device = max(self._reserve, 1 << 20), self._logits.device
+        return self._record(lambda: torch.empty(size, dtype=torch.uint8, device=device)[:1].zero_())
+
+    def drop_graphs(self) -> None:
+        self._captures, self._dropped = False, True
+        self._captured.clear()
+        self._first = None
 
     def launch(self, plan: StepPlan, staging: Staging) -> Launched:
         shape = self._shape_for(plan)
@@ -147,6 +168,9 @@ class CudaGraphs:
         )
 
     def warm_up(self, staging: Staging) -> bool:
+        if self._dropped:
+            self._dropped = False
+            self._first, self._captures = self._begin_pool(), True
         while self._idle_sizes:
             size = self._idle_sizes.pop()
             shape = Shape(size, size, "plain")
@@ -191,8 +215,16 @@ class CudaGraphs:
 
     def _run_new(self, shape: Shape) -> None:
         self._run(shape)
-        if len(self._captured) < _MOST_GRAPHS:
+        if not self._captures or len(self._captured) >= self._most_graphs:
+            return
+        try:
             self._captured[shape] = self._record(lambda: self._run(shape))
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            # The step itself has run. Later ones of new shapes run eagerly too.
+            self._most_graphs = len(self._captured)
+            log.warning("no memory for more than %d captured steps", self._most_graphs)
 
     def _record(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
         """Not with torch.cuda.graph, which waits for the device and collects garbage first."""

@@ -28,7 +28,13 @@ from quire.worker.staging import Staging
 _HARMLESS = {
     "__get__", "contiguous", "data_ptr", "empty_like", "new_empty", "numel", "stride", "view",
 }  # fmt: skip
-_COPIED = ("input_ids", "positions", "kv_slots", "seq_lens")  # what kernels read, besides the block table
+_COPIED = (
+    "input_ids",
+    "positions",
+    "kv_slots",
+    "seq_lens",
+    "slots",
+)  # what kernels read, besides the block table
 
 
 @dataclass(slots=True)
@@ -48,10 +54,9 @@ class Recorded:
         batcher: Batcher,
         kernels: CpuKernels,
         threads: Threads,
-        max_blocks: int,
     ) -> None:
         self._eager, self._model, self._batcher = eager, model, batcher
-        self._kernels, self._threads, self._max_blocks = kernels, threads, max_blocks
+        self._kernels, self._threads = kernels, threads
         self._recordings: dict[int, _Recording] = {}  # by rows
         self._computes_in_torch = False  # some of the model is not kernels, so it cannot be recorded
 
@@ -77,9 +82,12 @@ class Recorded:
     def warm_up(self, staging: Staging) -> bool:
         return False
 
+    def drop_graphs(self) -> None:
+        self._recordings.clear()
+
     def _record(self, rows: int, batch: ForwardBatch) -> torch.Tensor:
         """Run the step, and keep its calls if they are all there is to it."""
-        fixed = self._static(batch, rows)
+        fixed = self._static(batch)
         with _Operators() as operators:
             logits, again = self._kernels.record(lambda: self._model.logits(self._model(fixed)))
         self._computes_in_torch = bool(operators.names)
@@ -87,21 +95,15 @@ class Recorded:
             self._recordings[rows] = _Recording(fixed, logits, again)
         return logits
 
-    def _static(self, batch: ForwardBatch, rows: int) -> ForwardBatch:
-        """The same batch in memory of its own, with tables for requests of any length."""
-        fixed = replace(
-            batch,
-            **{name: getattr(batch, name).clone() for name in _COPIED},
-            block_table=batch.block_table.new_zeros(rows, self._max_blocks),
-        )
-        _copy(batch, fixed)
-        return fixed
+    @staticmethod
+    def _static(batch: ForwardBatch) -> ForwardBatch:
+        """Return the same batch in memory of its own."""
+        return replace(batch, **{name: getattr(batch, name).clone() for name in _COPIED})
 
 
 def _copy(batch: ForwardBatch, to: ForwardBatch) -> None:
     for name in _COPIED:
         getattr(to, name).copy_(getattr(batch, name))
-    to.block_table[:, : batch.block_table.shape[1]].copy_(batch.block_table)
 
 
 class _Operators(TorchFunctionMode):

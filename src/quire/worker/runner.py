@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from quire.models.decoder import Model
+from quire.sampling.logprobs import scored_rows
 from quire.sampling.sampler import Sampler
 from quire.types import StepHandle, StepPlan, TokenMasks
 from quire.worker.batch import Batcher
@@ -18,8 +19,6 @@ from quire.worker.pooling import Pooler
 from quire.worker.results import Arrays, Results, StepOutput
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
-
-_SCORE_ROWS = 512  # prompt positions whose logits are held at once
 
 
 class Runner:
@@ -80,6 +79,21 @@ class Runner:
     def warm_up(self) -> bool:
         return self._launcher.warm_up(self._staging)
 
+    @torch.inference_mode()
+    def recover(self, drop_graphs: bool) -> None:
+        """Be ready for the next step after one that failed in the middle, and give back what memory it left.
+
+        Steps that were launched before it are not affected. Columns of its slots are not right: they are overwritten
+        when the slots get new owners.
+        """
+        self._launched = None
+        self._batcher.recover()
+        if drop_graphs:
+            self._launcher.drop_graphs()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
     def _score(self, launched: Launched, row: int) -> Arrays:
         """Log-probabilities of the token after each token of a row (the last may be beyond the prompt)."""
         plan, state, hidden = launched.step.plan, self._state, launched.hidden
@@ -89,9 +103,9 @@ class Runner:
         following = torch.arange(1, end - begin + 1, device=hidden.device) + state.num_computed[slot]
         targets = state.tokens[slot].index_select(0, following.clamp_(max=state.max_len - 1)).long()
         top = self._score_tops[slot]
-        parts = []
-        for at in range(begin, end, _SCORE_ROWS):
-            stop = min(at + _SCORE_ROWS, end)
+        parts, most = [], scored_rows(self._model.spec.vocab_size)
+        for at in range(begin, end, most):
+            stop = min(at + most, end)
             logits = self._model.logits(hidden[at:stop])
             parts.append(self._sampler.prompt_logprobs(logits, targets[at - begin : stop - begin], top))
         ids, values, ranks = (torch.cat(column) for column in zip(*parts))

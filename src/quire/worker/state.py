@@ -15,14 +15,16 @@ from quire.worker.staging import Staging
 
 
 class SlotState:
-    """Columns of `num_slots` requests (plus the dummy), each up to `max_len` tokens in `max_blocks` pages."""
+    """Columns of `num_slots` requests (plus the dummy), each up to `max_len` tokens in `max_blocks` pages.
+
+    `clear` must come before the first use.
+    """
 
     def __init__(
         self,
         num_slots: int,
         max_len: int,
         max_blocks: int,
-        num_blocks: int,
         keeps_kv: bool,
         device: torch.device,
     ) -> None:
@@ -36,8 +38,12 @@ class SlotState:
         self.block_table = table.view(slots, max_blocks)
         self.tokens = tokens.view(slots, max_len)  # prompt and output
         *self._scalars, self._table, self._tokens = np.cumsum((0, *sizes[:-1])).tolist()
-        # The dummy is a request of one token, none computed, with a page of its own beyond those of requests.
-        self.block_table[self.dummy] = num_blocks
+        self.shape = num_slots, max_len, max_blocks
+
+    def clear(self, dummy_block: int) -> None:
+        """Empty all slots. The dummy is a request of one token, none computed, with a block of its own."""
+        self._memory.zero_()
+        self.block_table[self.dummy] = dummy_block
         self.num_tokens[self.dummy] = 1
 
     def apply(self, plan: StepPlan, staging: Staging) -> None:

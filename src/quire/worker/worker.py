@@ -17,13 +17,13 @@ from quire.models.decoder import Model
 from quire.sampling.sampler import Sampler
 from quire.types import StepPlan
 from quire.worker.batch import Batcher, KernelBatcher, TorchBatcher
-from quire.worker.graphs import CudaGraphs, Eager, Launcher, Threads
+from quire.worker.graphs import MOST_GRAPHS, CudaGraphs, Eager, Launcher, Threads
 from quire.worker.kv_cache import KVCache
 from quire.worker.pooling import Pooler
 from quire.worker.recorded import Recorded
 from quire.worker.results import Results
 from quire.worker.runner import Runner
-from quire.worker.sizing import KVSize
+from quire.worker.sizing import KVSize, cpu_step_bytes, gpu_memory, sampling_bytes
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
 
@@ -31,6 +31,7 @@ _GRAPH_TOKENS = 2048  # the longest step with prompts that is captured if that t
 _FULL_TOKENS = 8192  # and without padding: launching a longer one takes less than running it
 _ROWS_WITH_KERNELS = (2, 4, 8, 16, 32, 64)  # numbers of rows, each for a range with kernels of its own
 _FEW_TOKENS = 16  # of a step with a prompt that has kernels of its own
+_GRAPH_BYTES_PER_LAYER = 46 << 10  # of a captured step (measured: up to 1.3 MiB with 28 layers)
 _PROMPT_TOKENS = 128  # of the request that is rehearsed
 
 
@@ -50,8 +51,10 @@ class Worker:
         self._kernels = kernels
         self.config, self.model, self.device = config, model, device
         self._backend, self._dtype, self._depth = backend, dtype, depth
-        self._graph_bytes = 0  # activations of the largest captured step
+        self._graph_bytes = 0  # of the memory that captured steps share
         self._pages: list[KV] = []
+        self._columns: SlotState | None = None
+        self.reserved_bytes = 0  # as `measure` found
 
     def compile_kernels(self) -> None:
         """Have the kernels of usual steps compiled side by side, or found on disk, and loaded."""
@@ -64,9 +67,8 @@ class Worker:
         rows, per_row = self._largest_step()
         size = self._scratch_size(per_row)
         pages = self._make_pages(size)
-        slots = config.max_num_seqs or 1
-        eager = self._make_runner(size, slots, pages, graphs=False)
-        usual = self._make_runner(size, slots, pages, config.cuda_graphs)
+        eager = self._make_runner(size, pages, graphs=False)
+        usual = self._make_runner(size, pages, config.cuda_graphs)
         with side_by_side(self.device) as missing:
             _run(eager, min(rows, 16), per_row)  # as 16 rows, so any other multiple of 16
             self._run_request(usual, size)
@@ -79,57 +81,69 @@ class Worker:
         del eager, usual, pages
         torch.cuda.empty_cache()
 
-    def activation_bytes(self) -> int:
-        """Memory that steps take beyond weights and KV pages: measured on CUDA, 0 on a CPU."""
-        if self.device.type != "cuda":
-            return 0
+    def measure(self) -> int:
+        """Return, and keep, the memory that steps take beyond weights, KV blocks and slot columns: buffers, activations, sampling,
+        and captured graphs. On CUDA activations and buffers are measured; on a CPU all is estimated."""
+        on_cpu = self.device.type != "cuda"
+        self.reserved_bytes = self._estimated_bytes() if on_cpu else self._measured_bytes()
+        return self.reserved_bytes
+
+    def _estimated_bytes(self) -> int:
+        return cpu_step_bytes(self.config, self.model.spec, self._dtype)
+
+    def _measured_bytes(self) -> int:
         rows, per_row = self._largest_step()
         size = self._scratch_size(per_row)
-        runner = self._make_runner(size, rows, self._make_pages(size), graphs=False)
+        pages, columns = self._make_pages(size), self._columns_for(size)
         torch.cuda.synchronize(self.device)
+        begin = torch.cuda.memory_allocated(self.device)
+        runner = self._make_runner(size, pages, graphs=False)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         _run(runner, rows, per_row)
         peak = torch.cuda.max_memory_allocated(self.device) - before
-        del runner
+        del runner, pages, columns
+        self._columns = None  # made anew once the context is known
         torch.cuda.empty_cache()
-        self._graph_bytes = self._bytes_of_graphs(peak, rows * per_row)
-        return peak + self._column_bytes() + self._graph_bytes
+        sampling = sampling_bytes(self.config, self.model.spec.vocab_size, self._dtype)
+        return before - begin + max(peak, sampling) + self._bytes_of_graphs(peak, rows * per_row)
 
     def _largest_step(self) -> tuple[int, int]:
-        """(rows, tokens of each): no row is longer than a context, beyond which there are no positions."""
+        """(rows, tokens of each): no row is longer than a context without the token that is sampled."""
         config = self.config
         tokens, rows = config.max_num_batched_tokens or 1, config.max_num_seqs or 1
         rows = min(rows, tokens)
-        return rows, min(tokens // rows, config.max_model_len or 1)
+        return rows, min(tokens // rows, max((config.max_model_len or 1) - 1, 1))
 
     def _scratch_size(self, per_row: int) -> KVSize:
         """A single page, which all positions share, in tables of the real width: other numbers would need
         kernels of their own. Elsewhere than in the paged layout, a page that is just long enough."""
         if self.config.kv_layout == "paged":
-            return KVSize(1, self.config.block_size, 0, max(self.config.max_model_len or 1, per_row + 1))
+            return KVSize(1, self.config.block_size, 0, self.config.max_model_len or 1)
         return KVSize(1, per_row + 1, 0, per_row + 1)
 
-    def _column_bytes(self) -> int:
-        """Of the slot columns: a place for each token that a request may have, and for each page."""
-        config = self.config
-        rows, length = config.max_num_seqs or 1, config.max_model_len or 1
-        return 4 * (rows + 1) * (length + -(-length // config.block_size))
-
     def _bytes_of_graphs(self, largest_step: int, tokens: int) -> int:
-        """Of captured steps: they run one at a time, so their activations share one block. `largest_step` is what
-        one of `tokens` tokens takes."""
+        """Return the memory of captured steps, and note how much of it they share: they run one at a time, so their
+        activations are cut from one block. `largest_step` is what one of `tokens` tokens takes."""
         config = self.config
         if not (config.cuda_graphs and self._backend.capturable):
             return 0
         longest = min(config.max_num_batched_tokens or 1, _FULL_TOKENS)
         logits = (config.max_num_seqs or 1) * self.model.spec.vocab_size * self._dtype.itemsize
-        return largest_step * min(longest, tokens) // tokens + 2 * logits
+        self._graph_bytes = largest_step * min(longest, tokens) // tokens + 2 * logits
+        return self._graph_bytes + logits + self._most_graphs() * self._bytes_per_graph()
+
+    def _most_graphs(self) -> int:
+        """Return how many steps are captured at most: graphs take at most a hundredth of the device's memory."""
+        return min(MOST_GRAPHS, gpu_memory(self.device) // 100 // self._bytes_per_graph())
+
+    def _bytes_per_graph(self) -> int:
+        return _GRAPH_BYTES_PER_LAYER * self.model.spec.num_layers
 
     def allocate(self, size: KVSize) -> Runner:
         """The runner, with KV pages of `size` and columns for every slot."""
         self._pages = self._make_pages(size)
-        return self._make_runner(size, self.config.max_num_seqs or 1, self._pages, self.config.cuda_graphs)
+        return self._make_runner(size, self._pages, self.config.cuda_graphs)
 
     def rehearse(self, runner: Runner, size: KVSize) -> None:
         """Run what a first request would, so that everything it takes is there. The weights need not be."""
@@ -168,11 +182,20 @@ class Worker:
         )
         return cache.layers
 
-    def _make_runner(self, size: KVSize, num_slots: int, pages: list[KV], graphs: bool) -> Runner:
+    def _columns_for(self, size: KVSize) -> SlotState:
+        """Return the slot columns, empty. All runners use one set, for it can take gigabytes."""
+        slots, max_blocks = self.config.max_num_seqs or 1, -(-size.max_model_len // size.block_size)
+        if self._columns is None or self._columns.shape != (slots, size.max_model_len, max_blocks):
+            self._columns = None
+            keeps_kv = self.config.kv_layout != "none"
+            self._columns = SlotState(slots, size.max_model_len, max_blocks, keeps_kv, self.device)
+        self._columns.clear(size.num_blocks)
+        return self._columns
+
+    def _make_runner(self, size: KVSize, pages: list[KV], graphs: bool) -> Runner:
         model, config, device = self.model, self.config, self.device
-        keeps_kv = config.kv_layout != "none"
-        max_blocks = -(-size.max_model_len // size.block_size)
-        state = SlotState(num_slots, size.max_model_len, max_blocks, size.num_blocks, keeps_kv, device)
+        state = self._columns_for(size)
+        num_slots = state.dummy
         sampler = Sampler(state, model.spec.vocab_size, num_slots + 1, device)
         turns = self._depth + 1
         launcher: Launcher
@@ -194,6 +217,7 @@ class Worker:
                     min(budget, _GRAPH_TOKENS),
                     budget if budget <= _FULL_TOKENS else 0,
                     self._graph_bytes,
+                    self._most_graphs(),
                     self._dtype,
                     device,
                 )
@@ -202,7 +226,7 @@ class Worker:
             threads = self._threads()
             launcher = eager = Eager(model, batcher, threads)
             if threads and isinstance(self._kernels, CpuKernels) and config.cpu_replay:
-                launcher = Recorded(eager, model, batcher, self._kernels, threads, max_blocks)
+                launcher = Recorded(eager, model, batcher, self._kernels, threads)
         staging, results = Staging(device, self._depth), Results(device, turns)
         pooler = Pooler(state.dummy + 1, device)
         return Runner(model, launcher, batcher, state, sampler, staging, results, pooler)

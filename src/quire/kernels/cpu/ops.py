@@ -54,7 +54,7 @@ class Rows(ctypes.Structure):
 
 class Attend(ctypes.Structure):
     _fields_ = [
-        ("heads", _P), ("qkv", _P), ("positions", _P), ("slots", _P), ("lens", _P), ("tables", _P),
+        ("heads", _P), ("qkv", _P), ("positions", _P), ("slots", _P), ("lens", _P), ("tables", _P), ("owners", _P),
         ("keys", _P), ("values", _P), ("out", _P),
         ("rows", _N), ("table_width", _N), ("block_size", _N), ("next", _N), ("failed", _I),
     ]  # fmt: skip

@@ -278,7 +278,8 @@ typedef struct {
     const Heads *heads;
     void *qkv; /* [rows, (heads + 2 kv heads) * dim] */
     const int64_t *positions, *slots;
-    const int32_t *lens, *tables; /* [rows], [rows, table_width] */
+    const int32_t *lens, *tables; /* [rows], [owners, table_width] */
+    const int64_t *owners; /* [rows]: whose table is the row's */
     void *keys, *values, *out;    /* pages [slots, kv heads, dim]; [rows, heads * dim] */
     int64_t rows, table_width, block_size, next;
     int32_t failed;
@@ -370,7 +371,7 @@ INLINE void attend_heads(Attend *j, int64_t row, int64_t from, int64_t to, float
     int64_t room = (len - first + LANES - 1) / LANES * LANES, token = h->kv_heads * dim, size = j->block_size;
     int64_t heads = (to - from) * group;
     float *totals = work + wide, *q = totals + heads, *out = q + heads * wide, *scores = out + heads * wide;
-    const int32_t *pages = j->tables + row * j->table_width;
+    const int32_t *pages = j->tables + j->owners[row] * j->table_width;
 
     const void *packed = at(j->qkv, row * (h->heads + 2 * h->kv_heads) * dim, half);
     const void *angle = at(h->table, j->positions[row] * dim, half);

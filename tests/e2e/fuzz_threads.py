@@ -9,6 +9,9 @@ loads, steps and tokens for each number of threads; exits with 1 at the first to
 
 from __future__ import annotations
 
+import quire.config  # noqa: F401  (sets how threads wait for each other, before torch is loaded)
+
+# isort: split
 import argparse
 import random
 import time

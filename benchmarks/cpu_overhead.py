@@ -31,7 +31,7 @@ from quire.layers.env import Env
 from quire.models.spec import ModelSpec
 from quire.parallel.parallel import Parallel
 from quire.types import EngineRequest, SamplingParams
-from quire.worker.executor import LocalExecutor
+from quire.worker.executor import LocalExecutor, device_guard
 from quire.worker.sizing import KVSize
 from quire.worker.worker import Worker
 
@@ -70,7 +70,7 @@ def make_engine(rows: int) -> Engine:
     pool, log = BlockPool(blocks, LRU()), StepLog()
     limits = Limits(rows, LENGTH, LENGTH, BLOCK)
     scheduler = Scheduler(pool, HashPrefixCache(pool, BLOCK), Policy(), limits, log)
-    return Engine(scheduler, LocalExecutor(runner), NoGrammar(), 2, log)
+    return Engine(scheduler, LocalExecutor(runner, device_guard(cpu)), NoGrammar(), 2, log)
 
 
 def main() -> None:

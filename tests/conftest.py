@@ -13,6 +13,7 @@ settings.register_profile("quire", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("quire")
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")  # as quire/config.py, which some tests import after torch
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

@@ -46,7 +46,7 @@ from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
 from quire.parallel.parallel import Parallel
 from quire.types import ConfigError, EngineInfo
-from quire.worker.executor import LocalExecutor
+from quire.worker.executor import DeviceGuard, LocalExecutor, device_guard
 from quire.worker.sizing import (
     KVSize,
     check_kv_fits,
@@ -74,6 +74,19 @@ def build_engine(config: EngineConfig, imports_s: float = 0.0) -> tuple[Engine, 
     spec = load_spec(path)
     clock.end("config")
     device = pick_device(config.device)
+    guard = device_guard(device)
+    with guard():
+        return _build(config, path, spec, device, guard, clock)
+
+
+def _build(
+    config: EngineConfig,
+    path: Path,
+    spec: ModelSpec,
+    device: torch.device,
+    guard: DeviceGuard,
+    clock: _Phases,
+) -> tuple[Engine, EngineInfo]:
     dtype = pick_dtype(config.dtype, spec.dtype, device)
     if (asked_len := config.max_model_len) is not None and asked_len > spec.max_model_len:
         raise ConfigError(
@@ -109,7 +122,7 @@ def build_engine(config: EngineConfig, imports_s: float = 0.0) -> tuple[Engine, 
         engine = _wire(
             config,
             size,
-            LocalExecutor(runner),
+            LocalExecutor(runner, guard),
             pick_grammar(config, path, spec.vocab_size),
             depth,
             config.shared_prefix and backend.reads_shared,
@@ -139,7 +152,6 @@ def pick_device(name: str) -> torch.device:
                 f"device {name!r} was asked for, but there are {torch.cuda.device_count()} GPUs"
             )
         device = torch.device("cuda", device.index or 0)
-        torch.cuda.set_device(device)
         # cuDNN's attention plans anew, for some 50 ms, at every length that it has not seen; rows grow by one.
         torch.backends.cuda.enable_cudnn_sdp(False)
     return device

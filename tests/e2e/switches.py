@@ -67,18 +67,27 @@ def random_settings(rng: random.Random, switches: dict[str, tuple[Any, ...]] = S
 class Bench:
     """One model, with kernels of a CPU and without, shared by the engines of all settings."""
 
-    def __init__(self, model: str, device: str = "cpu", dtype: str = "float32") -> None:
+    def __init__(
+        self,
+        model: str,
+        device: str = "cpu",
+        dtype: str = "float32",
+        requests: list[EngineRequest] | None = None,
+    ) -> None:
         self._base = {"model": model, "device": device, "dtype": dtype, "max_model_len": MAX_LEN}
         self._loaded: dict[bool, Any] = {}
         self._original = quire.build.load_model
-        self.requests = make_requests(random.Random(7))
+        self.expect(requests or make_requests(random.Random(7)))
+        assert any(len(tokens) > 20 for tokens in self.expected.values())
+
+    def expect(self, requests: list[EngineRequest]) -> None:
+        """Decode each of the requests alone, and run these from now on."""
         engine = self.engine({**defaults(), **_ALONE, "cuda_graphs": False})
         self.token_bytes = self.info.block_bytes // self.info.block_size
-        self.expected = {}
-        for request in self.requests:
+        self.requests, self.expected = requests, dict[str, list[int]]()
+        for request in requests:
             engine.add(request)
             self.expected[request.id] = drain(engine)[request.id]
-        assert any(len(tokens) > 20 for tokens in self.expected.values())
 
     def engine(self, settings: dict[str, Any]) -> Engine:
         settings = dict(settings)

@@ -1,38 +1,69 @@
 # ruff: noqa: E402  (imports that must follow a patch)
-"""Kernels within `side_by_side` are compiled in its threads, once each, and none is launched: run by test_ahead.py
-in a process of its own, for Hopper, without a GPU (a launch would fail)."""
+"""Kernels inside `side_by_side` are compiled in its threads, once each, and only other threads launch any: run by
+test_ahead.py in a process of its own, for Hopper, without a GPU."""
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+from collections.abc import Callable
 
 import torch
 from hopper import Hopper
-from triton import knobs
 from triton.runtime import driver
 
-driver.set_active(Hopper())
+hopper = Hopper()
+driver.set_active(hopper)
 torch.cuda.set_device = lambda device: None
 
-from quire.kernels import norm
+from quire.kernels import activation, norm
 from quire.kernels.ahead import side_by_side
 
-compiled: list[str] = []
-
-
-def note(**launch: Any) -> None:
-    compiled.append(launch["fn"].name)
-
-
-knobs.runtime.jit_post_compile_hook = note
+CPU = torch.device("cpu")
 x, weight = torch.ones(3, 1234), torch.ones(1234)
-found = []
-for _ in range(3):  # when they are compiled they are not launched either
-    with side_by_side(torch.device("cpu"), threads=2) as missing:
+
+
+def in_threads(*works: Callable[[], object]) -> None:
+    """Run all at once, in threads that have the works' names."""
+    threads = [threading.Thread(target=work, name=work.__name__) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def build() -> list[str]:
+    with side_by_side(CPU, threads=2) as missing:
         for _ in range(3):
             assert not norm.rms_norm(x, weight, 1e-6).any()
             assert not norm.add_rms_norm(x, x, weight, 1e-6)[1].any()
-    found.append(len(missing))
-    if len(found) == 2:  # forget them, so that they are found on disk
-        norm._norm.device_caches.clear()
-print(len(compiled), *found)
+    return missing
+
+
+def generate() -> None:
+    norm.rms_norm(x, weight, 1e-6)
+
+
+# Compiled once, found in memory, found on disk.
+found = [len(build()), len(build())]
+norm._norm.device_caches.clear()
+found.append(len(build()))
+print("not on disk", *found)
+assert not hopper.launches
+
+# A thread launches what it launches while another is inside, also what the other has begun to compile.
+with side_by_side(CPU, threads=2):
+    in_threads(generate)
+    norm.layer_norm(x, weight, weight, 1e-6)
+    in_threads(lambda: norm.layer_norm(x, weight, weight, 1e-6))
+    assert not norm.rms_norm(x, weight, 1e-6).any()
+print("launches of other threads", hopper.launches.total())
+
+# Several threads inside at once, and then several that launch a kernel for the first time at once.
+hopper.launches.clear()
+in_threads(build, build, build)
+assert not hopper.launches
+gate_up = torch.ones(2, 64)
+in_threads(*[lambda: activation.gated(gate_up, "silu")] * 4)
+print("launches at once", hopper.launches.total())
+norm.rms_norm(x, weight, 1e-6)
+print("launches behind it", hopper.launches.total() - 4)

@@ -103,7 +103,7 @@ class FakeDevice:
             self.columns[slot]["blocks"] += blocks
         assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot runs twice in one step"
         assert plan.num_tokens.sum() == plan.total_tokens
-        hidden, writes = {}, []
+        hidden, writer = {}, {}
         for slot, n, start in zip(plan.slots.tolist(), plan.num_tokens.tolist(), plan.starts.tolist()):
             column = self.columns[slot]
             assert column["computed"] == start, "host and device disagree"
@@ -112,16 +112,17 @@ class FakeDevice:
             h = self._prefix(column, start)
             for position, token in enumerate(tokens, start):
                 h = chain(h, token)
-                writes.append((column["blocks"][position // self.block_size], position % self.block_size, h))
+                entry = column["blocks"][position // self.block_size], position % self.block_size
+                assert entry not in writer, "two rows write the same KV entry"
+                self.kv[entry], writer[entry] = h, slot
             hidden[slot] = h
-        for block, offset, h in writes:  # all KV of a layer is written before attention reads it
-            self.kv[block, offset] = h
         for slot, n, start in zip(plan.slots.tolist(), plan.num_tokens.tolist(), plan.starts.tolist()):
             column, h = self.columns[slot], -1
             for position, token in enumerate(column["tokens"][: start + n]):
                 h = chain(h, token)
-                block = column["blocks"][position // self.block_size]
-                assert self.kv.get((block, position % self.block_size)) == h, "attention would read wrong KV"
+                entry = column["blocks"][position // self.block_size], position % self.block_size
+                assert self.kv.get(entry) == h, "attention would read wrong KV"
+                assert writer.get(entry, slot) == slot, "a row reads what another row of its step writes"
         self.hidden[plan.step] = hidden
 
     def _prefix(self, column: dict, length: int) -> int:
@@ -313,6 +314,39 @@ def test_equal_prompts_in_one_step_share_pages() -> None:
     assert engine.scheduler.pool.num_blocks - engine.scheduler.pool.num_free == 2 + 3
 
 
+def test_a_row_runs_a_step_after_the_row_that_writes_its_prefix() -> None:
+    engine, _ = make_engine(**{**SMALL, "budget": 16})
+    for i in range(3):
+        engine.add(request(f"r{i}", [5] * 9 + [i] * i))
+    engine.step()
+    assert engine.log.last.rows == [("r0", 0, 9)]
+    assert [name for name, _, _ in engine.log.last.admitted] == ["r0", "r1", "r2"]
+    engine.step()
+    assert engine.log.last.rows == [("r0", 9, 1), ("r1", 8, 2), ("r2", 8, 3)]
+
+
+def test_requests_that_wait_for_their_prefix_take_no_more_than_the_budget() -> None:
+    engine, _ = make_engine(**{**SMALL, "budget": 14})
+    for i in range(4):
+        engine.add(request(f"r{i}", [5] * 9 + [i] * i))
+    engine.step()
+    assert [name for name, _, _ in engine.log.last.admitted] == ["r0", "r1", "r2"]  # 9 + 2 + 3 tokens
+
+
+def test_a_block_that_decoding_completes_is_read_in_the_next_step() -> None:
+    engine, _ = make_engine(**{**SMALL, "depth": 1})
+    first = request("first", [5] * 7, 3)
+    answer = reference(first, 40)
+    engine.add(first)
+    engine.step()  # its first token is the eighth, which completes a block in the next step
+    engine.add(request("second", [5] * 7 + answer[:2], 1))
+    engine.step()
+    assert engine.log.last.rows == [("first", 7, 1)]
+    assert engine.log.last.admitted == [("second", 9, 8)]
+    engine.step()
+    assert engine.log.last.rows == [("first", 8, 1), ("second", 8, 1)]
+
+
 def test_salt_separates_equal_prompts() -> None:
     engine, _ = make_engine(**SMALL)
     engine.add(request("a", [5] * 10, cache_salt="x"))
@@ -472,6 +506,16 @@ def _break_preemption_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "_preempt_other", preempt)
 
 
+def _break_publishing(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = HashPrefixCache.publish
+
+    def publish(self: HashPrefixCache, request) -> tuple[int, ...]:
+        original(self, request)
+        return ()  # as if nobody read it in this step
+
+    monkeypatch.setattr(HashPrefixCache, "publish", publish)
+
+
 def _break_release(monkeypatch: pytest.MonkeyPatch) -> None:
     original = BlockPool.release
     monkeypatch.setattr(BlockPool, "release", lambda self, blocks: original(self, blocks[1:]))
@@ -486,6 +530,7 @@ def _break_release(monkeypatch: pytest.MonkeyPatch) -> None:
         _break_forgetting,
         _break_length_limit,
         _break_preemption_reset,
+        _break_publishing,
         _break_release,
     ],
 )

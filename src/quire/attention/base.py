@@ -90,7 +90,10 @@ class PackedForward(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Writes the new K/V into the pages, then attends over all pages of each row."""
+    """Writes the new K/V into the pages, then attends over all pages of each row.
+
+    Rows may run in any order: no row attends over what another row of the batch writes.
+    """
 
     name: str
     capturable: bool  # whether plan and forward may be part of a CUDA graph, bounds only included

@@ -167,4 +167,4 @@ def _book(outputs: list[EngineOutput], running: dict[str, Served], now_s: float)
 def synchronize(device: str) -> None:
     """Wait until the device has done all that was asked of it."""
     if device.startswith("cuda"):
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(device)

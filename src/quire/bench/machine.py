@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 
 from quire.bench.cost import Machine
+from quire.worker.executor import device_guard
 from quire.worker.sizing import free_memory
 
 _SIDE = {"cuda": 8192, "cpu": 2048}  # of the matrices that are multiplied
@@ -22,7 +23,7 @@ def measure(device: torch.device, dtype: torch.dtype) -> Machine:
     Bandwidth is the best of a sum and a matrix-vector product over a large buffer and, on a GPU, a copy
     (bytes read and written); the matrix rate is that of a square product of normal numbers in `dtype`.
     """
-    with torch.inference_mode():
+    with torch.inference_mode(), device_guard(device)():
         found = Machine(_name(device), _bandwidth(device), _matrix_rate(device, dtype))
     if device.type == "cuda":
         torch.cuda.empty_cache()

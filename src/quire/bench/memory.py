@@ -28,7 +28,7 @@ def memory_map(info: EngineInfo) -> dict[str, int]:
     graphs = sum(
         segment["total_size"]
         for segment in torch.cuda.memory_snapshot()
-        if tuple(segment["segment_pool_id"]) != (0, 0)
+        if segment["device"] == device.index and tuple(segment["segment_pool_id"]) != (0, 0)
     )
     reserved = torch.cuda.memory_reserved(device)
     rest = reserved - info.weight_bytes - pages - graphs

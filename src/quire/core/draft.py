@@ -26,7 +26,7 @@ class Draft:
     admits: list[Admit] = field(default_factory=list)
     new_blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
-    published: list[int] = field(default_factory=list)  # blocks that the prefix cache found new in this step
+    published: set[int] = field(default_factory=set)  # blocks that this step completes, offered to others
     # (request, tokens of its row, whether it then has caught up), of those that had not
     catching_up: list[tuple[Request, int, bool]] = field(default_factory=list)
 

@@ -2,12 +2,14 @@
 
 A page's name is blake2b(name of the page before it, its token ids), keyed with a secret of this process,
 so that neither a collision nor a crafted prompt can make one request read another's pages. Pages are
-published when their step is *scheduled*: a reader comes later in stream order, so the KV is there by then.
+published when their step is *scheduled*: the scheduler runs a reader in a later step, which comes after it in
+stream order.
 """
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Protocol
 
@@ -20,12 +22,14 @@ class PrefixCache(Protocol):
         """Cached pages that hold the beginning of the request, at most up to its last token but one."""
         ...
 
-    def publish(self, request: Request) -> list[int]:
-        """Offer the full blocks of the request that are computed and whose tokens are known. Return those that are
-        found by them from now on."""
+    def publish(self, request: Request) -> Sequence[int]:
+        """Offer the full blocks of the request that are computed and whose tokens are known.
+
+        Return those that were not offered before.
+        """
         ...
 
-    def withdraw(self, blocks: list[int]) -> None:
+    def withdraw(self, blocks: Iterable[int]) -> None:
         """Forget blocks that `publish` returned: what they should hold was never written."""
         ...
 
@@ -49,11 +53,11 @@ class NoPrefixCache:
     def match(self, request: Request) -> list[int]:
         return []
 
-    def publish(self, request: Request) -> list[int]:
+    def publish(self, request: Request) -> Sequence[int]:
         request.publish_at = 1 << 62
-        return []
+        return ()
 
-    def withdraw(self, blocks: list[int]) -> None:
+    def withdraw(self, blocks: Iterable[int]) -> None:
         pass
 
     def end_of_match(self, request: Request, hits: int) -> str:
@@ -86,22 +90,22 @@ class HashPrefixCache:
             found.append(block)
         return found
 
-    def publish(self, request: Request) -> list[int]:
+    def publish(self, request: Request) -> Sequence[int]:
         full = min(request.computed, request.known) // self._block_size
         self._extend(request, full)
-        fresh = []
+        published = []
         for index in range(request.published, full):
             name, block = request.names[index], request.blocks[index]
             if name not in self._block_of:
                 self._block_of[name] = block
                 self._name_of[block] = name
                 self._pool.cached[block] = 1
-                fresh.append(block)
+                published.append(block)
         request.published = full
         request.publish_at = (full + 1) * self._block_size
-        return fresh
+        return published
 
-    def withdraw(self, blocks: list[int]) -> None:
+    def withdraw(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             del self._block_of[self._name_of.pop(block)]
             self._pool.uncache(block)

@@ -155,7 +155,7 @@ class Scheduler:
             request.catching_up = not samples
         request.computed += n
         if request.computed >= request.publish_at:
-            draft.published += self.cache.publish(request)
+            draft.published.update(self.cache.publish(request))
         if samples:
             request.pending += 1 + request.drafts
             if not self.limits.keeps_kv:
@@ -196,6 +196,10 @@ class Scheduler:
             if fresh > self.pool.num_free - sum(1 for block in hits if not self.pool.refs[block]):
                 return "pages"
             self.waiting.remove(request)
+            if not draft.published.isdisjoint(hits):
+                # A row must not read what another row of its step writes: this one runs in the next step, and
+                # its part of this step's budget is left unused, so no more are admitted than if it ran now.
+                draft.budget, n = draft.budget - n, 0
             self._start(draft, request, hits, fresh, n)
         return skipped
 

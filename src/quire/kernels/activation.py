@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels import dependent_launch
+from quire.kernels.jit import kernel
 
 _BLOCK = 1024
 
@@ -27,7 +28,7 @@ def activate(gate, KIND: tl.constexpr):
         return tl.maximum(gate, 0.0)
 
 
-@triton.jit
+@kernel
 def _gated(
     gate_up,  # [rows, 2 * WIDTH]
     out,  # [rows, WIDTH]

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from quire.kernels import dependent_launch
 from quire.kernels.attention_tile import MASKED, SMS, attend_tile, load_rows, pad, score_factors
+from quire.kernels.jit import kernel
 
 _SEARCH = tl.constexpr(256)  # rows looked at at once
 # Numbers per listed tile: slot, first token in row, the row's start, n, seq_len. n is 0 where there is no tile: so
@@ -38,7 +39,7 @@ def _find_tile(query_start, rows, index, QUERIES: tl.constexpr, TOKENS: tl.const
     return found, index - before
 
 
-@triton.jit
+@kernel
 def _list_kernel(
     tiles, query_start, seq_lens, slots, rows,
     QUERIES: tl.constexpr, TOKENS: tl.constexpr, LONGEST_FIRST: tl.constexpr,
@@ -93,7 +94,7 @@ def list_tiles(
     return tiles
 
 
-@triton.jit
+@kernel
 def _long_kernel(
     q, keys, values, out, table, tiles,
     q_token, q_head, page_stride, head_stride, token_stride, table_row, scale, cap, window,

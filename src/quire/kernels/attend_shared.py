@@ -16,6 +16,7 @@ import triton.language as tl
 
 from quire.kernels import dependent_launch
 from quire.kernels.attention_tile import MASKED, attend_tile, load_rows, pad, score_factors
+from quire.kernels.jit import kernel
 
 _ROWS = 64  # query rows of one program
 _KEYS = 64  # keys at a time
@@ -30,7 +31,7 @@ class Begun:
     stats: torch.Tensor  # float32 [rows, heads, 2]: total and top score
 
 
-@triton.jit
+@kernel
 def _shared_kernel(
     q, keys, values, sums, stats, shared, table, slots, rows,
     shared_row, q_token, q_head, page_stride, head_stride, token_stride, table_row, scale, cap,

@@ -16,6 +16,7 @@ import triton.language as tl
 from quire.kernels import dependent_launch
 from quire.kernels.attend_shared import Begun
 from quire.kernels.attention_tile import MASKED, SMS, attend_tile, load_rows, pad, score_factors
+from quire.kernels.jit import kernel
 
 SHORT_ROWS = 16  # query rows of one program: the least that a matrix unit takes
 _TILE_BYTES = 16384  # of the keys, and of the values, that one step reads
@@ -31,7 +32,7 @@ def _key_range(seq_len, n, window, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     return first, tl.cdiv(seq_len - first, BLOCK_N)
 
 
-@triton.jit
+@kernel
 def _short_kernel(
     q, keys, values, out, sums, stats, seq_lens, query_start, table, slots, shared, begun_sums, begun_stats,
     shared_row, q_token, q_head, page_stride, head_stride, token_stride, table_row, scale, cap, window, splits,
@@ -105,7 +106,7 @@ def _short_kernel(
         tl.store(out + at[:, None] * DIM + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@kernel
 def _merge_kernel(
     sums, stats, out, query_start, splits,
     QUERIES: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,

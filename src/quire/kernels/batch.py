@@ -13,11 +13,13 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.jit import kernel
+
 _ROWS = 128  # rows of one program of `advance`
 _TOKENS = 256  # of one row at a time
 
 
-@triton.jit(do_not_specialize=["rows", "total"])
+@kernel(do_not_specialize=["rows", "total"])
 def _prepare_kernel(
     header, tokens, num_computed, block_table, turn,
     input_ids, positions, kv_slots, query_start, seq_lens, logit_index, slots,
@@ -94,7 +96,7 @@ def prepare(
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["rows", "dummy"])
+@kernel(do_not_specialize=["rows", "dummy"])
 def _advance_kernel(
     header, sampled, tokens, num_tokens, num_computed, turn, ring, rows, dummy, max_len, ring_row,
     KEEPS_KV: tl.constexpr, ROWS: tl.constexpr,

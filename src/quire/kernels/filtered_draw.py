@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.filters import BOUNDS, SETTLED, SUMS, WHOLE_ROW, append
+from quire.kernels.jit import kernel
 from quire.kernels.row import (
     NEVER,
     best_of,
@@ -42,7 +43,7 @@ LISTING = 64  # groups at a time
 ROW_BLOCK = 4096  # tokens at a time where a whole row is searched
 
 
-@triton.jit(do_not_specialize=["spans"])
+@kernel(do_not_specialize=["spans"])
 def draw(
     logits,  # [rows, vocab], rows `stride` apart
     stride,

@@ -20,6 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from quire.kernels.jit import kernel
 from quire.kernels.row import (
     LOWEST,
     NEVER,
@@ -146,7 +147,7 @@ def _sampled(
     return lo, tl.maximum(lo, tl.min(tl.where(over, edge, INF), 0))
 
 
-@triton.jit(do_not_specialize=["rounds"])
+@kernel(do_not_specialize=["rounds"])
 def collect(
     logits,  # [rows, vocab], rows `stride` apart
     stride,

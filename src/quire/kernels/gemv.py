@@ -18,6 +18,7 @@ import triton.language as tl
 
 from quire.kernels import dependent_launch
 from quire.kernels.activation import activate
+from quire.kernels.jit import kernel
 
 MOST_ROWS = 2
 
@@ -38,7 +39,7 @@ def _with(items, item):
     return items + (item,)
 
 
-@triton.jit
+@kernel
 def _gemv(
     x,  # [M, K]
     residual,  # added to x if ADD_BEFORE [M, K], to the product if ADD_AFTER [M, outputs]

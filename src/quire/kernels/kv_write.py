@@ -7,9 +7,10 @@ import triton
 import triton.language as tl
 
 from quire.kernels import dependent_launch
+from quire.kernels.jit import kernel
 
 
-@triton.jit
+@kernel
 def _write_kernel(
     k, v, keys, values, slots,
     k_token, k_head, v_token, v_head, page_stride, head_stride, token_stride,

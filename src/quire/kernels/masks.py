@@ -6,10 +6,12 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.jit import kernel
+
 _BLOCK = 2048  # tokens of one program: 64 words of bits
 
 
-@triton.jit
+@kernel
 def _forbid(
     logits,  # [n, vocab], rows `stride` apart
     stride,

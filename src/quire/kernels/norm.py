@@ -11,9 +11,10 @@ import triton
 import triton.language as tl
 
 from quire.kernels import dependent_launch
+from quire.kernels.jit import kernel
 
 
-@triton.jit
+@kernel
 def _norm(
     x,  # [rows, WIDTH]
     residual,  # [rows, WIDTH], read if ADD

@@ -8,9 +8,9 @@ its full count, in whatever order the device goes; and the line is all zeros aga
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
+from quire.kernels.jit import kernel
 from quire.kernels.row import SAME_BITS
 
 COLUMNS = ("on", "repetition", "presence", "frequency")
@@ -20,7 +20,7 @@ _WIDTH = tl.constexpr(len(COLUMNS))
 _IN_PROMPT = tl.constexpr(1 << 30)  # beside the count of a token in the output
 
 
-@triton.jit
+@kernel
 def _penalise(
     logits,  # float32 [rows, vocab]
     vocab,

@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 
 from quire.kernels import dependent_launch
+from quire.kernels.jit import kernel
 
 _HEADS = 8  # heads per program
 
 
-@triton.jit
+@kernel
 def _norm_rotate(
     qkv,  # [tokens, STRIDE]: TURNED heads of DIM that turn in place, then KV_HEADS of k and of v
     positions,  # int64 [tokens]

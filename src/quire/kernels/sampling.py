@@ -17,6 +17,7 @@ import triton.language as tl
 
 from quire.kernels import dependent_launch, filtered_draw, filters
 from quire.kernels.filters import BOUNDS, COLLECT, INF, SETTLED, SUMS, WHOLE_ROW
+from quire.kernels.jit import kernel
 from quire.kernels.row import (
     COLUMNS,
     LOWEST,
@@ -78,7 +79,7 @@ class Scratch:
         )
 
 
-@triton.jit(do_not_specialize=["rounds"])  # one kernel for every batch size
+@kernel(do_not_specialize=["rounds"])  # one kernel for every batch size
 def _scan(
     logits,  # [rows, vocab], rows `stride` apart
     stride,
@@ -132,7 +133,7 @@ def _scan(
         tl.store(best_ids + place, winner)
 
 
-@triton.jit(do_not_specialize=["spans"])
+@kernel(do_not_specialize=["spans"])
 def _settle(
     logits,
     stride,

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels import dependent_launch
+from quire.kernels.jit import kernel
 
 MOST_ROWS = 16
 BLOCK_N = 64  # rows of a large W per program
@@ -32,7 +33,7 @@ def _with(items, item):
     return items + (item,)
 
 
-@triton.jit
+@kernel
 def _whole(
     x,  # [rows, K]
     weight,  # [outputs, K]
@@ -130,7 +131,7 @@ def _wait(PDL: tl.constexpr):
         return 0
 
 
-@triton.jit
+@kernel
 def _skinny(
     x,  # [rows, inputs]
     weight,  # [outputs, inputs]

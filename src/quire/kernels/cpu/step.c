@@ -431,7 +431,8 @@ static void attend_rows_part(void *p) {
     if (j->heads->half) attend_rows_as(j, 1); else attend_rows_as(j, 0);
 }
 
-/* Norm, rotation, writing and attention for rows of one token each. */
+/* Norm, rotation, writing and attention for rows of one token each, in any order: no row may attend over what another
+   row writes. The scheduler never puts two such rows into one step. */
 int attend_rows(Attend *j) {
     j->next = 0;
     return run(attend_rows_part, j, 0, &j->failed);

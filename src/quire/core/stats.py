@@ -61,5 +61,5 @@ def stats_of(engine: Engine, received: int) -> EngineStats:
         page_size=scheduler.limits.block_size,
         totals={**asdict(log.totals), "evictions": scheduler.pool.evictions},
         last_step=last,
-        served_tokens=dict(scheduler.waiting.served),
+        served_tokens=dict(scheduler.shares.served),
     )

@@ -137,6 +137,7 @@ class Totals:
     finished: int = 0
     aborted: int = 0
     preemptions: int = 0
+    yielded: int = 0  # preemptions in favour of other clients
     pressure: int = 0  # times that pages ran out: preemptions, and admissions that began to wait for pages
     prompt_tokens: int = 0
     queried_tokens: int = 0  # looked up in the prefix cache; again after a preemption

@@ -85,10 +85,10 @@ def serve(engine: Engine, channel: Channel, parent: int) -> None:
                 case msg.Abort(ids):
                     for request_id in ids:
                         engine.abort(request_id)
-                case msg.AskStats():
-                    channel.send(msg.encode(msg.Stats(stats_of(engine, received))))
-                case msg.AskLive(since):
-                    channel.send(msg.encode(msg.Live(live_of(engine, received, since))))
+                case msg.AskStats(owner):
+                    channel.send(msg.encode(msg.Stats(stats_of(engine, received, owner))))
+                case msg.AskLive(since, owner):
+                    channel.send(msg.encode(msg.Live(live_of(engine, received, since, owner))))
                 case msg.Stop():
                     return
         outputs = refused

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.frontend.output import RequestState
-from quire.serve.account import Account, until
+from quire.serve.account import Account, ClientTotals, until
 from quire.serve.histogram import Histogram, one_two_five
 from quire.types import EngineOutput, EngineRequest, Figures, SamplingParams, Timing, Totals
 
@@ -37,7 +37,7 @@ def test_a_request_from_its_beginning_to_its_end() -> None:
     ):
         one.apply(output)
         account.apply([output], Figures(time_s=now_s, steps=[(1, 1, 0.5)]), [], now_s)
-    account.close([one], tracks, "anna")
+    account.close([one], tracks, "anna", True)
     assert account.ended == {"stop": 1, "length": 0, "abort": 0, "error": 0}
     assert (account.ttft_s.sum, account.e2e_s.sum, account.itl_s.sum, account.tpot_s.sum) == (
         2,
@@ -46,7 +46,8 @@ def test_a_request_from_its_beginning_to_its_end() -> None:
         0.75,
     )
     assert account.itl_s.count == 2 and account.queue_s.sum == 1 and account.prefill_s.sum == 1
-    assert account.client_tokens == {("anna", "prompt"): 3, ("anna", "generation"): 3}
+    assert account.of("anna") == account.of(None) == ClientTotals(1, 0, 3, 3)
+    assert account.of("bert") == ClientTotals()
     assert account.waited_s["slots"] == sum(account.waited_s.values()) == 1.0 and account.step_rows.count == 3
     assert not account._tracks
 
@@ -70,7 +71,7 @@ def test_a_request_that_is_given_up_or_refused() -> None:
     one.apply(refused := EngineOutput("b", [], "error", error="no"))
     account.apply([refused], Figures(), [], 10.5)
     one.abort()
-    account.close([one], tracks, "")
+    account.close([one], tracks, "", True)
     assert account.ended == {"stop": 0, "length": 0, "abort": 1, "error": 1}
     assert not account.e2e_s.count and list(account._tracks) == ["a"]
     account.apply([EngineOutput("a", [], "abort")], Figures(), [], 11.0)

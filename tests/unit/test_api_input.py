@@ -168,23 +168,31 @@ def test_prompts_are_those_of_chats(path: Path | None) -> None:
             assert prompts[0] == prompts[1] == prompts[2]
 
 
-def test_the_store_keeps_to_its_bounds() -> None:
+def test_the_store_keeps_to_the_bounds_of_each_client() -> None:
     def response(name: str) -> ResponseObject:
         options: dict[str, Any] = dict.fromkeys(ResponseObject.__struct_fields__)
         return ResponseObject(**{**options, "id": name})
 
-    a, b, message = Client("a"), Client("b"), {"role": "user", "content": "x" * 1000}
-    store = ResponseStore(3, 10_000)
+    a, b, message = Client("a"), Client("b", weight=3.0), {"role": "user", "content": "x" * 1000}
+    store = ResponseStore(3, 40_000, total_weight=4.0)
+    store.put(b, response("1"), [message])
     for name in "1234":
         store.put(a, response(name), [message])
-    assert len(store) == 3 and store.get(a, "1") is None and store.get(b, "2") is None
-    store.put(a, response("2"), [message])  # again
-    assert len(store) == 3
-    store.put(b, response("5"), [message] * 6)  # what is too much for all goes, the longest unused first
-    assert store.get(a, "3") is None and store.get(b, "5") is not None and store.size <= 10_000
-    store.put(b, response("6"), [message] * 12)  # larger than all
-    assert len(store) == 0 and store.size == 0
-    assert not store.delete(b, "6")
+    assert len(store) == 4 and store.get(a, "1") is None and store.get(b, "2") is None
+    assert store.get(b, "1") is not None, "another client displaced it"
+    assert store.get(a, "2") is not None and store.get(a, "2").messages() == [message]  # used last
+    store.put(a, response("4"), [message])  # again
+    assert len(store) == 4
+    store.put(a, response("5"), [message] * 6)  # older ones make room
+    assert store.get(a, "3") is None and store.get(a, "5") is not None and store.size <= 40_000
+    store.put(a, response("6"), [message] * 12)  # larger than the client's share
+    assert len(store) == 1 and store.get(b, "1") is not None
+    store.put(b, response("7"), [message] * 12)
+    assert store.get(b, "7") is not None and not store.delete(a, "7") and store.delete(b, "7")
+    for number in range(50):
+        store.put(a, response(f"n{number}"), [message])
+    assert store.get(b, "1") is not None and len(store) == 4
+    assert store.delete(b, "1") and not store.delete(b, "1")
 
 
 TEXT = "<think>\nSo\n</think>\n\nHi <tool_call>\n" + '{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

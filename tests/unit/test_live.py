@@ -19,10 +19,11 @@ from quire.core.prefix import HashPrefixCache
 from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog
 from quire.frontend import messages as msg
+from quire.serve.auth import ANYONE, Client
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
 from quire.serve.live import LiveStream
-from quire.serve.live_view import LiveView
+from quire.serve.live_view import LiveView, LiveViews
 from quire.serve.settings import ServeConfig
 from quire.types import EngineDead, EngineLive, EngineRequest, SamplingParams
 from quire.worker.echo import EchoExecutor
@@ -97,6 +98,31 @@ def test_the_map_of_pages_agrees_with_the_books() -> None:
         assert kinds[page] == expected
     assert found.shared_pages == 4 == np.count_nonzero(kinds == live.SHARED)
     assert np.count_nonzero(kinds == live.EVICTABLE) == pool.num_cached > 0
+
+
+def test_a_client_sees_its_own_requests_only() -> None:
+    host = engine(max_num_seqs=4)
+    for i in range(9):
+        one = request(f"r{i}", [10 + i] * 9)
+        one.client = "beta" if i in (2, 7) else "alpha"
+        host.add(one)
+    for _ in range(6):
+        host.step()
+    found = live.live_of(host, 0, -1, "beta")
+    mine = {r.id for r in (*found.running, *found.waiting)}
+    assert mine == {"r2", "r7"} and {r.client for r in (*found.running, *found.waiting)} == {"beta"}
+    load, others = found.stats.load, found.stats.others
+    assert (load.running + load.waiting, others.running + others.waiting) == (2, 7)
+    assert load.waiting_tokens == 9 * load.waiting and set(found.stats.served_tokens) == {"beta"}
+    kinds, pool = cells(found), host.scheduler.pool
+    for page in range(pool.num_blocks):
+        holders = [r for r in host.scheduler.running if page in r.blocks]
+        if holders:
+            own = holders[0].source.client == "beta"
+            place = [r.id for r in found.running].index(holders[0].id) if own else 0
+            assert kinds[page] == (live.FIRST_OWNER + place if own else live.OTHERS)
+    everything = look(host)
+    assert len(everything.running) + len(everything.waiting) == 9 and live.OTHERS not in cells(everything)
 
 
 def test_many_pages_become_fewer_cells() -> None:
@@ -323,6 +349,37 @@ def test_an_answer_that_nobody_waits_for_any_more_is_not_the_next_ones() -> None
             process.answers.put_nowait(msg.Live(answer))
         assert await stays is answers[1] and process.asked == [msg.AskLive(7), msg.AskLive(-1)]
         receiving.cancel()
+
+    asyncio.run(scene())
+
+
+def test_each_client_looks_at_its_own() -> None:
+    async def scene() -> None:
+        asked: list[str | None] = []
+
+        async def ask(since: int, owner: str | None) -> EngineLive:
+            asked.append(owner)
+            return look(engine())
+
+        views = LiveViews(ask)
+        anna, bert, ops, root = (
+            Client("anna"),
+            Client("bert"),
+            Client("ops", admin=True),
+            Client("root", admin=True),
+        )
+        assert views.of(anna) is views.of(Client("anna")) is not views.of(bert)
+        assert views.of(ops) is views.of(root) is views.of(ANYONE)
+        seen = [(view, view.enter()) for view in map(views.of, (anna, anna, bert, ops))]
+        for view, one in seen:
+            await view.news(one)
+        assert sorted(asked, key=str) == [None, "anna", "bert"]
+        with pytest.raises(ApiError):  # one client's viewers leave room to others
+            for _ in range(1000):
+                views.of(anna).enter()
+        views.of(bert).enter()
+        views.close()
+        assert await views.of(anna).news(seen[0][1]) == []
 
     asyncio.run(scene())
 

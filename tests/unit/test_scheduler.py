@@ -8,12 +8,13 @@ table it was given really holds the right keys.
 from __future__ import annotations
 
 import random
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
 
+from quire.core import shares
 from quire.core.blocks import FIFO, LRU, BlockPool
 from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
@@ -21,6 +22,7 @@ from quire.core.limits import Limits
 from quire.core.policy import Policy, chunked, continuous, fcfs, priority, static, whole
 from quire.core.prefix import HashPrefixCache, NoPrefixCache
 from quire.core.scheduler import Scheduler
+from quire.core.shares import Shares
 from quire.core.steplog import StepLog
 from quire.types import EngineRequest, RequestError, SamplingParams, StepFailed, StepPlan, StepResult
 
@@ -204,11 +206,37 @@ def random_requests(rng: random.Random, max_len: int) -> list[EngineRequest]:
     return out
 
 
+def assign_clients(rng: random.Random, requests: list[EngineRequest]) -> None:
+    """Give the requests to one to four clients of different weights."""
+    names = "abcd"[: rng.choice([1, 1, 2, 3, 4])]
+    weights = {name: rng.choice([0.3, 1.0, 1.0, 4.0]) for name in names}
+    for request in requests:
+        request.client = rng.choice(names)
+        request.weight = weights[request.client]
+        request.cache_salt = rng.choice(["", request.client])
+
+
+class Givers(Shares):
+    """Counts how often each request made room for one of another client."""
+
+    counts: Counter[str]
+
+    def claim(self, request, running, missing, refs):
+        found = super().claim(request, running, missing, refs)
+        for giver in found or ():
+            assert giver.source.client != request.source.client
+            assert giver.order[:-1] >= request.order[:-1], "a more urgent request made room"
+            self.counts[giver.id] += 1
+        return found
+
+
 def random_run(seed: int, fails: bool = False) -> Engine:
     rng = random.Random(seed)
     engine, max_len = make_engine(rng)
     engine.executor.failing = random.Random(seed) if fails else None
     todo = random_requests(rng, max_len)
+    assign_clients(random.Random(seed), todo)
+    engine.scheduler.shares.__class__, engine.scheduler.shares.counts = Givers, Counter()
     added: dict[str, EngineRequest] = {}
     got: dict[str, list[int]] = {}
     ended: dict[str, str] = {}
@@ -236,19 +264,47 @@ def random_run(seed: int, fails: bool = False) -> Engine:
             assert got[name] == want, (seed, name)
             stopped = want[-1] in request.stop_ids and len(want) >= request.params.min_tokens
             assert ended[name] == ("stop" if stopped else "length")
+    for name, count in engine.scheduler.shares.counts.items():
+        assert count <= 1 + len(got[name]) / shares.QUANTUM, f"{name} made room {count} times"
     assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
     engine.ended = list(ended.values())
     return engine
 
 
 @pytest.mark.parametrize("start", range(0, 2000, 250))
-def test_random_loads_agree_with_sequential_decoding(start: int) -> None:
-    preempted = cached = 0
+def test_random_loads_agree_with_sequential_decoding(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    preempted = cached = yielded = 0
     for seed in range(start, start + 250):
+        monkeypatch.setattr(shares, "QUANTUM", 1 + seed % 4)  # answers are short here
         totals = random_run(seed).log.totals
         preempted += totals.preemptions
         cached += totals.cached_tokens
+        yielded += totals.yielded
     assert preempted and cached, "the load exercised neither preemption nor the prefix cache"
+    assert yielded > 50, "clients seldom made room for each other"
+
+
+def test_nobody_waits_for_ever_beside_endless_newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other clients add requests as fast as they end; each request of the victim still ends, one after the other."""
+    monkeypatch.setattr(shares, "QUANTUM", 4)
+    for seed in range(40):
+        rng = random.Random(seed)
+        engine, max_len = make_engine(rng, order=fcfs, admits=continuous)
+        budget = engine.scheduler.limits.max_num_batched_tokens
+        if budget < 2 * engine.scheduler.limits.max_num_seqs:
+            continue  # single tokens of requests that run fill every step
+        ended: set[str] = set()
+        for number in range(4):
+            engine.add(request(f"v{number}", [rng.randrange(1, VOCAB) for _ in range(9)], 8, client="victim"))
+        for step in range(1500):
+            if len(engine.scheduler.waiting) < 6:
+                prompt = [rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, max_len - 12))]
+                engine.add(request(f"n{step}", prompt, rng.randrange(1, 12), client=rng.choice("ab")))
+            ended |= {output.id for output in engine.step() if output.finish_reason}
+            if {f"v{number}" for number in range(4)} <= ended:
+                break
+        else:
+            raise AssertionError(f"seed {seed}: of the victim's requests only {ended} ended")
 
 
 def test_a_step_without_memory_fails_its_requests_and_no_others() -> None:

@@ -204,14 +204,15 @@ def test_two_servers_that_start_at_once_do_not_both_listen() -> None:
 
 def test_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("# who\nsecret-1 weight=2.5 name=team\nsecret-2\n\n")
+    file.write_text("# who\nsecret-1 weight=2.5 name=team\nsecret-2\nroot name=ops admin\n\n")
     keys = load_keys(["flag"], "one, two ,", str(file))
-    assert len(keys) == 5 and keys.total_weight == 6.5
+    assert len(keys) == 6 and keys.total_weight == 7.5
     assert keys.client("secret-1") == Client("team", 2.5)
+    assert keys.client("root") == Client("ops", admin=True) and not keys.client("flag").admin
     assert keys.client("two") is not None and keys.client("") is None and keys.client(None) is None
     assert keys.client("secret-") is None and keys.client("ü") is None
-    assert Keys({}).client(None) is ANYONE
-    for text in ("k weight=0", "k weight=x", "k wait=3", ""):
+    assert Keys({}).client(None) is ANYONE and ANYONE.sees is None and Client("team").sees == "team"
+    for text in ("k weight=0", "k weight=x", "k wait=3", "k admin=1", "k name=a name=b", "k admin admin", ""):
         file.write_text(text)
         with pytest.raises(ConfigError):
             load_keys([], "", str(file))
@@ -235,6 +236,52 @@ def test_keys(tmp_path: Path) -> None:
     )
 
 
+def test_no_two_keys_share_an_identity_by_accident(tmp_path: Path) -> None:
+    """An identity comes from the key, not from its place among the others."""
+    alone = load_keys(["b"], "", None).client("b")
+    for flags, environment in ((["a", "b"], ""), (["b"], "a"), ([], "a,b"), ([], "b,a")):
+        keys = load_keys(flags, environment, None)
+        assert keys.client("b") == alone != keys.client("a")
+    file = tmp_path / "keys"
+    file.write_text("a\nb\n")
+    assert load_keys([], "", str(file)).client("b") == alone
+    assert alone is not None and "b" not in alone.name.removeprefix("key-")[:1]  # it is a digest
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment", "lines", "where"),
+    [
+        (["hush", "hush", "b"], "", None, "in --api-key"),
+        (["hush", " hush "], "", None, "in --api-key"),
+        (["b"], "hush, hush", None, "in QUIRE_API_KEY"),
+        (["hush"], "b,hush", None, "in --api-key and in QUIRE_API_KEY"),
+        (["hush"], "", "hush name=a", "in --api-key and in the API key file"),
+        ([], "hush", "b\nhush weight=2", "in QUIRE_API_KEY and in the API key file"),
+        ([], "", "hush\nb\nhush", "in the API key file"),
+        ([], "", "hush name=a\nhush name=a", "in the API key file"),
+    ],
+)
+def test_a_key_that_is_given_twice_is_refused(
+    tmp_path: Path, flags: list[str], environment: str, lines: str | None, where: str
+) -> None:
+    file = tmp_path / "keys"
+    file.write_text(lines or "")
+    with pytest.raises(ConfigError, match=f"given twice, {where}") as error:
+        load_keys(flags, environment, str(file) if lines else None)
+    assert "hush" not in str(error.value)
+
+
+def test_keys_of_one_name_are_one_client(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("old name=team weight=2\nnew name=team weight=2\nother\n")
+    keys = load_keys([], "", str(file))
+    assert keys.client("old") == keys.client("new") and keys.total_weight == 3
+    for line in ("new name=team", "new name=team weight=2 admin"):
+        file.write_text(f"old name=team weight=2\n{line}\n")
+        with pytest.raises(ConfigError, match="'team' are one client"):
+            load_keys([], "", str(file))
+
+
 # ---------------------------------------------------------------------------------------- tokenize
 
 
@@ -253,7 +300,7 @@ def test_tokenizing_is_not_done_on_the_event_loop(monkeypatch: pytest.MonkeyPatc
     for name in ("encode", "token_text", "decode"):
         monkeypatch.setattr(TOKENIZER, name, noted(name))
 
-    async def in_thread(work: Callable[..., Any], *args: Any) -> Any:
+    async def in_thread(client: Client, work: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(threads, work, *args)
 
     engine = SimpleNamespace(

@@ -74,9 +74,9 @@ def test_tokens_are_shared_by_weight(weight: float, low: int, high: int) -> None
         host.add(request(f"a{i}", "alpha", tokens=6, weight=weight))
         host.add(request(f"b{i}", "beta", tokens=36))
     host.step()
-    while sum(host.scheduler.waiting.served.values()) < 800:
+    while sum(host.scheduler.shares.served.values()) < 800:
         host.step()
-    served = host.scheduler.waiting.served
+    served = host.scheduler.shares.served
     assert low / 20 <= served["alpha"] / sum(served.values()) <= high / 20
 
 
@@ -104,18 +104,17 @@ def test_priority_comes_before_fairness() -> None:
     assert finished_order(host) == ["first", "a0", "a1", "a2", "b0", "b1", "b2"]
 
 
-def test_preempted_requests_go_on_first() -> None:
-    """With pages for one and a half, the later of two is preempted; newcomers of another client wait for it."""
+@pytest.mark.parametrize(("client", "first"), [("alpha", False), ("beta", True)])
+def test_preempted_requests_go_on_before_those_of_their_client(client: str, first: bool) -> None:
+    """With pages for one and a half, the later of two is preempted; only other clients' newcomers overtake it."""
     host = engine(max_num_seqs=2, pages=18)
     host.add(request("a0", "alpha", tokens=40))
     host.add(request("a1", "alpha", tokens=40))
     while not host.log.totals.preemptions:
         host.step()
-    host.add(request("b0", "beta", tokens=4))
-    host.step()
-    running = [r.id for r in host.scheduler.running]
-    assert "b0" not in running
-    assert sorted(finished_order(host)) == ["a0", "a1", "b0"]
+    host.add(request("n0", client, tokens=4))
+    order = finished_order(host)
+    assert sorted(order) == ["a0", "a1", "n0"] and (order[0] == "n0") == first
 
 
 def test_counts_after_aborts() -> None:
@@ -131,7 +130,7 @@ def test_counts_after_aborts() -> None:
     finished_order(host)
     assert len(waiting) == 0 and waiting.tokens == 0
     cached = 4 * 4  # alpha's prompts are the same: later ones find their first page, which costs nothing
-    assert waiting.served == {"alpha": 5 * (5 + 8) - cached, "beta": 3 + 8}
+    assert host.scheduler.shares.served == {"alpha": 5 * (5 + 8) - cached, "beta": 3 + 8}
 
 
 def test_the_echo_does_not_depend_on_company() -> None:

@@ -126,7 +126,6 @@ class Clocks:
         request.timing.preemptions += 1
         self._await(request, now_s)
         self._log.totals.preemptions += 1
-        self._log.totals.pressure += 1
 
     def _caught_up(self, request: Request, now_s: float) -> None:
         """The token that is next after all it knew has come."""

@@ -7,7 +7,7 @@ size is bounded whatever runs.
 from __future__ import annotations
 
 import time
-from itertools import chain, islice
+from itertools import chain
 
 import numpy as np
 
@@ -21,22 +21,27 @@ MAX_STEPS = 512
 MAX_RUNNING = 512
 MAX_WAITING = 128
 MAX_CELLS = 16_384
-BLANK, EVICTABLE, SHARED, FIRST_OWNER = 0, 1, 2, 3
+BLANK, EVICTABLE, SHARED, OTHERS, FIRST_OWNER = 0, 1, 2, 3, 4
 
 
-def live_of(engine: Engine, received: int, since: int) -> EngineLive:
-    """The engine now, with the steps after `since`. `received` as in `stats_of`."""
+def live_of(engine: Engine, received: int, since: int, owner: str | None = None) -> EngineLive:
+    """Return what the engine does now, with the steps after `since`. `received` and `owner` as in `stats_of`."""
     scheduler, now_s = engine.scheduler, time.monotonic()
-    pages, pages_per_cell, shared_pages = page_map(scheduler)
+    running = [r for r in scheduler.running if _seen(r, owner)][:MAX_RUNNING]
+    pages, pages_per_cell, shared_pages = page_map(scheduler, running)
     return EngineLive(
-        stats=stats_of(engine, received),
+        stats=stats_of(engine, received, owner),
         steps=finished_steps(engine.log, since),
-        running=[_running(request, now_s) for request in scheduler.running[:MAX_RUNNING]],
-        waiting=_waiting(scheduler, now_s),
+        running=[_running(request, now_s) for request in running],
+        waiting=_waiting(scheduler, owner, now_s),
         pages=pages,
         pages_per_cell=pages_per_cell,
         shared_pages=shared_pages,
     )
+
+
+def _seen(request: Request, owner: str | None) -> bool:
+    return owner is None or request.source.client == owner
 
 
 def finished_steps(log: StepLog, since: int) -> list[LiveStep]:
@@ -71,15 +76,18 @@ def _running(request: Request, now_s: float) -> LiveRequest:
     return _request(request, "decode" if decodes else "prefill", now_s)
 
 
-def _waiting(scheduler: Scheduler, now_s: float) -> list[LiveRequest]:
+def _waiting(scheduler: Scheduler, owner: str | None, now_s: float) -> list[LiveRequest]:
     """Those who wait, in the order of their turns: what keeps the first of them keeps all behind it."""
     first = scheduler.log.last.wait_reason if len(scheduler.log) else None
     found = []
-    for request in islice(scheduler.waiting.by_turn(()), MAX_WAITING):
+    for request in scheduler.waiting.by_turn(()):
         reason = request.held or ("results" if request.pending else None)
         if reason is None:
             reason, first = first or "new", "turn"
-        found.append(_request(request, reason, now_s))
+        if _seen(request, owner):
+            found.append(_request(request, reason, now_s))
+        if len(found) == MAX_WAITING:
+            break
     return found
 
 
@@ -100,16 +108,18 @@ def _request(request: Request, state: str, now_s: float) -> LiveRequest:
     )
 
 
-def page_map(scheduler: Scheduler) -> tuple[bytes, int, int]:
-    """Who holds each page, as `EngineLive.pages`; pages in a cell; pages that several requests hold.
+def page_map(scheduler: Scheduler, shown: list[Request]) -> tuple[bytes, int, int]:
+    """Return the holder of each page, as `EngineLive.pages`; pages in a cell; pages that several requests hold.
 
-    About a millisecond for 256 requests that hold 24,000 pages.
+    Pages of requests that are not `shown` are OTHERS. About a millisecond for 256 requests that hold 24,000 pages.
     """
     pool, running = scheduler.pool, scheduler.running
-    cells = np.frombuffer(pool.cached, np.uint8).astype(np.uint16)  # EVICTABLE, unless somebody holds it
+    cells = np.frombuffer(pool.cached, np.uint8).astype(np.uint16)  # EVICTABLE, unless a request holds it
     sizes = [len(request.blocks) for request in running]
     held = np.fromiter(chain.from_iterable(r.blocks for r in running), np.int64, sum(sizes))
-    cells[held] = np.repeat(np.arange(len(running), dtype=np.uint16) + FIRST_OWNER, sizes)
+    places = {request.id: FIRST_OWNER + place for place, request in enumerate(shown)}
+    owners = np.array([places.get(request.id, OTHERS) for request in running], np.uint16)
+    cells[held] = np.repeat(owners, sizes)
     shared = np.bincount(held, minlength=pool.num_blocks) > 1
     cells[shared] = SHARED
     per_cell = -(-pool.num_blocks // MAX_CELLS)

@@ -19,6 +19,7 @@ from quire.core.limits import Limits
 from quire.core.policy import Policy
 from quire.core.prefix import PrefixCache
 from quire.core.shared import NoSharedPrefix, SharedPrefix
+from quire.core.shares import Missing, Shares
 from quire.core.steplog import StepLog
 from quire.core.waiting import Waiting
 from quire.types import (
@@ -51,7 +52,8 @@ class Scheduler:
         self.log = log
         self.clocks = Clocks(log)
         self.requests: dict[str, Request] = {}  # every request that is not finished
-        self.waiting = Waiting()
+        self.shares = Shares()
+        self.waiting = Waiting(self.shares)
         self.running: list[Request] = []  # sorted by order
         self._free_slots = list(range(limits.max_num_seqs))[::-1]
         self._in_flight: deque[tuple[StepPlan, Draft]] = deque()
@@ -87,6 +89,7 @@ class Scheduler:
         self.requests[request.id] = request
         self.log.totals.requests += 1
         self.log.totals.prompt_tokens += request.prompt_len
+        self.shares.enter(request)
         self.waiting.add(request)
 
     def settle(self, request_id: str, error: str | None) -> None:
@@ -114,6 +117,9 @@ class Scheduler:
         """The next step, or None when nobody can run. Rows that want one token go before longer ones."""
         draft = Draft(self.limits.max_num_batched_tokens, self._step)
         was_empty = not self.running
+        contended = self.shares.contended
+        if contended and self.waiting:
+            self._balance(draft, was_empty)
         long_rows: list[tuple[Request, int]] = []
         lookahead = self.limits.lookahead
         for request in list(self.running):
@@ -127,6 +133,8 @@ class Scheduler:
                 self._place(draft, request, want)
         if draft.rows:
             draft.budget = min(draft.budget, self.limits.mixed_prefill_tokens)
+        if contended:
+            self.shares.sort_by_turn(long_rows)
         for request, want in long_rows:
             if n := self.policy.chunk(want, draft.budget):
                 self._place(draft, request, n)
@@ -162,11 +170,17 @@ class Scheduler:
                 request.computed = 0
 
     def _preempt_other(self, draft: Draft, request: Request) -> bool:
-        """Take the pages of the last request in order that is not in this step; False if none is behind
-        `request`. The first in order therefore always gets its pages, and so the batch always moves on."""
-        victim = next((r for r in reversed(self.running) if r.last_step != draft.step), request)
-        if victim.order <= request.order:
+        """Take the pages of a request behind this one that is not in this step; False if there is none. The first
+        in order therefore always gets its pages, and so the batch always moves on."""
+        victim = self.shares.last(self.running, draft.step, request)
+        if victim is None:
             return False
+        self._preempt(draft, victim)
+        self.log.totals.pressure += 1
+        return True
+
+    def _preempt(self, draft: Draft, victim: Request) -> None:
+        """Move a running request back to its line. Its full blocks stay in the prefix cache."""
         self.running.remove(victim)
         self._release(victim)
         victim.status, victim.computed, victim.published, victim.publish_at = "waiting", 0, 0, 0
@@ -174,7 +188,35 @@ class Scheduler:
         self.waiting.add(victim)
         draft.preempted.append(victim.id)
         self.clocks.preempted(victim)
-        return True
+
+    def _balance(self, draft: Draft, was_empty: bool) -> None:
+        """Admit the request whose turn it is before the step is filled, so that the rows of other clients leave it
+        tokens; other clients that hold more than their share make room for it. One per step: the next request may
+        then find the blocks of this one in the prefix cache."""
+        ready = (r for r in self.waiting.by_turn(self.running) if not (r.pending or r.held))
+        request = next(ready, None)
+        if request is None or not self.policy.admits(was_empty, draft.budget):
+            return
+        hits, fresh, missing = self._blocks_for(request)
+        reserved = max(1, draft.budget - self.limits.max_num_seqs)  # what single tokens are sure to leave
+        if not self.policy.chunk(request.known - len(hits) * self.limits.block_size, reserved):
+            return
+        lacks = Missing(0 if self._free_slots else 1, missing, len(hits) + fresh)
+        victims = self.shares.claim(request, self.running, lacks, self.pool.refs)
+        if victims is None:
+            return
+        for victim in victims:
+            self._preempt(draft, victim)
+        self.log.totals.yielded += len(victims)
+        self.waiting.remove(request)
+        self._start(draft, request, hits, fresh, 0)
+
+    def _blocks_for(self, request: Request) -> tuple[list[int], int, int]:
+        """Return its cached blocks, the number of fresh ones it needs, and how many of these are not free."""
+        hits = self.cache.match(request)
+        fresh = -(-request.known // self.limits.block_size) - len(hits)
+        evictable = sum(1 for block in hits if not self.pool.refs[block])
+        return hits, fresh, fresh - (self.pool.num_free - evictable)
 
     def _admit(self, draft: Draft, was_empty: bool) -> str | None:
         """Move waiting requests into the batch; returns why the first one left must wait."""
@@ -187,13 +229,11 @@ class Scheduler:
                 return "slots"
             if not self.policy.admits(was_empty, draft.budget):
                 return "batch" if draft.budget else "tokens"
-            hits = self.cache.match(request)
-            computed = len(hits) * self.limits.block_size
-            n = self.policy.chunk(request.known - computed, draft.budget)
+            hits, fresh, missing = self._blocks_for(request)
+            n = self.policy.chunk(request.known - len(hits) * self.limits.block_size, draft.budget)
             if n == 0 and not (was_empty and draft.rows):
                 return "tokens"
-            fresh = -(-request.known // self.limits.block_size) - len(hits)
-            if fresh > self.pool.num_free - sum(1 for block in hits if not self.pool.refs[block]):
+            if missing > 0:
                 return "pages"
             self.waiting.remove(request)
             if not draft.published.isdisjoint(hits):
@@ -208,11 +248,11 @@ class Scheduler:
         self.pool.share(hits)
         request.blocks = hits + self.pool.take(fresh)
         request.slot = self._free_slots.pop()
-        request.status = "running"
+        request.status, request.last_step, request.admitted_known = "running", draft.step, request.known
         request.computed = len(hits) * self.limits.block_size
+        self.shares.take_slot(request)
         if request.cached < 0:
-            request.cached = request.computed
-            self.waiting.charge(request, request.prompt_len - request.computed)
+            request.cached = request.charged = request.computed
             request.timing.prefix_end = self.cache.end_of_match(request, len(hits))
         self.clocks.admitted(request)
         self.log.totals.queried_tokens += request.known
@@ -221,6 +261,7 @@ class Scheduler:
         draft.admit(request)
         if n:
             self._emit(draft, request, n)
+        self.shares.settle(request)
 
     def _finish_plan(self, draft: Draft) -> StepPlan:
         plan = draft.plan()
@@ -301,6 +342,8 @@ class Scheduler:
     def _finish(
         self, request: Request, new: list[int], reason: FinishReason, stop_reason: int | None = None
     ) -> EngineOutput:
+        self.shares.settle(request)
+        self.shares.leave(request)
         if request.status == "running":
             self.running.remove(request)
             self._release(request)
@@ -308,7 +351,6 @@ class Scheduler:
             self.waiting.remove(request)
         request.status = "finished"
         self.clocks.finished(request)
-        self.waiting.settle(request)
         del self.requests[request.id]
         totals = self.log.totals
         totals.finished += 1
@@ -319,6 +361,7 @@ class Scheduler:
     def _release(self, request: Request) -> None:
         self.pool.release(request.blocks)
         self._free_slots.append(request.slot)
+        self.shares.give_slot(request)
         request.blocks, request.slot = [], -1
 
     def take_outputs(self) -> list[EngineOutput]:
@@ -336,6 +379,7 @@ class Scheduler:
         assert all(r.status == "running" and r.slot >= 0 for r in self.running)
         assert all(r.status == "waiting" and not r.blocks for r in self.waiting)
         self.waiting.check()
+        self.shares.check(self.requests.values())
         assert self.running == sorted(self.running, key=_order)
         for r in self.running:
             assert r.computed <= r.known + r.pending + r.drafts, "computed beyond what is known or in flight"

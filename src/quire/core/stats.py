@@ -37,9 +37,27 @@ def figures_of(engine: Engine, told: int) -> Figures:
     )
 
 
-def stats_of(engine: Engine, received: int) -> EngineStats:
-    """Everything that /stats shows of the engine."""
+def _load_by_owner(engine: Engine, received: int, owner: str | None) -> tuple[Load, Load]:
+    """Return the load by requests of `owner` (None: of all clients) and that by all others."""
+    everything, own = load_of(engine, received), Load(received)
+    if owner is None:
+        return everything, own
+    waiting = [r for r in engine.scheduler.waiting if r.source.client == owner]
+    own.running = sum(r.source.client == owner for r in engine.scheduler.running)
+    own.waiting, own.waiting_tokens = len(waiting), sum(r.prompt_len for r in waiting)
+    return own, Load(
+        received,
+        everything.running - own.running,
+        everything.waiting - own.waiting,
+        everything.waiting_tokens - own.waiting_tokens,
+    )
+
+
+def stats_of(engine: Engine, received: int, owner: str | None = None) -> EngineStats:
+    """Return what /stats shows of the engine. With `owner` the load is that by this client's requests."""
     scheduler, log = engine.scheduler, engine.log
+    load, others = _load_by_owner(engine, received, owner)
+    served = scheduler.shares.served
     last: dict[str, float] = {}
     if len(log):
         record = log.last
@@ -53,7 +71,8 @@ def stats_of(engine: Engine, received: int) -> EngineStats:
             "retire_s": record.retire_s,
         }
     return EngineStats(
-        load=load_of(engine, received),
+        load=load,
+        others=others,
         wait_reason=log.last.wait_reason if len(log) and scheduler.waiting else None,
         pages=scheduler.pool.num_blocks,
         free_pages=scheduler.pool.num_free,
@@ -61,5 +80,5 @@ def stats_of(engine: Engine, received: int) -> EngineStats:
         page_size=scheduler.limits.block_size,
         totals={**asdict(log.totals), "evictions": scheduler.pool.evictions},
         last_step=last,
-        served_tokens=dict(scheduler.waiting.served),
+        served_tokens=dict(served) if owner is None else {owner: served.get(owner, 0)},
     )

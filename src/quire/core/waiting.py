@@ -1,10 +1,8 @@
-"""Requests that wait for a slot, one line per client; the client that was served least goes next.
+"""Requests that wait for a slot, one line per client.
 
-Within a line requests go in the order that the policy gave them. Between lines it is the virtual token
-counter of "Fairness in Serving Large Language Models" (OSDI 2024): each client's computed tokens over its
-weight, where a client that comes back from absence starts level with the others, so that nobody saves up
-turns. With one client this is that client's line and nothing else. Priorities and requests that were
-preempted come before fairness.
+Within a line requests go in the order that the policy gave them. Between lines the client that holds fewest slots
+per weight goes next, and among those the one that was served least (core/shares.py). With one client this is that
+client's line and nothing else. Priorities come before fairness.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ from __future__ import annotations
 from bisect import insort
 from collections.abc import Iterable, Iterator
 
+from quire.core.shares import Shares
 from quire.types import Request
 
 
@@ -20,14 +19,12 @@ def _order(request: Request) -> tuple[int, ...]:
 
 
 class Waiting:
-    """Owns the lines and the counters. Holds no request twice."""
+    """Owns the lines. Holds no request twice."""
 
-    def __init__(self) -> None:
-        self.served: dict[str, int] = {}  # tokens computed for each client, never lifted
+    def __init__(self, shares: Shares) -> None:
         self.tokens = 0  # prompt tokens of all requests here
+        self._shares = shares
         self._lines: dict[str, list[Request]] = {}  # none is empty
-        self._turns: dict[str, float] = {}  # virtual counters
-        self._last_gone = ""  # the client whose line ended last
         self._count = 0
 
     def __len__(self) -> int:
@@ -41,9 +38,7 @@ class Waiting:
         client = request.source.client
         line = self._lines.get(client)
         if line is None:
-            others = [self._turns[name] for name in self._lines]
-            floor = min(others) if others else self._turns.get(self._last_gone, 0.0)
-            self._turns[client] = max(self._turns.get(client, 0.0), floor)
+            self._shares.lift(client)
             line = self._lines[client] = []
         insort(line, request, key=_order)
         self._count += 1
@@ -57,17 +52,22 @@ class Waiting:
         self.tokens -= request.prompt_len
         if not line:
             del self._lines[client]
-            self._last_gone = client
 
     def by_turn(self, running: Iterable[Request]) -> Iterator[Request]:
-        """Requests in the order in which to admit them. The one just yielded may be removed, and then
+        """Yield the requests in the order in which to admit them. The one just yielded may be removed, and then
         charged to its client, before the next is asked for. `running`: requests to settle first."""
-        if len(self._lines) > 1:
+        shares = self._shares
+        if shares.contended:
             for request in running:
-                self.settle(request)
+                shares.settle(request)
         at = dict.fromkeys(self._lines, 0)
         while at:
-            client = min(at, key=lambda name: self._key(name, at[name])) if len(at) > 1 else next(iter(at))
+            several = len(at) > 1
+            client = (
+                min(at, key=lambda name: shares.line(self._lines[name][at[name]]))
+                if several
+                else next(iter(at))
+            )
             request = self._lines[client][at[client]]
             yield request
             line = self._lines.get(client, [])
@@ -75,23 +75,6 @@ class Waiting:
                 at[client] += 1
             if at[client] >= len(line):
                 del at[client]
-
-    def _key(self, client: str, index: int) -> tuple[tuple[int, ...], bool, float, int]:
-        request = self._lines[client][index]
-        return request.order[:-1], not request.preemptions, self._turns[client], request.order[-1]
-
-    def charge(self, request: Request, tokens: int) -> None:
-        """Book tokens computed for a request to its client."""
-        client = request.source.client
-        self.served[client] = self.served.get(client, 0) + tokens
-        self._turns[client] = self._turns.get(client, 0.0) + tokens / request.source.weight
-
-    def settle(self, request: Request) -> None:
-        """Charge the output tokens that a request got since it was last settled."""
-        new = request.known - request.prompt_len - request.charged
-        if new:
-            request.charged += new
-            self.charge(request, new)
 
     def check(self) -> None:
         """Raise AssertionError unless lines and counts agree."""

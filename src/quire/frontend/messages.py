@@ -35,13 +35,17 @@ class Abort(msgspec.Struct, tag=True):
 
 
 class AskStats(msgspec.Struct, tag=True):
-    """Client to engine: answer with Stats, between two steps."""
+    """Client to engine: answer with Stats, between two steps. `owner`: as of AskLive."""
+
+    owner: str | None = None
 
 
 class AskLive(msgspec.Struct, tag=True):
-    """Client to engine: answer with Live, between two steps. `since`: the newest step that is known already."""
+    """Client to engine: answer with Live, between two steps. `since`: the newest step that is known already.
+    `owner`: only requests of this client are told apart; None: all."""
 
     since: int
+    owner: str | None = None
 
 
 class Stop(msgspec.Struct, tag=True):

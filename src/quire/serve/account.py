@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 
 from quire.frontend.output import RequestState
 from quire.serve.histogram import Histogram, one_two_five
@@ -45,6 +45,16 @@ class Track:
         self.timing: Timing | None = None  # of the engine, as far as it has told; complete at the end
 
 
+@dataclass(slots=True)
+class ClientTotals:
+    """Counters of one client's requests that are over, in HTTP requests and tokens."""
+
+    completed: int = 0
+    aborted: int = 0  # answers
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+
+
 class Account:
     def __init__(self, max_model_len: int) -> None:
         self.figures = Figures()
@@ -63,7 +73,7 @@ class Account:
         self.ended: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error"), 0))
         self.waited_s = dict.fromkeys(_CAUSES, 0.0)  # in the engine
         self.lost_s = self.preempted_s = self.recompute_s = 0.0
-        self.client_tokens: dict[tuple[str, str], int] = {}  # by (client, prompt or generation)
+        self.clients: dict[str, ClientTotals] = {}  # by name
         self._tracks: dict[str, Track] = {}
 
     def open(self, requests: Iterable[EngineRequest], arrival_s: float) -> list[Track]:
@@ -115,14 +125,20 @@ class Account:
             self.queue_s.observe(timing.admitted_s - timing.arrival_s)
         track.timing = timing
 
-    def close(self, states: Sequence[RequestState], tracks: Sequence[Track], client: str) -> None:
+    def of(self, client: str | None) -> ClientTotals:
+        """Return the counters of one client, or their sums over all."""
+        counters = self.clients.values() if client is None else [self.clients.get(client, ClientTotals())]
+        return ClientTotals(*(sum(getattr(one, f.name) for one in counters) for f in fields(ClientTotals)))
+
+    def close(
+        self, states: Sequence[RequestState], tracks: Sequence[Track], client: str, complete: bool
+    ) -> None:
         """A request's answers are over, in whatever way. `client`: whose they were."""
         at = iter(tracks)
-        for kind, count in (
-            ("prompt", sum(track.prompt_tokens for track in tracks if track.timing is not None)),
-            ("generation", sum(track.tokens for track in tracks)),
-        ):
-            self.client_tokens[client, kind] = self.client_tokens.get((client, kind), 0) + count
+        totals = self.clients.setdefault(client, ClientTotals())
+        totals.prompt_tokens += sum(track.prompt_tokens for track in tracks if track.timing is not None)
+        totals.generated_tokens += sum(track.tokens for track in tracks)
+        totals.completed += complete
         for state in states:
             mine = [next(at) for _ in state.answers]
             if all(track.end_s is not None for track in mine):
@@ -130,6 +146,7 @@ class Account:
                 self.longest_sizes.observe(max(track.tokens for track in mine))
             for answer, track in zip(state.answers, mine):
                 self.ended[answer.finish_reason or "abort"] += 1
+                totals.aborted += answer.finish_reason in (None, "abort")
                 if track.timing is not None:
                     self._book(track.timing)
                 if track.end_s is None:

@@ -7,7 +7,7 @@ filling the queue. So at most twice the limit waits, and only with several clien
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 
 from quire.serve.auth import Client
 from quire.serve.errors import ApiError, overloaded
@@ -34,6 +34,7 @@ class Admission:
         self._open: dict[str, int] = {}  # choices of each client that are not finished
         self.load = Load()
         self.rejections = {"max_waiting": 0, "max_waiting_tokens": 0, "draining": 0}  # by cause
+        self._turned_away: Counter[str] = Counter()  # requests of each client
         self.draining: str | None = None  # why nobody is let in any more
         self._preparing = 0  # choices whose prompt is being tokenised
         self._sent = 0  # engine requests since the start
@@ -62,7 +63,7 @@ class Admission:
     def arrive(self, client: Client, choices: int) -> None:
         """Make room for `choices` engine requests. Raises ApiError 503 if there is none, 400 if there never is."""
         if self.draining:
-            self.rejections["draining"] += 1
+            self._count_rejection(client, "draining")
             raise overloaded(self.draining, 5)
         if choices > self._max_waiting + self._slots:
             raise ApiError(
@@ -73,7 +74,9 @@ class Admission:
         full = self.waiting + choices > self._max_waiting + self._idle_slots()
         if full and self._has_its_share(client, choices):
             self._turn_away(
-                "max_waiting", f"{self.waiting} requests wait already (max_waiting is {self._max_waiting})"
+                client,
+                "max_waiting",
+                f"{self.waiting} requests wait already (max_waiting is {self._max_waiting})",
             )
         self._preparing += choices
         self._open[client.name] = self._open.get(client.name, 0) + choices
@@ -91,6 +94,7 @@ class Admission:
         limit, alone = self._max_tokens, self._open[client.name] <= choices
         if limit is not None and not alone and self.waiting and self.waiting_tokens + tokens > limit:
             self._turn_away(
+                client,
                 "max_waiting_tokens",
                 f"{self.waiting_tokens} prompt tokens wait already (max_waiting_tokens is {limit})",
             )
@@ -121,12 +125,19 @@ class Admission:
             self._rate += share * (self._finished / passed - self._rate)
             self._finished, self._since_s = 0, time.monotonic()
 
-    @property
-    def rejected(self) -> int:
-        """Requests turned away since the start."""
-        return sum(self.rejections.values())
+    def rejected_of(self, client: str | None) -> int:
+        """Return the number of requests of one client, or of all, that were turned away since the start."""
+        return sum(self.rejections.values()) if client is None else self._turned_away[client]
 
-    def _turn_away(self, cause: str, message: str) -> None:
+    def open_of(self, client: str | None) -> int:
+        """Return the number of choices of one client, or of all, that are not over yet."""
+        return self.num_open if client is None else self._open.get(client, 0)
+
+    def _count_rejection(self, client: Client, cause: str) -> None:
         self.rejections[cause] += 1
+        self._turned_away[client.name] += 1
+
+    def _turn_away(self, client: Client, cause: str, message: str) -> None:
+        self._count_rejection(client, cause)
         wait_s = self.waiting / self._rate if self._rate > 0 else 1.0
         raise overloaded(message, min(_LONGEST_S, wait_s))

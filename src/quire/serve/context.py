@@ -15,7 +15,7 @@ from quire.serve.auth import ANYONE, Client
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
 from quire.serve.form import Forms
-from quire.serve.live_view import LiveView
+from quire.serve.live_view import LiveViews
 from quire.serve.observer import HttpCounts, Observer
 from quire.serve.protocol.messages import CountTokensRequest
 from quire.serve.protocol.other import GenerateRequest
@@ -43,16 +43,20 @@ class Server:
     forms: Forms  # of its answers
     chat_template: str | None = None  # in place of the model's
     pooling: str = "mean"  # of embeddings
+    total_weight: float = 1.0  # of all clients that there are keys for
     observers: Sequence[Observer] = ()  # of requests that are over, beside `http`
     http: HttpCounts = field(default_factory=HttpCounts)
     started_s: float = field(default_factory=time.time)
     draining: bool = False
     responses: ResponseStore = field(init=False)
-    live: LiveView = field(init=False)  # what the engine does, for those who look
+    live: LiveViews = field(init=False)  # what the engine does, for those who look
 
     def __post_init__(self) -> None:
-        self.responses = ResponseStore(self.settings.max_stored_responses, self.settings.max_stored_bytes)
-        self.live = LiveView(self.engine.live)
+        settings = self.settings
+        self.responses = ResponseStore(
+            settings.max_stored_responses, settings.max_stored_bytes, self.total_weight
+        )
+        self.live = LiveViews(self.engine.live)
 
     def check_model(self, name: str | None) -> str:
         """The model's name for the answer; ApiError 404 for another model."""

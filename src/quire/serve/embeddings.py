@@ -53,7 +53,7 @@ async def embeddings(request: Request) -> Response:
     )
     await whole(request, generation)
     pooled = [state.pooled or b"" for state in generation.states]
-    data = await server.engine.in_thread(_data, pooled, wanted)
+    data = await server.engine.in_thread(client_of(request), _data, pooled, wanted)
     usage = EmbeddingsUsage(generation.prompt_tokens, generation.prompt_tokens)
     return json_response(EmbeddingsResponse(data=data, model=model, usage=usage, warnings=warnings or UNSET))
 

@@ -16,7 +16,6 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -28,12 +27,13 @@ from quire.frontend.processor import Prompt
 from quire.frontend.tokenizer import Tokenizer
 from quire.serve.account import Account
 from quire.serve.admission import Admission
-from quire.serve.auth import Client
+from quire.serve.auth import ANYONE, Client
 from quire.serve.errors import ApiError, as_api_error
 from quire.serve.generation import Generation
 from quire.serve.length import check_length, check_room, tail
 from quire.serve.process import EngineProcess
 from quire.serve.settings import ServeConfig
+from quire.serve.threads import ClientThreads
 from quire.types import (
     EngineDead,
     EngineInfo,
@@ -81,21 +81,21 @@ class AsyncEngine:
         self.config, self.settings, self._total_weight = config, settings, total_weight
         self.died = asyncio.Event()
         self.cause: str | None = None
-        self.completed = 0  # HTTP requests whose answers are complete
         self._process = process
-        self._threads = ThreadPoolExecutor(settings.tokenizer_threads, "tokenizer")
+        self._threads = ClientThreads(settings.tokenizer_threads, settings.max_waiting)
         self._assembler = OutputAssembler()
         self._open: dict[str, Generation] = {}  # by request id of each of its states
         self._changed: dict[str, RequestState] = {}  # since their generations were last told
         self._ids = itertools.count()
-        self._stats: list[asyncio.Future[EngineStats]] = []
-        self._live: deque[asyncio.Future[EngineLive]] = deque()  # in the order in which they are answered
+        # In the order in which they are answered.
+        self._stats: deque[asyncio.Future[EngineStats]] = deque()
+        self._live: deque[asyncio.Future[EngineLive]] = deque()
         self._receiver: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
 
     async def start(self) -> None:
         """Wait until the engine is built; meanwhile load the tokenizer. Raises ConfigError or ModelError."""
-        tokenizer = asyncio.ensure_future(self.in_thread(tokenizer_of, self.config))
+        tokenizer = asyncio.ensure_future(self.in_thread(ANYONE, tokenizer_of, self.config))
         try:
             self.info: EngineInfo = await self._process.ready()
         except BaseException:
@@ -110,9 +110,9 @@ class AsyncEngine:
         self.account = Account(self.info.max_model_len)
         self._receiver = asyncio.ensure_future(self._receive())
 
-    async def in_thread(self, work: Callable[..., T], *args: object) -> T:
-        """Run what takes long in one of the tokenizer's threads."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work, *args)
+    async def in_thread(self, client: Client, work: Callable[..., T], *args: object) -> T:
+        """Run what takes long in one of the tokenizer's threads, when it is the client's turn."""
+        return await self._threads.run(client, work, *args)
 
     # ------------------------------------------------------------------------------ requests in
 
@@ -135,7 +135,7 @@ class AsyncEngine:
         admission.arrive(client, choices)
         try:
             try:
-                prepared = await self.in_thread(self._prepare, make_jobs, client, arrival_s)
+                prepared = await self.in_thread(client, self._prepare, make_jobs, client, arrival_s)
             finally:
                 admission.prepared(choices)
             self._raise_if_dead()
@@ -175,8 +175,9 @@ class AsyncEngine:
                 prompt = self.tokenizer.encode(tail(prompt, job.keep_last), job.add_special_tokens)
             assert isinstance(prompt, list)
             prompt = prompt[-job.keep_last :]
+        salt = self._salt(client, job.cache_salt)
         requests = self.processor.process(
-            name, prompt, job.params, job.priority, job.cache_salt, job.add_special_tokens, job.pooling
+            name, prompt, job.params, job.priority, salt, job.add_special_tokens, job.pooling
         )
         if job.length_field is not None and (asked := job.params.max_tokens) is not None:
             check_room(job.length_field, asked, len(requests[0].prompt), self.info.max_model_len)
@@ -185,6 +186,12 @@ class AsyncEngine:
         if job.echo and text is None:
             text = self.tokenizer.decode(requests[0].prompt, skip_special_tokens=False)
         return Prepared(RequestState(name, text, requests, self.tokenizer, arrival_s), requests)
+
+    def _salt(self, client: Client, given: str) -> str:
+        """Return what keeps the cached prefixes of a request apart: the request's salt, and its client's name."""
+        if self.settings.share_prefix_cache or client == ANYONE:
+            return given
+        return f"{client.name}\n{given}"  # a name holds no line feed
 
     def _close(self, generation: Generation, client: Client, choices: int) -> None:
         """A generation is over. What it still has in the engine is aborted: slots and pages are free before
@@ -195,10 +202,9 @@ class AsyncEngine:
         if ids and not self.died.is_set():
             self._process.send(msg.Abort(ids))
         self.admission.leave(client, choices)
-        self.account.close(generation.states, generation.tracks, client.name)
+        self.account.close(generation.states, generation.tracks, client.name, generation.error is None)
         if generation.error is None:
             self.admission.finished(choices)
-            self.completed += 1
 
     # ----------------------------------------------------------------------------- outputs back
 
@@ -224,10 +230,8 @@ class AsyncEngine:
                             self._loop.call_soon(self._book)
                         self._changed.update((state.request_id, state) for state in applied.changed)
                     case msg.Stats(stats):
-                        waiting, self._stats = self._stats, []
-                        for future in waiting:
-                            if not future.done():
-                                future.set_result(stats)
+                        if not (waits := self._stats.popleft()).done():
+                            waits.set_result(stats)
                     case msg.Live(live):
                         if not (asked := self._live.popleft()).done():  # else nobody waits any more
                             asked.set_result(live)
@@ -272,23 +276,23 @@ class AsyncEngine:
         """Choices that are not answered yet, those whose prompt is being prepared included."""
         return self.admission.num_open
 
-    async def stats(self) -> EngineStats:
-        """The engine's figures now. Raises ApiError 503 if it does not answer within some seconds."""
+    async def stats(self, owner: str | None = None) -> EngineStats:
+        """The engine's figures now, or those of one client. Raises ApiError 503 if it does not answer within some seconds."""
         self._raise_if_dead()
         future: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
         self._stats.append(future)
-        self._process.send(msg.AskStats())
+        self._process.send(msg.AskStats(owner))
         try:
             return await asyncio.wait_for(future, _STATS_S)
         except TimeoutError:
             raise ApiError(503, f"the engine did not answer within {_STATS_S:g} s") from None
 
-    async def live(self, since: int) -> EngineLive:
-        """What the engine does now, with the steps after `since`. Raises ApiError 500 when it is dead."""
+    async def live(self, since: int, owner: str | None = None) -> EngineLive:
+        """What the engine does now, for all or one client, with the steps after `since`. Raises ApiError 500 when it is dead."""
         self._raise_if_dead()
         future: asyncio.Future[EngineLive] = asyncio.get_running_loop().create_future()
         self._live.append(future)
-        self._process.send(msg.AskLive(since))
+        self._process.send(msg.AskLive(since, owner))
         try:
             return await future
         except EngineDead as error:
@@ -302,4 +306,4 @@ class AsyncEngine:
         if self._receiver is not None:
             self._receiver.cancel()
         await self._process.close(kill)
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._threads.close()

@@ -1,7 +1,7 @@
 """GET /live/events: what the engine does, as server-sent events.
 
 event: steps    a list of LiveStep, oldest first; each step comes once
-event: state    EngineLive without its steps; `pages` in base64
+event: state    EngineLive without its steps, with the requests that the key may see; `pages` in base64
 event: end      an error object: the engine has stopped
 """
 
@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.serve.context import server_of
+from quire.serve.context import client_of, server_of
 from quire.serve.errors import ApiError
 from quire.serve.live_view import LiveView
 from quire.serve.wire import encode
@@ -27,7 +27,7 @@ async def live_events(request: Request) -> Response:
     server = server_of(request)
     if request.method == "HEAD":  # it has an end
         return Response(headers=_HEADERS, media_type=LiveStream.media_type)
-    return LiveStream(server.live, server.settings.slow_reader_timeout)
+    return LiveStream(server.live.of(client_of(request)), server.settings.slow_reader_timeout)
 
 
 class LiveStream(Response):

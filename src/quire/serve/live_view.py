@@ -1,4 +1,4 @@
-"""What the engine does, for any number of people who look, at the price of one.
+"""What the engine does, for any number of people who look, at the price of one for each client.
 
 While somebody looks, the engine is asked some times a second, and never again before it has answered; while
 nobody does, never. What it says is kept once, in a bounded form: the state now and the latest steps. Each
@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
+from quire.serve.auth import Client
 from quire.serve.errors import ApiError, as_api_error, overloaded
 from quire.serve.wire import encode
 from quire.types import EngineLive, LiveStep
@@ -29,11 +30,34 @@ class Seen:
     step: int = -1
 
 
+class LiveViews:
+    """A view for each client that looks, of its own requests; one for all who may see those of everybody."""
+
+    def __init__(self, ask: Callable[[int, str | None], Awaitable[EngineLive]]) -> None:
+        """`ask`: the engine's state with its steps after the given one, as AsyncEngine.live."""
+        self._ask = ask
+        self._views: dict[
+            str | None, LiveView
+        ] = {}  # by the name of the client; never more than there are keys
+
+    def of(self, client: Client) -> LiveView:
+        """Return the view of what this client may see."""
+        sees = client.sees
+        if sees not in self._views:
+            self._views[sees] = LiveView(lambda since: self._ask(since, sees))
+        return self._views[sees]
+
+    def close(self) -> None:
+        """End all views: the server stops."""
+        for view in self._views.values():
+            view.close()
+
+
 class LiveView:
     """Owns the task that asks, the latest answer and the number of viewers."""
 
     def __init__(self, ask: Callable[[int], Awaitable[EngineLive]], interval_s: float = 0.25) -> None:
-        """`ask`: the engine's state now with its steps after the given one, as AsyncEngine.live."""
+        """`ask`: the engine's state now with its steps after the given one, as AsyncEngine.live for one client."""
         self._ask, self._interval_s = ask, interval_s
         self._steps: deque[LiveStep] = deque(maxlen=_KEPT_STEPS)
         self._state = b""

@@ -17,7 +17,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__
-from quire.serve.context import Server, server_of
+from quire.serve.auth import ANYONE, Client
+from quire.serve.context import Server, client_of, server_of
 from quire.serve.histogram import Histogram
 
 
@@ -33,19 +34,20 @@ class _Fixed(Collector):
 
 async def metrics(request: Request) -> Response:
     server = server_of(request)
-    families = list(Families(server))
+    families = list(Families(server, client_of(request)))
     encode, content_type = choose_encoder(request.headers.get("accept", ""))
     registry = CollectorRegistry()
     registry.register(_Fixed(families))
     ProcessCollector(registry=registry)
-    body = await server.engine.in_thread(encode, registry)
+    body = await server.engine.in_thread(client_of(request), encode, registry)
     return Response(body, headers={"content-type": content_type})
 
 
 class Families:
-    """All families with their values now."""
+    """All families with their values now. Of tokens by client, those that `viewer` may see."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, viewer: Client = ANYONE) -> None:
+        self._viewer = viewer
         self._server, self._engine = server, server.engine
         self._account = server.engine.account
         self._base = {"model_name": server.names[0], "engine": "0"}
@@ -222,7 +224,9 @@ class Families:
             figures.totals.pressure,
         )
         yield self._gauge("quire:requests_open", "Answers that are asked for and not over.", engine.num_open)
-        yield self._counter("quire:requests_completed", "HTTP requests answered in full.", engine.completed)
+        yield self._counter(
+            "quire:requests_completed", "HTTP requests answered in full.", account.of(None).completed
+        )
         yield self._counters(
             "quire:queue_seconds",
             "Time that requests waited in the engine, by why.",
@@ -241,8 +245,13 @@ class Families:
             "Tokens of each client's requests that are over.",
             labels=[*self._base, "client", "kind"],
         )
-        for (client, kind), count in account.client_tokens.items():
-            family.add_metric([*self._base.values(), client, kind], count)
+        for name, totals in account.clients.items():
+            if self._viewer.sees in (None, name):
+                for kind, count in (
+                    ("prompt", totals.prompt_tokens),
+                    ("generation", totals.generated_tokens),
+                ):
+                    family.add_metric([*self._base.values(), name, kind], count)
         yield family
         yield self._histogram("quire:step_seconds", "Length of a step. Seconds.", account.step_s)
         yield self._histogram("quire:step_rows", "Requests in a step.", account.step_rows)

@@ -96,7 +96,7 @@ async def _serve(
             return 128 + stop.first.result()
         started.result()
         ready = True
-        server = _make_server(engine, names, template, observers)
+        server = _make_server(engine, names, template, keys.total_weight, observers)
         web = _Uvicorn(_options(server, keys))
         listen(sock, settings)
         serving = asyncio.ensure_future(web.serve(sockets=[sock]))
@@ -122,7 +122,11 @@ async def _serve(
 
 
 def _make_server(
-    engine: AsyncEngine, names: list[str], template: str | None, observers: list[Observer]
+    engine: AsyncEngine,
+    names: list[str],
+    template: str | None,
+    total_weight: float,
+    observers: list[Observer],
 ) -> Server:
     """Of an engine that is ready. Raises ConfigError."""
     settings = engine.settings
@@ -133,7 +137,7 @@ def _make_server(
         settings.stream_tool_arguments,
     )
     pooling = _pooling(engine.config, settings)
-    return Server(engine, settings, names, forms, template, pooling, observers)
+    return Server(engine, settings, names, forms, template, pooling, total_weight, observers)
 
 
 def _options(server: Server, keys: Keys) -> uvicorn.Config:

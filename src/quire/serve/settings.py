@@ -25,7 +25,12 @@ class ServeConfig:
 
     api_key: list[str] = _list("keys that clients must send one of (also QUIRE_API_KEY)")
     api_key_file: str | None = _setting(
-        None, "file with one key per line, optionally followed by weight=2 and name=team"
+        None, "file with one key per line, optionally followed by name=team, weight=2 and admin"
+    )
+    share_prefix_cache: bool = _setting(
+        False,
+        "let API keys share cached prefixes: faster for prompts that many users share, but cached_tokens and the time to "
+        "first token then tell one user what another one sent",
     )
     max_body_bytes: int = _setting(16 << 20, "longest request body in bytes")
     allowed_origins: list[str] = _list("origins that browsers may call from (default: none)")
@@ -50,9 +55,11 @@ class ServeConfig:
         "embeddings: mean, or last (token); auto: as the model's 1_Pooling/config.json says, else mean",
     )
     max_stored_responses: int = _setting(
-        1024, "responses of /v1/responses that are kept in memory; 0 keeps none"
+        1024, "responses of /v1/responses that are kept in memory for each API key; 0 keeps none"
     )
-    max_stored_bytes: int = _setting(256 << 20, "bytes that kept responses may take together")
+    max_stored_bytes: int = _setting(
+        256 << 20, "bytes that kept responses may take together; each API key has its share by weight"
+    )
     receipts: bool = _setting(False, "send a latency receipt with every answer, asked for or not")
     max_logprobs: int = _setting(
         20, f"most alternatives per token that a request may ask for; -1: {MAX_LOGPROBS}"

@@ -11,9 +11,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__
-from quire.serve.context import Server, server_of
+from quire.serve.auth import Client
+from quire.serve.context import Server, client_of, server_of
+from quire.serve.engine import AsyncEngine
 from quire.serve.histogram import Histogram
 from quire.serve.wire import json_response
+from quire.types import EngineStats
 
 
 def _card(server: Server, name: str) -> dict[str, Any]:
@@ -66,27 +69,37 @@ def spread(histogram: Histogram, unit: float = 1) -> dict[str, float] | None:
     return {**{name: round(x * unit, 3) for name, x in zip(names, found)}, "count": histogram.count}
 
 
+def _requests(engine: AsyncEngine, client: Client, found: EngineStats) -> dict[str, Any]:
+    """Count the requests that the client may see; those of others are sums."""
+    load, admission, totals = found.load, engine.admission, engine.account.of(client.sees)
+    counts: dict[str, Any] = {
+        "waiting": load.waiting,
+        "waiting_tokens": load.waiting_tokens,
+        "wait_reason": found.wait_reason,
+        "active": load.running,
+        "open": admission.open_of(client.sees),
+        "completed": totals.completed,
+        "rejected": admission.rejected_of(client.sees),
+        "aborted": found.totals["aborted"] if client.admin else totals.aborted,
+    }
+    if not client.admin:
+        counts["others"] = {"waiting": found.others.waiting, "active": found.others.running}
+    return counts
+
+
 async def stats(request: Request) -> Response:
-    """Figures for people. Sizes in pages and tokens, times in seconds unless they are named in ms."""
-    server = server_of(request)
-    engine, admission = server.engine, server.engine.admission
-    found = await engine.stats()
+    """Figures for people. Sizes in pages and tokens, times in seconds unless they are named in ms. A client that is no
+    admin sees its own requests, and those of others as sums."""
+    server, client = server_of(request), client_of(request)
+    engine = server.engine
+    found = await engine.stats(client.sees)
     totals, account = found.totals, engine.account
     queried = totals["queried_tokens"]
     return json_response(
         {
             "model": server.names[0],
             "uptime_s": round(time.time() - server.started_s, 3),
-            "requests": {
-                "waiting": found.load.waiting,
-                "waiting_tokens": found.load.waiting_tokens,
-                "wait_reason": found.wait_reason,
-                "active": found.load.running,
-                "open": engine.num_open,
-                "completed": engine.completed,
-                "rejected": admission.rejected,
-                "aborted": totals["aborted"],
-            },
+            "requests": _requests(engine, client, found),
             "pages": {
                 "total": found.pages,
                 "used": found.pages - found.free_pages,
@@ -95,6 +108,7 @@ async def stats(request: Request) -> Response:
                 "tokens_per_page": found.page_size,
                 "evictions": totals["evictions"],
                 "preemptions": totals["preemptions"],
+                "preemptions_for_other_keys": totals["yielded"],
                 "pressure_events": totals["pressure"],
             },
             "tokens": {

@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.frontend.chat import render_chat
-from quire.serve.context import Server, read_request, server_of
+from quire.serve.context import Server, client_of, read_request, server_of
 from quire.serve.errors import bad_request
 from quire.serve.protocol.other import DetokenizeRequest, TokenizeRequest, TokenizeResponse
 from quire.serve.wire import json_response
@@ -18,7 +18,7 @@ async def tokenize(request: Request) -> Response:
     server.check_model(wanted.model)
     if (wanted.prompt is None) == (wanted.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
-    return json_response(await server.engine.in_thread(_tokenize, server, wanted))
+    return json_response(await server.engine.in_thread(client_of(request), _tokenize, server, wanted))
 
 
 def _tokenize(server: Server, wanted: TokenizeRequest) -> TokenizeResponse:
@@ -51,7 +51,9 @@ async def detokenize(request: Request) -> Response:
     server = server_of(request)
     wanted, _ = await read_request(request, DetokenizeRequest)
     server.check_model(wanted.model)
-    return json_response({"prompt": await server.engine.in_thread(_decode, server, wanted.tokens)})
+    return json_response(
+        {"prompt": await server.engine.in_thread(client_of(request), _decode, server, wanted.tokens)}
+    )
 
 
 def _decode(server: Server, tokens: list[int]) -> str:

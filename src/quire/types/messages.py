@@ -139,6 +139,7 @@ class Totals:
     finished: int = 0
     aborted: int = 0
     preemptions: int = 0
+    yielded: int = 0  # preemptions in favour of other clients
     pressure: int = 0  # times that pages ran out: preemptions, and admissions that began to wait for pages
     prompt_tokens: int = 0
     queried_tokens: int = 0  # looked up in the prefix cache; again after a preemption
@@ -168,9 +169,14 @@ class Figures:
 
 @dataclass(slots=True)
 class EngineStats:
-    """An engine's figures: now, and since it started (`totals`, in requests, steps and tokens)."""
+    """An engine's figures: now, and since it started (`totals`, in requests, steps and tokens).
+
+    They may be those for one client: `load` is then that by its requests, `others` that by all other requests, and
+    `served_tokens` has its tokens only.
+    """
 
     load: Load
+    others: Load
     wait_reason: str | None  # why the first waiting request waits
     pages: int
     free_pages: int  # evictable ones included
@@ -223,11 +229,11 @@ class LiveRequest:
 
 @dataclass(slots=True)
 class EngineLive:
-    """What an engine does at this moment, bounded in size.
+    """What an engine does at this moment, bounded in size. For one client: with its requests only.
 
     `pages` is a uint16 for each cell of `pages_per_cell` pages: 0 blank, 1 evictable (free, but the prefix cache
-    can still find it), 2 held by several requests, 3 + i held by the i-th running request. Where a cell stands for
-    several pages it is the largest of these.
+    can still find it), 2 held by several requests, 3 held by a request that is not in the list, 4 + i held by the
+    i-th running request. Where a cell stands for several pages it is the largest of these.
     """
 
     stats: EngineStats

@@ -41,11 +41,12 @@ class Request:
     names: list[bytes] = field(default_factory=list)  # prefix-cache names of its full blocks
     status: Status = "waiting"
     held: str | None = None  # why it must not be admitted yet; None: it may
-    last_step: int = -1  # last step that held a row of this request
+    last_step: int = -1  # last step that held a row of this request, or admitted it
     cached: int = -1  # tokens found in the prefix cache on first admission; -1 before it
     scored: int = 1  # next prompt position whose log-probability is still to be delivered
     preemptions: int = 0
-    charged: int = 0  # output tokens booked to its client so far
+    charged: int = 0  # tokens booked to its client so far, cached ones included
+    admitted_known: int = 0  # `known` when it was last admitted
     catching_up: bool = True  # since its admission no step has computed all that is known of it
     waits_mark_s: dict[str, float] = field(default_factory=dict)  # the clocks when it began to wait
     prompt_mark_s: float = 0.0  # the clock of steps with prompts when it was admitted

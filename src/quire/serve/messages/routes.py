@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.serve.chat import begin, chat_prompt, chat_template
-from quire.serve.context import read_request, server_of
+from quire.serve.context import client_of, read_request, server_of
 from quire.serve.errors import messages_error
 from quire.serve.messages.answer import MessageAnswer
 from quire.serve.messages.input import chat_of
@@ -18,7 +18,7 @@ from quire.serve.wire import json_response
 
 async def messages(request: Request) -> Response:
     wanted, warnings = await read_request(request, MessagesRequest)
-    chat, more = await server_of(request).engine.in_thread(chat_of, wanted)
+    chat, more = await server_of(request).engine.in_thread(client_of(request), chat_of, wanted)
     turn = await begin(request, chat, [*warnings, *more])
     answer = MessageAnswer(turn)
     if chat.stream:
@@ -45,4 +45,4 @@ async def count_tokens(request: Request) -> Response:
         prompt = chat_prompt(server, chat, use.tools, chat_template(server, chat, use))
         return len(server.engine.tokenizer.encode(prompt, False))
 
-    return json_response({"input_tokens": await server.engine.in_thread(count)})
+    return json_response({"input_tokens": await server.engine.in_thread(client_of(request), count)})

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.serve.chat import begin
 from quire.serve.context import client_of, read_request, server_of
 from quire.serve.errors import ApiError, bad_request
+from quire.serve.protocol.chat import ChatRequest
 from quire.serve.protocol.responses import ResponsesRequest
 from quire.serve.responses.answer import ResponseAnswer
 from quire.serve.responses.input import chat_of, messages_of
@@ -21,14 +20,13 @@ from quire.serve.wire import json_response
 async def create_response(request: Request) -> Response:
     server, client = server_of(request), client_of(request)
     wanted, warnings = await read_request(request, ResponsesRequest)
-    before: tuple[dict[str, Any], ...] = ()
+    before: Stored | None = None
     if (previous := wanted.previous_response_id) is not None:
-        found = server.responses.get(client, previous)
-        if found is None:
+        before = server.responses.get(client, previous)
+        if before is None:
             message = f"previous_response_id: there is no response {previous[:128]!r}, or not any more"
             raise ApiError(400, message, "previous_response_id", "previous_response_not_found")
-        before = found.messages
-    chat, more = await server.engine.in_thread(chat_of, wanted, before)
+    chat, more = await server.engine.in_thread(client, _chat_of, wanted, before)
     turn = await begin(request, chat, [*warnings, *more])
     store = wanted.store is not False and server.settings.max_stored_responses > 0
     answer = ResponseAnswer(turn, wanted, store)
@@ -54,6 +52,10 @@ async def create_response(request: Request) -> Response:
     return response
 
 
+def _chat_of(wanted: ResponsesRequest, before: Stored | None) -> tuple[ChatRequest, list[str]]:
+    return chat_of(wanted, before.messages() if before is not None else [])
+
+
 def _stored(request: Request) -> Stored:
     response_id = request.path_params["response_id"]
     found = server_of(request).responses.get(client_of(request), response_id)
@@ -70,7 +72,7 @@ async def get_response(request: Request) -> Response:
     found = _stored(request)
     if request.query_params.get("stream", "false") not in ("false", "0"):
         raise bad_request("stream is not available for a response that is there already", "stream")
-    return json_response(found.response)
+    return Response(found.response, media_type="application/json")
 
 
 async def delete_response(request: Request) -> Response:

@@ -1,6 +1,6 @@
-"""What is kept of responses, in memory and within bounds: those not used for the longest time go first.
+"""Stored responses, in memory and within bounds of each client. Those not used for the longest time are dropped first.
 
-A response belongs to the client that asked for it; nobody else finds it.
+A response belongs to the client that asked for it; no other client finds it, and none can displace it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from quire.serve.auth import Client
 from quire.serve.protocol.responses import ResponseObject
 from quire.serve.wire import encode
@@ -17,40 +19,78 @@ from quire.serve.wire import encode
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    response: ResponseObject
-    messages: tuple[dict[str, Any], ...]  # the conversation to its end, without instructions
-    size: int  # bytes of both, as JSON
+    """A response and its conversation to its end, without instructions, both as JSON: what is counted is what is held."""
+
+    response: bytes
+    conversation: bytes
+
+    @property
+    def size(self) -> int:
+        return len(self.response) + len(self.conversation)
+
+    def messages(self) -> list[dict[str, Any]]:
+        """Decode the conversation. May take milliseconds."""
+        found: list[dict[str, Any]] = msgspec.json.decode(self.conversation)
+        return found
+
+
+class _Shelf:
+    """The responses of one client, the next to be dropped first."""
+
+    def __init__(self) -> None:
+        self.stored: OrderedDict[str, Stored] = OrderedDict()
+        self.size = 0  # bytes
+
+    def put(self, response_id: str, stored: Stored) -> None:
+        self.pop(response_id)
+        self.stored[response_id] = stored
+        self.size += stored.size
+
+    def pop(self, response_id: str) -> Stored | None:
+        found = self.stored.pop(response_id, None)
+        self.size -= found.size if found is not None else 0
+        return found
+
+    def drop_oldest(self) -> None:
+        self.pop(next(iter(self.stored)))
 
 
 class ResponseStore:
-    """Owns the responses of all clients: at most `most`, of `max_bytes` in all. Messages that conversations have in
-    common are counted for each, so that the bound holds whichever of them are dropped."""
+    """Owns the responses of all clients."""
 
-    def __init__(self, most: int, max_bytes: int) -> None:
-        self._most, self._max_bytes = most, max_bytes
-        self._stored: OrderedDict[tuple[str, str], Stored] = OrderedDict()  # the next to go first
-        self.size = 0  # bytes
+    def __init__(self, most: int, max_bytes: int, total_weight: float = 1.0) -> None:
+        """Keep at most `most` responses for each client, and `max_bytes` for all: each client has its share by weight.
+
+        Messages that conversations have in common are counted for each.
+        """
+        self._most, self._max_bytes, self._total_weight = most, max_bytes, total_weight
+        self._shelves: dict[str, _Shelf] = {}
 
     def __len__(self) -> int:
-        return len(self._stored)
+        return sum(len(shelf.stored) for shelf in self._shelves.values())
+
+    @property
+    def size(self) -> int:
+        """Bytes of all responses."""
+        return sum(shelf.size for shelf in self._shelves.values())
 
     def put(self, client: Client, response: ResponseObject, messages: Sequence[dict[str, Any]]) -> None:
-        self.delete(client, response.id)
-        stored = Stored(response, tuple(messages), len(encode(response)) + len(encode(messages)))
-        self._stored[client.name, response.id] = stored
-        self.size += stored.size
-        while len(self._stored) > self._most or self.size > self._max_bytes:
-            _, oldest = self._stored.popitem(last=False)
-            self.size -= oldest.size
+        """Keep a response; older ones of the same client make room for it."""
+        shelf = self._shelves.setdefault(client.name, _Shelf())
+        shelf.put(response.id, Stored(encode(response), encode(messages)))
+        share = self._max_bytes * min(1.0, client.weight / self._total_weight)
+        while len(shelf.stored) > self._most or shelf.size > share:
+            shelf.drop_oldest()
 
     def get(self, client: Client, response_id: str) -> Stored | None:
-        found = self._stored.get((client.name, response_id))
-        if found is not None:
-            self._stored.move_to_end((client.name, response_id))
+        """Return a response of this client, or None; it then counts as just used."""
+        shelf = self._shelves.get(client.name)
+        found = shelf.stored.get(response_id) if shelf is not None else None
+        if shelf is not None and found is not None:
+            shelf.stored.move_to_end(response_id)
         return found
 
     def delete(self, client: Client, response_id: str) -> bool:
-        """Whether it was there."""
-        found = self._stored.pop((client.name, response_id), None)
-        self.size -= found.size if found is not None else 0
-        return found is not None
+        """Delete a response of this client; return whether there was one."""
+        shelf = self._shelves.get(client.name)
+        return shelf is not None and shelf.pop(response_id) is not None

@@ -5,8 +5,8 @@ import { colours, count, REQUEST_COLOURS, requestColour, surface } from "./draw.
 const SIZES = [18, 16, 14, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2]; // of a cell, in pixels
 const MOST_HIGH = 430;
 const MARGIN = 6;
-const [BLANK, FIRST_OWNER] = [0, 3]; // as in quire/core/live.py
-const PLAIN = ["blank", "evictable", "shared"];
+const [BLANK, FIRST_OWNER] = [0, 4]; // as in quire/core/live.py
+const PLAIN = ["blank", "evictable", "shared", "others"];
 
 export class PageMap {
   constructor(canvas, readout, select) {
@@ -139,7 +139,7 @@ export class PageMap {
       const value = this.cells[this.cursor];
       const first = this.cursor * this.perCell;
       const name = this.perCell > 1 ? `Pages ${count(first)} to ${count(Math.min(this.pages, first + this.perCell) - 1)}` : `Page ${count(first)}`;
-      const states = ["blank", "evictable: free, but its content can still be found", "shared by several requests"];
+      const states = ["blank", "evictable: free, but its content can still be found", "shared by several requests", "held by a request that is not in the list"];
       text = `${name}: ${states[value] ?? `request ${this.owner(this.cursor)?.id ?? "beyond the list"}`}`;
     } else if (this.selected) {
       const index = this.running.findIndex((request) => request.id === this.selected);

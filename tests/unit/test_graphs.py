@@ -75,3 +75,11 @@ def test_an_idle_engine_records_all_sizes_of_rows_once() -> None:
         recorded += 1
     assert recorded == len(row_sizes(16)) - 1
     assert steps.step(*[1] * 16) == [("replay", (16, 16))]
+
+
+def test_short_steps_with_prompts_are_padded_by_few_tokens() -> None:
+    sizes = token_sizes(2048)
+    assert sizes[:8] == [16, 32, 48, 64, 80, 96, 112, 128]
+    for tokens in range(1, 2049):
+        padding = min(size for size in sizes if size >= tokens) - tokens
+        assert padding < 16 if tokens <= 128 else padding * 9 <= tokens + padding

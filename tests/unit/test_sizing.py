@@ -48,3 +48,8 @@ def test_an_explicit_context_that_does_not_fit_is_refused() -> None:
         size(1000, asked=4000)
     with pytest.raises(ConfigError, match="lower max_model_len or raise kv_cache_memory"):
         size(100)
+
+
+def test_an_explicit_context_that_fits_exactly_is_kept() -> None:
+    assert size(4000, asked=4000).max_model_len == 4000
+    assert size(4096).max_model_len == 4096

@@ -90,13 +90,32 @@ class Scheduler:
         self.waiting.add(request)
 
     def settle(self, request_id: str, error: str | None) -> None:
-        """Let a held request run, or end a request with an error; unknown ids are ignored."""
+        """Let a held or paused request run, or end one with an error; unknown ids are ignored."""
         if request := self.requests.get(request_id):
+            request.paused = False
             self.clocks.released(request)
             if error is not None:
                 output = self._finish(request, [], "error")
                 output.error = error
                 self._outputs.append(output)
+
+    def pause(self, request_id: str, drops_token: bool) -> None:
+        """Keep a request out of further steps until `settle`; unknown ids are ignored.
+
+        Args:
+            request_id: which request.
+            drops_token: the token that the newest step samples for it is not to be used. The device will have
+                counted it, so the request gives up its slot and is computed again.
+        """
+        if (request := self.requests.get(request_id)) is None:
+            return
+        request.paused = True
+        if drops_token:
+            plan, draft = self._in_flight[-1]
+            request.dropped_step = plan.step
+            draft.forget_sample(request)
+            if request.status == "running":
+                self._preempt(request)
 
     def abort(self, request_id: str) -> None:
         """End a request now; unknown ids are ignored, for it may just have finished."""
@@ -117,6 +136,8 @@ class Scheduler:
         long_rows: list[tuple[Request, int]] = []
         lookahead = self.limits.lookahead
         for request in list(self.running):
+            if request.paused:
+                continue
             pending, known = request.pending, len(request.tokens)
             if pending and (not lookahead or known + pending >= request.limit):
                 continue  # its next input is not decided yet, or it has its full length
@@ -167,21 +188,25 @@ class Scheduler:
         victim = next((r for r in reversed(self.running) if r.last_step != draft.step), request)
         if victim.order <= request.order:
             return False
+        self._preempt(victim)
+        draft.preempted.append(victim.id)
+        return True
+
+    def _preempt(self, victim: Request) -> None:
         self.running.remove(victim)
         self._release(victim)
         victim.status, victim.computed, victim.published, victim.publish_at = "waiting", 0, 0, 0
         victim.preemptions += 1
         self.waiting.add(victim)
-        draft.preempted.append(victim.id)
         self.clocks.preempted(victim)
-        return True
 
     def _admit(self, draft: Draft, was_empty: bool) -> str | None:
         """Move waiting requests into the batch; returns why the first one left must wait."""
         skipped = None
         for request in self.waiting.by_turn(self.running):
-            if request.pending or request.held:  # preempted with a step in flight: its length is not known
-                skipped = skipped or request.held or "results"
+            if request.pending or request.held or request.paused:
+                # With a step in flight its length is not known.
+                skipped = skipped or request.held or ("grammar" if request.paused else "results")
                 continue
             if not self._free_slots:
                 return "slots"
@@ -246,8 +271,8 @@ class Scheduler:
             new = result.tokens[sampled]
             sampled += 1
             request.pending -= 1 + drafts[index]
-            if request.status == "finished":
-                continue  # a surplus row: the request ended while this step was in flight
+            if request.status == "finished" or request.dropped_step == plan.step:
+                continue  # the request ended while this step was in flight, or had no mask for it
             if self.limits.keeps_kv:
                 request.computed -= drafts[index] - (len(new) - 1)
             output = self._append(request, new)

@@ -14,6 +14,7 @@ import pytest
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.cli.main import main
+from quire.grammar.compiler import CheckedGrammar
 from quire.types import RequestError
 from tiny import write_tiny
 
@@ -229,3 +230,28 @@ def test_flags_that_cannot_work(capsys: pytest.CaptureFixture[str], folder: Path
         assert reason in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["generate", "--regex", "a", "--json-object", "x"])
+
+
+def test_a_grammar_that_is_too_slow_ends_its_request_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = params(regex="[a-z]{20}", seed=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("quire.grammar.answer.MASK_LIMIT_S", 0.0)
+        with pytest.raises(
+            RequestError, match="the answer cannot go on: its grammar is too slow: one mask took"
+        ):
+            llm.generate("x", asked, use_tqdm=False)
+    assert len(texts(llm, "x", asked)[0]) == 20
+
+
+def test_an_answer_goes_on_in_a_new_lexer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When a lexer has used up its states, the answer is the one that a larger lexer would have given."""
+    asked = params(regex="[a-z]{90}", seed=1)
+    want, built, build = texts(llm, "x", asked), [], CheckedGrammar.matcher
+
+    def count(grammar: CheckedGrammar, max_lexer_states: int) -> Any:
+        built.append(max_lexer_states)
+        return build(grammar, max_lexer_states)
+
+    monkeypatch.setattr(CheckedGrammar, "matcher", count)
+    monkeypatch.setattr("quire.grammar.matching.LEXER_STATES", 40)
+    assert texts(llm, "x", asked) == want and len(built) > 1

@@ -227,6 +227,24 @@ def test_merged_linear_and_its_cuts() -> None:
     assert torch.allclose(single, summed, atol=1e-6)
 
 
+class Doubling(Parallel):
+    """A rank whose sums can be told from its parts."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+@pytest.mark.parametrize(
+    ("cut", "size", "factor"), [("cols", 2, 2), ("cols", 1, 1), ("rows", 2, 1), (None, 2, 1)]
+)
+def test_only_parts_of_inputs_are_summed(cut: Any, size: int, factor: int) -> None:
+    weights, x = DummyCheckpoint(3, CPU, torch.float32), torch.randn(5, 12)
+    part = Linear(env(weights, Doubling(0, size)), "q", 12, 8, cut=cut)
+    x = x[:, : part.in_features]
+    stored = weights.tensor("q.weight", (8, 12))[: part.out_features, : part.in_features]
+    assert torch.allclose(part(x), factor * (x @ stored.t()), atol=1e-6)
+
+
 def test_transposed_linear_holds_three_parts() -> None:
     weights = DummyCheckpoint(3, CPU, torch.float32)
     x = torch.randn(5, 6)

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,11 +30,15 @@ from test_scheduler import (
 from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
 from quire.frontend.structured import grammar_spec
+from quire.grammar import matching
+from quire.grammar.answer import Answer
 from quire.grammar.checker_process import Verdict
-from quire.grammar.compiler import Compiler
+from quire.grammar.compiler import CheckedGrammar, Compiler
 from quire.grammar.library import LibraryGrammar
+from quire.grammar.mask_threads import MaskThreads
 from quire.grammar.matching import BYTES, Vocabulary, compiled, grammar_text
 from quire.types import (
+    EngineOutput,
     EngineRequest,
     GrammarSpec,
     RequestError,
@@ -187,10 +192,10 @@ def constrained(rng: random.Random, max_len: int) -> Iterator[EngineRequest]:
         yield request
 
 
-def with_grammar(engine: Engine, source: Source) -> LibraryGrammar:
+def with_grammar(engine: Engine, source: Source, patience_s: float = 10.0) -> LibraryGrammar:
     device = engine.executor
     engine.executor = MaskedDevice(device.block_size, device.keeps_kv)
-    engine.grammar = LibraryGrammar(Compiler(source), VOCAB)
+    engine.grammar = LibraryGrammar(Compiler(source), VOCAB, patience_s)
     return engine.grammar
 
 
@@ -199,9 +204,10 @@ TIGHT = dict(max_len=24, layout="paged", block_size=1, num_blocks=26, rows=8, ad
 
 
 def random_run(seed: int, vocabulary: Vocabulary) -> Engine:
+    """With seeds divisible by five no mask is in time, so every row is taken out of its step once."""
     rng = random.Random(seed)
     engine, max_len = make_engine(rng, **(TIGHT if seed % 2 else {}))
-    grammar = with_grammar(engine, Source(rng.choice([0.0, 0.0, 0.001])))
+    grammar = with_grammar(engine, Source(rng.choice([0.0, 0.0, 0.001])), 10.0 if seed % 5 else 0.0)
     todo = list(constrained(rng, max_len))
     added: dict[str, EngineRequest] = {}
     got: dict[str, list[int]] = {}
@@ -227,7 +233,7 @@ def random_run(seed: int, vocabulary: Vocabulary) -> Engine:
             assert got[name] == want[: len(got[name])]
         else:
             assert (got[name], ended[name]) == (want, reason), (seed, name, request.grammar)
-    assert not grammar._states and not grammar._waiting and not grammar._by_slot
+    assert not grammar._answers and not grammar._requests and not grammar._by_slot
     engine.close()
     return engine
 
@@ -339,7 +345,7 @@ def test_an_engine_without_grammars_refuses() -> None:
     assert output.finish_reason == "error" and "tokenizer" in output.error
 
 
-def test_the_cache_is_bounded_in_memory_and_number() -> None:
+def test_the_cache_is_bounded() -> None:
     source = Source()
     compiler = Compiler(source)
 
@@ -348,15 +354,10 @@ def test_the_cache_is_bounded_in_memory_and_number() -> None:
 
     for i in range(300):
         get(i)
-    assert len(compiler._cache) == len(compiler._bytes) == 256
     get(299)
     assert len(source.checked) == 300
     get(0)
     assert len(source.checked) == 301
-    source.memory_bytes = 200 << 20
-    for i in range(300, 304):
-        get(i)
-    assert len(compiler._cache) == 2 and sum(compiler._bytes.values()) == 400 << 20
     compiler.close()
 
 
@@ -424,3 +425,256 @@ def test_patterns_of_properties_stay_apart() -> None:
     schema = {"patternProperties": {r"^\d$": {"minimum": 1}, "^[0-9]$": {"maximum": 5}}}
     found = json.loads(grammar_spec(StructuredOutputsParams(json=schema)).text)["patternProperties"]
     assert list(found.values()) == [{"minimum": 1}, {"maximum": 5}]
+
+
+# ------------------------------------------------------------------------ budgets, and answers that share nothing
+
+WORDS = r"^(\w{1,30}[ .,]?){1,200}$"
+TEXT = "the little girl named Lily went to the park and saw a big red ball "
+
+
+@pytest.fixture(scope="module")
+def byte_vocabulary() -> Vocabulary:
+    return Vocabulary([*BYTES, *(word.encode() for word in TEXT.split())])
+
+
+def answer_to(vocabulary: Vocabulary, spec: GrammarSpec, **params: Any) -> Answer:
+    grammar = CheckedGrammar(spec, grammar_text(spec), 0, vocabulary)
+    request = EngineRequest("r", [1], SamplingParams(**params), [END], [END], grammar=spec)
+    return Answer(request, grammar, vocabulary.end)
+
+
+END = 0  # the byte of this number is in no text here
+
+
+def allows(answer: Answer, token: int) -> bool:
+    return answer.ready is not None and bool(answer.ready[token >> 5] >> np.uint32(token & 31) & 1)
+
+
+def write(answer: Answer, text: bytes, every: int = 1) -> None:
+    """Write a text byte by byte, with a mask before every so many of them."""
+    for i in range(0, len(text), every):
+        answer.work()
+        assert answer.error is None, (i, answer.error)
+        part = list(text[i : i + every])
+        assert allows(answer, part[0]), (i, text[i : i + 9])
+        answer.use()
+        assert answer.accepts(EngineOutput("r", part[:1]))
+        answer._tokens += part[1:]
+    answer.work()
+    assert answer.error is None, answer.error
+
+
+def json_spec(schema: Any) -> GrammarSpec:
+    return grammar_spec(StructuredOutputsParams(json=schema))
+
+
+def prose(length: int) -> str:
+    return (TEXT * (length // len(TEXT) + 1))[:length]
+
+
+def test_a_long_string_is_written_to_its_last_character(byte_vocabulary: Vocabulary) -> None:
+    """It has twice as many characters as a lexer may have states."""
+    answer = answer_to(byte_vocabulary, json_spec({"type": "string", "maxLength": 100_000}))
+    write(answer, b'"' + prose(100_000).encode(), every=40)
+    assert allows(answer, ord('"')) and not allows(answer, ord("a")) and not allows(answer, END)
+    answer.use()
+    assert answer.accepts(EngineOutput("r", [ord('"')]))
+    answer.work()
+    assert allows(answer, END) and not allows(answer, ord('"'))
+
+
+def test_twenty_fields_of_a_thousand_characters(byte_vocabulary: Vocabulary) -> None:
+    fields = {f"f{i}": {"type": "string", "maxLength": 1000} for i in range(20)}
+    schema = {"type": "object", "properties": fields, "required": [*fields], "additionalProperties": False}
+    answer = answer_to(byte_vocabulary, json_spec(schema))
+    write(answer, json.dumps({name: prose(1000) for name in fields}).encode(), every=20)
+    assert allows(answer, END)
+
+
+def test_many_words_are_written_to_their_end(byte_vocabulary: Vocabulary) -> None:
+    text = " ".join((TEXT * 20).split()[:200])
+    for spec, written in (
+        (grammar_spec(StructuredOutputsParams(regex=WORDS.strip("^$"))), text),
+        (json_spec({"type": "string", "pattern": WORDS}), f'"{text}"'),
+    ):
+        answer = answer_to(byte_vocabulary, spec)
+        write(answer, written.encode(), every=7)
+        assert allows(answer, END)
+
+
+def test_an_answer_that_exhausts_its_lexer_ends_with_an_error(
+    byte_vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not an answer that is complete, and the next one with this spec begins anew."""
+    monkeypatch.setattr(CheckedGrammar, "matcher", lambda g, n: compiled(g.vocabulary, g.spec, g.text, 60))
+    spec = GrammarSpec("regex", "a{0,500}")  # complete at every place
+    for _ in range(2):
+        answer, written = answer_to(byte_vocabulary, spec), 0
+        while answer.error is None and written < 500:
+            answer.work()
+            if answer.error is None:
+                answer.use()
+                assert answer.accepts(EngineOutput("r", [97]))
+                written += 1
+        assert written > 20 and "too many states" in (answer.error or "") and answer.ready is None
+
+
+def test_answers_share_no_lexer(vocabulary: Vocabulary) -> None:
+    spec = GrammarSpec("regex", "a{0,500}")
+    grammar = CheckedGrammar(spec, grammar_text(spec), 0, vocabulary)
+    first, second = grammar.matcher(60), grammar.matcher(60)
+    for _ in range(400):
+        first.compute_bitmask()
+        first.consume_token(1)
+    assert first.is_error()
+    mask = second.compute_bitmask()
+    assert not second.is_error() and mask[0] & 2
+
+
+def spend(answer: Answer, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let one mask take that long."""
+    times = iter([0.0, seconds])
+    with monkeypatch.context() as patch:
+        patch.setattr("quire.grammar.answer.time.thread_time", lambda: next(times))
+        answer.work()
+
+
+@pytest.mark.parametrize(
+    ("masks_s", "says"), [([0.3], "one mask took 300 ms"), ([0.16] * 15, "15 tokens took 2400 ms")]
+)
+def test_an_answer_has_a_time_budget(
+    byte_vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch, masks_s: list[float], says: str
+) -> None:
+    answer = answer_to(byte_vocabulary, GrammarSpec("regex", "a*"))
+    answer.work()
+    for took_s in masks_s:
+        assert answer.error is None
+        answer.use()
+        assert answer.accepts(EngineOutput("r", [97]))
+        spend(answer, took_s, monkeypatch)
+    assert answer.error is not None and "too slow" in answer.error and says in answer.error
+
+
+def test_slow_answers_are_computed_in_the_background_until_they_are_quick(
+    byte_vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, found = answer_to(byte_vocabulary, GrammarSpec("regex", "a*")), []
+    answer.work()
+    for took_s in (0.0, 0.02, *[0.0] * 17):
+        answer.use()
+        assert answer.accepts(EngineOutput("r", [97]))
+        spend(answer, took_s, monkeypatch)
+        assert allows(answer, 97)
+        found.append(answer.slow)
+    assert found == [False, *[True] * 16, False, False]
+
+
+def test_a_step_does_not_wait_for_a_slow_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others get their tokens meanwhile, and the slow request the ones that it would have got anyway."""
+    gate, begun = threading.Event(), threading.Event()
+    work = Answer.work
+
+    def slow(answer: Answer) -> None:
+        if answer.request_id == "slow" and len(answer._tokens) == 2 and not begun.is_set():
+            begun.set()
+            assert gate.wait(60)
+        work(answer)
+
+    alone = small()
+    alone.add(ask("slow", SPECS[2]))
+    want = drain(alone)["slow"]
+    monkeypatch.setattr(Answer, "work", slow)
+    engine, _ = make_engine(random.Random(0), **SMALL, depth=2)
+    with_grammar(engine, Source(), patience_s=0.01)
+    engine.add(ask("slow", SPECS[2]))
+    got: dict[str, list[int]] = {"slow": [], "other": [], "free": []}
+    while not begun.is_set():
+        for output in engine.step():
+            got[output.id] += output.token_ids
+    engine.add(ask("other", GrammarSpec("regex", "(a|b){99}"), 30))
+    engine.add(ask("free", None, 30, ignore_eos=True))
+    ended = set()
+    while engine.has_work:
+        for output in engine.step():
+            got[output.id] += output.token_ids
+            ended |= {output.id} if output.finish_reason else set()
+        if not gate.is_set() and ended >= {"other", "free"}:
+            assert len(got["slow"]) == 2
+            gate.set()
+    assert got["slow"] == want and len(got["other"]) == 30
+    engine.close()
+
+
+def test_more_stuck_masks_than_threads_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate = threading.Event()
+    stuck = [threading.Event() for _ in range(12)]
+
+    class Stuck:
+        def __init__(self, event: threading.Event) -> None:
+            self.event = event
+
+        def work(self) -> None:
+            self.event.set()
+            assert gate.wait(60)
+
+    class Quick:
+        done = False
+
+        def work(self) -> None:
+            self.done = True
+
+    threads, quick = MaskThreads(threading.Event(), 0.05), Quick()
+    jobs = [Stuck(event) for event in stuck]
+    late = threads.run([*jobs, quick])
+    assert set(jobs) <= set(late)
+    deadline = time.monotonic() + 30
+    while not quick.done and time.monotonic() < deadline:
+        threads.finished()
+        time.sleep(0.005)
+    assert quick.done and all(event.is_set() for event in stuck)
+    gate.set()
+    found: list[Any] = []
+    while len(found) < len(jobs) and time.monotonic() < deadline:
+        found += [job for job in threads.finished() if isinstance(job, Stuck)]
+    assert set(found) == set(jobs)
+    threads.close()
+
+
+def test_memory_of_matchers_is_bounded() -> None:
+    """An answer whose grammar does not fit beside the others begins when one of them has ended."""
+    source = Source()
+    source.memory_bytes = 700 << 20
+    engine = small(source=source)
+    for name in "ab":
+        engine.add(ask(name, SPECS[2]))
+    together, got = 0, {}
+    while engine.has_work:
+        for output in engine.step():
+            got.setdefault(output.id, []).extend(output.token_ids)
+        together = max(together, len(engine.grammar._answers))
+    assert together == 1 and set(got) == {"a", "b"} and all(got.values())
+
+
+def test_the_end_is_not_what_the_grammar_writes_with_the_same_token(vocabulary: Vocabulary) -> None:
+    """Wherever in a word of the mask the token is: 6 and 38 are "1" here, and 38 ends the answer."""
+    tokens = [*TOKENS, *[b""] * 9, *TOKENS]
+    spec = GrammarSpec("regex", "1{3}")
+    grammar = CheckedGrammar(spec, grammar_text(spec), 0, Vocabulary(tokens))
+    assert tokens[6] == tokens[38] == b"1"
+    answer = Answer(EngineRequest("r", [1], SamplingParams(), [38], [38], grammar=spec), grammar, len(tokens))
+    answer.work()
+    assert allows(answer, 6) and not allows(answer, 38)
+    for _ in range(3):
+        answer.use()
+        assert answer.accepts(EngineOutput("r", [6]))
+        answer.work()
+    assert allows(answer, 38) and not allows(answer, 6)
+
+
+def test_consuming_slowly_releases_the_gil(byte_vocabulary: Vocabulary) -> None:
+    spec = GrammarSpec("regex", "ab")
+    matcher = compiled(byte_vocabulary, spec, grammar_text(spec))
+    consumer = matching.DetachedConsumer(byte_vocabulary)
+    assert consumer.consume(matcher, ord("a")) and not consumer.consume(matcher, ord("a"))
+    assert matcher.is_error()

@@ -203,3 +203,16 @@ def test_a_missing_tokenizer_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"has no tokenizer\.json"):
         checker.tokens()
     checker.close()
+
+
+def test_a_spec_is_refused_for_the_same_reason_as_the_tokens(tmp_path: Path) -> None:
+    """The process without a tokenizer ends at once, so a question to it would find it gone."""
+    checker = Checker(tmp_path, 100)
+    with pytest.raises(RequestError, match=r"has no tokenizer\.json"):
+        checker.check(GOOD)
+    checker.close()
+
+
+def test_memory_is_told_in_bytes(checker: Checker) -> None:
+    large = grammar_spec(StructuredOutputsParams(json={"enum": [f"{i:x}" for i in range(9000)]}))
+    assert 2 << 20 < checker.check(large).memory_bytes < 200 << 20

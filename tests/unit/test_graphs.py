@@ -103,3 +103,11 @@ def test_graphs_that_were_dropped_are_captured_again_once_the_engine_is_idle() -
     assert steps.done[0] == ("pool", None)
     steps.step(1, 1)
     assert steps.step(1, 1) == [("replay", (2, 2))]
+
+
+def test_short_steps_with_prompts_are_padded_by_few_tokens() -> None:
+    sizes = token_sizes(2048)
+    assert sizes[:8] == [16, 32, 48, 64, 80, 96, 112, 128]
+    for tokens in range(1, 2049):
+        padding = min(size for size in sizes if size >= tokens) - tokens
+        assert padding < 16 if tokens <= 128 else padding * 9 <= tokens + padding

@@ -441,6 +441,17 @@ def test_static_batch_admits_only_into_an_empty_batch() -> None:
             assert engine.log.last.running == 1
 
 
+def test_fifo_keeps_its_order_when_it_drops_stale_entries() -> None:
+    blocks = list(range(100))[::-1]  # so that the order of age is not that of the ids
+    evictor = FIFO()
+    for block in blocks:
+        evictor.add(block)
+    for block in blocks[:90]:
+        evictor.discard(block)
+    evictor.add(blocks[0])  # rebuilds the heap
+    assert [evictor.pop() for _ in range(len(evictor))] == [blocks[0], *blocks[90:]]
+
+
 def test_fifo_evicts_by_age_and_lru_by_use() -> None:
     for evictor, survivor in ((LRU, "old"), (FIFO, "new")):
         engine, _ = make_engine(**{**SMALL, "evictor": evictor, "num_blocks": 10, "depth": 1})

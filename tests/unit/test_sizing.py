@@ -91,3 +91,8 @@ def test_an_explicit_cache_beside_which_a_step_does_not_fit_is_refused(
         check_kv_fits(config, fits, GPU, reserved=200 << 20)
     check_kv_fits(config, fits, CPU, reserved=200 << 20)  # blocks take memory when they are written to
     assert "lower kv_cache_memory" in caplog.text
+
+
+def test_an_explicit_context_that_fits_exactly_is_kept() -> None:
+    assert size(4000, asked=4000).max_model_len == 4000
+    assert size(4096).max_model_len == 4096

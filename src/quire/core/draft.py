@@ -52,6 +52,12 @@ class Draft:
             self.catching_up.append((request, n, samples))
         return samples
 
+    def forget_sample(self, request: Request) -> None:
+        """Note that the token of this request will not be used, so that the request has not caught up."""
+        self.catching_up = [
+            (other, n, samples and other is not request) for other, n, samples in self.catching_up
+        ]
+
     def plan(self) -> StepPlan:
         starts, num_tokens = np.array(self.starts, np.int32), np.array(self.num_tokens, np.int32)
         return StepPlan(

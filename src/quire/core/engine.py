@@ -91,7 +91,9 @@ class Engine:
         self._outputs += outputs
 
     def _settle(self) -> None:
-        """Let requests run whose grammar is ready, and end those that have none or broke it."""
+        """Pause requests whose mask is late, let run those that are ready, and end those that cannot go on."""
+        for request_id, drops_token in self.grammar.paused():
+            self.scheduler.pause(request_id, drops_token)
         for request_id, error in self.grammar.settled():
             self.scheduler.settle(request_id, error)
 

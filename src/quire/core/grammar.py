@@ -4,6 +4,7 @@ request's life       engine's call
 added                start      it is held until `settled` names it
 a step, launched     needs_tokens, then masks, both once per plan, in order
 a step, retired      advance    with what the scheduler made of it
+its mask is late     paused, until `settled` names it again
 ended                advance or forget
 """
 
@@ -14,6 +15,7 @@ from typing import Protocol
 from quire.types import EngineOutput, EngineRequest, StepPlan, TokenMasks
 
 Settled = tuple[str, str | None]  # request id; None: it may run, else what it ends with
+Paused = tuple[str, bool]  # request id; True: its row in the newest plan has no mask, so drop the token
 
 
 class Grammar(Protocol):
@@ -21,13 +23,17 @@ class Grammar(Protocol):
         """Begin to compile what the request asks for. Never waits."""
         ...
 
+    def paused(self) -> list[Paused]:
+        """Return the running requests that, since the last call, must not be scheduled until `settled` names them,
+        because their next mask is still being computed."""
+        ...
+
     def settled(self) -> list[Settled]:
-        """Held requests whose grammar is ready or refused since the last call, and running ones that cannot
-        go on."""
+        """Return the requests that are ready to run, or that cannot go on, since the last call."""
         ...
 
     def wait(self) -> None:
-        """Called when nothing can run: wait a moment for a grammar, if one is being compiled."""
+        """Called when nothing can run: wait a moment for a grammar or a mask."""
         ...
 
     def needs_tokens(self, plan: StepPlan) -> bool:
@@ -57,6 +63,9 @@ class NoGrammar:
 
     def start(self, request: EngineRequest) -> None:
         self._refused.append((request.id, self._message))
+
+    def paused(self) -> list[Paused]:
+        return []
 
     def settled(self) -> list[Settled]:
         if not self._refused:

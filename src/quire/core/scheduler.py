@@ -93,13 +93,32 @@ class Scheduler:
         self.waiting.add(request)
 
     def settle(self, request_id: str, error: str | None) -> None:
-        """Let a held request run, or end a request with an error; unknown ids are ignored."""
+        """Let a held or paused request run, or end one with an error; unknown ids are ignored."""
         if request := self.requests.get(request_id):
+            request.paused = False
             self.clocks.released(request)
             if error is not None:
                 output = self._finish(request, [], "error")
                 output.error = error
                 self._outputs.append(output)
+
+    def pause(self, request_id: str, drops_token: bool) -> None:
+        """Keep a request out of further steps until `settle`; unknown ids are ignored.
+
+        Args:
+            request_id: which request.
+            drops_token: the token that the newest step samples for it is not to be used. The device will have
+                counted it, so the request gives up its slot and is computed again.
+        """
+        if (request := self.requests.get(request_id)) is None:
+            return
+        request.paused = True
+        if drops_token:
+            plan, draft = self._in_flight[-1]
+            request.dropped_step = plan.step
+            draft.forget_sample(request)
+            if request.status == "running":
+                self._preempt(request)
 
     def abort(self, request_id: str) -> None:
         """End a request now; unknown ids are ignored, for it may just have finished."""
@@ -123,6 +142,8 @@ class Scheduler:
         long_rows: list[tuple[Request, int]] = []
         lookahead = self.limits.lookahead
         for request in list(self.running):
+            if request.paused:
+                continue
             pending, known = request.pending, len(request.tokens)
             if pending and (not lookahead or known + pending >= request.limit):
                 continue  # its next input is not decided yet, or it has its full length
@@ -175,25 +196,25 @@ class Scheduler:
         victim = self.shares.last(self.running, draft.step, request)
         if victim is None:
             return False
-        self._preempt(draft, victim)
+        self._preempt(victim)
+        draft.preempted.append(victim.id)
         self.log.totals.pressure += 1
         return True
 
-    def _preempt(self, draft: Draft, victim: Request) -> None:
+    def _preempt(self, victim: Request) -> None:
         """Move a running request back to its line. Its full blocks stay in the prefix cache."""
         self.running.remove(victim)
         self._release(victim)
         victim.status, victim.computed, victim.published, victim.publish_at = "waiting", 0, 0, 0
         victim.preemptions += 1
         self.waiting.add(victim)
-        draft.preempted.append(victim.id)
         self.clocks.preempted(victim)
 
     def _balance(self, draft: Draft, was_empty: bool) -> None:
         """Admit the request whose turn it is before the step is filled, so that the rows of other clients leave it
         tokens; other clients that hold more than their share make room for it. One per step: the next request may
         then find the blocks of this one in the prefix cache."""
-        ready = (r for r in self.waiting.by_turn(self.running) if not (r.pending or r.held))
+        ready = (r for r in self.waiting.by_turn(self.running) if not (r.pending or r.held or r.paused))
         request = next(ready, None)
         if request is None or not self.policy.admits(was_empty, draft.budget):
             return
@@ -206,7 +227,8 @@ class Scheduler:
         if victims is None:
             return
         for victim in victims:
-            self._preempt(draft, victim)
+            self._preempt(victim)
+            draft.preempted.append(victim.id)
         self.log.totals.yielded += len(victims)
         self.waiting.remove(request)
         self._start(draft, request, hits, fresh, 0)
@@ -222,8 +244,9 @@ class Scheduler:
         """Move waiting requests into the batch; returns why the first one left must wait."""
         skipped = None
         for request in self.waiting.by_turn(self.running):
-            if request.pending or request.held:  # preempted with a step in flight: its length is not known
-                skipped = skipped or request.held or "results"
+            if request.pending or request.held or request.paused:
+                # With a step in flight its length is not known.
+                skipped = skipped or request.held or ("grammar" if request.paused else "results")
                 continue
             if not self._free_slots:
                 return "slots"
@@ -291,8 +314,8 @@ class Scheduler:
             new = result.tokens[sampled]
             sampled += 1
             request.pending -= 1 + drafts[index]
-            if request.status == "finished":
-                continue  # a surplus row: the request ended while this step was in flight
+            if request.status == "finished" or request.dropped_step == plan.step:
+                continue  # the request ended while this step was in flight, or had no mask for it
             if self.limits.keeps_kv:
                 request.computed -= drafts[index] - (len(new) - 1)
             output = self._append(request, new)

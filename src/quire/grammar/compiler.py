@@ -1,8 +1,7 @@
-"""Specs to matchers, off the step loop: cached, shared, and never before the helper process has survived them.
+"""Specs to checked grammars, off the step loop: no spec reaches the library here before the helper process survived it.
 
-A few threads wait for the helper and then compile with the GIL released. Owns the cache, of matchers and of
-refusals alike, bounded in number and memory, least recently used out first. The vocabulary is loaded when
-the first spec arrives.
+A few threads wait for the helper. The cache holds grammars and refusals alike, and drops the least recently used
+first. The vocabulary is loaded when the first spec arrives.
 """
 
 from __future__ import annotations
@@ -11,8 +10,10 @@ import queue
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from quire.grammar.mask_threads import start_thread
 from quire.types import GrammarSpec, RequestError
 
 if TYPE_CHECKING:
@@ -22,9 +23,7 @@ if TYPE_CHECKING:
     from quire.grammar.matching import Vocabulary
 
 _THREADS = 4
-_STACK_BYTES = 64 << 20  # reserved, not used: what passed the helper with 2 MB needs no more here
 _CACHED = 256
-_CACHED_BYTES = 512 << 20
 
 
 class Source(Protocol):
@@ -37,22 +36,38 @@ class Source(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(slots=True, frozen=True)
+class CheckedGrammar:
+    """A grammar that the helper process has compiled and tried out within its limits."""
+
+    spec: GrammarSpec
+    text: str  # in the library's language
+    memory_bytes: int  # peak of the trial
+    vocabulary: Vocabulary
+
+    def matcher(self, max_lexer_states: int) -> LLMatcher:
+        """Build a matcher that shares nothing with any other. Takes 1 to 80 ms, mostly with the GIL released."""
+        # Imported here: without structured output the library is not loaded.
+        from quire.grammar.matching import compiled
+
+        return compiled(self.vocabulary, self.spec, self.text, max_lexer_states)
+
+
 class Compiler:
-    """Matchers come as futures, shared by all requests with the same spec: each takes a copy."""
+    """Checks each spec once. The result is a future that all requests with this spec share."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._lock = threading.Lock()
-        self._cache: OrderedDict[GrammarSpec, Future[LLMatcher]] = OrderedDict()
-        self._bytes: dict[GrammarSpec, int] = {}  # of those that are compiled
-        self._jobs: queue.SimpleQueue[tuple[GrammarSpec, Future[LLMatcher]] | None] = queue.SimpleQueue()
+        self._cache: OrderedDict[GrammarSpec, Future[CheckedGrammar]] = OrderedDict()
+        self._jobs: queue.SimpleQueue[tuple[GrammarSpec, Future[CheckedGrammar]] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._news = threading.Event()
+        self.news = threading.Event()  # something has been checked, or another thread has set it
         self._loading = threading.Lock()
         self._vocabulary: Vocabulary | None = None
 
-    def submit(self, spec: GrammarSpec) -> Future[LLMatcher]:
-        """A matcher at the beginning of a text, or a QuireError, sooner or later. Never waits."""
+    def submit(self, spec: GrammarSpec) -> Future[CheckedGrammar]:
+        """Return the future of a grammar or a QuireError. Never waits."""
         with self._lock:
             found = self._cache.get(spec)
             if found is None:
@@ -64,9 +79,9 @@ class Compiler:
             return found
 
     def wait(self, timeout_s: float) -> None:
-        """Until something has been compiled since the last call, or for `timeout_s`."""
-        self._news.wait(timeout_s)
-        self._news.clear()
+        """Wait until there is news since the last call, for `timeout_s` at most."""
+        self.news.wait(timeout_s)
+        self.news.clear()
 
     def close(self) -> None:
         for _ in self._threads:
@@ -74,24 +89,12 @@ class Compiler:
         self._source.close()
 
     def _evict(self) -> None:
-        """Requests that use what goes keep it alive."""
-        while len(self._cache) > _CACHED or (
-            len(self._cache) > 1 and sum(self._bytes.values()) > _CACHED_BYTES
-        ):
-            spec, _ = self._cache.popitem(last=False)
-            self._bytes.pop(spec, None)
+        while len(self._cache) > _CACHED:
+            self._cache.popitem(last=False)
 
     def _start_threads(self) -> None:
-        if self._threads:
-            return
-        before = threading.stack_size(_STACK_BYTES)
-        try:
-            for i in range(_THREADS):
-                thread = threading.Thread(target=self._work, name=f"quire-grammar-{i}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
-        finally:
-            threading.stack_size(before)
+        if not self._threads:
+            self._threads = [start_thread(self._work, f"quire-grammar-{i}") for i in range(_THREADS)]
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -104,20 +107,12 @@ class Compiler:
                 with self._lock:
                     self._cache.pop(spec, None)
                 future.set_exception(error)
-            self._news.set()
+            self.news.set()
 
-    def _compile(self, spec: GrammarSpec) -> LLMatcher:
-        # Imported here: without structured output the library is not loaded.
-        from quire.grammar.matching import compiled
-
+    def _compile(self, spec: GrammarSpec) -> CheckedGrammar:
         vocabulary = self._load_vocabulary()  # while the helper process makes its own
         verdict = self._source.check(spec)
-        matcher = compiled(vocabulary, spec, verdict.text)
-        with self._lock:
-            if spec in self._cache:
-                self._bytes[spec] = verdict.memory_bytes
-                self._evict()
-        return matcher
+        return CheckedGrammar(spec, verdict.text, verdict.memory_bytes, vocabulary)
 
     def _load_vocabulary(self) -> Vocabulary:
         from quire.grammar.matching import Vocabulary

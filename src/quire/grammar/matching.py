@@ -12,7 +12,7 @@ import random
 import time
 from collections.abc import Sequence
 
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
 
 from quire.types import GrammarSpec, RequestError
@@ -20,14 +20,21 @@ from quire.types import GrammarSpec, RequestError
 # Tokenising what is certain, as the library would, needs the tokenizer in the middle of a mask; left out, the
 # model writes a forced text in the tokens that it prefers.
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
+LEXER_STATES = 50_000  # of a new matcher
+TOO_MANY_STATES = "too many states"  # how the library says that these are used up
+_STEP_FUEL = 1_500_000
 _TRIAL_STEPS = 32
 _MAX_MASK_S = 0.010  # of processor time, on average over the trial
 BYTES = [bytes([b]) for b in range(256)]  # the vocabulary of a check without a model
 
 
-def limits() -> LLParserLimits:
-    """Bounds on the work of one mask and on memory: a lexer state takes 1 to 2 kB."""
-    return LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
+def limits(max_lexer_states: int) -> LLParserLimits:
+    """Return the bounds on the work of one mask and on the memory of one matcher.
+
+    A lexer state takes 0.5 to 2 kB. With 151,936 tokens `_STEP_FUEL` lasts about 30 ms, and the words of a text,
+    `(\\w{1,30}[ .,]?){1,200}`, need 28 of them at worst.
+    """
+    return LLParserLimits(max_lexer_states=max_lexer_states, step_lexer_fuel=_STEP_FUEL, verbose_errors=False)
 
 
 class Vocabulary:
@@ -35,7 +42,7 @@ class Vocabulary:
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         """`tokens` is what each id adds to a text; empty for special tokens and ids without a token."""
-        self.end = len(tokens)
+        self.texts, self.end = tokens, len(tokens)
         self.tokenizer = LLTokenizer(_Source(tokens), eos_token=[self.end])  # type: ignore[arg-type]
 
 
@@ -80,13 +87,38 @@ def grammar_text(spec: GrammarSpec) -> str:
     return json.dumps({"grammars": grammars})
 
 
-def compiled(vocabulary: Vocabulary, spec: GrammarSpec, text: str) -> LLMatcher:
-    """A matcher at the beginning of a text; answers get copies of it. Raises RequestError."""
-    matcher = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits())
+def compiled(
+    vocabulary: Vocabulary, spec: GrammarSpec, text: str, max_lexer_states: int = LEXER_STATES
+) -> LLMatcher:
+    """Build a matcher at the beginning of a text.
+
+    `LLMatcher.deep_copy` shares the lexer, with its states, their limit, and a lock. Each answer therefore
+    has a matcher of its own.
+
+    Raises:
+        RequestError: if the library cannot enforce the grammar.
+    """
+    matcher = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits(max_lexer_states))
     warnings = matcher.get_grammar_warnings()
     if matcher.is_error() or warnings:
         raise RequestError(f"{spec.kind} cannot be enforced: {_reason(matcher.get_error() or warnings[0])}")
     return matcher
+
+
+class DetachedConsumer:
+    """Consumes tokens with the GIL released, which the library only does for several matchers at once.
+
+    It costs a thread switch, so it is for matchers that may be slow.
+    """
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._tokenizer, self._end = vocabulary.tokenizer, vocabulary.end
+        self._executor = LLExecutor(1)  # its thread inherits the priority of the one that is here
+
+    def consume(self, matcher: LLMatcher, token: int) -> bool:
+        # A matcher in an error state accepts the end token at once. It makes up the number.
+        other = LLMatcher(self._tokenizer, "", log_level=0)
+        return self._executor.consume_token_par([(matcher, token), (other, self._end)])[0]
 
 
 def try_out(matcher: LLMatcher, vocabulary: Vocabulary, spec: GrammarSpec) -> None:

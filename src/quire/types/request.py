@@ -41,6 +41,8 @@ class Request:
     names: list[bytes] = field(default_factory=list)  # prefix-cache names of its full blocks
     status: Status = "waiting"
     held: str | None = None  # why it must not be admitted yet; None: it may
+    paused: bool = False  # its next mask is being computed, so it gets no row
+    dropped_step: int = -1  # the last step whose token for this request is not used
     last_step: int = -1  # last step that held a row of this request, or admitted it
     cached: int = -1  # tokens found in the prefix cache on first admission; -1 before it
     scored: int = 1  # next prompt position whose log-probability is still to be delivered

@@ -1,0 +1,173 @@
+"""Threads that compute masks, so that the step loop waits for none longer than it chooses.
+
+The library cannot be interrupted, but it releases the GIL. What is not done in time goes on at low priority
+while other requests continue. Jobs of the step loop and jobs in the background have threads of their own, and a
+thread of the former that is stuck in one job is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Protocol, TypeVar
+
+_STACK_BYTES = 64 << 20  # reserved, not used: what passed the helper with 2 MiB needs no more here
+_STUCK_S = 0.010  # in one job, after which a thread is replaced
+_MOST_REPLACED = 16  # threads that are stuck at once
+_NICENESS = 10
+
+
+def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
+    """Start a daemon thread whose stack the library cannot overflow."""
+    before = threading.stack_size(_STACK_BYTES)
+    try:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        thread.start()
+        return thread
+    finally:
+        threading.stack_size(before)
+
+
+class Job(Protocol):
+    """Work that only one thread does at a time."""
+
+    def work(self) -> None:
+        """Never raises."""
+        ...
+
+
+J = TypeVar("J", bound=Job)
+
+
+@dataclass(slots=True, eq=False)
+class _Ticket:
+    """A job in a queue. `late`: nobody waits for it, so `finished` returns it."""
+
+    job: Job
+    late: bool
+    done: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    began_s: float = math.inf  # monotonic clock, when its job began
+    native_id: int = 0
+    replaced: bool = False
+
+
+class MaskThreads:
+    """Owns the threads and their queues. `news` is set when a job that nobody waits for is done."""
+
+    def __init__(self, news: threading.Event, patience_s: float) -> None:
+        """Args:
+        news: event to set.
+        patience_s: longest wait of `run`.
+        """
+        self.patience_s = patience_s
+        self._news = news
+        cores = os.cpu_count() or 1
+        self._counts = {"quick": max(1, min(8, cores // 2)), "slow": max(1, min(4, cores // 4))}
+        self._queues: dict[str, SimpleQueue[_Ticket | None]] = {name: SimpleQueue() for name in self._counts}
+        self._changed = threading.Condition()  # guards what follows
+        self._workers: list[_Worker] = []  # of the queue "quick"
+        self._left = 0  # jobs that `run` waits for
+        self._finished: list[Job] = []
+        self._started = False
+
+    def run(self, jobs: Sequence[J]) -> list[J]:
+        """Do jobs side by side. Return those not done after `patience_s`; they continue in the background."""
+        self._start()
+        tickets = [_Ticket(job, late=False) for job in jobs]
+        deadline_s = time.monotonic() + self.patience_s
+        with self._changed:
+            self._left = len(tickets)
+            for ticket in tickets:
+                self._queues["quick"].put(ticket)
+            while self._left and (left_s := deadline_s - time.monotonic()) > 0:
+                self._changed.wait(min(left_s, _STUCK_S))
+                self._replace_stuck()
+            late = [ticket for ticket in tickets if not ticket.done]
+            for ticket in late:
+                ticket.late = True
+            self._left = 0
+        return [job for job, ticket in zip(jobs, tickets) if ticket.late]
+
+    def submit(self, job: Job) -> None:
+        """Do a job in the background, at low priority."""
+        self._start()
+        self._queues["slow"].put(_Ticket(job, late=True))
+
+    def finished(self) -> list[Job]:
+        """Return the jobs done in the background since the last call."""
+        if not self._started:
+            return []
+        with self._changed:
+            self._replace_stuck()
+            finished, self._finished = self._finished, []
+            return finished
+
+    def close(self) -> None:
+        for name, queue in self._queues.items():
+            for _ in range(self._counts[name] + _MOST_REPLACED):
+                queue.put(None)
+
+    def _start(self) -> None:
+        if not self._started:
+            self._started = True
+            for _ in range(self._counts["quick"]):
+                self._add_quick()
+            for i in range(self._counts["slow"]):
+                start_thread(lambda: self._serve("slow", _Worker()), f"quire-slow-masks-{i}")
+
+    def _add_quick(self) -> None:
+        worker = _Worker()
+        self._workers.append(worker)
+        start_thread(lambda: self._serve("quick", worker), "quire-masks")
+
+    def _replace_stuck(self) -> None:
+        """Start a thread for each that has been in one job for long. Called with the lock held."""
+        now_s = time.monotonic()
+        for worker in list(self._workers):
+            if now_s - worker.began_s > _STUCK_S and not worker.replaced:
+                if sum(other.replaced for other in self._workers) >= _MOST_REPLACED:
+                    return
+                worker.replaced = True
+                _lower_priority(worker.native_id)
+                self._add_quick()
+
+    def _serve(self, name: str, worker: _Worker) -> None:
+        worker.native_id = threading.get_native_id()
+        if name == "slow":
+            _lower_priority(worker.native_id)
+        while not worker.replaced and (ticket := self._queues[name].get()) is not None:
+            worker.began_s = time.monotonic()
+            ticket.job.work()
+            with self._changed:
+                worker.began_s = math.inf
+                self._book(ticket)
+                if worker.replaced:
+                    self._workers.remove(worker)
+
+    def _book(self, ticket: _Ticket) -> None:
+        ticket.done = True
+        if ticket.late:
+            self._finished.append(ticket.job)
+            self._news.set()
+        else:
+            self._left -= 1
+            if not self._left:
+                self._changed.notify_all()
+
+
+def _lower_priority(native_id: int) -> None:
+    """On Linux a thread has a priority of its own; elsewhere this would lower the whole process."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, native_id, _NICENESS)

@@ -148,6 +148,14 @@ class BlockPool:
                 else:
                     self._blank.append(block)
 
+    def forget(self, block: int) -> None:
+        """The prefix cache cannot find a cached page any more; a free one becomes blank."""
+        self.cached[block] = 0
+        if self.refs[block] == 0:
+            self._evictor.discard(block)
+            self._blank.append(block)
+        self._evictor.forget(block)
+
     def check(self, held: Iterable[list[int]]) -> None:
         """Raise AssertionError unless the books agree with `held`, the block lists of all requests."""
         counts = np.zeros(self.num_blocks, np.int64)

@@ -24,6 +24,10 @@ class PrefixCache(Protocol):
         """Offer the full pages of the request that are computed and whose tokens are known."""
         ...
 
+    def forget(self, request: Request) -> None:
+        """Un-publish what the request computed: nobody finds these pages any more."""
+        ...
+
     def end_of_match(self, request: Request, hits: int) -> str:
         """Why `match` found `hits` pages and no more: "end" (it found all full pages), "new" (this page was
         not seen before), "evicted" (it was, and had to make room), or what keeps the cache from being used:
@@ -46,6 +50,9 @@ class NoPrefixCache:
 
     def publish(self, request: Request) -> None:
         request.publish_at = 1 << 62
+
+    def forget(self, request: Request) -> None:
+        pass
 
     def end_of_match(self, request: Request, hits: int) -> str:
         return "off"
@@ -88,6 +95,17 @@ class HashPrefixCache:
                 self._pool.cached[block] = 1
         request.published = full
         request.publish_at = (full + 1) * self._block_size
+
+    def forget(self, request: Request) -> None:
+        # What was there when it was first admitted is others' work, and so are pages that it does not hold. A
+        # preempted request holds none; then all its names go.
+        own = set(request.blocks)
+        for name in request.names[max(request.cached, 0) // self._block_size :]:
+            block = self._block_of.get(name)
+            if block is not None and (block in own or not own):
+                del self._block_of[name], self._name_of[block]
+                self._pool.forget(block)
+        request.publish_at = 1 << 62
 
     def _extend(self, request: Request, full: int) -> None:
         names, size = request.names, self._block_size

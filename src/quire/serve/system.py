@@ -86,6 +86,7 @@ async def stats(request: Request) -> Response:
                 "completed": engine.completed,
                 "rejected": admission.rejected,
                 "aborted": totals["aborted"],
+                "not_finite": totals["not_finite"],
             },
             "pages": {
                 "total": found.pages,

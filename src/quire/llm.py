@@ -244,7 +244,7 @@ class LLM:
                     continue
                 for state in changed:
                     if state.error is not None:
-                        raise (StepFailed if state.fault else RequestError)(state.error)
+                        raise (StepFailed if state.internal else RequestError)(state.error)
                 open_count -= sum(1 for state in changed if state.finished)
                 yield changed
         finally:

@@ -130,6 +130,58 @@ def test_batches_padded_to_bounds_interpreted(seed: int) -> None:
     compare_packed(rows, seed % 2 > 0, unused=unused, seed=seed, **sizes)
 
 
+def spoil(case: Case, rng: random.Random, packed: bool) -> set[int]:
+    """Make one token's key or value not finite; returns the tokens that see it."""
+    row = rng.randrange(len(case.rows))
+    first = sum(new for _, new in case.rows[:row])
+    new = case.rows[row][1]
+    token = first + rng.randrange(new)
+    part = rng.choice([case.k, case.v])
+    part[token, -1, rng.randrange(part.shape[2])] = rng.choice([float("nan"), float("inf"), float("-inf")])
+    window = case.layer.window or 1 << 30
+    return {t for t in range(token, first + new) if t - token < window}
+
+
+def check_spoilt(rows: Rows, seed: int, packed: bool, **options: Any) -> None:
+    """Tokens that see what is not finite become NaN in its heads; no other result changes by a bit."""
+    rng = random.Random(seed)
+
+    def results(case: Case, backend: TritonAttention) -> torch.Tensor:
+        if not packed:
+            return backend.forward(case.layer, case.q, case.k, case.v, case.batch)
+        positions, dim = int(case.batch.positions.max()) + 1, case.layer.head_dim
+        rope = Rope(RopeParams(theta=10000.0), dim, positions, case.q.device, case.q.dtype)
+        return backend.forward_packed(case.layer, case.qkv.flatten(1), None, rope.table, case.batch)
+
+    clean = results(*case_of(rows, seed=seed, **options))
+    case, backend = case_of(rows, seed=seed, **options)
+    seeing = spoil(case, rng, packed)
+    got = results(case, backend)
+    for token in range(sum(new for _, new in rows)):
+        if token in seeing:
+            assert not got[token].isfinite().all(), f"token {token} does not see it"
+        else:
+            assert torch.equal(got[token], clean[token]), f"token {token} changed"
+
+
+@interpreted
+@pytest.mark.parametrize("seed", range(12))
+def test_what_is_not_finite_reaches_only_those_who_see_it(seed: int) -> None:
+    rng = random.Random(300 + seed)
+    rows = random_rows(rng, 60, [1, 1, 2, 9, 40], 4)
+    check_spoilt(rows, seed, packed=seed % 2 > 0, **drawn(rng, 80, [1, 5, 16, 64]))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(20))
+def test_what_is_not_finite_reaches_only_those_who_see_it_on_the_gpu(seed: int, dtype: torch.dtype) -> None:
+    rng = random.Random(400 + seed)
+    rows = random_rows(rng, 600, [1, 1, 2, 9, 40, 300], 9)
+    sizes = drawn(rng, 128, [1, 16, 64])
+    check_spoilt(rows, seed, packed=seed % 2 > 0, device="cuda", dtype=dtype, **sizes)
+
+
 def test_bounds_have_room_for_every_mix() -> None:
     rng = random.Random(0)
     for _ in range(2000):

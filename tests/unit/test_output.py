@@ -107,6 +107,25 @@ def test_stop_strings_are_not_looked_for_before_min_tokens() -> None:
     assert state.output().outputs[0].text == "bbba"
 
 
+@pytest.mark.parametrize("together", [True, False])
+def test_a_stop_string_may_begin_before_min_tokens_and_end_behind(together: bool) -> None:
+    for stops, text, shown in (
+        (["END"], "xENDyEND", "xENDy"),  # the first ends with the fourth token, the last of min_tokens
+        (["END"], "xxEND", "xx"),
+        (["ENDE"], "xENDE", "x"),
+        (["N", "xxENDS"], "xxENDN", "xxEND"),  # N ends within what is held back for the longer one
+        (["END", "NDx"], "aENDx", "aE"),
+        (["aEND"], "aENDaENDq", "aEND"),
+    ):
+        state, assembler = opened(stop=stops, min_tokens=4)
+        pieces = [list(text.encode())] if together else [[byte] for byte in text.encode()]
+        for piece in pieces:
+            if assembler.apply([EngineOutput("r", piece)]).aborts:
+                break
+        answer = state.output().outputs[0]
+        assert (answer.text, answer.finish_reason) == (shown, "stop"), stops
+
+
 def test_log_probabilities() -> None:
     state, assembler = opened(logprobs=2, prompt_logprobs=1)
     found = [

@@ -14,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from quire.sampling.filters import FilterFlags, cutoffs
+from quire.sampling import filters as row_filters
+from quire.sampling.filters import FilterFlags
 from quire.sampling.masks import unpack
 from quire.sampling.noise import gumbel, noise_bits, row_keys
 from quire.sampling.sampler import Sampler
-from quire.types import EngineRequest, GrammarSpec, SamplingParams, TokenMasks
+from quire.types import NO_TOKEN, NOT_FINITE, EngineRequest, GrammarSpec, SamplingParams, TokenMasks
 
 torch.set_num_threads(1)
 
@@ -341,27 +342,75 @@ def test_several_admissions_before_one_flush() -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_broken_logits_still_give_a_token(device: str) -> None:
+def test_broken_logits_are_told_apart_from_tokens(device: str) -> None:
     bench = Bench(device)
     kinds = [SamplingParams(temperature=0), SamplingParams(), SamplingParams(top_k=5), SamplingParams(top_p=0.5),
-             SamplingParams(min_p=0.1), SamplingParams(top_k=300, top_p=0.9, min_p=0.1, temperature=1e-4)]  # fmt: skip
+             SamplingParams(min_p=0.1), SamplingParams(top_k=300, top_p=0.9, min_p=0.1, temperature=1e-4),
+             SamplingParams(logprobs=2)]  # fmt: skip
     for slot, params in enumerate(kinds):
         bench.admit(slot, request(params, seed=slot))
     slots = list(range(len(kinds)))
     nothing = torch.full((len(kinds), VOCAB), -math.inf)
-    assert bench.tokens(nothing, slots) == [0] * len(kinds)
-    for value in (math.nan, math.inf):
-        logits = torch.zeros(len(kinds), VOCAB)
-        assert bench.tokens(torch.full_like(logits, value), slots) == bench.tokens(
-            torch.full_like(logits, value), slots
-        )
-        logits[:, 7] = value
-        got = bench.tokens(logits, slots)
-        assert all(0 <= t < VOCAB for t in got)
-        if value == math.inf:
-            assert got == [7] * len(kinds)
-        else:
-            assert 7 not in got[1:]
+    assert bench.tokens(nothing, slots) == [NO_TOKEN] * len(kinds)
+    negative_nan = torch.tensor(-1, dtype=torch.int32).view(torch.float32).item()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for value in (math.nan, negative_nan, math.inf):
+            logits = torch.zeros(len(kinds), VOCAB, dtype=dtype)
+            assert bench.tokens(torch.full_like(logits, value), slots) == [NOT_FINITE] * len(kinds)
+            for row in slots:  # one number of one row, and no other row is changed
+                logits = torch.randn(len(kinds), VOCAB).to(dtype)
+                want = bench.tokens(logits, slots)
+                assert all(0 <= t < VOCAB for t in want)
+                logits[row, 7 * row] = value
+                want[row] = NOT_FINITE
+                assert bench.tokens(logits, slots) == want
+            logits[:] = -math.inf  # as masks leave it
+            logits[:, 5] = 1e-4
+            assert bench.tokens(logits, slots) == [5] * len(kinds)
+
+
+def test_a_logit_that_the_temperature_makes_infinite_is_finite() -> None:
+    bench = Bench()
+    bench.admit(0, request(SamplingParams(temperature=1e-4)))
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 9] = 3e38
+    assert bench.tokens(logits, [0]) == [9]
+
+
+def test_masks_that_leave_no_token_are_told_apart() -> None:
+    bench = Bench()
+    bench.write(0, [1], prompt_len=1)
+    bench.admit(0, request(SamplingParams(allowed_token_ids=[8], min_tokens=2), stop_ids=[8], eos_ids=[8]))
+    bench.admit(1, request(SamplingParams(allowed_token_ids=[8])))
+    assert bench.tokens(torch.zeros(2, VOCAB), [0, 1]) == [NO_TOKEN, 8]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ties_at_the_top_are_greedy_where_one_of_them_is_enough(device: str) -> None:
+    kinds = [SamplingParams(top_p=1e-9), SamplingParams(top_p=0.2), SamplingParams(top_k=1),
+             SamplingParams(top_k=3, top_p=0.2), SamplingParams(top_p=1e-9, min_p=0.5),
+             SamplingParams(top_k=VOCAB - 1, top_p=1e-9)]  # fmt: skip
+    for seed in range(20):
+        bench = Bench(device)
+        for slot, params in enumerate(kinds):
+            bench.admit(slot, request(params, seed=seed))
+        for ties in ([3, 60], [VOCAB - 1, 40, 41]):
+            logits = torch.full((len(kinds), VOCAB), -30.0)
+            logits[:, ties] = 1.0
+            assert bench.tokens(logits, list(range(len(kinds)))) == [min(ties)] * len(kinds)
+        assert bench.tokens(torch.zeros(2, VOCAB), [0, 5]) == [0, 0]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ties_at_the_top_are_drawn_where_all_are_asked_for(device: str) -> None:
+    found = set()
+    for seed in range(60):
+        bench = Bench(device)
+        bench.admit(0, request(SamplingParams(top_p=0.7), seed=seed))
+        logits = torch.full((1, VOCAB), -30.0)
+        logits[:, [3, 60]] = 1.0
+        found |= set(bench.tokens(logits, [0]))
+    assert found == {3, 60}
 
 
 # -------------------------------------------------------------------------------------- processors
@@ -477,7 +526,7 @@ def kept_rows(x: Tensor, filters: list[tuple[int, float, float]]) -> list[list[i
         bench.admit(slot, request(SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)))
     top_k, top_p, min_p = (np.array(column) for column in zip(*filters))
     columns = bench.sampler._table.gather(torch.arange(len(filters)))
-    keep = x >= cutoffs(x, FilterFlags(top_k, top_p < 1, min_p > 0), columns)
+    keep = x >= row_filters.kept(x, FilterFlags(top_k, top_p < 1, min_p > 0), columns).cutoff
     return [row.nonzero().flatten().tolist() for row in keep]
 
 

@@ -252,7 +252,7 @@ def random_run(seed: int, fails: bool = False) -> Engine:
             got[output.id] += output.token_ids
             if output.finish_reason:
                 ended[output.id] = output.finish_reason
-                assert (output.finish_reason == "error") == (output.error == "no memory") == output.fault
+                assert (output.finish_reason == "error") == (output.error == "no memory") == output.internal
         if not todo and not engine.has_work:
             break
     assert set(ended) == set(added), f"no final output for {set(added) - set(ended)}"

@@ -269,7 +269,40 @@ def _attend(
     layer: AttentionLayer,
 ) -> torch.Tensor:
     """softmax(cap(q k^T * scale) + mask) v: q [rows, heads, queries, dim], k and v [rows, the same or the KV
-    heads, keys, dim]."""
+    heads, keys, dim].
+
+    Keys that a query does not see contribute nothing to it, also where they are not finite.
+    """
+    if (mask is None and not causal) or _known_finite(k, v):
+        return _attend_finite(q, k, v, mask, causal, layer)
+    sick = ~(k.float().sum((1, 3)) + v.float().sum((1, 3))).isfinite()  # [rows, keys]
+    k, v = (x.masked_fill(sick[:, None, :, None], 0) for x in (k, v))
+    out = _attend_finite(q, k, v, mask, causal, layer)
+    if mask is None:
+        sees_sick = sick.cumsum(1) > 0  # the i-th query sees the first i + 1 keys
+    else:
+        sees_sick = ((mask[:, 0] if mask.dim() == 4 else mask) & sick.unsqueeze(1)).any(
+            -1
+        )  # [rows, queries or 1]
+    return out.masked_fill(sees_sick[:, None, :, None], float("nan"))
+
+
+def _known_finite(k: torch.Tensor, v: torch.Tensor) -> bool:
+    """Whether all numbers are finite, where asking costs no wait: on a CPU. One sum is the quickest test."""
+    return k.device.type == "cpu" and bool(
+        (k.sum(dtype=torch.float32) + v.sum(dtype=torch.float32)).isfinite()
+    )
+
+
+def _attend_finite(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    layer: AttentionLayer,
+) -> torch.Tensor:
+    """`_attend` for finite k and v: a probability of 0 times a number that is not finite would be NaN."""
     if q.shape[1] != k.shape[1] and (layer.soft_cap is not None or q.device.type != "cpu"):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     if layer.soft_cap is None:

@@ -149,7 +149,7 @@ class BlockPool:
                     self._blank.append(block)
 
     def uncache(self, block: int) -> None:
-        """The content of a cached block is not to be found again."""
+        """Note that the prefix cache can no longer find a cached block; a free one becomes blank."""
         self.cached[block] = 0
         if self.refs[block] == 0:
             self._evictor.discard(block)

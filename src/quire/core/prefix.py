@@ -33,6 +33,10 @@ class PrefixCache(Protocol):
         """Forget blocks that `publish` returned: what they should hold was never written."""
         ...
 
+    def forget(self, request: Request) -> None:
+        """Un-publish what the request computed: nobody finds these pages any more."""
+        ...
+
     def end_of_match(self, request: Request, hits: int) -> str:
         """Why `match` found `hits` pages and no more: "end" (it found all full pages), "new" (this page was
         not seen before), "evicted" (it was, and had to make room), or what keeps the cache from being used:
@@ -58,6 +62,9 @@ class NoPrefixCache:
         return ()
 
     def withdraw(self, blocks: Iterable[int]) -> None:
+        pass
+
+    def forget(self, request: Request) -> None:
         pass
 
     def end_of_match(self, request: Request, hits: int) -> str:
@@ -107,8 +114,21 @@ class HashPrefixCache:
 
     def withdraw(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            del self._block_of[self._name_of.pop(block)]
-            self._pool.uncache(block)
+            name = self._name_of.pop(block, None)
+            if name is not None:  # None: forgotten with its request in the meantime
+                del self._block_of[name]
+                self._pool.uncache(block)
+
+    def forget(self, request: Request) -> None:
+        # What was there when it was first admitted is others' work, and so are pages that it does not hold. A
+        # preempted request holds none; then all its names go.
+        own = set(request.blocks)
+        for name in request.names[max(request.cached, 0) // self._block_size :]:
+            block = self._block_of.get(name)
+            if block is not None and (block in own or not own):
+                del self._block_of[name], self._name_of[block]
+                self._pool.uncache(block)
+        request.publish_at = 1 << 62
 
     def _extend(self, request: Request, full: int) -> None:
         names, size = request.names, self._block_size

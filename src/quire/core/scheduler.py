@@ -15,6 +15,7 @@ from collections import deque
 from quire.core.blocks import BlockPool
 from quire.core.clocks import Clocks
 from quire.core.draft import Draft
+from quire.core.failure import Failure, find_failure
 from quire.core.limits import Limits
 from quire.core.policy import Policy
 from quire.core.prefix import PrefixCache
@@ -318,6 +319,11 @@ class Scheduler:
                 continue  # the request ended while this step was in flight, or had no mask for it
             if self.limits.keeps_kv:
                 request.computed -= drafts[index] - (len(new) - 1)
+            pooled = None if result.pooled is None else result.pooled.get(index)
+            if failure := find_failure(request, new[0], pooled):
+                scores.pop(request.id, None)
+                self._outputs.append(self._fail_request(request, failure))
+                continue
             output = self._append(request, new)
             if caught_up and request in caught_up:
                 output.timing = self.clocks.timing(request)
@@ -325,8 +331,8 @@ class Scheduler:
                 output.logprobs = [result.logprobs.at(sampled - 1, top)]
             if request.id in scores:
                 output.prompt_logprobs_start, output.prompt_logprobs = scores.pop(request.id)
-            if result.pooled is not None and index in result.pooled:
-                output.pooled = result.pooled[index].tobytes()
+            if pooled is not None:
+                output.pooled = pooled.tobytes()
             self._outputs.append(output)
         for request_id, (start, entries) in scores.items():
             self._outputs.append(
@@ -347,8 +353,17 @@ class Scheduler:
         for request in dict.fromkeys([*draft.rows, *admitted]):
             if request is not None and request.status != "finished":
                 output = self._finish(request, [], "error")
-                output.error, output.fault = error, True
+                output.error, output.internal = error, True
                 self._outputs.append(output)
+
+    def _fail_request(self, request: Request, failure: Failure) -> EngineOutput:
+        """End a request that no token can be sampled for. What it computed may not be finite: nobody reads it."""
+        if failure.is_numeric:
+            self.cache.forget(request)
+            self.log.totals.not_finite += 1
+        output = self._finish(request, [], "error")
+        output.error, output.internal = failure.message, failure.is_numeric
+        return output
 
     def _append(self, request: Request, new: list[int]) -> EngineOutput:
         """Commit sampled tokens up to the first that ends the request."""

@@ -79,8 +79,21 @@ class StopStrings:
         self._stops = list(dict.fromkeys(stops))
         self._include = include
         self._held = ""
+        self._exempt = 0  # characters at the beginning of `_held` where no stop string may end
         self._longest = max(map(len, self._stops), default=0)
         self.stopped: str | None = None
+
+    def skip(self, text: str) -> str:
+        """Take in text in which no stop string may end, but one may begin. Return what may be shown."""
+        shown = self._hold(self._held + text)
+        self._exempt = len(self._held)
+        return shown
+
+    def _hold(self, text: str) -> str:
+        """Keep the end of `text` that may become a stop string. Return what comes before it."""
+        shown = len(text) - self._may_become(text)
+        self._held, self._exempt = text[shown:], max(0, self._exempt - shown)
+        return text[:shown]
 
     def push(self, text: str) -> tuple[str, str | None]:
         """(text that may be shown, the stop string that ended it or None). After a stop nothing comes any more."""
@@ -92,12 +105,14 @@ class StopStrings:
             begin, self.stopped = found
             self._held = ""
             return held[: begin + len(self.stopped) if self._include else begin], self.stopped
-        keep = self._may_become(held)
-        self._held = held[len(held) - keep :]
-        return held[: len(held) - keep], None
+        return self._hold(held), None
 
     def _first(self, text: str) -> tuple[int, str] | None:
-        hits = [(at + len(stop), at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        hits = [
+            (at + len(stop), at, stop)
+            for stop in self._stops
+            if (at := text.find(stop, max(0, self._exempt + 1 - len(stop)))) >= 0
+        ]
         return min(hits)[1:] if hits else None
 
     def _may_become(self, text: str) -> int:

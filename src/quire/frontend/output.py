@@ -107,11 +107,11 @@ class Answer:
         self.finish_reason, self.stop_reason = reason, stop_reason
 
     def _say(self, text: str) -> bool:
-        """Add text; True if it completed a stop string. The first `min_tokens` tokens are not searched."""
+        """Add text; True if it completed a stop string. None may end within the first `min_tokens` tokens."""
         if not text:
             return False
         if len(self.token_ids) <= self.params.min_tokens:
-            self._show(text)
+            self._show(self._stops.skip(text))
             return False
         safe, stopped = self._stops.push(text)
         self._show(safe)
@@ -171,7 +171,7 @@ class RequestState:
         self.prompt_token_ids = requests[0].prompt
         self.answers = [Answer(i, request, self._tokenizer) for i, request in enumerate(requests)]
         self.error: str | None = None
-        self.fault = False  # the error is the engine's, not the request's
+        self.internal = False  # whether the error is the server's, not the request's
         self.pooled: bytes | None = None  # float32 [hidden], of a request for pooling that is finished
         self.num_cached_tokens = 0
         self.metrics = RequestMetrics(time.monotonic() if arrival_s is None else arrival_s)
@@ -215,7 +215,7 @@ class RequestState:
         if output.pooled is not None:
             self.pooled = output.pooled
         if output.error is not None:
-            self.error, self.fault = output.error, output.fault
+            self.error, self.internal = output.error, output.internal
         aborts = answer.apply(output)
         if answer.finish_reason is not None:
             self._left -= 1

@@ -112,7 +112,8 @@ def _advance_kernel(
     samples = real & (tl.load(header + 4 * row + 2, mask=real, other=0) != 0)
     token = tl.load(sampled + row, mask=inside, other=0)
     length = tl.load(num_tokens + slot, mask=samples, other=0)
-    tl.store(tokens + slot.to(tl.int64) * max_len + length, token, mask=samples)
+    known = tl.maximum(token, 0)  # a failure is told to the host; a step in flight reads a token all the same
+    tl.store(tokens + slot.to(tl.int64) * max_len + length, known, mask=samples)
     tl.store(num_tokens + slot, length + 1, mask=samples)
     tl.store(ring + tl.load(turn) * ring_row + row, token, mask=inside)
 
@@ -131,7 +132,7 @@ def advance(
 ) -> None:
     """After a step: its KV entries are written, and each sampling row has one more token.
 
-    sampled int32 [rows] also goes to row `turn` of `ring` int32 [turns, most rows], which may be pinned
+    sampled int32 [rows] (negative: a failure, see types/plan.py) also goes to row `turn` of `ring` int32 [turns, most rows], which may be pinned
     memory of the host. With `keeps_kv` off the columns of KV entries stay as they are.
     """
     _advance_kernel[(triton.cdiv(rows, _ROWS),)](

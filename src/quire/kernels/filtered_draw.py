@@ -10,6 +10,8 @@ few looks settle what a search for the cutoff would take 32 for.
               them (the rival) and may be kept, which mostly is nothing; else one more reading decides
     whole row where the bracket was wrong or the list overflowed
 
+Where a single token of the largest logit has the mass that top_p asks for, the first of them is the token.
+
 Masses are integers: their sums do not depend on the order. Sums made in floats, where that saved a reading,
 decide only where they leave no doubt (`slack`).
 """
@@ -22,6 +24,7 @@ import triton.language as tl
 from quire.kernels.filters import BOUNDS, SETTLED, SUMS, WHOLE_ROW, append
 from quire.kernels.jit import kernel
 from quire.kernels.row import (
+    INF,
     NEVER,
     best_of,
     contend,
@@ -40,6 +43,7 @@ from quire.kernels.row import (
 
 FEW = 128  # tokens that are compared each with each
 LISTING = 64  # groups at a time
+_ONE = tl.constexpr(1 << 40)  # the mass of one token of the largest logit
 ROW_BLOCK = 4096  # tokens at a time where a whole row is searched
 
 
@@ -140,6 +144,18 @@ def _asked(total, top_p):
 
 
 @triton.jit
+def _first_if_enough(x, ids, top, asked, slack, right, token):
+    """`right` and `token`, but the first token of the largest logit where one of these has the mass asked for.
+
+    Where the mass is not known well enough to tell, and there are several, the list does not decide.
+    """
+    at_top = x == top
+    doubtful = (asked + slack > _ONE) & (asked - slack <= _ONE) & (tl.sum(at_top.to(tl.int32), 0) > 1)
+    first = tl.min(tl.where(at_top, ids, 0x7FFFFFFF), 0)
+    return right & (doubtful == 0), tl.where(asked + slack <= _ONE, first, token)
+
+
+@triton.jit
 def _slack(asked, exact):
     """By how much it may be wrong, if its total was not exact."""
     return tl.where(exact, 0, (asked >> 14) + 1)
@@ -167,6 +183,7 @@ def _draw_few(at, scale, listed, count, top, whole, top_k, top_p, all_mass, k0, 
         _, token = best_of(tl.where(kept, score, NEVER), ids)
         at_winner = tl.max(tl.where(kept & (ids == token), above_mass, 0), 0)
         right &= (at_winner < asked - slack) & (listed_mass >= asked + slack)
+        right, token = _first_if_enough(x, ids, top, asked, slack, right, token)
     else:
         _, token = best_of(tl.where(kept, score, NEVER), ids)
     return right, token
@@ -204,6 +221,8 @@ def _draw_many(
         going = right & (kept == 0)
         score = tl.where((x > at_winner) | kept, score, NEVER)
         value, token = best_of(score, ids)
+    if top_p < 1:
+        right, token = _first_if_enough(x, ids, top, need, slack, right, token)
     return right, token
 
 
@@ -261,6 +280,17 @@ def _weigh_row(at, vocab, scale, top, t, above, counts, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _first_at(at, vocab, scale, top, BLOCK: tl.constexpr):
+    """The first token of the row with the scaled logit `top`."""
+    first = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
+    for begin in range(0, vocab, BLOCK):
+        ids = begin + tl.arange(0, BLOCK)
+        x = load_scaled(at, ids, ids < vocab, scale)
+        first = tl.minimum(first, tl.where(x == top, ids, 0x7FFFFFFF))
+    return tl.min(first, 0)
+
+
+@triton.jit
 def _draw_from_row(at, vocab, scale, top, cut, top_k, top_p, floor, k0, k1, BLOCK: tl.constexpr):
     """The same over the whole row; `cut`: nothing below it is kept."""
     need = tl.where(top_k > 0, top_k, tl.full([], 1, tl.int64) + vocab)
@@ -278,8 +308,11 @@ def _draw_from_row(at, vocab, scale, top, cut, top_k, top_p, floor, k0, k1, BLOC
             cut = t
         need = _asked(_weigh_row(at, vocab, scale, top, t, NEVER, False, BLOCK), top_p)
     token = tl.full([], 0, tl.int32)
+    if (top_p < 1) & (need <= _ONE):  # one token of the largest logit is enough: the first
+        cut = tl.full([], INF, tl.float32)
+        token = _first_at(at, vocab, scale, top, BLOCK)
     above = tl.full([], NEVER, tl.float32)  # only tokens above it may be kept
-    going = tl.full([], 1, tl.int1)
+    going = cut < INF
     while going:
         record = tl.full([], NEVER, tl.float32)
         value, place = tl.full([BLOCK], NEVER, tl.float32), tl.arange(0, BLOCK)

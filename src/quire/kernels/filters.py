@@ -22,6 +22,7 @@ import triton.language as tl
 
 from quire.kernels.jit import kernel
 from quire.kernels.row import (
+    INF,
     LOWEST,
     NEVER,
     UNIT,
@@ -32,6 +33,7 @@ from quire.kernels.row import (
     load_scaled,
     mix,
     scale_of,
+    scaled,
     top_k_of,
     top_p_of,
     uniform,
@@ -50,7 +52,6 @@ WHOLE_ROW = tl.constexpr(-2)  # neither a list nor a bracket helps
 BOUNDS = tl.constexpr(4)  # top, floor (what min_p leaves), lo, hi
 # Weight (mass, or UNIT for each token) from the floor, lo and hi on; number of tokens listed.
 SUMS = tl.constexpr(4)
-INF = tl.constexpr(float("inf"))
 _Z = tl.constexpr(4.0)
 _MISSED = tl.constexpr(8.0)  # so many tokens just below a bound may have escaped the sample: (Z^2) / 2
 _HALVINGS = tl.constexpr(12)  # of the range of heads
@@ -62,14 +63,19 @@ def survey(
     at, vocab, begin, scale, weigh, rounds, heads, weights,
     GROUP: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """heads, weights: this row's. `weigh`: the sums of exp(logit - head) are wanted too."""
+    """heads, weights: this row's. `weigh`: the sums of exp(logit - head) are wanted too.
+
+    The head of a group with a NaN or +inf is INF.
+    """
     group = begin // GROUP + tl.arange(0, BLOCK // GROUP)
     for _ in tl.range(rounds, num_stages=STAGES):
         ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-        x = load_scaled(at, ids, ids < vocab, scale)
+        raw = tl.load(at + ids, mask=ids < vocab, other=NEVER).to(tl.float32)
+        x = scaled(raw, scale)
         head = tl.max(x, 1)
+        sick = tl.max(((raw < INF) == 0).to(tl.int32), 1) > 0
         inside = group * GROUP < vocab
-        tl.store(heads + group, head, mask=inside)
+        tl.store(heads + group, tl.where(sick, INF, head), mask=inside)
         if weigh:
             reference = tl.maximum(head, LOWEST)  # finite, where a whole group is out
             tl.store(weights + group, tl.sum(tl.exp(x - reference[:, None]), 1), mask=inside)

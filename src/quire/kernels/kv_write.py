@@ -1,4 +1,9 @@
-"""Writing new keys and values into pages, for heads that come ready from elsewhere."""
+"""Writing new keys and values into pages, for heads that come ready from elsewhere.
+
+Values in pages are always finite: attention multiplies the values of keys that a query does not see by 0, and
+0 * NaN is NaN. A head whose key or value is not finite is stored as a key of NaN and a value of 0 where it was
+not finite, so exactly the queries that see it become NaN.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +13,11 @@ import triton.language as tl
 
 from quire.kernels import dependent_launch
 from quire.kernels.jit import kernel
+
+
+@triton.jit
+def is_finite(x):
+    return tl.abs(x.to(tl.float32)) < float("inf")
 
 
 @kernel
@@ -28,8 +38,12 @@ def _write_kernel(
     dim = tl.arange(0, DIM_PAD)[None, :]
     mask = (head < HEADS) & (dim < DIM)
     to = slot // BLOCK_SIZE * page_stride + slot % BLOCK_SIZE * token_stride + head * head_stride + dim
-    tl.store(keys + to, tl.load(k + token * k_token + head * k_head + dim, mask=mask), mask=mask)
-    tl.store(values + to, tl.load(v + token * v_token + head * v_head + dim, mask=mask), mask=mask)
+    key = tl.load(k + token * k_token + head * k_head + dim, mask=mask, other=0.0)
+    value = tl.load(v + token * v_token + head * v_head + dim, mask=mask, other=0.0)
+    sick = tl.max((is_finite(key) & is_finite(value) == 0).to(tl.int32), 1)
+    key = tl.where(sick[:, None] > 0, float("nan"), key)
+    tl.store(keys + to, key, mask=mask)
+    tl.store(values + to, tl.where(is_finite(value), value, 0.0), mask=mask)
 
 
 def write_kv(

@@ -5,7 +5,7 @@ other: (a, b) -> (a cos - b sin, b cos + a sin). cos and sin are read from the t
 position. Rounding is that of the plain code: the normed value and the product with cos are rounded.
 
 Heads turn in place, or (`norm_rotate_store`) only the queries do: turned keys, and the values as they are,
-go straight into their pages.
+go straight into their pages. Values in pages are always finite (kernels/kv_write.py says why).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import triton.language as tl
 
 from quire.kernels import dependent_launch
 from quire.kernels.jit import kernel
+from quire.kernels.kv_write import is_finite
 
 _HEADS = 8  # heads per program
 
@@ -81,6 +82,13 @@ def _norm_rotate(
             slot = tl.load(slots + token)
             page = slot // BLOCK_SIZE * page_stride + slot % BLOCK_SIZE * token_stride
             to = keys + page + head * head_stride + at
+            value = place + KV_HEADS * DIM  # of the same head
+            finite = is_finite(new_a) & is_finite(new_b)
+            finite &= is_finite(tl.load(value, mask=inside, other=0.0))
+            finite &= is_finite(tl.load(value + HALF, mask=inside, other=0.0))
+            sick = tl.max((finite == 0).to(tl.int32), 1, keep_dims=True) > 0
+            new_a = tl.where(sick, float("nan"), new_a)
+            new_b = tl.where(sick, float("nan"), new_b)
             tl.store(to, new_a, mask=inside & (slot >= 0))
             tl.store(to + HALF, new_b, mask=inside & (slot >= 0))
     else:
@@ -92,8 +100,10 @@ def _norm_rotate(
         v_slot = tl.load(slots + token)
         v_page = v_slot // BLOCK_SIZE * page_stride + v_slot % BLOCK_SIZE * token_stride
         v_to = values + v_page + v_head * head_stride + at
-        tl.store(v_to, tl.load(v_place, mask=v_inside), mask=v_inside & (v_slot >= 0))
-        tl.store(v_to + HALF, tl.load(v_place + HALF, mask=v_inside), mask=v_inside & (v_slot >= 0))
+        v_a = tl.load(v_place, mask=v_inside, other=0.0)
+        v_b = tl.load(v_place + HALF, mask=v_inside, other=0.0)
+        tl.store(v_to, tl.where(is_finite(v_a), v_a, 0.0), mask=v_inside & (v_slot >= 0))
+        tl.store(v_to + HALF, tl.where(is_finite(v_b), v_b, 0.0), mask=v_inside & (v_slot >= 0))
 
 
 def norm_rotate_(

@@ -17,6 +17,10 @@ SAME_BITS = {"enable_fp_fusion": False}
 LARGEST = tl.constexpr(3.4028234663852886e38)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 NEVER = tl.constexpr(float("-inf"))
+INF = tl.constexpr(float("inf"))
+# In place of a token, as in types/plan.py: a logit is NaN or +inf; every logit is -inf.
+NOT_FINITE = tl.constexpr(-1)
+NO_TOKEN = tl.constexpr(-2)
 _WIDTH = tl.constexpr(len(COLUMNS))
 _SIGN_FREE = tl.constexpr((1 << 31) - 1)
 UNIT = tl.constexpr(2.0**40)

@@ -16,12 +16,15 @@ import triton
 import triton.language as tl
 
 from quire.kernels import dependent_launch, filtered_draw, filters
-from quire.kernels.filters import BOUNDS, COLLECT, INF, SETTLED, SUMS, WHOLE_ROW
+from quire.kernels.filters import BOUNDS, COLLECT, SETTLED, SUMS, WHOLE_ROW
 from quire.kernels.jit import kernel
 from quire.kernels.row import (
     COLUMNS,
+    INF,
     LOWEST,
     NEVER,
+    NO_TOKEN,
+    NOT_FINITE,
     SAME_BITS,
     UNIT,
     best_of,
@@ -117,20 +120,28 @@ def _scan(
         k0, k1 = keys_of(table, slot, num_tokens)
         record = tl.full([], NEVER, tl.float32)
         value, token = tl.full([BLOCK], NEVER, tl.float32), ids  # each lane's best, the first of equals
+        sick = tl.zeros([BLOCK], tl.int1)  # lanes that met a NaN or +inf
         for _ in tl.range(rounds, num_stages=STAGES):
             raw = tl.load(at + ids, mask=ids < vocab, other=NEVER)
+            sick |= (raw.to(tl.float32) < INF) == 0
             if temperature == 0.0:
                 x = raw.to(tl.float32)
-                x = tl.where(x == x, x, INF)  # torch's order: nothing is above a nan
                 token = tl.where(x > value, ids, token)
                 value = tl.maximum(x, value)
             else:
                 record, value, token = contend(scaled(raw, scale), ids, k0, k1, record, value, token)
             ids += BLOCK
         winner_value, winner = best_of(value, token)
+        winner_value = tl.where(tl.max(sick.to(tl.int32), 0) > 0, INF, winner_value)
         place = row * tl.num_programs(1) + span
         tl.store(best + place, winner_value)
         tl.store(best_ids + place, winner)
+
+
+@triton.jit
+def _or_failure(token, top):
+    """The token, unless the row's best, which is INF where a logit is NaN or +inf, allows none."""
+    return tl.where(top == INF, NOT_FINITE, tl.where(top == NEVER, NO_TOKEN, token))
 
 
 @kernel(do_not_specialize=["spans"])
@@ -169,7 +180,8 @@ def _settle(
         i = tl.arange(0, SPANS)
         value = tl.load(best + row * spans + i, mask=i < spans, other=NEVER)
         winner = tl.argmax(value, 0)  # the first of equals
-        tl.store(tokens + row, tl.load(best_ids + row * spans + winner))
+        token = tl.load(best_ids + row * spans + winner)
+        tl.store(tokens + row, _or_failure(token, tl.max(value, 0)))
         tl.store(kinds + row, SETTLED)
         return
     top_k, top_p, log_min_p = top_k_of(table, slot), top_p_of(table, slot), log_min_p_of(table, slot)
@@ -180,8 +192,8 @@ def _settle(
     weighed = tl.where((top_k == 0) & (top_p < 1), count, 0)
     weight = tl.load(weights + at_group, mask=i < weighed, other=0.0)
     top = tl.max(head, 0)
-    if top == NEVER:  # no token is possible
-        tl.store(tokens + row, 0)
+    if (top == NEVER) | (top == INF):
+        tl.store(tokens + row, _or_failure(0, top))
         tl.store(kinds + row, SETTLED)
         return
     floor = tl.maximum(top + log_min_p, LOWEST)

@@ -1,7 +1,8 @@
 """min_p, top_k and top_p as one number per row: the smallest logit that may still be drawn.
 
 A row keeps the tokens with `x >= cutoff`, so tokens of equal logit are kept or dropped together and
-nothing depends on the order of a sort. min_p comes first, then top_k, then top_p over what is left.
+nothing depends on the order of a sort. The one exception: where a single token of the largest logit has the
+mass that top_p asks for, the first of them is chosen, so a tiny top_p is greedy. min_p comes first, then top_k, then top_p over what is left.
 
 Small top_k: the k best values (`topk`) hold the answer. Otherwise: bisection over the integer image of
 float32, which has the order of the floats; 32 halvings are exact (on a CPU, two digits). None sorts the
@@ -57,25 +58,34 @@ class FilterFlags:
         return bool(self.top_k.any() or self.top_p.any() or self.min_p.any())
 
 
-def cutoffs(x: Tensor, flags: FilterFlags, columns: Gathered) -> Tensor:
-    """float32 [rows, 1]: tokens of `x` [rows, vocab] below it are out. `x` holds no nan and no +inf."""
+@dataclass(slots=True)
+class Kept:
+    """What filters leave of each row."""
+
+    cutoff: Tensor  # float32 [rows, 1]: tokens below it are out
+    greedy: Tensor  # bool [rows]: the first token with the largest logit is all that is kept
+
+
+def kept(x: Tensor, flags: FilterFlags, columns: Gathered) -> Kept:
+    """What the filters leave of `x` [rows, vocab], which holds no nan and no +inf."""
     top = x.amax(1, keepdim=True).clamp_(min=_LOWEST)  # finite, also where all tokens are masked
     cutoff = top + columns.float32("log_min_p").unsqueeze(1)  # [rows, 1]; -inf where min_p is off
+    greedy = torch.zeros(x.shape[0], dtype=torch.bool, device=x.device)
     small_k = (flags.top_k > 0) & (flags.top_k <= MAX_CANDIDATES)
     if small_k.any():
         rows = rows_where(small_k, x.device)
         k = columns.int64("top_k")[rows].unsqueeze(1)
         p = columns.float64("top_p")[rows].unsqueeze(1)
         most, with_p = int(flags.top_k[small_k].max()), bool(flags.top_p[small_k].any())
-        cutoff[rows] = _by_candidates(x[rows], top[rows], cutoff[rows], k, p, most, with_p)
+        cutoff[rows], greedy[rows] = _by_candidates(x[rows], top[rows], cutoff[rows], k, p, most, with_p)
     wide = ~small_k & (flags.top_p | (flags.top_k > 0))
     if wide.any():
         rows = rows_where(wide, x.device)
         k = columns.int64("top_k")[rows].unsqueeze(1)
         p = columns.float64("top_p")[rows].unsqueeze(1)
         chosen = flags.at(wide)
-        cutoff[rows] = _by_search(x[rows], top[rows], cutoff[rows], k, p, chosen)
-    return cutoff
+        cutoff[rows], greedy[rows] = _by_search(x[rows], top[rows], cutoff[rows], k, p, chosen)
+    return Kept(cutoff, greedy)
 
 
 def _mass(x: Tensor, top: Tensor, cutoff: Tensor) -> Tensor:
@@ -88,21 +98,27 @@ def _needed(total: Tensor, p: Tensor) -> Tensor:
     return (total * (p - 1e-6)).ceil_().to(torch.int64).clamp_(min=1)
 
 
+def _one_is_enough(need: Tensor, p: Tensor) -> Tensor:
+    """Whether one token of the largest logit has the mass `need` that top_p asks for, bool [rows]."""
+    return ((p < 1) & (need <= int(_UNIT))).squeeze(1)
+
+
 def _by_candidates(
     x: Tensor, top: Tensor, cutoff: Tensor, k: Tensor, p: Tensor, most: int, with_p: bool
-) -> Tensor:
+) -> tuple[Tensor, Tensor | bool]:
     """Rows with 0 < k <= most, `most` being the largest k among them."""
     most = min(most, x.shape[1])
     best = largest(x, most)  # [rows, most], descending
     cutoff = torch.maximum(cutoff, best.gather(1, k.clamp(max=most) - 1))
     if not with_p:
-        return cutoff
+        return cutoff, False
     mass = _mass(best, top, cutoff)
     # Tokens that equal the k-th best are kept too, even where they are more than the candidates.
     ties = (x == cutoff).sum(1, keepdim=True) - (best == cutoff).sum(1, keepdim=True)
     total = mass.sum(1, keepdim=True) + ties * _mass(cutoff, top, cutoff)
-    reached, _ = _reach(best, mass, _needed(total, p))
-    return torch.maximum(cutoff, torch.where(p < 1, reached, cutoff))
+    need = _needed(total, p)
+    reached, _ = _reach(best, mass, need)
+    return torch.maximum(cutoff, torch.where(p < 1, reached, cutoff)), _one_is_enough(need, p)
 
 
 def _reach(best: Tensor, mass: Tensor, need: Tensor) -> tuple[Tensor, Tensor]:
@@ -111,20 +127,22 @@ def _reach(best: Tensor, mass: Tensor, need: Tensor) -> tuple[Tensor, Tensor]:
     return best.gather(1, short.clamp(max=best.shape[1] - 1)), short < best.shape[1]
 
 
-def _by_search(x: Tensor, top: Tensor, cutoff: Tensor, k: Tensor, p: Tensor, flags: FilterFlags) -> Tensor:
+def _by_search(
+    x: Tensor, top: Tensor, cutoff: Tensor, k: Tensor, p: Tensor, flags: FilterFlags
+) -> tuple[Tensor, Tensor | bool]:
     """Rows with top_p alone, or with a top_k beyond the candidates."""
     if flags.top_k.any():
         everything = torch.where(k > 0, k, x.shape[1]).clamp(max=x.shape[1])
         cutoff = torch.maximum(cutoff, _bisect(x, None, everything, top))
     if not flags.top_p.any():
-        return cutoff
+        return cutoff, False
     mass = _mass(x, top, cutoff)
     need = _needed(mass.sum(1, keepdim=True), p)
     if x.device.type == "cpu":
         reached = _reach_on_cpu(x, mass, need, top, cutoff, p)
     else:
         reached = _bisect(x, mass, need, top)
-    return torch.maximum(cutoff, torch.where(p < 1, reached, cutoff))
+    return torch.maximum(cutoff, torch.where(p < 1, reached, cutoff)), _one_is_enough(need, p)
 
 
 def _reach_on_cpu(x: Tensor, mass: Tensor, need: Tensor, top: Tensor, cutoff: Tensor, p: Tensor) -> Tensor:

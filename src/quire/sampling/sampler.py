@@ -23,12 +23,12 @@ from torch import Tensor
 from quire.kernels import available
 from quire.sampling import masks as plain_masks
 from quire.sampling.columns import Gathered, SlotTable, TokenColumns, rows_where, to_device
-from quire.sampling.filters import FilterFlags, cutoffs
+from quire.sampling.filters import FilterFlags, kept
 from quire.sampling.logprobs import Logprobs, score
 from quire.sampling.noise import gumbel, row_keys
 from quire.sampling.on_cpu import contenders, draw, highest
 from quire.sampling.processors import all_processors
-from quire.types import EngineRequest, TokenMasks
+from quire.types import NO_TOKEN, NOT_FINITE, EngineRequest, TokenMasks
 
 _COLUMNS = ("temperature", "top_k", "top_p", "log_min_p", "seed_low", "seed_high")
 _GREEDY = 0.0  # as a temperature
@@ -43,7 +43,7 @@ Choose = Callable[[Tensor, Tensor, Tensor, np.ndarray | None, bool], None]
 class SampleOutput:
     """Device tensors of one step. `logprobs` rows that did not ask for any hold zeros."""
 
-    tokens: Tensor  # int32 [n]
+    tokens: Tensor  # int32 [n]; NOT_FINITE or NO_TOKEN where there is none to choose
     logprobs: Logprobs | None
 
 
@@ -66,7 +66,8 @@ class Sampler:
     def admit(self, slot: int, request: EngineRequest) -> None:
         """Stage the parameters of the request that takes `slot`, on the host."""
         params = request.params
-        self._greedy[slot] = params.greedy
+        # Of equal logits top_k keeps all, so a top_k of 1 would be a draw among the best.
+        self._greedy[slot] = greedy = params.greedy or params.top_k == 1
         used = [processor.add(slot, request) for processor in self._processors]
         self._processed[slot] = any(used)
         self._logprobs[slot] = _NONE if params.logprobs is None else params.logprobs
@@ -78,7 +79,7 @@ class Sampler:
         self._table.stage(
             slot,
             {
-                "temperature": _GREEDY if params.greedy else float(params.temperature),
+                "temperature": _GREEDY if greedy else float(params.temperature),
                 "top_k": max(0, params.top_k),
                 "top_p": float(params.top_p),
                 "log_min_p": math.log(params.min_p) if params.min_p > 0 else -math.inf,
@@ -109,7 +110,7 @@ class Sampler:
                 processor.apply(x, slots_host, slots)
         tokens = torch.empty(len(slots_host), dtype=torch.int32, device=logits.device)
         self._choose(x, slots, tokens, slots_host, self.has_filters(slots_host))
-        return SampleOutput(tokens, self._score(logits, tokens, slots_host))
+        return SampleOutput(tokens, self._score(logits, tokens.clamp(min=0), slots_host))
 
     def choose(self, logits: Tensor, slots: Tensor, tokens: Tensor, filtered: bool = True) -> None:
         """Into `tokens` int32 [n]: one for each row of `logits` [n, vocab], for rows that need no host work.
@@ -133,10 +134,11 @@ class Sampler:
         return score(logits, targets, k)
 
     def _with_kernels(self, vocab_size: int, num_slots: int) -> Choose:
-        from quire.kernels.row import COLUMNS
+        from quire.kernels import row
         from quire.kernels.sampling import Scratch, choose
 
-        assert COLUMNS == _COLUMNS
+        assert row.COLUMNS == _COLUMNS
+        assert (row.NOT_FINITE.value, row.NO_TOKEN.value) == (NOT_FINITE, NO_TOKEN)
         scratch = Scratch.empty(num_slots, vocab_size, self._device)
 
         def chosen(
@@ -155,11 +157,13 @@ class Sampler:
         drawn = ~self._greedy[slots_host]
         if drawn.all():
             tokens.copy_(self._draw(x, slots_host, slots))
-            return
-        tokens.copy_(highest(x))
-        if drawn.any():
-            rows = rows_where(drawn, self._device)
-            tokens[rows] = self._draw(x[rows], slots_host[drawn], slots[rows]).int()
+        else:
+            tokens.copy_(highest(x))
+            if drawn.any():
+                rows = rows_where(drawn, self._device)
+                tokens[rows] = self._draw(x[rows], slots_host[drawn], slots[rows]).int()
+        top = x.amax(1)  # NaN where there is any
+        tokens.masked_fill_(~(top < math.inf), NOT_FINITE).masked_fill_(top == -math.inf, NO_TOKEN)
 
     def _draw(self, x: Tensor, slots_host: np.ndarray, slots: Tensor) -> Tensor:
         """Gumbel-max over the tokens that the filters keep: argmax of logit / temperature + noise."""
@@ -174,20 +178,26 @@ class Sampler:
             return highest(x.add_(gumbel(k0.unsqueeze(1), k1.unsqueeze(1), self._vocab_ids)))
         if self._device.type == "cpu":
             return self._draw_on_cpu(x, flags, columns, k0, k1)
-        keep = x >= cutoffs(x, flags, columns)
+        found = kept(x, flags, columns)
+        first = x.argmax(1)
+        x = x.masked_fill(x < found.cutoff, -math.inf)
         x += gumbel(k0.unsqueeze(1), k1.unsqueeze(1), self._vocab_ids)
-        return x.masked_fill_(~keep, -math.inf).argmax(1)
+        return torch.where(found.greedy, first, x.argmax(1))
 
     def _draw_on_cpu(
         self, x: Tensor, flags: FilterFlags, columns: Gathered, k0: Tensor, k1: Tensor
     ) -> Tensor:
         """The same, looking at few tokens where every row has a small top_k. Counting costs no wait here."""
-        vocab = x.shape[1]
-        if flags.top_k.all() and (few := contenders(x, int(flags.top_k.max()))):
-            cutoff = cutoffs(few.values, flags, columns)
-            if not bool((few.rest >= cutoff).any()):  # else a token that was left out is kept
-                return draw(few.values, few.values >= cutoff, few.tokens, vocab, k0, k1)
-        return draw(x, x >= cutoffs(x, flags, columns), None, vocab, k0, k1)
+        few = contenders(x, int(flags.top_k.max())) if flags.top_k.all() else None
+        found = None if few is None else kept(few.values, flags, columns)
+        if few is None or found is None or bool((few.rest >= found.cutoff).any()):  # a token left out is kept
+            found = kept(x, flags, columns)
+            tokens = draw(x, x >= found.cutoff, None, x.shape[1], k0, k1)
+        else:
+            tokens = draw(few.values, few.values >= found.cutoff, few.tokens, x.shape[1], k0, k1)
+        if bool(found.greedy.any()):
+            tokens[found.greedy] = highest(x[found.greedy])
+        return tokens
 
     def _keys(self, columns: Gathered, slots: Tensor) -> tuple[Tensor, Tensor]:
         position = self._columns.num_tokens[slots]

@@ -246,7 +246,7 @@ class AsyncEngine:
             if generation is None:
                 continue
             if state.error is not None:
-                generation.fail(ApiError(500 if state.fault else 400, state.error))
+                generation.fail(ApiError(500 if state.internal else 400, state.error))
             else:
                 generation.changed(state)
 

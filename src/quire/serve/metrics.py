@@ -223,6 +223,11 @@ class Families:
             "Times that pages ran out: preemptions, and admissions that began to wait.",
             figures.totals.pressure,
         )
+        yield self._counter(
+            "quire:requests_not_finite",
+            "Requests ended because the model's output was NaN or infinite.",
+            figures.totals.not_finite,
+        )
         yield self._gauge("quire:requests_open", "Answers that are asked for and not over.", engine.num_open)
         yield self._counter(
             "quire:requests_completed", "HTTP requests answered in full.", account.of(None).completed

@@ -81,6 +81,7 @@ def _requests(engine: AsyncEngine, client: Client, found: EngineStats) -> dict[s
         "completed": totals.completed,
         "rejected": admission.rejected_of(client.sees),
         "aborted": found.totals["aborted"] if client.admin else totals.aborted,
+        "not_finite": found.totals["not_finite"],
     }
     if not client.admin:
         counts["others"] = {"waiting": found.others.waiting, "active": found.others.running}

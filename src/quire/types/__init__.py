@@ -28,7 +28,17 @@ from quire.types.messages import (
     TokenLogprobs,
     Totals,
 )
-from quire.types.plan import Admit, Executor, LogprobArrays, StepHandle, StepPlan, StepResult, TokenMasks
+from quire.types.plan import (
+    NO_TOKEN,
+    NOT_FINITE,
+    Admit,
+    Executor,
+    LogprobArrays,
+    StepHandle,
+    StepPlan,
+    StepResult,
+    TokenMasks,
+)
 from quire.types.request import Request, Status
 from quire.types.results import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from quire.types.sampling import (
@@ -48,6 +58,8 @@ __all__ = [
     "FLOAT_RANGES",
     "INT_RANGES",
     "MAX_LOGPROBS",
+    "NOT_FINITE",
+    "NO_TOKEN",
     "Admit",
     "CompletionOutput",
     "ConfigError",

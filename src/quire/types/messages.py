@@ -59,7 +59,7 @@ class EngineOutput:
     prompt_logprobs_start: int = 1
     pooled: bytes | None = None  # float32 [hidden]
     error: str | None = None
-    fault: bool = False  # the error is the engine's, not the request's
+    internal: bool = False  # the error is the server's, not the request's
     timing: Timing | None = None  # with the first token, the first one after a preemption, and the end
 
 
@@ -138,6 +138,7 @@ class Totals:
     requests: int = 0
     finished: int = 0
     aborted: int = 0
+    not_finite: int = 0  # requests ended because the model's output was NaN or infinite
     preemptions: int = 0
     yielded: int = 0  # preemptions in favour of other clients
     pressure: int = 0  # times that pages ran out: preemptions, and admissions that began to wait for pages

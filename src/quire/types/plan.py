@@ -81,12 +81,17 @@ class LogprobArrays:
         )
 
 
+# What a row's token is where none can be sampled. Found where tokens are sampled, so that nobody has to wait.
+NOT_FINITE = -1  # a logit is NaN or +inf
+NO_TOKEN = -2  # every logit is -inf
+
+
 @dataclass(slots=True)
 class StepResult:
     """What a step produced, for the rows with `samples`, in plan order."""
 
     step: int
-    tokens: list[list[int]]  # 1 .. 1 + drafts tokens per sampling row
+    tokens: list[list[int]]  # 1 .. 1 + drafts tokens per sampling row, or NOT_FINITE or NO_TOKEN alone
     logprobs: LogprobArrays | None = None  # one entry per sampling row
     prompt_logprobs: dict[int, LogprobArrays] | None = None  # by row: entries for positions starts+1 ...
     pooled: dict[int, np.ndarray] | None = None  # by row: float32 [hidden], of its tokens so far

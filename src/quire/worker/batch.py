@@ -103,7 +103,8 @@ class TorchBatcher:
         if not step.plan.samples.all():
             slots, tokens = slots.index_select(0, step.sampling), tokens.index_select(0, step.sampling)
         lengths = state.num_tokens.index_select(0, slots)
-        state.tokens.view(-1).index_copy_(0, slots * state.max_len + lengths, tokens)
+        # A failure is told to the host; a step in flight reads a token all the same.
+        state.tokens.view(-1).index_copy_(0, slots * state.max_len + lengths, tokens.clamp(min=0))
         state.num_tokens.index_copy_(0, slots, lengths + 1)
 
 

@@ -43,8 +43,11 @@ class Pooler:
         )
         # A product and not index_add_, whose order of additions changes from run to run on a GPU.
         member = of_token[None, :] == torch.arange(len(rows), device=hidden.device)[:, None]
-        before = self._sums.index_select(0, slots) * (starts > 0)[:, None]
-        sums = before + member.float() @ hidden.float()
+        before = torch.where((starts > 0)[:, None], self._sums.index_select(0, slots), 0.0)
+        # The product multiplies other rows' tokens by 0, and 0 * NaN is NaN.
+        sick = ~hidden.float().sum(1).isfinite()
+        sums = before + member.float() @ hidden.float().masked_fill_(sick[:, None], 0)
+        sums.masked_fill_((member & sick).any(1)[:, None], torch.nan)
         self._sums.index_copy_(0, slots, sums)
         return torch.where(
             takes_last.bool()[:, None], hidden.index_select(0, lasts).float(), sums / lengths[:, None]

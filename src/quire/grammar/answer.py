@@ -24,8 +24,6 @@ from quire.types import EngineOutput, EngineRequest, QuireError
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-    from quire.grammar.matching import DetachedConsumer
-
 MASK_LIMIT_S = 0.2  # processor time of one mask, with the token before it
 FREE_S = 2.0  # processor time of all masks of an answer ...
 PER_TOKEN_S = 0.02  # ... and more for each of its tokens
@@ -42,7 +40,6 @@ class Answer:
     __slots__ = (
         "_allowed",
         "_calm",
-        "_consumer",
         "_ends",
         "_grammar",
         "_ignores_end",
@@ -55,6 +52,7 @@ class Answer:
         "_vocab_size",
         "busy",
         "error",
+        "late",
         "memory_bytes",
         "planned",
         "ready",
@@ -71,7 +69,6 @@ class Answer:
         self._ends = [token for token in request.eos_ids or request.stop_ids if 0 <= token < vocab_size]
         self._stops = [token for token in request.stop_ids if 0 <= token < vocab_size]
         self._matcher: LLMatcher | None = None
-        self._consumer: DetachedConsumer | None = None
         self._tokens: list[int] = []  # of the text so far
         self._taken = 0  # how many of them the matcher has consumed
         self._spent_s = 0.0
@@ -81,6 +78,7 @@ class Answer:
         self.error: str | None = None
         self.slow = True  # its masks are computed in the background; the first includes building the matcher
         self.busy = False
+        self.late = False  # a step has waited for it in vain
         self.slot = -1
         self.planned = 0  # samples in flight
 
@@ -102,6 +100,10 @@ class Answer:
             self._tokens.append(token)
             self._allowed = None
         return True
+
+    def wait_no_more(self) -> None:
+        """Treat the answer as slow, whatever its masks cost: no further step is to lose its row."""
+        self.late, self.slow, self._calm = False, True, 0
 
     # ------------------------------------------------------------------------- called by any thread
 
@@ -166,11 +168,7 @@ class Answer:
     def _consume(self, matcher: LLMatcher, token: int) -> bool:
         if not self.slow:
             return matcher.consume_token(token)
-        if self._consumer is None:
-            from quire.grammar.matching import DetachedConsumer
-
-            self._consumer = DetachedConsumer(self._grammar.vocabulary)
-        return self._consumer.consume(matcher, token)
+        return self._grammar.vocabulary.detached.consume(matcher, token)
 
     def _edit(self, bits: np.ndarray) -> None:
         """Replace the library's end token by the request's own."""

@@ -59,6 +59,8 @@ class LibraryGrammar:
         for job in self._threads.finished():
             assert isinstance(job, Answer)
             job.busy = False
+            if job.late:
+                job.wait_no_more()
             if self._answers.get(job.request_id) is job:
                 if job.error is None:
                     self._settled.append((job.request_id, None))
@@ -154,7 +156,8 @@ class LibraryGrammar:
         late = set(self._threads.run(idle)) if idle else set()
         for answer in answers:
             if answer.busy or answer in late:
-                answer.busy, answer.planned = True, answer.planned - 1
+                answer.busy = answer.late = True
+                answer.planned -= 1
                 self._paused.append((answer.request_id, True))
             elif answer.error is not None:
                 self._fail(answer, answer.error)

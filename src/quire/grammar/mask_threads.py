@@ -1,16 +1,15 @@
 """Threads that compute masks, so that the step loop waits for none longer than it chooses.
 
-The library cannot be interrupted, but it releases the GIL. What is not done in time goes on at low priority
-while other requests continue. Jobs of the step loop and jobs in the background have threads of their own, and a
-thread of the former that is stuck in one job is replaced.
+The library cannot be interrupted, but it releases the GIL. What is not done in time continues in the background.
+Jobs of the step loop and jobs in the background have threads of their own, and a thread of the former that is
+stuck in one job is replaced. All have the priority of the step loop: it would wait for a thread of lower
+priority that is about to take the GIL.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,8 +19,6 @@ from typing import Protocol, TypeVar
 
 _STACK_BYTES = 64 << 20  # reserved, not used: what passed the helper with 2 MiB needs no more here
 _STUCK_S = 0.010  # in one job, after which a thread is replaced
-_MOST_REPLACED = 16  # threads that are stuck at once
-_NICENESS = 10
 
 
 def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
@@ -58,7 +55,6 @@ class _Ticket:
 @dataclass(slots=True, eq=False)
 class _Worker:
     began_s: float = math.inf  # monotonic clock, when its job began
-    native_id: int = 0
     replaced: bool = False
 
 
@@ -73,6 +69,9 @@ class MaskThreads:
         self.patience_s = patience_s
         self._news = news
         cores = os.cpu_count() or 1
+        self._most_replaced = min(
+            16, cores
+        )  # threads that are stuck at once; they compete with the step loop
         self._counts = {"quick": max(1, min(8, cores // 2)), "slow": max(1, min(4, cores // 4))}
         self._queues: dict[str, SimpleQueue[_Ticket | None]] = {name: SimpleQueue() for name in self._counts}
         self._changed = threading.Condition()  # guards what follows
@@ -100,7 +99,7 @@ class MaskThreads:
         return [job for job, ticket in zip(jobs, tickets) if ticket.late]
 
     def submit(self, job: Job) -> None:
-        """Do a job in the background, at low priority."""
+        """Do a job in the background."""
         self._start()
         self._queues["slow"].put(_Ticket(job, late=True))
 
@@ -115,7 +114,7 @@ class MaskThreads:
 
     def close(self) -> None:
         for name, queue in self._queues.items():
-            for _ in range(self._counts[name] + _MOST_REPLACED):
+            for _ in range(self._counts[name] + self._most_replaced):
                 queue.put(None)
 
     def _start(self) -> None:
@@ -136,16 +135,12 @@ class MaskThreads:
         now_s = time.monotonic()
         for worker in list(self._workers):
             if now_s - worker.began_s > _STUCK_S and not worker.replaced:
-                if sum(other.replaced for other in self._workers) >= _MOST_REPLACED:
+                if sum(other.replaced for other in self._workers) >= self._most_replaced:
                     return
                 worker.replaced = True
-                _lower_priority(worker.native_id)
                 self._add_quick()
 
     def _serve(self, name: str, worker: _Worker) -> None:
-        worker.native_id = threading.get_native_id()
-        if name == "slow":
-            _lower_priority(worker.native_id)
         while not worker.replaced and (ticket := self._queues[name].get()) is not None:
             worker.began_s = time.monotonic()
             ticket.job.work()
@@ -164,10 +159,3 @@ class MaskThreads:
             self._left -= 1
             if not self._left:
                 self._changed.notify_all()
-
-
-def _lower_priority(native_id: int) -> None:
-    """On Linux a thread has a priority of its own; elsewhere this would lower the whole process."""
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, native_id, _NICENESS)

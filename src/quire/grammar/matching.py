@@ -11,6 +11,7 @@ import json
 import random
 import time
 from collections.abc import Sequence
+from functools import cached_property
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
 from llguidance.gbnf_to_lark import any_to_lark
@@ -44,6 +45,11 @@ class Vocabulary:
         """`tokens` is what each id adds to a text; empty for special tokens and ids without a token."""
         self.texts, self.end = tokens, len(tokens)
         self.tokenizer = LLTokenizer(_Source(tokens), eos_token=[self.end])  # type: ignore[arg-type]
+
+    @cached_property
+    def detached(self) -> DetachedConsumer:
+        """Made when it is first needed, because it has a thread, and the helper process forks."""
+        return DetachedConsumer(self)
 
 
 class _Source:
@@ -113,7 +119,7 @@ class DetachedConsumer:
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._tokenizer, self._end = vocabulary.tokenizer, vocabulary.end
-        self._executor = LLExecutor(1)  # its thread inherits the priority of the one that is here
+        self._executor = LLExecutor(1)
 
     def consume(self, matcher: LLMatcher, token: int) -> bool:
         # A matcher in an error state accepts the end token at once. It makes up the number.

@@ -23,7 +23,7 @@ SOURCE = Path(__file__).with_name("step.c")
 # No -ffast-math: results must not depend on what a compiler finds fast, and rows can hold infinities.
 _FLAGS = ["-O2", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC"]
 # Tried in turn: clang knows this processor by another flag on some architectures, and on others by none.
-_PROCESSOR_FLAGS = (["-march=native"], ["-mcpu=native"], [])
+_PROCESSOR_FLAGS: tuple[list[str], ...] = (["-march=native"], ["-mcpu=native"], [])
 _COMPILERS = ("cc", "gcc", "clang")
 _TIMEOUT_S = 120
 _FOLDERS = ("~/.cache/quire", f"{tempfile.gettempdir()}/quire-{os.getuid() if hasattr(os, 'getuid') else 0}")

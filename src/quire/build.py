@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import sys
 import time
 from contextlib import closing
 from dataclasses import replace
@@ -234,6 +235,10 @@ def pick_grammar(config: EngineConfig, model: Path, vocab_size: int) -> Grammar:
     """Structured output, which needs to know what tokens read as. Nothing is loaded before it is asked for."""
     if config.skip_tokenizer_init:
         return NoGrammar()
+    if sys.platform == "win32":
+        return NoGrammar(
+            "Linux or macOS: a specification is compiled in a forked process, which Windows lacks"
+        )
     tokenizer = model if config.tokenizer is None else locate_tokenizer(config.tokenizer, config.revision)
     return LibraryGrammar(Compiler(Checker(tokenizer, vocab_size)), vocab_size)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import time
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
     from quire.llm import LLM
 
     if sys.stdin.isatty():
-        import readline  # noqa: F401  line editing and history for input()
+        with contextlib.suppress(ImportError):  # Windows' console has its own
+            import readline  # noqa: F401  line editing and history for input()
     with LLM(**given(args, EngineConfig)) as llm:
         params = llm.default_params(given(args, SamplingParams), _MAX_TOKENS)
         print(f"{llm.info.model} on {llm.info.device}. {_HELP}.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 
 from quire.cli.config_file import read_config
 from quire.cli.flags import add_flags, given
@@ -29,6 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if sys.platform == "win32":
+        raise ConfigError(
+            "quire serve needs Linux or macOS, for its engine process: on Windows run it in WSL or a container, or use "
+            "quire generate, quire chat or LLM in Python"
+        )
     classes = (ServeConfig, EngineConfig)
     settings, config = read_config(args.config, classes) if args.config is not None else ({}, {})
     settings |= given(args, ServeConfig)

@@ -14,13 +14,20 @@ from quire import types
 from quire.config import EngineConfig
 from quire.frontend import messages as msg
 from quire.frontend.channel import Channel
-from quire.types import EngineDead, EngineInfo, EngineOutput, EngineRequest, QuireError
+from quire.types import ConfigError, EngineDead, EngineInfo, EngineOutput, EngineRequest, QuireError
 
 _STOP_S = 5.0  # how long the process may take to end in order
 
 
 def start_engine_process(process_group: int | None = None) -> tuple[subprocess.Popen[bytes], Channel]:
-    """The process, in a group of its own for `process_group` 0, and our end of the channel to it."""
+    """The process, in a group of its own for `process_group` 0, and our end of the channel to it.
+
+    Raises ConfigError on Windows, where a socket cannot be inherited.
+    """
+    if sys.platform == "win32":
+        raise ConfigError(
+            "engine_process needs Linux or macOS; on Windows the engine runs in your own process"
+        )
     ours, theirs = socket.socketpair()
     with theirs:
         command = [sys.executable, "-m", "quire.engine_process", str(theirs.fileno()), str(os.getpid())]

@@ -10,7 +10,6 @@ stdin    frames of Check                            stdout    one frame of Table
 from __future__ import annotations
 
 import os
-import resource
 import selectors
 import signal
 import struct
@@ -22,6 +21,9 @@ from pathlib import Path
 import msgspec
 
 from quire.types import GrammarSpec, QuireError, RequestError
+
+if sys.platform != "win32":  # where only the messages below are used
+    import resource
 
 MAX_CHILDREN = 8  # specs checked at once; more wait
 _CPU_S = 2.0

@@ -22,6 +22,8 @@ from quire.types import ModelError
 
 _THREADS = 8
 _PIECE_BYTES = 32 << 20
+_READ_ONLY = os.O_RDONLY | getattr(os, "O_BINARY", 0)  # Windows would translate line ends
+_seeking = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class Reader:
     def _open(self, stored: Stored) -> int:
         if stored.file not in self._files:
             try:
-                self._files[stored.file] = os.open(stored.file, os.O_RDONLY)
+                self._files[stored.file] = os.open(stored.file, _READ_ONLY)
             except OSError as error:
                 raise unreadable(stored, error) from error
         return self._files[stored.file]
@@ -159,13 +161,24 @@ class _Lane:
         buffer = self._buffer[:size]
         into, filled = buffer.numpy().data, 0
         try:
-            while filled < size and (count := os.preadv(piece.file, [into[filled:]], piece.offset + filled)):
+            while filled < size and (count := _read_at(piece.file, into[filled:], piece.offset + filled)):
                 filled += count
         except OSError as error:
             raise unreadable(stored, error) from error
         if filled < size:
             raise unreadable(stored, f"the file ends {size - filled} bytes early")
         return buffer.view(stored.dtype).view(piece.shape)
+
+
+def _read_at(file: int, into: memoryview, offset: int) -> int:
+    """Fill `into`, or its beginning, from byte `offset` of a file; the number of bytes read."""
+    if hasattr(os, "preadv"):
+        return os.preadv(file, [into], offset)
+    with _seeking:  # Windows: threads share the position in the file
+        os.lseek(file, offset, os.SEEK_SET)
+        data = os.read(file, len(into))
+    into[: len(data)] = data
+    return len(data)
 
 
 def unreadable(stored: Stored, why: object) -> ModelError:

@@ -21,7 +21,9 @@ log = logging.getLogger("quire")
 
 SOURCE = Path(__file__).with_name("step.c")
 # No -ffast-math: results must not depend on what a compiler finds fast, and rows can hold infinities.
-_FLAGS = ["-O2", "-march=native", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC"]
+_FLAGS = ["-O2", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC"]
+# Tried in turn: clang knows this processor by another flag on some architectures, and on others by none.
+_PROCESSOR_FLAGS: tuple[list[str], ...] = (["-march=native"], ["-mcpu=native"], [])
 _COMPILERS = ("cc", "gcc", "clang")
 _TIMEOUT_S = 120
 _FOLDERS = ("~/.cache/quire", f"{tempfile.gettempdir()}/quire-{os.getuid() if hasattr(os, 'getuid') else 0}")
@@ -31,7 +33,7 @@ _RUNTIME = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 def open_library() -> ctypes.CDLL | None:
     """The library, ready to be called; None, with the reason logged, where it cannot be had."""
     if sys.platform != "linux":
-        log.info("the kernels of a CPU need Linux; torch does all")
+        log.info("no compiled kernels on this CPU: they need Linux, so PyTorch runs every step")
         return None
     try:
         runtime = _openmp()
@@ -67,7 +69,14 @@ def _compiled() -> Path:
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise OSError("no C compiler is installed (gcc or clang)")
-    facts = [SOURCE.read_text(), os.path.realpath(compiler), *_FLAGS, platform.machine(), _processor()]
+    facts = [
+        SOURCE.read_text(),
+        os.path.realpath(compiler),
+        *_FLAGS,
+        str(_PROCESSOR_FLAGS),
+        platform.machine(),
+        _processor(),
+    ]
     name = f"step-{hashlib.sha256(chr(0).join(facts).encode()).hexdigest()[:24]}.so"
     for folder in _FOLDERS:
         try:
@@ -91,14 +100,23 @@ def _compile(compiler: str, target: Path) -> Path:
     handle, half_done = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)
     try:
-        subprocess.run(
-            [compiler, *_FLAGS, str(SOURCE), "-o", half_done, "-lm"],
-            check=True, capture_output=True, text=True, timeout=_TIMEOUT_S,
-        )  # fmt: skip
+        _run_compiler(compiler, half_done)
         os.replace(half_done, target)  # whole or not at all, whoever else is building it
     finally:
         Path(half_done).unlink(missing_ok=True)
     return target
+
+
+def _run_compiler(compiler: str, output: str) -> None:
+    """Compile for this processor, or for any of its architecture. Raises SubprocessError or OSError."""
+    for flags in _PROCESSOR_FLAGS:
+        done = subprocess.run(
+            [compiler, *flags, *_FLAGS, str(SOURCE), "-o", output, "-lm"],
+            capture_output=True, text=True, timeout=_TIMEOUT_S,
+        )  # fmt: skip
+        if done.returncode == 0:
+            return
+    done.check_returncode()
 
 
 def _processor() -> str:

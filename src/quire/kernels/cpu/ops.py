@@ -10,8 +10,9 @@ import ctypes
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from ctypes import c_float, c_int32, c_int64, c_void_p
+from ctypes import c_char_p, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
+from itertools import count, takewhile
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -63,12 +64,33 @@ class Attend(ctypes.Structure):
 class Product(ctypes.Structure):
     _fields_ = [
         ("weight", _P), ("x", _P), ("residual", _P), ("add", _P), ("sum", _P), ("y", _P),
-        ("rows", _N), ("next", _N), ("failed", _I),
+        ("rows", _N), ("failed", _I),
     ]  # fmt: skip
 
 
 class Call(ctypes.Structure):
     _fields_ = [("function", _P), ("arguments", _P)]
+
+
+class Layout(ctypes.Structure):
+    _fields_ = [("name", c_char_p), ("bytes", _N)]
+
+
+def check_layout(library: ctypes.CDLL) -> None:
+    """Raise RuntimeError unless the structures here and in the library have the same sizes and offsets."""
+    ours: dict[str, int] = {}
+    for struct in (Norm, Heads, Weight, Rows, Attend, Product, Call):
+        ours[struct.__name__] = ctypes.sizeof(struct)
+        ours |= {f"{struct.__name__}.{field}": getattr(struct, field).offset for field, *_ in struct._fields_}
+    entries = ctypes.cast(library.layout, ctypes.POINTER(Layout))
+    theirs = {
+        e.name.decode(): e.bytes for e in takewhile(lambda e: e.name, map(entries.__getitem__, count()))
+    }
+    if wrong := sorted({name for name, _ in ours.items() ^ theirs.items()}):
+        found = ", ".join(
+            f"{name} {ours.get(name, 'missing')} here, {theirs.get(name, 'missing')} there" for name in wrong
+        )
+        raise RuntimeError(f"the structures of ops.py do not match those of step.c, in bytes: {found}")
 
 
 def half(x: torch.Tensor) -> int:
@@ -100,6 +122,7 @@ class CpuKernels:
     """Tensors are contiguous and in one dtype, fp32 or bf16; the weight of a norm may be in the other."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        check_layout(library)
         self._library = library
         self._thread = threading.local()  # whose `tape` is where calls are noted
         self.span: Callable[[str], AbstractContextManager[Any]] | None = (

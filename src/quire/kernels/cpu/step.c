@@ -7,6 +7,7 @@
    on the rows beside it nor on the number of threads. */
 
 #include <math.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -571,3 +572,33 @@ int replay(const Call *calls, int64_t n) {
         if (calls[i].function(calls[i].arguments)) return 1;
     return 0;
 }
+
+/* ------------------------------------------------------------------------------------------------- layout */
+
+typedef struct {
+    const char *name; /* of a structure, or structure.field; NULL ends the list */
+    int64_t bytes;    /* its size, or the field's offset */
+} Layout;
+
+#define SIZE(S) {#S, sizeof(S)}
+#define FIELD(S, F) {#S "." #F, offsetof(S, F)}
+
+/* What ops.py compares its structures with when it loads the library. */
+const Layout layout[] = {
+    SIZE(Norm), FIELD(Norm, weight), FIELD(Norm, bias), FIELD(Norm, eps), FIELD(Norm, half),
+    SIZE(Heads), FIELD(Heads, norms), FIELD(Heads, table), FIELD(Heads, heads), FIELD(Heads, kv_heads),
+    FIELD(Heads, dim), FIELD(Heads, window), FIELD(Heads, scale), FIELD(Heads, cap), FIELD(Heads, half),
+    SIZE(Weight), FIELD(Weight, packed), FIELD(Weight, bias), FIELD(Weight, norm), FIELD(Weight, inputs),
+    FIELD(Weight, padded), FIELD(Weight, outputs), FIELD(Weight, vectors), FIELD(Weight, half), FIELD(Weight, kind),
+    SIZE(Rows), FIELD(Rows, x), FIELD(Rows, residual), FIELD(Rows, norm), FIELD(Rows, sum), FIELD(Rows, y),
+    FIELD(Rows, rows), FIELD(Rows, width), FIELD(Rows, scale), FIELD(Rows, half), FIELD(Rows, kind),
+    FIELD(Rows, failed),
+    SIZE(Attend), FIELD(Attend, heads), FIELD(Attend, qkv), FIELD(Attend, positions), FIELD(Attend, slots),
+    FIELD(Attend, lens), FIELD(Attend, tables), FIELD(Attend, keys), FIELD(Attend, values), FIELD(Attend, out),
+    FIELD(Attend, rows), FIELD(Attend, table_width), FIELD(Attend, block_size), FIELD(Attend, next),
+    FIELD(Attend, failed),
+    SIZE(Product), FIELD(Product, weight), FIELD(Product, x), FIELD(Product, residual), FIELD(Product, add),
+    FIELD(Product, sum), FIELD(Product, y), FIELD(Product, rows), FIELD(Product, failed),
+    SIZE(Call), FIELD(Call, function), FIELD(Call, arguments),
+    {NULL, 0},
+};

@@ -1,0 +1,98 @@
+/* Runs every function of step.c (-DSTEP: its path) on made-up numbers, on "threads" that run one after the other, and
+   prints the results: what another processor prints must be the same up to roundings. Run by test_cpu_library.py. */
+
+#include STEP
+#include <stdio.h>
+
+enum { THREADS = 3 };
+
+static int thread;
+static int number(void) { return thread; }
+static int all_threads(void) { return THREADS; }
+static void run_in_turn(void (*part)(void *), void *job, unsigned threads, unsigned flags) {
+    (void)threads, (void)flags; /* one thread asked for: the others find no part left, or the same one again */
+    for (thread = 0; thread < THREADS; thread++) part(job);
+    thread = 0;
+}
+
+static uint32_t state = 1;
+static float number_in_range(void) { /* -1 to 1 */
+    state = state * 1664525 + 1013904223;
+    return (int32_t)state / 2147483648.f;
+}
+
+/* n numbers, in bf16 or fp32. */
+static void *numbers(int64_t n, int half) {
+    void *made = calloc(n + LANES, half ? 2 : 4);
+    for (int64_t i = 0; i < n; i++) store(made, i, 1, (vec){0} + number_in_range(), half);
+    return made;
+}
+
+static void print(const char *name, const void *y, int64_t n, int half) {
+    printf("%s%s", name, half ? "/bf16" : "/fp32");
+    for (int64_t i = 0; i < n; i++) printf(" %.6g", load(y, i, 1, half)[0]);
+    printf("\n");
+}
+
+static void check_rows(int half) {
+    enum { N = 5, WIDTH = 37 };
+    Norm rms = {numbers(WIDTH, 0), NULL, 1e-6f, 0}, layer = {numbers(WIDTH, half), numbers(WIDTH, half), 1e-5f, half};
+    void *x = numbers(2 * N * WIDTH, half), *residual = numbers(N * WIDTH, half);
+    void *sum = numbers(N * WIDTH, half), *y = numbers(N * WIDTH, half);
+    Rows job = {x, NULL, &rms, sum, y, N, WIDTH, 0, half, 0, 0};
+    norm_rows(&job);
+    print("rms", y, N * WIDTH, half);
+    job.norm = &layer, job.residual = residual;
+    norm_rows(&job);
+    print("layer", y, N * WIDTH, half);
+    print("sum", sum, N * WIDTH, half);
+    for (job.kind = SILU; job.kind <= RELU; job.kind++) {
+        gate_rows(&job);
+        print("gate", y, N * WIDTH, half);
+    }
+    int64_t ids[N] = {4, 0, 2, 2, 1};
+    Rows look = {x, ids, NULL, NULL, y, N, WIDTH, 1.5f, half, 0, 0};
+    lookup_rows(&look);
+    print("lookup", y, N * WIDTH, half);
+}
+
+static void check_attention(int half, int64_t dim, int64_t window, float cap) {
+    enum { N = 3, Q = 6, KV = 2, PAGES = 9, SIZE = 4, LONG = 12 };
+    Norm norms = {numbers((Q + KV) * dim, half), NULL, 1e-6f, half};
+    Heads heads = {&norms, numbers(LONG * dim, half), Q, KV, dim, window, 0.3f, cap, half};
+    int64_t positions[N] = {0, 6, 11}, slots[N] = {32, 10, 23};
+    int32_t lens[N] = {1, 7, 12}, tables[N * 3] = {8, 0, 0, 1, 2, 0, 3, 4, 5};
+    void *qkv = numbers(N * (Q + 2 * KV) * dim, half), *out = numbers(N * Q * dim, half);
+    void *keys = numbers(PAGES * SIZE * KV * dim, half), *values = numbers(PAGES * SIZE * KV * dim, half);
+    Attend job = {&heads, qkv, positions, slots, lens, tables, keys, values, out, N, 3, SIZE, 0, 0};
+    attend_rows(&job);
+    print("attend", out, N * Q * dim, half);
+    print("keys", keys, PAGES * SIZE * KV * dim, half);
+    turn_rows(&job);
+    print("turn", qkv, N * (Q + 2 * KV) * dim, half);
+}
+
+static void check_product(int half, int vectors, int rows, int kind) {
+    int64_t inputs = 38, padded = 40, outputs = vectors * LANES * 4;
+    Norm norm = {numbers(inputs, half), NULL, 1e-6f, half};
+    Weight weight = {numbers(outputs * padded, half), numbers(outputs, half), &norm, inputs, padded, outputs, vectors,
+                     half, kind};
+    void *x = numbers(rows * inputs, half), *residual = numbers(rows * inputs, half);
+    void *add = numbers(rows * outputs, half), *sum = numbers(rows * inputs, half), *y = numbers(rows * outputs, half);
+    Product job = {&weight, x, residual, add, sum, y, rows, 0};
+    Call call = {(int (*)(void *))product, &job};
+    replay(&call, 1);
+    print("product", y, rows * outputs / (kind ? 2 : 1), half);
+}
+
+int main(void) {
+    start(run_in_turn, number, all_threads);
+    for (int half = 0; half < 2; half++) {
+        check_rows(half);
+        check_attention(half, 16, 0, 0);
+        check_attention(half, 24, 5, 3.f);
+        for (int vectors = 1; vectors <= 4; vectors++)
+            for (int rows = 1; rows <= 8; rows += rows < 3 ? 1 : 5) check_product(half, vectors, rows, rows == 2);
+    }
+    return 0;
+}

@@ -91,7 +91,7 @@ class Runner:
         if drop_graphs:
             self._launcher.drop_graphs()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.synchronize()
+            torch.cuda.current_stream().synchronize()
             torch.cuda.empty_cache()
 
     def _score(self, launched: Launched, row: int) -> Arrays:

@@ -95,7 +95,8 @@ class Worker:
         rows, per_row = self._largest_step()
         size = self._scratch_size(per_row)
         pages, columns = self._make_pages(size), self._columns_for(size)
-        torch.cuda.synchronize(self.device)
+        # Not the whole device: another engine in this process may be capturing a graph, which forbids that.
+        torch.cuda.current_stream(self.device).synchronize()
         begin = torch.cuda.memory_allocated(self.device)
         runner = self._make_runner(size, pages, graphs=False)
         torch.cuda.reset_peak_memory_stats(self.device)

@@ -64,7 +64,9 @@ def _ask(device: torch.device) -> Target:
     return Target(
         found.name,
         10 * found.major + found.minor,
-        found.shared_memory_per_block_optin,  # type: ignore[attr-defined]  # torch's stub lacks it
+        getattr(
+            found, "shared_memory_per_block_optin", found.shared_memory_per_block
+        ),  # ROCm has only the latter
         found.multi_processor_count,
     )
 

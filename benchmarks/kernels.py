@@ -24,8 +24,10 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.attend_long import attend_long, list_tiles, long_tile
-from quire.kernels.attend_short import attend_short, num_splits
+from quire.kernels.attend_short import SHORT_ROWS, attend_short, num_splits
+from quire.kernels.attention_tile import Tile
 from quire.kernels.rope import norm_rotate_store
+from quire.kernels.target import target_of
 
 BANDWIDTH = 4.3e12  # bytes/s read, measured on an H200
 COMPUTE = 777e12  # bf16 operations/s of an 8192^3 product, measured on an H200
@@ -33,12 +35,12 @@ KV_HEADS, BLOCK_SIZE, REACH = 8, 16, 4096
 DTYPE = torch.bfloat16
 RESULTS: list[dict[str, object]] = []
 
-SHORT_TILES = {
+SHORT_TILES = {  # keys, warps, stages
     64: [(128, 4, 4), (128, 2, 4), (128, 2, 5), (64, 2, 4), (64, 2, 5)],
     128: [(128, 4, 4), (64, 4, 4), (64, 2, 4), (64, 2, 5), (64, 2, 6), (32, 2, 6)],
     256: [(64, 4, 4), (64, 4, 3), (32, 4, 4), (32, 2, 4), (32, 2, 5)],
 }
-LONG_TILES: dict[int, list[tuple[int, int, int, int, int | None]]] = {
+LONG_TILES: dict[int, list[tuple[int, int, int, int, int | None]]] = {  # the fields of Tile
     64: [(128, 64, 8, 3, 128), (128, 64, 4, 3, None), (128, 128, 8, 3, 128), (128, 128, 8, 3, None)],
     128: [(128, 64, 8, 3, None), (128, 64, 8, 2, 128), (128, 128, 8, 3, None), (64, 64, 4, 2, None)],
     256: [(128, 64, 8, 2, None), (128, 64, 8, 3, None), (128, 32, 8, 3, None), (64, 64, 4, 3, None),
@@ -85,13 +87,13 @@ class Work:
         self.kv_slots = page * BLOCK_SIZE + self.positions % BLOCK_SIZE
         self.slots = torch.arange(len(self.lens), device="cuda")
 
-    def short(
-        self, splits: int | None = None, tile: tuple[int, int, int] | None = None, turn: bool = False
-    ) -> float:
+    def short(self, splits: int | None = None, tile: Tile | None = None, turn: bool = False) -> float:
         """With `turn` also what comes first in a layer: norm and rotation of heads, writing of k and v."""
         if splits is None:
             reach = self.table.shape[1] * BLOCK_SIZE
-            splits = num_splits(len(self.lens), KV_HEADS, reach, self.dim, DTYPE.itemsize)
+            splits = num_splits(
+                len(self.lens), KV_HEADS, reach, self.dim, DTYPE.itemsize, target_of(self.q.device)
+            )
 
         def run() -> None:
             for keys, values in self.kv:
@@ -107,8 +109,9 @@ class Work:
 
         return seconds(run) / len(self.kv)
 
-    def long(self, tile: tuple[int, int, int, int, int | None] | None = None) -> float:
-        per_tile = max((tile or long_tile(self.dim, DTYPE.itemsize))[0], self.group) // self.group
+    def long(self, tile: Tile | None = None) -> float:
+        tile = tile or long_tile(self.dim, DTYPE.itemsize, self.group, target_of(self.q.device))
+        per_tile = tile.rows // self.group
         most = sum(-(-n // per_tile) for n in self.lens)
         tiles = list_tiles(self.query_start, self.seq_lens, self.slots, most, 0, per_tile, most * KV_HEADS)
 
@@ -172,7 +175,7 @@ def decode(name: str, lens: list[int], sweep: bool, splits: list[int], dim: int 
         times = {}
         for tile in SHORT_TILES[dim]:
             for count in splits:
-                times[f"{tile} x {count}"] = attempt(partial(work.short, count, tile))
+                times[f"{tile} x {count}"] = attempt(partial(work.short, count, Tile(SHORT_ROWS, *tile)))
         for label, time_s in sorted(times.items(), key=lambda item: item[1])[:5]:
             work.report(label, time_s)
 
@@ -188,7 +191,7 @@ def prefill(name: str, lens: list[int], sweep: bool, dim: int = 128) -> None:
             work.report("torch, not paged", seconds(run))
         if not sweep:
             continue
-        times = {str(tile): attempt(partial(work.long, tile)) for tile in LONG_TILES[dim]}
+        times = {str(tile): attempt(partial(work.long, Tile(*tile))) for tile in LONG_TILES[dim]}
         for label, time_s in sorted(times.items(), key=lambda item: item[1]):
             work.report(label, time_s)
 

@@ -39,6 +39,7 @@ from quire.grammar.compiler import Compiler
 from quire.grammar.library import LibraryGrammar
 from quire.kernels import Kernels, pick_kernels
 from quire.kernels.cpu.ops import CpuKernels
+from quire.kernels.target import OLDEST, target_of
 from quire.layers.env import Env
 from quire.models.checkpoint import Checkpoint, open_checkpoint
 from quire.models.decoder import Model
@@ -88,7 +89,7 @@ def _build(
     guard: DeviceGuard,
     clock: _Phases,
 ) -> tuple[Engine, EngineInfo]:
-    dtype = pick_dtype(config.dtype, spec.dtype, device)
+    dtype = pick_dtype(config.dtype, spec, device)
     if (asked_len := config.max_model_len) is not None and asked_len > spec.max_model_len:
         raise ConfigError(
             f"max_model_len {asked_len} exceeds the {spec.max_model_len} positions of {config.model}"
@@ -99,7 +100,7 @@ def _build(
     # Tables for positions and columns for tokens are made for the context that can be served.
     spec = replace(spec, max_model_len=config.max_model_len or 1)
     kernels = pick_kernels(device, dtype, config.cpu_kernels)
-    backend = pick_attention(config.attention, device, kernels)
+    backend = pick_attention(config.attention, spec, device, dtype, kernels)
     clock.end("device")
 
     depth = _OVERLAP_DEPTH if config.overlap else 1
@@ -136,7 +137,11 @@ def _build(
 
 
 def pick_device(name: str) -> torch.device:
-    """`auto` takes the first GPU when there is one."""
+    """Return the device called `name`; `auto` is the first GPU, or the CPU where there is none.
+
+    Raises:
+        ConfigError: if there is no such device, or Quire does not support it.
+    """
     if name == "auto":
         name = "cuda:0" if torch.cuda.is_available() else "cpu"
     try:
@@ -153,14 +158,46 @@ def pick_device(name: str) -> torch.device:
                 f"device {name!r} was asked for, but there are {torch.cuda.device_count()} GPUs"
             )
         device = torch.device("cuda", device.index or 0)
+        _refuse_unsupported(device)
         # cuDNN's attention plans anew, for some 50 ms, at every length that it has not seen; rows grow by one.
         torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 
-def pick_dtype(asked: str, checkpoint: str, device: torch.device) -> torch.dtype:
-    """`auto` follows the checkpoint, but float16 has no fast path on a CPU: float32 there."""
-    name = checkpoint if asked == "auto" else asked
+def _refuse_unsupported(device: torch.device) -> None:
+    if torch.version.hip is not None:  # torch calls AMD's GPUs cuda as well
+        raise ConfigError(
+            f"device {str(device)!r} is an AMD GPU (ROCm {torch.version.hip}), which Quire does not support; "
+            "use an NVIDIA GPU or device cpu"
+        )
+    target = target_of(device)
+    if target.capability < OLDEST:
+        raise ConfigError(
+            f"{target} is too old: Quire needs compute capability {OLDEST // 10}.{OLDEST % 10} or later; "
+            "use a newer GPU or device cpu"
+        )
+
+
+def pick_dtype(asked: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    """Return the number format of weights and activations; `auto` follows the checkpoint where the device can.
+
+    A GPU without bfloat16 takes float16, or float32 for models whose activations exceed the range of float16. A CPU
+    has no fast path for float16 and takes float32.
+
+    Raises:
+        ConfigError: if `asked` is bfloat16 and the device lacks it.
+    """
+    name = spec.dtype if asked == "auto" else asked
+    if name == "bfloat16" and device.type == "cuda" and not (target := target_of(device)).has_bf16:
+        instead = "float32" if spec.family in _WIDE_RANGE else "float16"
+        if asked == "bfloat16":
+            raise ConfigError(
+                f"dtype bfloat16 needs an NVIDIA GPU since Ampere, got {target}; use dtype {instead}"
+            )
+        log.warning("dtype %s, because %s has no bfloat16", instead, target)
+        name = instead
+    if name == "float16" and spec.family in _WIDE_RANGE:
+        log.warning("%s models exceed the range of float16; bfloat16 or float32 are safe", spec.family)
     if name == "float16" and device.type == "cpu":
         if asked == "float16":
             log.warning("float16 is slow on a CPU; bfloat16 or float32 are faster")
@@ -169,8 +206,16 @@ def pick_dtype(asked: str, checkpoint: str, device: torch.device) -> torch.dtype
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-def pick_attention(name: str, device: torch.device, kernels: Kernels | None) -> AttentionBackend:
-    """`auto` takes kernels where they run fast: those in Triton on a GPU, when it is installed, those in C on a CPU."""
+_WIDE_RANGE = ("gemma3",)  # families trained in bfloat16 whose activations overflow float16
+
+
+def pick_attention(
+    name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kernels: Kernels | None
+) -> AttentionBackend:
+    """Return the attention called `name`; `auto` takes kernels where they run fast.
+
+    Those are the ones in Triton on a GPU, if it is installed and the heads fit, and those in C on a CPU.
+    """
     if isinstance(kernels, CpuKernels) and name in ("auto", "cpu"):
         return CpuAttention(kernels)
     if name == "cpu":
@@ -187,6 +232,13 @@ def pick_attention(name: str, device: torch.device, kernels: Kernels | None) -> 
     # Imported here: an installation for CPUs has no Triton.
     from quire.attention.triton import TritonAttention
 
+    target, group = target_of(device), spec.num_heads // spec.num_kv_heads
+    if not TritonAttention.fits(spec.head_dim, dtype.itemsize, group, target):
+        fault = f"{dtype.itemsize * 8}-bit heads of {spec.head_dim} need more shared memory than {target} has"
+        if name == "triton":
+            raise ConfigError(f"attention triton cannot run: {fault}; use attention reference")
+        log.warning("attention reference, which is slower: %s", fault)
+        return ReferenceAttention()
     return TritonAttention()
 
 

@@ -8,10 +8,10 @@ import threading
 from collections.abc import Callable
 
 import torch
-from hopper import Hopper
+from targets import CountingDriver
 from triton.runtime import driver
 
-hopper = Hopper()
+hopper = CountingDriver(90)
 driver.set_active(hopper)
 torch.cuda.set_device = lambda device: None
 

@@ -1,31 +1,30 @@
-# ruff: noqa: E402  (imports that must follow a patch)
-"""Compiles every kernel for Hopper, as the wrappers would launch it, without a GPU: run by test_compile.py.
+"""Compile every kernel as its wrapper would launch it, for GPUs that need not be there, and check what it takes.
 
-A driver that only names the target stands in for the device, and a launch compiles without running.
+    python tests/kernels/compile_all.py [--targets 75,90,...] [--models NAME,...] [--dtypes half,float32]
+                                        [--kernels NAME,...] [--sample] [--binary]
+
+Prints the largest shared memory of a program by model and target. Exits with 1 if a kernel does not compile or takes
+more than the target has. `--sample` takes the first of a kernel's variants in each model. Without `--binary`
+compilation stops in front of the assembler: shared memory is known by then.
+
+A driver that only names its target stands in for the device, and launches are noted instead of made.
 """
 
 from __future__ import annotations
 
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from hopper import Hopper
+from targets import TARGETS, TargetDriver
+from triton import knobs
 from triton.runtime import driver, jit
-
-import quire.kernels
-
-driver.set_active(Hopper())
-launch = jit.JITFunction.run
-compiled: set[str] = set()
-
-
-def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
-    compiled.add(self.__name__)
-    return launch(self, *args, grid=grid, warmup=True, **options)
-
-
-jit.JITFunction.run = compile_only
-quire.kernels.dependent_launch = lambda device: True  # before the modules take it over
 
 from quire.kernels import (
     activation,
@@ -33,49 +32,147 @@ from quire.kernels import (
     attend_shared,
     attend_short,
     batch,
-    gemv,
+    grouped,
     kv_write,
+    masks,
     norm,
+    penalties,
     rope,
     sampling,
-    skinny,
 )
+from quire.kernels import target as targets
 from quire.kernels.row import COLUMNS
+from quire.kernels.target import Target
+from quire.layers.moe import grouped_in_library
+from quire.quant.few_rows import FewRowsMatmul
+
+CPU = torch.device("cpu")
 
 
-def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-    return torch.zeros(shape, dtype=dtype)
+@dataclass(frozen=True)
+class Shapes:
+    """The sizes of a model that kernels are compiled for."""
+
+    heads: int
+    kv_heads: int
+    dim: int
+    hidden: int
+    intermediate: int
+    vocab: int
+    window: int | None = None
+    cap: float | None = None
+    experts: int = 0
+    kind: str | None = "silu"  # None: LayerNorm, and an MLP without a gate
+
+
+MODELS = {
+    "GPT-2": Shapes(12, 12, 64, 768, 3072, 50257, kind=None),
+    "Qwen2.5 0.5B": Shapes(14, 2, 64, 896, 4864, 151936),
+    "Qwen2.5 7B": Shapes(28, 4, 128, 3584, 18944, 152064),
+    "Qwen3 0.6B": Shapes(16, 8, 128, 1024, 3072, 151936),
+    "Qwen3 30B-A3B": Shapes(32, 4, 128, 2048, 768, 151936, experts=128),
+    "Llama 3.2 1B": Shapes(32, 8, 64, 2048, 8192, 128256),
+    "Llama 3.1 8B": Shapes(32, 8, 128, 4096, 14336, 128256),
+    "Llama 3.1 70B": Shapes(64, 8, 128, 8192, 28672, 128256),
+    "Mistral 7B v0.1": Shapes(32, 8, 128, 4096, 14336, 32000, window=4096),
+    "Mixtral 8x7B": Shapes(32, 8, 128, 4096, 14336, 32000, experts=8),
+    "Gemma 3 1B": Shapes(4, 1, 256, 1152, 6912, 262144, window=512, cap=50.0, kind="gelu_tanh"),
+    "Gemma 3 4B": Shapes(8, 4, 256, 2560, 10240, 262208, window=1024, kind="gelu_tanh"),
+    "Gemma 3 27B": Shapes(32, 16, 128, 5376, 21504, 262208, window=1024, kind="gelu_tanh"),
+    "192 wide heads": Shapes(16, 16, 192, 2048, 8192, 32000),
+}
 
 
 def ints(*shape: int) -> torch.Tensor:
-    return zeros(*shape, dtype=torch.int32)
+    return torch.zeros(shape, dtype=torch.int32)
 
 
 def longs(*shape: int) -> torch.Tensor:
-    return zeros(*shape, dtype=torch.int64)
+    return torch.zeros(shape, dtype=torch.int64)
 
 
-def attention(heads: int, kv_heads: int, dim: int, cap: float | None) -> None:
-    rows = 64
+# ------------------------------------------------------------------------------------------ launches
+
+
+def attention(model: Shapes, dtype: torch.dtype, target: Target) -> None:
+    zeros = partial(torch.zeros, dtype=dtype)
+    heads, kv_heads, dim, cap = model.heads, model.kv_heads, model.dim, model.cap
+    rows, group = 64, model.heads // model.kv_heads
     q, keys, values = zeros(rows, heads, dim), zeros(9, kv_heads, 16, dim), zeros(9, kv_heads, 16, dim)
     table, out, lens, starts = ints(rows, 8), zeros(rows, heads * dim), ints(rows), ints(rows + 1)
     slots = longs(rows)
+    queries = max(attend_short.SHORT_ROWS // group, 1)
     begun = attend_shared.attend_shared(q, keys, values, ints(rows, 4)[:, 3], table, slots, 0.1, cap)
-    for splits, state in ((1, None), (1, begun), (8, None)):
-        attend_short.attend_short(
-            q, keys, values, out, lens, None, table, slots, 0.1, None, cap, 1, splits, state
-        )
-    attend_short.attend_short(q, keys, values, out, lens, starts, table, slots, 0.1, 77, cap, 4, 2)
-    tiles = attend_long.list_tiles(
-        starts, lens, slots, 9, 4, attend_long.long_tokens(dim, 2, heads // kv_heads), kv_heads
+    short = partial(attend_short.attend_short, q, keys, values, out, lens)
+    for window in dict.fromkeys((model.window, None)):  # first what takes most, for a sample
+        short(starts, table, slots, 0.1, window, cap, queries, 64)
+        for splits in (1, 64):
+            short(None, table, slots, 0.1, window, cap, 1, splits)
+        per_tile = attend_long.long_tokens(dim, dtype.itemsize, group, target)
+        tiles = attend_long.list_tiles(starts, lens, slots, 9, queries, per_tile, kv_heads)
+        attend_long.attend_long(q, keys, values, out, table, tiles, 0.1, window, cap)
+    short(None, table, slots, 0.1, None, cap, 1, 1, begun)
+    many = 4 * target.sms // kv_heads  # rows for which the buffers of a program are smaller
+    attend_short.attend_short(
+        zeros(many, heads, dim),
+        keys,
+        values,
+        zeros(many, heads * dim),
+        ints(many),
+        None,
+        ints(many, 8),
+        longs(many),
+        0.1,
     )
-    attend_long.attend_long(q, keys, values, out, table, tiles, 0.1, None, cap)
     qkv, weight = zeros(rows, (heads + 2 * kv_heads) * dim), zeros(heads + kv_heads, dim)
     rope.norm_rotate_store(qkv, longs(rows), zeros(100, dim), weight, 1e-6, keys, values, longs(rows))
     kv_write.write_kv(q[:, :kv_heads], q[:, :kv_heads], keys, values, longs(rows))
 
 
-def step() -> None:
+def layers(model: Shapes, dtype: torch.dtype, target: Target) -> None:
+    x = torch.zeros(7, model.hidden, dtype=dtype)
+    if model.kind is None:
+        norm.add_layer_norm(x, x, x[0], x[0], 1e-6)
+    else:
+        norm.add_rms_norm(x, x, x[0], 1e-6)
+        activation.gated(torch.zeros(7, 2 * model.intermediate, dtype=dtype), model.kind)
+
+
+def few_rows(model: Shapes, dtype: torch.dtype, target: Target) -> None:
+    """The products of a layer, for the numbers of rows that `FewRowsMatmul` does not leave to torch."""
+    zeros = partial(torch.zeros, dtype=dtype)
+    qkv, attended = (model.heads + 2 * model.kv_heads) * model.dim, model.heads * model.dim
+    gates = 1 if model.kind is None else 2
+    products = [(qkv, model.hidden), (model.hidden, attended), (model.vocab, model.hidden)]
+    if not model.experts:
+        products += [(gates * model.intermediate, model.hidden), (model.hidden, model.intermediate)]
+    for outputs, inputs in products:
+        weight = torch.empty(outputs, inputs, dtype=dtype)
+        if not FewRowsMatmul.takes(weight):
+            continue
+        matmul = FewRowsMatmul(weight, None)
+        for rows in (1, 2, 8, 16):
+            x = zeros(rows, inputs)
+            if rows <= matmul.fused_rows and outputs != model.vocab:
+                matmul.add(x, zeros(rows, outputs))
+                kind = model.kind if outputs == 2 * model.intermediate else None
+                matmul.after_norm(zeros(inputs), 1e-6, kind)(x, x)
+            if rows <= matmul.most_rows:
+                matmul(x)
+
+
+def experts(model: Shapes, dtype: torch.dtype, target: Target) -> None:
+    if not model.experts or grouped_in_library(target, dtype, model.hidden, model.intermediate):
+        return
+    for outputs, inputs in ((2 * model.intermediate, model.hidden), (model.hidden, model.intermediate)):
+        x, weight = (
+            torch.zeros(64, inputs, dtype=dtype),
+            torch.empty(model.experts, outputs, inputs, dtype=dtype),
+        )
+        grouped.grouped_product(x, weight, ints(model.experts))
+
+
+def step(model: Shapes, dtype: torch.dtype, target: Target) -> None:
     header, tokens, column, table, turn = (
         ints(1025, 4),
         ints(1025, 4096),
@@ -89,36 +186,173 @@ def step() -> None:
             ints(257), ints(256), longs(256), longs(256),
         )  # fmt: skip
     batch.advance(header, 256, ints(256), tokens, column, column, turn, ints(3, 1024), 1024, True)
+
+
+def sample(model: Shapes, dtype: torch.dtype, target: Target) -> None:
     slots, parameters = longs(256), longs(257, len(COLUMNS))
-    for vocab in (151936, 1):  # a launch argument of 1 is a constant to the compiler
-        scratch = sampling.Scratch.empty(257, vocab, torch.device("cpu"))
-        sampling.choose(zeros(256, vocab), slots, parameters, ints(257), scratch, ints(256), True)
+    for vocab in (model.vocab, 1):  # a launch argument of 1 is a constant to the compiler
+        scratch = sampling.Scratch.empty(257, vocab, CPU)
+        logits = torch.empty(256, vocab, dtype=dtype)
+        sampling.choose(logits, slots, parameters, ints(257), scratch, ints(256), True)
+    masks.apply_masks(logits, slots[:3], ints(3, -(-model.vocab // 32)))
+    penalties.penalise(
+        torch.empty(256, model.vocab), slots, longs(257, len(penalties.COLUMNS)), ints(257, 4096), ints(257),
+        ints(257), torch.empty(penalties.PROGRAMS, model.vocab, dtype=torch.int32),
+    )  # fmt: skip
 
 
-def layers() -> None:
-    x = zeros(7, 1024)
-    norm.add_rms_norm(x, x, x[0], 1e-6)
-    norm.add_layer_norm(x, x, x[0], x[0], 1e-6)
-    for name in ("silu", "gelu_tanh"):
-        activation.gated(x, name)
+PARTS: tuple[Callable[[Shapes, torch.dtype, Target], None], ...] = (
+    attention,
+    layers,
+    few_rows,
+    experts,
+    step,
+    sample,
+)
 
 
-def few_rows() -> None:
-    up, down, gain = zeros(6144, 1024), zeros(1024, 3072), zeros(1024)
-    for rows in (1, 2):
-        x, h = zeros(rows, 1024), zeros(rows, 3072)
-        gemv.norm_gemv(x, None, gain, 1e-6, up, None, None)
-        gemv.norm_gemv(x, x, gain, 1e-6, up, up[:, 0].contiguous(), "silu")
-        gemv.gemv(h, down, None, x)
-    gemv.gemv(zeros(1, 14336), zeros(64, 14336), None, zeros(1, 64))
-    for rows in (8, 16):
-        skinny.whole(zeros(rows, 3072), down, gain)
-        for outputs, inputs in ((1024, 3072), (64 * 300, 1040)):
-            skinny.skinny(zeros(rows, inputs), zeros(outputs, inputs), None, ints(outputs // 64))
+# --------------------------------------------------------------------------------------- compilation
 
 
-attention(16, 8, 128, None)
-few_rows()
-step()
-layers()
-print(" ".join(sorted(compiled)))
+@dataclass(slots=True)
+class Launches:
+    """Distinct kernels that were launched: where from, and what the compiler needs to know."""
+
+    kernels: dict[tuple[str, str], tuple[Any, str]] = field(default_factory=dict)
+    by_model: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
+    model: str = ""
+    fresh: Callable[[str], bool] = lambda name: True  # whether a launch of the kernel of this name is wanted
+
+    def note(self, **launch: Any) -> bool:
+        kernel = launch["fn"].jit_function
+        if self.fresh(kernel.__name__):
+            name = (kernel.__name__, launch["key"])
+            self.kernels[name] = kernel, launch["compile"]["specialization_data"]
+            self.by_model.setdefault(self.model, set()).add(name)
+        return True  # which keeps Triton from compiling
+
+
+@contextmanager
+def noted(target: Target, capability: int) -> Iterator[Launches]:
+    """Inside, kernels are sized for `target` and noted instead of launched, for a device of this capability."""
+    driver.set_active(TargetDriver(capability))
+    launches, launch = Launches(), jit.JITFunction.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        return launch(self, *args, grid=grid, warmup=True, **options)
+
+    targets._TARGETS[CPU] = target
+    jit.JITFunction.run, knobs.runtime.jit_cache_hook = run, launches.note
+    try:
+        yield launches
+    finally:
+        jit.JITFunction.run, knobs.runtime.jit_cache_hook = launch, None
+
+
+def stop_at_assembler(backend: Any = None, stages: Any = None, *_: Any) -> tuple[str, str] | None:
+    """Replace the stages behind LLVM's code by empty ones. Without arguments: what tells such kernels from others."""
+    if stages is None:
+        return "unassembled", "unassembled"
+
+    def ptx(source: Any, metadata: Any) -> str:
+        metadata["name"] = "unassembled"
+        return ""
+
+    stages["ptx"], stages["cubin"] = ptx, lambda source, metadata: b""
+    return None
+
+
+@dataclass(slots=True)
+class Compiled:
+    name: str
+    shared_bytes: int = 0
+    error: str = ""
+
+
+def compile_one(item: tuple[tuple[str, str], tuple[Any, str]]) -> Compiled:
+    (name, _), (kernel, data) = item
+    try:
+        return Compiled(name, kernel.preload(data).metadata.shared)
+    except Exception as error:  # whatever the compiler says
+        return Compiled(name, error=f"{type(error).__name__}: {error}"[:300])
+
+
+def dtype_of(name: str, target: Target) -> torch.dtype:
+    """`half` is the 16-bit format that the target takes for a checkpoint in bfloat16."""
+    if name == "half":
+        return torch.bfloat16 if target.has_bf16 else torch.float16
+    return torch.float32
+
+
+def chosen(kernels: str, sample: bool) -> Callable[[str], bool]:
+    """Whether a kernel of this name is one of `kernels` (empty: all), and with `sample` has not been asked for."""
+    wanted, seen = set(kernels.split(",")) - {""}, set[str]()
+
+    def fresh(name: str) -> bool:
+        if (wanted and name not in wanted) or (sample and name in seen):
+            return False
+        seen.add(name)
+        return True
+
+    return fresh
+
+
+def compile_for(
+    target: Target, capability: int, models: list[str], args: argparse.Namespace
+) -> dict[str, list[Compiled]]:
+    """What became of the kernels of each model."""
+    with noted(target, capability) as launches:
+        for name in models:
+            launches.model = name
+            for dtype in args.dtypes.split(","):
+                launches.fresh = chosen(args.kernels, args.sample)
+                for part in PARTS:
+                    part(MODELS[name], dtype_of(dtype, target), target)
+    with ThreadPoolExecutor(args.threads) as pool:
+        done = dict(zip(launches.kernels, pool.map(compile_one, launches.kernels.items()), strict=True))
+    return {name: [done[kernel] for kernel in launches.by_model.get(name, ())] for name in models}
+
+
+def faults(target: Target, done: dict[str, list[Compiled]]) -> Iterator[str]:
+    for model, kernels in done.items():
+        for kernel in kernels:
+            if kernel.error:
+                yield f"{target}: {model}: {kernel.name}: {kernel.error}"
+            elif kernel.shared_bytes > target.shared_bytes:
+                taken = f"{kernel.shared_bytes} of {target.shared_bytes} bytes of shared memory"
+                yield f"{target}: {model}: {kernel.name} takes {taken}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--targets", default=",".join(map(str, TARGETS)))
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--dtypes", default="half,float32", help="half, float32 or both")
+    parser.add_argument("--kernels", default="")
+    parser.add_argument("--tiles-of", type=int, help="take the sizes of kernels from this target")
+    parser.add_argument("--sample", action="store_true")
+    parser.add_argument("--binary", action="store_true")
+    parser.add_argument("--threads", type=int, default=2)
+    args = parser.parse_args()
+    knobs.runtime.add_stages_inspection_hook = None if args.binary else stop_at_assembler
+    wrong: list[str] = []
+    models = args.models.split(",")
+    print("| GPU | limit | kernels | " + " | ".join(models) + " |")
+    print("|---" * (3 + len(models)) + "|")
+    for capability in map(int, args.targets.split(",")):
+        target = TARGETS[capability]
+        done = compile_for(TARGETS[args.tiles_of or capability], capability, models, args)
+        cells = []
+        for kernels in done.values():
+            most = max(kernels, key=lambda kernel: kernel.shared_bytes, default=Compiled("none"))
+            cells.append(f"{most.shared_bytes} `{most.name}`")
+        count = len({id(kernel) for kernels in done.values() for kernel in kernels})
+        row = [f"sm{capability} ({target.name})", str(target.shared_bytes), str(count), *cells]
+        print("| " + " | ".join(row) + " |", flush=True)
+        wrong += faults(target, done)
+    print("\n".join(wrong), file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,5 +1,8 @@
-"""Kernels compile for the GPU that they were made for. The interpreter, in which the other tests run without a
-GPU, accepts more than the compiler does."""
+"""Kernels compile for the GPUs that Quire supports and fit in their shared memory, without any of them.
+
+The interpreter, in which the other tests run without a GPU, accepts more than the compiler does. This is a sample:
+compile_all.py as a command goes through all models and variants.
+"""
 
 from __future__ import annotations
 
@@ -13,26 +16,50 @@ import pytest
 
 pytest.importorskip("triton")
 
-
-@pytest.mark.skipif(
+pytestmark = pytest.mark.skipif(
     (platform.system(), platform.machine()) != ("Linux", "x86_64"),
     reason="needs the compiler in Triton's package",
 )
-def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
+ATTENTION = "_short_kernel,_shared_kernel,_long_kernel"
+
+
+def compile_all(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     script = Path(__file__).with_name("compile_all.py")
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True)
+    environment["TRITON_CACHE_DIR"] = str(folder)
+    return subprocess.run(
+        [sys.executable, str(script), "--sample", *options],
+        env=environment, capture_output=True, text=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("model", "dtype", "kernels", "targets"),
+    [
+        ("Gemma 3 1B", "half", f"{ATTENTION},_skinny", "75,80,86,100,120"),  # 89 has the code of 86
+        ("Gemma 3 1B", "float32", ATTENTION, "75,86"),
+        ("Qwen3 30B-A3B", "half", "_grouped,_whole", "75,86"),
+    ],
+)
+def test_kernels_fit_in_shared_memory(
+    model: str, dtype: str, kernels: str, targets: str, tmp_path: Path
+) -> None:
+    options = ("--models", model, "--dtypes", dtype, "--kernels", kernels, "--targets", targets)
+    done = compile_all(tmp_path, *options)
     assert done.returncode == 0, done.stderr[-2000:]
-    names = set(done.stdout.split())
-    assert {
-        "_short_kernel",
-        "_shared_kernel",
-        "_long_kernel",
-        "_prepare_kernel",
-        "_norm_rotate",
-        "_scan",
-        "_gemv",
-        "_whole",
-        "_skinny",
-    } <= names
+
+
+@pytest.mark.parametrize("target", ["75", "90"])
+def test_kernels_assemble(target: str, tmp_path: Path) -> None:
+    """For the oldest GPU, and for the one that kernels are tuned on."""
+    options = ("--models", "Qwen3 0.6B", "--dtypes", "half", "--targets", target, "--binary")
+    done = compile_all(tmp_path, *options)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_kernel_that_takes_too_much_is_told(tmp_path: Path) -> None:
+    """With the tiles of Hopper, Gemma 3 does not fit on an RTX 4090."""
+    options = ("--models", "Gemma 3 1B", "--dtypes", "half", "--targets", "89", "--tiles-of", "90")
+    done = compile_all(tmp_path, *options, "--kernels", "_long_kernel")
+    assert done.returncode == 1
+    assert "Gemma 3 1B: _long_kernel takes 147712 of 101376 bytes" in done.stderr

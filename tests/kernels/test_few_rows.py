@@ -194,7 +194,7 @@ def test_a_row_does_not_depend_on_the_others(
 def test_every_program_has_inputs(steps: int) -> None:
     """One without would end without having waited for the kernel before."""
     for tiles in (1, 7, 64, 132, 133, 300):
-        splits, each = skinny_kernels._split(tiles, steps * 256 - 16)
+        splits, each = skinny_kernels._split(tiles, steps * 256 - 16, 264)
         assert (splits - 1) * each < steps * 256 - 16 <= splits * each
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from targets import TARGETS
 
 from quire.layers.norm import HeadNorm, make_rms
 from quire.layers.rope import Rope, RotaryHeads
@@ -222,9 +224,23 @@ def test_a_negative_slot_is_not_written() -> None:
 
 
 def test_splits_fill_the_device_and_do_not_exceed_the_keys() -> None:
-    assert attend_short.num_splits(256, 8, 4096, 128, 2) == 1
-    assert attend_short.num_splits(1, 8, 4096, 128, 2) > 8
-    assert attend_short.num_splits(1, 8, 1, 128, 2) == 1
+    splits = partial(attend_short.num_splits, dim=128, itemsize=2)
+    hopper, small = TARGETS[90], TARGETS[75]
+    assert splits(256, 8, 4096, target=hopper) == 1
+    assert splits(1, 8, 4096, target=hopper) == 32
+    assert splits(1, 8, 1, target=hopper) == 1
+    assert splits(1, 1, 1 << 20, target=hopper) == 256  # two programs for each of 132 multiprocessors
+    assert splits(1, 8, 4096, target=small) == 8
+
+
+@interpreted
+@pytest.mark.parametrize("seed", range(6))
+def test_splits_that_are_merged_in_parts_interpreted(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attend_short, "_MERGED", 2)
+    rng = random.Random(300 + seed)
+    rows = random_rows(rng, 150, [1] if seed % 2 else [1, 1, 2, 9], 4)
+    options: dict[str, Any] = {"dim": 128, "block_size": 16, "window": rng.choice([None, 40, 100])}
+    compare(rows, seed=seed, heads=4, kv_heads=1, unused=rng.choice([None, (3, 2)]), **options)
 
 
 # ------------------------------------------------------------------------------------- on a GPU

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+from targets import pretend
 from torch import Tensor
 
 from quire.sampling.processors import Penalties
@@ -177,8 +178,9 @@ def test_a_token_does_not_depend_on_the_batch(
     order = np.arange(rows, dtype=np.int32)
     wanted = torch.cat([pair.choose(logits[i : i + 1], order[i : i + 1]) for i in range(alone)])
     for programs in (2 * rows,) if device == CPU else (1, 20 * rows):
-        monkeypatch.setattr(sampling, "_PROGRAMS", programs)
-        monkeypatch.setattr(sampling, "_COLLECTING", programs)
+        monkeypatch.setattr(sampling, "_SCANNING", 1)
+        monkeypatch.setattr(sampling, "_COLLECTING", 1)
+        pretend(monkeypatch, logits.device, sms=programs)
         assert torch.equal(pair.choose(logits, order)[:alone], wanted)
 
 

@@ -10,8 +10,12 @@ import torch
 from quire.attention.reference import ReferenceAttention
 from quire.build import pick_attention
 from quire.kernels import pick_kernels
+from quire.models.spec import ModelSpec
 from quire.types import ConfigError
 from ragged import Layer, check, make_case
+from tiny import CONFIG
+
+SPEC = ModelSpec.from_config(CONFIG)
 
 
 class InOrder(random.Random):
@@ -80,13 +84,13 @@ def test_a_cpu_gets_its_kernels_or_the_reference_and_triton_only_interpreted(
 ) -> None:
     cpu = torch.device("cpu")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert pick_attention("auto", cpu, None).name == "reference"
+    assert pick_attention("auto", SPEC, cpu, torch.bfloat16, None).name == "reference"
     with pytest.raises(ConfigError, match="attention triton"):
-        pick_attention("triton", cpu, None)
+        pick_attention("triton", SPEC, cpu, torch.bfloat16, None)
     with pytest.raises(ConfigError, match="attention cpu needs"):
-        pick_attention("cpu", cpu, None)
+        pick_attention("cpu", SPEC, cpu, torch.bfloat16, None)
     if kernels := pick_kernels(cpu, torch.bfloat16):
-        assert pick_attention("auto", cpu, kernels).name == "cpu"
-        assert pick_attention("reference", cpu, kernels).name == "reference"
+        assert pick_attention("auto", SPEC, cpu, torch.bfloat16, kernels).name == "cpu"
+        assert pick_attention("reference", SPEC, cpu, torch.bfloat16, kernels).name == "reference"
     assert pick_kernels(cpu, torch.float16) is None
     assert pick_kernels(cpu, torch.bfloat16, cpu_kernels=False) is None

@@ -14,11 +14,13 @@ from dataclasses import dataclass, field
 import torch
 
 from quire.attention.base import AttentionLayer, ForwardBatch, HeadNorms
-from quire.kernels.attend_long import attend_long, list_tiles, long_tokens, most_tiles
-from quire.kernels.attend_shared import Begun, attend_shared
-from quire.kernels.attend_short import SHORT_ROWS, attend_short, num_splits
+from quire.kernels.attend_long import attend_long, list_tiles, long_tile, long_tokens, most_tiles
+from quire.kernels.attend_shared import Begun, attend_shared, shared_tile
+from quire.kernels.attend_short import SHORT_ROWS, attend_short, num_splits, short_tile
+from quire.kernels.attention_tile import fits
 from quire.kernels.kv_write import write_kv
 from quire.kernels.rope import norm_rotate_store
+from quire.kernels.target import Target, target_of
 
 
 @dataclass(slots=True)
@@ -51,7 +53,7 @@ class _Plan:
             return _Work(layer.index, 1, True, None)
         group = layer.num_heads // layer.num_kv_heads
         queries = max(SHORT_ROWS // group, 1)
-        per_tile = long_tokens(layer.head_dim, itemsize, group)
+        per_tile = long_tokens(layer.head_dim, itemsize, group, target_of(batch.seq_lens.device))
         any_short, counts, tokens = True, batch.num_tokens, batch.input_ids.shape[0]
         if counts is None:
             most = most_tiles(tokens, batch.seq_lens.shape[0], queries, per_tile)
@@ -71,6 +73,17 @@ class TritonAttention:
     name = "triton"
     capturable = True
     reads_shared = True
+
+    @staticmethod
+    def fits(dim: int, itemsize: int, group: int, target: Target) -> bool:
+        """Whether every kernel has a tile for such heads, `group` of which share a KV head."""
+        rows = max(SHORT_ROWS // group, 1) * group
+        tiles = (
+            long_tile(dim, itemsize, group, target),
+            short_tile(dim, itemsize, rows, 1, target),
+            shared_tile(dim, itemsize, group, target),
+        )
+        return all(fits(tile, dim, itemsize, target) for tile in tiles)
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (num_blocks, num_kv_heads, block_size, head_dim)
@@ -110,7 +123,7 @@ class TritonAttention:
         work = plan.work_for(layer, batch, itemsize)
         if work.any_short:
             reach = plan.reach if layer.window is None else min(plan.reach, layer.window)
-            splits = num_splits(batch.seq_lens.shape[0], kv_heads, reach, dim, itemsize)
+            splits = num_splits(batch.seq_lens.shape[0], kv_heads, reach, dim, itemsize, target_of(q.device))
             begun: Begun | None = None
             if batch.shared is not None and splits == 1 and layer.window is None:
                 begun = attend_shared(

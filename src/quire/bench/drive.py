@@ -39,7 +39,7 @@ class Bench:
         self.spec = load_spec(locate_model(config.model, config.revision).path)
         if machine is None:
             device = pick_device(config.device)
-            machine = measure(device, pick_dtype(config.dtype, self.spec.dtype, device))
+            machine = measure(device, pick_dtype(config.dtype, self.spec, device))
         self.machine, self.config = machine, config
         self.client = InProcessClient(*build_engine(config))
         self.info = self.client.info

@@ -67,6 +67,7 @@ def _machine() -> None:
     import psutil
     import torch
 
+    from quire.kernels.target import target_of
     from quire.worker.host_memory import host_memory
 
     _section("Machine")
@@ -80,10 +81,10 @@ def _machine() -> None:
             "gpu", "none that torch can use" + ("" if torch.version.cuda else " (this torch is a CPU build)")
         )
     for index in range(torch.cuda.device_count()):
-        properties = torch.cuda.get_device_properties(index)
         free, total = torch.cuda.mem_get_info(index)
-        capability = f"compute capability {properties.major}.{properties.minor}"
-        _row(f"cuda:{index}", f"{properties.name}, {_size(total)}, {_size(free)} free, {capability}")
+        target = target_of(torch.device("cuda", index))
+        parts = f"{target.sms} multiprocessors with {_size(target.shared_bytes)} of shared memory"
+        _row(f"cuda:{index}", f"{target}, {_size(total)}, {_size(free)} free, {parts}")
 
 
 def _plan(config: EngineConfig) -> None:
@@ -95,7 +96,7 @@ def _plan(config: EngineConfig) -> None:
 
     device = pick_device(config.device)
     spec = load_spec(locate_model(config.model, config.revision).path)
-    dtype = pick_dtype(config.dtype, spec.dtype, device)
+    dtype = pick_dtype(config.dtype, spec, device)
     resolved = config.resolved(gpu_memory(device), spec.max_model_len)
     _section(f"Plan for {config.model}")
     _row("model", f"{spec.family}, {spec.num_parameters / 1e6:,.1f} M parameters, {spec.num_layers} layers")
@@ -104,7 +105,7 @@ def _plan(config: EngineConfig) -> None:
     _row("dtype", f"{str(dtype)[6:]}: {_why(config.dtype, f'the checkpoint is {spec.dtype}')}")
     kernels = pick_kernels(device, dtype, config.cpu_kernels)
     _row("kernels", _kernels(kernels, spec.hidden_size, dtype, device))
-    backend = pick_attention(config.attention, device, kernels).name
+    backend = pick_attention(config.attention, spec, device, dtype, kernels).name
     _row(
         "attention", f"{backend}: {_why(config.attention, 'the kernels above' if kernels else 'plain torch')}"
     )

@@ -5,6 +5,8 @@ No Triton kernel waits for the device or reads a device value, grids follow from
 from torch.empty alone: every call can be captured in a CUDA graph. The modules import triton, so they
 are imported only where `available` says so, once, when an engine is built.
 
+Sizes follow from the GPU (target.py).
+
 Programmatic dependent launch (PDL): where the device can, a kernel is put on the multiprocessors while the
 one before it still runs. The rules that keep this right, for every kernel that takes part: `gdc_wait` comes
 before the first touch of any memory that a kernel may write (weights and tables are the only exception), and
@@ -13,7 +15,6 @@ every program waits, also one without work, because the end of a kernel must imp
 
 from __future__ import annotations
 
-from functools import cache
 from importlib.util import find_spec
 from typing import Protocol
 
@@ -67,12 +68,6 @@ class Kernels(Protocol):
 def available(device: torch.device) -> bool:
     """Whether `device` runs the Triton kernels."""
     return device.type == "cuda" and find_spec("triton") is not None
-
-
-@cache
-def dependent_launch(device: torch.device) -> bool:
-    """Whether kernels on `device` may start before the one before them has ended: Hopper and later."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def lookup(table: torch.Tensor, ids: torch.Tensor, scale: float | None) -> torch.Tensor:

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import dependent_launch
 from quire.kernels.jit import kernel
+from quire.kernels.target import target_of
 
 _BLOCK = 1024
 
@@ -56,6 +56,6 @@ def gated(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, device=gate_up.device, dtype=gate_up.dtype)
     grid = (rows, triton.cdiv(width, _BLOCK))
-    pdl = dependent_launch(gate_up.device)
+    pdl = target_of(gate_up.device).has_dependent_launch
     _gated[grid](gate_up, out, KIND=kind, WIDTH=width, BLOCK=_BLOCK, PDL=pdl, num_warps=4, launch_pdl=pdl)
     return out

@@ -10,9 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import dependent_launch
-from quire.kernels.attention_tile import MASKED, SMS, attend_tile, load_rows, pad, score_factors
+from quire.kernels.attention_tile import MASKED, Tile, attend_tile, first_fit, load_rows, pad, score_factors
 from quire.kernels.jit import kernel
+from quire.kernels.target import Target, target_of
 
 _SEARCH = tl.constexpr(256)  # rows looked at at once
 # Numbers per listed tile: slot, first token in row, the row's start, n, seq_len. n is 0 where there is no tile: so
@@ -86,10 +86,11 @@ def list_tiles(
 ) -> torch.Tensor:
     """The tiles of `per_tile` tokens of all rows with more than `queries` new tokens, at most `most`. About so many
     `programs` will have work, which decides their order."""
+    few = _FEW_PROGRAMS * target_of(seq_lens.device).sms
     tiles = torch.empty(most, _ENTRY.value, dtype=torch.int32, device=seq_lens.device)
     _list_kernel[(most,)](
         tiles, query_start, seq_lens, slots, seq_lens.shape[0],
-        QUERIES=queries, TOKENS=per_tile, LONGEST_FIRST=programs <= _FEW_PROGRAMS,
+        QUERIES=queries, TOKENS=per_tile, LONGEST_FIRST=programs <= few,
     )  # fmt: skip
     return tiles
 
@@ -157,25 +158,24 @@ def attend_long(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
-    tile: tuple[int, int, int, int, int | None] | None = None,
+    tile: Tile | None = None,
 ) -> None:
     """The rows of `tiles`: a list, by `list_tiles`, of tiles of `long_tokens(...)` tokens.
 
-    q [tokens, heads, dim] (dim contiguous), out [tokens, heads * dim], table int32 [slots, blocks]. `tile` is (query rows, keys,
-    warps, stages, registers per thread).
+    q [tokens, heads, dim] (dim contiguous), out [tokens, heads * dim], table int32 [slots, blocks].
     """
     heads, dim = q.shape[1:]
     kv_heads = keys.shape[1]
     group = heads // kv_heads
-    block_m, block_n, warps, stages, registers = tile or long_tile(dim, q.element_size())
-    block_m = max(block_m, triton.next_power_of_2(group))
+    target = target_of(q.device)
+    rows, block_n, warps, stages, registers = tile or long_tile(dim, q.element_size(), group, target)
     factor, cap = score_factors(scale, soft_cap)
-    pdl = dependent_launch(q.device)
+    pdl = target.has_dependent_launch
     _long_kernel[(kv_heads, tiles.shape[0])](
         q, keys, values, out, table, tiles,
         q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), table.stride(0),
         factor, cap, window or 0,
-        GROUP=group, TOKENS=block_m // group, ROWS=block_m,
+        GROUP=group, TOKENS=rows // group, ROWS=rows,
         DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=keys.shape[2], BLOCK_N=block_n,
         WINDOW=window is not None, CAPPED=soft_cap is not None,
         PDL=pdl, num_warps=warps, num_stages=stages, maxnreg=registers, launch_pdl=pdl,
@@ -185,23 +185,32 @@ def attend_long(
 # ------------------------------------------------------------------------------------ sizes of the work
 
 
-# Below so many programs, about five for each that runs at a time, the last ones decide how long it takes, and
-# the order evens them out; above, tiles of one row that run side by side and share its keys are worth more.
-_FEW_PROGRAMS = 10 * SMS
+# Below so many programs per multiprocessor, about five for each that runs at a time, the last ones decide how long
+# it takes, and the order evens them out; above, tiles of one row that run side by side and share its keys are worth
+# more.
+_FEW_PROGRAMS = 10
 
 
-def long_tile(dim: int, itemsize: int) -> tuple[int, int, int, int, int | None]:
-    """(query rows, keys, warps, stages, registers per thread); measured on an H200 (benchmarks/kernels.py)."""
+def long_tile(dim: int, itemsize: int, group: int, target: Target) -> Tile:
+    """The first of each list was measured on an H200 (benchmarks/kernels.py); the others need less shared memory."""
+    tiles = [tile.with_rows(group) for tile in _tiles(pad(dim), itemsize, target)]
+    return first_fit(tiles, dim, itemsize, target)
+
+
+def _tiles(width: int, itemsize: int, target: Target) -> list[Tile]:
+    smallest = [Tile(32, 32, 4, 1), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)]
+    if not target.has_matrix_units:
+        return smallest
     if itemsize == 4:
-        return (64, 32, 8, 2, None) if pad(dim) <= 128 else (32, 32, 8, 2, None)
-    if pad(dim) <= 128:  # so few registers that two programs fit on a multiprocessor: one multiplies
-        return 128, 64, 8, 3, 128  # while the other takes exponents
-    return 128, 64, 8, 3, None
+        return [Tile(64 if width <= 128 else 32, 32, 8, 2), Tile(32, 16, 8, 2), *smallest]
+    if width <= 128:  # so few registers that two programs fit on a multiprocessor: one multiplies
+        return [Tile(128, 64, 8, 3, 128), *smallest]  # while the other takes exponents
+    return [Tile(128, 64, 8, 3), Tile(64, 32, 4, 2), *smallest]
 
 
-def long_tokens(dim: int, itemsize: int, group: int) -> int:
+def long_tokens(dim: int, itemsize: int, group: int, target: Target) -> int:
     """New tokens of a row that one tile covers."""
-    return max(long_tile(dim, itemsize)[0], triton.next_power_of_2(group)) // group
+    return long_tile(dim, itemsize, group, target).rows // group
 
 
 def most_tiles(tokens: int, rows: int, queries: int, per_tile: int) -> int:

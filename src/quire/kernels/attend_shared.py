@@ -14,12 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import dependent_launch
-from quire.kernels.attention_tile import MASKED, attend_tile, load_rows, pad, score_factors
+from quire.kernels.attention_tile import MASKED, Tile, attend_tile, first_fit, load_rows, pad, score_factors
 from quire.kernels.jit import kernel
-
-_ROWS = 64  # query rows of one program
-_KEYS = 64  # keys at a time
+from quire.kernels.target import Target, target_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +93,25 @@ def attend_shared(
     rows, heads, dim = q.shape
     kv_heads, block_size = keys.shape[1:3]
     group = heads // kv_heads
-    block_m = max(_ROWS, triton.next_power_of_2(group))
-    tokens = block_m // group
+    target = target_of(q.device)
+    tile = shared_tile(dim, q.element_size(), group, target)
+    tokens = tile.rows // group
     factor, cap = score_factors(scale, soft_cap)
     sums = torch.empty(rows, heads, dim, dtype=torch.float32, device=q.device)
     stats = torch.empty(rows, heads, 2, dtype=torch.float32, device=q.device)
-    pdl = dependent_launch(q.device)
+    pdl = target.has_dependent_launch
     _shared_kernel[(kv_heads, triton.cdiv(rows, tokens))](
         q, keys, values, sums, stats, shared, table, slots, rows,
         shared.stride(0), q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),
         table.stride(0), factor, cap,
-        GROUP=group, TOKENS=tokens, ROWS=block_m, DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=block_size,
-        BLOCK_N=_KEYS if pad(dim) * q.element_size() <= 256 else _KEYS // 2,
-        CAPPED=soft_cap is not None, PDL=pdl, num_warps=4, num_stages=3, launch_pdl=pdl,
+        GROUP=group, TOKENS=tokens, ROWS=tile.rows, DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=block_size,
+        BLOCK_N=tile.keys, CAPPED=soft_cap is not None, PDL=pdl,
+        num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
     )  # fmt: skip
     return Begun(shared, sums, stats)
+
+
+def shared_tile(dim: int, itemsize: int, group: int, target: Target) -> Tile:
+    smallest = [Tile(32, 32, 4, 2), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)]
+    tuned = [Tile(64, 64 if pad(dim) * itemsize <= 256 else 32, 4, 3)] if target.has_matrix_units else []
+    return first_fit([tile.with_rows(group) for tile in tuned + smallest], dim, itemsize, target)

@@ -13,14 +13,15 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import dependent_launch
 from quire.kernels.attend_shared import Begun
-from quire.kernels.attention_tile import MASKED, SMS, attend_tile, load_rows, pad, score_factors
+from quire.kernels.attention_tile import MASKED, Tile, attend_tile, first_fit, load_rows, pad, score_factors
 from quire.kernels.jit import kernel
+from quire.kernels.target import Target, target_of
 
 SHORT_ROWS = 16  # query rows of one program: the least that a matrix unit takes
 _TILE_BYTES = 16384  # of the keys, and of the values, that one step reads
-_MAX_SPLITS = 64
+_MAX_SPLITS = 256
+_MERGED = 64  # splits whose sums fit in the registers of a merging program
 
 
 @triton.jit
@@ -62,7 +63,9 @@ def _short_kernel(
     if SPLIT:
         each = tl.cdiv(tiles, splits) * BLOCK_N
         begin = first + split * each
-        end = tl.minimum(begin + each, seq_len)  # surplus splits have no keys; they add 0 to the merge
+        end = tl.minimum(begin + each, seq_len)
+        if begin >= end:  # a surplus split, which the merge does not read
+            return
 
     m = tl.arange(0, ROWS)
     query, head = m // GROUP, kv_head * GROUP + m % GROUP
@@ -108,32 +111,43 @@ def _short_kernel(
 
 @kernel
 def _merge_kernel(
-    sums, stats, out, query_start, splits,
-    QUERIES: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, SPLITS_PAD: tl.constexpr,
-    ONES: tl.constexpr, PDL: tl.constexpr,
+    sums, stats, out, seq_lens, query_start, window, splits,
+    QUERIES: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
+    ONES: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, rows, QUERIES): weighs the splits of one query by their top scores."""
+    """Grid (heads, rows, QUERIES): weighs the splits of one query by their top scores, CHUNK at a time."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     head, row, query = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    token = row
+    token, n = row, 1
     if not ONES:
         token = tl.load(query_start + row)
         n = tl.load(query_start + row + 1) - token
         if (n > QUERIES) | (query >= n):
             return
+    _, tiles = _key_range(tl.load(seq_lens + row), n, window, WINDOW, BLOCK_N)
+    used = tl.cdiv(tiles, tl.maximum(tl.cdiv(tiles, splits), 1))  # the others have no keys
     heads = tl.num_programs(0)
-    split = tl.arange(0, SPLITS_PAD)
-    at = ((row * QUERIES + query) * heads + head) * splits + split
     dim = tl.arange(0, DIM_PAD)
-    used, real = split < splits, dim < DIM
-    parts = tl.load(sums + at[:, None] * DIM + dim[None, :], mask=used[:, None] & real[None, :], other=0.0)
-    total = tl.load(stats + at * 2, mask=used, other=0.0)
-    top = tl.load(stats + at * 2 + 1, mask=used, other=MASKED)
-    weight = tl.exp2(top - tl.max(top, 0))
-    whole = tl.sum(weight * total, 0)
-    result = tl.sum(weight[:, None] * parts, 0) / tl.where(whole > 0, whole, 1.0)
+    real = dim < DIM
+    acc = tl.zeros([DIM_PAD], tl.float32)
+    whole, top = tl.zeros([], tl.float32), tl.full([], MASKED, tl.float32)
+    for first in range(0, used, CHUNK):
+        split = first + tl.arange(0, CHUNK)
+        there = split < used
+        at = ((row * QUERIES + query) * heads + head) * splits + split
+        parts = tl.load(
+            sums + at[:, None] * DIM + dim[None, :], mask=there[:, None] & real[None, :], other=0.0
+        )
+        totals = tl.load(stats + at * 2, mask=there, other=0.0)
+        tops = tl.load(stats + at * 2 + 1, mask=there, other=MASKED)
+        new_top = tl.maximum(top, tl.max(tops, 0))
+        weight, shrink = tl.exp2(tops - new_top), tl.exp2(top - new_top)
+        whole = whole * shrink + tl.sum(weight * totals, 0)
+        acc = acc * shrink + tl.sum(weight[:, None] * parts, 0)
+        top = new_top
+    result = acc / tl.where(whole > 0, whole, 1.0)
     to = ((token + query).to(tl.int64) * heads + head) * DIM + dim
     tl.store(out + to, result.to(out.dtype.element_ty), mask=real)
 
@@ -153,22 +167,23 @@ def attend_short(
     queries: int = 1,
     splits: int = 1,
     begun: Begun | None = None,
-    tile: tuple[int, int, int] | None = None,
+    tile: Tile | None = None,
 ) -> None:
     """All rows with at most `queries` new tokens; query_start None: every row has exactly one token.
 
     q [tokens, heads, dim] (dim contiguous), out [tokens, heads * dim]; the blocks of row r are those of row slots[r]
     of `table` (slots int64 [rows], table int32 [slots, blocks]). `begun`, for rows of one token in one
-    split: what attend_shared has done of them. `tile` is (keys, warps, stages).
+    split: what attend_shared has done of them.
     """
     heads, dim = q.shape[1:]
     rows, kv_heads = seq_lens.shape[0], keys.shape[1]
     group = heads // kv_heads
-    block_n, warps, stages = tile or short_tile(dim, q.element_size(), rows * kv_heads * splits)
+    target = target_of(q.device)
+    used = tile or short_tile(dim, q.element_size(), group * queries, rows * kv_heads * splits, target)
     factor, cap = score_factors(scale, soft_cap)
     ones = query_start is None
     starts = seq_lens if query_start is None else query_start
-    pdl = dependent_launch(q.device)
+    pdl = target.has_dependent_launch
     assert begun is None or (ones and splits == 1 and window is None)
     shared, begun_sums, begun_stats = (
         (starts, out, out) if begun is None else (begun.tokens, begun.sums, begun.stats)
@@ -182,38 +197,43 @@ def attend_short(
         q, keys, values, out, sums, stats, seq_lens, starts, table, slots, shared, begun_sums, begun_stats,
         shared.stride(0), q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), table.stride(0),
         factor, cap, window or 0, splits,
-        GROUP=group, QUERIES=queries, ROWS=max(SHORT_ROWS, triton.next_power_of_2(group * queries)),
-        DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=keys.shape[2], BLOCK_N=block_n,
+        GROUP=group, QUERIES=queries, ROWS=used.rows,
+        DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=keys.shape[2], BLOCK_N=used.keys,
         ONES=ones, SPLIT=splits > 1, SHARED=begun is not None, WINDOW=window is not None,
-        CAPPED=soft_cap is not None, PDL=pdl, num_warps=warps, num_stages=stages, launch_pdl=pdl,
+        CAPPED=soft_cap is not None, PDL=pdl, num_warps=used.warps, num_stages=used.stages, launch_pdl=pdl,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(heads, rows, queries)](
-            sums, stats, out, starts, splits,
-            QUERIES=queries, DIM=dim, DIM_PAD=pad(dim), SPLITS_PAD=triton.next_power_of_2(splits),
-            ONES=ones, PDL=pdl, num_warps=4, launch_pdl=pdl,
+            sums, stats, out, seq_lens, starts, window or 0, splits,
+            QUERIES=queries, DIM=dim, DIM_PAD=pad(dim), BLOCK_N=used.keys, CHUNK=min(splits, _MERGED),
+            ONES=ones, WINDOW=window is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
         )  # fmt: skip
 
 
 # ------------------------------------------------------------------------------------ sizes of the work
 
 
-def short_tile(dim: int, itemsize: int, programs: int) -> tuple[int, int, int]:
-    """(keys, warps, stages) of the short kernel; measured on an H200 (benchmarks/kernels.py)."""
-    row_bytes = pad(dim) * itemsize
+def short_tile(dim: int, itemsize: int, rows: int, programs: int, target: Target) -> Tile:
+    """Of the short kernel for `rows` query rows; the first choice was measured on an H200 (benchmarks/kernels.py)."""
+    smaller = [Tile(SHORT_ROWS, 32, 4, 3), Tile(SHORT_ROWS, 16, 4, 1)]
+    tuned = [_tuned(pad(dim) * itemsize, programs, target.sms)] if target.has_matrix_units else []
+    return first_fit([tile.with_rows(rows) for tile in tuned + smaller], dim, itemsize, target)
+
+
+def _tuned(row_bytes: int, programs: int, sms: int) -> Tile:
     if row_bytes == 512:
-        return 64, 4, 4
+        return Tile(SHORT_ROWS, 64, 4, 4)
     keys = max(16, min(_TILE_BYTES // row_bytes, 128))
     # With 4 stages the buffers of a program are half as large, and 5 of them fit on a multiprocessor
     # instead of 3. That pays when it saves a second, nearly empty wave of programs.
-    return keys, 2, 4 if 3 * SMS < programs <= 5 * SMS else 5
+    return Tile(SHORT_ROWS, keys, 2, 4 if 3 * sms < programs <= 5 * sms else 5)
 
 
-def num_splits(rows: int, kv_heads: int, max_len: int, dim: int, itemsize: int) -> int:
+def num_splits(rows: int, kv_heads: int, max_len: int, dim: int, itemsize: int, target: Target) -> int:
     """Programs per row and KV head: enough to fill the device, a power of two so that few kernels exist."""
     programs = rows * kv_heads
-    if programs >= 2 * SMS:
+    if programs >= 2 * target.sms:
         return 1
-    tiles = triton.cdiv(max_len, short_tile(dim, itemsize, programs)[0])
-    wanted = max(1, min(triton.cdiv(2 * SMS, programs), tiles, _MAX_SPLITS))
+    tiles = triton.cdiv(max_len, short_tile(dim, itemsize, SHORT_ROWS, programs, target).keys)
+    wanted = max(1, min(triton.cdiv(2 * target.sms, programs), tiles, _MAX_SPLITS))
     return 1 << (wanted.bit_length() - 1)

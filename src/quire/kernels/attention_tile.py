@@ -1,4 +1,4 @@
-"""What the two attention kernels share: one tile of keys, and what follows from the sizes of a head.
+"""What the attention kernels share: one tile of keys, and what follows from the sizes of a head.
 
 Pages are [page, kv head, token, dim], so a tile of keys of one head is a few contiguous runs. Sums are
 fp32; fp32 inputs are multiplied in full precision.
@@ -6,10 +6,13 @@ fp32; fp32 inputs are multiplied in full precision.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
 
-SMS = 132  # multiprocessors of the device that the sizes were measured on
+from quire.kernels.target import Target
+
 _LOG2E = 1.4426950408889634
 # A masked score. Finite, so that a tile without any visible key makes no NaN: what it adds to the sums is
 # multiplied by exp2(masked - top) = 0 once a visible key is met. A power of two, so that its product with
@@ -82,3 +85,44 @@ def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
 def pad(dim: int) -> int:
     """A head size as the kernels hold it: a power of two that a matrix unit takes."""
     return max(16, triton.next_power_of_2(dim))
+
+
+class Tile(NamedTuple):
+    """What one program holds of an attention, and how it is compiled."""
+
+    rows: int  # queries, each with the heads of one KV head
+    keys: int  # at a time
+    warps: int
+    stages: int  # of the pipeline that loads keys and values
+    registers: int | None = None  # per thread, at most
+
+    def with_rows(self, least: int) -> Tile:
+        return self._replace(rows=max(self.rows, triton.next_power_of_2(least)))
+
+    def shared_bytes(self, dim: int, itemsize: int, target: Target) -> int:
+        """Return an upper bound of the shared memory it takes; on sm90 and sm100, which have twice as much, an estimate.
+
+        Matrix units read queries, keys, values and probabilities from there; more than four stages double
+        keys and values. Without matrix units fp32 copies of two factors are there at a time. What the compiler
+        takes is compared with the limit by tests/kernels/compile_all.py.
+        """
+        width = pad(dim)
+        if not target.has_matrix_units:
+            return (
+                4 * max((self.rows + self.keys) * width, self.rows * self.keys + self.keys * width)
+                + _SPARE_BYTES
+            )
+        buffers = 4 if self.stages > 4 else 2
+        return itemsize * (self.rows * (width + self.keys) + buffers * self.keys * width) + _SPARE_BYTES
+
+
+_SPARE_BYTES = 2048  # for reductions across warps
+
+
+def fits(tile: Tile, dim: int, itemsize: int, target: Target) -> bool:
+    return tile.shared_bytes(dim, itemsize, target) <= target.shared_bytes
+
+
+def first_fit(tiles: list[Tile], dim: int, itemsize: int, target: Target) -> Tile:
+    """The first of `tiles` that fits in a program's shared memory; the last, which is the smallest, if none does."""
+    return next((tile for tile in tiles if fits(tile, dim, itemsize, target)), tiles[-1])

@@ -16,9 +16,9 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import dependent_launch
 from quire.kernels.activation import activate
 from quire.kernels.jit import kernel
+from quire.kernels.target import target_of
 
 MOST_ROWS = 2
 
@@ -182,8 +182,9 @@ def _launch(
     total: torch.Tensor,
 ) -> None:
     size, inputs = weight.shape
-    rows, chunk, depth, warps = tile(size, inputs, kind is not None, norm is not None)
-    pdl = dependent_launch(x.device)
+    target = target_of(x.device)
+    rows, chunk, depth, warps = tile(size, inputs, target.sms, kind is not None, norm is not None)
+    pdl = target.has_dependent_launch
     residual = before if after is None else after
     _gemv[(triton.cdiv(size, rows),)](
         x,
@@ -214,27 +215,37 @@ def _launch(
 
 def most_rows(inputs: int) -> int:
     """The rows of x for which this is the way to multiply."""
-    chunks = triton.cdiv(inputs, tile(_MANY, inputs)[1])
+    chunks = triton.cdiv(inputs, _width(inputs, False)[1])
     return MOST_ROWS if chunks <= _MOST_CHUNKS // 2 else 1 if chunks <= _MOST_CHUNKS else 0
 
 
-def tile(rows: int, inputs: int, gated: bool = False, normed: bool = False) -> tuple[int, int, int, int]:
+def tile(
+    rows: int, inputs: int, sms: int, gated: bool = False, normed: bool = False
+) -> tuple[int, int, int, int]:
     """(rows, columns of a chunk, chunks under way, warps) of a program for a weight [rows, inputs].
 
     Measured on an H200 (benchmarks/results). A thread takes 16 bytes at a time and has up to 16 such loads
     under way. A chunk is what the threads take of a row at once, but behind a norm up to 4096 columns. At
-    least 128 programs, if there are rows for so many.
+    least about one program per multiprocessor, if there are rows for so many.
     """
-    warps = 4 if inputs <= 4096 else 8 if inputs <= 16384 else 16
-    chunk = min(4096 if normed and warps == 4 else 256 * warps, triton.next_power_of_2(inputs))
+    warps, chunk = _width(inputs, normed)
     chunks = triton.cdiv(inputs, chunk)
     most = 8 if inputs <= 2048 else 4
     least = 2 if gated else 1
-    fill = 1 << max((rows // _PROGRAMS).bit_length() - 1, 0)
+    fill = 1 << max((rows // programs_for(sms)).bit_length() - 1, 0)
     return max(min(most, fill), least), chunk, chunks if chunks <= 4 else 3, warps
 
 
-_PROGRAMS = 128
-_MANY = 1 << 20
+def _width(inputs: int, normed: bool) -> tuple[int, int]:
+    """(warps, columns of a chunk)"""
+    warps = 4 if inputs <= 4096 else 8 if inputs <= 16384 else 16
+    return warps, min(4096 if normed and warps == 4 else 256 * warps, triton.next_power_of_2(inputs))
+
+
+def programs_for(sms: int) -> int:
+    """About one for each multiprocessor: 128 for the 132 of Hopper."""
+    return max(sms - sms % 16, 16)
+
+
 _MOST_CHUNKS = 8  # of a row of W: their loop is unrolled, and two rows of x share what is in registers
 _REGISTERS = 128  # per thread: then 16 warps fit on a multiprocessor

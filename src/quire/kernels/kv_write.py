@@ -11,8 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import dependent_launch
 from quire.kernels.jit import kernel
+from quire.kernels.target import target_of
 
 
 @triton.jit
@@ -51,7 +51,7 @@ def write_kv(
 ) -> None:
     """k, v [tokens, kv heads, dim] (dim contiguous) into the pages at `slots`; a negative slot is skipped."""
     tokens, heads, dim = k.shape
-    pdl = dependent_launch(k.device)
+    pdl = target_of(k.device).has_dependent_launch
     _write_kernel[(tokens,)](
         k, v, keys, values, slots,
         k.stride(0), k.stride(1), v.stride(0), v.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),

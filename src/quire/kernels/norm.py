@@ -10,8 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import dependent_launch
 from quire.kernels.jit import kernel
+from quire.kernels.target import target_of
 
 
 @kernel
@@ -83,7 +83,7 @@ def _run(
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Eight elements a thread: 16-byte accesses in half precision, and few steps to the row's sum."""
-    width, pdl = x.shape[-1], dependent_launch(x.device)
+    width, pdl = x.shape[-1], target_of(x.device).has_dependent_launch
     block = triton.next_power_of_2(width)
     normed = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)

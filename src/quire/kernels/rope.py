@@ -14,9 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import dependent_launch
 from quire.kernels.jit import kernel
 from quire.kernels.kv_write import is_finite
+from quire.kernels.target import target_of
 
 _HEADS = 8  # heads per program
 
@@ -160,7 +160,7 @@ def _launch(
     if keys is not None:
         kv_heads, block_size, strides = keys.shape[1], keys.shape[2], list(keys.stride()[:3])
     parts = triton.cdiv(turned, _HEADS) + 2 * triton.cdiv(kv_heads, _HEADS)
-    pdl = dependent_launch(qkv.device)
+    pdl = target_of(qkv.device).has_dependent_launch
     _norm_rotate[(qkv.shape[0], parts)](
         qkv,
         positions,

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import dependent_launch, filtered_draw, filters
+from quire.kernels import filtered_draw, filters
 from quire.kernels.filters import BOUNDS, COLLECT, SETTLED, SUMS, WHOLE_ROW
 from quire.kernels.jit import kernel
 from quire.kernels.row import (
@@ -38,12 +38,14 @@ from quire.kernels.row import (
     top_k_of,
     top_p_of,
 )
+from quire.kernels.target import target_of
 
 _BLOCK = 1024  # tokens at a time
 _WARPS = 4
 _STAGES = 3  # blocks on their way while one is worked on
-_PROGRAMS = 132 * 6  # as many as a large GPU holds at once; beyond that a program takes several blocks
-_COLLECTING = 132 * 5  # with _REGISTERS each
+# Programs per multiprocessor, as many as it holds at once; beyond that a program takes several blocks.
+_SCANNING = 6
+_COLLECTING = 5  # with _REGISTERS each
 _REGISTERS = 96
 _ROW_WARPS = 16  # of a kernel with one program for a row
 
@@ -240,13 +242,14 @@ def choose(
     if rows > scratch.bounds.shape[0]:
         raise ValueError(f"{rows} rows of logits, but scratch memory for {scratch.bounds.shape[0]}")
     assert table.shape[1] == len(COLUMNS)
-    pdl = dependent_launch(logits.device)
+    target = target_of(logits.device)
+    pdl = target.has_dependent_launch
     how = {"PDL": pdl, "launch_pdl": pdl, **SAME_BITS}
     # The widest a row can be split, whatever the number of rows: one kernel for every batch size.
     widest = triton.next_power_of_2(triton.cdiv(vocab, _BLOCK))
     given = logits, logits.stride(0), vocab, slots, table
     s = scratch
-    rounds, spans = _split(rows, vocab, _PROGRAMS)
+    rounds, spans = _split(rows, vocab, _SCANNING * target.sms)
     _scan[(rows, spans)](
         *given, num_tokens, s.best, s.best_ids, s.heads, s.weights, rounds,
         GROUP=filters.GROUP, BLOCK=_BLOCK, STAGES=_STAGES, num_warps=_WARPS, **how,
@@ -259,7 +262,7 @@ def choose(
     )  # fmt: skip
     if not filtered:
         return
-    rounds, spans = _split(rows, vocab, _COLLECTING)
+    rounds, spans = _split(rows, vocab, _COLLECTING * target.sms)
     filters.collect[(rows, spans)](
         *given, num_tokens, s.kinds, s.bounds, s.sums, s.listed, s.best, s.best_ids, rounds,
         CAPACITY=filters.CAPACITY, BLOCK=_BLOCK, STAGES=_STAGES, num_warps=_WARPS, maxnreg=_REGISTERS, **how,

@@ -13,13 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels import dependent_launch
+from quire.kernels.gemv import programs_for
 from quire.kernels.jit import kernel
+from quire.kernels.target import target_of
 
 MOST_ROWS = 16
 BLOCK_N = 64  # rows of a large W per program
 _BLOCK_K = 256  # columns per step
-_PROGRAMS = 264  # two for each multiprocessor
+_PROGRAMS = 2  # for each multiprocessor
 _SMALL_BYTES, _SMALL_INPUTS = 16 << 20, 4096  # of a W that whole rows are taken of
 _HELD = 1 << 15  # numbers of such a W per program
 _WARPS = 4
@@ -93,10 +94,11 @@ def whole(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
     """x [rows, inputs], contiguous, at most 16 rows, times a small weight [outputs, inputs], plus bias."""
     (rows, inputs), outputs = x.shape, weight.shape[0]
     y = torch.empty(rows, outputs, device=x.device, dtype=x.dtype)
-    # at least 128 programs, if there are outputs for so many, and 64 KB of W in the registers of each
-    fill = 1 << max((outputs // 128).bit_length() - 1, 3)
+    target = target_of(x.device)
+    # about one program per multiprocessor, if there are outputs for so many, and 64 KB of W in the registers of each
+    fill = 1 << max((outputs // programs_for(target.sms)).bit_length() - 1, 3)
     block_n = min(32, fill, _HELD // triton.next_power_of_2(inputs))
-    pdl = dependent_launch(x.device)
+    pdl = target.has_dependent_launch
     _whole[(triton.cdiv(outputs, block_n),)](
         x,
         weight,
@@ -209,11 +211,12 @@ def skinny(
     (rows, inputs), outputs = x.shape, weight.shape[0]
     y = torch.empty(rows, outputs, device=x.device, dtype=x.dtype)
     tiles = triton.cdiv(outputs, BLOCK_N)
-    splits, each = _split(tiles, inputs)
+    target = target_of(x.device)
+    splits, each = _split(tiles, inputs, _PROGRAMS * target.sms)
     parts = y
     if splits > 1:
         parts = torch.empty(tiles * splits * BLOCK_N * MOST_ROWS, device=x.device, dtype=torch.float32)
-    pdl = dependent_launch(x.device)
+    pdl = target.has_dependent_launch
     _skinny[(tiles, splits)](
         x,
         weight,
@@ -239,9 +242,9 @@ def skinny(
     return y
 
 
-def _split(tiles: int, inputs: int) -> tuple[int, int]:
-    """(parts, inputs of each): enough programs to fill the device, but at least two steps for each."""
+def _split(tiles: int, inputs: int, programs: int) -> tuple[int, int]:
+    """(parts, inputs of each): about `programs` of them, but at least two steps for each."""
     steps = triton.cdiv(inputs, _BLOCK_K)
-    wanted = max(1, min(_PROGRAMS // tiles, steps // 2))
+    wanted = max(1, min(programs // tiles, steps // 2))
     each = triton.cdiv(steps, wanted)
     return triton.cdiv(steps, each), each * _BLOCK_K

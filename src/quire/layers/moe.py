@@ -7,12 +7,14 @@ tokens run, each with packed weights.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from quire.kernels import Kernels
+from quire.kernels import Kernels, available
+from quire.kernels.target import Target, log_choice, target_of
 from quire.layers.env import Env
 from quire.layers.linear import Linear
 from quire.layers.mlp import Activation, gated
@@ -44,7 +46,7 @@ class MoE:
         self.experts: Experts = (
             LoopedExperts(gate_up, down, act, env.kernels)
             if env.device.type == "cpu"
-            else GroupedExperts(gate_up, down, act)
+            else GroupedExperts(gate_up, down, act, pick_product(env.device, env.dtype, *down.shape[1:]))
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -89,30 +91,57 @@ class LoopedExperts:
         return out
 
 
-class GroupedExperts:
-    """All experts in two grouped products (bf16), or every expert on every row, masked (other dtypes)."""
+# x [rows, inputs] sorted by expert, weight [experts, outputs, inputs], where each expert's rows end: int32 [experts]
+# -> [rows, outputs]
+GroupedProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
-    def __init__(self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation) -> None:
-        self.gate_up = gate_up.transpose(1, 2)  # [experts, hidden, 2 * intermediate]
-        self.down = down.transpose(1, 2)  # [experts, intermediate, hidden]
-        self.activation = activation
+
+class GroupedExperts:
+    """All experts in two grouped products, which never wait for the device."""
+
+    def __init__(
+        self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation, product: GroupedProduct
+    ) -> None:
+        self.gate_up, self.down = gate_up, down
+        self.activation, self.product = activation, product
         self.numbers = torch.arange(down.shape[0], device=down.device)
-        self.grouped = down.dtype == torch.bfloat16 and all(size % 8 == 0 for size in (*down.shape[1:],))
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        if not self.grouped:
-            return self.masked(x, ids)
-        ends = torch.searchsorted(ids, self.numbers, right=True).to(torch.int32)  # of each expert's rows
-        gate_up = F.grouped_mm(x, self.gate_up, offs=ends)
-        return F.grouped_mm(self.activation(gate_up), self.down, offs=ends)
+        ends = torch.searchsorted(ids, self.numbers, right=True).to(torch.int32)
+        return self.product(self.activation(self.product(x, self.gate_up, ends)), self.down, ends)
 
-    def masked(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Exact in any dtype and without a host sync, at the price of `experts` times the work."""
-        out = torch.zeros_like(x)
-        for expert in range(self.numbers.shape[0]):
-            mine = self.activation(x @ self.gate_up[expert]) @ self.down[expert]
-            out = torch.where((ids == expert).unsqueeze(-1), mine, out)
-        return out
+
+def pick_product(device: torch.device, dtype: torch.dtype, hidden: int, intermediate: int) -> GroupedProduct:
+    """The fastest grouped product that can be captured in a CUDA graph."""
+    if not available(device):
+        log_choice("MoE: every expert runs on every row, because Triton is not installed; expect low speed")
+        return masked_product
+    target = target_of(device)
+    if grouped_in_library(target, dtype, hidden, intermediate):
+        return library_product
+    from quire.kernels.grouped import grouped_product
+
+    log_choice(f"MoE: experts in {str(dtype)[6:]} on {target} run in Quire's own grouped product")
+    return grouped_product
+
+
+def grouped_in_library(target: Target, dtype: torch.dtype, hidden: int, intermediate: int) -> bool:
+    """Whether torch's grouped product neither waits for the device nor refuses such sizes."""
+    return target.has_grouped_mm and dtype == torch.bfloat16 and hidden % 8 == intermediate % 8 == 0
+
+
+def library_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+
+
+def masked_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """In plain torch, and without a host sync, at the price of `experts` times the work."""
+    out = x.new_zeros(x.shape[0], weight.shape[1])
+    row = torch.arange(x.shape[0], device=x.device)
+    owner = torch.searchsorted(ends, row, right=True, out_int32=True)
+    for expert in range(weight.shape[0]):
+        out = torch.where((owner == expert).unsqueeze(-1), x @ weight[expert].t(), out)
+    return out
 
 
 def _load_experts(

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from quire.kernels.gemv import gemv, most_rows, norm_gemv
 from quire.kernels.skinny import BLOCK_N, MOST_ROWS, is_small, skinny, whole
+from quire.kernels.target import log_choice, target_of
 from quire.quant.base import FusingMatmul, Step
 
 
@@ -18,6 +19,11 @@ class FewRowsMatmul(FusingMatmul):
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight, self.bias = weight, bias  # [outputs, inputs]
         self.fused_rows = most_rows(weight.shape[1])
+        self.most_rows = MOST_ROWS
+        target = target_of(weight.device)
+        if not target.has_matrix_units:
+            log_choice(f"products of few rows by torch, because Triton uses no matrix units on {target}")
+            self.most_rows = self.fused_rows
         self.is_small = is_small(weight)
         tiles = -(-weight.shape[0] // BLOCK_N)
         self.arrived = torch.zeros(tiles, dtype=torch.int32, device=weight.device)  # while no kernel runs
@@ -30,7 +36,7 @@ class FewRowsMatmul(FusingMatmul):
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         rows = x.shape[0]
-        if not 0 < rows <= MOST_ROWS or not x.is_contiguous():
+        if not 0 < rows <= self.most_rows or not x.is_contiguous():
             return F.linear(x, self.weight, self.bias)
         if rows <= self.fused_rows:
             return gemv(x, self.weight, self.bias)

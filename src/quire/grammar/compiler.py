@@ -7,12 +7,12 @@ the first spec arrives.
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol
 
+from quire.grammar.client_queue import ClientQueue
 from quire.types import GrammarSpec, RequestError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from quire.grammar.checker_process import Verdict
     from quire.grammar.matching import Vocabulary
 
-_THREADS = 4
+_THREADS = 4  # of one client; one more serves the others meanwhile
 _STACK_BYTES = 64 << 20  # reserved, not used: what passed the helper with 2 MB needs no more here
 _CACHED = 256
 _CACHED_BYTES = 512 << 20
@@ -45,21 +45,24 @@ class Compiler:
         self._lock = threading.Lock()
         self._cache: OrderedDict[GrammarSpec, Future[LLMatcher]] = OrderedDict()
         self._bytes: dict[GrammarSpec, int] = {}  # of those that are compiled
-        self._jobs: queue.SimpleQueue[tuple[GrammarSpec, Future[LLMatcher]] | None] = queue.SimpleQueue()
+        self._jobs: ClientQueue[tuple[GrammarSpec, Future[LLMatcher]]] = ClientQueue(_THREADS)
         self._threads: list[threading.Thread] = []
         self._news = threading.Event()
         self._loading = threading.Lock()
         self._vocabulary: Vocabulary | None = None
 
-    def submit(self, spec: GrammarSpec) -> Future[LLMatcher]:
+    def submit(self, spec: GrammarSpec, client: str = "") -> Future[LLMatcher]:
         """A matcher at the beginning of a text, or a QuireError, sooner or later. Never waits."""
         with self._lock:
             found = self._cache.get(spec)
             if found is None:
                 found = self._cache[spec] = Future()
                 self._start_threads()
-                self._jobs.put((spec, found))
                 self._evict()
+            if not (
+                found.done() or found.running()
+            ):  # another client's turn may come before that of the first
+                self._jobs.put(client, (spec, found))
             self._cache.move_to_end(spec)
             return found
 
@@ -69,8 +72,7 @@ class Compiler:
         self._news.clear()
 
     def close(self) -> None:
-        for _ in self._threads:
-            self._jobs.put(None)
+        self._jobs.close()
         self._source.close()
 
     def _evict(self) -> None:
@@ -86,7 +88,7 @@ class Compiler:
             return
         before = threading.stack_size(_STACK_BYTES)
         try:
-            for i in range(_THREADS):
+            for i in range(_THREADS + 1):
                 thread = threading.Thread(target=self._work, name=f"quire-grammar-{i}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
@@ -95,16 +97,26 @@ class Compiler:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            spec, future = job
-            try:
-                future.set_result(self._compile(spec))
-            except RequestError as error:
-                future.set_exception(error)
-            except Exception as error:  # not the spec's fault: the next request tries again
-                with self._lock:
-                    self._cache.pop(spec, None)
-                future.set_exception(error)
-            self._news.set()
+            client, (spec, future) = job
+            if self._begin(future):
+                self._settle(spec, future)
+            self._jobs.done(client)
+
+    def _begin(self, future: Future[LLMatcher]) -> bool:
+        """Return False for a spec that another request has put in as well, and that was taken before."""
+        with self._lock:
+            return not (future.done() or future.running()) and future.set_running_or_notify_cancel()
+
+    def _settle(self, spec: GrammarSpec, future: Future[LLMatcher]) -> None:
+        try:
+            future.set_result(self._compile(spec))
+        except RequestError as error:
+            future.set_exception(error)
+        except Exception as error:  # not the spec's fault: the next request tries again
+            with self._lock:
+                self._cache.pop(spec, None)
+            future.set_exception(error)
+        self._news.set()
 
     def _compile(self, spec: GrammarSpec) -> LLMatcher:
         # Imported here: without structured output the library is not loaded.

@@ -74,7 +74,7 @@ class LibraryGrammar:
 
     def start(self, request: EngineRequest) -> None:
         assert request.grammar is not None
-        self._waiting[request.id] = request, self._compiler.submit(request.grammar)
+        self._waiting[request.id] = request, self._compiler.submit(request.grammar, request.client)
 
     def settled(self) -> list[Settled]:
         found, self._failed = self._failed, []

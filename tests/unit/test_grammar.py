@@ -345,6 +345,29 @@ def test_an_engine_without_grammars_refuses() -> None:
     assert output.finish_reason == "error" and "tokenizer" in output.error
 
 
+def test_one_clients_specs_do_not_hold_up_another() -> None:
+    gate = threading.Event()
+
+    class Slow(Source):
+        def check(self, spec: GrammarSpec) -> Verdict:
+            if spec.text.startswith("slow"):
+                gate.wait(20)
+            return super().check(spec)
+
+    compiler = Compiler(Slow())
+    slow = [compiler.submit(GrammarSpec("regex", f"slow{i}"), "alpha") for i in range(40)]
+    shared = GrammarSpec("regex", "a{3}")
+    queued = compiler.submit(shared, "alpha")
+    assert compiler.submit(GrammarSpec("regex", "b"), "beta").result(10)
+    assert compiler.submit(shared, "beta").result(10)  # though it waits in alpha's line, too
+    assert queued.done() and not any(future.done() for future in slow)
+    gate.set()
+    for future in slow:
+        future.result(10)
+    assert not compiler._jobs._lines
+    compiler.close()
+
+
 def test_the_cache_is_bounded() -> None:
     source = Source()
     compiler = Compiler(source)

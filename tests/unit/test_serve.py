@@ -25,6 +25,7 @@ from quire.frontend.tokenizer import load_tokenizer
 from quire.serve.admission import Admission
 from quire.serve.auth import ANYONE, Client, Keys, bearer, load_keys
 from quire.serve.choice import ChatChoiceBuilder
+from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
 from quire.serve.length import check_length
 from quire.serve.listen import bind, listen
@@ -280,6 +281,17 @@ def test_keys_of_one_name_are_one_client(tmp_path: Path) -> None:
         file.write_text(f"old name=team weight=2\n{line}\n")
         with pytest.raises(ConfigError, match="'team' are one client"):
             load_keys([], "", str(file))
+
+
+def test_the_prefix_cache_is_salted_by_key() -> None:
+    def salt(client: Client, given: str, **settings: bool) -> str:
+        return AsyncEngine._salt(SimpleNamespace(settings=ServeConfig(**settings)), client, given)  # type: ignore[arg-type]
+
+    given = ["", "x", "a", "a\n", "\n"]
+    salts = {salt(Client(name), one) for name in ("a", "b", "ab") for one in given}
+    assert len(salts) == 3 * len(given)
+    assert [salt(ANYONE, one) for one in given] == given
+    assert [salt(Client("a"), one, share_prefix_cache=True) for one in given] == given
 
 
 # ---------------------------------------------------------------------------------------- tokenize

@@ -6,13 +6,13 @@ first. The vocabulary is loaded when the first spec arrives.
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from quire.grammar.client_queue import ClientQueue
 from quire.grammar.mask_threads import start_thread
 from quire.types import GrammarSpec, RequestError
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from quire.grammar.checker_process import Verdict
     from quire.grammar.matching import Vocabulary
 
-_THREADS = 4
+_THREADS = 4  # of one client; one more serves the others meanwhile
 _CACHED = 256
 
 
@@ -60,21 +60,24 @@ class Compiler:
         self._source = source
         self._lock = threading.Lock()
         self._cache: OrderedDict[GrammarSpec, Future[CheckedGrammar]] = OrderedDict()
-        self._jobs: queue.SimpleQueue[tuple[GrammarSpec, Future[CheckedGrammar]] | None] = queue.SimpleQueue()
+        self._jobs: ClientQueue[tuple[GrammarSpec, Future[CheckedGrammar]]] = ClientQueue(_THREADS)
         self._threads: list[threading.Thread] = []
         self.news = threading.Event()  # something has been checked, or another thread has set it
         self._loading = threading.Lock()
         self._vocabulary: Vocabulary | None = None
 
-    def submit(self, spec: GrammarSpec) -> Future[CheckedGrammar]:
-        """Return the future of a grammar or a QuireError. Never waits."""
+    def submit(self, spec: GrammarSpec, client: str = "") -> Future[CheckedGrammar]:
+        """Return the future of a grammar or a QuireError. Never waits. Clients are served in turn."""
         with self._lock:
             found = self._cache.get(spec)
             if found is None:
                 found = self._cache[spec] = Future()
                 self._start_threads()
-                self._jobs.put((spec, found))
                 self._evict()
+            if not (
+                found.done() or found.running()
+            ):  # another client's turn may come before that of the first
+                self._jobs.put(client, (spec, found))
             self._cache.move_to_end(spec)
             return found
 
@@ -84,8 +87,7 @@ class Compiler:
         self.news.clear()
 
     def close(self) -> None:
-        for _ in self._threads:
-            self._jobs.put(None)
+        self._jobs.close()
         self._source.close()
 
     def _evict(self) -> None:
@@ -94,20 +96,30 @@ class Compiler:
 
     def _start_threads(self) -> None:
         if not self._threads:
-            self._threads = [start_thread(self._work, f"quire-grammar-{i}") for i in range(_THREADS)]
+            self._threads = [start_thread(self._work, f"quire-grammar-{i}") for i in range(_THREADS + 1)]
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            spec, future = job
-            try:
-                future.set_result(self._compile(spec))
-            except RequestError as error:
-                future.set_exception(error)
-            except Exception as error:  # not the spec's fault: the next request tries again
-                with self._lock:
-                    self._cache.pop(spec, None)
-                future.set_exception(error)
-            self.news.set()
+            client, (spec, future) = job
+            if self._begin(future):
+                self._settle(spec, future)
+            self._jobs.done(client)
+
+    def _begin(self, future: Future[CheckedGrammar]) -> bool:
+        """Return False for a spec that another request has put in as well, and that was taken before."""
+        with self._lock:
+            return not (future.done() or future.running()) and future.set_running_or_notify_cancel()
+
+    def _settle(self, spec: GrammarSpec, future: Future[CheckedGrammar]) -> None:
+        try:
+            future.set_result(self._compile(spec))
+        except RequestError as error:
+            future.set_exception(error)
+        except Exception as error:  # not the spec's fault: the next request tries again
+            with self._lock:
+                self._cache.pop(spec, None)
+            future.set_exception(error)
+        self.news.set()
 
     def _compile(self, spec: GrammarSpec) -> CheckedGrammar:
         vocabulary = self._load_vocabulary()  # while the helper process makes its own

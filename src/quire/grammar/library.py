@@ -47,7 +47,7 @@ class LibraryGrammar:
 
     def start(self, request: EngineRequest) -> None:
         assert request.grammar is not None
-        self._requests[request.id] = request, self._compiler.submit(request.grammar)
+        self._requests[request.id] = request, self._compiler.submit(request.grammar, request.client)
 
     def paused(self) -> list[Paused]:
         paused, self._paused = self._paused, []

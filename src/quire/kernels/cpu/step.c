@@ -594,7 +594,7 @@ const Layout layout[] = {
     FIELD(Rows, rows), FIELD(Rows, width), FIELD(Rows, scale), FIELD(Rows, half), FIELD(Rows, kind),
     FIELD(Rows, failed),
     SIZE(Attend), FIELD(Attend, heads), FIELD(Attend, qkv), FIELD(Attend, positions), FIELD(Attend, slots),
-    FIELD(Attend, lens), FIELD(Attend, tables), FIELD(Attend, keys), FIELD(Attend, values), FIELD(Attend, out),
+    FIELD(Attend, lens), FIELD(Attend, tables), FIELD(Attend, owners), FIELD(Attend, keys), FIELD(Attend, values), FIELD(Attend, out),
     FIELD(Attend, rows), FIELD(Attend, table_width), FIELD(Attend, block_size), FIELD(Attend, next),
     FIELD(Attend, failed),
     SIZE(Product), FIELD(Product, weight), FIELD(Product, x), FIELD(Product, residual), FIELD(Product, add),

@@ -249,6 +249,8 @@ def _describe(
         block_bytes=size.block_bytes,
         weight_bytes=spec.num_parameters * dtype.itemsize,
         num_parameters=spec.num_parameters,
+        prefix_caching=bool(config.prefix_caching),
+        eviction=config.eviction,
         phases_s=phases_s,
     )
 

@@ -23,9 +23,8 @@ from quire.serve.protocol.chat import Delta as ContentDelta
 from quire.serve.protocol.sampling import Usage, usage_of
 from quire.serve.receipt import ReceiptMaker, receipt_maker
 from quire.serve.sampling import check_fields, sampling_params
-from quire.serve.stream import MARK, Mould, event, stream, whole
+from quire.serve.stream import MARK, Mould, event, finished, stream
 from quire.serve.tools.request import ToolUse, tool_use
-from quire.serve.wire import json_response
 from quire.types import SamplingParams
 
 
@@ -50,8 +49,7 @@ async def chat_completions(request: Request) -> Response:
     if chat.stream:
         slow_s = turn.server.settings.slow_reader_timeout
         return await stream(request, turn.generation, answer.chunks, answer.last, slow_s)
-    await whole(request, turn.generation)
-    return json_response(answer.response())
+    return await finished(request, turn.generation, answer.response, turn.server.engine.in_thread)
 
 
 async def begin(request: Request, chat: ChatRequest, warnings: list[str], exact: bool = False) -> Turn:

@@ -110,6 +110,8 @@ class EngineInfo:
     block_bytes: int
     weight_bytes: int
     num_parameters: int
+    prefix_caching: bool = False
+    eviction: str = "lru"  # of cached blocks
     phases_s: dict[str, float] = field(default_factory=dict)  # start-up by phase
 
     def start_up(self) -> str:

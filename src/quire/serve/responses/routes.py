@@ -14,7 +14,7 @@ from quire.serve.protocol.responses import ResponsesRequest
 from quire.serve.responses.answer import ResponseAnswer
 from quire.serve.responses.input import chat_of, messages_of
 from quire.serve.responses.store import Stored
-from quire.serve.stream import Framing, stream, whole
+from quire.serve.stream import Framing, finished, stream
 from quire.serve.wire import json_response
 
 
@@ -48,8 +48,7 @@ async def create_response(request: Request) -> Response:
         slow_s = server.settings.slow_reader_timeout
         framing = Framing(answer.failed)
         return await stream(request, turn.generation, answer.chunks, last, slow_s, framing)
-    await whole(request, turn.generation)
-    response = json_response(answer.response())
+    response = await finished(request, turn.generation, answer.response, server.engine.in_thread)
     keep()
     return response
 

@@ -47,6 +47,7 @@ FIELDS = [
     ({"stop": 3}, "stop"),
     ({"stop": ["x"] * 1000}, "stop"),
     ({"stop": "x" * 10_000}, "stop"),
+    ({"logit_bias": {str(i): 1 for i in range(3000)}}, "logit_bias"),
     ({"stop_token_ids": [-1]}, "stop_token_ids"),
     ({"stop_token_ids": [10**30]}, "stop_token_ids"),
     ({"logit_bias": {"x": 1}}, "logit_bias"),

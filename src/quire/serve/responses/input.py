@@ -64,7 +64,9 @@ def _texts_and_thoughts(wanted: ResponsesRequest, chat: ChatRequest) -> list[str
     metadata = {} if wanted.metadata is None else wanted.metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise bad_request("metadata must be an object with strings", "metadata")
-    if len(metadata) > _PAIRS or any(len(k) > _KEY_CHARS or len(v) > _VALUE_CHARS for k, v in metadata.items()):
+    if len(metadata) > _PAIRS or any(
+        len(k) > _KEY_CHARS or len(v) > _VALUE_CHARS for k, v in metadata.items()
+    ):
         raise bad_request(
             f"metadata must hold at most {_PAIRS} pairs, with keys of at most {_KEY_CHARS} characters and values of "
             f"at most {_VALUE_CHARS}",

@@ -57,6 +57,33 @@ def test_a_page_elsewhere_cannot_send_requests(dry: Server) -> None:
     assert answer.json()["type"] == "error"
 
 
+ODD = [
+    b"",
+    b"\xff",
+    b";;=,;q=x",
+    b"=",
+    b"abc;version=abc,*/*;q=",
+    b"\xb2",
+    b"[",
+    b"://",
+    b"Bearer",
+    b"00-zz-zz-zz",
+    b"a" * 9000,
+]
+
+
+@pytest.mark.parametrize("value", ODD)
+def test_no_header_can_fail_the_server(dry: Server, value: bytes) -> None:
+    names = ("accept", "accept-encoding", "authorization", "content-encoding", "content-type", "cookie", "host",
+             "if-none-match", "origin", "sec-fetch-site", "traceparent", "x-api-key", "x-request-id", "range",
+             "forwarded", "expect", "upgrade", "anthropic-version")  # fmt: skip
+    for name in names:
+        for path in ("/metrics", "/stats", "/", "/v1/responses/x?stream=%ff&=&&stream"):
+            assert dry.http.get(path, headers={name: value}).status_code < 500, (name, path)
+        answer = dry.post("/generate", {"prompt": "Hi", "max_tokens": 1}, headers={name: value})
+        assert answer.status_code < 500, name
+
+
 def test_a_large_number_of_elements_is_refused_quickly(dry: Server) -> None:
     lists = b'{"messages": [' + b"[]," * 1_300_000 + b"[]]}"
     keys = b'{"a": 1' + b"".join(b',"k%d":1' % i for i in range(300_000)) + b"}"

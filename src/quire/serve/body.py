@@ -138,7 +138,11 @@ class Bodies:
         """
         check_type(request.headers)
         declared = request.headers.get("content-length", "")
-        if declared.isdigit() and (len(declared) > 18 or int(declared) > self._max_bytes):
+        if (
+            declared.isdecimal()
+            and declared.isascii()
+            and (len(declared) > 18 or int(declared) > self._max_bytes)
+        ):
             raise self._too_large()
         raw, meter = bytearray(), Meter()
         loop = asyncio.get_running_loop()

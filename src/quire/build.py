@@ -347,6 +347,8 @@ def _describe(
         weight_bytes=spec.num_parameters * dtype.itemsize,
         num_parameters=spec.num_parameters,
         reserved_bytes=worker.reserved_bytes,
+        prefix_caching=bool(config.prefix_caching),
+        eviction=config.eviction,
         phases_s=phases_s,
     )
 

@@ -70,5 +70,6 @@ def build_dry_run(config: EngineConfig, step_s: float) -> tuple[Engine, EngineIn
         block_bytes=limits.block_size * _TOKEN_BYTES,
         weight_bytes=0,
         num_parameters=spec.num_parameters,
+        prefix_caching=bool(config.prefix_caching),
         phases_s={"dry_run": time.perf_counter() - began},
     )

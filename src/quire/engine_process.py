@@ -23,6 +23,9 @@ from quire.types import EngineInfo, QuireError, RequestError
 
 _IDLE_POLL_S = 1.0  # how often an idle engine looks whether its parent is still there
 _QUIET_S = 1.0  # without work, before later steps are prepared: who comes meanwhile waits for that
+_INTAKE_S = (
+    0.01  # between two steps, for requests that arrive: thousands at once must not stop those that run
+)
 _LAST_WORDS_S = 5.0  # for the client to take them
 
 
@@ -73,7 +76,8 @@ def serve(engine: Engine, channel: Channel, parent: int) -> None:
         busy = engine.has_work or (quiet and not channel.poll() and engine.idle())
         wait_s = 0.0 if busy else _IDLE_POLL_S
         refused = []
-        while channel.poll(wait_s):
+        intake_end_s = time.monotonic() + _INTAKE_S
+        while channel.poll(wait_s) and not (engine.has_work and time.monotonic() > intake_end_s):
             wait_s = 0.0
             match msg.decode_to_engine(channel.receive()):
                 case msg.Add(request):
@@ -89,6 +93,8 @@ def serve(engine: Engine, channel: Channel, parent: int) -> None:
                     channel.send(msg.encode(msg.Stats(stats_of(engine, received, owner))))
                 case msg.AskLive(since, owner):
                     channel.send(msg.encode(msg.Live(live_of(engine, received, since, owner))))
+                case msg.Ping():
+                    channel.send(msg.encode(msg.Pong()))
                 case msg.Stop():
                     return
         outputs = refused

@@ -60,11 +60,11 @@ static void check_attention(int half, int64_t dim, int64_t window, float cap) {
     enum { N = 3, Q = 6, KV = 2, PAGES = 9, SIZE = 4, LONG = 12 };
     Norm norms = {numbers((Q + KV) * dim, half), NULL, 1e-6f, half};
     Heads heads = {&norms, numbers(LONG * dim, half), Q, KV, dim, window, 0.3f, cap, half};
-    int64_t positions[N] = {0, 6, 11}, slots[N] = {32, 10, 23};
+    int64_t positions[N] = {0, 6, 11}, slots[N] = {32, 10, 23}, owners[N] = {0, 1, 2};
     int32_t lens[N] = {1, 7, 12}, tables[N * 3] = {8, 0, 0, 1, 2, 0, 3, 4, 5};
     void *qkv = numbers(N * (Q + 2 * KV) * dim, half), *out = numbers(N * Q * dim, half);
     void *keys = numbers(PAGES * SIZE * KV * dim, half), *values = numbers(PAGES * SIZE * KV * dim, half);
-    Attend job = {&heads, qkv, positions, slots, lens, tables, keys, values, out, N, 3, SIZE, 0, 0};
+    Attend job = {&heads, qkv, positions, slots, lens, tables, owners, keys, values, out, N, 3, SIZE, 0, 0};
     attend_rows(&job);
     print("attend", out, N * Q * dim, half);
     print("keys", keys, PAGES * SIZE * KV * dim, half);

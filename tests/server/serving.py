@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,6 +18,7 @@ import httpx
 import psutil
 
 Check = Callable[[Any, str], None]  # of a body against a schema of OpenAI's description, by its name
+JSON = {"content-type": "application/json"}
 _START_S = 120  # a loaded machine imports torch slowly
 
 
@@ -58,6 +59,10 @@ class Server:
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return self.http.post(path, json=body, **options)
+
+    def post_bytes(self, path: str, body: bytes | Iterable[bytes], **options: Any) -> httpx.Response:
+        """A body that need not be JSON, sent as if it were."""
+        return self.http.post(path, content=body, headers=JSON, **options)
 
     def stats(self) -> dict[str, Any]:
         return self.http.get("/stats").json()
@@ -100,6 +105,12 @@ class Server:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+
+
+def listens_at(pid: int) -> int | None:
+    """The port of a server that cannot say it."""
+    ports = [c.laddr.port for c in psutil.Process(pid).net_connections() if c.status == psutil.CONN_LISTEN]
+    return ports[0] if ports else None
 
 
 @contextmanager

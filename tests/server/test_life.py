@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 import pytest
-from serving import Server, chat, events, serving
+from serving import Server, chat, events, listens_at, serving
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 LONG = {"prompt": "a b c d", "max_tokens": 100, "ignore_eos": True}
@@ -139,7 +139,7 @@ def test_config_file_and_flags(tmp_path: Path) -> None:
             for _ in range(100):
                 yield b" " * 100
 
-        assert server.http.post(CHAT, content=pieces()).status_code == 413
+        assert server.post_bytes(CHAT, pieces()).status_code == 413
         assert "this machine only; --host 0.0.0.0 opens it" in server.output
 
 
@@ -179,7 +179,7 @@ def test_keys(tmp_path: Path) -> None:
 def test_cors_is_off_until_asked_for(dry: Server) -> None:
     headers = {"Origin": "http://page.example", "Access-Control-Request-Method": "POST"}
     assert "access-control-allow-origin" not in dry.http.get("/health", headers=headers).headers
-    assert dry.http.options(CHAT, headers=headers).status_code == 405
+    assert dry.http.options(CHAT, headers=headers).status_code == 403
     flags = ["--allowed-origins", "http://page.example", "--api-key", "k"]
     with serving("demo", "--dry-run", *flags) as server:
         preflight = server.http.options(CHAT, headers=headers)
@@ -189,12 +189,6 @@ def test_cors_is_off_until_asked_for(dry: Server) -> None:
         assert answer.status_code == 401 and "access-control-allow-origin" in answer.headers
         other = server.http.get("/health", headers={"Origin": "http://other.example"})
         assert "access-control-allow-origin" not in other.headers
-
-
-def listens_at(pid: int) -> int | None:
-    """The port of a server that cannot say it."""
-    ports = [c.laddr.port for c in psutil.Process(pid).net_connections() if c.status == psutil.CONN_LISTEN]
-    return ports[0] if ports else None
 
 
 def test_a_full_disk_for_its_output_does_not_stop_it() -> None:

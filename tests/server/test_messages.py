@@ -379,7 +379,7 @@ def test_errors_as_the_client_knows_them(client: anthropic.Anthropic, dry: Serve
         client.messages.create(**asked(SUM), timeout=1e-4)
     found = dry.http.get("/v1/messages")
     assert found.status_code == 405 and found.json()["type"] == "error"
-    too_long = dry.http.post(PATH, content=b" " * (17 << 20))
+    too_long = dry.post_bytes(PATH, b" " * (17 << 20))
     assert too_long.status_code == 413 and too_long.json()["error"]["type"] == "request_too_large"
 
 

@@ -106,6 +106,42 @@ def test_openmetrics(server: Server) -> None:
     assert list(parse_openmetrics(found.text))
 
 
+ACCEPTS = {
+    "Prometheus 2.42": "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+    "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+    "Prometheus 2.28": "application/openmetrics-text; version=0.0.1,text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+    "Prometheus 3": "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,"
+    "application/openmetrics-text;version=0.0.1;q=0.5,text/plain;version=1.0.0;escaping=allow-utf-8;q=0.4,"
+    "text/plain;version=0.0.4;q=0.3,*/*;q=0.2",
+    "Prometheus 3, underscores": "application/openmetrics-text;version=1.0.0;escaping=underscores;q=0.6,*/*;q=0.2",
+    "text": "text/plain;version=1.0.0;escaping=underscores",
+    "browser": "text/html,*/*",
+    "no version": "application/openmetrics-text;version=abc",
+    "odd": ";;=,,application/openmetrics-text;;version;version==;q=,\xff",
+    "nothing": "",
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTS)
+def test_names_are_the_same_whatever_is_accepted(server: Server, name: str) -> None:
+    found = server.http.get("/metrics", headers={"accept": ACCEPTS[name].encode("latin-1")})
+    assert found.status_code == 200
+    openmetrics = "openmetrics" in found.headers["content-type"]
+    assert openmetrics == ("openmetrics-text" in ACCEPTS[name])
+    read = parse_openmetrics if openmetrics else text_string_to_metric_families
+    names = {sample.name for family in read(found.text) for sample in family.samples}
+    plain = {sample.name for family in scrape(server).values() for sample in family.samples}
+    assert names == plain and "vllm:num_requests_running" in names
+
+
+def test_settings_are_those_in_effect(server: Server) -> None:
+    (sample,) = scrape(server)["vllm:cache_config_info"].samples
+    assert sample.labels["enable_prefix_caching"] == "True" and sample.labels["eviction"] == "lru"
+    for family in scrape(server).values():
+        for one in family.samples:
+            assert "None" not in one.labels.values(), one
+
+
 def ask(server: Server, text: str, tokens: int) -> None:
     body = chat(text, max_tokens=tokens, ignore_eos=True, stream=True)
     assert events(server.post("/v1/chat/completions", body))[-1] == "[DONE]"

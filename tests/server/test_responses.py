@@ -315,6 +315,8 @@ def test_previous_responses_without_their_instructions(dry: Server) -> None:
         ({"text": {"format": 5}}, "text.format", "text"),
         ({"reasoning": {"effort": 5}}, "reasoning.effort", "reasoning"),
         ({"metadata": {"a": 5}}, "metadata", "metadata"),
+        ({"metadata": {"a": "x" * 513}}, "at most 16 pairs", "metadata"),
+        ({"metadata": {str(i): "x" for i in range(17)}}, "at most 16 pairs", "metadata"),
         ({"background": True}, "background", "background"),
         ({"conversation": "x"}, "conversation", "conversation"),
         ({"previous_response_id": "resp_x"}, "resp_x", "previous_response_id"),

@@ -24,6 +24,7 @@ from quire.frontend.location import locate_model
 from quire.frontend.tokenizer import load_tokenizer
 from quire.serve.admission import Admission
 from quire.serve.auth import ANYONE, Client, Keys, bearer, load_keys
+from quire.serve.body import Bodies
 from quire.serve.choice import ChatChoiceBuilder
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
@@ -321,7 +322,8 @@ def test_tokenizing_is_not_done_on_the_event_loop(monkeypatch: pytest.MonkeyPatc
         config=EngineConfig(),
         info=SimpleNamespace(max_model_len=2048, vocab_size=2048),
     )
-    server = SimpleNamespace(engine=engine, settings=ServeConfig(), check_model=lambda name: "demo")
+    server = SimpleNamespace(engine=engine, settings=ServeConfig(), bodies=Bodies(None, 100, 2048))
+    server.check_model = lambda name: "demo"
     app = Starlette(routes=[Route(f"/{f.__name__}", f, methods=["POST"]) for f in (tokenize, detokenize)])
     app.state.server = server
 

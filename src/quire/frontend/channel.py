@@ -18,6 +18,11 @@ _HEAD = 4
 _READ = 1 << 16  # more would be mapped anew for each read
 
 
+def frame(body: bytes) -> bytes:
+    """Return the bytes that carry a message."""
+    return len(body).to_bytes(_HEAD, "little") + body
+
+
 class Channel:
     """Owns one end, and the messages that have arrived at it."""
 
@@ -38,7 +43,11 @@ class Channel:
     def send(self, body: bytes) -> bool:
         """Queue a message; whether all of it is sent. It is lost without a word when the other process has ended;
         reading says so."""
-        self._unsent += len(body).to_bytes(_HEAD, "little") + body
+        return self.send_frames(frame(body))
+
+    def send_frames(self, frames: bytes) -> bool:
+        """The same for any number of messages, each made by `frame`, one after the other."""
+        self._unsent += frames
         return self.flush()
 
     def flush(self) -> bool:

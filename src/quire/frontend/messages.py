@@ -48,6 +48,10 @@ class AskLive(msgspec.Struct, tag=True):
     owner: str | None = None
 
 
+class Ping(msgspec.Struct, tag=True):
+    """Client to engine: answer with Pong, between two steps."""
+
+
 class Stop(msgspec.Struct, tag=True):
     """Client to engine, last."""
 
@@ -78,6 +82,10 @@ class Live(msgspec.Struct, tag=True):
     live: EngineLive
 
 
+class Pong(msgspec.Struct, tag=True):
+    """Engine to client: a sign of life."""
+
+
 class Died(msgspec.Struct, tag=True):
     """Engine to client: the cause of its end; `kind` is the name of the error class."""
 
@@ -85,8 +93,8 @@ class Died(msgspec.Struct, tag=True):
     cause: str
 
 
-ToEngine = Start | Add | Abort | AskStats | AskLive | Stop
-ToClient = Ready | Outputs | Stats | Live | Died
+ToEngine = Start | Add | Abort | AskStats | AskLive | Ping | Stop
+ToClient = Ready | Outputs | Stats | Live | Pong | Died
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

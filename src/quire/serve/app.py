@@ -19,6 +19,7 @@ from quire.serve.context import Server
 from quire.serve.embeddings import embeddings
 from quire.serve.errors import ApiError, as_api_error, with_field
 from quire.serve.generate import generate
+from quire.serve.guard import make_guard
 from quire.serve.live import live_events
 from quire.serve.messages.routes import count_tokens, messages
 from quire.serve.metrics import metrics
@@ -73,7 +74,9 @@ def build_app(server: Server, keys: Keys) -> ASGIApp:
     )
     app = Starlette(routes=[*routes(), *page], exception_handlers=handlers)
     app.state.server = server
-    front: ASGIApp = Front(app, keys, (server.http, *server.observers))
+    front: ASGIApp = Front(
+        app, make_guard(settings, len(keys) > 0), keys, (server.http, server.bodies, *server.observers)
+    )
     if settings.allowed_origins:
         front = CORSMiddleware(
             front,

@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from quire.frontend.chat import render_chat, template_of
 from quire.serve.choice import ChatChoiceBuilder
-from quire.serve.context import Server, answer_id, client_of, length_field, read_request, server_of
+from quire.serve.context import Server, answer_id, client_of, length_field, read_request, server_of, thread_of
 from quire.serve.engine import Job
 from quire.serve.errors import bad_request
 from quire.serve.form import AnswerForm
@@ -23,9 +23,8 @@ from quire.serve.protocol.chat import Delta as ContentDelta
 from quire.serve.protocol.sampling import Usage, usage_of
 from quire.serve.receipt import ReceiptMaker, receipt_maker
 from quire.serve.sampling import check_fields, sampling_params
-from quire.serve.stream import MARK, Mould, event, stream, whole
+from quire.serve.stream import MARK, Mould, event, finished, stream
 from quire.serve.tools.request import ToolUse, tool_use
-from quire.serve.wire import json_response
 from quire.types import SamplingParams
 
 
@@ -50,8 +49,7 @@ async def chat_completions(request: Request) -> Response:
     if chat.stream:
         slow_s = turn.server.settings.slow_reader_timeout
         return await stream(request, turn.generation, answer.chunks, answer.last, slow_s)
-    await whole(request, turn.generation)
-    return json_response(answer.response())
+    return await finished(request, turn.generation, answer.response, thread_of(request))
 
 
 async def begin(request: Request, chat: ChatRequest, warnings: list[str], exact: bool = False) -> Turn:

@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from quire.frontend.processor import Prompt
 from quire.serve.chat import keep_last
-from quire.serve.context import Server, answer_id, client_of, length_field, read_request, server_of
+from quire.serve.context import Server, answer_id, client_of, length_field, read_request, server_of, thread_of
 from quire.serve.engine import Job
 from quire.serve.errors import bad_request
 from quire.serve.generation import Delta, Generation
@@ -25,8 +25,7 @@ from quire.serve.protocol.completions import (
 from quire.serve.protocol.sampling import Usage, usage_of
 from quire.serve.receipt import ReceiptMaker, receipt_maker
 from quire.serve.sampling import MAX_CHOICES, check_fields, sampling_params
-from quire.serve.stream import MARK, Mould, event, stream, whole
-from quire.serve.wire import json_response
+from quire.serve.stream import MARK, Mould, event, finished, stream
 from quire.types import CompletionOutput, RequestOutput, SamplingParams
 
 _MAX_TOKENS = 16  # OpenAI's default for this route
@@ -66,8 +65,7 @@ async def completions(request: Request) -> Response:
     if wanted.stream:
         slow_s = server.settings.slow_reader_timeout
         return await stream(request, generation, answer.chunks, answer.last, slow_s)
-    await whole(request, generation)
-    return json_response(answer.response())
+    return await finished(request, generation, answer.response, thread_of(request))
 
 
 def prompts_of(given: str | list[Any], name: str = "prompt") -> list[Prompt]:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar, cast
 
 import msgspec
 from starlette.requests import Request
 
 from quire.serve.auth import ANYONE, Client
+from quire.serve.body import Bodies
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
 from quire.serve.form import Forms
+from quire.serve.lines import STDOUT, LineWriter
 from quire.serve.live_view import LiveViews
+from quire.serve.logs import tell
 from quire.serve.observer import HttpCounts, Observer
 from quire.serve.protocol.messages import CountTokensRequest
 from quire.serve.protocol.other import GenerateRequest
@@ -23,9 +27,10 @@ from quire.serve.protocol.responses import ResponsesRequest
 from quire.serve.protocol.sampling import RequestFields
 from quire.serve.responses.store import ResponseStore
 from quire.serve.settings import ServeConfig
-from quire.serve.wire import parse, read_json
+from quire.serve.wire import decode_object, parse
 
 T = TypeVar("T", bound=msgspec.Struct)
+R = TypeVar("R")
 _NO_EFFECT = ("stream_interval", "verbosity", "vllm_xargs")
 _OF_CHOICES = ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
 _WITHOUT_CHOICES = (
@@ -47,16 +52,25 @@ class Server:
     observers: Sequence[Observer] = ()  # of requests that are over, beside `http`
     http: HttpCounts = field(default_factory=HttpCounts)
     started_s: float = field(default_factory=time.time)
+    lines: LineWriter = field(default_factory=LineWriter)  # to whoever started the server
     draining: bool = False
+    bodies: Bodies = field(init=False)
     responses: ResponseStore = field(init=False)
     live: LiveViews = field(init=False)  # what the engine does, for those who look
 
     def __post_init__(self) -> None:
         settings = self.settings
+        self.bodies = Bodies(
+            settings.max_body_bytes, settings.max_body_elements, self.engine.info.max_model_len
+        )
         self.responses = ResponseStore(
             settings.max_stored_responses, settings.max_stored_bytes, self.total_weight
         )
         self.live = LiveViews(self.engine.live)
+
+    def tell(self, text: str, to: int = STDOUT) -> None:
+        """Say something to whoever started the server."""
+        tell(self.lines, self.settings, text, to)
 
     def check_model(self, name: str | None) -> str:
         """The model's name for the answer; ApiError 404 for another model."""
@@ -78,11 +92,18 @@ def client_of(request: Request) -> Client:
     return cast(Client, request.scope.get("client_key", ANYONE))
 
 
+def thread_of(request: Request) -> Callable[[Callable[[], R]], Awaitable[R]]:
+    """Return what runs work of the request's client in one of the tokenizer's threads."""
+    return partial(server_of(request).engine.in_thread, client_of(request))
+
+
 async def read_request(request: Request, cls: type[T]) -> tuple[T, list[str]]:
     """The body as a `cls`, and warnings about what is ignored."""
     settings = server_of(request).settings
-    body = await read_json(request, settings.max_body_bytes)
-    found, warnings = parse(body, cls, settings.strict)
+    bodies = server_of(request).bodies
+    found, warnings = await bodies.read(
+        request, lambda body: parse(decode_object(body), cls, settings.strict)
+    )
     request.scope["asked"] = found  # for errors that are found where the fields have other names
     for name in _NO_EFFECT:
         if getattr(found, name, None) not in (None, 1):

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from quire.config import EngineConfig
 from quire.frontend import messages as msg
+from quire.frontend.channel import frame
 from quire.frontend.model import processor_of, tokenizer_of
 from quire.frontend.output import OutputAssembler, RequestState
 from quire.frontend.processor import Prompt
@@ -32,6 +33,7 @@ from quire.serve.errors import ApiError, as_api_error
 from quire.serve.generation import Generation
 from quire.serve.length import check_length, check_room, tail
 from quire.serve.process import EngineProcess
+from quire.serve.pulse import Pulse, cpu_of
 from quire.serve.settings import ServeConfig
 from quire.serve.threads import ClientThreads
 from quire.types import (
@@ -71,6 +73,7 @@ class Prepared:
 
     state: RequestState
     requests: list[EngineRequest]
+    frames: bytes  # of the messages that add them
 
 
 class AsyncEngine:
@@ -91,6 +94,8 @@ class AsyncEngine:
         self._stats: deque[asyncio.Future[EngineStats]] = deque()
         self._live: deque[asyncio.Future[EngineLive]] = deque()
         self._receiver: asyncio.Future[None] | None = None
+        self.pulse = Pulse(lambda: process.send(msg.Ping()), cpu_of(process.pid))
+        self._pulse: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
 
     async def start(self) -> None:
@@ -109,6 +114,7 @@ class AsyncEngine:
         )
         self.account = Account(self.info.max_model_len)
         self._receiver = asyncio.ensure_future(self._receive())
+        self._pulse = asyncio.ensure_future(self.pulse.run())
 
     async def in_thread(self, client: Client, work: Callable[..., T], *args: object) -> T:
         """Run what takes long in one of the tokenizer's threads, when it is the client's turn."""
@@ -156,8 +162,7 @@ class AsyncEngine:
         if limits:
             generation.give_up_at(arrival_s, min(limits))
         for one in prepared:
-            for request in one.requests:
-                self._process.send(msg.Add(request))
+            self._process.send_frames(one.frames)
         return generation
 
     def _prepare(
@@ -185,7 +190,8 @@ class AsyncEngine:
         text = prompt if isinstance(prompt, str) else None
         if job.echo and text is None:
             text = self.tokenizer.decode(requests[0].prompt, skip_special_tokens=False)
-        return Prepared(RequestState(name, text, requests, self.tokenizer, arrival_s), requests)
+        frames = b"".join(frame(msg.encode(msg.Add(request))) for request in requests)
+        return Prepared(RequestState(name, text, requests, self.tokenizer, arrival_s), requests, frames)
 
     def _salt(self, client: Client, given: str) -> str:
         """Return what keeps the cached prefixes of a request apart: the request's salt, and its client's name."""
@@ -232,6 +238,8 @@ class AsyncEngine:
                     case msg.Stats(stats):
                         if not (waits := self._stats.popleft()).done():
                             waits.set_result(stats)
+                    case msg.Pong():
+                        self.pulse.beat()
                     case msg.Live(live):
                         if not (asked := self._live.popleft()).done():  # else nobody waits any more
                             asked.set_result(live)
@@ -303,7 +311,8 @@ class AsyncEngine:
         if self.cause is None:
             self.cause = "the server was closed"
         self.fail_all(ApiError(503, "the server is shutting down", code="shutting_down"))
-        if self._receiver is not None:
-            self._receiver.cancel()
+        for task in (self._receiver, self._pulse):
+            if task is not None:
+                task.cancel()
         await self._process.close(kill)
         self._threads.close()

@@ -10,6 +10,7 @@ from quire.types import EngineDead, Overloaded, RequestError
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     413: "invalid_request_error",
@@ -19,6 +20,7 @@ _TYPES = {
 }
 
 
+_MESSAGE_CHARS, _PARAM_CHARS = 2048, 128
 # The words by which agents know that they have to shorten a conversation: not all of them look at the code.
 _TOO_LONG = "; this model's maximum context length is exceeded (context_length_exceeded)"
 
@@ -34,8 +36,11 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
+        if len(message) > _MESSAGE_CHARS:  # it repeats something that a client sent
+            message = f"{message[:_MESSAGE_CHARS]} ..."
         super().__init__(message)
-        self.status, self.message, self.param, self.code = status, message, param, code
+        self.status, self.message, self.code = status, message, code
+        self.param = param and param[:_PARAM_CHARS]
         self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:

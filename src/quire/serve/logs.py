@@ -1,6 +1,6 @@
 """Lines of the server, as text or as JSON, and the one with its figures that is written every few seconds.
 
-All of them go past Python's buffers (say.py): a disk that is full must not stop the server.
+A thread writes them (lines.py): neither a full disk nor a reader that stalls stops the server.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 from quire.serve.engine import AsyncEngine
+from quire.serve.lines import STDERR, STDOUT, LineWriter, dropped_lines
 from quire.serve.observer import REQUESTS
-from quire.serve.say import STDERR, STDOUT, say
 from quire.serve.settings import ServeConfig
 from quire.serve.wire import encode
 
@@ -21,12 +21,16 @@ _TEXT = "%(levelname)s %(asctime)s %(name)s: %(message)s"
 _STATS = "quire.stats"
 
 
-class _Past(logging.Handler):
-    """Writes records past Python's buffers."""
+class _ToLines(logging.Handler):
+    """Hands records to a LineWriter."""
+
+    def __init__(self, lines: LineWriter) -> None:
+        super().__init__()
+        self._lines = lines
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            say(self.format(record), STDERR)
+            self._lines.write(self.format(record), STDERR)
         except Exception:
             self.handleError(record)
 
@@ -47,22 +51,28 @@ def line(level: str, logger: str, message: str, at_s: float) -> dict[str, Any]:
     return {"time": time_, "level": level, "logger": logger, "message": message}
 
 
-def set_up(settings: ServeConfig) -> None:
-    """Send what any logger says to standard error, in the form of the settings."""
-    handler = _Past()
+def set_up(settings: ServeConfig) -> LineWriter:
+    """Send what any logger says to standard error, in the form of the settings. Return what writes it."""
+    lines = LineWriter(lambda count: "\n".join(_in_form(settings, dropped_lines(count), "warning")))
+    handler = _ToLines(lines)
     text = logging.Formatter(_TEXT, "%m-%d %H:%M:%S")
     handler.setFormatter(JsonLines() if settings.log_format == "json" else text)
     logging.basicConfig(handlers=[handler], level=settings.log_level.upper(), force=True)
     for name in (_STATS, REQUESTS):  # they have switches of their own
         logging.getLogger(name).setLevel(logging.INFO)
+    return lines
 
 
-def tell(settings: ServeConfig, text: str, to: int = STDOUT) -> None:
+def tell(lines: LineWriter, settings: ServeConfig, text: str, to: int = STDOUT) -> None:
     """Say something to whoever started the server: as it is, or as a JSON line for each of its lines."""
-    if settings.log_format == "json":
-        now_s = time.time()
-        text = "\n".join(encode(line("info", "quire", one, now_s)).decode() for one in text.splitlines())
-    say(text, to)
+    lines.write("\n".join(_in_form(settings, text, "info")), to)
+
+
+def _in_form(settings: ServeConfig, text: str, level: str) -> list[str]:
+    if settings.log_format != "json":
+        return [text]
+    now_s = time.time()
+    return [encode(line(level, "quire", one, now_s)).decode() for one in text.splitlines()]
 
 
 class StatsLine:

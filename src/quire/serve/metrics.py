@@ -6,12 +6,14 @@ Families are made on the event loop, where nothing changes meanwhile; a thread w
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
-from prometheus_client.exposition import choose_encoder
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics_core import Metric
+from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
@@ -35,12 +37,25 @@ class _Fixed(Collector):
 async def metrics(request: Request) -> Response:
     server = server_of(request)
     families = list(Families(server, client_of(request)))
-    encode, content_type = choose_encoder(request.headers.get("accept", ""))
+    encode, content_type = writer(request.headers.get("accept", ""))
     registry = CollectorRegistry()
     registry.register(_Fixed(families))
     ProcessCollector(registry=registry)
     body = await server.engine.in_thread(client_of(request), encode, registry)
     return Response(body, headers={"content-type": content_type})
+
+
+def writer(accept: str) -> tuple[Callable[[Collector], bytes], str]:
+    """Return what writes metrics in the format that an Accept header asks for, and the type of the result.
+
+    Names are the same in both formats. The library's own choice replaces their colons in OpenMetrics unless the
+    client sends `escaping=allow-utf-8`, and raises for a version that is no number.
+    """
+    types = [part.partition(";")[0].strip().lower() for part in accept.split(",")]
+    if "application/openmetrics-text" in types:
+        write = partial(openmetrics.generate_latest, escaping=openmetrics.ALLOWUTF8)
+        return write, openmetrics.CONTENT_TYPE_LATEST
+    return partial(generate_latest, escaping=openmetrics.ALLOWUTF8), CONTENT_TYPE_PLAIN_0_0_4
 
 
 class Families:
@@ -111,13 +126,12 @@ class Families:
         yield self._gauge("vllm:kv_cache_usage_perc", "Part of the KV cache in use, 0 to 1.", self._usage())
         states = {"awake": 1.0, "weights_offloaded": 0.0, "discard_all": 0.0}
         yield self._gauges("vllm:engine_sleep_state", "Quire is always awake.", "sleep_state", states)
-        config = self._engine.config
         labels = {
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_blocks),
             "cache_dtype": info.dtype,
-            "enable_prefix_caching": str(config.prefix_caching),
-            "eviction": str(config.eviction),
+            "enable_prefix_caching": str(info.prefix_caching),
+            "eviction": info.eviction,
         }
         yield self._gauge("vllm:cache_config_info", "Settings of the KV cache, as labels.", 1, labels)
 
@@ -227,6 +241,11 @@ class Families:
             "quire:requests_not_finite",
             "Requests ended because the model's output was NaN or infinite.",
             figures.totals.not_finite,
+        )
+        yield self._counter(
+            "quire:log_lines_dropped",
+            "Lines dropped because standard output or error was not read fast enough.",
+            self._server.lines.dropped,
         )
         yield self._gauge("quire:requests_open", "Answers that are asked for and not over.", engine.num_open)
         yield self._counter(

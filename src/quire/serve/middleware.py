@@ -17,6 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from quire.serve.auth import Keys, bearer
 from quire.serve.errors import ApiError, as_api_error
+from quire.serve.guard import Guard
 from quire.serve.observer import Observer
 from quire.serve.page import PAGE_PATHS
 from quire.serve.wire import error_response
@@ -28,10 +29,11 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class Front:
-    """Names each request (`X-Request-Id`), checks its key, and turns exceptions into error bodies."""
+    """Names each request (`X-Request-Id`), checks where it comes from and its key, and turns exceptions into error
+    bodies."""
 
-    def __init__(self, app: ASGIApp, keys: Keys, observers: Sequence[Observer]) -> None:
-        self._app, self._keys, self._observers = app, keys, observers
+    def __init__(self, app: ASGIApp, guard: Guard, keys: Keys, observers: Sequence[Observer]) -> None:
+        self._app, self._guard, self._keys, self._observers = app, guard, keys, observers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -52,6 +54,7 @@ class Front:
             await send(message)
 
         try:
+            self._guard.check(scope, headers)
             if scope["path"] not in OPEN_PATHS:
                 client = self._keys.client(bearer(headers.get("authorization"), headers.get("x-api-key")))
                 if client is None:

@@ -14,6 +14,7 @@ import threading
 from quire import types
 from quire.config import EngineConfig
 from quire.frontend import messages as msg
+from quire.frontend.channel import frame
 from quire.frontend.process_client import start_engine_process
 from quire.types import EngineDead, EngineInfo, QuireError
 
@@ -53,7 +54,11 @@ class EngineProcess:
 
     def send(self, message: msg.ToEngine) -> None:
         """Queue a message. It is lost without a word when the engine dies; `receive` says so."""
-        if self._dead is None and not self._channel.send(msg.encode(message)):
+        self.send_frames(frame(msg.encode(message)))
+
+    def send_frames(self, frames: bytes) -> None:
+        """The same for messages in frames of the channel."""
+        if self._dead is None and not self._channel.send_frames(frames):
             self._loop.add_writer(self._channel.fileno(), self._send_rest)
 
     def _send_rest(self) -> None:

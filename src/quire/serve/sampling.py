@@ -134,7 +134,7 @@ def sampling_params(
         if value is not None and value > most:
             given_as = f"-1, which is all {value}" if getattr(request, name, None) == -1 else value
             raise bad_request(f"{name} must be at most {most} (max_logprobs), got {given_as}", name)
-    for name in ("stop_token_ids", "allowed_token_ids"):
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         if len(given.get(name, ())) > vocab_size:
             raise bad_request(f"{name} must not hold more ids than the vocabulary ({vocab_size})", name)
     bias = given.get("logit_bias")

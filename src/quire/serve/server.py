@@ -12,6 +12,7 @@ import contextlib
 import gc
 import logging
 import socket
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,21 +27,24 @@ from quire.frontend.location import locate_model
 from quire.frontend.sandbox import compile_template
 from quire.serve.app import build_app
 from quire.serve.auth import Keys
+from quire.serve.connection import connections
 from quire.serve.context import Server
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
 from quire.serve.form import Forms
+from quire.serve.lines import STDERR, LineWriter
 from quire.serve.listen import listen
-from quire.serve.logs import set_up, tell, write_stats
+from quire.serve.logs import set_up, write_stats
 from quire.serve.observer import Observer, RequestLog
 from quire.serve.process import EngineProcess
-from quire.serve.say import STDERR
 from quire.serve.settings import ServeConfig
 from quire.serve.stop import Stop
-from quire.serve.writes import gathering_protocol
 from quire.types import ConfigError, RequestError
 
 log = logging.getLogger("quire.serve")
+_SWITCH_S = 0.0005
+_GC_THRESHOLDS = 5000, 20, 1 << 30
+_GC_INTERVAL_S, _GC_LATEST_S = 5.0, 600.0
 _LAST_ANSWERS_S = 1.0  # from the engine's death to the end: open requests and health checks get their answer
 
 
@@ -62,6 +66,8 @@ def run(
 ) -> int:
     """Serve until told to stop; the exit code. Raises ConfigError or ModelError when it cannot start."""
     began_s = time.perf_counter()
+    # The event loop waits this long for each thread that computes, whenever it comes back from the system.
+    sys.setswitchinterval(_SWITCH_S)
     factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
     with contextlib.suppress(ImportError):  # not there on every platform
         import uvloop
@@ -80,7 +86,7 @@ async def _serve(
     stop: Stop,
     began_s: float,
 ) -> int:
-    set_up(settings)
+    lines = set_up(settings)
     names = list(dict.fromkeys(settings.served_model_name)) or [config.model]
     observers = _observers(settings, names[0])
     template = _template(settings)
@@ -96,7 +102,7 @@ async def _serve(
             return 128 + stop.first.result()
         started.result()
         ready = True
-        server = _make_server(engine, names, template, keys.total_weight, observers)
+        server = _make_server(engine, names, template, keys.total_weight, observers, lines)
         web = _Uvicorn(_options(server, keys))
         listen(sock, settings)
         serving = asyncio.ensure_future(web.serve(sockets=[sock]))
@@ -104,21 +110,39 @@ async def _serve(
             await asyncio.sleep(0.001)
         if serving.done():
             serving.result()  # raises what kept it from starting
-        gc.collect()
-        gc.freeze()  # what exists now lives as long as the server
-        _announce(engine, settings, keys, sock, time.perf_counter() - began_s)
+        garbage = asyncio.ensure_future(_collect_garbage(engine))
+        _announce(server, keys, sock, time.perf_counter() - began_s)
         figures = asyncio.ensure_future(write_stats(engine, settings.log_stats_interval))
         code = await _until_the_end(server, stop, serving)
         figures.cancel()
+        garbage.cancel()
         web.should_exit = True
         server.live.close()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(serving, 5)
-        for observer in observers:
+        for observer in (server.bodies, *observers):
             await asyncio.to_thread(observer.close)
         return code
     finally:
         await engine.close(kill=stop.second.done() or not ready)
+        lines.close()
+
+
+async def _collect_garbage(engine: AsyncEngine) -> None:
+    """Look for reference cycles in the whole heap only while nothing is open, at least every ten minutes.
+
+    Otherwise a request for thousands of answers makes the collector walk all their objects again and again, which
+    stops the process for 0.2 s each time.
+    """
+    gc.collect()
+    gc.freeze()  # what exists now lives as long as the server
+    gc.set_threshold(*_GC_THRESHOLDS)
+    collected_s = time.monotonic()
+    while True:
+        await asyncio.sleep(_GC_INTERVAL_S)
+        if not engine.num_open or time.monotonic() - collected_s > _GC_LATEST_S:
+            gc.collect()
+            collected_s = time.monotonic()
 
 
 def _make_server(
@@ -127,6 +151,7 @@ def _make_server(
     template: str | None,
     total_weight: float,
     observers: list[Observer],
+    lines: LineWriter,
 ) -> Server:
     """Of an engine that is ready. Raises ConfigError."""
     settings = engine.settings
@@ -137,7 +162,7 @@ def _make_server(
         settings.stream_tool_arguments,
     )
     pooling = _pooling(engine.config, settings)
-    return Server(engine, settings, names, forms, template, pooling, total_weight, observers)
+    return Server(engine, settings, names, forms, template, pooling, total_weight, observers, lines=lines)
 
 
 def _options(server: Server, keys: Keys) -> uvicorn.Config:
@@ -149,7 +174,7 @@ def _options(server: Server, keys: Keys) -> uvicorn.Config:
         access_log=False,
         lifespan="off",
         ws="none",
-        http=gathering_protocol(asyncio.get_running_loop()),
+        http=connections(asyncio.get_running_loop()),
         proxy_headers=False,  # nobody asks who the client is
         server_header=False,
         ssl_keyfile=settings.ssl_keyfile,
@@ -177,7 +202,7 @@ async def _until_the_end(server: Server, stop: Stop, serving: asyncio.Future[Non
         await _drain(server, stop, died)
     died.cancel()
     if engine.cause is not None:
-        tell(server.settings, f"quire: {engine.cause}", STDERR)
+        server.tell(f"quire: {engine.cause}", STDERR)
         await asyncio.sleep(_LAST_ANSWERS_S)
         return 1
     return 0 if not stop.second.done() else 128 + stop.second.result()
@@ -190,8 +215,7 @@ async def _drain(server: Server, stop: Stop, died: asyncio.Future[Any]) -> None:
     engine.admission.draining = "the server is shutting down"
     deadline_s = time.monotonic() + timeout_s
     if engine.num_open:
-        tell(
-            server.settings,
+        server.tell(
             f"quire: stopping; {engine.num_open} open requests may go on for {timeout_s:g} s (again: stop now)",
             STDERR,
         )
@@ -222,10 +246,8 @@ def _pooling(config: EngineConfig, settings: ServeConfig) -> str:
     return default_pooling(locate_model(config.model, config.revision).path)
 
 
-def _announce(
-    engine: AsyncEngine, settings: ServeConfig, keys: Keys, sock: socket.socket, took_s: float
-) -> None:
-    info = engine.info
+def _announce(server: Server, keys: Keys, sock: socket.socket, took_s: float) -> None:
+    settings, info = server.settings, server.engine.info
     port = sock.getsockname()[1]
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
     scheme = "https" if settings.ssl_certfile else "http"
@@ -239,8 +261,7 @@ def _announce(
     reach = "this machine only; --host 0.0.0.0 opens it to the network" if local else "open to the network"
     if not local and not len(keys):
         reach += ", to everybody: --api-key asks for a key"
-    tell(
-        settings,
+    server.tell(
         f"quire {__version__}: {info.model} ({kind}) on {info.device}, context {info.max_model_len} tokens, "
         f"{info.max_num_seqs} requests at once\n"
         f"start-up {took_s:.2f} s; engine: {phases}\n"

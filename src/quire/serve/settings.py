@@ -32,7 +32,17 @@ class ServeConfig:
         "let API keys share cached prefixes: faster for prompts that many users share, but cached_tokens and the time to "
         "first token then tell one user what another one sent",
     )
-    max_body_bytes: int = _setting(16 << 20, "longest request body in bytes")
+    max_body_bytes: int | None = _setting(
+        None,
+        "longest request body in bytes (default: 4 MiB and 64 for each token of the context, at most 16 MiB)",
+    )
+    max_body_elements: int = _setting(
+        65536, "most strings, lists and objects in a request body; numbers in lists have a limit of their own"
+    )
+    allowed_hosts: list[str] = _list(
+        "names in the Host header that are accepted, such as llm.example.com or *.example.com (default: this "
+        "machine's local names when listening on a loopback address without a key, else any)"
+    )
     allowed_origins: list[str] = _list("origins that browsers may call from (default: none)")
     allowed_methods: list[str] = _list("HTTP methods for those origins (default: all)")
     allowed_headers: list[str] = _list("request headers for those origins (default: all)")
@@ -92,7 +102,7 @@ class ServeConfig:
         at_least = {
             "port": 0,
             "max_waiting": 1,
-            "max_body_bytes": 1,
+            "max_body_elements": 1,
             "tokenizer_threads": 1,
             "max_logprobs": -1,
             "max_stored_responses": 0,
@@ -119,8 +129,10 @@ class ServeConfig:
             )
         if self.pooling not in ("auto", "mean", "last"):
             raise ConfigError(f"pooling must be auto, mean or last, got {self.pooling!r}")
-        if self.max_waiting_tokens is not None and self.max_waiting_tokens < 1:
-            raise ConfigError(f"max_waiting_tokens must be at least 1, got {self.max_waiting_tokens}")
+        for name in ("max_waiting_tokens", "max_body_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be at least 1, got {value}")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
             raise ConfigError("TLS needs both ssl_keyfile and ssl_certfile")
         self._check_parsers()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -18,13 +18,15 @@ from starlette.types import Receive, Scope, Send
 
 from quire.serve.errors import ApiError, as_api_error
 from quire.serve.generation import Delta, Generation
-from quire.serve.wire import encode
+from quire.serve.wire import encode, json_response
 from quire.serve.writes import Outlet
 
 Chunks: TypeAlias = Callable[[list[Delta]], list[bytes]]
+InThread: TypeAlias = Callable[[Callable[[], bytes]], Awaitable[bytes]]
 
 log = logging.getLogger("quire.serve")
 MARK = "\ue000text\ue001"
+_FEW_ENTRIES = 2048  # tokens and log-probabilities: written as JSON in about a millisecond
 _DONE = b"data: [DONE]\n\n"
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
@@ -98,6 +100,23 @@ async def whole(request: Request, generation: Generation) -> None:
             await generation.wait()
         if generation.error is not None:
             raise generation.error
+
+
+async def finished(
+    request: Request, generation: Generation, make: Callable[[], Any], in_thread: InThread
+) -> Response:
+    """Wait until all is there and return the response with the body that `make` returns.
+
+    A body with many tokens or log-probabilities is made in a thread. Raises the ApiError that ended it early.
+    """
+    await whole(request, generation)
+    params = generation.states[0].params
+    entries = generation.completion_tokens * (1 + (params.logprobs or 0))
+    if params.prompt_logprobs is not None:
+        entries += generation.prompt_tokens * (1 + params.prompt_logprobs)
+    if entries <= _FEW_ENTRIES:
+        return json_response(make())
+    return Response(await in_thread(lambda: encode(make())), media_type="application/json")
 
 
 async def stream(

@@ -47,12 +47,15 @@ async def model(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """200 while requests are taken; 503 while the server drains, and when the engine has died."""
+    """200 while requests are taken; 503 while the server drains, and when the engine is silent or has died."""
     server = server_of(request)
     if server.engine.cause is not None:
         return json_response({"status": "dead", "cause": server.engine.cause}, 503)
     if server.draining:
         return json_response({"status": "draining"}, 503)
+    if silent_s := server.engine.pulse.overdue_s():
+        cause = f"the engine process has not answered for {silent_s:.0f} s"
+        return json_response({"status": "stalled", "cause": cause}, 503)
     return json_response({"status": "ok"})
 
 

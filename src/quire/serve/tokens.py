@@ -51,6 +51,10 @@ async def detokenize(request: Request) -> Response:
     server = server_of(request)
     wanted, _ = await read_request(request, DetokenizeRequest)
     server.check_model(wanted.model)
+    if len(wanted.tokens) > (most := server.engine.info.max_model_len):
+        raise bad_request(
+            f"tokens must hold at most {most} (max_model_len), got {len(wanted.tokens)}", "tokens"
+        )
     return json_response(
         {"prompt": await server.engine.in_thread(client_of(request), _decode, server, wanted.tokens)}
     )

@@ -1,11 +1,11 @@
-"""JSON in and out: bodies read within a limit, decoded into Structs, with unknown fields noted or refused.
+"""JSON in and out: bodies decoded into Structs, with unknown fields noted or refused. body.py receives them.
 
 Everything that a client can send and that is wrong ends here as a 4xx that names the field.
 """
 
 from __future__ import annotations
 
-import asyncio
+import itertools
 import json
 import re
 from functools import lru_cache
@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 
 import msgspec
 import msgspec.inspect
-from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
@@ -39,38 +38,11 @@ _HALF_PAIR = re.compile("[\ud800-\udfff]")
 _EXPLAINED_BYTES = 1 << 20  # of a body that is no JSON: looking for the reason takes longer than reading it
 _WHOLE = "the body"
 _MAX_DEPTH = 64
-_STALL_S = 60.0  # between two pieces of a body
+_MAX_WARNINGS = 16  # about unknown fields, however many there are
+_SHOWN_CHARS = 64  # of a name that a client made up
 
 
-async def read_json(request: Request, limit_bytes: int) -> dict[str, Any]:
-    """The JSON object in the body of a request; ApiError 413 beyond `limit_bytes`, 400 if it is none."""
-    if (encoding := request.headers.get("content-encoding", "identity")) != "identity":
-        raise bad_request(f"the body has content-encoding {encoding[:64]}: send it as it is")
-    chunks, size = [], 0
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit_bytes:
-        raise _too_large(limit_bytes)
-    loop = asyncio.get_running_loop()
-    try:
-        async with asyncio.timeout(_STALL_S) as stall:
-            async for chunk in request.stream():
-                stall.reschedule(loop.time() + _STALL_S)
-                size += len(chunk)
-                if size > limit_bytes:
-                    raise _too_large(limit_bytes)
-                chunks.append(chunk)
-    except TimeoutError:
-        raise ApiError(408, f"no more of the body came for {_STALL_S:g} s", code="timeout") from None
-    return decode_object(b"".join(chunks))
-
-
-def _too_large(limit_bytes: int) -> ApiError:
-    return ApiError(
-        413, f"the body is larger than {limit_bytes} bytes (max_body_bytes)", code="body_too_large"
-    )
-
-
-def decode_object(body: bytes) -> dict[str, Any]:
+def decode_object(body: bytes | bytearray) -> dict[str, Any]:
     """Strict JSON: no NaN, no half surrogate pairs, no numbers beyond a double, no nesting beyond 64."""
     try:
         found = msgspec.json.decode(body)
@@ -85,7 +57,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
     return found
 
 
-def _unreadable(body: bytes, error: Exception) -> ApiError:
+def _unreadable(body: bytes | bytearray, error: Exception) -> ApiError:
     """Why `body` is no JSON: in our words where it is a text that is no text, for nobody has typed that."""
     try:
         text = body.decode()
@@ -98,7 +70,8 @@ def _unreadable(body: bytes, error: Exception) -> ApiError:
         where = None
     if where is None:
         return bad_request(f"the body is not valid JSON: {error}")
-    message = f"{where[:128]} is not valid Unicode: it holds half of a surrogate pair"
+    where = where[:128]
+    message = f"{where} is not valid Unicode: it holds half of a surrogate pair"
     return bad_request(message, re.split(r"[.\[]", where)[0] if where != _WHOLE else None)
 
 
@@ -140,22 +113,22 @@ def parse(body: dict[str, Any], cls: type[T], strict: bool) -> tuple[T, list[str
             body[name] = int(value)  # JSON has one kind of number, and some clients write 16 as 16.0
     unknown = _unknown(body, known)
     if unknown and strict:
-        name = unknown[0]
+        name = unknown[0][:_SHOWN_CHARS]
         raise bad_request(f"unknown field {name!r} (the server runs with --strict)", name.split(".")[0])
     try:
         found = msgspec.convert(body, cls)
     except msgspec.ValidationError as error:
         raise _explained(str(error)) from None
-    return found, [f"unknown field {name[:64]!r} was ignored" for name in unknown[:16]]
+    return found, [f"unknown field {name[:_SHOWN_CHARS]!r} was ignored" for name in unknown]
 
 
 def _unknown(body: dict[str, Any], known: frozenset[str]) -> list[str]:
-    """Fields of a request that nobody reads, those of its stream_options included."""
-    found = [name for name in body if name not in known]
-    options = body.get("stream_options")
-    if "stream_options" in known and isinstance(options, dict):
-        found += [f"stream_options.{name}" for name in options if name not in _STREAM_OPTIONS]
-    return found
+    """The first of the fields that a request has and Quire does not know, those of its stream_options included."""
+    found = (name for name in body if name not in known)
+    options = body.get("stream_options") if "stream_options" in known else None
+    names = options if isinstance(options, dict) else {}
+    nested = (f"stream_options.{name[:_SHOWN_CHARS]}" for name in names if name not in _STREAM_OPTIONS)
+    return list(itertools.islice(itertools.chain(found, nested), _MAX_WARNINGS))
 
 
 def field_names(cls: type[msgspec.Struct]) -> frozenset[str]:

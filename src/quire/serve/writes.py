@@ -1,4 +1,4 @@
-"""What a step brought to all streams is written at once: uvicorn's protocol over a transport that gathers.
+"""What a step brought to all streams is written at once, by transports that gather writes.
 
 One token of 64 streams is 64 writes to 64 sockets. Made one by one, with the work for the next stream in
 between, each wakes a client that has just gone to sleep again, which costs more than everything else that is
@@ -10,11 +10,9 @@ done for the token. Gathered until all streams have made their pieces, and then 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 from uvicorn.protocols.http.flow_control import FlowControl
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 
 class Writes:
@@ -88,20 +86,3 @@ class Outlet:
     async def drain(self) -> None:
         """Until the client has read some of it, or has gone."""
         await self._flow.drain()
-
-
-def gathering_protocol(loop: asyncio.AbstractEventLoop) -> type[asyncio.Protocol]:
-    """The class of uvicorn's connections on `loop`, for its option `http`. `scope["outlet"]` is its Outlet."""
-    writes = Writes(loop)
-    made = cast(Callable[[Any, Any], None], HttpToolsProtocol.connection_made)
-
-    class Connection(HttpToolsProtocol):
-        def connection_made(self, transport: Any) -> None:
-            made(self, GatheringTransport(transport, writes))
-            self.outlet = Outlet(self.transport, self.flow)
-
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            cast(dict[str, Any], self.scope)["outlet"] = self.outlet
-
-    return Connection

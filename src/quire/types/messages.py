@@ -112,6 +112,8 @@ class EngineInfo:
     weight_bytes: int
     num_parameters: int
     reserved_bytes: int = 0  # what steps may take beside weights, KV blocks and slot columns
+    prefix_caching: bool = False
+    eviction: str = "lru"  # of cached blocks
     phases_s: dict[str, float] = field(default_factory=dict)  # start-up by phase
 
     def start_up(self) -> str:

@@ -6,12 +6,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.serve.chat import begin, chat_prompt, chat_template
-from quire.serve.context import client_of, read_request, server_of
+from quire.serve.context import client_of, read_request, server_of, thread_of
 from quire.serve.errors import messages_error
 from quire.serve.messages.answer import MessageAnswer
 from quire.serve.messages.input import chat_of
 from quire.serve.protocol.messages import CountTokensRequest, MessagesRequest
-from quire.serve.stream import Framing, named_event, stream, whole
+from quire.serve.stream import Framing, finished, named_event, stream
 from quire.serve.tools.request import tool_use
 from quire.serve.wire import json_response
 
@@ -24,8 +24,7 @@ async def messages(request: Request) -> Response:
     if chat.stream:
         slow_s = turn.server.settings.slow_reader_timeout
         return await stream(request, turn.generation, answer.chunks, answer.last, slow_s, framing(request))
-    await whole(request, turn.generation)
-    return json_response(answer.response())
+    return await finished(request, turn.generation, answer.response, thread_of(request))
 
 
 def framing(request: Request) -> Framing:

@@ -18,6 +18,7 @@ from quire.serve.protocol.sampling import same_fields
 
 _REFUSED = ("background", "context_management", "conversation", "max_tool_calls", "moderation", "prompt")
 _TEXTS = ("input_text", "output_text", "text", "refusal")
+_PAIRS, _KEY_CHARS, _VALUE_CHARS = 16, 64, 512  # of metadata, as OpenAI's API has it
 _LOGPROBS = "message.output_text.logprobs"
 Message = dict[str, Any]
 
@@ -63,6 +64,14 @@ def _texts_and_thoughts(wanted: ResponsesRequest, chat: ChatRequest) -> list[str
     metadata = {} if wanted.metadata is None else wanted.metadata
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise bad_request("metadata must be an object with strings", "metadata")
+    if len(metadata) > _PAIRS or any(
+        len(k) > _KEY_CHARS or len(v) > _VALUE_CHARS for k, v in metadata.items()
+    ):
+        raise bad_request(
+            f"metadata must hold at most {_PAIRS} pairs, with keys of at most {_KEY_CHARS} characters and values of "
+            f"at most {_VALUE_CHARS}",
+            "metadata",
+        )
     warnings = []
     if wanted.truncation not in (None, "disabled"):
         warnings.append("truncation has no effect in Quire: a conversation that is too long is refused")

@@ -6,14 +6,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.serve.chat import begin
-from quire.serve.context import client_of, read_request, server_of
+from quire.serve.context import client_of, read_request, server_of, thread_of
 from quire.serve.errors import ApiError, bad_request
 from quire.serve.protocol.chat import ChatRequest
 from quire.serve.protocol.responses import ResponsesRequest
 from quire.serve.responses.answer import ResponseAnswer
 from quire.serve.responses.input import chat_of, messages_of
 from quire.serve.responses.store import Stored
-from quire.serve.stream import Framing, stream, whole
+from quire.serve.stream import Framing, finished, stream
 from quire.serve.wire import json_response
 
 
@@ -46,8 +46,7 @@ async def create_response(request: Request) -> Response:
         slow_s = server.settings.slow_reader_timeout
         framing = Framing(answer.failed)
         return await stream(request, turn.generation, answer.chunks, last, slow_s, framing)
-    await whole(request, turn.generation)
-    response = json_response(answer.response())
+    response = await finished(request, turn.generation, answer.response, thread_of(request))
     keep()
     return response
 

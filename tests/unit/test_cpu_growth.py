@@ -1,0 +1,58 @@
+"""Libraries generate code for each new shape on a CPU and keep it: shapes must be few."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from quire.attention.reference import ReferenceAttention
+from quire.quant.packed import PackedMatmul, _can_pack, padded_rows
+from ragged import Layer, check, make_case
+
+
+def test_numbers_of_rows_that_a_product_is_asked_for_are_few() -> None:
+    sizes = {padded_rows(rows) for rows in range(1, 2049)}
+    assert len(sizes) <= 60 and max(sizes) == 2048
+    assert all(rows <= padded_rows(rows) < max(rows + 16, 1.25 * rows + 1) for rows in range(9, 2049))
+
+
+@pytest.mark.skipif(not _can_pack(), reason="torch without oneDNN")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_is_not_seen(dtype: torch.dtype) -> None:
+    weight, bias = torch.randn(40, 24).to(dtype), torch.randn(40).to(dtype)
+    matmul, asked = PackedMatmul(weight, bias), set[int]()
+    multiply = matmul.multiply
+
+    def noted(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        asked.add(x.shape[0])
+        return multiply(x, *rest)
+
+    matmul.multiply = noted  # type: ignore[method-assign]
+    for rows in (1, 9, 16, 17, 31, 100, 129, 700):
+        x = torch.randn(rows, 24).to(dtype)
+        y = matmul(x)
+        assert y.shape == (rows, 40) and y.is_contiguous()
+        torch.testing.assert_close(y, F.linear(x, weight, bias), rtol=2e-2, atol=5e-2)
+    assert asked == {1, 16, 32, 112, 160, 704}
+
+
+def test_shapes_of_attention_in_16_bits_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes, attend = set[tuple[int, int]](), F.scaled_dot_product_attention
+
+    def noted(q: torch.Tensor, k: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
+        shapes.add((q.shape[2] % 64, k.shape[2] % 512))  # what is left of whole tiles
+        return attend(q, k, *rest, **more)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
+    backend, rng = ReferenceAttention(), random.Random(0)
+    for index in range(60):
+        layer = Layer(4, 2, 16, 0.25, window=rng.choice([None, 40]))
+        rows = [(rng.choice([0, rng.randrange(600)]), rng.choice([1, rng.randint(1, 200)])) for _ in range(3)]
+        case = make_case(random.Random(index), backend, layer, rows, 16, dtype=torch.bfloat16)
+        check(case, backend)
+    assert len(shapes) <= 8 * 8
+    assert {keys % 64 for _, keys in shapes} == {0}

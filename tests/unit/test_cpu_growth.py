@@ -1,4 +1,4 @@
-"""Libraries generate code for each new shape on a CPU and keep it: shapes must be few."""
+"""Memory of a CPU that must not grow: code that libraries generate for each new shape and keep, masks, tables."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from quire.attention import reference
 from quire.attention.reference import ReferenceAttention
+from quire.layers import rope
+from quire.layers.rope import Rope
+from quire.layers.rope_params import RopeParams
 from quire.quant.packed import PackedMatmul, _can_pack, padded_rows
 from ragged import Layer, check, make_case
 
@@ -56,3 +60,42 @@ def test_shapes_of_attention_in_16_bits_are_few(monkeypatch: pytest.MonkeyPatch)
         check(case, backend)
     assert len(shapes) <= 8 * 8
     assert {keys % 64 for _, keys in shapes} == {0}
+
+
+@pytest.mark.parametrize("soft_cap", [None, 5.0])
+@pytest.mark.parametrize("window", [None, 7, 100])
+def test_masks_are_made_in_bounded_pieces(
+    window: int | None, soft_cap: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long rows, cut into pieces, give what they give whole."""
+    monkeypatch.setattr(reference, "_MASK_ELEMENTS", 2000)
+    made: list[tuple[int, torch.dtype]] = []
+    cut = reference._Long._cut
+
+    def noted(self: reference._Long, *args: Any) -> Any:
+        for piece in cut(self, *args):
+            assert piece.mask is not None
+            made.append((piece.mask.numel(), piece.mask.dtype))
+            yield piece
+
+    monkeypatch.setattr(reference._Long, "_cut", noted)
+    backend, layer = ReferenceAttention(), Layer(4, 2, 16, 0.25, window=window, soft_cap=soft_cap)
+    rows = [(150, 60), (0, 90), (33, 2), (70, 1)]
+    case = make_case(random.Random(1), backend, layer, rows, 16)
+    check(case, backend)
+    assert len(made) >= 8 and all(size <= 2000 and dtype == torch.bool for size, dtype in made)
+
+
+def test_masks_that_are_small_are_made_once_for_all_layers() -> None:
+    backend, layer = ReferenceAttention(), Layer(4, 2, 16, 0.25)
+    case = make_case(random.Random(1), backend, layer, [(50, 20)], 16)
+    (long,) = case.batch.attn.longs
+    first, second = (list(long.pieces(layer)) for _ in range(2))
+    assert first[0].mask is second[0].mask is not None
+
+
+def test_angles_computed_in_pieces_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, device = RopeParams(theta=10000.0), torch.device("cpu")
+    whole = Rope(params, 32, 1000, device, torch.float32).table
+    monkeypatch.setattr(rope, "_POSITIONS", 7)
+    assert torch.equal(Rope(params, 32, 1000, device, torch.float32).table, whole)

@@ -6,6 +6,11 @@ Each client sends one streamed request after the other to `quire serve` on 127.0
 middle of its answer, one in twenty before it begins, one in ten reads slowly through a small buffer; the others
 read to the end and check what they read. After each number of clients the server must be idle with all pages
 free. Prints one line for each; exits with 1 if anything was lost, came twice or stayed behind.
+
+    python benchmarks/endurance.py --clients 32 --seconds 1800 --engine-limit-mib 800 --api-limit-mib 500
+
+also prints the resident memory of both processes every 30 seconds, and exits with 1 if one exceeds its limit, or if
+the engine process grows by more than 32 MiB from the end of the third minute on.
 """
 
 from __future__ import annotations
@@ -13,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import math
 import random
 import re
 import socket
@@ -48,7 +54,11 @@ WORDS = [
     "with",
     "Rosa",
 ]
+LONG = 0.03  # share of prompts of several hundred words
 IDLE_S = 20.0
+SAMPLE_S = 30.0  # between two samples of memory
+SETTLED_S = 180.0  # after which memory must be flat
+MOST_GROWTH_MIB = 32.0
 
 
 @dataclass
@@ -62,6 +72,21 @@ class Level:
     first_s: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     rss_mib: list[tuple[float, float]] = field(default_factory=list)  # of API and engine process
+    rss_at_s: list[float] = field(default_factory=list)  # when
+
+    def sample(self, server: Server, began_s: float) -> None:
+        self.rss_at_s.append(time.monotonic() - began_s)
+        self.rss_mib.append(server.rss_mib())
+
+    def check_memory(self, api_limit_mib: float, engine_limit_mib: float) -> None:
+        """Note as wrong what exceeds its limit, and an engine process that still grows when it should not."""
+        for name, number, limit in (("API", 0, api_limit_mib), ("engine", 1, engine_limit_mib)):
+            if (most := max(rss[number] for rss in self.rss_mib)) > limit:
+                self.wrong.append(f"{name} process at {most:.0f} MiB, limit {limit:.0f}")
+        settled = [rss[1] for rss, at_s in zip(self.rss_mib, self.rss_at_s) if at_s >= SETTLED_S]
+        if settled and (growth := max(settled) - settled[0]) > MOST_GROWTH_MIB:
+            self.wrong.append(f"the engine process grew by {growth:.0f} MiB after {SETTLED_S:.0f} s")
+
     seconds: float = 0.0
 
 
@@ -99,7 +124,8 @@ def small_buffer(address: tuple[Any, ...]) -> socket.socket:
 
 def request(r: random.Random, kind: str) -> tuple[str, dict[str, Any]]:
     """Route and body."""
-    text = " ".join(r.choice(WORDS) for _ in range(r.randint(1, 60)))
+    words = r.randint(300, 1200) if r.random() < LONG else r.randint(1, 60)
+    text = " ".join(r.choice(WORDS) for _ in range(words))
     body: dict[str, Any] = {
         "max_tokens": r.randint(1, 96),
         "stream": True,
@@ -108,6 +134,8 @@ def request(r: random.Random, kind: str) -> tuple[str, dict[str, Any]]:
         "ignore_eos": r.random() < 0.5,
         "n": r.choice([1, 1, 1, 2]),
     }
+    if r.random() < 0.2:
+        body |= {"top_p": 0.9, "presence_penalty": 0.5, "repetition_penalty": 1.1}
     if r.random() < 0.5:
         path, asked = "/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}
         more = {"logprobs": True, "top_logprobs": 20}
@@ -204,8 +232,15 @@ async def idle(session: aiohttp.ClientSession, url: str, level: Level) -> dict[s
     return stats
 
 
-async def run(server: Server, counts: list[int], seconds: float, seed: int = 0) -> list[Level]:
-    """Each number of clients for `seconds`."""
+async def run(
+    server: Server,
+    counts: list[int],
+    seconds: float,
+    seed: int = 0,
+    api_limit_mib: float = math.inf,
+    engine_limit_mib: float = math.inf,
+) -> list[Level]:
+    """Each number of clients for `seconds`. Memory is printed as it goes if the engine process has a limit."""
     levels = []
     fast = aiohttp.TCPConnector(limit=0)
     slow = aiohttp.TCPConnector(limit=0, socket_factory=small_buffer)
@@ -219,16 +254,25 @@ async def run(server: Server, counts: list[int], seconds: float, seed: int = 0) 
                 for i in range(count)
             ]
             running = asyncio.gather(*clients)
+            watched = engine_limit_mib < math.inf
             while not running.done():
-                level.rss_mib.append(server.rss_mib())
-                await asyncio.wait([running], timeout=max(seconds / 12, 0.2))
+                level.sample(server, began_s)
+                if watched:
+                    show_memory(level)
+                await asyncio.wait([running], timeout=SAMPLE_S if watched else max(seconds / 12, 0.2))
             level.seconds = time.monotonic() - began_s
             await idle(one, server.url, level)
-            level.rss_mib.append(server.rss_mib())
+            level.sample(server, began_s)
+            level.check_memory(api_limit_mib, engine_limit_mib)
             if sum(level.ended.values()) != level.sent:
                 level.wrong.append(f"{level.sent} sent, {sum(level.ended.values())} ended")
             show(level)
     return levels
+
+
+def show_memory(level: Level) -> None:
+    (api_mib, engine_mib), at_s = level.rss_mib[-1], level.rss_at_s[-1]
+    print(f"{at_s:6.0f} s: API process {api_mib:.0f} MiB, engine process {engine_mib:.0f} MiB", flush=True)
 
 
 def show(level: Level) -> None:
@@ -251,6 +295,8 @@ def main() -> int:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 128, 512])
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--api-limit-mib", type=float, default=math.inf, help="of the API process")
+    parser.add_argument("--engine-limit-mib", type=float, default=math.inf, help="of the engine process")
     parser.add_argument(
         "--server", nargs="*", default=["demo"], help="model and flags of quire serve, without --"
     )
@@ -258,7 +304,9 @@ def main() -> int:
     model, *flags = args.server
     server = Server([model, *(f"--{flag}" for flag in flags)])
     try:
-        levels = asyncio.run(run(server, args.clients, args.seconds, args.seed))
+        levels = asyncio.run(
+            run(server, args.clients, args.seconds, args.seed, args.api_limit_mib, args.engine_limit_mib)
+        )
     finally:
         code = server.close()
     print(f"the server ended with exit code {code}")

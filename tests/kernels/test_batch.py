@@ -178,3 +178,21 @@ def test_padding_changes_nothing(device: str, one_each: bool) -> None:
     assert torch.equal(batch.logit_index[:rows], expected.logit_index)
     for a, b in zip(side.columns(), exact.columns()):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_arrive_after_a_step_that_failed_half_way(device: str) -> None:
+    """The host had gone on to the next row of pinned memory, the device had not."""
+    rng, side = random.Random(3), Side(True, device, True)
+    plan = random_plan(rng, 0, {})
+    assert isinstance(side.batcher, KernelBatcher) and len(plan.slots)
+    side.staging.begin()
+    side.state.apply(plan, side.staging)
+    side.batcher.load(plan_header(plan), side.staging, len(plan.slots))  # and then memory runs out
+    side.batcher.recover()
+    sampled = torch.arange(100, 100 + len(plan.slots), dtype=torch.int32, device=device)
+    step, _ = side.batcher.build(plan, side.staging)
+    side.batcher.advance(step, sampled)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    assert step.tokens_host is not None and torch.equal(step.tokens_host, sampled.cpu())

@@ -11,7 +11,15 @@ from quire.config import EngineConfig
 from quire.models.spec import ModelSpec
 from quire.types import ConfigError
 from quire.worker import sizing
-from quire.worker.sizing import KVSize, check_kv_fits, column_bytes, fit_context, sampling_bytes, size_kv
+from quire.worker.sizing import (
+    KVSize,
+    check_kv_fits,
+    check_weights_fit,
+    column_bytes,
+    fit_context,
+    sampling_bytes,
+    size_kv,
+)
 from tiny import CONFIG
 
 TOKEN = 2 * 4 * 2 * 64 * 2  # keys and values, layers, KV heads, head_dim, bytes
@@ -61,6 +69,12 @@ def test_an_explicit_context_that_does_not_fit_is_refused() -> None:
         size(1000, asked=4000)
     with pytest.raises(ConfigError, match="lower max_model_len or raise kv_cache_memory"):
         size(100)
+
+
+def test_weights_are_held_against_what_the_container_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "host_memory", lambda: (1 << 16, 1 << 20))
+    with pytest.raises(ConfigError, match=r"the weights of demo need .* are free on cpu"):
+        check_weights_fit(resolved(), SPEC, torch.float32, CPU)
 
 
 def test_slot_columns_come_out_of_the_budget_that_was_measured() -> None:

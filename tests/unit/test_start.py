@@ -91,3 +91,21 @@ def test_warming_up_fits_into_a_narrow_context(warmed: list[int]) -> None:
     for length in (2, 3):
         start_engine(EngineConfig(**SMALL, max_model_len=length))[0].close()
     assert warmed == [2, 3]
+
+
+def test_tables_and_columns_are_made_for_the_context_that_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asked for, or lowered to what the memory holds; never for all that the model could do."""
+    made: list[tuple[int, int]] = []
+    allocate = Worker.allocate
+
+    def noted(self: Worker, size: KVSize) -> Runner:
+        runner = allocate(self, size)
+        made.append((len(self.model.rope.table), runner._state.tokens.shape[1]))
+        return runner
+
+    monkeypatch.setattr(Worker, "allocate", noted)
+    start_engine(EngineConfig(**SMALL, max_model_len=100))[0].close()
+    start_engine(EngineConfig(**SMALL))[0].close()
+    lowered = EngineConfig(**{**SMALL, "kv_cache_memory": 20 * 57344})
+    start_engine(lowered)[0].close()
+    assert made == [(100, 100), (2048, 2048), (320, 320)]

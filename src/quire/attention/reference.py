@@ -305,12 +305,41 @@ def _attend_finite(
     """`_attend` for finite k and v: a probability of 0 times a number that is not finite would be NaN."""
     if q.shape[1] != k.shape[1] and (layer.soft_cap is not None or q.device.type != "cpu"):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    queries = q.shape[2]
     if layer.soft_cap is None:
+        if q.device.type == "cpu" and q.dtype != torch.float32:
+            q, k, v, mask = _padded(q, k, v, mask, causal)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=layer.scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        )[:, :, :queries]
     scores = torch.matmul(q.float(), k.float().transpose(2, 3)) * layer.scale
     scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)
+
+
+def _padded(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The arguments of attention with numbers of queries and keys of which there are few.
+
+    For 16 bits torch generates code for each pair that is new, in each thread, and keeps it for good: a quarter of a
+    MiB on average.
+    """
+    queries, keys = q.shape[2], k.shape[2]
+    more_keys = -keys % 64
+    if causal:  # as many of one as of the other
+        more_queries = more_keys
+    else:
+        more_queries = -queries % 32 if queries > 16 else (1 << (queries - 1).bit_length()) - queries
+    if not (more_keys or more_queries):
+        return q, k, v, mask
+    if more_keys and not causal:
+        if mask is None:
+            mask = torch.ones(1, 1, 1, keys, dtype=torch.bool)
+        mask = F.pad(mask, (0, more_keys), value=False)
+    if mask is not None and mask.shape[-2] > 1:
+        mask = F.pad(mask, (0, 0, 0, more_queries), value=True)
+    k, v = (F.pad(x, (0, 0, 0, more_keys)) if more_keys else x for x in (k, v))
+    return F.pad(q, (0, 0, 0, more_queries)) if more_queries else q, k, v, mask

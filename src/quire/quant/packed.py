@@ -5,6 +5,7 @@ our own reads that layout faster than oneDNN does, and takes in what surrounds t
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from quire.kernels import Kernels
 from quire.kernels.cpu.ops import (
@@ -37,6 +38,16 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | Non
     return many
 
 
+def padded_rows(rows: int) -> int:
+    """Return a number of at least `rows` for which oneDNN is asked: one of some fifty, up to 2,048 rows.
+
+    For each new number it generates code, which takes longer than the product of a small model and is kept for good
+    (half a MiB each, in addition to its cache of primitives).
+    """
+    step = 1 if rows <= FEW_ROWS else 16 if rows <= 128 else 32 if rows <= 512 else 64
+    return -(-rows // step) * step
+
+
 class PackedMatmul:
     """oneDNN's product."""
 
@@ -46,7 +57,10 @@ class PackedMatmul:
         self.multiply = torch.ops.mkldnn._linear_pointwise.default
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self.multiply(x, self.weight, self.bias, "none", [], "")
+        rows = x.shape[0]
+        if more := padded_rows(rows) - rows:
+            x = F.pad(x, (0, 0, 0, more))
+        return self.multiply(x, self.weight, self.bias, "none", [], "")[:rows]
 
 
 class FewRowsPackedMatmul(FusingMatmul):

@@ -82,8 +82,11 @@ class Worker:
         torch.cuda.empty_cache()
 
     def measure(self) -> int:
-        """Return, and keep, the memory that steps take beyond weights, KV blocks and slot columns: buffers, activations, sampling,
-        and captured graphs. On CUDA activations and buffers are measured; on a CPU all is estimated."""
+        """Return, and keep, the bytes that steps take beyond weights, KV blocks and slot columns.
+
+        That is buffers, activations, sampling and captured graphs. On CUDA the first two are measured; on a CPU all
+        is estimated.
+        """
         on_cpu = self.device.type != "cuda"
         self.reserved_bytes = self._estimated_bytes() if on_cpu else self._measured_bytes()
         return self.reserved_bytes

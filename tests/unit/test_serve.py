@@ -20,13 +20,13 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from quire.config import EngineConfig
+from quire.frontend.length import check_length
 from quire.frontend.location import locate_model
 from quire.frontend.tokenizer import load_tokenizer
 from quire.serve.admission import Admission
 from quire.serve.auth import ANYONE, Client, Keys, bearer, load_keys
 from quire.serve.choice import ChatChoiceBuilder
 from quire.serve.errors import ApiError
-from quire.serve.length import check_length
 from quire.serve.listen import bind, listen
 from quire.serve.parser import Arguments, Content, Event, PlainText, Reasoning, TextParser, ToolCall
 from quire.serve.protocol.chat import ChatRequest

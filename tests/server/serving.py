@@ -63,8 +63,7 @@ class Server:
         return self.http.get("/stats").json()
 
     def engine_pid(self) -> int:
-        (child,) = psutil.Process(self.process.pid).children()
-        return child.pid
+        return engine_of(self.process.pid).pid
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -100,6 +99,12 @@ class Server:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
+
+
+def engine_of(pid: int) -> psutil.Process:
+    """The engine process of a server, which also has helper processes."""
+    (found,) = (p for p in psutil.Process(pid).children() if "quire.engine_process" in p.cmdline())
+    return found
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import TypeVar, cast
 import msgspec
 from starlette.requests import Request
 
+from quire.serve.aside import SideThread
 from quire.serve.auth import ANYONE, Client
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
@@ -23,6 +24,7 @@ from quire.serve.protocol.responses import ResponsesRequest
 from quire.serve.protocol.sampling import RequestFields
 from quire.serve.responses.store import ResponseStore
 from quire.serve.settings import ServeConfig
+from quire.serve.templates import ChatTemplates
 from quire.serve.wire import parse, read_json
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -41,17 +43,19 @@ class Server:
     settings: ServeConfig
     names: list[str]  # of the model; the first is used in answers
     forms: Forms  # of its answers
-    chat_template: str | None = None  # in place of the model's
+    templates: ChatTemplates
     pooling: str = "mean"  # of embeddings
     observers: Sequence[Observer] = ()  # of requests that are over, beside `http`
     http: HttpCounts = field(default_factory=HttpCounts)
     started_s: float = field(default_factory=time.time)
     draining: bool = False
     responses: ResponseStore = field(init=False)
+    counting: SideThread = field(init=False)  # of tokens
     live: LiveView = field(init=False)  # what the engine does, for those who look
 
     def __post_init__(self) -> None:
         self.responses = ResponseStore(self.settings.max_stored_responses, self.settings.max_stored_bytes)
+        self.counting = SideThread("counting tokens")
         self.live = LiveView(self.engine.live)
 
     def check_model(self, name: str | None) -> str:

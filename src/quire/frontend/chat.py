@@ -225,14 +225,12 @@ def _fit_calls(calls: Any, where: str, traits: TemplateTraits) -> list[dict[str,
 
 
 def _fit_arguments(given: Any, where: str, traits: TemplateTraits) -> Any:
-    text = given.strip() or "{}" if isinstance(given, str) else None
     try:
-        found = given if text is None else json.loads(text)
+        found = json.loads(given.strip() or "{}") if isinstance(given, str) else given
     except (ValueError, RecursionError) as error:
         raise RequestError(f"{where} must be valid JSON: {error}") from error
-    if traits.arguments == "object":
-        return _plain(found, where)
-    return text or json.dumps(found, ensure_ascii=False)
+    found = _plain(found, where)
+    return found if traits.arguments == "object" else json.dumps(found, ensure_ascii=False)
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:

@@ -202,6 +202,12 @@ def test_a_process_that_hangs_is_killed_at_the_deadline(
         assert outcome(renderer, "{{ 1 }}") == "1", "a machine that was stopped is not the template's fault"
 
 
+def test_traits_of_a_template_that_is_no_jinja_say_so(renderer: TemplateRenderer) -> None:
+    for _ in range(2):
+        with pytest.raises(RequestError, match="not valid Jinja"):
+            renderer.traits("{{ oops(")
+
+
 def test_who_waits_too_long_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(renderer_module, "_QUEUE_S", 0.05)
     renderer = TemplateRenderer(processes=1)

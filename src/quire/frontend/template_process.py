@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import IO
 
 from quire.frontend.helper_process import HEADER, LAST
-from quire.frontend.sandbox import TemplateFailure, run_template
+from quire.frontend.sandbox import TemplateFailure, compile_template, run_template
 from quire.frontend.template_traits import probe_traits
 
 RENDER, TRAITS = 0, 1  # kinds of questions
@@ -58,6 +58,7 @@ def _answer(kind: int, body: bytes, cpu_s: float) -> tuple[int, str, bool]:
     try:
         _limit_time(cpu_s)
         source, variables = marshal.loads(body)
+        compile_template(source)
         if kind == TRAITS:
             text = json.dumps(asdict(probe_traits(partial(run_template, source))))
         else:

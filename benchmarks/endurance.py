@@ -102,7 +102,7 @@ class Server:
         assert found, "the server did not start"
         self.url = found[0]
         self._api = psutil.Process(self._process.pid)
-        (self._engine,) = self._api.children()
+        (self._engine,) = (p for p in self._api.children() if "quire.engine_process" in p.cmdline())
 
     def rss_mib(self) -> tuple[float, float]:
         api, engine = (process.memory_info().rss / 2**20 for process in (self._api, self._engine))

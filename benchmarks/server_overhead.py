@@ -45,7 +45,7 @@ class Server:
                 self.url = found[0]
                 break
         self._api = psutil.Process(self._process.pid)
-        (self._engine,) = self._api.children()
+        (self._engine,) = (p for p in self._api.children() if "quire.engine_process" in p.cmdline())
 
     def processor_s(self) -> dict[str, float]:
         """Processor seconds so far of each process."""

@@ -6,21 +6,27 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from quire.config import EngineConfig
-from quire.types import SamplingParams, StructuredOutputsParams
-
 if TYPE_CHECKING:
+    from quire.config import EngineConfig
     from quire.llm import LLM
+    from quire.types import SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "EngineConfig", "SamplingParams", "StructuredOutputsParams"]
 
+_HOMES = {
+    "LLM": "quire.llm",
+    "EngineConfig": "quire.config",
+    "SamplingParams": "quire.types",
+    "StructuredOutputsParams": "quire.types",
+}
+
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":  # imported when first used, so that `import quire` needs no torch
-        from quire.llm import LLM
-
-        return LLM
-    raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    """Import a public name on first use: `import quire` needs no torch, and helper processes start fast."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'quire' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
 from quire.frontend.client import EngineClient, InProcessClient
@@ -32,6 +32,9 @@ from quire.types import (
     StepFailed,
     check_field_names,
 )
+
+if TYPE_CHECKING:
+    from quire.frontend.renderer import TemplateRenderer
 
 Message = Mapping[str, Any]
 _POLL_S = 1.0
@@ -64,6 +67,7 @@ class LLM:
         self._assembler = OutputAssembler()
         self._news: dict[int, RequestState] = {}  # changed, and their calls do not know yet; by id()
         self._count = 0
+        self._renderer: TemplateRenderer | None = None  # its process starts with the first chat
 
     # ------------------------------------------------------------------------------- answers
 
@@ -157,8 +161,12 @@ class LLM:
     ) -> dict[str, Any]:
         """A conversation as a prompt of token ids."""
         from quire.frontend.chat import render_chat
+        from quire.frontend.renderer import TemplateRenderer
 
+        if self._renderer is None:
+            self._renderer = TemplateRenderer(processes=1)
         text = render_chat(
+            self._renderer,
             self._tokenizer,
             messages,
             tools,
@@ -167,7 +175,8 @@ class LLM:
             chat_template_kwargs,
             chat_template=chat_template,
         )
-        return {"prompt": text, "prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}
+        ids = self._processor.prompt_ids(text, add_special_tokens=False)
+        return {"prompt": text, "prompt_token_ids": ids}
 
     def get_tokenizer(self) -> Tokenizer:
         return self._tokenizer
@@ -182,6 +191,9 @@ class LLM:
 
     def close(self) -> None:
         """Stop the engine and give its memory back."""
+        if self._renderer is not None:
+            self._renderer.close()
+            self._renderer = None
         self._client.close()
 
     def __enter__(self) -> LLM:

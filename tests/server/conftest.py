@@ -13,7 +13,7 @@ from serving import Check, Server, serving
 @pytest.fixture(scope="session")
 def dry() -> Iterator[Server]:
     """A server without a model: it answers with the prompt."""
-    with serving("demo", "--dry-run", "--check-invariants") as server:
+    with serving("demo", "--dry-run", "--check-invariants", "--trust-request-chat-template") as server:
         yield server
 
 

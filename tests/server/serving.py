@@ -68,8 +68,7 @@ class Server:
         return self.http.get("/stats").json()
 
     def engine_pid(self) -> int:
-        (child,) = psutil.Process(self.process.pid).children()
-        return child.pid
+        return engine_of(self.process.pid).pid
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)
@@ -111,6 +110,12 @@ def listens_at(pid: int) -> int | None:
     """The port of a server that cannot say it."""
     ports = [c.laddr.port for c in psutil.Process(pid).net_connections() if c.status == psutil.CONN_LISTEN]
     return ports[0] if ports else None
+
+
+def engine_of(pid: int) -> psutil.Process:
+    """The engine process of a server, which also has helper processes."""
+    (found,) = (p for p in psutil.Process(pid).children() if "quire.engine_process" in p.cmdline())
+    return found
 
 
 @contextmanager

@@ -191,3 +191,37 @@ def test_warnings_and_strict(dry: Server) -> None:
     chunks = events(dry.post("/v1/chat/completions", chat("Hi", nonsense=1, stream=True)))
     assert "nonsense" in chunks[0]["warnings"][0] and "warnings" not in chunks[1]
     assert "warnings" not in dry.post("/v1/chat/completions", chat("Hi")).json()
+
+
+def test_templates_come_with_requests_only_if_the_operator_trusts_them(demo: Server) -> None:
+    """The other tests use a server with --trust-request-chat-template."""
+    messages = [{"role": "user", "content": "Hi"}]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": messages}),
+        ("/v1/messages", {"model": "demo", "max_tokens": 1, "messages": messages}),
+        ("/v1/messages/count_tokens", {"model": "demo", "messages": messages}),
+        ("/v1/responses", {"input": "Hi"}),
+        ("/tokenize", {"messages": messages}),
+    ):
+        answer = demo.post(path, {**body, "chat_template": "{{ messages[0].content }}"})
+        assert answer.status_code == 400
+        assert "--trust-request-chat-template" in answer.json()["error"]["message"]
+
+
+def test_unknown_roles_reach_the_template(dry: Server) -> None:
+    messages = [{"role": "critic", "content": "Hi"}]
+    body = {"messages": messages, "chat_template": "{{ messages[0].role }}", "max_tokens": 9}
+    assert dry.post("/v1/chat/completions", body).json()["choices"][0]["message"]["content"] == "critic"
+    body["chat_template"] = "{{ raise_exception('no ' + messages[0].role) }}"
+    answer = dry.post("/v1/chat/completions", body)
+    assert answer.status_code == 400 and "no critic" in answer.json()["error"]["message"]
+
+
+def test_hostile_templates_of_requests_end(dry: Server) -> None:
+    """The process that renders them ends, and the next request finds another one."""
+    for source in ("{% set x=[['a']*2000]*2000 %}{{ (x|sum(start=[]))|length }}", "{{ 7 ** 999999999 }}"):
+        answer = dry.post("/v1/chat/completions", {**chat("Hi"), "chat_template": source})
+        assert answer.status_code == 400
+        assert answer.json()["error"]["message"].startswith("the chat template was stopped")
+        assert answer.json()["error"]["param"] == "chat_template"
+    assert dry.post("/v1/chat/completions", chat("Hi")).status_code == 200

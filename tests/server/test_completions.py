@@ -126,3 +126,26 @@ def test_models_version_health_stats(dry: Server) -> None:
     stats = dry.wait_until_idle()
     assert stats["pages"]["used"] == 0 and stats["pages"]["free"] == stats["pages"]["total"]
     assert stats["requests"]["completed"] >= 1 and stats["tokens"]["generated"] >= 1
+
+
+def test_only_what_can_be_a_prompt_is_tokenized(dry: Server) -> None:
+    """2,048 tokens of 16 characters, the demo model's longest, are 32,768 characters."""
+    assert dry.post("/tokenize", {"prompt": "a" * 32_768}).json()["count"] > 2048
+    long = "a" * 32_769
+    for path, body in (
+        ("/tokenize", {"prompt": long}),
+        ("/tokenize", {"messages": [{"role": "user", "content": long}]}),
+        ("/v1/messages/count_tokens", {"model": "demo", "messages": [{"role": "user", "content": long}]}),
+        ("/v1/completions", {"prompt": ["a", long]}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": long}]}),
+        ("/v1/embeddings", {"input": long}),
+        ("/generate", {"prompt": long}),
+    ):
+        answer = dry.post(path, body)
+        assert answer.status_code == 400
+        assert "characters" in answer.json()["error"]["message"]
+    assert dry.post("/detokenize", {"tokens": [5] * 32_768}).status_code == 200
+    answer = dry.post("/detokenize", {"tokens": [5] * 32_769})
+    assert answer.status_code == 400 and "at most 32768" in answer.json()["error"]["message"]
+    kept = dry.post("/generate", {"prompt": long * 20, "truncate_prompt_tokens": 5, "max_tokens": 5})
+    assert kept.status_code == 200

@@ -102,7 +102,7 @@ def test_fields_out_of_range_are_named(dry: Server, fields: dict, name: str) -> 
         ({"messages": "Hi"}, "messages"),
         ({"messages": [1]}, "messages"),
         ({"messages": [{}]}, "messages"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": 5, "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, "messages"),

@@ -270,6 +270,7 @@ def test_a_template_without_tools_is_told(dry: Server) -> None:
 @pytest.fixture(scope="module")
 def other() -> Iterator[Server]:
     flags = ["--tool-call-parser", "mistral", "--reasoning-parser", "deepseek_r1", "--stream-tool-arguments"]
+    flags += ["--trust-request-chat-template"]
     with serving("demo", "--dry-run", *flags) as server:
         yield server
 

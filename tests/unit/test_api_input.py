@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from test_chat_template import CALLS, PLAIN, SYSTEM, TEMPLATES, TOOLS, ours, outcome
 
 from quire.frontend.chat import check_messages
+from quire.frontend.template_traits import TemplateTraits
 from quire.serve.auth import Client
 from quire.serve.blocks import Begun, Blocks, Ended, Grown
 from quire.serve.errors import ApiError
@@ -87,7 +88,7 @@ def test_any_messages(
                 output_config=other,
             )
         )
-        check_messages(chat.messages, "string")
+        check_messages(chat.messages, TemplateTraits())
     except (ApiError, RequestError):
         pass
 
@@ -97,7 +98,7 @@ def test_any_items(given: list[dict[str, Any]], tools: list[dict[str, Any]], oth
     try:
         wanted = ResponsesRequest(input=given, tools=tools, tool_choice=other, text=other, reasoning=other)
         chat, _ = chat_of_items(wanted, [])
-        check_messages(chat.messages, "string")
+        check_messages(chat.messages, TemplateTraits())
     except (ApiError, RequestError):
         pass
 

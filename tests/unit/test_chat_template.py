@@ -1,16 +1,15 @@
-"""Chat templates: the 33 published ones render as in transformers, and hostile ones end in a clean error."""
+"""Chat templates: the 33 published ones render as in transformers; each gets messages in a form that it reads."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from quire.frontend import sandbox
-from quire.frontend.chat import check_messages, content_format, render_chat
-from quire.frontend.sandbox import compile_template
+from quire.frontend.chat import check_messages, render_chat
+from quire.frontend.renderer import TemplateRenderer
+from quire.frontend.template_traits import TemplateTraits
 from quire.frontend.tokenizer import NoTokenizer
 from quire.types import RequestError
 
@@ -63,8 +62,11 @@ class TemplateOnly(NoTokenizer):
         self.chat_templates = ({"default": template} if template is not None else {}) | named
 
 
+RENDERER = TemplateRenderer()  # its processes end with this one
+
+
 def ours(source: str, messages: list[dict[str, Any]], **options: Any) -> str:
-    return render_chat(TemplateOnly(source), messages, **options)
+    return render_chat(RENDERER, TemplateOnly(source), messages, **options)
 
 
 def outcome(call: Any) -> str | type:
@@ -83,7 +85,8 @@ def test_published_templates_render_as_in_transformers(path: Path | None) -> Non
     source = path.read_text(encoding="utf-8")
     extra = {"functions": "[]", "datetime": "noon"} if "firefunction" in path.stem else {}  # it needs both
     rendered = 0
-    for messages in (PLAIN, SYSTEM, CALLS):
+    for given in (PLAIN, SYSTEM, CALLS):
+        messages = check_messages(given, RENDERER.traits(source), knows_developer=True)
         for tools in (None, TOOLS):
             for prompt in (True, False):
                 theirs = outcome(
@@ -100,7 +103,7 @@ def test_published_templates_render_as_in_transformers(path: Path | None) -> Non
                 options = {"tools": tools, "add_generation_prompt": prompt, "template_kwargs": extra}
                 mine = outcome(lambda m=messages, o=options: ours(source, m, **o))
                 assert mine == theirs
-                rendered += isinstance(mine, str) and messages is not CALLS
+                rendered += isinstance(mine, str) and given is not CALLS
     assert rendered >= 2, "the template must render a plain conversation"
     # One of them is made for tools alone.
     assert any(
@@ -126,49 +129,198 @@ def test_all_templates_are_there() -> None:
     assert len(TEMPLATES) == 33
 
 
-def test_arguments_of_tool_calls_may_be_a_json_string() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": [1, 2]}'}}
-    found = check_messages([{"role": "assistant", "tool_calls": [call]}], "string")
-    assert found[0]["tool_calls"][0]["function"]["arguments"] == {"a": [1, 2]}
-    assert found[0]["content"] == ""
-    assert call["function"]["arguments"] == '{"a": [1, 2]}', "the caller's message is not changed"
+def called(content: Any, arguments: Any) -> list[dict[str, Any]]:
+    """A conversation in which the model calls a tool, as clients send it back."""
+    call = {"id": "abcdefghi", "type": "function", "function": {"name": "find_sky", "arguments": arguments}}
+    said = {"role": "assistant", "content": content, "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "abcdefghi", "content": "blue-42"}
+    answer = {"role": "assistant", "content": "It is blue."}
+    return [PLAIN[0], said, result, answer, {"role": "user", "content": "And tomorrow?"}]
+
+
+def counts(text: str) -> dict[str, int]:
+    return {word: text.count(word) for word in ("find_sky", "town", "Bergen", "blue-42")}
+
+
+ONCE = {"find_sky": 1, "town": 1, "Bergen": 1, "blue-42": 1}
+REFUSED_BY_THE_SANDBOX = ("Kimi-K2-Thinking",)  # it appends to a list; transformers refuses that too
+
+
+NAMES_RESULTS = ("openai-gpt-oss-120b", "upstage-Solar-Open-100B")  # with the name of the function
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda p: p.stem if p else "absent")
+def test_a_call_and_its_result_appear_exactly_once(path: Path | None) -> None:
+    """Nine of the published templates drop them, print None, or fail, if they come in another form."""
+    if path is None:
+        pytest.skip("shared/data/chat_templates is absent")
+    source = path.read_text(encoding="utf-8")
+    if "tool_calls" not in source or path.stem in REFUSED_BY_THE_SANDBOX:
+        pytest.skip("the template prints no calls")
+    options: dict[str, Any] = {"tools": TOOLS}
+    if "firefunction" in path.stem:
+        options["template_kwargs"] = {"functions": "[]", "datetime": "noon"}
+    arguments = ({"town": "Bergen"}, '{"town": "Bergen"}')
+    texts = {ours(source, called(content, a), **options) for content in (None, "", []) for a in arguments}
+    assert len(texts) == 1, "one text, in whatever form the client sends the call"
+    for text in (*texts, ours(source, called("Let me look.", arguments[1]), **options)):
+        found = counts(text)
+        found["town"] = min(found["town"], 1)  # XML names it at both ends
+        if path.stem in NAMES_RESULTS:
+            found["find_sky"] -= 1
+        assert found == ONCE
+        assert "None" not in text and '\\"town' not in text and "'town'" not in text
+
+
+CALL = "{% for c in m.tool_calls %}({{ c.function.name }} "
+OWN_TEMPLATES = {
+    "object": CALL + "{{ c.function.arguments | tojson }}){% endfor %}",
+    "items": CALL + "{% for k, v in c.function.arguments.items() %}{{ k }}={{ v }}{% endfor %}){% endfor %}",
+    "concatenates a string": CALL + "{{ '<' + c.function.arguments + '>' }}){% endfor %}",
+    "prints a string": CALL + "{{ c.function.arguments }}){% endfor %}",
+    "null content": "{% if m.content is none %}"
+    + CALL
+    + "{{ c.function.arguments }}){% endfor %}{% endif %}",
+    "absent content": "{% if m.content is not defined %}"
+    + CALL
+    + "{{ c.function.arguments }}){% endfor %}{% endif %}",
+    "concatenates content": "{{ '' + m.content }}"
+    + CALL
+    + "{{ c.function.arguments | tojson }}){% endfor %}",
+    "prints None": "{{ m.content }}" + CALL + "{{ c.function.arguments | tojson }}){% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", OWN_TEMPLATES)
+@pytest.mark.parametrize("content", [None, "", "Let me look."])
+def test_calls_come_in_the_form_that_a_template_reads(name: str, content: str | None) -> None:
+    source = "{% for m in messages %}{% if m.tool_calls %}" + OWN_TEMPLATES[name]
+    source += "{% else %}[{{ m.content }}]{% endif %}{% endfor %}"
+    for arguments in ({"town": "Bergen"}, '{"town": "Bergen"}'):
+        text = ours(source, called(content, arguments))
+        assert counts(text) == ONCE
+        assert "None" not in text and "\\" not in text and "'" not in text
+        if name in ("null content", "absent content", "concatenates content", "prints None"):
+            assert text.count("Let me look.") == (content == "Let me look.")
+
+
+def test_the_callers_messages_are_not_changed() -> None:
+    messages = called("", '{"town": [1, 2]}')
+    found = check_messages(messages, TemplateTraits())
+    assert found[1]["tool_calls"][0]["function"]["arguments"] == {"town": [1, 2]}
+    assert messages == called("", '{"town": [1, 2]}')
 
 
 STRING = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
 PARTS = "{% for m in messages %}{% for c in m['content'] %}({{ c.text }}){% endfor %}{% endfor %}"
+BOTH = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for c in m.get('content') %}({{ c.text }}){% endfor %}{% endif %}{% endfor %}"
+)
+FIRST = "{% for m in messages %}<{{ m.content[0].text }}>{% endfor %}"
+# Ollama's Gemma 3 reads parts alone, though it asks elsewhere whether something is a string.
+MIXED = "{% if x is string %}{{ x }}{% endif %}" + PARTS
 
 
-def test_content_parts_are_joined_or_passed_as_the_template_reads_them() -> None:
+@pytest.mark.parametrize(
+    ("source", "of_parts", "of_text"),
+    [
+        (STRING, "[user]a\nb>", "[user]ab>"),
+        (PARTS, "(a)(b)", "(ab)"),
+        (BOTH, "(a)(b)", "ab"),
+        (FIRST, "<a\nb>", "<ab>"),
+        (MIXED, "(a)(b)", "(ab)"),
+    ],
+)
+def test_content_comes_in_the_form_that_a_template_reads(source: str, of_parts: str, of_text: str) -> None:
     parts = [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]
-    assert content_format(STRING) == "string" and content_format(PARTS) == "parts"
-    both = "{% for m in messages %}{% if m.content is string %}" + "{{ m.content }}{% else %}"
-    both += "{% for c in m.get('content') %}({{ c.text }}){% endfor %}{% endif %}{% endfor %}"
-    assert content_format(both) == "openai"
-    assert ours(both, parts) == "(a)(b)" and ours(both, [{"role": "user", "content": "ab"}]) == "ab"
-    assert ours(PARTS, [{"role": "user", "content": "ab"}]) == "(ab)"
-    assert ours(STRING, parts) == "[user]a\nb>"
-    assert ours(PARTS, parts) == "(a)(b)"
+    assert ours(source, parts) == of_parts
+    assert ours(source, [{"role": "user", "content": "ab"}]) == of_text
 
 
-def test_continue_final_message_ends_inside_the_last_message() -> None:
-    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "The answer is "}]
-    source = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</end>{% endfor %}"
-    text = ours(source, messages, add_generation_prompt=False, continue_final_message=True)
-    assert text == "<user>x</end><assistant>The answer is "
-    trimmed = source.replace("m.content", "m.content | trim")
-    assert ours(trimmed, messages, add_generation_prompt=False, continue_final_message=True).endswith(
-        "answer is"
+def test_roles_may_read_content_differently() -> None:
+    """Parts for users, strings for all others."""
+    source = (
+        "{% for m in messages %}{% if m.role == 'user' %}{% for c in m.content %}({{ c.text }}){% endfor %}"
     )
+    source += "{% else %}[{{ m.content | trim }}]{% endif %}{% endfor %}"
+    parts = [{"type": "text", "text": "a"}]
+    messages = [{"role": role, "content": content} for role in ("system", "user") for content in ("a", parts)]
+    assert ours(source, messages) == "[a][a](a)(a)"
+
+
+def test_unknown_roles_go_to_the_template() -> None:
+    assert ours(STRING, [{"role": "critic", "content": "x"}]) == "[critic]x>"
+    strict = "{% for m in messages %}{{ raise_exception('no ' + m.role) if m.role != 'user' }}{% endfor %}"
+    with pytest.raises(RequestError, match="no critic"):
+        ours(strict, [{"role": "critic", "content": "x"}])
+
+
+def test_developer_messages_are_system_messages_unless_the_template_knows_better() -> None:
+    messages = [{"role": "developer", "content": "x"}]
+    assert ours(STRING, messages) == "[system]x>"
+    assert ours(STRING + "{# developer #}", messages) == "[developer]x>"
+
+
+# ------------------------------------------------------------------------- continue_final_message
+
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+PREFILLS = ["<", "e", "|", "im_end", "The answer is", " x", '"quoted"', "a\nb", "assistant", "👋"]
+
+
+def continued(source: str, text: Any, **options: Any) -> str:
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": text}]
+    return ours(source, messages, add_generation_prompt=False, continue_final_message=True, **options)
+
+
+@pytest.mark.parametrize("text", PREFILLS)
+def test_continue_final_message_ends_behind_the_last_message(text: str) -> None:
+    begin = "<|im_start|>user\nx<|im_end|>\n<|im_start|>assistant\n"
+    assert continued(TURNS, text) == begin + text
+    assert continued(TURNS, text + " \n") == begin + text + " \n"
+    parts = [{"type": "text", "text": "first"}, {"type": "text", "text": text}]
+    assert continued(TURNS, parts) == begin + "first\n" + text
+    for trimmed in (
+        TURNS.replace("m.content", "m.content | trim"),
+        TURNS.replace("m.content", "m.content.rstrip()"),
+    ):
+        stripped = text.strip() if "trim" in trimmed else text
+        assert continued(trimmed, text + " \n") == begin + stripped
+    in_parts = TURNS.replace("{{ m.content }}", "{% for c in m.content %}{{ c.text }}|{% endfor %}")
+    assert continued(in_parts, parts).endswith("first|" + text)
+
+
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda p: p.stem if p else "absent")
+def test_continued_messages_begin_what_published_templates_render(path: Path | None) -> None:
+    if path is None:
+        pytest.skip("shared/data/chat_templates is absent")
+    source = path.read_text(encoding="utf-8")
+    extra = {"functions": "[]", "datetime": "noon"} if "firefunction" in path.stem else {}
+    for text in PREFILLS:
+        messages = [PLAIN[0], {"role": "assistant", "content": text}]
+        options: dict[str, Any] = {"add_generation_prompt": False, "template_kwargs": extra, "tools": TOOLS}
+        whole = ours(source, messages, **options)
+        begun = ours(source, messages, **options, continue_final_message=True)
+        assert whole.startswith(begun)
+        assert begun.endswith(text.strip())
+
+
+def test_what_cannot_be_continued_is_refused() -> None:
     with pytest.raises(RequestError, match="exclude each other"):
-        ours(source, messages, continue_final_message=True)
+        ours(STRING, PLAIN, continue_final_message=True)
+    with pytest.raises(RequestError, match="text the chat template keeps"):
+        continued("{{ messages[0].content }}", "x")
+    options = {"add_generation_prompt": False, "continue_final_message": True}
+    with pytest.raises(RequestError, match="needs a last message with text"):
+        ours(STRING, called("", {})[:2], **options)
 
 
 def test_named_templates_and_variables() -> None:
     tokenizer = TemplateOnly("plain {{ bos_token }}{{ x }}", tool_use="tools {{ tools | length }}")
-    assert render_chat(tokenizer, PLAIN, template_kwargs={"x": "é"}) == "plain <s>é"
-    assert render_chat(tokenizer, PLAIN, tools=TOOLS) == "tools 1"
+    assert render_chat(RENDERER, tokenizer, PLAIN, template_kwargs={"x": "é"}) == "plain <s>é"
+    assert render_chat(RENDERER, tokenizer, PLAIN, tools=TOOLS) == "tools 1"
     with pytest.raises(RequestError, match="messages"):
-        render_chat(tokenizer, PLAIN, template_kwargs={"messages": []})
+        render_chat(RENDERER, tokenizer, PLAIN, template_kwargs={"messages": []})
 
 
 def test_generation_blocks_and_loop_controls_are_read() -> None:
@@ -179,7 +331,7 @@ def test_generation_blocks_and_loop_controls_are_read() -> None:
 
 def test_a_model_without_a_template_says_so() -> None:
     with pytest.raises(RequestError, match="no chat template"):
-        render_chat(TemplateOnly(None), PLAIN)
+        render_chat(RENDERER, TemplateOnly(None), PLAIN)
 
 
 @pytest.mark.parametrize(
@@ -188,7 +340,8 @@ def test_a_model_without_a_template_says_so() -> None:
         ([], "at least one message"),
         ("hello", "list of at least one"),
         ([5], r"messages\[0\]"),
-        ([{"role": "king", "content": "x"}], r"messages\[0\].role"),
+        ([{"role": 5, "content": "x"}], r"messages\[0\].role"),
+        ([{"role": "", "content": "x"}], r"messages\[0\].role"),
         ([{"content": "x"}], r"messages\[0\].role"),
         ([{"role": "user"}], r"messages\[0\].content"),
         ([{"role": "user", "content": 5}], r"messages\[0\].content"),
@@ -207,71 +360,6 @@ def test_wrong_messages_are_named(messages: Any, says: str) -> None:
         ours(STRING, messages)
 
 
-HOSTILE = [
-    "{{ messages.__class__.__mro__ }}",
-    "{{ ''.__class__.__base__.__subclasses__() }}",
-    "{{ cycler.__init__.__globals__ }}",
-    "{{ self.__init__.__globals__.os.system('x') }}",
-    "{% set n = namespace() %}{% set n.__class__ = 1 %}{{ raise_exception('x') }}",
-    "{{ messages.append(1) }}",
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "{% for a in range(99999) %}{% for b in range(99999) %}{% set x = b %}{% endfor %}{% endfor %}",
-    "{% for a in range(99999999) %}{% endfor %}",
-    "{% set n = namespace(x='ab') %}{% for a in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "{% set n = namespace(x='ab') %}{% for a in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "{% set n = namespace(x=[1]) %}{% for a in range(60) %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "{% macro f(d) %}{% if d %}{{ f(d - 1) }}{{ f(d - 1) }}{% endif %}{% endmacro %}{{ f(300) }}",
-    "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
-    "{{ 'a' * 99999999999 }}",
-    "{{ 9 ** 999999999 }}",
-    "{{ '%99999999999d' % 1 }}",
-    "{{ '%99999999999d' | format(1) }}",
-    "{{ '{:>99999999999}'.format(1) }}",
-    "{{ '{:>{}}'.format(1, 99999999999) }}",
-    "{{ 'a'.ljust(99999999999) }}",
-    "{{ 'a' | center(99999999999) }}",
-    "{{ 'a\na' | indent(99999999999) }}",
-    "{{ lipsum(n=100000) }}",
-    "{{ ('a' * 1000000) | replace('a', 'a' * 1000000) }}",
-    "{{ ('a' * 1000000).replace('a', 'a' * 1000000) }}",
-    "{{ ('a' * 1000000) | list | join('b' * 1000000) }}",
-    "{{ ('b' * 1000000).join('a' * 1000000) }}",
-    "{{ (['a' * 1000000] * 90000) | join }}",
-    "{{ ''.join(['a' * 1000000] * 90000) }}",
-    "{{ [1] | batch(999999999, 'x') | list }}",
-    "{{ [1] | tojson(indent=999999999) }}",
-    "{{ '%.99999999999f' % 1 }}",
-    "{{ '%*d' % (99999999999, 1) }}",
-    "{% set n = namespace(x='ab') %}{% for a in range(60) %}{% set y %}{{ n.x }}{{ n.x }}{% endset %}{% set n.x = y %}{% endfor %}",
-    "{% for x in [[1, 1]] recursive %}{% set y = [1, 1] %}{{ loop(y) }}{{ loop(y) }}{% endfor %}",
-    "{% set n = range(99999) | list %}{% for a in n if a in n and 0 %}{% endfor %}{% for a in n %}{% for b in n if -1 in n %}{% endfor %}{% endfor %}",
-    "{% set n = range(99999) | list %}{% for a in n %}{{ n | select('none') | list }}{% endfor %}",
-    "{% for a in messages %}{% for b in 'x' * 9999999 %}{% endfor %}{% endfor %}",
-    "{% for m in messages %}{{ m.content + 5 }}{% endfor %}",
-    "{{ nothing.at.all }}",
-    "{{ 1 / 0 }}",
-    "{% for m in messages %}",
-    "{% include 'x' %}",
-    "{{ x | nosuchfilter }}",
-    "{" * 5000,
-    "{{ " + "(" * 5000 + ")" * 5000 + " }}",
-]
-
-
-@pytest.mark.parametrize("source", HOSTILE, ids=lambda s: s[:50])
-def test_hostile_and_broken_templates_end_in_a_clean_error(
-    source: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sandbox, "MAX_SECONDS", 0.5)
-    began = time.thread_time()  # what others take of the processor does not count
-    if source.startswith("{{{"):
-        outcome(lambda: ours(source, PLAIN))
-    else:
-        with pytest.raises(RequestError, match="chat template"):
-            ours(source, PLAIN)
-    assert time.thread_time() - began < 5
-
-
 def test_the_limits_leave_ordinary_work_alone() -> None:
     source = "{{ '**%s** 100%% *' % 'x' }}{{ '{:>5}'.format(1) }}{{ 'a-b' | replace('-', '+') }}{{ [1, 2] | join(', ') }}"
     assert ours(source, PLAIN) == "**x** 100% *    1a+b1, 2"
@@ -285,13 +373,3 @@ def test_the_limits_leave_ordinary_work_alone() -> None:
 def test_a_refusal_carries_the_templates_own_words() -> None:
     with pytest.raises(RequestError, match="roles must alternate"):
         ours("{{ raise_exception('roles must alternate') }}", PLAIN)
-
-
-def test_output_is_bounded() -> None:
-    source = "{% set x = 'a' * 1000000 %}{% for i in range(90000) %}{{ x }}{% endfor %}"
-    with pytest.raises(RequestError, match="stopped"):
-        ours(source, PLAIN)
-
-
-def test_compiled_templates_are_kept() -> None:
-    assert compile_template(STRING) is compile_template(STRING)

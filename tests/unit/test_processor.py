@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from quire.frontend import length
 from quire.frontend.backends import BYTE_OF_CHAR, JsonBackend
 from quire.frontend.gguf_tokenizer import byte_level_bpe
 from quire.frontend.processor import InputProcessor
@@ -38,6 +39,45 @@ def processor(**changes: Any) -> InputProcessor:
         "seed": 5,
     }
     return InputProcessor(**options | changes)
+
+
+def test_what_cannot_fit_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest token, `</s>`, has 4 characters: 20 tokens are 80 characters at most."""
+    tokenized: list[str] = []
+
+    def encode(text: str, add_special_tokens: bool = True) -> list[int]:
+        tokenized.append(text)
+        return [1] * 30
+
+    monkeypatch.setattr(TOKENIZER, "encode", encode)
+    with pytest.raises(RequestError, match=r"81 characters .* 20 tokens, which is max_model_len: .* 4 char"):
+        processor().process("r", "x" * 81, SamplingParams())
+    assert tokenized == []
+    with pytest.raises(RequestError, match="prompt has 30 tokens, but max_model_len is 20"):
+        processor().process("r", "x" * 80, SamplingParams())
+    for name in ("_PIECE_CHARS", "_TYPICAL_CHARS"):
+        monkeypatch.setattr(length, name, 1)
+    tokenized.clear()
+    with pytest.raises(RequestError, match="prompt of 80 characters has more than 20 tokens"):
+        processor().process("r", "x" * 80, SamplingParams())
+    assert tokenized == ["x" * 20], "the first piece shows it"
+
+
+def test_the_last_tokens_of_a_text_need_little_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    encode = TOKENIZER.encode
+    monkeypatch.setattr(
+        TOKENIZER, "encode", lambda text, special: seen.append(len(text)) or encode(text, special)
+    )
+    text = "".join(chr(97 + i % 26) + " x" * (i % 3) for i in range(50_000))
+    whole = encode(text, True)
+    for keep in (1, 7, 100, 3000):
+        seen.clear()
+        assert length.last_tokens(TOKENIZER, text, keep, True) == whole[-keep:]
+        assert sum(seen) < 20 * (keep + 8)
+    assert length.last_tokens(TOKENIZER, "ab", 5, True) == [257, 97, 98]
+    spaces = " " * 100_000  # a token has few of them
+    assert length.last_tokens(TOKENIZER, spaces, 50, False) == encode(spaces, False)[-50:]
 
 
 @pytest.mark.parametrize(

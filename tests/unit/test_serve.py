@@ -20,6 +20,7 @@ from starlette.applications import Starlette
 from starlette.routing import Route
 
 from quire.config import EngineConfig
+from quire.frontend.length import check_length
 from quire.frontend.location import locate_model
 from quire.frontend.tokenizer import load_tokenizer
 from quire.serve.admission import Admission
@@ -28,7 +29,6 @@ from quire.serve.body import Bodies
 from quire.serve.choice import ChatChoiceBuilder
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
-from quire.serve.length import check_length
 from quire.serve.listen import bind, listen
 from quire.serve.parser import Arguments, Content, Event, PlainText, Reasoning, TextParser, ToolCall
 from quire.serve.protocol.chat import ChatRequest

@@ -6,11 +6,14 @@ import json
 import random
 import shutil
 import struct
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from quire.frontend import backends
 from quire.frontend.generation_config import load_generation_defaults
 from quire.frontend.gguf_metadata import read_gguf_metadata
 from quire.frontend.gguf_tokenizer import SPLITS, gguf_backend
@@ -98,9 +101,13 @@ def test_begin_of_sequence_follows_the_files() -> None:
 @needs_data
 def test_rendered_chat_has_one_begin_of_sequence() -> None:
     from quire.frontend.chat import render_chat
+    from quire.frontend.renderer import TemplateRenderer
 
     llama = real("tokenizers/llama-3.1")
-    ids = llama.encode(render_chat(llama, [{"role": "user", "content": "Hi"}]), add_special_tokens=False)
+    renderer = TemplateRenderer()
+    text = render_chat(renderer, llama, [{"role": "user", "content": "Hi"}])
+    renderer.close()
+    ids = llama.encode(text, add_special_tokens=False)
     assert ids.count(128000) == 1 and ids[0] == 128000
 
 
@@ -159,6 +166,59 @@ def test_sentencepiece_folder_with_added_tokens_and_without_legacy_prefix(tmp_pa
     assert tokenizer.decode(ids) == "hi<call>"
     assert tokenizer.decode(ids, skip_special_tokens=False) == "<s><|turn|>hi<call>"
     assert tokenizer.vocab_size == 514 and tokenizer.is_special(512) and not tokenizer.is_special(513)
+
+
+@needs_data
+def test_special_tokens_are_found_wherever_a_search_window_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(STORIES / "tokenizer.model", tmp_path)
+    pieces = {"512": "<|turn|>", "513": "<|turn|><x>", "514": "<|t"}
+    config = {"added_tokens_decoder": {id_: {"content": piece} for id_, piece in pieces.items()}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    rng = random.Random(3)
+    texts = ["".join(rng.choices(["a", " ", *pieces.values(), "<x>", "<s>"], k=30)) for _ in range(100)]
+    whole = [tokenizer.encode(text) for text in texts]
+    for window in (1, 2, 5, 9):
+        monkeypatch.setattr(backends, "_WINDOW_CHARS", window)
+        assert [tokenizer.encode(text) for text in texts] == whole
+
+
+@needs_data
+@pytest.mark.parametrize(
+    "name", ["tokenizers/llama-3.1", "tokenizers/qwen3", "models/stories260K/tokenizer.model"]
+)
+def test_long_texts_leave_the_interpreter_to_other_threads(name: str) -> None:
+    """The event loop runs in another thread of the same interpreter."""
+    tokenizer, ids = real(name), []
+    thread = threading.Thread(target=lambda: ids.extend(tokenizer.encode("hello <s> 123 " * 20_000)))
+    thread.start()
+    turns = 0
+    while thread.is_alive():
+        time.sleep(0.001)
+        turns += 1
+    assert turns > 20, "a library that keeps the interpreter's lock leaves room for one or two"
+    assert len(ids) > 20_000
+
+
+@needs_data
+def test_short_and_long_texts_are_tokenized_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    rng = random.Random(5)
+    texts = [random_text(rng) for _ in range(200)]
+    for name in ("tokenizers/llama-3.1", "tokenizers/qwen3", "models/stories260K"):
+        before = [real(name).encode(text) for text in texts]
+        monkeypatch.setattr(backends, "_SHORT_CHARS", -1)
+        assert [real(name).encode(text) for text in texts] == before
+        with pytest.raises(RequestError, match="surrogate"):
+            real(name).encode("\ud800")
+        monkeypatch.undo()
+
+
+@needs_data
+def test_the_longest_token_bounds_the_text_of_tokens() -> None:
+    assert real("tokenizers/llama-3.1").longest_token_chars == 128
+    assert real("models/stories260K/tokenizer.model").longest_token_chars == 7
 
 
 def gguf_bytes(values: dict[str, Any]) -> bytes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 from tokenizers import AddedToken
@@ -16,6 +17,8 @@ from tokenizers import Tokenizer as JsonTokenizer
 from quire.types import ModelError
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SHORT_CHARS = 2048  # tokenized within a few milliseconds
+_WINDOW_CHARS = 65_536  # searched for special tokens in one call, which holds the interpreter's lock
 SPACE = "▁"  # how SentencePiece writes a space
 
 
@@ -107,7 +110,11 @@ class JsonBackend:
         return {i for i, token in self._tokenizer.get_added_tokens_decoder().items() if token.special}
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        if len(text) <= _SHORT_CHARS:
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        # Unlike `encode`, a batch releases the interpreter's lock, and leaves out offsets, which nobody needs.
+        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return found.ids
 
     def id_of(self, piece: str) -> int | None:
         return self._tokenizer.token_to_id(piece)
@@ -189,8 +196,9 @@ class SentencePieceBackend:
         self._compile()
 
     def _compile(self) -> None:
-        pieces = sorted(self._matched, key=len, reverse=True)  # the longest match wins
-        self._cut = re.compile("(" + "|".join(map(re.escape, pieces)) + ")") if pieces else None
+        pieces = sorted(filter(None, self._matched), key=len, reverse=True)  # the longest match wins
+        self._cut = re.compile("|".join(map(re.escape, pieces)) or r"(?!)")  # without pieces: never
+        self._longest_matched = len(pieces[0]) if pieces else 0
 
     @property
     def vocab_size(self) -> int:
@@ -203,13 +211,29 @@ class SentencePieceBackend:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = []
         text.encode()  # a lone surrogate is an error here, not a wrong token
-        for index, part in enumerate(self._cut.split(text) if self._cut else [text]):
-            if index % 2:  # `split` with one group puts the matches at odd places
-                ids.append(self._matched[part])
-            elif part:
-                model = self._model if index == 0 or self._legacy_prefix else self._bare
-                ids.extend(model.encode(part))
-        return ids
+        begin = 0
+        for match in self._matches(text):
+            ids += self._encode_stretch(text[begin : match.start()], begin == 0)
+            ids.append(self._matched[match[0]])
+            begin = match.end()
+        return ids + self._encode_stretch(text[begin:], begin == 0)
+
+    def _encode_stretch(self, text: str, first: bool) -> list[int]:
+        model = self._model if first or self._legacy_prefix else self._bare
+        found: list[int] = model.encode(text) if text else []
+        return found
+
+    def _matches(self, text: str) -> Iterator[re.Match[str]]:
+        """Yield the special tokens in `text`, searching a window at a time."""
+        at = 0
+        while at < len(text):
+            end = at + _WINDOW_CHARS
+            match = self._cut.search(text, at, end + self._longest_matched)
+            if match is None or match.start() >= end:  # a longer token may begin behind the window
+                at = end
+            else:
+                yield match
+                at = match.end()
 
     def id_of(self, piece: str) -> int | None:
         if piece in self._matched:

@@ -1,30 +1,28 @@
 """A conversation to the text of a prompt, through the model's own chat template.
 
-Messages are checked and copied into plain JSON types first, so that a template sees exactly what it
-expects: content as one string or as a list of text parts, arguments of tool calls as objects.
+Messages are checked and copied into plain JSON types, in the form that the template understands
+(template_traits.py): content as a string or as text parts, arguments of tool calls as objects or as JSON.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
-from typing import Any, Literal
+from typing import Any
 
-import jinja2
-from jinja2 import nodes
-
-from quire.frontend.sandbox import parse_template, run_template
+from quire.frontend.renderer import TemplateRenderer
+from quire.frontend.template_traits import Content, TemplateTraits
 from quire.frontend.tokenizer import Tokenizer
 from quire.types import RequestError
 
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-ContentFormat = Literal["string", "openai", "parts"]
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which clients send it, best first
 _RESERVED = ("messages", "tools", "add_generation_prompt")
+_EMPTY: dict[str, dict[str, Any]] = {"empty": {"content": ""}, "null": {"content": None}, "absent": {}}
 
 
 def render_chat(
+    renderer: TemplateRenderer,
     tokenizer: Tokenizer,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
@@ -34,17 +32,27 @@ def render_chat(
     documents: Sequence[Mapping[str, Any]] | None = None,
     chat_template: str | None = None,
 ) -> str:
-    """The prompt text of a conversation. Encode it with add_special_tokens=False: the template has its own.
+    """Render a conversation as the text of a prompt.
 
-    `chat_template` replaces the model's; `template_kwargs` are further variables for it, such as
-    enable_thinking. With `continue_final_message` the text ends inside the last message.
+    Encode it with add_special_tokens=False: the template writes special tokens itself.
+
+    Args:
+        continue_final_message: the text ends inside the last message, which the model continues.
+        template_kwargs: further variables for the template, such as enable_thinking.
+        chat_template: a template that replaces the model's.
+
+    Raises:
+        RequestError: for wrong messages, and for those that the template refuses or cannot render.
+        Overloaded: if no process is free to render them.
     """
     if continue_final_message and add_generation_prompt:
         raise RequestError(
             "continue_final_message and add_generation_prompt exclude each other: set only one to true"
         )
     source = chat_template or template_of(tokenizer, bool(tools))
-    chat = check_messages(messages, content_format(source))
+    chat = check_messages(messages, renderer.traits(source), "developer" in source)
+    mark = f"END-OF-FINAL-MESSAGE-{secrets.token_hex(8)}"
+    space = _mark_end(chat[-1], mark) if continue_final_message else ""
     variables: dict[str, Any] = {
         **tokenizer.special_tokens,
         **_plain(_check_kwargs(template_kwargs), "chat_template_kwargs"),
@@ -53,12 +61,12 @@ def render_chat(
         "documents": _plain(list(documents), "documents") if documents else None,
         "add_generation_prompt": add_generation_prompt,
     }
-    text = run_template(source, variables)
-    return _cut_after_last(text, chat[-1]) if continue_final_message else text
+    text = renderer.render(source, variables)
+    return _cut_at(text, mark, space) if continue_final_message else text
 
 
 def template_of(tokenizer: Tokenizer, with_tools: bool) -> str:
-    """The model's chat template; some have another one for when there are tools."""
+    """Return the model's chat template. Some models have another one for requests with tools."""
     named = tokenizer.chat_templates
     source = (named.get("tool_use") if with_tools else None) or named.get("default")
     if not source:
@@ -78,64 +86,115 @@ def _check_kwargs(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     return given or {}
 
 
-def _cut_after_last(text: str, message: dict[str, Any]) -> str:
+# -------------------------------------------------------------------- continuing the last message
+
+
+def _mark_end(message: dict[str, Any], mark: str) -> str:
+    """Put `mark` behind the last word of a message; searching for the text itself would also find it in markup.
+
+    Returns the white space that comes after the mark.
+    """
     content = message.get("content")
-    if isinstance(content, list):
-        content = content[-1].get("text") if content else None
-    core = content.strip() if isinstance(content, str) else ""
-    at = text.rfind(core)
-    if not core or at < 0:
-        raise RequestError(
-            "continue_final_message needs a last message with text that the chat template keeps"
-        )
-    tail = content[len(content.rstrip()) :] if isinstance(content, str) else ""
-    end = at + len(core)
-    return text[: end + len(tail)] if text.startswith(tail, end) else text[:end]
+    if isinstance(content, str) and (content or "tool_calls" not in message):
+        message["content"], space = _marked(content, mark)
+    elif isinstance(content, list) and content:
+        content[-1]["text"], space = _marked(content[-1]["text"], mark)
+    else:
+        raise RequestError("continue_final_message needs a last message with text")
+    return space
+
+
+def _marked(text: str, mark: str) -> tuple[str, str]:
+    words = text.rstrip()
+    space = text[len(words) :]
+    return words + mark + space, space
+
+
+def _cut_at(text: str, mark: str, space: str) -> str:
+    """Cut `text` where the last message ends: behind its white space, unless the template trims that."""
+    before, found, after = text.rpartition(mark)
+    if not found:
+        raise RequestError("continue_final_message needs a last message whose text the chat template keeps")
+    return before + space if after.startswith(space) else before
 
 
 # ------------------------------------------------------------------------------- checking messages
 
 
-def check_messages(messages: Any, form: ContentFormat) -> list[dict[str, Any]]:
-    """The messages as plain data in the form that the template reads; RequestError names the one that is wrong."""
+def check_messages(
+    messages: Any, traits: TemplateTraits, knows_developer: bool = False
+) -> list[dict[str, Any]]:
+    """Return the messages as plain data in the form that a template with `traits` reads.
+
+    Args:
+        knows_developer: the template has the role `developer`; else such messages are `system` messages.
+
+    Raises:
+        RequestError: names the message that is wrong.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
         raise RequestError("messages must be a list of at least one message")
-    return [_check_message(message, f"messages[{i}]", form) for i, message in enumerate(messages)]
+    found: list[dict[str, Any]] = []
+    for i, message in enumerate(messages):
+        plain = _check_message(message, f"messages[{i}]", knows_developer)
+        found += _fit_message(plain, f"messages[{i}]", traits)
+    return found
 
 
-def _check_message(message: Any, where: str, form: ContentFormat) -> dict[str, Any]:
+def _check_message(message: Any, where: str, knows_developer: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise RequestError(f"{where} must be an object with role and content")
-    if message.get("role") not in ROLES:
-        raise RequestError(f"{where}.role must be one of {', '.join(ROLES)}, got {message.get('role')!r}")
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise RequestError(f"{where}.role must be a string such as user or assistant, got {str(role)[:64]!r}")
     # A field that a client sends as null is a field not sent: templates ask `is defined`.
     plain = {key: value for key, value in _plain(message, where).items() if value is not None}
-    calls = plain.get("tool_calls")
-    if calls is not None:
-        plain["tool_calls"] = _check_tool_calls(calls, f"{where}.tool_calls")
-        if not plain["tool_calls"]:
-            del plain["tool_calls"]
-    content = plain.get("content")
-    if content is None:
-        if plain["role"] != "assistant" and not ("tool_calls" in plain or "function_call" in plain):
-            raise RequestError(f"{where}.content is missing")
-        content = ""  # templates write None, or fail at it
-    plain["content"] = _check_content(content, where, form)
-    reasoning = next((plain[name] for name in _REASONING if plain.get(name) is not None), None)
-    if reasoning is not None:
-        plain = {"thinking": reasoning, **plain, "reasoning_content": reasoning}
+    if role == "developer" and not knows_developer:
+        plain["role"] = "system"
+    if not plain.get("tool_calls", True):
+        del plain["tool_calls"]
+    if (
+        plain.get("content") is None
+        and role != "assistant"
+        and not plain.keys() & {"tool_calls", "function_call"}
+    ):
+        raise RequestError(f"{where}.content is missing")
     return plain
 
 
-def _check_content(content: Any, where: str, form: ContentFormat) -> Any:
-    if isinstance(content, str) and form == "parts":
-        return [{"type": "text", "text": content}]
+def _fit_message(message: dict[str, Any], where: str, traits: TemplateTraits) -> list[dict[str, Any]]:
+    """Return a checked message as the template reads it: one message, or two if it prints only text or calls."""
+    content = _fit_content(message.get("content") or "", message["role"], where, traits)
+    reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+    if reasoning is not None:
+        message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
+    if "tool_calls" not in message:
+        return [{**message, "content": content}]
+    calls = _fit_calls(message["tool_calls"], f"{where}.tool_calls", traits)
+    others = {key: value for key, value in message.items() if key not in ("content", "tool_calls")}
+    if not content:
+        return [{**others, **_EMPTY[traits.empty], "tool_calls": calls}]
+    if traits.splits_calls:
+        alone = {"role": message["role"], **_EMPTY[traits.empty], "tool_calls": calls}
+        return [{**others, "content": content}, alone]
+    return [{**others, "content": content, "tool_calls": calls}]
+
+
+def _fit_content(content: Any, role: str, where: str, traits: TemplateTraits) -> Any:
+    """Return content as a string or as text parts, whichever the template reads in messages of `role`."""
     if isinstance(content, str):
-        return content
+        return _in_form([content], traits.text.get(role, "string")) if content else content
     if not isinstance(content, list):
         raise RequestError(f"{where}.content must be a string or a list of text parts")
     texts = [_check_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
-    return "\n".join(texts) if form == "string" else [{"type": "text", "text": text} for text in texts]
+    return _in_form(texts, traits.parts.get(role, "string"))
+
+
+def _in_form(texts: list[str], form: Content) -> Any:
+    if form == "parts":
+        return [{"type": "text", "text": text} for text in texts]
+    joined = "\n".join(texts)
+    return joined if form == "string" else [{"type": "text", "text": joined}]
 
 
 def _check_part(part: Any, where: str) -> str:
@@ -144,27 +203,34 @@ def _check_part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
     if kind not in ("text", "refusal"):
-        raise RequestError(f"{where} has type {kind!r}; Quire takes parts of type text")
+        raise RequestError(f"{where} has type {str(kind)[:64]!r}; Quire takes parts of type text")
     if not isinstance(text, str):
         raise RequestError(f"{where}.{kind} must be a string")
     return text
 
 
-def _check_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """OpenAI clients send arguments as a JSON string; templates want the object."""
+def _fit_calls(calls: Any, where: str, traits: TemplateTraits) -> list[dict[str, Any]]:
+    """Return calls with arguments as the template reads them. Clients send a JSON string or an object."""
     if not isinstance(calls, list):
         raise RequestError(f"{where} must be a list")
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise RequestError(f"{where}[{i}] must have a function with a name")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            try:
-                function["arguments"] = json.loads(arguments) if arguments.strip() else {}
-            except (ValueError, RecursionError) as error:
-                raise RequestError(f"{where}[{i}].function.arguments must be valid JSON: {error}") from error
+        given = function.get("arguments")
+        function["arguments"] = _fit_arguments(
+            {} if given is None else given, f"{where}[{i}].function.arguments", traits
+        )
     return calls
+
+
+def _fit_arguments(given: Any, where: str, traits: TemplateTraits) -> Any:
+    try:
+        found = json.loads(given.strip() or "{}") if isinstance(given, str) else given
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"{where} must be valid JSON: {error}") from error
+    found = _plain(found, where)
+    return found if traits.arguments == "object" else json.dumps(found, ensure_ascii=False)
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
@@ -181,40 +247,3 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
         if isinstance(value, kind):  # a subclass, such as an enum, may carry methods
             return kind(value) if kind is not str else str.__str__(value)
     raise RequestError(f"{where} must hold JSON values, got {type(value).__name__}")
-
-
-# ------------------------------------------------------------------------ what a template can read
-
-
-@lru_cache(maxsize=32)
-def content_format(source: str) -> ContentFormat:
-    """openai for a template that loops over the parts of a message's content (parts, if it takes no
-    string beside them), else string."""
-    try:
-        tree = parse_template(source)
-    except (jinja2.TemplateError, RecursionError):
-        return "string"  # compiling it will say what is wrong
-    aliases = {"content"}
-    for assign in tree.find_all(nodes.Assign):
-        if isinstance(assign.target, nodes.Name) and _reads_content(assign.node, set()):
-            aliases.add(assign.target.name)
-    for macro in tree.find_all(nodes.Macro):
-        aliases.update(arg.name for arg in macro.args if "content" in arg.name)
-    loops = tree.find_all(nodes.For)
-    if not any(_reads_content(loop.iter, aliases) for loop in loops):
-        return "string"
-    asks = any(test.name in ("string", "iterable", "sequence") for test in tree.find_all(nodes.Test))
-    return "openai" if asks else "parts"
-
-
-def _reads_content(node: nodes.Node | None, aliases: set[str]) -> bool:
-    """Whether `node` is the content of something, in one of the ways to write that, or a name that stands for it."""
-    while isinstance(node, nodes.Filter):
-        node = node.node
-    if isinstance(node, nodes.Call) and isinstance(node.node, nodes.Getattr) and node.node.attr == "get":
-        return bool(node.args) and isinstance(node.args[0], nodes.Const) and node.args[0].value == "content"
-    if isinstance(node, nodes.Getattr):
-        return node.attr == "content"
-    if isinstance(node, nodes.Getitem):
-        return isinstance(node.arg, nodes.Const) and node.arg.value == "content"
-    return isinstance(node, nodes.Name) and node.name in aliases

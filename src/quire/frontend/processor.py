@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, TypeAlias
 
+from quire.frontend.length import check_length
 from quire.frontend.structured import grammar_spec
 from quire.frontend.tokenizer import NoTokenizer, Tokenizer
 from quire.types import EngineRequest, GrammarSpec, Pooling, RequestError, SamplingParams
@@ -102,6 +103,7 @@ class InputProcessor:
         if isinstance(prompt, Mapping):
             prompt = _member(prompt)
         if isinstance(prompt, str):
+            check_length(self.tokenizer, prompt, self.max_model_len)
             ids = self.tokenizer.encode(prompt, add_special_tokens)
         elif isinstance(prompt, Sequence) and not isinstance(prompt, (bytes, bytearray)):
             ids = _integers("prompt_token_ids", prompt)

@@ -9,6 +9,7 @@ there is to be no text at all.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,12 @@ class Tokenizer:
     def _special_id(self, name: str) -> int | None:
         piece = self.special_tokens.get(name)
         return None if piece is None else self._backend.id_of(piece)
+
+    @cached_property
+    def longest_token_chars(self) -> int:
+        """The most characters of a text that one token stands for. Takes 50 ms for a large vocabulary."""
+        pieces = map(self._backend.piece_of, range(self.vocab_size))
+        return max((len(piece) for piece in pieces if piece is not None), default=1)
 
     @property
     def chat_template(self) -> str | None:
@@ -132,6 +139,7 @@ class NoTokenizer(Tokenizer):
         self.special_tokens, self.chat_templates = {}, {}
         self.special_ids = frozenset()
         self.vocab_size = 0
+        self.longest_token_chars = 1 << 30  # no text is too long to be refused by `encode`
         self.bos_id = None
         self.eos_ids = eos_ids or []
 

@@ -10,7 +10,8 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.frontend.chat import render_chat, template_of
+from quire.frontend.chat import render_chat
+from quire.serve.auth import Client
 from quire.serve.choice import ChatChoiceBuilder
 from quire.serve.context import Server, answer_id, client_of, length_field, read_request, server_of, thread_of
 from quire.serve.engine import Job
@@ -63,13 +64,14 @@ async def begin(request: Request, chat: ChatRequest, warnings: list[str], exact:
     params = _params(server, chat)
     field = length_field(chat, "max_completion_tokens", "max_tokens")
     client = client_of(request)
-    template = chat_template(server, chat, use)
+    template = server.templates.choose(chat.chat_template, bool(use.tools))
     if use.tools and "tools" not in template:
         warnings.append("tools are not told to the model: its chat template has no place for them")
     forms: list[AnswerForm] = []
+    rendered = await _rendered_apart(server, client, chat, use, template)
 
     def jobs() -> list[Job]:
-        prompt = chat_prompt(server, chat, use.tools, template)
+        prompt = chat_prompt(server, chat, use.tools, template) if rendered is None else rendered
         forms.append(server.forms.of(chat, use, template, prompt, params.structured_outputs))
         return [
             Job(
@@ -93,10 +95,15 @@ async def begin(request: Request, chat: ChatRequest, warnings: list[str], exact:
     return Turn(server, chat, model, params, generation, forms[0], warnings, receipt)
 
 
-def chat_template(server: Server, chat: ChatRequest, use: ToolUse) -> str:
-    """The request's, the server's or the model's."""
-    own = chat.chat_template or server.chat_template
-    return own or template_of(server.engine.tokenizer, bool(use.tools))
+async def _rendered_apart(
+    server: Server, client: Client, chat: ChatRequest, use: ToolUse, template: str
+) -> str | None:
+    """Return the prompt of a request that brings a template: it does not keep the threads that others need."""
+    if not chat.chat_template:
+        return None
+    return await server.templates.in_thread(
+        client, chat.chat_template, lambda: chat_prompt(server, chat, use.tools, template)
+    )
 
 
 def keep_last(server: Server, given: int | None, longest: int | None = None) -> int | None:
@@ -137,12 +144,10 @@ def chat_prompt(server: Server, chat: ChatRequest, tools: list[dict[str, Any]], 
     if chat.reasoning_effort is not None:
         variables.setdefault("reasoning_effort", chat.reasoning_effort)
     generation_prompt = chat.add_generation_prompt
-    messages = chat.messages
-    if "developer" not in template:  # OpenAI's newer name for it
-        messages = [m if m.get("role") != "developer" else {**m, "role": "system"} for m in messages]
     return render_chat(
+        server.templates.renderer(chat.chat_template),
         server.engine.tokenizer,
-        messages,
+        chat.messages,
         tools or None,
         not continues if generation_prompt is None else generation_prompt,
         continues,

@@ -27,10 +27,13 @@ from quire.serve.protocol.responses import ResponsesRequest
 from quire.serve.protocol.sampling import RequestFields
 from quire.serve.responses.store import ResponseStore
 from quire.serve.settings import ServeConfig
+from quire.serve.templates import ChatTemplates
+from quire.serve.threads import ClientThreads
 from quire.serve.wire import decode_object, parse
 
 T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
+MAX_COUNTING = 64  # calls of a client that may wait
 _NO_EFFECT = ("stream_interval", "verbosity", "vllm_xargs")
 _OF_CHOICES = ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
 _WITHOUT_CHOICES = (
@@ -46,7 +49,7 @@ class Server:
     settings: ServeConfig
     names: list[str]  # of the model; the first is used in answers
     forms: Forms  # of its answers
-    chat_template: str | None = None  # in place of the model's
+    templates: ChatTemplates
     pooling: str = "mean"  # of embeddings
     total_weight: float = 1.0  # of all clients that there are keys for
     observers: Sequence[Observer] = ()  # of requests that are over, beside `http`
@@ -56,6 +59,7 @@ class Server:
     draining: bool = False
     bodies: Bodies = field(init=False)
     responses: ResponseStore = field(init=False)
+    counting: ClientThreads = field(init=False)  # for work that no generation waits for: counting tokens
     live: LiveViews = field(init=False)  # what the engine does, for those who look
 
     def __post_init__(self) -> None:
@@ -66,6 +70,7 @@ class Server:
         self.responses = ResponseStore(
             settings.max_stored_responses, settings.max_stored_bytes, self.total_weight
         )
+        self.counting = ClientThreads(1, MAX_COUNTING, "counting")
         self.live = LiveViews(self.engine.live)
 
     def tell(self, text: str, to: int = STDOUT) -> None:

@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 from quire.config import EngineConfig
 from quire.frontend import messages as msg
 from quire.frontend.channel import frame
+from quire.frontend.length import check_room, last_tokens
 from quire.frontend.model import processor_of, tokenizer_of
 from quire.frontend.output import OutputAssembler, RequestState
 from quire.frontend.processor import Prompt
@@ -31,7 +32,6 @@ from quire.serve.admission import Admission
 from quire.serve.auth import ANYONE, Client
 from quire.serve.errors import ApiError, as_api_error
 from quire.serve.generation import Generation
-from quire.serve.length import check_length, check_room, tail
 from quire.serve.process import EngineProcess
 from quire.serve.pulse import Pulse, cpu_of
 from quire.serve.settings import ServeConfig
@@ -43,11 +43,13 @@ from quire.types import (
     EngineRequest,
     EngineStats,
     Pooling,
+    RequestError,
     SamplingParams,
 )
 
 T = TypeVar("T")
 _STATS_S = 5.0
+_MAX_REQUEST_TOKENS = 1 << 21  # of all prompts of a request: their ids take 36 bytes each
 _YIELD_S = 0.005  # how long outputs may be taken in before what they brought is sent to clients
 
 
@@ -168,16 +170,21 @@ class AsyncEngine:
     def _prepare(
         self, make_jobs: Callable[[], Sequence[Job]], client: Client, arrival_s: float
     ) -> list[Prepared]:
-        return [self._prepare_one(job, client, arrival_s) for job in make_jobs()]
+        prepared: list[Prepared] = []
+        most, total = max(_MAX_REQUEST_TOKENS, self.info.max_model_len), 0
+        for job in make_jobs():
+            prepared.append(self._prepare_one(job, client, arrival_s))
+            total += len(prepared[-1].state.prompt_token_ids)
+            if total > most:
+                raise RequestError(f"prompt: all prompts of a request may have {most} tokens together")
+        return prepared
 
     def _prepare_one(self, job: Job, client: Client, arrival_s: float) -> Prepared:
         name = f"{next(self._ids):x}"
         prompt = job.prompt
-        if isinstance(prompt, str) and job.keep_last is None:
-            check_length(self.tokenizer, prompt, self.info.max_model_len)
         if job.keep_last is not None:
             if isinstance(prompt, str):
-                prompt = self.tokenizer.encode(tail(prompt, job.keep_last), job.add_special_tokens)
+                prompt = last_tokens(self.tokenizer, prompt, job.keep_last, job.add_special_tokens)
             assert isinstance(prompt, list)
             prompt = prompt[-job.keep_last :]
         salt = self._salt(client, job.cache_salt)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.frontend.chat import ROLES
 from quire.serve.sampling import REFUSED
 from quire.types import FLOAT_RANGES, INT_RANGES
 
@@ -16,7 +15,7 @@ _MESSAGE = {
     "type": "object",
     "required": ["role", "content"],
     "properties": {
-        "role": {"enum": list(ROLES)},
+        "role": {"type": "string", "minLength": 1},
         "content": {"anyOf": [{"type": "string"}, {"type": "array"}]},
     },
 }

@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -24,7 +23,6 @@ from quire import __version__
 from quire.config import EngineConfig
 from quire.frontend.generation_config import default_pooling
 from quire.frontend.location import locate_model
-from quire.frontend.sandbox import compile_template
 from quire.serve.app import build_app
 from quire.serve.auth import Keys
 from quire.serve.connection import connections
@@ -39,7 +37,7 @@ from quire.serve.observer import Observer, RequestLog
 from quire.serve.process import EngineProcess
 from quire.serve.settings import ServeConfig
 from quire.serve.stop import Stop
-from quire.types import ConfigError, RequestError
+from quire.serve.templates import ChatTemplates
 
 log = logging.getLogger("quire.serve")
 _SWITCH_S = 0.0005
@@ -89,11 +87,12 @@ async def _serve(
     lines = set_up(settings)
     names = list(dict.fromkeys(settings.served_model_name)) or [config.model]
     observers = _observers(settings, names[0])
-    template = _template(settings)
     engine = AsyncEngine(config, settings, process, keys.total_weight)
+    templates = ChatTemplates(engine)
     stop.attach()
     ready = False
     try:
+        await asyncio.to_thread(templates.read_setting)
         started = asyncio.ensure_future(engine.start())
         await asyncio.wait((started, stop.first), return_when=asyncio.FIRST_COMPLETED)
         if not started.done():
@@ -102,7 +101,7 @@ async def _serve(
             return 128 + stop.first.result()
         started.result()
         ready = True
-        server = _make_server(engine, names, template, keys.total_weight, observers, lines)
+        server = _make_server(engine, names, templates, keys.total_weight, observers, lines)
         web = _Uvicorn(_options(server, keys))
         listen(sock, settings)
         serving = asyncio.ensure_future(web.serve(sockets=[sock]))
@@ -112,18 +111,21 @@ async def _serve(
             serving.result()  # raises what kept it from starting
         garbage = asyncio.ensure_future(_collect_garbage(engine))
         _announce(server, keys, sock, time.perf_counter() - began_s)
+        warming = asyncio.ensure_future(asyncio.to_thread(templates.warm))
         figures = asyncio.ensure_future(write_stats(engine, settings.log_stats_interval))
         code = await _until_the_end(server, stop, serving)
-        figures.cancel()
-        garbage.cancel()
+        for task in (figures, garbage, warming):
+            task.cancel()
         web.should_exit = True
         server.live.close()
+        server.counting.close()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(serving, 5)
         for observer in (server.bodies, *observers):
             await asyncio.to_thread(observer.close)
         return code
     finally:
+        templates.close()
         await engine.close(kill=stop.second.done() or not ready)
         lines.close()
 
@@ -148,7 +150,7 @@ async def _collect_garbage(engine: AsyncEngine) -> None:
 def _make_server(
     engine: AsyncEngine,
     names: list[str],
-    template: str | None,
+    templates: ChatTemplates,
     total_weight: float,
     observers: list[Observer],
     lines: LineWriter,
@@ -162,7 +164,7 @@ def _make_server(
         settings.stream_tool_arguments,
     )
     pooling = _pooling(engine.config, settings)
-    return Server(engine, settings, names, forms, template, pooling, total_weight, observers, lines=lines)
+    return Server(engine, settings, names, forms, templates, pooling, total_weight, observers, lines=lines)
 
 
 def _options(server: Server, keys: Keys) -> uvicorn.Config:
@@ -222,21 +224,6 @@ async def _drain(server: Server, stop: Stop, died: asyncio.Future[Any]) -> None:
     while engine.num_open and time.monotonic() < deadline_s and not (stop.second.done() or died.done()):
         await asyncio.wait((stop.second, died), timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
     engine.fail_all(ApiError(503, "the server is shutting down", code="shutting_down"))
-
-
-def _template(settings: ServeConfig) -> str | None:
-    """The chat template of the settings, which may be a file."""
-    given = settings.chat_template
-    try:
-        if given is not None and "{" not in given:
-            given = Path(given).read_text(encoding="utf-8")
-        if given is not None:
-            compile_template(given)
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"the chat template {given} cannot be read: {error}") from None
-    except RequestError as error:
-        raise ConfigError(f"chat_template: {error}") from None
-    return given
 
 
 def _pooling(config: EngineConfig, settings: ServeConfig) -> str:

@@ -76,6 +76,9 @@ class ServeConfig:
     )
     response_role: str = _setting("assistant", "role of answers in chats")
     chat_template: str | None = _setting(None, "a Jinja chat template, or a file that holds one")
+    trust_request_chat_template: bool = _setting(
+        False, "accept chat_template in requests; each is rendered in a helper process with limits"
+    )
     tool_call_parser: str = _setting(
         "auto",
         "how the model writes calls of tools: hermes, llama3_json, mistral, json; none; auto: by its template",

@@ -32,11 +32,11 @@ class _Work:
 class ClientThreads:
     """Owns the threads and the lines. One client has `threads` threads and first come, first served."""
 
-    def __init__(self, threads: int, most_waiting: int) -> None:
-        """`most_waiting`: calls of a client that may wait."""
+    def __init__(self, threads: int, most_waiting: int, name: str = "tokenizer") -> None:
+        """`most_waiting`: calls of a client that may wait. `name`: of the threads."""
         self._threads, self._most_waiting = threads, most_waiting
-        self._pool = ThreadPoolExecutor(threads, "tokenizer")
-        self._spare = ThreadPoolExecutor(_SPARE, "tokenizer-spare")
+        self._pool = ThreadPoolExecutor(threads, name)
+        self._spare = ThreadPoolExecutor(_SPARE, f"{name}-spare")
         self._lock = threading.Lock()
         self._lines: dict[str, deque[_Work]] = {}  # none is empty
         self._running: Counter[str] = Counter()  # no zeros

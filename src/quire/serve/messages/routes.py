@@ -5,13 +5,14 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.serve.chat import begin, chat_prompt, chat_template
+from quire.serve.chat import begin, chat_prompt
 from quire.serve.context import client_of, read_request, server_of, thread_of
 from quire.serve.errors import messages_error
 from quire.serve.messages.answer import MessageAnswer
 from quire.serve.messages.input import chat_of
 from quire.serve.protocol.messages import CountTokensRequest, MessagesRequest
 from quire.serve.stream import Framing, finished, named_event, stream
+from quire.serve.tokens import count_ids
 from quire.serve.tools.request import tool_use
 from quire.serve.wire import json_response
 
@@ -38,10 +39,13 @@ async def count_tokens(request: Request) -> Response:
     wanted, _ = await read_request(request, CountTokensRequest)
     server.check_model(wanted.model)
 
-    def count() -> int:
+    def render() -> str:
         chat, _ = chat_of(wanted)
         use = tool_use(chat)
-        prompt = chat_prompt(server, chat, use.tools, chat_template(server, chat, use))
-        return len(server.engine.tokenizer.encode(prompt, False))
+        template = server.templates.choose(chat.chat_template, bool(use.tools))
+        return chat_prompt(server, chat, use.tools, template)
 
-    return json_response({"input_tokens": await server.engine.in_thread(client_of(request), count)})
+    client = client_of(request)
+    text = await server.templates.in_thread(client, wanted.chat_template, render)
+    ids = await server.counting.run(client, lambda: count_ids(server, text, False, "messages"))
+    return json_response({"input_tokens": len(ids)})

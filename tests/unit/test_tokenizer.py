@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
+from quire.files.gguf_header import read_gguf_metadata
 from quire.frontend.generation_config import load_generation_defaults
-from quire.frontend.gguf_metadata import read_gguf_metadata
 from quire.frontend.gguf_tokenizer import SPLITS, gguf_backend
 from quire.frontend.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from quire.types import ModelError, RequestError

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from quire.files.reading import MAX_VOCABULARY_BYTES, check_regular, read_json
 from quire.models.reader import Reader, Stored
 from quire.models.spec import ModelSpec
 from quire.types import ModelError
@@ -193,10 +194,7 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ModelError(f"{index} is not a readable index of shards ({error!r})") from error
+    found = read_json(index, MAX_VOCABULARY_BYTES).get("weight_map")
     if not isinstance(found, dict) or not all(
         isinstance(f, str) and Path(f).name == f for f in found.values()
     ):
@@ -205,7 +203,14 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _open(file: Path) -> Any:
+    check_regular(file)
     try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+        if file.stat().st_size > length > MAX_VOCABULARY_BYTES:
+            raise ModelError(
+                f"{file} has a header of {length} bytes, but at most {MAX_VOCABULARY_BYTES} are read"
+            )
         return safe_open(str(file), framework="pt", device="cpu")
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(f"{file} is not a readable safetensors file, perhaps cut short ({error})") from error

@@ -38,6 +38,7 @@ from quire.grammar.library import LibraryGrammar
 from quire.kernels import Kernels, pick_kernels
 from quire.kernels.cpu.ops import CpuKernels
 from quire.layers.env import Env
+from quire.models.checked import CheckedCheckpoint
 from quire.models.checkpoint import Checkpoint, open_checkpoint
 from quire.models.decoder import Model
 from quire.models.load import load_spec
@@ -173,7 +174,9 @@ def load_model(
             f"the weights of {config.model} need {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} of "
             f"{total / 2**30:.1f} GiB are free on {device}; choose a smaller model or dtype, or free memory"
         )
-    checkpoint = open_checkpoint(path, spec, config.load_format, device=device, dtype=dtype, seed=config.seed)
+    checkpoint: Checkpoint = CheckedCheckpoint(
+        open_checkpoint(path, spec, config.load_format, device=device, dtype=dtype, seed=config.seed)
+    )
     try:
         with torch.inference_mode():
             return build_model(spec, Env(checkpoint, Parallel(), backend, device, dtype, kernels)), checkpoint
@@ -239,6 +242,7 @@ def _describe(
         vocab_size=spec.vocab_size,
         max_model_len=size.max_model_len,
         eos_ids=list(spec.eos_token_ids),
+        generates=spec.has_head,
         device=str(worker.device),
         dtype=str(dtype).removeprefix("torch."),
         attention=attention,

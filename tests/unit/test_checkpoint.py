@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from quire.layers.env import Env, Weights
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP, gated
 from quire.layers.moe import GroupedExperts, LoopedExperts, MoE
+from quire.models.checked import CheckedCheckpoint
 from quire.models.checkpoint import DummyCheckpoint, open_checkpoint
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
@@ -166,6 +167,41 @@ def test_folders_without_safetensors(tmp_path: Path) -> None:
         ModelError, match=r"pickled weights \(pytorch_model\.bin\).*convert them to safetensors"
     ):
         open_checkpoint(tmp_path, SPEC)
+
+
+def test_a_stored_head_that_differs_from_the_tied_embedding_is_reported(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = replace(SPEC, tie_embeddings=True)
+    for change, says in ((0.0, ""), (1.0, "lm_head.weight differs from model.embed_tokens.weight")):
+        head = tensors["model.embed_tokens.weight"].clone()
+        head[7, 3] += change
+        save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors")
+        weights = open_checkpoint(tmp_path, spec)
+        build_model(spec, env(weights))
+        caplog.clear()
+        weights.finish()
+        assert says in caplog.text and bool(caplog.records) == bool(says)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_norms_embeddings_and_head_that_are_not_finite_are_reported(
+    tmp_path: Path,
+    tensors: dict[str, torch.Tensor],
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    value: float,
+) -> None:
+    tensors[name].view(-1)[5] = value
+    tensors["model.layers.0.input_layernorm.weight"][:] = 3e38  # whose sum overflows
+    save_file(tensors, tmp_path / "model.safetensors")
+    weights = CheckedCheckpoint(open_checkpoint(tmp_path, SPEC))
+    build_model(SPEC, env(weights))
+    weights.finish()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{name}: not finite in the model's dtype (NaN or infinity); requests that meet it will fail"
+    ]
 
 
 def test_only_the_asked_part_is_returned(tmp_path: Path) -> None:

@@ -224,23 +224,18 @@ def _gemma3(name: str, keys: Keys) -> ModelSpec:
     )
 
 
-PARSERS: dict[str, Callable[[str, Keys], ModelSpec]] = {
-    "GPT2LMHeadModel": _gpt2,
-    "gpt2": _gpt2,
-    "LlamaForCausalLM": _llama,
-    "llama": _llama,
-    "MistralForCausalLM": _mistral,
-    "mistral": _mistral,
-    "Qwen2ForCausalLM": _qwen2,
-    "qwen2": _qwen2,
-    "Qwen3ForCausalLM": _qwen3,
-    "qwen3": _qwen3,
-    "Gemma3ForCausalLM": _gemma3,
-    "Gemma3ForConditionalGeneration": _gemma3,
-    "gemma3_text": _gemma3,
-    "gemma3": _gemma3,
-    "MixtralForCausalLM": _mixtral,
-    "mixtral": _mixtral,
-    "Qwen3MoeForCausalLM": _qwen3_moe,
-    "qwen3_moe": _qwen3_moe,
-}
+_FAMILIES: dict[Callable[[str, Keys], ModelSpec], tuple[str, ...]] = {
+    _gpt2: ("GPT2LMHeadModel", "GPT2Model", "gpt2"),
+    _llama: ("LlamaForCausalLM", "LlamaModel", "llama"),
+    _mistral: ("MistralForCausalLM", "MistralModel", "mistral"),
+    _qwen2: ("Qwen2ForCausalLM", "Qwen2Model", "qwen2"),
+    _qwen3: ("Qwen3ForCausalLM", "Qwen3Model", "qwen3"),
+    _gemma3: (
+        "Gemma3ForCausalLM", "Gemma3TextModel", "gemma3_text",
+        "Gemma3ForConditionalGeneration", "Gemma3Model", "gemma3",
+    ),
+    _mixtral: ("MixtralForCausalLM", "MixtralModel", "mixtral"),
+    _qwen3_moe: ("Qwen3MoeForCausalLM", "Qwen3MoeModel", "qwen3_moe"),
+}  # fmt: skip
+# By architecture, with a head and without, and by model_type.
+PARSERS = {name: parse for parse, names in _FAMILIES.items() for name in names}

@@ -101,11 +101,15 @@ def common(name: str, family: str, keys: Keys, tie: bool) -> dict[str, Any]:
         token_ids(keys.get(name, default=None), name, vocab_size, keys.where)
         for name in ("bos_token_id", "eos_token_id")
     )
+    tied = keys.flag("tie_word_embeddings", default=tie)
+    has_head = tied or not name.endswith("Model") or name.endswith("LMHeadModel")
     return {
         "architecture": name,
         "family": family,
         "vocab_size": vocab_size,
-        "tie_embeddings": keys.flag("tie_word_embeddings", default=tie),
+        # Embeddings stand in for a head that a bare model lacks: a request for a vector samples a token as well.
+        "tie_embeddings": tied or not has_head,
+        "has_head": has_head,
         "dtype": _dtype(keys),
         "bos_token_id": bos[0] if bos else None,
         "eos_token_ids": eos,

@@ -111,6 +111,7 @@ class EngineInfo:
     block_bytes: int
     weight_bytes: int
     num_parameters: int
+    generates: bool = True  # False: a model without a head, for embeddings only
     phases_s: dict[str, float] = field(default_factory=dict)  # start-up by phase
 
     def start_up(self) -> str:

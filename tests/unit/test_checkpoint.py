@@ -321,6 +321,24 @@ def test_expert_implementations_agree(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_that_is_not_finite_changes_no_other_in_experts(dtype: torch.dtype) -> None:
+    weights = DummyCheckpoint(5, CPU, dtype)
+    names = ("gate_proj", "up_proj", "down_proj")
+    moe = MoE(env(weights, dtype=dtype), "moe.", names, 32, 16, 4, 2, True, "silu")
+    gate_up, down = torch.randn(4, 32, 32).to(dtype), torch.randn(4, 32, 16).to(dtype)
+    clean = torch.randn(9, 32).to(dtype)
+    for experts in (moe.experts, GroupedExperts(gate_up, down, gated("silu", None))):
+        moe.experts = experts
+        want = moe(clean)
+        for value in (float("nan"), float("inf")):
+            sick = clean.clone()
+            sick[4, 3] = value
+            got = moe(sick)
+            assert torch.equal(got[:4], want[:4]) and torch.equal(got[5:], want[5:])
+            assert not got[4].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_packed_product_equals_the_plain_one_for_any_number_of_rows(dtype: torch.dtype) -> None:
     weight, bias, x = torch.randn(96, 64).to(dtype), torch.randn(96).to(dtype), torch.randn(33, 64).to(dtype)
     packed, plain = make_matmul(weight, bias, None), PlainMatmul(weight, bias)

@@ -70,7 +70,7 @@ class CheckedCheckpoint(Checkpoint):
 
     def _check(self, name: str, values: torch.Tensor) -> None:
         # A sum is the quickest test; one that overflows does not decide.
-        if not _WATCHED.search(name) or bool(values.sum(dtype=torch.float32).isfinite()):
+        if not _WATCHED.search(name) or bool(values.sum().isfinite()):
             return
         if not bool(values.isfinite().all()) and name not in self._damaged:
             self._damaged.append(name)

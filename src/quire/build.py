@@ -41,6 +41,7 @@ from quire.kernels import Kernels, pick_kernels
 from quire.kernels.cpu.ops import CpuKernels
 from quire.kernels.target import OLDEST, target_of
 from quire.layers.env import Env
+from quire.models.checked import CheckedCheckpoint
 from quire.models.checkpoint import Checkpoint, open_checkpoint
 from quire.models.decoder import Model
 from quire.models.load import load_spec
@@ -252,7 +253,9 @@ def load_model(
     dtype: torch.dtype,
 ) -> tuple[Model, Checkpoint]:
     """The model on `device`, and the checkpoint, which must be finished before the weights can be relied on."""
-    checkpoint = open_checkpoint(path, spec, config.load_format, device=device, dtype=dtype, seed=config.seed)
+    checkpoint: Checkpoint = CheckedCheckpoint(
+        open_checkpoint(path, spec, config.load_format, device=device, dtype=dtype, seed=config.seed)
+    )
     try:
         with torch.inference_mode():
             return build_model(spec, Env(checkpoint, Parallel(), backend, device, dtype, kernels)), checkpoint
@@ -336,6 +339,7 @@ def _describe(
         vocab_size=spec.vocab_size,
         max_model_len=size.max_model_len,
         eos_ids=list(spec.eos_token_ids),
+        generates=spec.has_head,
         device=str(worker.device),
         dtype=str(dtype).removeprefix("torch."),
         attention=attention,

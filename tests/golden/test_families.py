@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
-from whole import greedy, last_logits, load_model, logits_of
+from whole import greedy, last_logits, load_model, logits_of, whole_batch
+
+from quire.models.spec import ModelSpec
 
 transformers = pytest.importorskip("transformers", reason="transformers makes the reference models")
 torch.set_num_threads(1)
@@ -88,6 +90,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tied-yarn": ("Qwen3", {"tie_word_embeddings": True, **YARN}),
     "qwen3-biases": ("Qwen3", {"attention_bias": True}),
     "gemma3": ("Gemma3Text", GEMMA),
+    # a field of the config that transformers does not use
+    "gemma3-attention-cap": ("Gemma3Text", {**GEMMA, "attn_logit_softcapping": 0.5}),
     "gemma3-linear": (
         "Gemma3Text",
         {
@@ -245,3 +249,81 @@ def test_float16_runs(tmp_path: Path) -> None:
     logits = logits_of(load_model(tmp_path, torch.float16), ROWS)[0]
     expected = reference_logits(model, ROWS[0])
     assert (logits.float() - expected).abs().mean() < 0.01 * expected.abs().mean()
+
+
+@pytest.mark.parametrize(
+    "name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "Gemma3Text", "GPT2"]
+)
+@pytest.mark.parametrize("tied", [True, False])
+def test_models_without_a_head(tmp_path: Path, name: str, tied: bool) -> None:
+    """Saved from the base class: other tensor names, and no lm_head. Their hidden states are all that counts."""
+    keys = ("vocab_size", "bos_token_id", "eos_token_id", "initializer_range")
+    base = {key: BASE[key] for key in keys} | {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    settings = {**(base if name == "GPT2" else BASE), "tie_word_embeddings": tied}
+    if name == "Gemma3Text":
+        settings |= GEMMA
+    config = getattr(transformers, name + "Config")(**settings)
+    torch.manual_seed(3)
+    model = getattr(transformers, name + "Model")(config).eval()
+    model.save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["architectures"] == [name + "Model"]
+    ours = load_model(tmp_path)
+    assert ours.spec.has_head == tied
+    with torch.inference_mode():
+        found = ours(whole_batch(ROWS))
+        expected = torch.cat([model(torch.tensor([row])).last_hidden_state[0] for row in ROWS])
+    assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+# What a spec says where a config.json says nothing, by the name of the field in transformers.
+DEFAULTS: dict[str, Any] = {
+    "rms_norm_eps": lambda s: s.norm_eps,
+    "layer_norm_epsilon": lambda s: s.norm_eps,
+    "num_key_value_heads": lambda s: s.num_kv_heads,
+    "tie_word_embeddings": lambda s: s.tie_embeddings,
+    "sliding_window": lambda s: next(iter(set(s.windows) - {None}), None),
+    "attention_bias": lambda s: s.o_bias,
+    "mlp_bias": lambda s: s.mlp_bias,
+    "num_local_experts": lambda s: s.moe.num_experts,
+    "num_experts_per_tok": lambda s: s.moe.top_k,
+    "moe_intermediate_size": lambda s: s.moe.intermediate_size,
+    "norm_topk_prob": lambda s: s.moe.norm_topk,
+    "final_logit_softcapping": lambda s: s.final_soft_cap,
+    "query_pre_attn_scalar": lambda s: round(s.query_scale**-2),
+}
+SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings", "n_embd", "n_layer", "n_head", "n_positions",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "Gemma3Text", "GPT2"]
+)
+def test_what_a_config_leaves_out_is_the_default_of_transformers(name: str) -> None:
+    config = getattr(transformers, name + "Config")()
+    theirs = config.to_dict()
+    sizes = {
+        key: getattr(config, key)
+        for key in SIZES
+        if key in theirs or (name == "GPT2" and key.startswith("n_"))
+    }
+    spec = ModelSpec.from_config({"architectures": [CLASSES.get(name, name + "ForCausalLM")], **sizes})
+    compared = {key: (found(spec), theirs[key]) for key, found in DEFAULTS.items() if key in theirs}
+    assert len(compared) >= 2 and {key: pair for key, pair in compared.items() if pair[0] != pair[1]} == {}
+    head_dim = theirs.get("head_dim") or config.hidden_size // config.num_attention_heads
+    assert spec.head_dim == head_dim
+    kind = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+    activation = theirs.get("hidden_activation") or theirs.get("hidden_act") or theirs["activation_function"]
+    assert spec.activation == kind.get(activation, activation)
+    if name == "GPT2":
+        assert spec.intermediate_size == 4 * config.n_embd
+        return
+    rope = theirs["rope_parameters"]
+    assert spec.rope and spec.rope.theta == rope.get("full_attention", rope)["rope_theta"]
+    if name == "Gemma3Text":
+        assert spec.local_rope and spec.local_rope.theta == rope["sliding_attention"]["rope_theta"]
+        assert [window is None for window in spec.windows] == [
+            k == "full_attention" for k in config.layer_types
+        ]

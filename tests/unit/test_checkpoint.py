@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from quire.layers.env import Env, Weights
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP, gated
 from quire.layers.moe import GroupedExperts, LoopedExperts, MoE, library_product, masked_product
+from quire.models.checked import CheckedCheckpoint
 from quire.models.checkpoint import DummyCheckpoint, open_checkpoint
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
@@ -168,6 +169,41 @@ def test_folders_without_safetensors(tmp_path: Path) -> None:
         open_checkpoint(tmp_path, SPEC)
 
 
+def test_a_stored_head_that_differs_from_the_tied_embedding_is_reported(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], caplog: pytest.LogCaptureFixture
+) -> None:
+    spec = replace(SPEC, tie_embeddings=True)
+    for change, says in ((0.0, ""), (1.0, "lm_head.weight differs from model.embed_tokens.weight")):
+        head = tensors["model.embed_tokens.weight"].clone()
+        head[7, 3] += change
+        save_file({**tensors, "lm_head.weight": head}, tmp_path / "model.safetensors")
+        weights = open_checkpoint(tmp_path, spec)
+        build_model(spec, env(weights))
+        caplog.clear()
+        weights.finish()
+        assert says in caplog.text and bool(caplog.records) == bool(says)
+
+
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_norms_embeddings_and_head_that_are_not_finite_are_reported(
+    tmp_path: Path,
+    tensors: dict[str, torch.Tensor],
+    caplog: pytest.LogCaptureFixture,
+    name: str,
+    value: float,
+) -> None:
+    tensors[name].view(-1)[5] = value
+    tensors["model.layers.0.input_layernorm.weight"][:] = 3e38  # whose sum overflows
+    save_file(tensors, tmp_path / "model.safetensors")
+    weights = CheckedCheckpoint(open_checkpoint(tmp_path, SPEC))
+    build_model(SPEC, env(weights))
+    weights.finish()
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{name}: not finite in the model's dtype (NaN or infinity); requests that meet it will fail"
+    ]
+
+
 def test_only_the_asked_part_is_returned(tmp_path: Path) -> None:
     tensor = torch.arange(48.0).view(8, 6)
     save_file({"x": tensor, "y": tensor[0].clone()}, tmp_path / "model.safetensors")
@@ -270,7 +306,7 @@ def test_ranks_sum_to_the_whole_mlp_and_experts() -> None:
         assert torch.allclose(layer(Parallel()), layer(OneOf(0, 2)) + layer(OneOf(1, 2)), atol=1e-6)
 
 
-def test_attention_layers_know_their_window_scale_and_cap() -> None:
+def test_attention_layers_know_their_window_and_scale() -> None:
     config = {**CONFIG, "architectures": ["Gemma3ForCausalLM"], "attn_logit_softcapping": 3.0, "head_dim": 8}
     config |= {"sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 16}
     model = build_model(ModelSpec.from_config(config), env(DummyCheckpoint(0, CPU, torch.float32)))
@@ -278,7 +314,7 @@ def test_attention_layers_know_their_window_scale_and_cap() -> None:
     assert [layer.window for layer in model.attention_layers] == [5, None]
     layer = model.attention_layers[0]
     assert (layer.num_heads, layer.num_kv_heads, layer.head_dim) == (4, 2, 8)
-    assert (layer.scale, layer.soft_cap) == (0.25, 3.0)
+    assert (layer.scale, layer.soft_cap) == (0.25, None)  # transformers does not use that field either
     assert model.logits(torch.zeros(0, 16)).shape == (0, 20)
 
 
@@ -299,6 +335,25 @@ def test_expert_implementations_agree(dtype: torch.dtype) -> None:
     for product in (library_product, masked_product) if dtype == torch.bfloat16 else (masked_product,):
         grouped = GroupedExperts(gate_up, down, silu, product)(x, ids).float()
         assert torch.allclose(looped, grouped, atol=tolerance, rtol=0.02)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_token_that_is_not_finite_changes_no_other_in_experts(dtype: torch.dtype) -> None:
+    weights = DummyCheckpoint(5, CPU, dtype)
+    names = ("gate_proj", "up_proj", "down_proj")
+    moe = MoE(env(weights, dtype=dtype), "moe.", names, 32, 16, 4, 2, True, "silu")
+    gate_up, down = torch.randn(4, 32, 32).to(dtype), torch.randn(4, 32, 16).to(dtype)
+    clean = torch.randn(9, 32).to(dtype)
+    product = library_product if dtype == torch.bfloat16 else masked_product
+    for experts in (moe.experts, GroupedExperts(gate_up, down, gated("silu", None), product)):
+        moe.experts = experts
+        want = moe(clean)
+        for value in (float("nan"), float("inf")):
+            sick = clean.clone()
+            sick[4, 3] = value
+            got = moe(sick)
+            assert torch.equal(got[:4], want[:4]) and torch.equal(got[5:], want[5:])
+            assert not got[4].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

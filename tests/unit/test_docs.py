@@ -27,7 +27,7 @@ NOT_OURS = {
 # Flags of other programs that the documents show, and flags that are shown because they are missing.
 FOREIGN_FLAGS = {
     "--build", "--profile", "--gpus", "--rm", "--name", "--ipc", "--shm-size", "--stop-timeout", "--target", "--tag",
-    "--target-dir", "--build-arg", "--init", "--no-cache", "--constraint", "--upgrade", "--editable", "--index-url",
+    "--target-dir", "--build-arg", "--memory", "--init", "--no-cache", "--constraint", "--upgrade", "--editable", "--index-url",
 }  # fmt: skip
 # Classes and constants of the standard library, of torch or of an API.
 FOREIGN_NAMES = {

@@ -15,16 +15,17 @@ SRC = Path(__file__).resolve().parents[2] / "src" / "quire"
 MAY_IMPORT = {
     "types": set(),
     "config": {"types"},
+    "files": {"types"},
     "kernels": set(),
     "parallel": {"types"},
     "attention": {"types", "kernels"},
     "quant": {"types", "kernels", "parallel", "layers"},
     "layers": {"types", "kernels", "parallel", "attention", "quant"},
-    "models": {"types", "layers", "attention", "quant", "parallel"},
+    "models": {"types", "files", "layers", "attention", "quant", "parallel"},
     "sampling": {"types", "kernels"},
     "core": {"types"},
     "worker": {"types", "config", "models", "sampling", "attention", "layers", "parallel", "quant", "kernels"},
-    "frontend": {"types", "config", "core"},
+    "frontend": {"types", "config", "core", "files"},
     "grammar": {"types", "core", "frontend"},
     "bench": {"types", "config", "core", "worker", "frontend", "models", "build", "llm", "kernels"},
     "build": {"types", "config", "core", "worker", "models", "sampling", "attention", "layers", "parallel", "frontend",
@@ -38,6 +39,7 @@ MAY_IMPORT = {
 }  # fmt: skip
 NO_TORCH = {
     "types",
+    "files",
     "config",
     "core",
     "frontend",

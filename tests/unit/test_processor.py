@@ -227,3 +227,10 @@ def test_without_a_tokenizer_only_ids_pass() -> None:
     for prompt, params in (("ab", {}), ([1], {"stop": ["x"]}), ([1], {"bad_words": ["x"]})):
         with pytest.raises(RequestError, match="tokenizer"):
             bare.process("r", prompt, SamplingParams(**params))
+
+
+def test_a_model_without_a_head_gives_vectors_only() -> None:
+    bare = processor(generates=False)
+    with pytest.raises(RequestError, match="no head"):
+        bare.process("r", [1, 2])
+    assert bare.process("r", [1, 2], SamplingParams(max_tokens=1), pooling="mean")[0].pooling == "mean"

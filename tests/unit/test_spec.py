@@ -212,6 +212,7 @@ def test_gemma3_text_part_of_a_multimodal_config() -> None:
 
 def test_qwen2_windows() -> None:
     config = {**LLAMA, "architectures": ["Qwen2ForCausalLM"], "sliding_window": 16, "max_window_layers": 3}
+    config["num_key_value_heads"] = 8
     assert set(ModelSpec.from_config(config).windows) == {None}
     assert ModelSpec.from_config({**config, "use_sliding_window": True}).windows == (None, None, None, 16)
     kinds = ["sliding_attention", "full_attention"] * 2
@@ -233,8 +234,8 @@ def test_qwen2_windows() -> None:
         ({"torch_dtype": "float64"}, "float64"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "longrope"),
         ({"rope_scaling": {"rope_type": "mrope"}}, "mrope"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "at least 1"),
-        ({"rope_scaling": "linear"}, "wrong kind"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor must be between 1 and"),
+        ({"rope_scaling": "linear"}, "rope_parameters must be an object"),
         ({"partial_rotary_factor": 0.5}, "partial"),
         ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, "partial"),
         ({"rope_interleaved": True}, "interleaved"),
@@ -260,7 +261,7 @@ def test_load_spec_prefers_the_generation_config(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 2, 9]}')
     assert load_spec(tmp_path).eos_token_ids == (7, 2, 9)
     (tmp_path / "generation_config.json").write_text("{")
-    with pytest.raises(ModelError, match=r"generation_config\.json is not readable JSON"):
+    with pytest.raises(ModelError, match=r"generation_config\.json is not valid JSON"):
         load_spec(tmp_path)
     with pytest.raises(ModelError, match="holds no config"):
         load_spec(tmp_path / "..")

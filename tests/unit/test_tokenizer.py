@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
+from quire.files.gguf_header import read_gguf_metadata
 from quire.frontend import backends
 from quire.frontend.generation_config import load_generation_defaults
-from quire.frontend.gguf_metadata import read_gguf_metadata
 from quire.frontend.gguf_tokenizer import SPLITS, gguf_backend
 from quire.frontend.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from quire.types import ModelError, RequestError
@@ -378,6 +378,29 @@ def test_broken_gguf_files_are_named(tmp_path: Path, content: bytes, says: str) 
     file.write_bytes(content)
     with pytest.raises(ModelError, match=says):
         load_tokenizer(file)
+
+
+@pytest.mark.parametrize("named", [0, 2, 9, None])
+def test_a_gguf_vocabulary_with_several_unknown_tokens(tmp_path: Path, named: int | None) -> None:
+    """As Phi-3's: the others are markup, as in llama.cpp."""
+    tokens = ["<unk>", "<s>", "<|placeholder1|>", "<|placeholder2|>", "▁", "a", "b", "ab"]
+    meta: dict[str, Any] = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.0] * 4 + [-1.0, -2.0, -3.0, -1.5],
+        "tokenizer.ggml.token_type": [2, 3, 2, 2, 1, 1, 1, 1],
+    }
+    if named is not None:
+        meta["tokenizer.ggml.unknown_token_id"] = named
+    (tmp_path / "m.gguf").write_bytes(gguf_bytes(meta))
+    tokenizer = load_tokenizer(tmp_path / "m.gguf")
+    assert {0, 1, 2, 3} <= tokenizer.special_ids
+    assert tokenizer.encode("ab<|placeholder2|>", add_special_tokens=False)[-2:] == [7, 3]
+    assert tokenizer.encode("c", add_special_tokens=False)[-1] == (2 if named == 2 else 0)
+    meta["tokenizer.ggml.token_type"] = [2, 3, 9, 2, 1, 1, 1, 1]
+    (tmp_path / "m.gguf").write_bytes(gguf_bytes(meta))
+    with pytest.raises(ModelError, match="token types must be 1 to 6"):
+        load_tokenizer(tmp_path / "m.gguf")
 
 
 @needs_data

@@ -13,10 +13,13 @@ from typing import Any
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as JsonTokenizer
 
+from quire.files.reading import shown
 from quire.frontend.backends import Backend, JsonBackend, SentencePieceBackend
+from quire.frontend.tokenizer_limits import MAX_ADDED, check_count
 from quire.types import ModelError
 
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types, as in SentencePiece
+_TYPES = set(range(1, 7))
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -69,29 +72,43 @@ def gguf_backend(meta: dict[str, Any], name: str) -> Backend:
     if not isinstance(tokens, list) or not tokens or not all(isinstance(t, str) for t in tokens):
         raise ModelError(f"{name} holds no tokenizer; give one with the tokenizer setting")
     types = meta.get("tokenizer.ggml.token_type") or [1] * len(tokens)
-    if len(types) != len(tokens):
-        raise ModelError(f"{name} is corrupt: {len(tokens)} tokens but {len(types)} token types")
+    _check_column(name, "token types", types, len(tokens), int)
+    if not set(types) <= _TYPES:
+        raise ModelError(f"{name} is corrupt: token types must be 1 to 6, got {shown(set(types) - _TYPES)}")
     if kind == "gpt2":
         return _byte_level_backend(meta, name, tokens, types)
     if kind == "llama":
         return _score_backend(meta, name, tokens, types)
     raise ModelError(
-        f"{name} has a tokenizer of kind {kind!r}; Quire reads gpt2 and llama, or give another tokenizer"
+        f"{name} has a tokenizer of kind {shown(kind)}; Quire reads gpt2 and llama, or give another tokenizer"
     )
+
+
+def _check_column(name: str, what: str, values: object, count: int | None, kind: type) -> None:
+    """Raise ModelError unless `values` is a list of `kind`, of length `count` if that is given."""
+    if not isinstance(values, list) or not all(isinstance(value, kind) for value in values):
+        raise ModelError(f"{name} is corrupt: its {what} must be a list of {kind.__name__}")
+    if count is not None and len(values) != count:
+        raise ModelError(f"{name} is corrupt: {count} tokens but {len(values)} {what}")
 
 
 def _byte_level_backend(meta: dict[str, Any], name: str, tokens: list[str], types: list[int]) -> Backend:
     split = meta.get("tokenizer.ggml.pre", "default")
-    if split not in SPLITS:
+    if not isinstance(split, str) or split not in SPLITS:
         known = ", ".join(SPLITS)
-        raise ModelError(f"{name} splits text as {split!r}, which Quire does not know (it knows {known})")
-    merges = [tuple(m.split(" ")) for m in meta.get("tokenizer.ggml.merges") or ()]
+        raise ModelError(
+            f"{name} splits text as {shown(split)}, which Quire does not know (it knows {known})"
+        )
+    listed = meta.get("tokenizer.ggml.merges") or []
+    _check_column(name, "merges", listed, None, str)
+    merges = [tuple(m.split(" ")) for m in listed]
     backend = byte_level_bpe({t: i for i, t in enumerate(tokens)}, merges, split, name)
     added = [
         AddedToken(token, normalized=False, special=kind != _USER_DEFINED)
         for token, kind in zip(tokens, types)
         if kind in (_UNKNOWN, _CONTROL, _USER_DEFINED)
     ]
+    check_count(name, "added tokens", len(added), MAX_ADDED)
     backend.add_tokens(added)
     return JsonBackend(backend)
 
@@ -114,13 +131,14 @@ def byte_level_bpe(vocab: dict[str, int], merges: list[Any], split: str, name: s
 
 def _score_backend(meta: dict[str, Any], name: str, tokens: list[str], types: list[int]) -> Backend:
     scores = meta.get("tokenizer.ggml.scores") or []
-    if len(scores) != len(tokens):
-        raise ModelError(f"{name} is corrupt: {len(tokens)} tokens but {len(scores)} scores")
+    _check_column(name, "scores", scores, len(tokens), float)
+    unknown = _unknown_id(meta, types)
+    # SentencePiece takes one unknown token; the others are markup all the same.
+    kinds = [_CONTROL if kind == _UNKNOWN and i != unknown else kind for i, kind in enumerate(types)]
     pieces = b"".join(
         _field(1, _field(1, token.encode()) + b"\x15" + struct.pack("<f", score) + _number(3, kind))
-        for token, score, kind in zip(tokens, scores, types)
+        for token, score, kind in zip(tokens, scores, kinds)
     )
-    unknown = types.index(_UNKNOWN) if _UNKNOWN in types else 0
     byte_fallback = all(f"<0x{b:02X}>" in tokens for b in (0, 255))
     trainer = _number(3, 2) + _number(35, byte_fallback) + _number(40, unknown)  # model type 2 is BPE
     prefix = bool(meta.get("tokenizer.ggml.add_space_prefix", True))
@@ -131,6 +149,14 @@ def _score_backend(meta: dict[str, Any], name: str, tokens: list[str], types: li
         return SentencePieceBackend(model, legacy_prefix=True)
     except ModelError as error:
         raise ModelError(f"the tokenizer of {name} is corrupt: {error}") from error
+
+
+def _unknown_id(meta: dict[str, Any], types: list[int]) -> int:
+    """The token that stands for what the vocabulary lacks: the one that the file names, or the first of its kind."""
+    named = meta.get("tokenizer.ggml.unknown_token_id")
+    if isinstance(named, int) and 0 <= named < len(types) and types[named] == _UNKNOWN:
+        return named
+    return types.index(_UNKNOWN) if _UNKNOWN in types else 0
 
 
 def _number(field: int, value: int) -> bytes:

@@ -28,4 +28,5 @@ def processor_of(config: EngineConfig, info: EngineInfo, tokenizer: Tokenizer) -
         list(dict.fromkeys([*info.eos_ids, *tokenizer.eos_ids])),
         config.seed,
         load_generation_defaults(locate_model(config.model, config.revision).path),
+        info.generates,
     )

@@ -33,12 +33,14 @@ class InputProcessor:
         eos_ids: Sequence[int],
         seed: int = 0,
         defaults: Mapping[str, Any] | None = None,
+        generates: bool = True,
     ) -> None:
-        """`vocab_size` is the model's; `defaults` are from `load_generation_defaults`."""
+        """`vocab_size` is the model's; `defaults` are from `load_generation_defaults`. `generates`: it has a head."""
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
         self.eos_ids = list(eos_ids)
+        self._generates = generates
         known = {f.name for f in fields(SamplingParams)}
         self.defaults = {name: value for name, value in (defaults or {}).items() if name in known}
         self._seed = seed
@@ -62,6 +64,10 @@ class InputProcessor:
 
         `add_special_tokens` is False for the text of a chat template, which holds its own.
         """
+        if pooling is None and not self._generates:
+            raise RequestError(
+                "this model has no head (lm_head), so it cannot generate text: use it for embeddings"
+            )
         params = self.default_params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise RequestError(f"sampling parameters must be SamplingParams, got {type(params).__name__}")

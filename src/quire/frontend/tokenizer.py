@@ -15,13 +15,16 @@ from typing import Any
 
 from tokenizers import Tokenizer as JsonTokenizer
 
+from quire.files.gguf_header import read_gguf_metadata
+from quire.files.reading import MAX_VOCABULARY_BYTES, check_regular, read_json, read_text
 from quire.frontend.backends import Backend, JsonBackend, SentencePieceBackend
-from quire.frontend.generation_config import load_eos_ids, read_json
-from quire.frontend.gguf_metadata import read_gguf_metadata
+from quire.frontend.generation_config import load_eos_ids
 from quire.frontend.gguf_tokenizer import ADDS_BOS, byte_level_bpe, gguf_backend
+from quire.frontend.tokenizer_limits import MAX_ADDED, MAX_TOKENS, check_count, read_tokenizer_json
 from quire.types import ModelError, RequestError
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+_MAX_PIECES_BYTES = 32 << 20  # of a SentencePiece model: six times the largest published one
 # Ends of a turn, which GGUF files often carry without naming them as an end of sequence.
 _END_OF_TURN = (
     "<|eot_id|>",
@@ -171,7 +174,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
     if path.suffix == ".gguf":
         return _load_gguf(path)
     folder = path if path.is_dir() else path.parent
-    config = read_json(folder / "tokenizer_config.json")
+    config = _json(folder / "tokenizer_config.json")
     backend = _backend_of_file(path, config) if path.is_file() else _backend_of_folder(path, config)
     backend.extend(_added_tokens(folder, config))
     settings = TokenizerSettings(
@@ -188,15 +191,16 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 def _backend_of_folder(folder: Path, config: dict[str, Any]) -> Backend:
     for name in ("tokenizer.json", "tokenizer.model"):
-        if (folder / name).is_file():
+        if (folder / name).exists():
             return _backend_of_file(folder / name, config)
-    if (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        lines = (folder / "merges.txt").read_text(encoding="utf-8").split("\n")
+    if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
+        lines = read_text(folder / "merges.txt", MAX_VOCABULARY_BYTES).split("\n")
+        check_count(folder / "merges.txt", "merges", len(lines), 4 * MAX_TOKENS)
         if lines[0].startswith("#version"):  # later lines that begin with # are merges of that character
             lines = lines[1:]
         merges = [tuple(line.split(" ")) for line in lines if line]
-        split = "qwen2" if config.get("tokenizer_class", "").startswith("Qwen") else "gpt-2"
-        return JsonBackend(byte_level_bpe(read_json(folder / "vocab.json"), merges, split, str(folder)))
+        split = "qwen2" if str(config.get("tokenizer_class")).startswith("Qwen") else "gpt-2"
+        return JsonBackend(byte_level_bpe(_vocabulary(folder), merges, split, str(folder)))
     raise ModelError(
         f"{folder} has no tokenizer.json, tokenizer.model or vocab.json with merges.txt; "
         "name another tokenizer with the tokenizer setting, or set skip_tokenizer_init"
@@ -205,12 +209,14 @@ def _backend_of_folder(folder: Path, config: dict[str, Any]) -> Backend:
 
 def _backend_of_file(path: Path, config: dict[str, Any]) -> Backend:
     if path.suffix == ".model":
+        check_regular(path, _MAX_PIECES_BYTES)
         try:
             return SentencePieceBackend(path.read_bytes(), legacy_prefix=config.get("legacy") is not False)
         except (ModelError, OSError) as error:
             raise ModelError(f"{path} cannot be read: {error}") from error
+    text = read_tokenizer_json(path)
     try:
-        return JsonBackend(JsonTokenizer.from_str(path.read_text(encoding="utf-8")))
+        return JsonBackend(JsonTokenizer.from_str(text))
     except Exception as error:  # the library raises plain Exception for everything it cannot read
         raise ModelError(f"{path} cannot be read as a tokenizer: {error}") from error
 
@@ -228,39 +234,52 @@ def _content(token: Any) -> str | None:
 
 
 def _special_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    merged = {**read_json(folder / "special_tokens_map.json"), **config}
+    merged = {**_json(folder / "special_tokens_map.json"), **config}
     found = {name: _content(merged.get(name)) for name in _SPECIAL_NAMES}
     return {name: text for name, text in found.items() if text}
 
 
 def _added_tokens(folder: Path, config: dict[str, Any]) -> dict[int, tuple[str, bool]]:
     found: dict[int, tuple[str, bool]] = {}
-    for piece, token in read_json(folder / "added_tokens.json").items():
+    for piece, token in _json(folder / "added_tokens.json").items():
         if isinstance(token, int):
             found[token] = (piece, piece.startswith("<"))
     listed = config.get("added_tokens_decoder")
     for token, entry in (listed if isinstance(listed, dict) else {}).items():
         content = _content(entry)
-        if content and str(token).isdigit():
+        if content and token.isascii() and token.isdigit() and len(token) < 10:
             found[int(token)] = (content, bool(isinstance(entry, dict) and entry.get("special")))
+    check_count(folder, "added tokens", len(found), MAX_ADDED)
+    return found
+
+
+def _json(file: Path) -> dict[str, Any]:
+    return read_json(file, optional=True)
+
+
+def _vocabulary(folder: Path) -> dict[str, int]:
+    found = read_json(folder / "vocab.json", MAX_VOCABULARY_BYTES)
+    check_count(folder / "vocab.json", "tokens", len(found), MAX_TOKENS)
     return found
 
 
 def _folder_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Chat templates by name. A file of its own comes before what a config holds."""
     found: dict[str, str] = {}
-    for given in (config.get("chat_template"), read_json(folder / "chat_template.json").get("chat_template")):
+    for given in (config.get("chat_template"), _json(folder / "chat_template.json").get("chat_template")):
         if isinstance(given, str):
             found["default"] = given
         elif isinstance(given, list):
             found |= {
                 e["name"]: e["template"]
                 for e in given
-                if isinstance(e, dict) and {"name", "template"} <= e.keys()
+                if isinstance(e, dict)
+                and isinstance(e.get("name"), str)
+                and isinstance(e.get("template"), str)
             }
     files = {"default": folder / "chat_template.jinja"}
     files |= {f.stem: f for f in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    return found | {name: file.read_text(encoding="utf-8") for name, file in files.items() if file.is_file()}
+    return found | {name: read_text(file) for name, file in files.items() if file.exists()}
 
 
 def _load_gguf(path: Path) -> Tokenizer:

@@ -8,6 +8,7 @@ and reports tensors that nobody asked for: a model that ignores a weight would b
 from __future__ import annotations
 
 import json
+import logging
 import re
 import zlib
 from pathlib import Path
@@ -16,11 +17,15 @@ from typing import Any, Protocol
 import torch
 from safetensors import SafetensorError, safe_open
 
+from quire.files.reading import MAX_VOCABULARY_BYTES, check_regular, read_json
 from quire.models.reader import Reader, Stored
 from quire.models.spec import ModelSpec
 from quire.types import ModelError
 
+log = logging.getLogger("quire")
+
 _WHOLE = slice(None)
+_COMPARED, _BLOCKS = 1 << 22, 64  # elements of two tensors that are compared, in so many blocks
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Buffers that old checkpoints carry along, and the vision half of Gemma 3.
@@ -139,6 +144,7 @@ class SafetensorsCheckpoint(Checkpoint):
 
     def finish(self) -> None:
         check_unread(self.unread, self.tied)
+        self._compare_head()
         if self.reader:
             self.reader.finish()
         self.close()
@@ -147,6 +153,21 @@ class SafetensorsCheckpoint(Checkpoint):
         self.files.clear()
         if self.reader:
             self.reader.close()
+
+    def _compare_head(self) -> None:
+        """Warn if a head that is stored, but not used because it is tied, is not the embedding."""
+        head = next((n for n in self.unread if n.endswith("lm_head.weight")), None)
+        table = next((n for n in self.where if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
+        if (
+            head
+            and table
+            and not _same_rows(*(self.files[self.where[n]].get_slice(n) for n in (head, table)))
+        ):
+            log.warning(
+                "%s differs from %s, but the config ties them (tie_word_embeddings): the stored head is not used",
+                head,
+                table,
+            )
 
     def _find(self, name: str, shape: tuple[int, ...]) -> Any:
         """The slice of `name`, which must be there, in this shape and in numbers that can be read."""
@@ -193,10 +214,7 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    try:
-        found = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-    except (ValueError, KeyError, TypeError, OSError) as error:
-        raise ModelError(f"{index} is not a readable index of shards ({error!r})") from error
+    found = read_json(index, MAX_VOCABULARY_BYTES).get("weight_map")
     if not isinstance(found, dict) or not all(
         isinstance(f, str) and Path(f).name == f for f in found.values()
     ):
@@ -205,7 +223,14 @@ def _weight_map(index: Path) -> dict[str, str]:
 
 
 def _open(file: Path) -> Any:
+    check_regular(file)
     try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+        if file.stat().st_size > length > MAX_VOCABULARY_BYTES:
+            raise ModelError(
+                f"{file} has a header of {length} bytes, but at most {MAX_VOCABULARY_BYTES} are read"
+            )
         return safe_open(str(file), framework="pt", device="cpu")
     except (SafetensorError, OSError, ValueError) as error:
         raise ModelError(f"{file} is not a readable safetensors file, perhaps cut short ({error})") from error
@@ -220,13 +245,26 @@ def _offsets(file: Path) -> dict[str, int]:
     return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
 
 
+def _same_rows(one: Any, other: Any) -> bool:
+    """Whether two stored tensors are equal, in some blocks of rows where there are many: a head that was trained
+    on its own differs everywhere."""
+    shape = one.get_shape()
+    if shape != other.get_shape():
+        return False
+    block = max(1, _COMPARED // _BLOCKS // max(1, shape[-1]))
+    begins = range(0, shape[0], max(block, shape[0] // _BLOCKS))
+    return all(torch.equal(one[i : i + block], other[i : i + block]) for i in begins)
+
+
 def check_shape(name: str, expected: tuple[int, ...], found: tuple[int, ...]) -> None:
     if tuple(found) != tuple(expected):
         raise ModelError(f"tensor {name} has shape {list(found)}, but the config asks for {list(expected)}")
 
 
 def check_unread(unread: set[str], tied: bool) -> None:
-    left = sorted(n for n in unread if not _HARMLESS.search(n) and not (tied and n == "lm_head.weight"))
+    left = sorted(
+        n for n in unread if not _HARMLESS.search(n) and not (tied and n.endswith("lm_head.weight"))
+    )
     if left:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         raise ModelError(

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+from quire.files.reading import shown
 from quire.models.config_keys import Keys
 from quire.models.config_parts import (
     common,
@@ -28,18 +29,21 @@ def parse_config(config: dict[str, Any]) -> ModelSpec:
     """The spec of a `config.json` dict."""
     if not isinstance(config, dict):
         raise ModelError("config.json must hold a JSON object")
-    architectures = config.get("architectures") or []
-    name = architectures[0] if architectures else str(config.get("model_type") or "")
+    keys = Keys(config)
+    architectures = keys.entries("architectures", str)
+    name = architectures[0] if architectures else keys.text("model_type", default="")
     if not name:
         raise ModelError("config.json names no architecture (neither architectures nor model_type)")
     parse = PARSERS.get(name)
     if parse is None:
         known = ", ".join(sorted(key for key in PARSERS if key[0].isupper()))
-        raise ModelError(f"{name} is not supported yet; supported are: {known}")
+        raise ModelError(
+            f"{name if len(name) < 80 else shown(name)} is not supported yet; supported are: {known}"
+        )
     try:
-        return parse(name, Keys(config))
-    except (TypeError, ValueError, AttributeError, OverflowError, ZeroDivisionError) as error:
-        raise ModelError(f"config.json of {name} holds a value of the wrong kind ({error})") from error
+        return parse(name, keys)
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ModelError(f"config.json of {name} holds a value of the wrong kind ({shown(error)})") from error
 
 
 # ------------------------------------------------------------------------------------- the families
@@ -67,7 +71,7 @@ def _gpt2(name: str, keys: Keys) -> ModelSpec:
         max_model_len=positions,
         num_positions=positions,
         norm_eps=keys.number("layer_norm_epsilon", default=1e-5),
-        activation=parse_activation(keys.get("activation_function", "hidden_act", default="gelu_new")),
+        activation=parse_activation(keys.text("activation_function", "hidden_act", default="gelu_new")),
         rope=None,
         windows=(None,) * layers,
         qkv_bias=True,
@@ -85,13 +89,25 @@ def _llama(name: str, keys: Keys) -> ModelSpec:
 def _mistral(name: str, keys: Keys) -> ModelSpec:
     refuse_bias(name, keys)
     # a window of null is "off", a window left out is the default of transformers
-    window = None if keys.has("sliding_window", "sliding_window_size") else 4096
-    window = keys.get("sliding_window", "sliding_window_size", default=window)
-    return decoder(name, "llama", keys, window=window)
+    default = None if keys.has("sliding_window", "sliding_window_size") else 4096
+    return decoder(name, "llama", keys, window=_window(keys, default), kv_default=8)
+
+
+def _window(keys: Keys, default: int | None = None) -> int | None:
+    window = keys.get("sliding_window", "sliding_window_size", default=default)
+    return None if window is None else keys.integer("sliding_window", "sliding_window_size", default=default)
+
+
+def _checked(moe: MoESpec, keys: Keys) -> MoESpec:
+    if moe.top_k > moe.num_experts:
+        raise keys.refuse(
+            "num_experts_per_tok", f"at most the number of experts, {moe.num_experts}", moe.top_k
+        )
+    return moe
 
 
 def _qwen2(name: str, keys: Keys) -> ModelSpec:
-    return decoder(name, "qwen", keys, qkv_bias=True, window_from=window_from(keys))
+    return decoder(name, "qwen", keys, qkv_bias=True, window_from=window_from(keys), kv_default=32)
 
 
 def _qwen3(name: str, keys: Keys) -> ModelSpec:
@@ -105,13 +121,14 @@ def _qwen3(name: str, keys: Keys) -> ModelSpec:
         qk_norm=True,
         window_from=window_from(keys),
         default_dim=128,
+        kv_default=32,
     )
 
 
 def _qwen3_moe(name: str, keys: Keys) -> ModelSpec:
     bias = keys.flag("attention_bias")
     layers = keys.integer("num_hidden_layers")
-    dense = set(keys.get("mlp_only_layers", default=[]))
+    dense = set(keys.entries("mlp_only_layers", int) or [])
     every = keys.integer("decoder_sparse_step", default=1)
     moe = MoESpec(
         num_experts=keys.integer("num_experts", "num_local_experts", default=128),
@@ -121,8 +138,18 @@ def _qwen3_moe(name: str, keys: Keys) -> ModelSpec:
         sparse=tuple(i not in dense and (i + 1) % every == 0 for i in range(layers)),
     )
     # this family windows every layer when it windows at all
-    window = keys.get("sliding_window", default=None) if keys.flag("use_sliding_window") else None
-    return decoder(name, "moe", keys, qkv_bias=bias, o_bias=bias, qk_norm=True, window=window, moe=moe)
+    window = _window(keys) if keys.flag("use_sliding_window") else None
+    return decoder(
+        name,
+        "moe",
+        keys,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        window=window,
+        moe=_checked(moe, keys),
+        kv_default=4,
+    )
 
 
 def _mixtral(name: str, keys: Keys) -> ModelSpec:
@@ -134,8 +161,9 @@ def _mixtral(name: str, keys: Keys) -> ModelSpec:
         norm_topk=True,
         sparse=(True,) * keys.integer("num_hidden_layers"),
     )
-    window = keys.get("sliding_window", "sliding_window_size", default=None)
-    return decoder(name, "moe", keys, window=window, moe=moe)
+    return decoder(
+        name, "moe", keys, window=_window(keys), moe=_checked(moe, keys), kv_default=8, theta=1e6, eps=1e-5
+    )
 
 
 def _gemma3(name: str, keys: Keys) -> ModelSpec:
@@ -151,7 +179,7 @@ def _gemma3(name: str, keys: Keys) -> ModelSpec:
             "bos_token_id",
             "eos_token_id",
         )
-        inner = keys.get("text_config")
+        inner = keys.section("text_config")
         keys = Keys({**inner, **{k: outer[k] for k in shared if outer.get(k) is not None}})
     if keys.flag("use_bidirectional_attention"):
         raise ModelError(f"{name} with use_bidirectional_attention is not supported")
@@ -175,6 +203,7 @@ def _gemma3(name: str, keys: Keys) -> ModelSpec:
         if keys.get(key, alias.get(key, key), default=None) is None:
             keys.config = {**keys.config, key: value}
     every = keys.integer("sliding_window_pattern", "_sliding_window_pattern")
+    soft_capped = keys.get("final_logit_softcapping", default=None) is not None
     layers = keys.integer("num_hidden_layers")
     pattern = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)]
     return decoder(
@@ -188,30 +217,25 @@ def _gemma3(name: str, keys: Keys) -> ModelSpec:
         qk_norm=True,
         query_scale=keys.number("query_pre_attn_scalar", default=256) ** -0.5,
         embedding_scale=math.sqrt(keys.integer("hidden_size")),
-        activation=keys.get("hidden_activation", "hidden_act", default="gelu_pytorch_tanh"),
+        activation=keys.text("hidden_activation", "hidden_act", default="gelu_pytorch_tanh"),
         tie=True,
-        attn_soft_cap=keys.get("attn_logit_softcapping", default=None),
-        final_soft_cap=keys.get("final_logit_softcapping", default=None),
+        # attn_logit_softcapping is a field of the config that the model in transformers does not use
+        final_soft_cap=keys.number("final_logit_softcapping") if soft_capped else None,
     )
 
 
-PARSERS: dict[str, Callable[[str, Keys], ModelSpec]] = {
-    "GPT2LMHeadModel": _gpt2,
-    "gpt2": _gpt2,
-    "LlamaForCausalLM": _llama,
-    "llama": _llama,
-    "MistralForCausalLM": _mistral,
-    "mistral": _mistral,
-    "Qwen2ForCausalLM": _qwen2,
-    "qwen2": _qwen2,
-    "Qwen3ForCausalLM": _qwen3,
-    "qwen3": _qwen3,
-    "Gemma3ForCausalLM": _gemma3,
-    "Gemma3ForConditionalGeneration": _gemma3,
-    "gemma3_text": _gemma3,
-    "gemma3": _gemma3,
-    "MixtralForCausalLM": _mixtral,
-    "mixtral": _mixtral,
-    "Qwen3MoeForCausalLM": _qwen3_moe,
-    "qwen3_moe": _qwen3_moe,
-}
+_FAMILIES: dict[Callable[[str, Keys], ModelSpec], tuple[str, ...]] = {
+    _gpt2: ("GPT2LMHeadModel", "GPT2Model", "gpt2"),
+    _llama: ("LlamaForCausalLM", "LlamaModel", "llama"),
+    _mistral: ("MistralForCausalLM", "MistralModel", "mistral"),
+    _qwen2: ("Qwen2ForCausalLM", "Qwen2Model", "qwen2"),
+    _qwen3: ("Qwen3ForCausalLM", "Qwen3Model", "qwen3"),
+    _gemma3: (
+        "Gemma3ForCausalLM", "Gemma3TextModel", "gemma3_text",
+        "Gemma3ForConditionalGeneration", "Gemma3Model", "gemma3",
+    ),
+    _mixtral: ("MixtralForCausalLM", "MixtralModel", "mixtral"),
+    _qwen3_moe: ("Qwen3MoeForCausalLM", "Qwen3MoeModel", "qwen3_moe"),
+}  # fmt: skip
+# By architecture, with a head and without, and by model_type.
+PARSERS = {name: parse for parse, names in _FAMILIES.items() for name in names}

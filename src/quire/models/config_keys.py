@@ -1,12 +1,51 @@
-"""`Keys`: typed look-ups in a `config.json`, where one fact may go by several names."""
+"""`Keys`: typed look-ups in a `config.json`, where one fact may go by several names.
+
+Every number is checked against a range: wide enough for any model, and narrow enough that nothing which is
+made from it overflows or takes the machine's memory before a check of sizes.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from quire.files.reading import shown
 from quire.types import ModelError
 
 _MISSING: Any = object()
+
+# The largest values of integers, by the first of a field's names.
+_MOST = {
+    "num_hidden_layers": 4096,
+    "n_layer": 4096,
+    "num_attention_heads": 1 << 16,
+    "n_head": 1 << 16,
+    "num_key_value_heads": 1 << 16,
+    "head_dim": 1 << 14,
+    "hidden_size": 1 << 20,
+    "n_embd": 1 << 20,
+    "vocab_size": 1 << 24,
+    "num_experts": 1 << 14,
+    "num_local_experts": 1 << 14,
+}
+_MOST_ANY = 1 << 30
+
+# Ranges of numbers, by the first of a field's names, both ends included.
+_RANGES = {
+    "rms_norm_eps": (1e-30, 1.0),
+    "layer_norm_epsilon": (1e-30, 1.0),
+    "rope_theta": (1.0 + 1e-6, 1e15),
+    "rope_local_base_freq": (1.0 + 1e-6, 1e15),
+    "factor": (1.0, 1e6),
+    "low_freq_factor": (1e-6, 1e6),
+    "high_freq_factor": (1e-6, 1e6),
+    "beta_fast": (1e-6, 1e6),
+    "beta_slow": (1e-6, 1e6),
+    "mscale": (0.0, 1e3),
+    "mscale_all_dim": (0.0, 1e3),
+    "attention_factor": (1e-6, 1e3),
+    "query_pre_attn_scalar": (1e-6, 1e9),
+    "final_logit_softcapping": (1e-6, 1e9),
+}
 
 
 class Keys:
@@ -24,22 +63,73 @@ class Keys:
             raise ModelError(f"{self.where} lacks {names[0]}")
         return default
 
-    def integer(self, *names: str, default: Any = _MISSING) -> int:
-        value = self.get(*names, default=default)
+    def refuse(self, name: str, wanted: str, value: object) -> ModelError:
+        return ModelError(f"{self.where}: {name} must be {wanted}, got {shown(value)}")
+
+    def integer(self, *names: str, default: Any = _MISSING, least: int = 1) -> int:
+        value, most = self.get(*names, default=default), _MOST.get(names[0], _MOST_ANY)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ModelError(f"{self.where}: {names[0]} must be a positive integer, got {value!r}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
+            raise self.refuse(names[0], wanted, value)
+        if value > most:
+            raise self.refuse(names[0], f"at most {most}", value)
         return value
 
     def number(self, *names: str, default: Any = _MISSING) -> float:
-        value = self.get(*names, default=default)
+        value, (low, high) = self.get(*names, default=default), _RANGES[names[0]]
         if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise ModelError(f"{self.where}: {names[0]} must be a number, got {value!r}")
+            raise self.refuse(names[0], "a number", value)
+        if not low <= value <= high:  # NaN is in no range
+            raise self.refuse(names[0], f"between {low:g} and {high:g}", value)
         return float(value)
 
     def flag(self, *names: str, default: bool = False) -> bool:
-        return bool(self.get(*names, default=default))
+        value = self.get(*names, default=default)
+        if value not in (True, False) or not isinstance(value, (bool, int)):
+            raise self.refuse(names[0], "true or false", value)
+        return bool(value)
+
+    def text(self, *names: str, default: Any = _MISSING) -> str:
+        value = self.get(*names, default=default)
+        if not isinstance(value, str):
+            raise self.refuse(names[0], "a string", value)
+        return value
+
+    def section(self, *names: str) -> dict[str, Any]:
+        """An object; an empty one where there is none."""
+        value = self.get(*names, default={})
+        if not isinstance(value, dict):
+            raise self.refuse(names[0], "an object", value)
+        return value
+
+    def entries(self, name: str, kind: type, most: int = 1 << 16) -> list[Any] | None:
+        """A list whose entries are all of one type; None where there is none."""
+        value = self.get(name, default=None)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not all(type(entry) is kind for entry in value):
+            raise self.refuse(name, f"a list of {kind.__name__}", value)
+        if len(value) > most:
+            raise self.refuse(name, f"a list of at most {most} entries", f"{len(value)} entries")
+        return value
 
     def has(self, *names: str) -> bool:
         return any(name in self.config for name in names)
+
+
+_MOST_IDS = 256
+
+
+def token_ids(value: object, name: str, vocab_size: int, where: str) -> tuple[int, ...]:
+    """The token ids of a field that may hold none (null), one or a list."""
+    found = value if isinstance(value, list) else [] if value is None else [value]
+    if len(found) > _MOST_IDS:
+        raise ModelError(f"{where}: {name} must hold at most {_MOST_IDS} token ids, got {len(found)}")
+    for token in found:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
+            raise ModelError(
+                f"{where}: {name} must hold token ids below vocab_size {vocab_size}, got {shown(token)}"
+            )
+    return tuple(found)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.models.config_keys import Keys
+from quire.files.reading import shown
+from quire.models.config_keys import Keys, token_ids
 from quire.models.config_rope import parse_rope, served_len
 from quire.models.spec import ModelSpec, MoESpec
 from quire.types import ModelError
@@ -30,6 +31,9 @@ def decoder(
     window_from: int | None = None,
     pattern: list[str] | None = None,
     default_dim: int | None = None,
+    kv_default: int | None = None,
+    theta: float = 10000.0,
+    eps: float = 1e-6,
     query_scale: float | None = None,
     activation: str | None = None,
     tie: bool = False,
@@ -42,18 +46,26 @@ def decoder(
     final_soft_cap: float | None = None,
     moe: MoESpec | None = None,
 ) -> ModelSpec:
-    """What the rotary families have in common."""
+    """What the rotary families have in common.
+
+    `kv_default`, `theta` and `eps` are what the family's class in transformers has where a config says nothing.
+    """
     hidden = keys.integer("hidden_size")
     heads = keys.integer("num_attention_heads")
-    kv_heads = keys.integer("num_key_value_heads", default=heads)
+    absent = (
+        heads if kv_default is None or keys.has("num_key_value_heads") else kv_default
+    )  # null: as many as heads
+    kv_heads = keys.integer("num_key_value_heads", default=absent)
     layers = keys.integer("num_hidden_layers")
     head_dim = parse_head_dim(keys, hidden, heads, default_dim)
     if heads % kv_heads:
         raise ModelError(
             f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
         )
+    if head_dim % 2:
+        raise keys.refuse("head_dim", "even, because halves of a head turn against each other", head_dim)
     trained_len = keys.integer("max_position_embeddings", "context_window_size")
-    rope, local_rope = parse_rope(keys, trained_len, two_bases=family == "gemma3")
+    rope, local_rope = parse_rope(keys, trained_len, theta, two_bases=family == "gemma3")
     if window_from is not None:
         window = keys.integer("sliding_window", default=4096)
         pattern = ["sliding_attention" if i >= window_from else "full_attention" for i in range(layers)]
@@ -66,8 +78,8 @@ def decoder(
         head_dim=head_dim,
         intermediate_size=keys.integer("intermediate_size"),
         max_model_len=served_len(rope, trained_len, stretch=family != "gemma3"),
-        norm_eps=keys.number("rms_norm_eps", default=1e-6),
-        activation=parse_activation(activation or keys.get("hidden_act", default="silu")),
+        norm_eps=keys.number("rms_norm_eps", default=eps),
+        activation=parse_activation(activation or keys.text("hidden_act", default="silu")),
         rope=rope,
         local_rope=local_rope,
         windows=_windows(keys, layers, window, pattern),
@@ -84,36 +96,49 @@ def decoder(
 
 
 def common(name: str, family: str, keys: Keys, tie: bool) -> dict[str, Any]:
-    eos = keys.get("eos_token_id", default=[])
+    vocab_size = keys.integer("vocab_size")
+    bos, eos = (
+        token_ids(keys.get(name, default=None), name, vocab_size, keys.where)
+        for name in ("bos_token_id", "eos_token_id")
+    )
+    tied = keys.flag("tie_word_embeddings", default=tie)
+    has_head = tied or not name.endswith("Model") or name.endswith("LMHeadModel")
     return {
         "architecture": name,
         "family": family,
-        "vocab_size": keys.integer("vocab_size"),
-        "tie_embeddings": keys.flag("tie_word_embeddings", default=tie),
+        "vocab_size": vocab_size,
+        # Embeddings stand in for a head that a bare model lacks: a request for a vector samples a token as well.
+        "tie_embeddings": tied or not has_head,
+        "has_head": has_head,
         "dtype": _dtype(keys),
-        "bos_token_id": keys.get("bos_token_id", default=None),
-        "eos_token_ids": tuple(eos) if isinstance(eos, list) else (eos,),
+        "bos_token_id": bos[0] if bos else None,
+        "eos_token_ids": eos,
         "quantization": _quantization(keys),
     }
 
 
 def _dtype(keys: Keys) -> str:
-    name = str(keys.get("dtype", "torch_dtype", default="float32")).removeprefix("torch.")
+    name = keys.text("dtype", "torch_dtype", default="float32").removeprefix("torch.")
     if name not in DTYPES:
-        raise ModelError(f"config.json: dtype {name} is not supported; supported are: {', '.join(DTYPES)}")
+        raise ModelError(
+            f"config.json: dtype {shown(name)} is not supported; supported are: {', '.join(DTYPES)}"
+        )
     return name
 
 
 def _quantization(keys: Keys) -> str | None:
-    settings = keys.get("quantization_config", default=None)
+    settings = keys.section("quantization_config")
     if not settings:
         return None
-    return f"quant_method {settings.get('quant_method', settings.get('quant_algo', 'unknown'))}"
+    name = settings.get("quant_method", settings.get("quant_algo", "unknown"))
+    return f"quant_method {name if isinstance(name, str) and len(name) < 40 else shown(name)}"
 
 
 def parse_activation(name: str) -> str:
     if name not in ACTIVATIONS:
-        raise ModelError(f"activation {name!r} is not supported; supported are: {', '.join(ACTIVATIONS)}")
+        raise ModelError(
+            f"activation {shown(name)} is not supported; supported are: {', '.join(ACTIVATIONS)}"
+        )
     return ACTIVATIONS[name]
 
 
@@ -136,22 +161,17 @@ def window_from(keys: Keys) -> int | None:
     """Qwen: layers from `max_window_layers` on have the window, and only if `use_sliding_window`."""
     if not keys.flag("use_sliding_window"):
         return None
-    value = keys.get("max_window_layers", default=28)
-    if not isinstance(value, int) or value < 0:
-        raise ModelError(f"config.json: max_window_layers must be an integer of at least 0, got {value!r}")
-    return value
+    return keys.integer("max_window_layers", default=28, least=0)
 
 
 def _windows(
     keys: Keys, layers: int, window: int | None, pattern: list[str] | None
 ) -> tuple[int | None, ...]:
-    kinds = keys.get("layer_types", default=pattern)
+    kinds = keys.entries("layer_types", str) or pattern
     if kinds is None:
         kinds = ["sliding_attention"] * layers
     unknown = set(kinds) - {"sliding_attention", "full_attention"}
     if unknown or len(kinds) != layers:
-        problem = f"kind {unknown.pop()!r}" if unknown else f"{len(kinds)} entries for {layers} layers"
+        problem = f"kind {shown(unknown.pop())}" if unknown else f"{len(kinds)} entries for {layers} layers"
         raise ModelError(f"config.json: layer_types with {problem} is not supported")
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise ModelError(f"config.json: sliding_window must be a positive integer, got {window!r}")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -5,24 +5,32 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from quire.files.reading import shown
 from quire.layers.rope_params import RopeParams
 from quire.models.config_keys import Keys
 from quire.types import ModelError
 
 
-def parse_rope(keys: Keys, trained_len: int, two_bases: bool = False) -> tuple[RopeParams, RopeParams | None]:
-    """(global, local) rotary parameters; `two_bases` for families whose windowed layers have their own."""
-    settings = keys.get("rope_parameters", "rope_scaling", default={})
+def parse_rope(
+    keys: Keys, trained_len: int, theta: float = 10000.0, two_bases: bool = False
+) -> tuple[RopeParams, RopeParams | None]:
+    """(global, local) rotary parameters; `two_bases` for families whose windowed layers have their own.
+
+    `theta` is the base of a config that has none.
+    """
+    settings = keys.section("rope_parameters", "rope_scaling")
     nested = {k: v for k, v in settings.items() if isinstance(v, dict)}
     for factor in (
         keys.get("partial_rotary_factor", default=1.0),
         settings.get("partial_rotary_factor") or 1.0,
     ):
         if factor != 1.0:
-            raise ModelError(f"partial rotary embeddings are not supported (partial_rotary_factor {factor})")
+            raise ModelError(
+                f"partial rotary embeddings are not supported (partial_rotary_factor {shown(factor)})"
+            )
     if keys.flag("rope_interleaved"):
         raise ModelError("interleaved rotary embeddings (rope_interleaved) are not supported")
-    theta = keys.number("rope_theta", default=10000.0)
+    theta = keys.number("rope_theta", default=theta)
     extra = {"original_max_position_embeddings": keys.get("original_max_position_embeddings", default=None)}
     if not two_bases:
         if nested:
@@ -38,25 +46,26 @@ def parse_rope(keys: Keys, trained_len: int, two_bases: bool = False) -> tuple[R
 
 def _rope(settings: dict[str, Any], theta: float, trained_len: int) -> RopeParams:
     keys = Keys(settings, "rope parameters")
-    kind = keys.get("rope_type", "type", default="default")
+    kind = keys.text("rope_type", "type", default="default")
     theta = keys.number("rope_theta", default=theta)
     if kind == "default":
         return RopeParams(theta=theta, original_max_len=trained_len)
     if kind not in ("linear", "dynamic", "llama3", "yarn"):
         raise ModelError(
-            f"rope type {kind!r} is not supported; supported are: default, linear, dynamic, llama3, yarn"
+            f"rope type {shown(kind)} is not supported; supported are: default, linear, dynamic, llama3, yarn"
         )
     original = keys.integer("original_max_position_embeddings", default=trained_len)
-    factor = keys.number("factor", default=trained_len / original)
-    if factor < 1:
-        raise ModelError(f"rope parameters: factor must be at least 1, got {factor}")
+    factor = keys.number("factor", default=max(trained_len / original, 1.0))
+    low, high = keys.number("low_freq_factor", default=1.0), keys.number("high_freq_factor", default=4.0)
+    if kind == "llama3" and low >= high:
+        raise keys.refuse("high_freq_factor", f"above low_freq_factor {low:g}", high)
     return RopeParams(
         theta=theta,
         kind=kind,
         factor=factor,
         original_max_len=original,
-        low_freq_factor=keys.number("low_freq_factor", default=1.0),
-        high_freq_factor=keys.number("high_freq_factor", default=4.0),
+        low_freq_factor=low,
+        high_freq_factor=high,
         beta_fast=keys.number("beta_fast", default=32.0),
         beta_slow=keys.number("beta_slow", default=1.0),
         truncate=keys.flag("truncate", default=True),
@@ -70,7 +79,7 @@ def _yarn_attention_factor(keys: Keys, factor: float) -> float:
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0
 
-    above, below = keys.get("mscale", default=0), keys.get("mscale_all_dim", default=0)
+    above, below = keys.number("mscale", default=0), keys.number("mscale_all_dim", default=0)
     default = mscale(above) / mscale(below) if above and below else mscale(1.0)
     return keys.number("attention_factor", default=default)
 

@@ -16,8 +16,8 @@ from quire.layers.stream import AfterNorm, Stream
 from quire.models.decoder import SelfAttention, find_prefix
 from quire.models.spec import ModelSpec
 
-# text-only checkpoints, and the text half of multimodal ones in two spellings
-_PREFIXES = ("model.", "language_model.model.", "model.language_model.")
+# text-only checkpoints, the text half of multimodal ones in two spellings, and both without a head
+_PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "")
 
 
 class Gemma3Layer:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from quire.files.reading import read_json, shown
+from quire.models.config_keys import token_ids
 from quire.models.spec import ModelSpec
 from quire.types import ModelError
 
@@ -23,23 +23,14 @@ def load_spec(path: str | Path) -> ModelSpec:
     if not (path / "config.json").exists():
         raise ModelError(f"{path} holds no config.json")
     spec = ModelSpec.from_config(read_json(path / "config.json"))
-    if (path / "generation_config.json").exists():
-        eos = read_json(path / "generation_config.json").get("eos_token_id")
-        first = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if (generation := path / "generation_config.json").exists():
+        first = token_ids(
+            read_json(generation).get("eos_token_id"), "eos_token_id", spec.vocab_size, str(generation)
+        )
         spec = replace(spec, eos_token_ids=tuple(dict.fromkeys([*first, *spec.eos_token_ids])))
     # NVIDIA's exporter describes packed weights in a file of their own
     if (path / "hf_quant_config.json").exists() and spec.quantization is None:
-        found = read_json(path / "hf_quant_config.json").get("quantization") or {}
-        spec = replace(spec, quantization=f"quant_algo {found.get('quant_algo', 'unknown')}")
+        found = read_json(path / "hf_quant_config.json").get("quantization")
+        name = shown(found.get("quant_algo", "unknown")) if isinstance(found, dict) else "unknown"
+        spec = replace(spec, quantization=f"quant_algo {name}")
     return spec
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The JSON object in `file`; ModelError names the file if it holds none."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{file} is not readable JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise ModelError(f"{file} must hold a JSON object")
-    return value

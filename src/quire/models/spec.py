@@ -42,6 +42,7 @@ class ModelSpec:
     norm_eps: float
     activation: str  # silu, gelu, gelu_tanh or relu
     tie_embeddings: bool
+    has_head: bool = True  # False: hidden states are all that the model is for
     dtype: str  # float32, bfloat16 or float16
     rope: RopeParams | None  # None: learned positions
     num_positions: int = 0  # rows of the table of learned positions; 0 with rope

@@ -114,6 +114,7 @@ class EngineInfo:
     reserved_bytes: int = 0  # what steps may take beside weights, KV blocks and slot columns
     prefix_caching: bool = False
     eviction: str = "lru"  # of cached blocks
+    generates: bool = True  # False: a model without a head, for embeddings only
     phases_s: dict[str, float] = field(default_factory=dict)  # start-up by phase
 
     def start_up(self) -> str:

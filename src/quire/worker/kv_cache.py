@@ -38,7 +38,7 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, not garbage: a masked entry still meets a probability of 0, and 0 * NaN is NaN.
+    """Zeros, not garbage: what no request has written is finite.
 
     numpy's zeros come from the operating system page by page, when first written: on a CPU a large cache
     costs nothing until it is used.

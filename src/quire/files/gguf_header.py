@@ -1,6 +1,7 @@
 """Reads the key-value header of a GGUF file, and nothing after it: no tensors, no numpy, no torch.
 
-Every length in the file is checked against the file's size before it is believed.
+Every length in the file is checked against the file's size, and against what a model can have, before it is
+believed.
 """
 
 from __future__ import annotations
@@ -10,12 +11,18 @@ import struct
 from pathlib import Path
 from typing import Any
 
+from quire.files.reading import check_regular
 from quire.types import ModelError
 
 # GGUF value types by number: struct codes of the scalars; 8 is a string, 9 an array.
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_DEPTH = 4
+MAX_TOKENS = 1 << 19  # of a vocabulary: twice the largest published one
+_MAX_VALUES = 4 * MAX_TOKENS  # in all arrays: tokens, types, scores or merges
+_MAX_TENSORS = 200_000
+_MAX_KEYS = 10_000
+_TENSOR_BYTES = 24  # the least that the header has for a tensor
 
 
 class _Cursor:
@@ -23,6 +30,7 @@ class _Cursor:
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self._data, self._path, self._at = data, path, 0
+        self._values = 0  # in arrays so far
 
     def take(self, size: int) -> bytes:
         if size > len(self._data) - self._at:
@@ -50,22 +58,39 @@ class _Cursor:
         if kind != _ARRAY or depth == _MAX_DEPTH:
             raise ModelError(f"{self._path} is corrupt: value type {kind} does not exist in GGUF")
         (inner,) = self.numbers("I", 1)
-        count = self.length()
+        count = self._array_length()
         if inner in _SCALARS:
-            return list(self.numbers(_SCALARS[inner], count)) if self._fits(count) else []
-        return [self.value(inner, depth + 1) for _ in range(count)] if self._fits(count) else []
+            return list(self.numbers(_SCALARS[inner], count))
+        return [self.value(inner, depth + 1) for _ in range(count)]
 
-    def _fits(self, count: int) -> bool:
-        """An array of `count` items needs at least that many bytes: refuse before looping over it."""
-        if count > len(self._data) - self._at:
-            raise ModelError(
-                f"{self._path} is corrupt: an array of {count} values does not fit into the file"
-            )
-        return count > 0
+    def count(self, what: str, most: int, item_bytes: int) -> int:
+        """A number of things, each of at least `item_bytes`: refused before anybody loops over it."""
+        count = self.length()
+        if count * item_bytes > len(self._data) - self._at:
+            raise ModelError(f"{self._path} is cut short or corrupt: {count} {what} do not fit into it")
+        if count > most:
+            raise ModelError(f"{self._path} has {count} {what}, but at most {most} are read")
+        return count
+
+    def _array_length(self) -> int:
+        count = self.count("values in an array", 2 * MAX_TOKENS, 1)
+        self._values += count
+        if self._values > _MAX_VALUES:
+            raise ModelError(f"{self._path} has more than {_MAX_VALUES} values in its header's arrays")
+        return count
+
+
+def _check_vocabulary(found: dict[str, Any], path: Path) -> None:
+    tokens = found.get("tokenizer.ggml.tokens")
+    if isinstance(tokens, list) and len(tokens) > MAX_TOKENS:
+        raise ModelError(
+            f"{path} has a vocabulary of {len(tokens)} tokens, but at most {MAX_TOKENS} are read"
+        )
 
 
 def read_gguf_metadata(path: Path) -> dict[str, Any]:
     """All keys and values of the header; arrays as lists."""
+    check_regular(path)
     try:
         with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             cursor = _Cursor(data, path)
@@ -76,11 +101,12 @@ def read_gguf_metadata(path: Path) -> dict[str, Any]:
                 raise ModelError(
                     f"{path} has GGUF version {version}; Quire reads little-endian versions 2 and 3"
                 )
-            cursor.length()  # number of tensors
+            cursor.count("tensors", _MAX_TENSORS, _TENSOR_BYTES)
             found: dict[str, Any] = {}
-            for _ in range(cursor.length()):
+            for _ in range(cursor.count("keys", _MAX_KEYS, 12)):
                 key = cursor.string()
                 found[key] = cursor.value(cursor.numbers("I", 1)[0])
+            _check_vocabulary(found, path)
             return found
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise ModelError(f"{path} cannot be read as a GGUF file: {error}") from error

@@ -1,0 +1,62 @@
+"""Bounded reading of files that somebody else wrote. Whatever is wrong with one is a ModelError that names it."""
+
+from __future__ import annotations
+
+import json
+import reprlib
+import stat
+from pathlib import Path
+from typing import Any
+
+from quire.types import ModelError
+
+MAX_CONFIG_BYTES = 16 << 20  # of a JSON file that describes a model
+MAX_VOCABULARY_BYTES = 128 << 20  # of a file with a vocabulary, or with the names of all tensors
+
+_short = reprlib.Repr()
+_short.maxstring = _short.maxother = _short.maxlong = 80
+
+
+def shown(value: object) -> str:
+    """The value as an error message shows it: never long, and on one line."""
+    return _short.repr(value)
+
+
+def check_regular(path: Path, most_bytes: int | None = None) -> None:
+    """Raise ModelError unless `path` is a regular file, of at most `most_bytes`: a named pipe would block."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        raise ModelError(f"{path} does not exist") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read ({error})") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise ModelError(f"{path} is not a regular file")
+    if most_bytes is not None and status.st_size > most_bytes:
+        raise ModelError(f"{path} has {status.st_size} bytes, but at most {most_bytes} are read")
+
+
+def read_text(path: Path, most_bytes: int = MAX_CONFIG_BYTES) -> str:
+    """The text of a regular UTF-8 file."""
+    check_regular(path, most_bytes)
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read ({error})") from error
+
+
+def read_json(path: Path, most_bytes: int = MAX_CONFIG_BYTES, optional: bool = False) -> dict[str, Any]:
+    """The JSON object in `path`; with `optional`, an empty one where there is no such file."""
+    if optional and not path.exists():
+        return {}
+    try:
+        found = json.loads(read_text(path, most_bytes))
+    except RecursionError:
+        raise ModelError(
+            f"{path} is not readable JSON: its lists and objects are nested too deeply"
+        ) from None
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path} must hold a JSON object")
+    return found

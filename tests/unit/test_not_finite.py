@@ -111,8 +111,7 @@ def expected(model: Path, settings: dict[str, Any]) -> dict[str, list[EngineOutp
 def check_isolation(
     model: Path, settings: dict[str, Any], more: dict[str, Any], seed: int, exact: bool = True
 ) -> None:
-    """Run healthy requests before, beside and behind culprits. `exact` is False where rounding depends on the batch:
-    then the others must end well, but may write other tokens."""
+    """`exact`: tokens are those of a request that runs alone, which a GPU promises in float32 only."""
     want, rng = expected(model, settings), random.Random(seed)
     engine = engine_of(model, **{**settings, **more})
     failures = 0
@@ -121,8 +120,8 @@ def check_isolation(
         rng.shuffle(batch)
         got = run(engine, batch, rng)
         for name, alone in want.items():
-            assert got[name][-1].finish_reason != "error"
-            assert tokens(got[name]) == tokens(alone) or not exact, f"{name} changed"
+            assert got[name][-1].finish_reason == "length" and len(tokens(got[name])) == len(tokens(alone))
+            assert not exact or tokens(got[name]) == tokens(alone), f"{name} changed"
         scores = [
             [e.ids for o in x["c"] if o.prompt_logprobs for e in o.prompt_logprobs] for x in (got, want)
         ]
@@ -227,4 +226,4 @@ def test_others_are_not_changed_on_a_gpu(
     model = tiny_with(tmp_path / "model", value)
     settings = {"device": "cuda", "dtype": dtype, "cuda_graphs": graphs}
     for mix in ("default", "chunks", "tight"):
-        check_isolation(model, settings, MIXES[mix], seed=4, exact=dtype != "bfloat16")
+        check_isolation(model, settings, MIXES[mix], seed=4, exact=dtype == "float32")

@@ -20,8 +20,8 @@ from ragged import Layer, check, make_case
 
 def test_numbers_of_rows_that_a_product_is_asked_for_are_few() -> None:
     sizes = {padded_rows(rows) for rows in range(1, 2049)}
-    assert len(sizes) <= 60 and max(sizes) == 2048
-    assert all(rows <= padded_rows(rows) < max(rows + 16, 1.25 * rows + 1) for rows in range(9, 2049))
+    assert len(sizes) <= 80 and max(sizes) == 2048
+    assert all(rows <= padded_rows(rows) < max(rows + 16, 1.1 * rows) for rows in range(9, 2049))
 
 
 @pytest.mark.skipif(not _can_pack(), reason="torch without oneDNN")
@@ -41,14 +41,15 @@ def test_padding_is_not_seen(dtype: torch.dtype) -> None:
         y = matmul(x)
         assert y.shape == (rows, 40) and y.is_contiguous()
         torch.testing.assert_close(y, F.linear(x, weight, bias), rtol=2e-2, atol=5e-2)
-    assert asked == {1, 16, 32, 112, 160, 704}
+    assert asked == {1, 16, 32, 112, 144, 704}
 
 
 def test_shapes_of_attention_in_16_bits_are_few(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes, attend = set[tuple[int, int]](), F.scaled_dot_product_attention
 
     def noted(q: torch.Tensor, k: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
-        shapes.add((q.shape[2] % 64, k.shape[2] % 512))  # what is left of whole tiles
+        if q.shape[2] > 32:
+            shapes.add((q.shape[2] % 64, k.shape[2] % 512))  # what is left of whole tiles
         return attend(q, k, *rest, **more)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)

@@ -39,12 +39,12 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | Non
 
 
 def padded_rows(rows: int) -> int:
-    """Return a number of at least `rows` for which oneDNN is asked: one of some fifty, up to 2,048 rows.
+    """Return a number of at least `rows` for which oneDNN is asked: one of some sixty, up to 2,048 rows.
 
     For each new number it generates code, which takes longer than the product of a small model and is kept for good
     (half a MiB each, in addition to its cache of primitives).
     """
-    step = 1 if rows <= FEW_ROWS else 16 if rows <= 128 else 32 if rows <= 512 else 64
+    step = 1 if rows <= FEW_ROWS else 16 if rows <= 640 else 64
     return -(-rows // step) * step
 
 

@@ -39,9 +39,9 @@ def main(file: int, parent: int) -> int:
             if os.getppid() != parent:
                 return 1
         start = msg.decode_to_engine(channel.receive())
-        assert isinstance(start, msg.Start)
+        assert isinstance(start, msg.StartEngine)
         engine, info = _build(start)
-        channel.send(msg.encode(msg.Ready(info)))
+        channel.send(msg.encode(msg.EngineReady(info)))
         serve(engine, channel, parent)
         engine.close()
         return 0
@@ -49,7 +49,7 @@ def main(file: int, parent: int) -> int:
         return 1
     except Exception as error:
         kind = type(error).__name__ if isinstance(error, QuireError) else "EngineDead"
-        channel.send(msg.encode(msg.Died(kind, describe(error))))
+        channel.send(msg.encode(msg.EngineFailed(kind, describe(error))))
         channel.settle(_LAST_WORDS_S)
         if not isinstance(error, QuireError):
             raise
@@ -58,7 +58,7 @@ def main(file: int, parent: int) -> int:
         channel.close()
 
 
-def _build(start: msg.Start) -> tuple[Engine, EngineInfo]:
+def _build(start: msg.StartEngine) -> tuple[Engine, EngineInfo]:
     if start.dry_run_step_s is not None:
         from quire.dry_run import build_dry_run
 
@@ -95,7 +95,7 @@ def serve(engine: Engine, channel: Channel, parent: int) -> None:
                     channel.send(msg.encode(msg.Live(live_of(engine, received, since, owner))))
                 case msg.Ping():
                     channel.send(msg.encode(msg.Pong()))
-                case msg.Stop():
+                case msg.StopEngine():
                     return
         outputs = refused
         if engine.has_work:

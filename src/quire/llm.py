@@ -36,7 +36,7 @@ from quire.types import (
 if TYPE_CHECKING:
     from quire.frontend.renderer import TemplateRenderer
 
-Message = Mapping[str, Any]
+ChatMessage = Mapping[str, Any]
 _POLL_S = 1.0
 
 
@@ -91,7 +91,7 @@ class LLM:
 
     def chat(
         self,
-        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        messages: Sequence[ChatMessage] | Sequence[Sequence[ChatMessage]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
         add_generation_prompt: bool = True,
@@ -152,7 +152,7 @@ class LLM:
 
     def chat_prompt(
         self,
-        messages: Sequence[Message],
+        messages: Sequence[ChatMessage],
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,

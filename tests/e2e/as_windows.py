@@ -42,7 +42,7 @@ sys.platform = "win32"
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.cli.main import main
-from quire.models.reader import Reader, Stored
+from quire.models.reader import Reader, StoredTensor
 from quire.types import QuireError
 
 
@@ -68,7 +68,7 @@ print("process", refusal(lambda: LLM("demo", engine_process=True)))
 file = Path(sys.argv[1])
 read = torch.zeros(1000, dtype=torch.uint8)
 reader = Reader(torch.device("cpu"), threads=4, piece_bytes=100)
-reader.add(Stored("x", file, 0, (1000,), torch.uint8), slice(None), slice(None), read)
+reader.add(StoredTensor("x", file, 0, (1000,), torch.uint8), slice(None), slice(None), read)
 reader.finish()
 print("read", bytes(read.tolist()) == file.read_bytes())
 

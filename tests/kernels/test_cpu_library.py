@@ -43,7 +43,7 @@ def test_a_structure_that_does_not_match_is_refused(
     fields: dict[str, type], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Product(ctypes.Structure):
-        _fields_ = [*ops.Product._fields_[:-1], *fields.items(), ops.Product._fields_[-1]]
+        _fields_ = [*ops.CProduct._fields_[:-1], *fields.items(), ops.CProduct._fields_[-1]]
 
     found = library()
     monkeypatch.setattr(ops, "Product", Product)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.frontend.output import RequestState
-from quire.serve.account import Account, ClientTotals, until
+from quire.serve.account import RequestAccounts, ClientTotals, until
 from quire.serve.histogram import Histogram, one_two_five
 from quire.types import EngineOutput, EngineRequest, Figures, SamplingParams, Timing, Totals
 
@@ -28,7 +28,7 @@ def told(**more: float) -> Timing:
 
 
 def test_a_request_from_its_beginning_to_its_end() -> None:
-    account, asked = Account(100), requests("a")
+    account, asked = RequestAccounts(100), requests("a")
     tracks, one = account.open(asked, 10.0), state(asked)
     for now_s, output in (
         (12.0, EngineOutput("a", [5], timing=told())),
@@ -53,7 +53,7 @@ def test_a_request_from_its_beginning_to_its_end() -> None:
 
 
 def test_a_stop_string_ends_it_before_the_engine_does() -> None:
-    account, asked = Account(100), requests("a")
+    account, asked = RequestAccounts(100), requests("a")
     (track,) = account.open(asked, 10.0)
     account.apply([EngineOutput("a", [5], timing=told())], Figures(time_s=12.0), [], 12.0)
     account.apply([EngineOutput("a", [6])], Figures(time_s=13.0, lost_s=0.25), ["a"], 13.0)
@@ -65,7 +65,7 @@ def test_a_stop_string_ends_it_before_the_engine_does() -> None:
 
 
 def test_a_request_that_is_given_up_or_refused() -> None:
-    account, asked = Account(100), requests("a", "b")
+    account, asked = RequestAccounts(100), requests("a", "b")
     tracks = account.open(asked, 10.0)
     one = state(asked)
     one.apply(refused := EngineOutput("b", [], "error", error="no"))

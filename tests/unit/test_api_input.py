@@ -14,8 +14,8 @@ from test_chat_template import CALLS, PLAIN, SYSTEM, TEMPLATES, TOOLS, ours, out
 
 from quire.frontend.chat import check_messages
 from quire.frontend.template_traits import TemplateTraits
-from quire.serve.auth import Client
-from quire.serve.blocks import Begun, Blocks, Ended, Grown
+from quire.serve.auth import ApiClient
+from quire.serve.blocks import BlockStarted, ContentBlocks, BlockEnded, BlockDelta
 from quire.serve.errors import ApiError
 from quire.serve.messages.input import chat_of as chat_of_messages
 from quire.serve.protocol.messages import MessagesRequest
@@ -174,7 +174,7 @@ def test_the_store_keeps_to_the_bounds_of_each_client() -> None:
         options: dict[str, Any] = dict.fromkeys(ResponseObject.__struct_fields__)
         return ResponseObject(**{**options, "id": name})
 
-    a, b, message = Client("a"), Client("b", weight=3.0), {"role": "user", "content": "x" * 1000}
+    a, b, message = ApiClient("a"), ApiClient("b", weight=3.0), {"role": "user", "content": "x" * 1000}
     store = ResponseStore(3, 40_000, total_weight=4.0)
     store.put(b, response("1"), [message])
     for name in "1234":
@@ -199,8 +199,8 @@ def test_the_store_keeps_to_the_bounds_of_each_client() -> None:
 TEXT = "<think>\nSo\n</think>\n\nHi <tool_call>\n" + '{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
 
 
-def blocks() -> Blocks:
-    return Blocks(ThoughtParser(THINK, False, HermesParser(CallOptions(frozenset("f"), hold=False))))
+def blocks() -> ContentBlocks:
+    return ContentBlocks(ThoughtParser(THINK, False, HermesParser(CallOptions(frozenset("f"), hold=False))))
 
 
 @pytest.mark.parametrize("size", range(1, len(TEXT) + 1))
@@ -209,15 +209,15 @@ def test_pieces_of_any_size_make_the_same_blocks(size: int) -> None:
     for at in range(0, len(TEXT), size):
         end = "stop" if at + size >= len(TEXT) else None
         for change in found.add(CompletionOutput(0, TEXT[at : at + size], [], finish_reason=end)):
-            if isinstance(change, Begun):
+            if isinstance(change, BlockStarted):
                 assert opened is None
                 opened = change.block
                 seen.append([opened.kind, opened.name, ""])
-            elif isinstance(change, Grown):
+            elif isinstance(change, BlockDelta):
                 assert opened is change.block and change.text
                 seen[-1][2] += change.text
             else:
-                assert isinstance(change, Ended) and opened is change.block
+                assert isinstance(change, BlockEnded) and opened is change.block
                 opened = None
     assert opened is None and [block.text for block in found.all] == [text for _, _, text in seen]
     assert seen == [["thought", "", "So"], ["text", "", "Hi"], ["call", "f", '{"a": 1}']] and found.called

@@ -9,9 +9,9 @@ import msgspec
 import pytest
 
 from quire.bench.arrivals import ramp_times
-from quire.bench.client import Answer, Target
-from quire.bench.datasets import Ask, asks_of, custom, prefix_repetition, random_work, repeated, sharegpt
-from quire.bench.run import Served
+from quire.bench.client import AnswerReader, ServerTarget
+from quire.bench.datasets import BenchRequest, asks_of, custom, prefix_repetition, random_work, repeated, sharegpt
+from quire.bench.run import ServedRequest
 from quire.frontend.location import locate_tokenizer
 from quire.frontend.tokenizer import Tokenizer, load_tokenizer
 from quire.types import ConfigError
@@ -80,7 +80,7 @@ def test_ramps() -> None:
 
 def test_bodies(tokenizer: Tokenizer) -> None:
     (ask,) = asks_of([([5, 6, 7], 9)])
-    body = json.loads(Target("http://a", fields={"model": "m", "ignore_eos": True}).body(ask))
+    body = json.loads(ServerTarget("http://a", fields={"model": "m", "ignore_eos": True}).body(ask))
     assert body == {
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -90,10 +90,10 @@ def test_bodies(tokenizer: Tokenizer) -> None:
         "ignore_eos": True,
     }
     (ask,) = asks_of([([50, 60, 70], 9)], tokenizer)
-    body = json.loads(Target("http://a", "/v1/chat/completions").body(ask))
+    body = json.loads(ServerTarget("http://a", "/v1/chat/completions").body(ask))
     assert body["messages"] == [{"role": "user", "content": tokenizer.decode([50, 60, 70])}]
     assert body["max_completion_tokens"] == 9 and "prompt" not in body
-    assert [one.number for one in repeated([ask, Ask(1, "b", 1, 2)], 3, skip=1)] == [0, 1, 2]
+    assert [one.number for one in repeated([ask, BenchRequest(1, "b", 1, 2)], 3, skip=1)] == [0, 1, 2]
 
 
 COMPLETION = [
@@ -111,8 +111,8 @@ CHAT = [
 
 @pytest.mark.parametrize("size", [1, 7, 10_000])
 def test_streams_cut_anywhere(size: int) -> None:
-    served = Served(3, 0.0)
-    answer, data = Answer(served, False), b"".join(COMPLETION)
+    served = ServedRequest(3, 0.0)
+    answer, data = AnswerReader(served, False), b"".join(COMPLETION)
     for i in range(0, len(data), size):
         answer.feed(data[i : i + size], float(i))
     answer.finish()
@@ -121,8 +121,8 @@ def test_streams_cut_anywhere(size: int) -> None:
 
 
 def test_chats_begin_with_their_first_text() -> None:
-    served = Served(3, 0.0)
-    answer = Answer(served, True)
+    served = ServedRequest(3, 0.0)
+    answer = AnswerReader(served, True)
     for at, data in enumerate(CHAT):
         answer.feed(data, float(at))
     answer.finish()
@@ -130,11 +130,11 @@ def test_chats_begin_with_their_first_text() -> None:
 
 
 def test_what_is_no_answer() -> None:
-    served = Served(3, 0.0)
-    Answer(served, False).feed(b'data: {"error": {"message": "too late"}}\n\n', 1.0)
+    served = ServedRequest(3, 0.0)
+    AnswerReader(served, False).feed(b'data: {"error": {"message": "too late"}}\n\n', 1.0)
     assert served.error is not None and "too late" in served.error
     with pytest.raises(msgspec.MsgspecError):
-        Answer(Served(3, 0.0), False).feed(b"data: <html>\n", 1.0)
-    served = Served(3, 0.0)
-    Answer(served, False).finish()
+        AnswerReader(ServedRequest(3, 0.0), False).feed(b"data: <html>\n", 1.0)
+    served = ServedRequest(3, 0.0)
+    AnswerReader(served, False).finish()
     assert served.error == "the stream ended without a token"

@@ -10,7 +10,7 @@ import pytest
 from quire.bench.cost import Machine
 from quire.bench.drive import Bench
 from quire.bench.metrics import limits, serving
-from quire.bench.offline import Load, latency, throughput
+from quire.bench.offline import OfferedLoad, latency, throughput
 from quire.bench.profiling import after, decoding, run_profile
 from quire.bench.workloads import shifted, uniform
 from quire.config import EngineConfig
@@ -54,11 +54,11 @@ def test_a_limit_on_concurrency_delays_the_start(bench: Bench) -> None:
 
 def test_warm_ups_leave_nothing_in_the_prefix_cache(bench: Bench) -> None:
     shared = [([7] * 40, 2), ([7] * 40, 2)]
-    run = throughput(bench, Load(shared, [0.0, 0.0]), GREEDY, warmups=2, show_progress=False)
+    run = throughput(bench, OfferedLoad(shared, [0.0, 0.0]), GREEDY, warmups=2, show_progress=False)
     assert run.served[0].cached_tokens == 0
     assert shifted(shared, 200, 195)[0][0][0] == 2
     with pytest.raises(ConfigError, match="the longest request has 300 tokens, but max_model_len is 256"):
-        throughput(bench, Load(uniform(200, 1, 200, 100), [0.0]), GREEDY, 0, False)
+        throughput(bench, OfferedLoad(uniform(200, 1, 200, 100), [0.0]), GREEDY, 0, False)
     with pytest.raises(
         ConfigError, match="the longest request has 300 tokens"
     ):  # else its rate would be too high

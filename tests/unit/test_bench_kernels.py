@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from quire.bench.cost import Cost, Machine, Product
+from quire.bench.cost import Cost, Machine, MatrixProduct
 from quire.bench.kernels import busy_and_span_us, events_of, part_of, short_name, tables
 
 MACHINE = Machine("m", bytes_per_s=1e9, flops_per_s=1e12)  # 1,000 bytes a microsecond
@@ -40,7 +40,7 @@ def test_device_events_of_a_replayed_graph() -> None:
     assert [e.self_us for e in events] == [2, 20, 10, 30, 8, 10]
     busy, span = busy_and_span_us(events)
     assert (busy, span) == (80, 90), "idle from 80 to 90"
-    products = [Product("qkv", 10_000, 0), Product("lm_head", 15_000, 0)]
+    products = [MatrixProduct("qkv", 10_000, 0), MatrixProduct("lm_head", 15_000, 0)]
     parts, by_product, kernels = tables(events, [Cost(25_000, 0, 9_000, 0)], [products], MACHINE)
     assert [(row.name, row.calls, row.busy_us) for row in parts] == [
         ("matrix products", 3, 58),
@@ -58,7 +58,7 @@ def test_device_events_of_a_replayed_graph() -> None:
 
 
 def test_products_stay_unknown_when_the_kernels_do_not_match() -> None:
-    products = [Product(str(i), 1, 1) for i in range(3)]
+    products = [MatrixProduct(str(i), 1, 1) for i in range(3)]
     parts, by_product, kernels = tables(events_of(GRAPH), [Cost(3, 3, 0, 0)], [products], MACHINE)
     assert by_product == [] and all(row.bytes == 0 for row in kernels)
     assert parts[0].bytes == 3, "the part as a whole is known all the same"

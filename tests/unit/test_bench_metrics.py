@@ -6,15 +6,15 @@ import pytest
 
 from quire.bench.metrics import parse_goodput, percentile, rates, serving, summary
 from quire.bench.report import details
-from quire.bench.run import Run, Served
+from quire.bench.run import Run, ServedRequest
 from quire.types import ConfigError, RequestError
 
 RUN = Run(
     [
-        Served(10, 0.0, [0.5, 0.6, 0.8], cached_tokens=8),
-        Served(20, 1.0, [1.1]),
-        Served(5, 1.5, [], error="too long"),
-        Served(30, 1.5, [2.0, 2.5]),
+        ServedRequest(10, 0.0, [0.5, 0.6, 0.8], cached_tokens=8),
+        ServedRequest(20, 1.0, [1.1]),
+        ServedRequest(5, 1.5, [], error="too long"),
+        ServedRequest(30, 1.5, [2.0, 2.5]),
     ],
     [],
     0.0,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from quire.bench.plots import check_plot, plot_serving, plot_sweep
-from quire.bench.run import Run, Served
+from quire.bench.run import Run, ServedRequest
 from quire.core.steplog import StepRecord
 from quire.types import ConfigError
 
@@ -16,8 +16,8 @@ STEPS = [
     StepRecord(i, 5.0 + i / 10, [("a", i, 1), ("b", 0, 40)], [], [], 2, i % 3, None, 9) for i in range(20)
 ]
 RUNS = {
-    "usual": Run([Served(9, i / 9, [i / 9 + 0.1 * k for k in range(1, 9)]) for i in range(9)], STEPS, 5.0),
-    "one token": Run([Served(9, 0.0, [0.5])], STEPS[:1], 5.0),
+    "usual": Run([ServedRequest(9, i / 9, [i / 9 + 0.1 * k for k in range(1, 9)]) for i in range(9)], STEPS, 5.0),
+    "one token": Run([ServedRequest(9, 0.0, [0.5])], STEPS[:1], 5.0),
 }
 
 

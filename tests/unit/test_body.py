@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.requests import Request
 
 from quire.serve import body as body_module
-from quire.serve.auth import Client
+from quire.serve.auth import ApiClient
 from quire.serve.body import SMALL_BYTES, Bodies, BodyMemory, Meter, check_type
 from quire.serve.errors import ApiError
 from quire.serve.protocol.chat import ChatRequest
@@ -209,12 +209,12 @@ def test_memory_is_shared_between_clients_and_given_back() -> None:
 def test_large_bodies_take_memory_until_their_requests_are_over() -> None:
     bodies = Bodies(1 << 20, 1000, 100)
     text = b'{"a": "' + b"x" * 1_000_000 + b'"}'
-    scopes: list[dict[str, Any]] = [{"client_key": Client("me")} for _ in range(9)]
+    scopes: list[dict[str, Any]] = [{"client_key": ApiClient("me")} for _ in range(9)]
     for scope in scopes[:8]:
         read(bodies, [text], scope=scope)
     assert bodies.memory.used_bytes >= 8_000_000
     assert "bodies of open requests" in refused(503, bodies, [text], scope=scopes[8])
-    assert read(bodies, [b"{}"], scope={"client_key": Client("me")}) == {}, "small ones always fit"
+    assert read(bodies, [b"{}"], scope={"client_key": ApiClient("me")}) == {}, "small ones always fit"
     for scope in scopes:
         bodies.ended(scope, 200)
     assert bodies.memory.used_bytes == 0

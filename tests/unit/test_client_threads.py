@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from quire.serve.auth import ANYONE, Client
+from quire.serve.auth import ANYONE, ApiClient
 from quire.serve.errors import ApiError
 from quire.serve.threads import ClientThreads
 
-ALPHA, BETA = Client("alpha"), Client("beta")
+ALPHA, BETA = ApiClient("alpha"), ApiClient("beta")
 
 
 def play(
@@ -28,7 +28,7 @@ def play(
 
 
 def start(
-    pool: ClientThreads, client: Client, work: Callable[[], Any], count: int = 1
+    pool: ClientThreads, client: ApiClient, work: Callable[[], Any], count: int = 1
 ) -> list[asyncio.Task[Any]]:
     return [asyncio.ensure_future(pool.run(client, work)) for _ in range(count)]
 
@@ -74,7 +74,7 @@ def test_clients_take_turns_by_the_time_that_their_work_takes() -> None:
     async def scene(pool: ClientThreads) -> None:
         order: list[str] = []
         gate = threading.Event()
-        clients = [ALPHA, *(Client(f"other{i}") for i in range(4))]  # they hold the thread and all spare ones
+        clients = [ALPHA, *(ApiClient(f"other{i}") for i in range(4))]  # they hold the thread and all spare ones
         held = [task for client in clients for task in start(pool, client, lambda: gate.wait(20))]
         await asyncio.sleep(0.01)
 
@@ -100,7 +100,7 @@ def test_weights_are_shares_of_time() -> None:
 
         tasks = [
             task
-            for client in (Client("heavy", weight=4.0), Client("light"))
+            for client in (ApiClient("heavy", weight=4.0), ApiClient("light"))
             for task in start(pool, client, work(client.name), 40)
         ]
         await asyncio.gather(*tasks)

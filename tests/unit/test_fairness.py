@@ -42,7 +42,7 @@ def test_steps_run_while_requests_are_taken_in() -> None:
     ours, theirs = (Channel(end) for end in socket.socketpair())
     for _ in range(100):
         ours.send(msg.encode(msg.Abort(["x"])))
-    ours.send(msg.encode(msg.Stop()))
+    ours.send(msg.encode(msg.StopEngine()))
     engine = SlowIntake()
     engine_process.serve(engine, theirs, os.getppid())  # type: ignore[arg-type]
     assert engine.aborted == 100

@@ -31,7 +31,7 @@ from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
 from quire.frontend.structured import grammar_spec
 from quire.grammar import matching
-from quire.grammar.answer import Answer
+from quire.grammar.answer import GrammarAnswer
 from quire.grammar.checker_process import Verdict
 from quire.grammar.compiler import CheckedGrammar, Compiler
 from quire.grammar.library import LibraryGrammar
@@ -461,20 +461,20 @@ def byte_vocabulary() -> Vocabulary:
     return Vocabulary([*BYTES, *(word.encode() for word in TEXT.split())])
 
 
-def answer_to(vocabulary: Vocabulary, spec: GrammarSpec, **params: Any) -> Answer:
+def answer_to(vocabulary: Vocabulary, spec: GrammarSpec, **params: Any) -> GrammarAnswer:
     grammar = CheckedGrammar(spec, grammar_text(spec), 0, vocabulary)
     request = EngineRequest("r", [1], SamplingParams(**params), [END], [END], grammar=spec)
-    return Answer(request, grammar, vocabulary.end)
+    return GrammarAnswer(request, grammar, vocabulary.end)
 
 
 END = 0  # the byte of this number is in no text here
 
 
-def allows(answer: Answer, token: int) -> bool:
+def allows(answer: GrammarAnswer, token: int) -> bool:
     return answer.ready is not None and bool(answer.ready[token >> 5] >> np.uint32(token & 31) & 1)
 
 
-def write(answer: Answer, text: bytes, every: int = 1) -> None:
+def write(answer: GrammarAnswer, text: bytes, every: int = 1) -> None:
     """Write a text byte by byte, with a mask before every so many of them."""
     for i in range(0, len(text), every):
         answer.work()
@@ -555,7 +555,7 @@ def test_answers_share_no_lexer(vocabulary: Vocabulary) -> None:
     assert not second.is_error() and mask[0] & 2
 
 
-def spend(answer: Answer, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def spend(answer: GrammarAnswer, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let one mask take that long."""
     times = iter([0.0, seconds])
     with monkeypatch.context() as patch:
@@ -596,9 +596,9 @@ def test_slow_answers_are_computed_in_the_background_until_they_are_quick(
 def test_a_step_does_not_wait_for_a_slow_mask(monkeypatch: pytest.MonkeyPatch) -> None:
     """Others get their tokens meanwhile, and the slow request the ones that it would have got anyway."""
     gate, begun = threading.Event(), threading.Event()
-    work = Answer.work
+    work = GrammarAnswer.work
 
-    def slow(answer: Answer) -> None:
+    def slow(answer: GrammarAnswer) -> None:
         if answer.request_id == "slow" and len(answer._tokens) == 2 and not begun.is_set():
             begun.set()
             assert gate.wait(60)
@@ -607,7 +607,7 @@ def test_a_step_does_not_wait_for_a_slow_mask(monkeypatch: pytest.MonkeyPatch) -
     alone = small()
     alone.add(ask("slow", SPECS[2]))
     want = drain(alone)["slow"]
-    monkeypatch.setattr(Answer, "work", slow)
+    monkeypatch.setattr(GrammarAnswer, "work", slow)
     engine, _ = make_engine(random.Random(0), **SMALL, depth=2)
     with_grammar(engine, Source(), patience_s=0.01)
     engine.add(ask("slow", SPECS[2]))
@@ -685,7 +685,7 @@ def test_the_end_is_not_what_the_grammar_writes_with_the_same_token(vocabulary: 
     spec = GrammarSpec("regex", "1{3}")
     grammar = CheckedGrammar(spec, grammar_text(spec), 0, Vocabulary(tokens))
     assert tokens[6] == tokens[38] == b"1"
-    answer = Answer(EngineRequest("r", [1], SamplingParams(), [38], [38], grammar=spec), grammar, len(tokens))
+    answer = GrammarAnswer(EngineRequest("r", [1], SamplingParams(), [38], [38], grammar=spec), grammar, len(tokens))
     answer.work()
     assert allows(answer, 6) and not allows(answer, 38)
     for _ in range(3):

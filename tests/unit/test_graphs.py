@@ -27,7 +27,7 @@ class Graphs(CudaGraphs):
         self._batcher = SimpleNamespace(load=lambda *args: None, step=lambda plan: None)
         self._eager = SimpleNamespace(launch=lambda plan, staging: self.done.append(("eager", None)))
 
-    def _run(self, shape: graphs.Shape) -> None:
+    def _run(self, shape: graphs.StepShape) -> None:
         self.done.append(("run", (shape.rows, shape.tokens)))
 
     def _begin_pool(self) -> Any:

@@ -19,7 +19,7 @@ from quire.core.prefix import HashPrefixCache
 from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog
 from quire.frontend import messages as msg
-from quire.serve.auth import ANYONE, Client
+from quire.serve.auth import ANYONE, ApiClient
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
 from quire.serve.live import LiveStream
@@ -363,12 +363,12 @@ def test_each_client_looks_at_its_own() -> None:
 
         views = LiveViews(ask)
         anna, bert, ops, root = (
-            Client("anna"),
-            Client("bert"),
-            Client("ops", admin=True),
-            Client("root", admin=True),
+            ApiClient("anna"),
+            ApiClient("bert"),
+            ApiClient("ops", admin=True),
+            ApiClient("root", admin=True),
         )
-        assert views.of(anna) is views.of(Client("anna")) is not views.of(bert)
+        assert views.of(anna) is views.of(ApiClient("anna")) is not views.of(bert)
         assert views.of(ops) is views.of(root) is views.of(ANYONE)
         seen = [(view, view.enter()) for view in map(views.of, (anna, anna, bert, ops))]
         for view, one in seen:

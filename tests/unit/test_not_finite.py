@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from quire.build import build_engine
 from quire.config import EngineConfig
-from quire.core.draft import Draft
+from quire.core.draft import PlanBuilder
 from quire.core.engine import Engine
 from quire.types import EngineOutput, EngineRequest, Request, SamplingParams
 from tiny import write_tiny
@@ -170,7 +170,7 @@ def test_a_culprit_that_was_preempted_is_not_found_again(model: Path) -> None:
     scheduler = engine.scheduler
     victim = scheduler.running[0]
     scheduler.cache.publish(victim)
-    draft = Draft(0, -2)
+    draft = PlanBuilder(0, -2)
     assert scheduler._preempt_other(draft, Request("first", 0, array("i"), victim.params, (-1,), 0, frozenset(),
                                                    frozenset(), 0, victim.source))  # fmt: skip
     assert scheduler.pool.num_cached == 4

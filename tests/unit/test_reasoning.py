@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quire.frontend.location import locate_model
 from quire.frontend.tokenizer import load_tokenizer
 from quire.serve.choice import merged
-from quire.serve.parser import Content, Event, PlainText, Reasoning, TextParser
+from quire.serve.parser import Content, ParserEvent, PlainText, Reasoning, TextParser
 from quire.serve.reasoning import (
     THINK,
     ThoughtParser,
@@ -24,13 +24,13 @@ from quire.serve.tools.registry import TOOL_PARSERS
 TOKENIZER = load_tokenizer(locate_model("demo").path)
 
 
-def events(pieces: list[str], inside: bool = False, inner: TextParser | None = None) -> list[Event]:
+def events(pieces: list[str], inside: bool = False, inner: TextParser | None = None) -> list[ParserEvent]:
     parser = ThoughtParser(THINK, inside, inner or PlainText())
     found = [event for piece in pieces for event in parser.feed(piece)]
     return merged(found + parser.finish())
 
 
-def read(found: list[Event]) -> tuple[str, str]:
+def read(found: list[ParserEvent]) -> tuple[str, str]:
     return tuple("".join(e.text for e in found if isinstance(e, kind)) for kind in (Reasoning, Content))  # type: ignore[return-value, union-attr]
 
 

@@ -13,7 +13,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.kernels.cpu import build, compiled_kernels
 from quire.kernels.cpu.ops import CpuKernels
-from quire.worker.recorded import Recorded
+from quire.worker.recorded import CpuReplay
 from tiny import write_tiny
 
 needs_kernels = pytest.mark.skipif(compiled_kernels() is None, reason="no C compiler")
@@ -37,9 +37,9 @@ def test_replayed_steps_choose_the_same_tokens(tmp_path: Path) -> None:
         for params in (LONG, SamplingParams(max_tokens=20, temperature=1.0, seed=3, repetition_penalty=1.3)):
             assert answers(replaying, params) == answers(plain, params)
         recorded = launcher_of(replaying)
-        assert isinstance(recorded, Recorded)
+        assert isinstance(recorded, CpuReplay)
         assert 3 in recorded._recordings and not recorded._computes_in_torch
-        assert not isinstance(launcher_of(plain), Recorded)
+        assert not isinstance(launcher_of(plain), CpuReplay)
 
 
 @needs_kernels
@@ -50,7 +50,7 @@ def test_a_replay_makes_the_calls_again(tmp_path: Path) -> None:
     ) as llm:
         answers(llm)
         recorded = launcher_of(llm)
-        assert isinstance(recorded, Recorded)
+        assert isinstance(recorded, CpuReplay)
         right = answers(llm)
         recorded._recordings[3].again = lambda: None
         assert answers(llm) != right
@@ -68,7 +68,7 @@ def test_what_computes_in_torch_is_not_recorded(tmp_path: Path) -> None:
     with LLM(str(tmp_path), **settings) as llm, LLM(str(tmp_path), **settings, cpu_kernels=False) as plain:
         assert answers(llm) == answers(plain)
         recorded = launcher_of(llm)
-        assert isinstance(recorded, Recorded) and recorded._computes_in_torch and not recorded._recordings
+        assert isinstance(recorded, CpuReplay) and recorded._computes_in_torch and not recorded._recordings
 
 
 @needs_kernels

@@ -24,19 +24,19 @@ from quire.frontend.length import check_length
 from quire.frontend.location import locate_model
 from quire.frontend.tokenizer import load_tokenizer
 from quire.serve.admission import Admission
-from quire.serve.auth import ANYONE, Client, Keys, bearer, load_keys
+from quire.serve.auth import ANYONE, ApiClient, ApiKeys, bearer, load_keys
 from quire.serve.body import Bodies
 from quire.serve.choice import ChatChoiceBuilder
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
 from quire.serve.listen import bind, listen
-from quire.serve.parser import Arguments, Content, Event, PlainText, Reasoning, TextParser, ToolCall
+from quire.serve.parser import Arguments, Content, ParserEvent, PlainText, Reasoning, TextParser, ToolCall
 from quire.serve.protocol.chat import ChatRequest
 from quire.serve.settings import ServeConfig
 from quire.serve.structured import structured_outputs
 from quire.serve.tokens import detokenize, tokenize
 from quire.serve.wire import decode_object, encode, parse
-from quire.types import CompletionOutput, ConfigError, Load, RequestError, StructuredOutputsParams
+from quire.types import CompletionOutput, ConfigError, EngineLoad, RequestError, StructuredOutputsParams
 
 TOKENIZER = load_tokenizer(locate_model("demo").path)
 
@@ -47,8 +47,8 @@ class Brackets:
     def __init__(self) -> None:
         self._kind, self._calls = "", 0
 
-    def feed(self, text: str) -> list[Event]:
-        found: list[Event] = []
+    def feed(self, text: str) -> list[ParserEvent]:
+        found: list[ParserEvent] = []
         for char in text:
             if char in "([":
                 self._kind = char
@@ -65,7 +65,7 @@ class Brackets:
                 found.append(Content(char))
         return found
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[ParserEvent]:
         return [Content("!")]
 
 
@@ -149,9 +149,9 @@ def test_admission_counts_what_waits() -> None:
     with pytest.raises(ApiError) as caught:
         gate.arrive(ANYONE, 1)
     assert caught.value.status == 503 and int(caught.value.headers["Retry-After"]) >= 1
-    gate.report(Load(received=4, running=2, waiting=2, waiting_tokens=20))
+    gate.report(EngineLoad(received=4, running=2, waiting=2, waiting_tokens=20))
     assert gate.waiting == 2 and gate.waiting_tokens == 20
-    gate.report(Load(received=4, running=2, waiting=0))
+    gate.report(EngineLoad(received=4, running=2, waiting=0))
     for _ in range(2):
         gate.leave(ANYONE, 1)
     gate.arrive(ANYONE, 2)
@@ -166,7 +166,7 @@ def test_admission_counts_what_waits() -> None:
 
 def test_a_full_queue_still_takes_a_clients_share() -> None:
     gate = Admission(max_waiting=4, max_waiting_tokens=None, max_num_seqs=1, total_weight=2.0)
-    greedy, modest = Client("greedy"), Client("modest")
+    greedy, modest = ApiClient("greedy"), ApiClient("modest")
     for _ in range(5):
         gate.arrive(greedy, 1)
     for client, count in ((modest, 2), (greedy, 0)):
@@ -181,7 +181,7 @@ def test_tokens_that_wait_are_limited_but_one_request_always_fits() -> None:
     gate.arrive(ANYONE, 1)
     gate.pass_on(ANYONE, 1, 1000)
     gate.prepared(1)
-    gate.report(Load(received=1, running=1))
+    gate.report(EngineLoad(received=1, running=1))
     gate.arrive(ANYONE, 1)
     with pytest.raises(ApiError) as caught:
         gate.pass_on(ANYONE, 1, 101)
@@ -209,11 +209,11 @@ def test_keys(tmp_path: Path) -> None:
     file.write_text("# who\nsecret-1 weight=2.5 name=team\nsecret-2\nroot name=ops admin\n\n")
     keys = load_keys(["flag"], "one, two ,", str(file))
     assert len(keys) == 6 and keys.total_weight == 7.5
-    assert keys.client("secret-1") == Client("team", 2.5)
-    assert keys.client("root") == Client("ops", admin=True) and not keys.client("flag").admin
+    assert keys.client("secret-1") == ApiClient("team", 2.5)
+    assert keys.client("root") == ApiClient("ops", admin=True) and not keys.client("flag").admin
     assert keys.client("two") is not None and keys.client("") is None and keys.client(None) is None
     assert keys.client("secret-") is None and keys.client("ü") is None
-    assert Keys({}).client(None) is ANYONE and ANYONE.sees is None and Client("team").sees == "team"
+    assert ApiKeys({}).client(None) is ANYONE and ANYONE.sees is None and ApiClient("team").sees == "team"
     for text in ("k weight=0", "k weight=x", "k wait=3", "k admin=1", "k name=a name=b", "k admin admin", ""):
         file.write_text(text)
         with pytest.raises(ConfigError):
@@ -285,14 +285,14 @@ def test_keys_of_one_name_are_one_client(tmp_path: Path) -> None:
 
 
 def test_the_prefix_cache_is_salted_by_key() -> None:
-    def salt(client: Client, given: str, **settings: bool) -> str:
+    def salt(client: ApiClient, given: str, **settings: bool) -> str:
         return AsyncEngine._salt(SimpleNamespace(settings=ServeConfig(**settings)), client, given)  # type: ignore[arg-type]
 
     given = ["", "x", "a", "a\n", "\n"]
-    salts = {salt(Client(name), one) for name in ("a", "b", "ab") for one in given}
+    salts = {salt(ApiClient(name), one) for name in ("a", "b", "ab") for one in given}
     assert len(salts) == 3 * len(given)
     assert [salt(ANYONE, one) for one in given] == given
-    assert [salt(Client("a"), one, share_prefix_cache=True) for one in given] == given
+    assert [salt(ApiClient("a"), one, share_prefix_cache=True) for one in given] == given
 
 
 # ---------------------------------------------------------------------------------------- tokenize
@@ -313,7 +313,7 @@ def test_tokenizing_is_not_done_on_the_event_loop(monkeypatch: pytest.MonkeyPatc
     for name in ("encode", "token_text", "decode"):
         monkeypatch.setattr(TOKENIZER, name, noted(name))
 
-    async def in_thread(client: Client, work: Callable[..., Any], *args: Any) -> Any:
+    async def in_thread(client: ApiClient, work: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(threads, work, *args)
 
     engine = SimpleNamespace(

@@ -11,7 +11,7 @@ from quire.frontend.output import RequestState
 from quire.serve.errors import ApiError
 from quire.serve.generation import Generation
 from quire.serve.protocol.completions import CompletionChoice, CompletionResponse
-from quire.serve.stream import MARK, Mould, event
+from quire.serve.stream import MARK, ChunkTemplate, event
 from quire.types import EngineOutput, EngineRequest, SamplingParams
 
 
@@ -77,5 +77,5 @@ def test_a_mould_makes_the_very_bytes(text: str) -> None:
         choice = CompletionChoice(3, text)
         return CompletionResponse(id=f'a"{MARK}', created=1, model="m", choices=[choice], usage=None)
 
-    assert Mould(chunk(MARK)).cast(text) == event(chunk(text))
+    assert ChunkTemplate(chunk(MARK)).cast(text) == event(chunk(text))
     assert msgspec.json.decode(event(chunk(text))[6:])["choices"][0]["text"] == text

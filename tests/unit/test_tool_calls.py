@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.serve.choice import merged
-from quire.serve.parser import Arguments, Content, Event, ToolCall
+from quire.serve.parser import Arguments, Content, ParserEvent, ToolCall
 from quire.serve.tools.calls import CallOptions, call_id
 from quire.serve.tools.registry import TOOL_PARSERS, choose_format, known_tool_parser
 
@@ -21,7 +21,7 @@ NAMES = frozenset({"weather", "find"})
 Found = tuple[str, list[tuple[str, str]]]  # content, and calls with their arguments
 
 
-def events(form: str, pieces: list[str], hold: bool = True, single: bool = False) -> list[Event]:
+def events(form: str, pieces: list[str], hold: bool = True, single: bool = False) -> list[ParserEvent]:
     ids = count()
     options = CallOptions(NAMES, hold, single, lambda: f"call_{next(ids)}")
     parser = TOOL_PARSERS[form].parser(options)
@@ -29,7 +29,7 @@ def events(form: str, pieces: list[str], hold: bool = True, single: bool = False
     return merged(found + parser.finish())
 
 
-def read(found: list[Event]) -> Found:
+def read(found: list[ParserEvent]) -> Found:
     content, calls = "", []
     for event in found:
         match event:

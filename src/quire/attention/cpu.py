@@ -9,15 +9,15 @@ import torch
 
 from quire.attention.base import AttentionLayer, ForwardBatch, HeadNorms
 from quire.attention.reference import ReferenceAttention
-from quire.kernels.cpu.ops import Attend, CpuKernels, Heads, Norm, address, half, norm_struct
+from quire.kernels.cpu.ops import CAttend, CpuKernels, CHeads, CNorm, address, half, norm_struct
 
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
     """What the kernel must know of a layer, and what that points to."""
 
-    heads: Heads
-    norm: Norm | None
+    heads: CHeads
+    norm: CNorm | None
     kept: tuple[AttentionLayer, HeadNorms | None, torch.Tensor]
 
 
@@ -54,7 +54,7 @@ class CpuAttention:
         known = self._layers.get(id(layer)) or self._describe(layer, norms, table)
         rows = qkv.shape[0]
         out = qkv.new_empty(rows, layer.num_heads * layer.head_dim)
-        arguments = Attend(
+        arguments = CAttend(
             address(known.heads), qkv.data_ptr(), batch.positions.data_ptr(), batch.kv_slots.data_ptr(),
             batch.seq_lens.data_ptr(), batch.block_table.data_ptr(), batch.slots.data_ptr(),
             keys.data_ptr(), values.data_ptr(), out.data_ptr(), rows, batch.block_table.stride(0), batch.block_size,
@@ -85,7 +85,7 @@ class CpuAttention:
 
     def _describe(self, layer: AttentionLayer, norms: HeadNorms | None, table: torch.Tensor) -> _Layer:
         norm = None if norms is None else norm_struct(norms.weight, None, norms.eps)
-        heads = Heads(
+        heads = CHeads(
             address(norm), table.data_ptr(), layer.num_heads, layer.num_kv_heads,
             layer.head_dim, layer.window or 0, layer.scale, layer.soft_cap or 0.0, half(table),
         )  # fmt: skip

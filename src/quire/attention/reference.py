@@ -43,7 +43,7 @@ class _Group:
 
 
 @dataclass(slots=True)
-class _Piece:
+class _RowPiece:
     """Some queries of a row and the keys that any of them sees."""
 
     queries: slice
@@ -61,21 +61,21 @@ class _Long:
     length: int
     positions: torch.Tensor  # int64 [new]
     kept: (
-        dict[int | None, list[_Piece]] | None
+        dict[int | None, list[_RowPiece]] | None
     )  # by window, for the layers of a step; None: made for each layer
 
-    def pieces(self, layer: AttentionLayer) -> Iterable[_Piece]:
+    def pieces(self, layer: AttentionLayer) -> Iterable[_RowPiece]:
         """Yield the row in pieces whose masks (with a soft cap: whose scores) are of bounded size."""
         window = None if layer.window is None or self.length <= layer.window else layer.window
         if window is None and self.kv is None and layer.soft_cap is None:
-            return [_Piece(slice(None), slice(None), None)]
+            return [_RowPiece(slice(None), slice(None), None)]
         if self.kept is None:
             return self._cut(window, layer)
         if window not in self.kept:
             self.kept[window] = list(self._cut(window, layer))
         return self.kept[window]
 
-    def _cut(self, window: int | None, layer: AttentionLayer) -> Iterator[_Piece]:
+    def _cut(self, window: int | None, layer: AttentionLayer) -> Iterator[_RowPiece]:
         device, new = self.positions.device, self.end - self.start
         width = self.length * (1 if layer.soft_cap is None else layer.num_heads)
         most = max(1, _MASK_ELEMENTS // width)
@@ -88,11 +88,11 @@ class _Long:
             mask = key <= query
             if window is not None:
                 mask &= key > query - window
-            yield _Piece(slice(begin, end), slice(first, last), mask)
+            yield _RowPiece(slice(begin, end), slice(first, last), mask)
 
 
 @dataclass(slots=True)
-class _Plan:
+class _ReferencePlan:
     writes: Slots  # [tokens]: where the new keys and values go
     groups: list[_Group]
     longs: list[_Long]
@@ -109,7 +109,7 @@ class ReferenceAttention:
 
     # ------------------------------------------------------------------------------- per step
 
-    def plan(self, batch: ForwardBatch) -> _Plan:
+    def plan(self, batch: ForwardBatch) -> _ReferencePlan:
         # On a CPU reading the lengths costs no wait, so bounds are exact there.
         bounds = (batch.seq_lens if batch.seq_lens.device.type == "cpu" else batch.seq_bounds).tolist()
         ones: list[int] = []
@@ -129,7 +129,7 @@ class ReferenceAttention:
             if end == len(ones) or self._splits(bounds[ones[begin]], bounds[ones[end]], end + 1 - begin):
                 groups.append(self._group(batch, ones[begin:end], starts, bounds[ones[end - 1]]))
                 begin = end
-        return _Plan(_new_slots(batch), groups, longs)
+        return _ReferencePlan(_new_slots(batch), groups, longs)
 
     def _splits(self, shortest: int, longest: int, rows: int) -> bool:
         """Whether a longer row should start a group of its own rather than pad the others."""
@@ -162,7 +162,7 @@ class ReferenceAttention:
         self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
         keys, values = (x.view(-1, layer.num_kv_heads, layer.head_dim) for x in batch.kv[layer.index])
-        plan: _Plan = batch.attn
+        plan: _ReferencePlan = batch.attn
         k, v = (x.view(-1, layer.num_kv_heads, layer.head_dim) for x in (k, v))
         _write(keys, plan.writes, k)
         _write(values, plan.writes, v)

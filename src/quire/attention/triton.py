@@ -15,7 +15,7 @@ import torch
 
 from quire.attention.base import AttentionLayer, ForwardBatch, HeadNorms
 from quire.kernels.attend_long import attend_long, list_tiles, long_tile, long_tokens, most_tiles
-from quire.kernels.attend_shared import Begun, attend_shared, shared_tile
+from quire.kernels.attend_shared import SharedPartial, attend_shared, shared_tile
 from quire.kernels.attend_short import SHORT_ROWS, attend_short, num_splits, short_tile
 from quire.kernels.attention_tile import fits
 from quire.kernels.kv_write import write_kv
@@ -24,7 +24,7 @@ from quire.kernels.target import Target, target_of
 
 
 @dataclass(slots=True)
-class _Work:
+class _LayerPlan:
     """What the layers with one ratio of query to KV heads and one head size share."""
 
     layer: int  # the first of them
@@ -34,12 +34,12 @@ class _Work:
 
 
 @dataclass(slots=True)
-class _Plan:
+class _TritonPlan:
     ones: bool  # every row has one new token
     reach: int  # no row has more keys
-    work: dict[tuple[int, int], _Work] = field(default_factory=dict)
+    work: dict[tuple[int, int], _LayerPlan] = field(default_factory=dict)
 
-    def work_for(self, layer: AttentionLayer, batch: ForwardBatch, itemsize: int) -> _Work:
+    def work_for(self, layer: AttentionLayer, batch: ForwardBatch, itemsize: int) -> _LayerPlan:
         """Found anew when the first layer of its kind asks, in each pass over the model: what is launched
         for it must be part of whatever graph that pass is captured in."""
         kind = layer.num_heads // layer.num_kv_heads, layer.head_dim
@@ -48,9 +48,9 @@ class _Plan:
             work = self.work[kind] = self._find(layer, batch, itemsize)
         return work
 
-    def _find(self, layer: AttentionLayer, batch: ForwardBatch, itemsize: int) -> _Work:
+    def _find(self, layer: AttentionLayer, batch: ForwardBatch, itemsize: int) -> _LayerPlan:
         if self.ones:
-            return _Work(layer.index, 1, True, None)
+            return _LayerPlan(layer.index, 1, True, None)
         group = layer.num_heads // layer.num_kv_heads
         queries = max(SHORT_ROWS // group, 1)
         per_tile = long_tokens(layer.head_dim, itemsize, group, target_of(batch.seq_lens.device))
@@ -63,10 +63,10 @@ class _Plan:
             any_short, most = long.size < counts.size, int((-(-long // per_tile)).sum())
             usual = most
         if not most:
-            return _Work(layer.index, queries, any_short, None)
+            return _LayerPlan(layer.index, queries, any_short, None)
         programs = usual * layer.num_kv_heads
         tiles = list_tiles(batch.query_start, batch.seq_lens, batch.slots, most, queries, per_tile, programs)
-        return _Work(layer.index, queries, any_short, tiles)
+        return _LayerPlan(layer.index, queries, any_short, tiles)
 
 
 class TritonAttention:
@@ -88,10 +88,10 @@ class TritonAttention:
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return (num_blocks, num_kv_heads, block_size, head_dim)
 
-    def plan(self, batch: ForwardBatch) -> _Plan:
+    def plan(self, batch: ForwardBatch) -> _TritonPlan:
         counts = batch.num_tokens
         ones = counts is not None and bool((counts == 1).all())
-        return _Plan(ones, int(batch.seq_bounds.max(initial=1)))
+        return _TritonPlan(ones, int(batch.seq_bounds.max(initial=1)))
 
     def forward(
         self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
@@ -119,12 +119,12 @@ class TritonAttention:
         keys, values = batch.kv[layer.index]
         dim, kv_heads, itemsize = layer.head_dim, layer.num_kv_heads, q.element_size()
         out = torch.empty(q.shape[0], layer.num_heads * dim, dtype=q.dtype, device=q.device)
-        plan: _Plan = batch.attn
+        plan: _TritonPlan = batch.attn
         work = plan.work_for(layer, batch, itemsize)
         if work.any_short:
             reach = plan.reach if layer.window is None else min(plan.reach, layer.window)
             splits = num_splits(batch.seq_lens.shape[0], kv_heads, reach, dim, itemsize, target_of(q.device))
-            begun: Begun | None = None
+            begun: SharedPartial | None = None
             if batch.shared is not None and splits == 1 and layer.window is None:
                 begun = attend_shared(
                     q, keys, values, batch.shared, batch.block_table, batch.slots, layer.scale, layer.soft_cap

@@ -17,9 +17,9 @@ import httptools
 import msgspec
 from tqdm import tqdm
 
-from quire.bench.datasets import Ask
+from quire.bench.datasets import BenchRequest
 from quire.bench.http import Http
-from quire.bench.run import Run, Served
+from quire.bench.run import Run, ServedRequest
 from quire.types import ConfigError
 
 T = TypeVar("T")
@@ -29,7 +29,7 @@ _ERROR_CHARS = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class ServerTarget:
     """Where requests go, and what all of them carry."""
 
     base_url: str
@@ -43,7 +43,7 @@ class Target:
     def is_chat(self) -> bool:
         return self.endpoint.rstrip("/").endswith("chat/completions")
 
-    def body(self, ask: Ask) -> bytes:
+    def body(self, ask: BenchRequest) -> bytes:
         body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
         if self.is_chat:
             body["messages"] = [{"role": "user", "content": ask.prompt}]
@@ -54,7 +54,7 @@ class Target:
         return msgspec.json.encode({**body, **self.fields})
 
 
-class _Delta(msgspec.Struct):
+class _StreamDelta(msgspec.Struct):
     content: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
@@ -63,14 +63,14 @@ class _Delta(msgspec.Struct):
 
 class _Choice(msgspec.Struct):
     text: str | None = None
-    delta: _Delta | None = None
+    delta: _StreamDelta | None = None
 
 
 class _Details(msgspec.Struct):
     cached_tokens: int | None = None
 
 
-class _Usage(msgspec.Struct):
+class _StreamUsage(msgspec.Struct):
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: _Details | None = None
@@ -78,17 +78,17 @@ class _Usage(msgspec.Struct):
 
 class _Chunk(msgspec.Struct):
     choices: list[_Choice] = []
-    usage: _Usage | None = None
+    usage: _StreamUsage | None = None
     error: Any = None
 
 
 _decode = msgspec.json.Decoder(_Chunk).decode
 
 
-class Answer:
-    """Reads one stream of server-sent events into a `Served`."""
+class AnswerReader:
+    """Reads one stream of server-sent events into a `ServedRequest`."""
 
-    def __init__(self, served: Served, is_chat: bool) -> None:
+    def __init__(self, served: ServedRequest, is_chat: bool) -> None:
         self._served, self._is_chat = served, is_chat
         self._rest = b""
         self._text: list[str] = []
@@ -124,13 +124,13 @@ class Answer:
             self._served.error = "the stream ended without a token"
 
 
-class Client:
+class LoadClient:
     """Owns the connections to one server. An async context."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: ServerTarget) -> None:
         self.target = target
 
-    async def __aenter__(self) -> Client:
+    async def __aenter__(self) -> LoadClient:
         target = self.target
         try:
             headers = {"Content-Type": "application/json", **target.headers}
@@ -160,9 +160,9 @@ class Client:
         except msgspec.MsgspecError:
             return None
 
-    async def send(self, ask: Ask, served: Served, clock: Callable[[], float]) -> None:
+    async def send(self, ask: BenchRequest, served: ServedRequest, clock: Callable[[], float]) -> None:
         """One request, from now to its end; whatever goes wrong is `served.error`."""
-        target, answer = self.target, Answer(served, self.target.is_chat)
+        target, answer = self.target, AnswerReader(served, self.target.is_chat)
         headers = {"X-Request-Id": f"{target.id_prefix}{ask.number}"} if target.id_prefix else {}
         body = target.body(ask)
         served.start_s = clock()
@@ -181,13 +181,13 @@ class Client:
 
     async def run(
         self,
-        asks: Sequence[Ask],
+        asks: Sequence[BenchRequest],
         arrivals_s: Sequence[float],
         max_concurrency: int | None = None,
         show_progress: bool = False,
     ) -> Run:
         """Send request i at `arrivals_s[i]` (ascending), at most `max_concurrency` at once; wait for the last."""
-        served = [Served(ask.prompt_len, at) for ask, at in zip(asks, arrivals_s)]
+        served = [ServedRequest(ask.prompt_len, at) for ask, at in zip(asks, arrivals_s)]
         places = asyncio.Semaphore(max_concurrency or len(asks))
         bar = tqdm(total=len(asks), desc="Serving", unit="req", disable=not show_progress, dynamic_ncols=True)
         begin_s, begin_processor_s = time.perf_counter(), time.process_time()
@@ -195,7 +195,7 @@ class Client:
         def clock() -> float:
             return time.perf_counter() - begin_s
 
-        async def one(ask: Ask, result: Served) -> None:
+        async def one(ask: BenchRequest, result: ServedRequest) -> None:
             try:
                 await self.send(ask, result, clock)
             finally:

@@ -17,7 +17,7 @@ import numpy as np
 from quire.models.spec import ModelSpec
 from quire.types import EngineInfo
 
-Rows = list[tuple[str, int, int]]  # of a StepRecord: (request id, first KV entry, tokens run)
+StepRows = list[tuple[str, int, int]]  # of a StepRecord: (request id, first KV entry, tokens run)
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -62,7 +62,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Product:
+class MatrixProduct:
     """One matrix product of a step: bytes of weights that it reads, and its operations."""
 
     name: str
@@ -79,22 +79,22 @@ class CostModel:
         self._kv_bytes = 2 * spec.num_kv_heads * spec.head_dim * _ITEM_BYTES[info.dtype]  # token and layer
         self._windows = Counter(spec.windows)  # layers by how many tokens their attention sees
 
-    def step(self, rows: Rows) -> Cost:
+    def step(self, rows: StepRows) -> Cost:
         products = self.products(rows)
         return Cost(sum(p.bytes for p in products), sum(p.flops for p in products), *self._attention(rows))
 
-    def products(self, rows: Rows) -> list[Product]:
+    def products(self, rows: StepRows) -> list[MatrixProduct]:
         """The matrix products of a step, in order. Every row counts as one that samples, and only what samples goes
         through the last layer behind its attention."""
         spec, tokens = self._spec, sum(n for _, _, n in rows)
         queries = spec.num_heads * spec.head_dim
         keys = spec.num_kv_heads * spec.head_dim
 
-        def product(name: str, parameters: float, n: int, read: float = 1.0, used: float = 1.0) -> Product:
+        def product(name: str, parameters: float, n: int, read: float = 1.0, used: float = 1.0) -> MatrixProduct:
             """`read` copies of the matrix come from memory, and each of n tokens meets `used` of them."""
-            return Product(name, read * parameters * self._weight_bytes, 2 * used * parameters * n)
+            return MatrixProduct(name, read * parameters * self._weight_bytes, 2 * used * parameters * n)
 
-        def layer(is_sparse: bool, n: int) -> list[Product]:
+        def layer(is_sparse: bool, n: int) -> list[MatrixProduct]:
             """`n` tokens go on behind its attention."""
             found = [
                 product("qkv", spec.hidden_size * (queries + 2 * keys), tokens),
@@ -119,7 +119,7 @@ class CostModel:
         head = spec.vocab_size * spec.hidden_size
         return [*layers, product("lm_head", head, len(rows))]
 
-    def _attention(self, rows: Rows) -> tuple[float, float]:
+    def _attention(self, rows: StepRows) -> tuple[float, float]:
         """Bytes of keys and values, and operations, over all layers."""
         start = np.array([s for _, s, _ in rows], np.int64)
         count = np.array([n for _, _, n in rows], np.int64)

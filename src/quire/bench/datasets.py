@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from quire.bench.workloads import Work
+from quire.bench.workloads import Workload
 from quire.frontend.tokenizer import Tokenizer
 from quire.types import ConfigError
 
@@ -22,7 +22,7 @@ _LEAST_TOKENS = 4
 
 
 @dataclass(slots=True)
-class Ask:
+class BenchRequest:
     """One request. `prompt_len` is in tokens, as far as it is known before the server says it."""
 
     number: int
@@ -40,7 +40,7 @@ def random_work(
     range_ratio: float = 0.0,
     prefix_len: int = 0,
     seed: int = 0,
-) -> Work:
+) -> Workload:
     """Random ids. Lengths are uniform within `range_ratio` (0 to below 1) around those given; all prompts begin with the
     same `prefix_len` tokens."""
     r = random.Random(seed)
@@ -61,11 +61,11 @@ def prefix_repetition(
     output_len: int,
     *,
     seed: int = 0,
-) -> Work:
+) -> Workload:
     """Prompts of which `count / num_prefixes` each share a prefix, shuffled."""
     r = random.Random(seed)
     prefixes = [_ids(r, vocab, prefix_len) for _ in range(num_prefixes)]
-    work: Work = [(prefixes[i % num_prefixes] + _ids(r, vocab, suffix_len), output_len) for i in range(count)]
+    work: Workload = [(prefixes[i % num_prefixes] + _ids(r, vocab, suffix_len), output_len) for i in range(count)]
     r.shuffle(work)
     return work
 
@@ -74,23 +74,23 @@ def _ids(r: random.Random, vocab: int, count: int) -> list[int]:
     return [r.randrange(vocab) for _ in range(count)]
 
 
-def asks_of(work: Work, tokenizer: Tokenizer | None = None) -> list[Ask]:
+def asks_of(work: Workload, tokenizer: Tokenizer | None = None) -> list[BenchRequest]:
     """Requests for `work`: as token ids or, if there is a tokenizer, as text."""
     found = []
     for number, (ids, output_len) in enumerate(work):
         prompt = list(ids) if tokenizer is None else tokenizer.decode(list(ids)) or "."
-        found.append(Ask(number, prompt, len(ids), output_len))
+        found.append(BenchRequest(number, prompt, len(ids), output_len))
     return found
 
 
 def sharegpt(
     path: Path, count: int, tokenizer: Tokenizer, output_len: int | None = None, seed: int = 0
-) -> list[Ask]:
+) -> list[BenchRequest]:
     """The first question of each conversation of a ShareGPT file, in random order; the answer is as long as the
     recorded one, or `output_len` tokens. Very short and long ones are left out, as in vLLM's benchmark."""
     conversations = [found for entry in _entries(path) if len(found := _turns(entry)) >= 2]
     random.Random(seed).shuffle(conversations)
-    asks: list[Ask] = []
+    asks: list[BenchRequest] = []
     for question, reply, *_ in conversations:
         if len(asks) == count:
             break
@@ -98,7 +98,7 @@ def sharegpt(
         wanted = output_len or len(tokenizer.encode(reply, False))
         most_in, most = _MOST_TOKENS
         if min(prompt_len, wanted) >= _LEAST_TOKENS and prompt_len <= most_in and prompt_len + wanted <= most:
-            asks.append(Ask(len(asks), question, prompt_len, wanted))
+            asks.append(BenchRequest(len(asks), question, prompt_len, wanted))
     if not asks:
         raise ConfigError(
             f"{path} holds no conversation that could be sent: a ShareGPT file is a list of objects with "
@@ -113,15 +113,15 @@ def _turns(entry: Any) -> list[str]:
     return [text for text in found if isinstance(text, str) and text]
 
 
-def custom(path: Path, count: int, tokenizer: Tokenizer | None, output_len: int) -> list[Ask]:
+def custom(path: Path, count: int, tokenizer: Tokenizer | None, output_len: int) -> list[BenchRequest]:
     """JSON lines with "prompt" and, if they like, "output_tokens"."""
-    asks: list[Ask] = []
+    asks: list[BenchRequest] = []
     for entry in _entries(path):
         prompt = entry.get("prompt") if isinstance(entry, dict) else None
         if not isinstance(prompt, str) or not prompt:
             raise ConfigError(f'{path} must hold JSON lines with a "prompt" that is text')
         prompt_len = len(tokenizer.encode(prompt)) if tokenizer else len(prompt.split())
-        asks.append(Ask(len(asks), prompt, prompt_len, int(entry.get("output_tokens") or output_len)))
+        asks.append(BenchRequest(len(asks), prompt, prompt_len, int(entry.get("output_tokens") or output_len)))
     if not asks:
         raise ConfigError(f"{path} holds no prompts")
     return repeated(asks, count)
@@ -141,7 +141,7 @@ def _entries(path: Path) -> Iterator[Any]:
         raise ConfigError(f"{path} is neither JSON nor JSON lines: {error}") from None
 
 
-def repeated(asks: Sequence[Ask], count: int, skip: int = 0) -> list[Ask]:
+def repeated(asks: Sequence[BenchRequest], count: int, skip: int = 0) -> list[BenchRequest]:
     """`count` requests from place `skip` on, from the beginning again where they run out."""
     chosen = (asks[(skip + i) % len(asks)] for i in range(count))
-    return [Ask(i, ask.prompt, ask.prompt_len, ask.output_len) for i, ask in enumerate(chosen)]
+    return [BenchRequest(i, ask.prompt, ask.prompt_len, ask.output_len) for i, ask in enumerate(chosen)]

@@ -16,8 +16,8 @@ from tqdm import tqdm
 
 from quire.bench.cost import CostModel, Machine
 from quire.bench.machine import measure
-from quire.bench.run import Run, Served
-from quire.bench.workloads import Work
+from quire.bench.run import Run, ServedRequest
+from quire.bench.workloads import Workload
 from quire.build import build_engine, pick_device, pick_dtype
 from quire.config import EngineConfig
 from quire.core.steplog import StepRecord
@@ -53,7 +53,7 @@ class Bench:
 
     def run(
         self,
-        work: Work,
+        work: Workload,
         params: dict[str, Any],
         arrivals_s: Sequence[float] | None = None,
         max_concurrency: int | None = None,
@@ -66,9 +66,9 @@ class Bench:
         """
         check_fits(work, self.info)
         arrivals_s = arrivals_s or [0.0] * len(work)
-        served = [Served(len(ids), at) for (ids, _), at in zip(work, arrivals_s)]
+        served = [ServedRequest(len(ids), at) for (ids, _), at in zip(work, arrivals_s)]
         waiting = deque((ids, answer(params, count), one) for (ids, count), one in zip(work, served))
-        running: dict[str, Served] = {}
+        running: dict[str, ServedRequest] = {}
         steps: list[StepRecord] = []
         limit = max_concurrency or math.inf
         bar = tqdm(
@@ -134,7 +134,7 @@ class Bench:
         self.close()
 
 
-def check_fits(work: Work, info: EngineInfo) -> None:
+def check_fits(work: Workload, info: EngineInfo) -> None:
     """Raise ConfigError if a request is longer than the context: it would end before it is as long as asked for."""
     longest = max(len(ids) + count for ids, count in work)
     if longest > info.max_model_len:
@@ -149,7 +149,7 @@ def answer(params: dict[str, Any], count: int) -> SamplingParams:
     return SamplingParams(**{**params, "max_tokens": count, "ignore_eos": True})
 
 
-def _book(outputs: list[EngineOutput], running: dict[str, Served], now_s: float) -> int:
+def _book(outputs: list[EngineOutput], running: dict[str, ServedRequest], now_s: float) -> int:
     """Stamp the tokens of one poll; returns how many requests ended."""
     ended = 0
     for output in outputs:

@@ -14,7 +14,7 @@ from quire.core.prefix import HashPrefixCache
 from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog
 from quire.types import EngineRequest, SamplingParams
-from quire.worker.dry_run import DryRunExecutor
+from quire.worker.dry_run import ConstantExecutor
 
 
 def host_cost(
@@ -26,7 +26,7 @@ def host_cost(
     log = StepLog()
     limits = Limits(rows, 8192, max_len, block_size)
     scheduler = Scheduler(pool, HashPrefixCache(pool, block_size), Policy(), limits, log)
-    engine = Engine(scheduler, DryRunExecutor(1000), NoGrammar(), 2, log)
+    engine = Engine(scheduler, ConstantExecutor(1000), NoGrammar(), 2, log)
     for i in range(rows):
         prompt = [(7 * i + j) % 1000 for j in range(prompt_len)]
         engine.add(EngineRequest(f"r{i}", prompt, SamplingParams(max_tokens=max_len)))

@@ -30,7 +30,7 @@ class Http:
         self._port = url.port or (443 if url.scheme == "https" else 80)
         self._ssl = _context(insecure) if url.scheme == "https" else None
         self._headers = {"Host": url.netloc.rpartition("@")[2], **headers}
-        self._idle: list[_Connection] = []
+        self._idle: list[_ClientConnection] = []
 
     async def request(
         self, method: str, path: str, headers: dict[str, str], body: bytes = b"", take: Take | None = None
@@ -53,12 +53,12 @@ class Http:
             self._idle.append(connection)
         return found
 
-    async def _connect(self) -> _Connection:
+    async def _connect(self) -> _ClientConnection:
         while self._idle:
             if not (connection := self._idle.pop()).closed:
                 return connection
         loop = asyncio.get_running_loop()
-        _, made = await loop.create_connection(_Connection, self._host, self._port, ssl=self._ssl)
+        _, made = await loop.create_connection(_ClientConnection, self._host, self._port, ssl=self._ssl)
         return made
 
     def close(self) -> None:
@@ -73,7 +73,7 @@ def _context(insecure: bool) -> ssl.SSLContext:
     return context
 
 
-class _Connection(asyncio.Protocol):
+class _ClientConnection(asyncio.Protocol):
     """One exchange after the other. Also what its parser calls back."""
 
     closed = False

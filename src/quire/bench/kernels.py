@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from quire.bench.cost import Cost, Machine, Product
+from quire.bench.cost import Cost, Machine, MatrixProduct
 
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 MATRIX, ATTENTION = "matrix products", "attention"
@@ -34,7 +34,7 @@ _INNERMOST = re.compile(r"<[^<>]*>|\([^()]*\)")  # template or call arguments
 
 
 @dataclass(slots=True)
-class Event:
+class TraceEvent:
     """Something that ran, in microseconds; `self_us` is without the events nested in it."""
 
     name: str
@@ -44,7 +44,7 @@ class Event:
 
 
 @dataclass(slots=True)
-class Row:
+class KernelRow:
     """Events of one kind, over all profiled steps. What cannot be counted is 0."""
 
     name: str
@@ -60,16 +60,16 @@ class Row:
         self.least_us += machine.least_s(num_bytes, flops) * 1e6
 
 
-class Table(dict[str, Row]):
+class KernelTable(dict[str, KernelRow]):
     """Rows by name, made when an event first needs them."""
 
-    def add(self, name: str, event: Event) -> Row:
-        row = self.setdefault(name, Row(name))
+    def add(self, name: str, event: TraceEvent) -> KernelRow:
+        row = self.setdefault(name, KernelRow(name))
         row.calls += 1
         row.busy_us += event.self_us
         return row
 
-    def longest_first(self) -> list[Row]:
+    def longest_first(self) -> list[KernelRow]:
         return sorted(self.values(), key=lambda row: -row.busy_us)
 
 
@@ -78,7 +78,7 @@ def part_of(name: str) -> str:
     return next((part for part, pattern in _PATTERNS if pattern.search(name)), "other")
 
 
-def events_of(trace: dict[str, Any]) -> list[Event]:
+def events_of(trace: dict[str, Any]) -> list[TraceEvent]:
     """Device events by start; of a trace without any, the CPU's operators."""
     found = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     device = [_event(e) for e in found if e.get("cat") in _DEVICE]
@@ -86,14 +86,14 @@ def events_of(trace: dict[str, Any]) -> list[Event]:
     return sorted(device or _self_times(operators), key=lambda event: event.start_us)
 
 
-def _event(e: dict[str, Any]) -> Event:
-    return Event(e["name"], e["ts"], e["ts"] + e["dur"], e["dur"])
+def _event(e: dict[str, Any]) -> TraceEvent:
+    return TraceEvent(e["name"], e["ts"], e["ts"] + e["dur"], e["dur"])
 
 
-def _self_times(operators: Iterable[dict[str, Any]]) -> list[Event]:
+def _self_times(operators: Iterable[dict[str, Any]]) -> list[TraceEvent]:
     """Operators nest within a thread: take the time of each from the one that called it."""
-    events: list[Event] = []
-    callers: list[tuple[Any, Event]] = []  # thread and operator, the innermost last
+    events: list[TraceEvent] = []
+    callers: list[tuple[Any, TraceEvent]] = []  # thread and operator, the innermost last
     for e in sorted(operators, key=lambda e: (e["tid"], e["ts"], -e["dur"])):
         event = _event(e)
         while callers and (callers[-1][0] != e["tid"] or callers[-1][1].end_us <= event.start_us):
@@ -105,7 +105,7 @@ def _self_times(operators: Iterable[dict[str, Any]]) -> list[Event]:
     return events
 
 
-def busy_and_span_us(events: Sequence[Event]) -> tuple[float, float]:
+def busy_and_span_us(events: Sequence[TraceEvent]) -> tuple[float, float]:
     """Time in which at least one event ran, and time from the first's start to the last's end."""
     busy, end = 0.0, events[0].start_us
     for event in events:
@@ -115,21 +115,21 @@ def busy_and_span_us(events: Sequence[Event]) -> tuple[float, float]:
 
 
 def tables(
-    events: Sequence[Event],
+    events: Sequence[TraceEvent],
     costs: Sequence[Cost],
-    products: Sequence[Sequence[Product]],
+    products: Sequence[Sequence[MatrixProduct]],
     machine: Machine,
-) -> tuple[list[Row], list[Row], list[Row]]:
+) -> tuple[list[KernelRow], list[KernelRow], list[KernelRow]]:
     """Rows by part, by matrix product and by kernel, each with the longest first.
 
     `costs` and `products` are those of the profiled steps. Products are told apart only if the events hold
     exactly one kernel for each (and reductions behind it).
     """
-    parts, by_product, kernels = Table(), Table(), Table()
+    parts, by_product, kernels = KernelTable(), KernelTable(), KernelTable()
     expected = [product for step in products for product in step]
     firsts = sum(part_of(e.name) == MATRIX and not _FOLLOWS.search(short_name(e.name)) for e in events)
     queue = iter(expected if firsts == len(expected) else ())
-    product: Product | None = None
+    product: MatrixProduct | None = None
     for event in events:
         part = part_of(event.name)
         parts.add(part, event)
@@ -138,7 +138,7 @@ def tables(
             continue
         if not _FOLLOWS.search(kernel.name) and (product := next(queue, None)):
             kernel.count(product.bytes, product.flops, machine)
-            by_product.setdefault(product.name, Row(product.name)).count(
+            by_product.setdefault(product.name, KernelRow(product.name)).count(
                 product.bytes, product.flops, machine
             )
         if product:

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from quire.bench.cost import Cost, CostModel, Machine
-from quire.bench.run import Run, Served
+from quire.bench.run import Run, ServedRequest
 from quire.core.steplog import StepRecord
 from quire.types import ConfigError, RequestError
 
@@ -73,7 +73,7 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
     return limits
 
 
-def is_good(one: Served, limits_ms: dict[str, float]) -> bool:
+def is_good(one: ServedRequest, limits_ms: dict[str, float]) -> bool:
     took = {"ttft": one.ttft_s, "tpot": one.tpot_s, "e2el": one.e2el_s}
     return all(took[name] * 1e3 <= limit for name, limit in limits_ms.items())
 
@@ -134,7 +134,7 @@ def limits(steps: Sequence[StepRecord], seconds: float, costs: CostModel, machin
     }
 
 
-def peak_concurrency(done: Sequence[Served]) -> int:
+def peak_concurrency(done: Sequence[ServedRequest]) -> int:
     """The most requests that were open at once."""
     changes = [(one.start_s, 1) for one in done] + [(one.token_times_s[-1], -1) for one in done]
     running = most = 0
@@ -152,7 +152,7 @@ def rates(times_s: Sequence[float], width_s: float, duration_s: float) -> list[f
     return [count / width_s for count in counts]
 
 
-def _peak_rate(done: Sequence[Served], duration_s: float) -> float:
+def _peak_rate(done: Sequence[ServedRequest], duration_s: float) -> float:
     """Tokens in the best second (of a run that is shorter: in all of it). Tokens of one piece come together, and
     those of an answer are taken to be spread evenly over its pieces."""
     width_s = min(1.0, duration_s)

@@ -14,23 +14,23 @@ from tqdm import tqdm
 
 from quire.bench.drive import Bench
 from quire.bench.metrics import latencies_ms, limits, percentile, summary
-from quire.bench.run import Run, Served
-from quire.bench.workloads import Work, shifted, uniform
+from quire.bench.run import Run, ServedRequest
+from quire.bench.workloads import Workload, shifted, uniform
 from quire.core.steplog import StepRecord
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 
 @dataclass(slots=True)
-class Load:
+class OfferedLoad:
     """Requests, when each comes (seconds, ascending), and how many may be open at once (None: all)."""
 
-    work: Work
+    work: Workload
     arrivals_s: list[float]
     max_concurrency: int | None = None
 
 
-def throughput(bench: Bench, load: Load, params: dict[str, Any], warmups: int, show_progress: bool) -> Run:
+def throughput(bench: Bench, load: OfferedLoad, params: dict[str, Any], warmups: int, show_progress: bool) -> Run:
     """Serve the load, after `warmups` times with other prompts and without waiting for arrivals."""
     for i in range(warmups):
         bench.run(shifted(load.work, bench.info.vocab_size, i + 1), params)
@@ -56,7 +56,7 @@ def latency(
             runs.append(run)
     seconds = [run.duration_s for run in runs]
     steps: list[StepRecord] = [record for run in runs for record in run.steps]
-    served: list[Served] = [one for run in runs for one in run.served]
+    served: list[ServedRequest] = [one for run in runs for one in run.served]
     return {
         "model_id": bench.info.model,
         "batch_size": batch_size,

@@ -18,24 +18,24 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from quire.bench.drive import Bench, answer, synchronize
-from quire.bench.kernels import Row, busy_and_span_us, events_of, tables
+from quire.bench.kernels import KernelRow, busy_and_span_us, events_of, tables
 from quire.bench.metrics import limits
-from quire.bench.workloads import Work, shifted
+from quire.bench.workloads import Workload, shifted
 from quire.core.steplog import StepRecord
 from quire.kernels.cpu import compiled_kernels
 from quire.types import ConfigError
 
 SETTLING = 4  # decode steps before the first that counts
 
-Ready = Callable[[list[StepRecord]], bool]
+StopCondition = Callable[[list[StepRecord]], bool]
 
 
-def after(steps: int) -> Ready:
+def after(steps: int) -> StopCondition:
     """Begin behind so many steps."""
     return lambda records: len(records) >= steps
 
 
-def decoding(rows: int) -> Ready:
+def decoding(rows: int) -> StopCondition:
     """Begin when all `rows` requests have made some steps of one token each."""
 
     def ready(records: list[StepRecord]) -> bool:
@@ -56,9 +56,9 @@ class Profile:
     step_s: float
     busy_s: float  # of the device, a step, profiled
     idle_share: float  # of the time from the first device event to the last, profiled
-    parts: list[Row]
-    products: list[Row]
-    kernels: list[Row]
+    parts: list[KernelRow]
+    products: list[KernelRow]
+    kernels: list[KernelRow]
     steps: int
 
     @property
@@ -68,7 +68,7 @@ class Profile:
 
 
 def run_profile(
-    bench: Bench, work: Work, params: dict[str, Any], ready: Ready, steps: int, trace_file: Path
+    bench: Bench, work: Workload, params: dict[str, Any], ready: StopCondition, steps: int, trace_file: Path
 ) -> Profile:
     """Profile up to `steps` steps from the moment that `ready` says, and keep the trace (.json or .json.gz)."""
     vocab = bench.info.vocab_size
@@ -100,9 +100,9 @@ def run_profile(
 
 def _window(
     bench: Bench,
-    work: Work,
+    work: Workload,
     params: dict[str, Any],
-    ready: Ready,
+    ready: StopCondition,
     steps: int,
     around: AbstractContextManager[Any],
 ) -> tuple[list[StepRecord], float]:

@@ -8,7 +8,7 @@ from quire.core.steplog import StepRecord
 
 
 @dataclass(slots=True)
-class Served:
+class ServedRequest:
     """One request; times in seconds since the run began.
 
     It starts when it is due or, if a limit on concurrency holds it back, when it is sent: waiting for a
@@ -50,13 +50,13 @@ class Served:
 class Run:
     """What came of a load: its requests in order of arrival, and the steps that served them, if they are known."""
 
-    served: list[Served]
+    served: list[ServedRequest]
     steps: list[StepRecord]
     begin_s: float  # on the clock of the step log
     client_processor_s: float | None = None  # what sending and receiving took, if a server did the work
 
     @property
-    def completed(self) -> list[Served]:
+    def completed(self) -> list[ServedRequest]:
         return [one for one in self.served if one.error is None]
 
     @property

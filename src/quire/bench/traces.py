@@ -19,14 +19,14 @@ from pathlib import Path
 
 import numpy as np
 
-from quire.bench.workloads import Work
+from quire.bench.workloads import Workload
 from quire.types import ConfigError
 
 BLOCK = 512  # prompt tokens that a hash id of a Mooncake trace stands for
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class TraceRequest:
     """One request of a trace. `blocks` are the ids of its prompt's blocks, empty if the trace has none."""
 
     at_s: float
@@ -35,7 +35,7 @@ class Recorded:
     blocks: tuple[int, ...] = ()
 
 
-def read_trace(path: Path) -> list[Recorded]:
+def read_trace(path: Path) -> list[TraceRequest]:
     """All requests of a trace by time, the first at 0 s. Raises ConfigError if the file is no such trace."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -53,30 +53,30 @@ def read_trace(path: Path) -> list[Recorded]:
     return sorted((replace(row, at_s=row.at_s - begin) for row in rows), key=lambda row: row.at_s)
 
 
-def _azure(text: str) -> Iterable[Recorded]:
+def _azure(text: str) -> Iterable[TraceRequest]:
     for row in csv.DictReader(text.splitlines()):
         at = datetime.fromisoformat(row["TIMESTAMP"]).replace(tzinfo=UTC)
-        yield Recorded(at.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
+        yield TraceRequest(at.timestamp(), int(row["ContextTokens"]), int(row["GeneratedTokens"]))
 
 
-def _mooncake(text: str) -> Iterable[Recorded]:
+def _mooncake(text: str) -> Iterable[TraceRequest]:
     for line in filter(str.strip, text.splitlines()):
         row = json.loads(line)
         length, ids = row["input_length"], tuple(row.get("hash_ids", ()))
         if ids and len(ids) != -(-length // BLOCK):
             raise ValueError(f"{len(ids)} hash_ids for {length} tokens")
-        yield Recorded(row["timestamp"] / 1000, length, row["output_length"], ids)
+        yield TraceRequest(row["timestamp"] / 1000, length, row["output_length"], ids)
 
 
 def replay(
-    rows: list[Recorded], vocab: int, max_len: int, count: int | None = None, scale: float = 1.0
-) -> tuple[Work, list[float], int]:
+    rows: list[TraceRequest], vocab: int, max_len: int, count: int | None = None, scale: float = 1.0
+) -> tuple[Workload, list[float], int]:
     """The first `count` requests that fit into `max_len` tokens, `scale` times as fast as recorded.
 
     Returns the requests, their times in seconds (the first at 0), and how many were left out as too long.
     Prompts are made up: the tokens of a block follow from its id, those without ids from their place.
     """
-    chosen: list[Recorded] = []
+    chosen: list[TraceRequest] = []
     too_long = 0
     for row in rows:
         if len(chosen) == count:
@@ -88,7 +88,7 @@ def replay(
     if not chosen:
         raise ConfigError(f"no request of the trace fits into max_model_len {max_len}")
     block = lru_cache(maxsize=4096)(lambda name: _tokens(vocab, BLOCK, 0, name))
-    work: Work = []
+    work: Workload = []
     for index, row in enumerate(chosen):
         if row.blocks:
             prompt = array("i", chain.from_iterable(map(block, row.blocks)))[: row.input_len]

@@ -5,26 +5,26 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-Work = list[tuple[Sequence[int], int]]
+Workload = list[tuple[Sequence[int], int]]
 
 
 def _ids(r: random.Random, vocab: int, count: int) -> list[int]:
     return [r.randrange(vocab) for _ in range(count)]
 
 
-def single(vocab: int, count: int | None = None) -> Work:
+def single(vocab: int, count: int | None = None) -> Workload:
     """One request at a time, as a person waits for it: 128 tokens in, 512 out."""
     r = random.Random(1)
     return [(_ids(r, vocab, 128), 512) for _ in range(count or 1)]
 
 
-def nano(vocab: int, count: int | None = None) -> Work:
+def nano(vocab: int, count: int | None = None) -> Workload:
     """256 requests at once, 100 to 1,024 tokens in and out, all lengths alike."""
     r = random.Random(0)
     return [(_ids(r, vocab, r.randint(100, 1024)), r.randint(100, 1024)) for _ in range(count or 256)]
 
 
-def chat(vocab: int, count: int | None = None) -> Work:
+def chat(vocab: int, count: int | None = None) -> Workload:
     """1,000 requests with the log-normal lengths of conversations, about 220 tokens in and 200 out."""
     r = random.Random(2)
 
@@ -34,31 +34,31 @@ def chat(vocab: int, count: int | None = None) -> Work:
     return [(_ids(r, vocab, length(4.9, 1.1, 2048)), length(5.0, 0.9, 1024)) for _ in range(count or 1000)]
 
 
-def prefill(vocab: int, count: int | None = None) -> Work:
+def prefill(vocab: int, count: int | None = None) -> Workload:
     """Long prompts, nearly no answer: 64 requests of 3,584 tokens in, 2 out."""
     r = random.Random(3)
     return [(_ids(r, vocab, 3584), 2) for _ in range(count or 64)]
 
 
-def prefix(vocab: int, count: int | None = None) -> Work:
+def prefix(vocab: int, count: int | None = None) -> Workload:
     """256 requests that share their first 1,024 tokens; 64 of their own, 64 out."""
     r = random.Random(4)
     shared = _ids(r, vocab, 1024)
     return [(shared + _ids(r, vocab, 64), 64) for _ in range(count or 256)]
 
 
-def uniform(vocab: int, count: int, input_len: int, output_len: int, seed: int = 0) -> Work:
+def uniform(vocab: int, count: int, input_len: int, output_len: int, seed: int = 0) -> Workload:
     """`count` requests of the same lengths."""
     r = random.Random(seed)
     return [(_ids(r, vocab, input_len), output_len) for _ in range(count)]
 
 
-def shifted(work: Work, vocab: int, by: int) -> Work:
+def shifted(work: Workload, vocab: int, by: int) -> Workload:
     """The same lengths, and the same tokens shared, but none of `work` is found in the prefix cache."""
     return [([(token + by) % vocab for token in ids], count) for ids, count in work]
 
 
-WORKLOADS: dict[str, Callable[[int, int | None], Work]] = {
+WORKLOADS: dict[str, Callable[[int, int | None], Workload]] = {
     "single": single,
     "nano": nano,
     "chat": chat,

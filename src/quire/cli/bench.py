@@ -32,8 +32,8 @@ from quire.config import EngineConfig
 from quire.types import ConfigError, EngineInfo, SamplingParams
 
 if TYPE_CHECKING:
-    from quire.bench.offline import Load
-    from quire.bench.traces import Recorded
+    from quire.bench.offline import OfferedLoad
+    from quire.bench.traces import TraceRequest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -148,9 +148,9 @@ def _latency(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(args: argparse.Namespace, info: EngineInfo, recorded: list[Recorded]) -> Load:
+def _load(args: argparse.Namespace, info: EngineInfo, recorded: list[TraceRequest]) -> OfferedLoad:
     """The requests that the flags ask for, and their times."""
-    from quire.bench.offline import Load
+    from quire.bench.offline import OfferedLoad
     from quire.bench.traces import replay
 
     vocab = min(info.vocab_size, MOST_IDS)
@@ -159,13 +159,13 @@ def _load(args: argparse.Namespace, info: EngineInfo, recorded: list[Recorded]) 
         work, times, too_long = replay(recorded, vocab, longest, args.num_prompts, args.trace_scale)
         if too_long:
             print(f"Left out: {too_long} requests beyond max_model_len {longest}", file=sys.stderr)
-        return Load(work, times, args.max_concurrency)
+        return OfferedLoad(work, times, args.max_concurrency)
     if args.workload:
         work = WORKLOADS[args.workload](vocab, args.num_prompts)
     else:
         work = uniform(vocab, args.num_prompts or 64, args.input_len, args.output_len)
     times = arrival_times(len(work), args.request_rate, args.burstiness, getattr(args, "seed", 0))
-    return Load(work, times, args.max_concurrency)
+    return OfferedLoad(work, times, args.max_concurrency)
 
 
 def _conditions(args: argparse.Namespace, info: EngineInfo) -> dict[str, Any]:

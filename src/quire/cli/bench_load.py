@@ -13,16 +13,16 @@ from quire.bench.workloads import WORKLOADS, shifted
 from quire.types import ConfigError
 
 if TYPE_CHECKING:
-    from quire.bench.client import Client
-    from quire.bench.datasets import Ask
-    from quire.bench.workloads import Work
+    from quire.bench.client import LoadClient
+    from quire.bench.datasets import BenchRequest
+    from quire.bench.workloads import Workload
     from quire.frontend.tokenizer import Tokenizer
 
 _NUM_PROMPTS = 1000
 
 
 @dataclass(slots=True)
-class Card:
+class ServerCard:
     """What the server says of itself."""
 
     model: str
@@ -31,13 +31,13 @@ class Card:
     vocab_size: int | None  # if it is Quire
 
 
-class Load:
+class RequestPlan:
     """The requests that the flags ask for."""
 
     def __init__(
         self,
         args: argparse.Namespace,
-        server: Card,
+        server: ServerCard,
         vocab: int,
         tokenizer: Tokenizer | None,
         is_chat: bool,
@@ -47,7 +47,7 @@ class Load:
         if tokenizer is None and (is_chat or args.dataset_name == "sharegpt"):
             raise ConfigError("texts need a tokenizer: give --tokenizer FOLDER|ID")
 
-    async def warm_up(self, client: Client) -> None:
+    async def warm_up(self, client: LoadClient) -> None:
         """Requests like the first one, but none that the prefix cache could help later ones with."""
         if not self._args.num_warmups:
             return
@@ -55,7 +55,7 @@ class Load:
         asks = self._asks_of(shifted(work, self._vocab, 1))[: self._args.num_warmups]
         await client.run(asks, [0.0] * len(asks))
 
-    def asks(self, count: int | None = None, skip: int = 0) -> tuple[list[Ask], list[float]]:
+    def asks(self, count: int | None = None, skip: int = 0) -> tuple[list[BenchRequest], list[float]]:
         """Requests and their times in seconds. `count` and `skip`: that part of them, all at once."""
         args = self._args
         if args.dataset_name == "trace":
@@ -72,7 +72,7 @@ class Load:
             return asks, ramp_times(len(asks), *rates, args.burstiness, args.seed)
         return asks, arrival_times(len(asks), args.request_rate, args.burstiness, args.seed)
 
-    def _all(self, count: int | None, skip: int) -> list[Ask]:
+    def _all(self, count: int | None, skip: int) -> list[BenchRequest]:
         from quire.bench.datasets import custom, repeated, sharegpt
 
         args, total = self._args, (count or _NUM_PROMPTS) + skip
@@ -89,7 +89,7 @@ class Load:
             asks = self._asks_of(self._made_up(total, args.seed))
         return repeated(asks, count or len(asks) - skip, skip)
 
-    def _made_up(self, count: int, seed: int) -> Work:
+    def _made_up(self, count: int, seed: int) -> Workload:
         from quire.bench.datasets import prefix_repetition, random_work
 
         args = self._args
@@ -113,7 +113,7 @@ class Load:
             seed=seed,
         )
 
-    def _asks_of(self, work: Work) -> list[Ask]:
+    def _asks_of(self, work: Workload) -> list[BenchRequest]:
         from quire.bench.datasets import asks_of
 
         return asks_of(work, self._tokenizer if self._is_chat else None)

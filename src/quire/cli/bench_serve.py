@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.bench_flags import MOST_IDS, chosen_figures
-from quire.cli.bench_load import Card, Load
+from quire.cli.bench_load import ServerCard, RequestPlan
 from quire.cli.bench_serve_flags import ENDPOINTS, check, pairs, request_fields
 from quire.types import ConfigError
 
 if TYPE_CHECKING:
-    from quire.bench.client import Client, Target
-    from quire.bench.datasets import Ask
+    from quire.bench.client import LoadClient, ServerTarget
+    from quire.bench.datasets import BenchRequest
     from quire.bench.run import Run
     from quire.frontend.tokenizer import Tokenizer
 
@@ -35,14 +35,14 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _bench(args: argparse.Namespace) -> int:
-    from quire.bench.client import Client
+    from quire.bench.client import LoadClient
 
-    async with Client(_target(args, {})) as probe:
+    async with LoadClient(_target(args, {})) as probe:
         server = await _look(probe, args)
     tokenizer = _tokenizer(args, server)
     vocab = min(_vocab(server, tokenizer), MOST_IDS)
-    async with Client(_target(args, request_fields(args, server.model))) as client:
-        load = Load(args, server, vocab, tokenizer, client.target.is_chat)
+    async with LoadClient(_target(args, request_fields(args, server.model))) as client:
+        load = RequestPlan(args, server, vocab, tokenizer, client.target.is_chat)
         await load.warm_up(client)
         if args.users is not None:
             return await _users(args, client, server, load)
@@ -52,20 +52,20 @@ async def _bench(args: argparse.Namespace) -> int:
     return 0
 
 
-def _target(args: argparse.Namespace, fields: dict[str, Any]) -> Target:
-    from quire.bench.client import Target
+def _target(args: argparse.Namespace, fields: dict[str, Any]) -> ServerTarget:
+    from quire.bench.client import ServerTarget
 
     headers = pairs(args.header, "header")
     if key := os.environ.get("OPENAI_API_KEY"):
         headers.setdefault("Authorization", f"Bearer {key}")
     base = args.base_url or f"http://{args.host}:{args.port}"
     endpoint = args.endpoint or ENDPOINTS[args.backend]
-    return Target(
+    return ServerTarget(
         base.rstrip("/"), "/" + endpoint.lstrip("/"), headers, fields, args.request_id_prefix, args.insecure
     )
 
 
-async def _look(client: Client, args: argparse.Namespace) -> Card:
+async def _look(client: LoadClient, args: argparse.Namespace) -> ServerCard:
     """Wait for the server as long as the flags allow, and ask it for its model."""
     deadline_s = time.monotonic() + args.ready_check_timeout_sec
     while True:
@@ -84,10 +84,10 @@ async def _look(client: Client, args: argparse.Namespace) -> Card:
     engine = stats.get("engine", {}) if isinstance(stats, dict) else {}
     vocab = engine.get("vocab_size") if isinstance(engine, dict) else None
     root = args.model or card.get("root") or card["id"]
-    return Card(args.model or card["id"], root, card.get("max_model_len"), vocab)
+    return ServerCard(args.model or card["id"], root, card.get("max_model_len"), vocab)
 
 
-def _tokenizer(args: argparse.Namespace, server: Card) -> Tokenizer | None:
+def _tokenizer(args: argparse.Namespace, server: ServerCard) -> Tokenizer | None:
     """The tokenizer, if one is named, or is here under the model's name; only where it is needed."""
     from quire.frontend.location import BUILT_IN, locate_tokenizer
     from quire.frontend.tokenizer import load_tokenizer
@@ -103,14 +103,14 @@ def _tokenizer(args: argparse.Namespace, server: Card) -> Tokenizer | None:
     return load_tokenizer(locate_tokenizer(name))
 
 
-def _vocab(server: Card, tokenizer: Tokenizer | None) -> int:
+def _vocab(server: ServerCard, tokenizer: Tokenizer | None) -> int:
     found = server.vocab_size or (tokenizer.vocab_size if tokenizer else None)
     if found is None:
         raise ConfigError(f"the vocabulary of {server.model} is not known: give --tokenizer FOLDER|ID")
     return found
 
 
-async def _users(args: argparse.Namespace, client: Client, server: Card, load: Load) -> int:
+async def _users(args: argparse.Namespace, client: LoadClient, server: ServerCard, load: RequestPlan) -> int:
     """One run for each number of users, each with requests of its own."""
     from quire.bench.metrics import serving
     from quire.bench.report import print_users
@@ -138,7 +138,7 @@ async def _users(args: argparse.Namespace, client: Client, server: Card, load: L
     return 0
 
 
-def _report(args: argparse.Namespace, server: Card, asks: list[Ask], done: Run) -> None:
+def _report(args: argparse.Namespace, server: ServerCard, asks: list[BenchRequest], done: Run) -> None:
     from quire.bench.metrics import serving
     from quire.bench.report import details, print_serving
 
@@ -163,7 +163,7 @@ def _report(args: argparse.Namespace, server: Card, asks: list[Ask], done: Run) 
     _save(args, {**found, **details(done)} if args.save_detailed else found)
 
 
-def _conditions(args: argparse.Namespace, server: Card) -> dict[str, Any]:
+def _conditions(args: argparse.Namespace, server: ServerCard) -> dict[str, Any]:
     return {
         **pairs(args.metadata, "metadata"),
         "date": f"{datetime.now():%Y%m%d-%H%M%S}",

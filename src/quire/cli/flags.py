@@ -43,7 +43,7 @@ _SAMPLING_HELP = {
 }
 
 
-class Several(argparse.Action):
+class RepeatedValue(argparse.Action):
     """A list's flag that takes several values at once, `--api-key one two`, and again, `--api-key three`; or all as a
     JSON list.
 
@@ -87,7 +87,7 @@ def add_flags(
         help = _with_default(f) if "help" in f.metadata else _SAMPLING_HELP.get(f.name, "")
         options = _options(hints[f.name])
         if several and options.get("action") == "append":
-            options |= {"action": Several, "nargs": "+"}
+            options |= {"action": RepeatedValue, "nargs": "+"}
         group.add_argument(*names, dest=flag, default=argparse.SUPPRESS, help=help, **options)
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.bench.workloads import WORKLOADS, Work, uniform
+from quire.bench.workloads import WORKLOADS, Workload, uniform
 from quire.cli.bench_flags import MOST_IDS, NO_TEXT, at_least_one, engine_config, sampling
 from quire.cli.flags import add_flags
 from quire.config import EngineConfig
@@ -15,8 +15,8 @@ from quire.types import ConfigError, EngineInfo, SamplingParams
 
 if TYPE_CHECKING:
     from quire.bench.cost import Machine
-    from quire.bench.kernels import Row
-    from quire.bench.profiling import Profile, Ready
+    from quire.bench.kernels import KernelRow
+    from quire.bench.profiling import Profile, StopCondition
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -79,7 +79,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"cannot write {args.trace_file}: {error.strerror}") from None
 
 
-def _load(args: argparse.Namespace, info: EngineInfo) -> tuple[Work, Ready, str]:
+def _load(args: argparse.Namespace, info: EngineInfo) -> tuple[Workload, StopCondition, str]:
     """Requests, when to begin, and what to call it."""
     from quire.bench.profiling import SETTLING, after, decoding
 
@@ -116,7 +116,7 @@ def _print_step(found: Profile, machine: Machine) -> None:
     )
 
 
-def _print_rows(heading: str, rows: list[Row], found: Profile) -> None:
+def _print_rows(heading: str, rows: list[KernelRow], found: Profile) -> None:
     if not rows:
         return
     print(

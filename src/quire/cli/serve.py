@@ -13,7 +13,7 @@ from quire.serve.auth import load_keys
 from quire.serve.listen import bind, check_tls
 from quire.serve.process import EngineProcess
 from quire.serve.settings import ServeConfig
-from quire.serve.stop import Stop
+from quire.serve.stop import ShutdownSignal
 from quire.types import ConfigError
 
 
@@ -54,7 +54,7 @@ def _start(config: EngineConfig, settings: ServeConfig) -> int:
     keys = load_keys(settings.api_key, os.environ.get("QUIRE_API_KEY", ""), settings.api_key_file)
     check_tls(settings)
     sock = bind(settings)
-    stop = Stop()
+    stop = ShutdownSignal()
     # The engine process imports torch while this one imports what HTTP needs.
     process = EngineProcess(config, settings.dry_run_step_ms / 1000 if settings.dry_run else None)
     try:

@@ -12,7 +12,7 @@ from quire.types import Admit, LogprobArrays, Request, StepPlan, TokenLogprobs
 
 
 @dataclass(slots=True)
-class Draft:
+class PlanBuilder:
     """One list per column of the plan. `budget`: tokens that may still be added."""
 
     budget: int

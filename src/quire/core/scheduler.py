@@ -14,7 +14,7 @@ from collections import deque
 
 from quire.core.blocks import BlockPool
 from quire.core.clocks import Clocks
-from quire.core.draft import Draft
+from quire.core.draft import PlanBuilder
 from quire.core.failure import Failure, find_failure
 from quire.core.limits import Limits
 from quire.core.policy import Policy
@@ -57,7 +57,7 @@ class Scheduler:
         self.waiting = Waiting(self.shares)
         self.running: list[Request] = []  # sorted by order
         self._free_slots = list(range(limits.max_num_seqs))[::-1]
-        self._in_flight: deque[tuple[StepPlan, Draft]] = deque()
+        self._in_flight: deque[tuple[StepPlan, PlanBuilder]] = deque()
         self._outputs: list[EngineOutput] = []
         self._sequence = 0
         self._admissions = 0
@@ -135,7 +135,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nobody can run. Rows that want one token go before longer ones."""
-        draft = Draft(self.limits.max_num_batched_tokens, self._step)
+        draft = PlanBuilder(self.limits.max_num_batched_tokens, self._step)
         was_empty = not self.running
         contended = self.shares.contended
         if contended and self.waiting:
@@ -164,7 +164,7 @@ class Scheduler:
         self.clocks.wait(self._wait_reason)
         return self._finish_plan(draft) if draft.rows else None
 
-    def _place(self, draft: Draft, request: Request, n: int) -> None:
+    def _place(self, draft: PlanBuilder, request: Request, n: int) -> None:
         """Add a row of n tokens, making room for its KV by preemption when pages run out."""
         if request.status != "running":
             return  # preempted earlier in this step
@@ -178,7 +178,7 @@ class Scheduler:
             draft.new_blocks.append((request.slot, held, fresh))
         self._emit(draft, request, n)
 
-    def _emit(self, draft: Draft, request: Request, n: int) -> None:
+    def _emit(self, draft: PlanBuilder, request: Request, n: int) -> None:
         samples = draft.add(request, n)
         request.last_step = draft.step
         if request.catching_up:
@@ -191,7 +191,7 @@ class Scheduler:
             if not self.limits.keeps_kv:
                 request.computed = 0
 
-    def _preempt_other(self, draft: Draft, request: Request) -> bool:
+    def _preempt_other(self, draft: PlanBuilder, request: Request) -> bool:
         """Take the pages of a request behind this one that is not in this step; False if there is none. The first
         in order therefore always gets its pages, and so the batch always moves on."""
         victim = self.shares.last(self.running, draft.step, request)
@@ -211,7 +211,7 @@ class Scheduler:
         self.waiting.add(victim)
         self.clocks.preempted(victim)
 
-    def _balance(self, draft: Draft, was_empty: bool) -> None:
+    def _balance(self, draft: PlanBuilder, was_empty: bool) -> None:
         """Admit the request whose turn it is before the step is filled, so that the rows of other clients leave it
         tokens; other clients that hold more than their share make room for it. One per step: the next request may
         then find the blocks of this one in the prefix cache."""
@@ -241,7 +241,7 @@ class Scheduler:
         evictable = sum(1 for block in hits if not self.pool.refs[block])
         return hits, fresh, fresh - (self.pool.num_free - evictable)
 
-    def _admit(self, draft: Draft, was_empty: bool) -> str | None:
+    def _admit(self, draft: PlanBuilder, was_empty: bool) -> str | None:
         """Move waiting requests into the batch; returns why the first one left must wait."""
         skipped = None
         for request in self.waiting.by_turn(self.running):
@@ -267,7 +267,7 @@ class Scheduler:
             self._start(draft, request, hits, fresh, n)
         return skipped
 
-    def _start(self, draft: Draft, request: Request, hits: list[int], fresh: int, n: int) -> None:
+    def _start(self, draft: PlanBuilder, request: Request, hits: list[int], fresh: int, n: int) -> None:
         self._admissions += 1
         self.pool.share(hits)
         request.blocks = hits + self.pool.take(fresh)
@@ -287,7 +287,7 @@ class Scheduler:
             self._emit(draft, request, n)
         self.shares.settle(request)
 
-    def _finish_plan(self, draft: Draft) -> StepPlan:
+    def _finish_plan(self, draft: PlanBuilder) -> StepPlan:
         plan = draft.plan()
         if plan.total_tokens == len(draft.rows):  # one token each
             plan.shared = self.shared.find(draft.rows, (self._admissions, plan.slots.tobytes()))

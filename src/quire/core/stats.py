@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from quire.core.engine import Engine
-from quire.types import EngineStats, Figures, Load
+from quire.types import EngineStats, Figures, EngineLoad
 
 
-def load_of(engine: Engine, received: int) -> Load:
+def load_of(engine: Engine, received: int) -> EngineLoad:
     """Counts that cost nothing to read: sent along with every message of outputs. `received`: requests
     that came in since the start, refused ones included."""
     scheduler = engine.scheduler
-    return Load(
+    return EngineLoad(
         received=received,
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
@@ -37,15 +37,15 @@ def figures_of(engine: Engine, told: int) -> Figures:
     )
 
 
-def _load_by_owner(engine: Engine, received: int, owner: str | None) -> tuple[Load, Load]:
+def _load_by_owner(engine: Engine, received: int, owner: str | None) -> tuple[EngineLoad, EngineLoad]:
     """Return the load by requests of `owner` (None: of all clients) and that by all others."""
-    everything, own = load_of(engine, received), Load(received)
+    everything, own = load_of(engine, received), EngineLoad(received)
     if owner is None:
         return everything, own
     waiting = [r for r in engine.scheduler.waiting if r.source.client == owner]
     own.running = sum(r.source.client == owner for r in engine.scheduler.running)
     own.waiting, own.waiting_tokens = len(waiting), sum(r.prompt_len for r in waiting)
-    return own, Load(
+    return own, EngineLoad(
         received,
         everything.running - own.running,
         everything.waiting - own.waiting,

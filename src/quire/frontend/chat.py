@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.frontend.renderer import TemplateRenderer
-from quire.frontend.template_traits import Content, TemplateTraits
+from quire.frontend.template_traits import ContentForm, TemplateTraits
 from quire.frontend.tokenizer import Tokenizer
 from quire.types import RequestError
 
@@ -190,7 +190,7 @@ def _fit_content(content: Any, role: str, where: str, traits: TemplateTraits) ->
     return _in_form(texts, traits.parts.get(role, "string"))
 
 
-def _in_form(texts: list[str], form: Content) -> Any:
+def _in_form(texts: list[str], form: ContentForm) -> Any:
     if form == "parts":
         return [{"type": "text", "text": text} for text in texts]
     joined = "\n".join(texts)

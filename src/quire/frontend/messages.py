@@ -12,11 +12,11 @@ from quire.types import (
     EngineRequest,
     EngineStats,
     Figures,
-    Load,
+    EngineLoad,
 )
 
 
-class Start(msgspec.Struct, tag=True):
+class StartEngine(msgspec.Struct, tag=True):
     """Client to engine, first: the settings to build from.
 
     `dry_run_step_s` given: no model is loaded, and each step takes so long (dry_run.py).
@@ -52,11 +52,11 @@ class Ping(msgspec.Struct, tag=True):
     """Client to engine: answer with Pong, between two steps."""
 
 
-class Stop(msgspec.Struct, tag=True):
+class StopEngine(msgspec.Struct, tag=True):
     """Client to engine, last."""
 
 
-class Ready(msgspec.Struct, tag=True):
+class EngineReady(msgspec.Struct, tag=True):
     """Engine to client: built, and this is what came of it."""
 
     info: EngineInfo
@@ -66,7 +66,7 @@ class Outputs(msgspec.Struct, tag=True):
     """Engine to client: everything one step brought, and what the engine is like after it."""
 
     outputs: list[EngineOutput]
-    load: Load
+    load: EngineLoad
     figures: Figures
 
 
@@ -86,15 +86,15 @@ class Pong(msgspec.Struct, tag=True):
     """Engine to client: a sign of life."""
 
 
-class Died(msgspec.Struct, tag=True):
+class EngineFailed(msgspec.Struct, tag=True):
     """Engine to client: the cause of its end; `kind` is the name of the error class."""
 
     kind: str
     cause: str
 
 
-ToEngine = Start | Add | Abort | AskStats | AskLive | Ping | Stop
-ToClient = Ready | Outputs | Stats | Live | Pong | Died
+ToEngine = StartEngine | Add | Abort | AskStats | AskLive | Ping | StopEngine
+ToClient = EngineReady | Outputs | Stats | Live | Pong | EngineFailed
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

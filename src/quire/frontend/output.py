@@ -49,7 +49,7 @@ def readable_logprobs(found: TokenLogprobs, tokenizer: Tokenizer | None) -> dict
     return chosen
 
 
-class Answer:
+class ChoiceOutput:
     """One of the n answers to a prompt, as it grows."""
 
     def __init__(self, index: int, request: EngineRequest, tokenizer: Tokenizer | None) -> None:
@@ -169,7 +169,7 @@ class RequestState:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = requests[0].prompt
-        self.answers = [Answer(i, request, self._tokenizer) for i, request in enumerate(requests)]
+        self.answers = [ChoiceOutput(i, request, self._tokenizer) for i, request in enumerate(requests)]
         self.error: str | None = None
         self.internal = False  # whether the error is the server's, not the request's
         self.pooled: bytes | None = None  # float32 [hidden], of a request for pooling that is finished
@@ -251,7 +251,7 @@ class RequestState:
 
 
 @dataclass(slots=True)
-class Applied:
+class OutputChanges:
     """What a batch of engine outputs changed."""
 
     changed: list[RequestState] = field(default_factory=list)  # each once, in order of arrival in the batch
@@ -270,11 +270,11 @@ class OutputAssembler:
     def add(self, state: RequestState) -> None:
         self._states.update((answer.engine_id, state) for answer in state.answers)
 
-    def apply(self, outputs: Iterable[EngineOutput], now_s: float | None = None) -> Applied:
+    def apply(self, outputs: Iterable[EngineOutput], now_s: float | None = None) -> OutputChanges:
         """Hand outputs to their requests. Those of requests that have ended here are dropped: an abort takes
         effect in the engine some steps late."""
         now_s = time.monotonic() if now_s is None else now_s
-        applied = Applied()
+        applied = OutputChanges()
         changed: dict[int, RequestState] = {}
         for output in outputs:
             state = self._states.get(output.id)

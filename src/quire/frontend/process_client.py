@@ -45,7 +45,7 @@ class ProcessClient:
         self._dead: str | None = None
         self._outputs: list[EngineOutput] = []
         try:
-            self._send(msg.Start(config))
+            self._send(msg.StartEngine(config))
             self.info = self._await_ready()
         except BaseException:
             self.close()
@@ -63,7 +63,7 @@ class ProcessClient:
 
     def close(self) -> None:
         if self._process.poll() is None:
-            self._channel.send(msg.encode(msg.Stop()))
+            self._channel.send(msg.encode(msg.StopEngine()))
             self._channel.settle(_STOP_S)
             try:
                 self._process.wait(_STOP_S)
@@ -75,7 +75,7 @@ class ProcessClient:
 
     def _await_ready(self) -> EngineInfo:
         while True:
-            if isinstance(message := self._receive(1.0), msg.Ready):
+            if isinstance(message := self._receive(1.0), msg.EngineReady):
                 return message.info
 
     def _send(self, message: msg.ToEngine) -> None:
@@ -94,7 +94,7 @@ class ProcessClient:
             self._dead = f"its process ended with exit code {self._process.wait()}"
             raise EngineDead(f"the engine stopped: {self._dead}") from None
         message = msg.decode_to_client(self._channel.receive())
-        if isinstance(message, msg.Died):
+        if isinstance(message, msg.EngineFailed):
             self._dead = message.cause
             error = getattr(types, message.kind, None)
             if isinstance(error, type) and issubclass(error, QuireError):

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 Render = Callable[[dict[str, Any]], str]
 Message = dict[str, Any]
-Content = Literal["string", "part", "parts"]
+ContentForm = Literal["string", "part", "parts"]
 Empty = Literal["empty", "null", "absent"]
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -35,8 +35,8 @@ _TOOLS = [
 class TemplateTraits:
     """What a template understands."""
 
-    text: dict[str, Content] = field(default_factory=dict)  # by role: how it reads a string; default string
-    parts: dict[str, Content] = field(default_factory=dict)  # by role: how it reads several parts
+    text: dict[str, ContentForm] = field(default_factory=dict)  # by role: how it reads a string; default string
+    parts: dict[str, ContentForm] = field(default_factory=dict)  # by role: how it reads several parts
     empty: Empty = "empty"  # content of a message that holds calls alone
     arguments: Literal["object", "string"] = "object"
     splits_calls: bool = False  # it prints either the text of a message or its calls, not both
@@ -44,8 +44,8 @@ class TemplateTraits:
 
 def probe_traits(render: Render) -> TemplateTraits:
     """Find the traits of the template that `render` renders with the given variables."""
-    text: dict[str, Content] = {}
-    parts: dict[str, Content] = {}
+    text: dict[str, ContentForm] = {}
+    parts: dict[str, ContentForm] = {}
     for role in ROLES:
         text[role], parts[role] = _content_forms(render, role)
     empty, arguments = _call_forms(render)
@@ -73,13 +73,13 @@ def _try(render: Render, messages: Sequence[Message], tools: bool = False) -> st
 # --------------------------------------------------------------------------------------- content
 
 
-def _content_forms(render: Render, role: str) -> tuple[Content, Content]:
+def _content_forms(render: Render, role: str) -> tuple[ContentForm, ContentForm]:
     """Return how a string, and how several parts, are passed as the content of a message of `role`."""
     whole, one, two = "probe_a probe_b", [_part("probe_a probe_b")], [_part("probe_a"), _part("probe_b")]
     reads_string, reads_part, reads_parts = (
         _shows_words(_try(render, _conversation(role, content))) for content in (whole, one, two)
     )
-    text: Content = "part" if reads_part and not reads_string else "string"
+    text: ContentForm = "part" if reads_part and not reads_string else "string"
     return text, "parts" if reads_parts else text
 
 

@@ -24,13 +24,13 @@ _Raw = msgspec.Raw
 _EMPTY = msgspec.Raw(b"null")
 
 
-class _Model(msgspec.Struct):
+class _TokenizerModel(msgspec.Struct):
     vocab: _Raw = _EMPTY
     merges: _Raw = _EMPTY
 
 
 class _File(msgspec.Struct):
-    model: _Model = msgspec.field(default_factory=_Model)
+    model: _TokenizerModel = msgspec.field(default_factory=_TokenizerModel)
     added_tokens: _Raw = _EMPTY
     normalizer: _Raw = _EMPTY
     pre_tokenizer: _Raw = _EMPTY

@@ -1,4 +1,4 @@
-"""`Answer`: the matcher of one running answer, the mask for its next token, and its time budget.
+"""`GrammarAnswer`: the matcher of one running answer, the mask for its next token, and its time budget.
 
 An answer shares nothing with others, because a lexer's states and their limit count over all that share it. One
 thread works on it at a time: the step loop hands it to a thread of mask_threads.py and leaves it alone until
@@ -34,7 +34,7 @@ NO_WAY = "no token satisfies the grammar together with the request's other param
 _TOO_SLOW = "its grammar is too slow: {} took {:.0f} ms of processor time, at most {:.0f} are allowed"
 
 
-class Answer:
+class GrammarAnswer:
     """One answer under way. `busy` tells that a thread works on it."""
 
     __slots__ = (

@@ -20,7 +20,7 @@ from typing import IO, TypeVar
 
 import msgspec
 
-from quire.grammar.checker_process import Check, Frames, Table, Verdict, frame
+from quire.grammar.checker_process import Check, Frames, VocabularyTable, Verdict, frame
 from quire.types import GrammarSpec, Overloaded, RequestError
 
 T = TypeVar("T")
@@ -81,7 +81,7 @@ class _Process:
         self.dead = False
         self._lock = threading.Lock()  # of `dead` and `_asked`; never held while something waits
         self._writing = threading.Lock()
-        self._table: Future[Table] = Future()
+        self._table: Future[VocabularyTable] = Future()
         self._asked: dict[int, Future[Verdict]] = {}
         threading.Thread(target=self._listen, name="quire-grammar-answers", daemon=True).start()
 
@@ -119,7 +119,7 @@ class _Process:
             for body in frames.push(data):
                 if not told:
                     told = True
-                    self._table.set_result(msgspec.msgpack.decode(body, type=Table))
+                    self._table.set_result(msgspec.msgpack.decode(body, type=VocabularyTable))
                     continue
                 verdict = msgspec.msgpack.decode(body, type=Verdict)
                 with self._lock:

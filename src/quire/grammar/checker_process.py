@@ -32,7 +32,7 @@ _MEMORY_BYTES = 512 << 20  # address space, beyond what the parent has
 _STACK_BYTES = 2 << 20  # less than any thread that will use what passes here
 
 
-class Table(msgspec.Struct):
+class VocabularyTable(msgspec.Struct):
     """What each token id adds to a text, or why that could not be found out."""
 
     tokens: list[bytes]
@@ -85,10 +85,10 @@ def main(tokenizer: str, vocab_size: int) -> None:
     try:
         tokens = token_table(Path(tokenizer), vocab_size) if tokenizer else BYTES
     except QuireError as error:
-        _write(1, frame(Table([], str(error))))
+        _write(1, frame(VocabularyTable([], str(error))))
         return
-    _write(1, frame(Table(tokens)))
-    Server(Vocabulary(tokens)).run()
+    _write(1, frame(VocabularyTable(tokens)))
+    CheckServer(Vocabulary(tokens)).run()
 
 
 def token_table(path: Path, vocab_size: int) -> list[bytes]:
@@ -99,7 +99,7 @@ def token_table(path: Path, vocab_size: int) -> list[bytes]:
     return [b"" if i in tokenizer.special_ids else tokenizer.token_bytes(i) for i in range(vocab_size)]
 
 
-class Server:
+class CheckServer:
     """Owns the children: a pipe for each, read until its child is gone."""
 
     def __init__(self, vocabulary: object) -> None:

@@ -26,7 +26,7 @@ _THREADS = 4  # of one client; one more serves the others meanwhile
 _CACHED = 256
 
 
-class Source(Protocol):
+class GrammarSource(Protocol):
     """Where vocabulary and checked grammars come from: the helper process (checker.py)."""
 
     def tokens(self) -> list[bytes]: ...
@@ -56,7 +56,7 @@ class CheckedGrammar:
 class Compiler:
     """Checks each spec once. The result is a future that all requests with this spec share."""
 
-    def __init__(self, source: Source) -> None:
+    def __init__(self, source: GrammarSource) -> None:
         self._source = source
         self._lock = threading.Lock()
         self._cache: OrderedDict[GrammarSpec, Future[CheckedGrammar]] = OrderedDict()

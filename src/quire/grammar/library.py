@@ -1,6 +1,6 @@
 """`LibraryGrammar`: which answers are under way, where their rows are, and the masks of a step.
 
-One `Answer` per request, found by its id; a slot is only where its row is at present. Nothing is replayed on
+One `GrammarAnswer` per request, found by its id; a slot is only where its row is at present. Nothing is replayed on
 preemption, chunks or overlap: an answer knows the tokens that its request was handed, and `planned` counts the
 samples still in flight.
 
@@ -15,7 +15,7 @@ from concurrent.futures import Future
 import numpy as np
 
 from quire.core.grammar import Paused, Settled
-from quire.grammar.answer import NO_WAY, Answer
+from quire.grammar.answer import NO_WAY, GrammarAnswer
 from quire.grammar.compiler import CheckedGrammar, Compiler
 from quire.grammar.mask_threads import MaskThreads
 from quire.types import EngineOutput, EngineRequest, QuireError, StepPlan, TokenMasks
@@ -37,11 +37,11 @@ class LibraryGrammar:
         self._threads = MaskThreads(compiler.news, patience_s)
         # Requests whose grammar is being checked, or that wait for memory.
         self._requests: dict[str, tuple[EngineRequest, Future[CheckedGrammar]]] = {}
-        self._answers: dict[str, Answer] = {}
-        self._by_slot: dict[int, Answer] = {}
+        self._answers: dict[str, GrammarAnswer] = {}
+        self._by_slot: dict[int, GrammarAnswer] = {}
         self._settled: list[Settled] = []
         self._paused: list[Paused] = []
-        self._rows: list[tuple[int, Answer]] = []  # of the plan that `needs_tokens` saw last
+        self._rows: list[tuple[int, GrammarAnswer]] = []  # of the plan that `needs_tokens` saw last
 
     # -------------------------------------------------------------------------- requests in and out
 
@@ -57,7 +57,7 @@ class LibraryGrammar:
         if self._requests:
             self._begin_answers()
         for job in self._threads.finished():
-            assert isinstance(job, Answer)
+            assert isinstance(job, GrammarAnswer)
             job.busy = False
             if job.late:
                 job.wait_no_more()
@@ -93,10 +93,10 @@ class LibraryGrammar:
 
     def _begin(self, request: EngineRequest, grammar: CheckedGrammar) -> None:
         del self._requests[request.id]
-        answer = self._answers[request.id] = Answer(request, grammar, self._vocab_size)
+        answer = self._answers[request.id] = GrammarAnswer(request, grammar, self._vocab_size)
         self._submit(answer)
 
-    def _submit(self, answer: Answer) -> None:
+    def _submit(self, answer: GrammarAnswer) -> None:
         answer.busy = True
         self._threads.submit(answer)
 
@@ -131,7 +131,7 @@ class LibraryGrammar:
             answer.planned += 1
         return behind
 
-    def _seat(self, slot: int, answer: Answer | None) -> None:
+    def _seat(self, slot: int, answer: GrammarAnswer | None) -> None:
         """Note that a request takes a slot, perhaps again, after a preemption."""
         self._by_slot.pop(slot, None)
         if answer is not None:
@@ -150,7 +150,7 @@ class LibraryGrammar:
         masks = np.stack([mask for _, mask in ready]).view(np.int32)
         return TokenMasks(np.array([row for row, _ in ready], np.int64), masks)
 
-    def _compute(self, answers: list[Answer]) -> None:
+    def _compute(self, answers: list[GrammarAnswer]) -> None:
         """Compute masks within the step's patience. Fail the answers that have none, pause those that are late."""
         idle = [answer for answer in answers if not answer.busy]
         late = set(self._threads.run(idle)) if idle else set()
@@ -175,7 +175,7 @@ class LibraryGrammar:
             if output.finish_reason is not None:
                 self.forget(output.id)
 
-    def _take_in(self, answer: Answer, output: EngineOutput) -> None:
+    def _take_in(self, answer: GrammarAnswer, output: EngineOutput) -> None:
         if not answer.accepts(output):
             output.token_ids = []
             output.logprobs = None
@@ -187,6 +187,6 @@ class LibraryGrammar:
             self._paused.append((answer.request_id, False))
             self._submit(answer)
 
-    def _fail(self, answer: Answer, reason: str) -> None:
+    def _fail(self, answer: GrammarAnswer, reason: str) -> None:
         self._settled.append((answer.request_id, _BROKEN.format(reason)))
         self.forget(answer.request_id)

@@ -32,7 +32,7 @@ def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
         threading.stack_size(before)
 
 
-class Job(Protocol):
+class MaskJob(Protocol):
     """Work that only one thread does at a time."""
 
     def work(self) -> None:
@@ -40,20 +40,20 @@ class Job(Protocol):
         ...
 
 
-J = TypeVar("J", bound=Job)
+J = TypeVar("J", bound=MaskJob)
 
 
 @dataclass(slots=True, eq=False)
-class _Ticket:
+class _MaskTicket:
     """A job in a queue. `late`: nobody waits for it, so `finished` returns it."""
 
-    job: Job
+    job: MaskJob
     late: bool
     done: bool = False
 
 
 @dataclass(slots=True, eq=False)
-class _Worker:
+class _MaskWorker:
     began_s: float = math.inf  # monotonic clock, when its job began
     replaced: bool = False
 
@@ -73,17 +73,17 @@ class MaskThreads:
             16, cores
         )  # threads that are stuck at once; they compete with the step loop
         self._counts = {"quick": max(1, min(8, cores // 2)), "slow": max(1, min(4, cores // 4))}
-        self._queues: dict[str, SimpleQueue[_Ticket | None]] = {name: SimpleQueue() for name in self._counts}
+        self._queues: dict[str, SimpleQueue[_MaskTicket | None]] = {name: SimpleQueue() for name in self._counts}
         self._changed = threading.Condition()  # guards what follows
-        self._workers: list[_Worker] = []  # of the queue "quick"
+        self._workers: list[_MaskWorker] = []  # of the queue "quick"
         self._left = 0  # jobs that `run` waits for
-        self._finished: list[Job] = []
+        self._finished: list[MaskJob] = []
         self._started = False
 
     def run(self, jobs: Sequence[J]) -> list[J]:
         """Do jobs side by side. Return those not done after `patience_s`; they continue in the background."""
         self._start()
-        tickets = [_Ticket(job, late=False) for job in jobs]
+        tickets = [_MaskTicket(job, late=False) for job in jobs]
         deadline_s = time.monotonic() + self.patience_s
         with self._changed:
             self._left = len(tickets)
@@ -98,12 +98,12 @@ class MaskThreads:
             self._left = 0
         return [job for job, ticket in zip(jobs, tickets) if ticket.late]
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: MaskJob) -> None:
         """Do a job in the background."""
         self._start()
-        self._queues["slow"].put(_Ticket(job, late=True))
+        self._queues["slow"].put(_MaskTicket(job, late=True))
 
-    def finished(self) -> list[Job]:
+    def finished(self) -> list[MaskJob]:
         """Return the jobs done in the background since the last call."""
         if not self._started:
             return []
@@ -123,10 +123,10 @@ class MaskThreads:
             for _ in range(self._counts["quick"]):
                 self._add_quick()
             for i in range(self._counts["slow"]):
-                start_thread(lambda: self._serve("slow", _Worker()), f"quire-slow-masks-{i}")
+                start_thread(lambda: self._serve("slow", _MaskWorker()), f"quire-slow-masks-{i}")
 
     def _add_quick(self) -> None:
-        worker = _Worker()
+        worker = _MaskWorker()
         self._workers.append(worker)
         start_thread(lambda: self._serve("quick", worker), "quire-masks")
 
@@ -140,7 +140,7 @@ class MaskThreads:
                 worker.replaced = True
                 self._add_quick()
 
-    def _serve(self, name: str, worker: _Worker) -> None:
+    def _serve(self, name: str, worker: _MaskWorker) -> None:
         while not worker.replaced and (ticket := self._queues[name].get()) is not None:
             worker.began_s = time.monotonic()
             ticket.job.work()
@@ -150,7 +150,7 @@ class MaskThreads:
                 if worker.replaced:
                     self._workers.remove(worker)
 
-    def _book(self, ticket: _Ticket) -> None:
+    def _book(self, ticket: _MaskTicket) -> None:
         ticket.done = True
         if ticket.late:
             self._finished.append(ticket.job)

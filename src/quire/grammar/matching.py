@@ -44,7 +44,7 @@ class Vocabulary:
     def __init__(self, tokens: Sequence[bytes]) -> None:
         """`tokens` is what each id adds to a text; empty for special tokens and ids without a token."""
         self.texts, self.end = tokens, len(tokens)
-        self.tokenizer = LLTokenizer(_Source(tokens), eos_token=[self.end])  # type: ignore[arg-type]
+        self.tokenizer = LLTokenizer(_TokenSource(tokens), eos_token=[self.end])  # type: ignore[arg-type]
 
     @cached_property
     def detached(self) -> DetachedConsumer:
@@ -52,7 +52,7 @@ class Vocabulary:
         return DetachedConsumer(self)
 
 
-class _Source:
+class _TokenSource:
     """Tokens as LLTokenizer asks for them. What cannot be written gets a name that begins with 0xff, which
     keeps the library from matching it as text."""
 

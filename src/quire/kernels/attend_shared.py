@@ -20,7 +20,7 @@ from quire.kernels.target import Target, target_of
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class SharedPartial:
     """The softmax at the end of the shared keys, for rows of which `tokens` [rows] is not 0."""
 
     tokens: torch.Tensor  # int32 [rows]: shared keys of each row; any stride
@@ -84,7 +84,7 @@ def attend_shared(
     slots: torch.Tensor,
     scale: float,
     soft_cap: float | None = None,
-) -> Begun:
+) -> SharedPartial:
     """q [rows, heads, dim] (dim contiguous), one token a row, over the first shared[row] keys of each row.
 
     `shared` int32 [rows] holds one number of whole pages' tokens, and 0 for rows that do not take part;
@@ -108,7 +108,7 @@ def attend_shared(
         BLOCK_N=tile.keys, CAPPED=soft_cap is not None, PDL=pdl,
         num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
     )  # fmt: skip
-    return Begun(shared, sums, stats)
+    return SharedPartial(shared, sums, stats)
 
 
 def shared_tile(dim: int, itemsize: int, group: int, target: Target) -> Tile:

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.attend_shared import Begun
+from quire.kernels.attend_shared import SharedPartial
 from quire.kernels.attention_tile import MASKED, Tile, attend_tile, first_fit, load_rows, pad, score_factors
 from quire.kernels.jit import kernel
 from quire.kernels.target import Target, target_of
@@ -166,7 +166,7 @@ def attend_short(
     soft_cap: float | None = None,
     queries: int = 1,
     splits: int = 1,
-    begun: Begun | None = None,
+    begun: SharedPartial | None = None,
     tile: Tile | None = None,
 ) -> None:
     """All rows with at most `queries` new tokens; query_start None: every row has exactly one token.

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from quire.kernels import Kernels
 from quire.layers.env import Env
 
-Norm = Callable[[torch.Tensor], torch.Tensor]  # x -> normed
+NormFunction = Callable[[torch.Tensor], torch.Tensor]  # x -> normed
 AddNorm = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # -> normed sum, sum
 
 
@@ -81,7 +81,7 @@ class LayerNorm:
         return (self.alone(x), x) if residual is None else self.add(x, residual)
 
 
-def after_add(norm: Norm) -> AddNorm:
+def after_add(norm: NormFunction) -> AddNorm:
     """The addition of the residual, then the norm."""
 
     def add(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -91,7 +91,7 @@ def after_add(norm: Norm) -> AddNorm:
     return add
 
 
-def fused_rms(kernels: Kernels, weight: torch.Tensor, eps: float) -> tuple[Norm, AddNorm]:
+def fused_rms(kernels: Kernels, weight: torch.Tensor, eps: float) -> tuple[NormFunction, AddNorm]:
     return (lambda x: kernels.rms_norm(x, weight, eps)), (
         lambda x, r: kernels.add_rms_norm(x, r, weight, eps)
     )
@@ -99,17 +99,17 @@ def fused_rms(kernels: Kernels, weight: torch.Tensor, eps: float) -> tuple[Norm,
 
 def fused_layer_norm(
     kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor, eps: float
-) -> tuple[Norm, AddNorm]:
+) -> tuple[NormFunction, AddNorm]:
     return (lambda x: kernels.layer_norm(x, weight, bias, eps)), (
         lambda x, r: kernels.add_layer_norm(x, r, weight, bias, eps)
     )
 
 
-def make_layer_norm(weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Norm:
+def make_layer_norm(weight: torch.Tensor, bias: torch.Tensor, eps: float) -> NormFunction:
     return lambda x: F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
-def make_rms(weight: torch.Tensor, width: int, eps: float) -> Norm:
+def make_rms(weight: torch.Tensor, width: int, eps: float) -> NormFunction:
     """RMS norm over the last dimension, times `weight` [width] or [heads, width], in the quickest form.
 
     On a CPU F.rms_norm is eight calls. These seven convert only once each way and

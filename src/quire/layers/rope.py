@@ -20,7 +20,7 @@ from quire.layers.rope_params import RopeParams
 # One step's angles. Plain: cos and sin, each [tokens, 1, dim]. Fused: positions [tokens], the table.
 Rotation = tuple[torch.Tensor, torch.Tensor]
 _POSITIONS = 1 << 14  # whose angles are computed at once, in fp32
-Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v, each [tokens, heads, dim]
+QKVHeads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v, each [tokens, heads, dim]
 
 
 class Rope:
@@ -70,10 +70,10 @@ class RotaryHeads:
         self.norm = norm
         self.turn = self._fused(kernels) if kernels else self._plain
 
-    def __call__(self, qkv: torch.Tensor, rotation: Rotation) -> Heads:
+    def __call__(self, qkv: torch.Tensor, rotation: Rotation) -> QKVHeads:
         return self.turn(qkv, rotation)  # [tokens, (heads + 2 kv heads) * dim]
 
-    def _plain(self, qkv: torch.Tensor, rotation: Rotation) -> Heads:
+    def _plain(self, qkv: torch.Tensor, rotation: Rotation) -> QKVHeads:
         heads, kv_heads, _ = self.sizes
         qk, v = qkv.view(qkv.shape[0], -1, self.dim).split([self.turned, kv_heads], 1)
         if self.norm is not None:
@@ -81,10 +81,10 @@ class RotaryHeads:
         q, k = rotate(qk, rotation).split([heads, kv_heads], 1)
         return q, k, v
 
-    def _fused(self, kernels: Kernels) -> Callable[[torch.Tensor, Rotation], Heads]:
+    def _fused(self, kernels: Kernels) -> Callable[[torch.Tensor, Rotation], QKVHeads]:
         weight, eps = (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
 
-        def turn(qkv: torch.Tensor, rotation: Rotation) -> Heads:
+        def turn(qkv: torch.Tensor, rotation: Rotation) -> QKVHeads:
             kernels.norm_rotate_(qkv, *rotation, weight, eps, self.turned)
             q, k, v = qkv.view(qkv.shape[0], -1, self.dim).split(self.sizes, 1)
             return q, k, v

@@ -1,4 +1,4 @@
-"""Layers between their norm and the residual stream: `AfterNorm` in front of a half of a layer, `Added` at its end.
+"""Layers between their norm and the residual stream: `NormedLayer` in front of a half of a layer, `ResidualAdd` at its end.
 
 The stream is handed on as (x, residual), which stands for x + residual: the norm that comes next adds them.
 A residual of None stands for nothing to add. For few rows on a GPU a product can take in what surrounds it,
@@ -20,7 +20,7 @@ from quire.quant.base import FusingMatmul
 Stream = tuple[torch.Tensor, torch.Tensor | None]
 
 
-class Norm(Protocol):
+class ResidualNorm(Protocol):
     """x, residual -> the normed sum, and the sum."""
 
     def __call__(
@@ -28,7 +28,7 @@ class Norm(Protocol):
     ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
-class Added:
+class ResidualAdd:
     """x, residual -> linear(x) beside the residual, or their sum and None.
 
     `adds` is false where something else is still to be done to linear(x) alone.
@@ -44,13 +44,13 @@ class Added:
         return self.linear(x), residual
 
 
-class AfterNorm:
+class NormedLayer:
     """x, residual -> layer(norm(x + residual)) beside that sum, which is the next residual.
 
-    A gated MLP ends like an `Added`, if it `adds`; of other layers nothing is known.
+    A gated MLP ends like an `ResidualAdd`, if it `adds`; of other layers nothing is known.
     """
 
-    def __init__(self, norm: Norm, layer: Callable[[torch.Tensor], torch.Tensor], adds: bool = False) -> None:
+    def __init__(self, norm: ResidualNorm, layer: Callable[[torch.Tensor], torch.Tensor], adds: bool = False) -> None:
         self.norm, self.layer = norm, layer
         self.few, self.few_rows = _join(norm, layer, adds) or (self.apart, 0)
 
@@ -63,7 +63,7 @@ class AfterNorm:
 
 
 def _join(
-    norm: Norm, layer: Callable[[torch.Tensor], torch.Tensor], adds: bool
+    norm: ResidualNorm, layer: Callable[[torch.Tensor], torch.Tensor], adds: bool
 ) -> tuple[Callable[[torch.Tensor, torch.Tensor | None], Stream], int] | None:
     """The layer with its norm taken in, and for how many rows; None where that is not to be had."""
     if not isinstance(norm, RMSNorm):
@@ -72,7 +72,7 @@ def _join(
         matmul = _fusing(layer.gate_up)
         if matmul is None:
             return None
-        inner, down = matmul.after_norm(norm.weight, norm.eps, layer.kind), Added(layer.down, adds)
+        inner, down = matmul.after_norm(norm.weight, norm.eps, layer.kind), ResidualAdd(layer.down, adds)
         return (lambda x, residual: down(*inner(x, residual))), matmul.fused_rows
     matmul = _fusing(layer)
     return None if matmul is None else (matmul.after_norm(norm.weight, norm.eps, None), matmul.fused_rows)

@@ -18,7 +18,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from quire.files.reading import MAX_VOCABULARY_BYTES, check_regular, read_json
-from quire.models.reader import Reader, Stored
+from quire.models.reader import Reader, StoredTensor
 from quire.models.spec import ModelSpec
 from quire.types import ModelError
 
@@ -139,7 +139,7 @@ class SafetensorsCheckpoint(Checkpoint):
             super().copy_into(destination, name, shape, rows, cols)
             return
         dtype = _FLOATS[self._find(name, shape).get_dtype()]
-        stored = Stored(name, self.where[name], self.offsets[name], shape, dtype)
+        stored = StoredTensor(name, self.where[name], self.offsets[name], shape, dtype)
         self.reader.add(stored, rows, cols, destination)
 
     def finish(self) -> None:

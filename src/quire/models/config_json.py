@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.files.reading import shown
-from quire.models.config_keys import Keys
+from quire.models.config_keys import ConfigKeys
 from quire.models.config_parts import (
     common,
     decoder,
@@ -29,7 +29,7 @@ def parse_config(config: dict[str, Any]) -> ModelSpec:
     """The spec of a `config.json` dict."""
     if not isinstance(config, dict):
         raise ModelError("config.json must hold a JSON object")
-    keys = Keys(config)
+    keys = ConfigKeys(config)
     architectures = keys.entries("architectures", str)
     name = architectures[0] if architectures else keys.text("model_type", default="")
     if not name:
@@ -49,7 +49,7 @@ def parse_config(config: dict[str, Any]) -> ModelSpec:
 # ------------------------------------------------------------------------------------- the families
 
 
-def _gpt2(name: str, keys: Keys) -> ModelSpec:
+def _gpt2(name: str, keys: ConfigKeys) -> ModelSpec:
     for flag in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
         if keys.flag(flag):
             raise ModelError(f"{name} with {flag} is not supported")
@@ -81,24 +81,24 @@ def _gpt2(name: str, keys: Keys) -> ModelSpec:
     )
 
 
-def _llama(name: str, keys: Keys) -> ModelSpec:
+def _llama(name: str, keys: ConfigKeys) -> ModelSpec:
     bias = keys.flag("attention_bias")
     return decoder(name, "llama", keys, qkv_bias=bias, o_bias=bias, mlp_bias=keys.flag("mlp_bias"))
 
 
-def _mistral(name: str, keys: Keys) -> ModelSpec:
+def _mistral(name: str, keys: ConfigKeys) -> ModelSpec:
     refuse_bias(name, keys)
     # a window of null is "off", a window left out is the default of transformers
     default = None if keys.has("sliding_window", "sliding_window_size") else 4096
     return decoder(name, "llama", keys, window=_window(keys, default), kv_default=8)
 
 
-def _window(keys: Keys, default: int | None = None) -> int | None:
+def _window(keys: ConfigKeys, default: int | None = None) -> int | None:
     window = keys.get("sliding_window", "sliding_window_size", default=default)
     return None if window is None else keys.integer("sliding_window", "sliding_window_size", default=default)
 
 
-def _checked(moe: MoESpec, keys: Keys) -> MoESpec:
+def _checked(moe: MoESpec, keys: ConfigKeys) -> MoESpec:
     if moe.top_k > moe.num_experts:
         raise keys.refuse(
             "num_experts_per_tok", f"at most the number of experts, {moe.num_experts}", moe.top_k
@@ -106,11 +106,11 @@ def _checked(moe: MoESpec, keys: Keys) -> MoESpec:
     return moe
 
 
-def _qwen2(name: str, keys: Keys) -> ModelSpec:
+def _qwen2(name: str, keys: ConfigKeys) -> ModelSpec:
     return decoder(name, "qwen", keys, qkv_bias=True, window_from=window_from(keys), kv_default=32)
 
 
-def _qwen3(name: str, keys: Keys) -> ModelSpec:
+def _qwen3(name: str, keys: ConfigKeys) -> ModelSpec:
     bias = keys.flag("attention_bias")
     return decoder(
         name,
@@ -125,7 +125,7 @@ def _qwen3(name: str, keys: Keys) -> ModelSpec:
     )
 
 
-def _qwen3_moe(name: str, keys: Keys) -> ModelSpec:
+def _qwen3_moe(name: str, keys: ConfigKeys) -> ModelSpec:
     bias = keys.flag("attention_bias")
     layers = keys.integer("num_hidden_layers")
     dense = set(keys.entries("mlp_only_layers", int) or [])
@@ -152,7 +152,7 @@ def _qwen3_moe(name: str, keys: Keys) -> ModelSpec:
     )
 
 
-def _mixtral(name: str, keys: Keys) -> ModelSpec:
+def _mixtral(name: str, keys: ConfigKeys) -> ModelSpec:
     refuse_bias(name, keys)
     moe = MoESpec(
         num_experts=keys.integer("num_local_experts", "num_experts", default=8),
@@ -166,7 +166,7 @@ def _mixtral(name: str, keys: Keys) -> ModelSpec:
     )
 
 
-def _gemma3(name: str, keys: Keys) -> ModelSpec:
+def _gemma3(name: str, keys: ConfigKeys) -> ModelSpec:
     if keys.has("text_config"):
         outer = {
             k: v for k, v in keys.config.items() if k not in ("text_config", "vision_config", "model_type")
@@ -180,7 +180,7 @@ def _gemma3(name: str, keys: Keys) -> ModelSpec:
             "eos_token_id",
         )
         inner = keys.section("text_config")
-        keys = Keys({**inner, **{k: outer[k] for k in shared if outer.get(k) is not None}})
+        keys = ConfigKeys({**inner, **{k: outer[k] for k in shared if outer.get(k) is not None}})
     if keys.flag("use_bidirectional_attention"):
         raise ModelError(f"{name} with use_bidirectional_attention is not supported")
     bias = keys.flag("attention_bias")
@@ -224,7 +224,7 @@ def _gemma3(name: str, keys: Keys) -> ModelSpec:
     )
 
 
-_FAMILIES: dict[Callable[[str, Keys], ModelSpec], tuple[str, ...]] = {
+_FAMILIES: dict[Callable[[str, ConfigKeys], ModelSpec], tuple[str, ...]] = {
     _gpt2: ("GPT2LMHeadModel", "GPT2Model", "gpt2"),
     _llama: ("LlamaForCausalLM", "LlamaModel", "llama"),
     _mistral: ("MistralForCausalLM", "MistralModel", "mistral"),

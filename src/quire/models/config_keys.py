@@ -1,4 +1,4 @@
-"""`Keys`: typed look-ups in a `config.json`, where one fact may go by several names.
+"""`ConfigKeys`: typed look-ups in a `config.json`, where one fact may go by several names.
 
 Every number is checked against a range: wide enough for any model, and narrow enough that nothing which is
 made from it overflows or takes the machine's memory before a check of sizes.
@@ -48,7 +48,7 @@ _RANGES = {
 }
 
 
-class Keys:
+class ConfigKeys:
     """Typed look-ups in a config; a key may have several spellings, the first present one counts."""
 
     def __init__(self, config: dict[str, Any], where: str = "config.json") -> None:

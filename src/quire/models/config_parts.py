@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from quire.files.reading import shown
-from quire.models.config_keys import Keys, token_ids
+from quire.models.config_keys import ConfigKeys, token_ids
 from quire.models.config_rope import parse_rope, served_len
 from quire.models.spec import ModelSpec, MoESpec
 from quire.types import ModelError
@@ -25,7 +25,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 def decoder(
     name: str,
     family: str,
-    keys: Keys,
+    keys: ConfigKeys,
     *,
     window: int | None = None,
     window_from: int | None = None,
@@ -95,7 +95,7 @@ def decoder(
     )
 
 
-def common(name: str, family: str, keys: Keys, tie: bool) -> dict[str, Any]:
+def common(name: str, family: str, keys: ConfigKeys, tie: bool) -> dict[str, Any]:
     vocab_size = keys.integer("vocab_size")
     bos, eos = (
         token_ids(keys.get(name, default=None), name, vocab_size, keys.where)
@@ -117,7 +117,7 @@ def common(name: str, family: str, keys: Keys, tie: bool) -> dict[str, Any]:
     }
 
 
-def _dtype(keys: Keys) -> str:
+def _dtype(keys: ConfigKeys) -> str:
     name = keys.text("dtype", "torch_dtype", default="float32").removeprefix("torch.")
     if name not in DTYPES:
         raise ModelError(
@@ -126,7 +126,7 @@ def _dtype(keys: Keys) -> str:
     return name
 
 
-def _quantization(keys: Keys) -> str | None:
+def _quantization(keys: ConfigKeys) -> str | None:
     settings = keys.section("quantization_config")
     if not settings:
         return None
@@ -142,7 +142,7 @@ def parse_activation(name: str) -> str:
     return ACTIVATIONS[name]
 
 
-def parse_head_dim(keys: Keys, hidden: int, heads: int, default: int | None = None) -> int:
+def parse_head_dim(keys: ConfigKeys, hidden: int, heads: int, default: int | None = None) -> int:
     dim = keys.get("head_dim", default=default)
     if dim is None and hidden % heads:
         raise ModelError(
@@ -151,13 +151,13 @@ def parse_head_dim(keys: Keys, hidden: int, heads: int, default: int | None = No
     return keys.integer("head_dim", default=dim or hidden // heads)
 
 
-def refuse_bias(name: str, keys: Keys) -> None:
+def refuse_bias(name: str, keys: ConfigKeys) -> None:
     for flag in ("attention_bias", "mlp_bias"):
         if keys.flag(flag):
             raise ModelError(f"{name} with {flag} is not supported")
 
 
-def window_from(keys: Keys) -> int | None:
+def window_from(keys: ConfigKeys) -> int | None:
     """Qwen: layers from `max_window_layers` on have the window, and only if `use_sliding_window`."""
     if not keys.flag("use_sliding_window"):
         return None
@@ -165,7 +165,7 @@ def window_from(keys: Keys) -> int | None:
 
 
 def _windows(
-    keys: Keys, layers: int, window: int | None, pattern: list[str] | None
+    keys: ConfigKeys, layers: int, window: int | None, pattern: list[str] | None
 ) -> tuple[int | None, ...]:
     kinds = keys.entries("layer_types", str) or pattern
     if kinds is None:

@@ -7,12 +7,12 @@ from typing import Any
 
 from quire.files.reading import shown
 from quire.layers.rope_params import RopeParams
-from quire.models.config_keys import Keys
+from quire.models.config_keys import ConfigKeys
 from quire.types import ModelError
 
 
 def parse_rope(
-    keys: Keys, trained_len: int, theta: float = 10000.0, two_bases: bool = False
+    keys: ConfigKeys, trained_len: int, theta: float = 10000.0, two_bases: bool = False
 ) -> tuple[RopeParams, RopeParams | None]:
     """(global, local) rotary parameters; `two_bases` for families whose windowed layers have their own.
 
@@ -45,7 +45,7 @@ def parse_rope(
 
 
 def _rope(settings: dict[str, Any], theta: float, trained_len: int) -> RopeParams:
-    keys = Keys(settings, "rope parameters")
+    keys = ConfigKeys(settings, "rope parameters")
     kind = keys.text("rope_type", "type", default="default")
     theta = keys.number("rope_theta", default=theta)
     if kind == "default":
@@ -73,7 +73,7 @@ def _rope(settings: dict[str, Any], theta: float, trained_len: int) -> RopeParam
     )
 
 
-def _yarn_attention_factor(keys: Keys, factor: float) -> float:
+def _yarn_attention_factor(keys: ConfigKeys, factor: float) -> float:
     """0.1 ln(factor) + 1 unless given (YaRN, arXiv:2309.00071, section 3.4)."""
 
     def mscale(weight: float) -> float:

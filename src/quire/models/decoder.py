@@ -18,7 +18,7 @@ from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import HeadNorm, RMSNorm
 from quire.layers.rope import Rope, Rotation
-from quire.layers.stream import Added, AfterNorm, Stream
+from quire.layers.stream import ResidualAdd, NormedLayer, Stream
 from quire.models.spec import ModelSpec
 
 
@@ -41,7 +41,7 @@ class Model(Protocol):
 class SelfAttention:
     """Rotary attention with grouped K/V heads and, where the family has it, a norm on each q and k head.
 
-    `norm` is the one in front of it, and its kind is that of the heads' norms; `adds`: see `Added`.
+    `norm` is the one in front of it, and its kind is that of the heads' norms; `adds`: see `ResidualAdd`.
     """
 
     def __init__(
@@ -53,9 +53,9 @@ class SelfAttention:
         names = [prefix + "q_proj", prefix + "k_proj", prefix + "v_proj"]
         outs = [spec.num_heads * dim, spec.num_kv_heads * dim, spec.num_kv_heads * dim]
         qkv = Linear(env, names, spec.hidden_size, outs, spec.qkv_bias, cut="rows")
-        self.qkv = AfterNorm(norm, qkv)
+        self.qkv = NormedLayer(norm, qkv)
         o = Linear(env, prefix + "o_proj", outs[0], spec.hidden_size, spec.o_bias, cut="cols")
-        self.o = Added(o, adds)
+        self.o = ResidualAdd(o, adds)
         qk_norm = None
         if spec.qk_norm:
             names_qk = (prefix + "q_norm", prefix + "k_norm")
@@ -89,7 +89,7 @@ class DecoderLayer:
         input_norm = RMSNorm(env, prefix + "input_layernorm", spec.hidden_size, spec.norm_eps)
         self.attn = SelfAttention(env, spec, index, prefix + "self_attn.", input_norm)
         post_norm = RMSNorm(env, prefix + "post_attention_layernorm", spec.hidden_size, spec.norm_eps)
-        self.mlp = AfterNorm(post_norm, self.make_mlp(env, spec, index, prefix), adds=True)
+        self.mlp = NormedLayer(post_norm, self.make_mlp(env, spec, index, prefix), adds=True)
 
     def make_mlp(self, env: Env, spec: ModelSpec, index: int, prefix: str) -> FeedForward:
         return GatedMLP(

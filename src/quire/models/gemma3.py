@@ -12,7 +12,7 @@ from quire.layers.env import Env
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import OffsetRMSNorm
 from quire.layers.rope import Rope, Rotation
-from quire.layers.stream import AfterNorm, Stream
+from quire.layers.stream import NormedLayer, Stream
 from quire.models.decoder import SelfAttention, find_prefix
 from quire.models.spec import ModelSpec
 
@@ -33,7 +33,7 @@ class Gemma3Layer:
         )
         self.after_attn = norm("post_attention_layernorm")
         mlp = GatedMLP(env, prefix + "mlp.", spec.hidden_size, spec.intermediate_size, spec.activation)
-        self.mlp = AfterNorm(norm("pre_feedforward_layernorm"), mlp)
+        self.mlp = NormedLayer(norm("pre_feedforward_layernorm"), mlp)
         self.after_mlp = norm("post_feedforward_layernorm")
 
     def __call__(

@@ -18,7 +18,7 @@ from gguf import GGMLQuantizationType as Kind
 from quire.files.gguf_header import read_gguf_metadata
 from quire.files.reading import shown
 from quire.layers.rope_params import RopeParams
-from quire.models.config_keys import Keys, token_ids
+from quire.models.config_keys import ConfigKeys, token_ids
 from quire.models.config_rope import served_len
 from quire.models.spec import ModelSpec, MoESpec
 from quire.types import ModelError
@@ -73,9 +73,9 @@ class Metadata:
         """The number at `key`, in the range that `name` has in a config.json."""
         return self._keys(key, name, default).number(name)
 
-    def _keys(self, key: str, name: str, default: float | None) -> Keys:
+    def _keys(self, key: str, name: str, default: float | None) -> ConfigKeys:
         value = self.need(key) if default is None else self.get(key, default)
-        return Keys({name: value}, f"{self.path}: {self.arch}{key}")
+        return ConfigKeys({name: value}, f"{self.path}: {self.arch}{key}")
 
 
 def gguf_spec(path: Path) -> ModelSpec:
@@ -166,7 +166,7 @@ def _rope(meta: Metadata, trained_len: int, base: float, tensors: dict[str, Any]
         )
     kind = meta.get(".rope.scaling.type", "none")
     given = meta.get(".rope.scaling.factor", meta.get(".rope.scale_linear", 1.0)) or 1.0
-    factor = Keys({"factor": given}, f"{meta.path}: {meta.arch}.rope.scaling").number("factor")
+    factor = ConfigKeys({"factor": given}, f"{meta.path}: {meta.arch}.rope.scaling").number("factor")
     if kind == "none" or factor == 1.0:
         return RopeParams(theta=theta, original_max_len=trained_len)
     if kind not in ("linear", "yarn") or meta.get(".rope.scaling.yarn_log_multiplier"):

@@ -27,7 +27,7 @@ _seeking = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor in a file: row-major numbers from byte `offset` on."""
 
     name: str
@@ -38,10 +38,10 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class _Piece:
+class _TensorPiece:
     """Consecutive rows of a tensor, and where they go."""
 
-    stored: Stored
+    stored: StoredTensor
     file: int  # descriptor
     offset: int  # of the first byte, in the file
     shape: tuple[int, ...]
@@ -65,7 +65,7 @@ class Reader:
         self._copies: list[Future[None]] = []
         self._files: dict[Path, int] = {}  # descriptors
 
-    def add(self, stored: Stored, rows: slice, cols: slice, destination: torch.Tensor) -> None:
+    def add(self, stored: StoredTensor, rows: slice, cols: slice, destination: torch.Tensor) -> None:
         """Begin `destination[...] = stored[rows, cols]`; the destination may be any view of any dtype.
 
         Until `finish` it may hold anything, and it must not be written by others. Raises ModelError if the
@@ -84,7 +84,7 @@ class Reader:
         ready = torch.cuda.current_stream(self.device).record_event() if self._on_gpu else None
         for begin in range(first, last, count):
             end = min(begin + count, last)
-            piece = _Piece(
+            piece = _TensorPiece(
                 stored,
                 file,
                 stored.offset + begin * row_bytes,
@@ -110,7 +110,7 @@ class Reader:
         while self._files:
             os.close(self._files.popitem()[1])
 
-    def _open(self, stored: Stored) -> int:
+    def _open(self, stored: StoredTensor) -> int:
         if stored.file not in self._files:
             try:
                 self._files[stored.file] = os.open(stored.file, _READ_ONLY)
@@ -122,7 +122,7 @@ class Reader:
     def _on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
-    def _carry(self, piece: _Piece) -> None:
+    def _carry(self, piece: _TensorPiece) -> None:
         lane: _Lane | None = getattr(self._own, "lane", None)
         if lane is None:
             lane = self._own.lane = _Lane(self.device, self.piece_bytes)
@@ -137,7 +137,7 @@ class _Lane:
         self._buffer = torch.empty(0, dtype=torch.uint8)  # made when the device is current
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def carry(self, piece: _Piece) -> None:
+    def carry(self, piece: _TensorPiece) -> None:
         on_stream = torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
         with torch.inference_mode(), on_stream:
             values = self._read(piece)
@@ -151,7 +151,7 @@ class _Lane:
             if self._stream:
                 self._stream.synchronize()  # the buffer is free again
 
-    def _read(self, piece: _Piece) -> torch.Tensor:
+    def _read(self, piece: _TensorPiece) -> torch.Tensor:
         """The piece as it is in the file, in this lane's buffer."""
         stored = piece.stored
         size = math.prod(piece.shape) * stored.dtype.itemsize
@@ -181,5 +181,5 @@ def _read_at(file: int, into: memoryview, offset: int) -> int:
     return len(data)
 
 
-def unreadable(stored: Stored, why: object) -> ModelError:
+def unreadable(stored: StoredTensor, why: object) -> ModelError:
     return ModelError(f"cannot read tensor {stored.name} of {stored.file}: {why}")

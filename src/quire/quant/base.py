@@ -54,7 +54,7 @@ class Matmul(Protocol):
 
 
 # x, residual [rows, width] -> a product with the normed sum of the two, and the sum; without a residual that is x
-Step = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
+NormedProduct = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
 class FusingMatmul(Matmul):
@@ -70,7 +70,7 @@ class FusingMatmul(Matmul):
         """The product plus residual [rows, outputs]."""
 
     @abstractmethod
-    def after_norm(self, norm: torch.Tensor, eps: float, kind: str | None) -> Step:
+    def after_norm(self, norm: torch.Tensor, eps: float, kind: str | None) -> NormedProduct:
         """The product with the RMS norm (weight `norm`) of a sum. With a `kind` of activation the weight is
         gate|up, and the result kind(gate) * up."""
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from quire.kernels.gemv import gemv, most_rows, norm_gemv
 from quire.kernels.skinny import BLOCK_N, MOST_ROWS, is_small, skinny, whole
 from quire.kernels.target import log_choice, target_of
-from quire.quant.base import FusingMatmul, Step
+from quire.quant.base import FusingMatmul, NormedProduct
 
 
 class FewRowsMatmul(FusingMatmul):
@@ -47,7 +47,7 @@ class FewRowsMatmul(FusingMatmul):
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
         return gemv(x, self.weight, self.bias, residual)
 
-    def after_norm(self, norm: torch.Tensor, eps: float, kind: str | None) -> Step:
+    def after_norm(self, norm: torch.Tensor, eps: float, kind: str | None) -> NormedProduct:
         def product(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
             return norm_gemv(x, residual, norm, eps, self.weight, self.bias, kind)
 

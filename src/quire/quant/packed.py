@@ -12,17 +12,17 @@ from quire.kernels.cpu.ops import (
     KINDS,
     LANES,
     CpuKernels,
-    Norm,
-    Packed,
-    Product,
-    Weight,
+    CNorm,
+    PackedWeight,
+    CProduct,
+    CWeight,
     address,
     find_packed,
     half,
     norm_struct,
     pointer,
 )
-from quire.quant.base import FusingMatmul, Matmul, PlainMatmul, Step
+from quire.quant.base import FusingMatmul, Matmul, PlainMatmul, NormedProduct
 
 # Up to so many rows reading the weight is what takes time; for more, oneDNN is faster.
 FEW_ROWS = 8
@@ -69,15 +69,15 @@ class FewRowsPackedMatmul(FusingMatmul):
     Each row is summed up in one order, so results do not depend on how many of the few rows there are.
     """
 
-    def __init__(self, many: PackedMatmul, weight: torch.Tensor, form: Packed, kernels: CpuKernels) -> None:
+    def __init__(self, many: PackedMatmul, weight: torch.Tensor, form: PackedWeight, kernels: CpuKernels) -> None:
         self.many, self.form, self.kernels = many, form, kernels
         self.outputs, self.inputs = weight.shape
         self.half = half(weight)
         self.fused_rows = FEW_ROWS
         self.plain = self.weight_struct(None, "")
 
-    def weight_struct(self, norm: Norm | None, kind: str) -> Weight:
-        return Weight(
+    def weight_struct(self, norm: CNorm | None, kind: str) -> CWeight:
+        return CWeight(
             self.form.address, pointer(self.many.bias), address(norm), self.inputs, self.form.padded, self.outputs,
             self.form.vectors, self.half, KINDS[kind],
         )  # fmt: skip
@@ -92,7 +92,7 @@ class FewRowsPackedMatmul(FusingMatmul):
 
     def run(
         self,
-        weight: Weight,
+        weight: CWeight,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         total: torch.Tensor | None,
@@ -100,7 +100,7 @@ class FewRowsPackedMatmul(FusingMatmul):
         y: torch.Tensor,
     ) -> None:
         """See `product` in step.c."""
-        arguments = Product(
+        arguments = CProduct(
             address(weight),
             x.data_ptr(),
             pointer(residual),
@@ -116,11 +116,11 @@ class FewRowsPackedMatmul(FusingMatmul):
         self.run(self.plain, x.contiguous(), None, None, residual, y)
         return y
 
-    def after_norm(self, norm: torch.Tensor, eps: float, kind: str | None) -> Step:
-        return _AfterNorm(self, norm, eps, kind)
+    def after_norm(self, norm: torch.Tensor, eps: float, kind: str | None) -> NormedProduct:
+        return _FusedNormMatmul(self, norm, eps, kind)
 
 
-class _AfterNorm:
+class _FusedNormMatmul:
     """See `FusingMatmul.after_norm`."""
 
     def __init__(self, matmul: FewRowsPackedMatmul, norm: torch.Tensor, eps: float, kind: str | None) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-Rows = slice | Tensor  # rows of a batch; the full slice is a view, so a uniform batch is never copied
+RowIndex = slice | Tensor  # rows of a batch; the full slice is a view, so a uniform batch is never copied
 
 
 class TokenColumns(Protocol):
@@ -37,7 +37,7 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-def rows_where(flags: np.ndarray, device: torch.device) -> Rows:
+def rows_where(flags: np.ndarray, device: torch.device) -> RowIndex:
     """The rows whose flag is set, as an index that needs no copy if that is all of them."""
     if flags.all():
         return slice(None)
@@ -77,11 +77,11 @@ class SlotTable:
         """int64 [slots, columns] on the device, in place for good; floats as the bits of float64."""
         return self._table
 
-    def gather(self, slots: Tensor) -> Gathered:
-        return Gathered(self._column, self._table[slots])
+    def gather(self, slots: Tensor) -> RowColumns:
+        return RowColumns(self._column, self._table[slots])
 
 
-class Gathered:
+class RowColumns:
     """The columns of a table for the rows of one batch."""
 
     __slots__ = ("_column", "_floats", "_ints")

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from quire.sampling.columns import Gathered, rows_where
+from quire.sampling.columns import RowColumns, rows_where
 from quire.sampling.on_cpu import largest
 
 MAX_CANDIDATES = 1024  # top_k up to this is found by `topk`
@@ -66,7 +66,7 @@ class Kept:
     greedy: Tensor  # bool [rows]: the first token with the largest logit is all that is kept
 
 
-def kept(x: Tensor, flags: FilterFlags, columns: Gathered) -> Kept:
+def kept(x: Tensor, flags: FilterFlags, columns: RowColumns) -> Kept:
     """What the filters leave of `x` [rows, vocab], which holds no nan and no +inf."""
     top = x.amax(1, keepdim=True).clamp_(min=_LOWEST)  # finite, also where all tokens are masked
     cutoff = top + columns.float32("log_min_p").unsqueeze(1)  # [rows, 1]; -inf where min_p is off

@@ -20,7 +20,7 @@ _FEW = 8  # chunks per wanted value, below which nothing is gained
 
 
 @dataclass(slots=True)
-class Contenders:
+class TopCandidates:
     """Tokens of each row, in ascending order, among which are those with its k largest values."""
 
     values: Tensor  # [rows, n]
@@ -42,7 +42,7 @@ def highest(x: Tensor) -> Tensor:
     return torch.from_numpy(x.float().numpy().argmax(1))
 
 
-def contenders(x: Tensor, k: int) -> Contenders | None:
+def contenders(x: Tensor, k: int) -> TopCandidates | None:
     """Of x float32 [rows, vocab] without nan; None: so many are wanted that a topk over all is as good."""
     rows, vocab = x.shape
     count = vocab // _CHUNK
@@ -54,7 +54,7 @@ def contenders(x: Tensor, k: int) -> Contenders | None:
     tokens = (chunks.unsqueeze(2) * _CHUNK + torch.arange(_CHUNK)).flatten(1)
     remainder = torch.arange(count * _CHUNK, vocab).expand(rows, -1)
     tokens = torch.cat((tokens, remainder), 1)
-    return Contenders(x.gather(1, tokens), tokens, best.values[:, k:])
+    return TopCandidates(x.gather(1, tokens), tokens, best.values[:, k:])
 
 
 def largest(x: Tensor, k: int) -> Tensor:

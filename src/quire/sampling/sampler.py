@@ -22,7 +22,7 @@ from torch import Tensor
 
 from quire.kernels import available
 from quire.sampling import masks as plain_masks
-from quire.sampling.columns import Gathered, SlotTable, TokenColumns, rows_where, to_device
+from quire.sampling.columns import RowColumns, SlotTable, TokenColumns, rows_where, to_device
 from quire.sampling.filters import FilterFlags, kept
 from quire.sampling.logprobs import Logprobs, score
 from quire.sampling.noise import gumbel, row_keys
@@ -185,7 +185,7 @@ class Sampler:
         return torch.where(found.greedy, first, x.argmax(1))
 
     def _draw_on_cpu(
-        self, x: Tensor, flags: FilterFlags, columns: Gathered, k0: Tensor, k1: Tensor
+        self, x: Tensor, flags: FilterFlags, columns: RowColumns, k0: Tensor, k1: Tensor
     ) -> Tensor:
         """The same, looking at few tokens where every row has a small top_k. Counting costs no wait here."""
         few = contenders(x, int(flags.top_k.max())) if flags.top_k.all() else None
@@ -199,7 +199,7 @@ class Sampler:
             tokens[found.greedy] = highest(x[found.greedy])
         return tokens
 
-    def _keys(self, columns: Gathered, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def _keys(self, columns: RowColumns, slots: Tensor) -> tuple[Tensor, Tensor]:
         position = self._columns.num_tokens[slots]
         return row_keys(columns.int32("seed_low"), columns.int32("seed_high"), position)
 

@@ -28,7 +28,7 @@ _ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 _CAUSES = ("step", "slots", "pages", "tokens", "batch", "grammar")
 
 
-class Track:
+class RequestTrack:
     """One engine request. Times are on the monotonic clock; `end_s` is when its last token came here."""
 
     __slots__ = (
@@ -55,7 +55,7 @@ class ClientTotals:
     generated_tokens: int = 0
 
 
-class Account:
+class RequestAccounts:
     def __init__(self, max_model_len: int) -> None:
         self.figures = Figures()
         self.ttft_s, self.itl_s = Histogram(_TTFT_S), Histogram(_TOKEN_S)
@@ -74,12 +74,12 @@ class Account:
         self.waited_s = dict.fromkeys(_CAUSES, 0.0)  # in the engine
         self.lost_s = self.preempted_s = self.recompute_s = 0.0
         self.clients: dict[str, ClientTotals] = {}  # by name
-        self._tracks: dict[str, Track] = {}
+        self._tracks: dict[str, RequestTrack] = {}
 
-    def open(self, requests: Iterable[EngineRequest], arrival_s: float) -> list[Track]:
+    def open(self, requests: Iterable[EngineRequest], arrival_s: float) -> list[RequestTrack]:
         """Engine requests are about to be sent."""
         sent_s = time.monotonic()
-        found = [Track(request, arrival_s, sent_s) for request in requests]
+        found = [RequestTrack(request, arrival_s, sent_s) for request in requests]
         self._tracks.update((track.id, track) for track in found)
         return found
 
@@ -118,7 +118,7 @@ class Account:
                 if track.timing is not None:
                     track.timing = until(track.timing, figures)
 
-    def _take_timing(self, track: Track, timing: Timing) -> None:
+    def _take_timing(self, track: RequestTrack, timing: Timing) -> None:
         if timing.admitted_s is not None and (track.timing is None or track.timing.admitted_s is None):
             self.prompt_tokens += track.prompt_tokens
             self.cached_tokens += timing.cached_tokens
@@ -131,7 +131,7 @@ class Account:
         return ClientTotals(*(sum(getattr(one, f.name) for one in counters) for f in fields(ClientTotals)))
 
     def close(
-        self, states: Sequence[RequestState], tracks: Sequence[Track], client: str, complete: bool
+        self, states: Sequence[RequestState], tracks: Sequence[RequestTrack], client: str, complete: bool
     ) -> None:
         """A request's answers are over, in whatever way. `client`: whose they were."""
         at = iter(tracks)
@@ -162,7 +162,7 @@ class Account:
         self.recompute_s += timing.recompute_s
         self.recomputed_tokens += timing.recomputed_tokens
 
-    def _observe(self, track: Track, end_s: float) -> None:
+    def _observe(self, track: RequestTrack, end_s: float) -> None:
         timing, params = track.timing, track.params
         self.e2e_s.observe(end_s - track.arrival_s)
         self.prompt_sizes.observe(track.prompt_tokens)

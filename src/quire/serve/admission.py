@@ -9,9 +9,9 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 
-from quire.serve.auth import Client
+from quire.serve.auth import ApiClient
 from quire.serve.errors import ApiError, overloaded
-from quire.types import Load
+from quire.types import EngineLoad
 
 _WINDOW_S = 10.0
 _LONGEST_S = 60.0
@@ -32,7 +32,7 @@ class Admission:
         self._max_waiting, self._max_tokens, self._slots = max_waiting, max_waiting_tokens, max_num_seqs
         self._total_weight = total_weight
         self._open: dict[str, int] = {}  # choices of each client that are not finished
-        self.load = Load()
+        self.load = EngineLoad()
         self.rejections = {"max_waiting": 0, "max_waiting_tokens": 0, "draining": 0}  # by cause
         self._turned_away: Counter[str] = Counter()  # requests of each client
         self.draining: str | None = None  # why nobody is let in any more
@@ -60,7 +60,7 @@ class Admission:
     def waiting_tokens(self) -> int:
         return self.load.waiting_tokens + (self._way_tokens if self.waiting else 0)
 
-    def arrive(self, client: Client, choices: int) -> None:
+    def arrive(self, client: ApiClient, choices: int) -> None:
         """Make room for `choices` engine requests. Raises ApiError 503 if there is none, 400 if there never is."""
         if self.draining:
             self._count_rejection(client, "draining")
@@ -81,7 +81,7 @@ class Admission:
         self._preparing += choices
         self._open[client.name] = self._open.get(client.name, 0) + choices
 
-    def _has_its_share(self, client: Client, choices: int) -> bool:
+    def _has_its_share(self, client: ApiClient, choices: int) -> bool:
         share = self._max_waiting * min(1.0, client.weight / self._total_weight)
         return self._open.get(client.name, 0) + choices > share
 
@@ -89,7 +89,7 @@ class Admission:
         unseen = self._preparing + self._sent - self.load.received
         return max(0, self._slots - self.load.running - self.load.waiting - unseen)
 
-    def pass_on(self, client: Client, choices: int, tokens: int) -> None:
+    def pass_on(self, client: ApiClient, choices: int, tokens: int) -> None:
         """Let prepared requests go to the engine, unless their prompt tokens are too many to wait."""
         limit, alone = self._max_tokens, self._open[client.name] <= choices
         if limit is not None and not alone and self.waiting and self.waiting_tokens + tokens > limit:
@@ -106,13 +106,13 @@ class Admission:
         """The prompts are tokenised, or were refused."""
         self._preparing -= choices
 
-    def leave(self, client: Client, choices: int) -> None:
+    def leave(self, client: ApiClient, choices: int) -> None:
         """The request is answered, refused or given up."""
         self._open[client.name] -= choices
         if not self._open[client.name]:
             del self._open[client.name]
 
-    def report(self, load: Load) -> None:
+    def report(self, load: EngineLoad) -> None:
         self.load = load
         while self._on_the_way and self._on_the_way[0][0] <= load.received:
             self._way_tokens -= self._on_the_way.popleft()[1]
@@ -133,11 +133,11 @@ class Admission:
         """Return the number of choices of one client, or of all, that are not over yet."""
         return self.num_open if client is None else self._open.get(client, 0)
 
-    def _count_rejection(self, client: Client, cause: str) -> None:
+    def _count_rejection(self, client: ApiClient, cause: str) -> None:
         self.rejections[cause] += 1
         self._turned_away[client.name] += 1
 
-    def _turn_away(self, client: Client, cause: str, message: str) -> None:
+    def _turn_away(self, client: ApiClient, cause: str, message: str) -> None:
         self._count_rejection(client, cause)
         wait_s = self.waiting / self._rate if self._rate > 0 else 1.0
         raise overloaded(message, min(_LONGEST_S, wait_s))

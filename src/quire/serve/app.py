@@ -12,10 +12,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from quire.serve.auth import Keys
+from quire.serve.auth import ApiKeys
 from quire.serve.chat import chat_completions
 from quire.serve.completions import completions
-from quire.serve.context import Server
+from quire.serve.context import ServerContext
 from quire.serve.embeddings import embeddings
 from quire.serve.errors import ApiError, as_api_error, with_field
 from quire.serve.generate import generate
@@ -23,7 +23,7 @@ from quire.serve.guard import make_guard
 from quire.serve.live import live_events
 from quire.serve.messages.routes import count_tokens, messages
 from quire.serve.metrics import metrics
-from quire.serve.middleware import Front
+from quire.serve.middleware import RequestMiddleware
 from quire.serve.openapi import openapi
 from quire.serve.page import page_routes
 from quire.serve.protocol.chat import ChatRequest
@@ -64,7 +64,7 @@ def routes() -> list[Route]:
     ]
 
 
-def build_app(server: Server, keys: Keys) -> ASGIApp:
+def build_app(server: ServerContext, keys: ApiKeys) -> ASGIApp:
     handlers: dict[Any, Any] = {HTTPException: _http_error, ApiError: _error, QuireError: _error, 500: _error}
     settings = server.settings
     page = (
@@ -74,7 +74,7 @@ def build_app(server: Server, keys: Keys) -> ASGIApp:
     )
     app = Starlette(routes=[*routes(), *page], exception_handlers=handlers)
     app.state.server = server
-    front: ASGIApp = Front(
+    front: ASGIApp = RequestMiddleware(
         app, make_guard(settings, len(keys) > 0), keys, (server.http, server.bodies, *server.observers)
     )
     if settings.allowed_origins:

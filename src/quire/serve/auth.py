@@ -15,7 +15,7 @@ _OPTION = re.compile(r"(weight|name)=(\S+)|(admin)")
 
 
 @dataclass(frozen=True, slots=True)
-class Client:
+class ApiClient:
     """A caller, known by its name: requests, stored responses and cached prefixes belong to it.
 
     `weight`: its share of the tokens when requests have to wait. `admin`: it may see the requests of all.
@@ -31,17 +31,17 @@ class Client:
         return None if self.admin else self.name
 
 
-ANYONE = Client(admin=True)  # every caller of a server without keys
+ANYONE = ApiClient(admin=True)  # every caller of a server without keys
 
 
-class Keys:
+class ApiKeys:
     """The keys that open the server. Without any, every caller is `ANYONE`.
 
     Keys are held and looked up as digests under a secret of this process, so the time of a lookup tells nothing about
     how much of a wrong key was right.
     """
 
-    def __init__(self, keys: dict[str, Client]) -> None:
+    def __init__(self, keys: dict[str, ApiClient]) -> None:
         self._secret = secrets.token_bytes(32)
         self._clients = {self._digest(key): client for key, client in keys.items()}
 
@@ -53,7 +53,7 @@ class Keys:
         """The weight of all clients, each counted once."""
         return sum(client.weight for client in set(self._clients.values())) or 1.0
 
-    def client(self, given: str | None) -> Client | None:
+    def client(self, given: str | None) -> ApiClient | None:
         """Return the client of a key, or None if it is no key of this server."""
         return self._clients.get(self._digest(given or "")) if self._clients else ANYONE
 
@@ -61,7 +61,7 @@ class Keys:
         return blake2b(key.encode(), digest_size=32, key=self._secret).digest()
 
 
-def load_keys(flags: Sequence[str], environment: str, file: str | None) -> Keys:
+def load_keys(flags: Sequence[str], environment: str, file: str | None) -> ApiKeys:
     """Read the keys of `--api-key`, of the comma-separated QUIRE_API_KEY and of a key file.
 
     A line of the file is `KEY [name=team] [weight=2] [admin]`. Lines with the same name are keys of one client. A key
@@ -73,7 +73,7 @@ def load_keys(flags: Sequence[str], environment: str, file: str | None) -> Keys:
     """
     if not all(key.strip() for key in flags):
         raise ConfigError("api_key is empty: the server would be open to everybody")
-    keys: dict[str, Client] = {}
+    keys: dict[str, ApiClient] = {}
     sources: dict[str, str] = {}
     for source, key, client in _entries(flags, environment, file):
         if not (key.isascii() and key.isprintable()):
@@ -85,14 +85,14 @@ def load_keys(flags: Sequence[str], environment: str, file: str | None) -> Keys:
             raise ConfigError(f"an API key is given twice, in {where}: each key belongs to one client")
         keys[key], sources[key] = client, source
     _check_names(keys)
-    return Keys(keys)
+    return ApiKeys(keys)
 
 
-def _entries(flags: Sequence[str], environment: str, file: str | None) -> Iterator[tuple[str, str, Client]]:
+def _entries(flags: Sequence[str], environment: str, file: str | None) -> Iterator[tuple[str, str, ApiClient]]:
     """Yield the source of each key, the key, and its client."""
     for source, keys in (("--api-key", flags), ("QUIRE_API_KEY", environment.split(","))):
         for key in filter(None, map(str.strip, keys)):
-            yield source, key, Client(_name_of(key))
+            yield source, key, ApiClient(_name_of(key))
     for line in _lines(file) if file is not None else ():
         key, *options = line.split()
         yield f"the API key file {file}", key, _client(key, options, file)
@@ -103,7 +103,7 @@ def _name_of(key: str) -> str:
     return "key-" + blake2b(key.encode(), digest_size=5, person=b"quire api key").hexdigest()
 
 
-def _client(key: str, options: Sequence[str], file: str | None) -> Client:
+def _client(key: str, options: Sequence[str], file: str | None) -> ApiClient:
     given: dict[str, str] = {}
     for option in options:
         if not (match := _OPTION.fullmatch(option)):
@@ -115,12 +115,12 @@ def _client(key: str, options: Sequence[str], file: str | None) -> Client:
     name = given.get("name", "") or _name_of(key)
     if not name.isprintable():
         raise ConfigError(f"{file}: name={name!r} must consist of printable characters")
-    return Client(name, _weight(given.get("weight", "1"), file), "admin" in given)
+    return ApiClient(name, _weight(given.get("weight", "1"), file), "admin" in given)
 
 
-def _check_names(keys: dict[str, Client]) -> None:
+def _check_names(keys: dict[str, ApiClient]) -> None:
     """Raise ConfigError unless all keys of a name agree on its client."""
-    found: dict[str, Client] = {}
+    found: dict[str, ApiClient] = {}
     for client in keys.values():
         if found.setdefault(client.name, client) != client:
             raise ConfigError(

@@ -11,10 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.frontend.chat import render_chat
-from quire.serve.auth import Client
+from quire.serve.auth import ApiClient
 from quire.serve.choice import ChatChoiceBuilder
-from quire.serve.context import Server, answer_id, client_of, length_field, read_request, server_of, thread_of
-from quire.serve.engine import Job
+from quire.serve.context import ServerContext, answer_id, client_of, length_field, read_request, server_of, thread_of
+from quire.serve.engine import PromptJob
 from quire.serve.errors import bad_request
 from quire.serve.form import AnswerForm
 from quire.serve.generation import Delta, Generation
@@ -24,7 +24,7 @@ from quire.serve.protocol.chat import Delta as ContentDelta
 from quire.serve.protocol.sampling import Usage, usage_of
 from quire.serve.receipt import ReceiptMaker, receipt_maker
 from quire.serve.sampling import check_fields, sampling_params
-from quire.serve.stream import MARK, Mould, event, finished, stream
+from quire.serve.stream import MARK, ChunkTemplate, event, finished, stream
 from quire.serve.tools.request import ToolUse, tool_use
 from quire.types import SamplingParams
 
@@ -33,7 +33,7 @@ from quire.types import SamplingParams
 class Turn:
     """The answer to a conversation, on its way. The chat is what it was asked as, whichever API it came by."""
 
-    server: Server
+    server: ServerContext
     chat: ChatRequest
     model: str  # name for the answer
     params: SamplingParams
@@ -70,11 +70,11 @@ async def begin(request: Request, chat: ChatRequest, warnings: list[str], exact:
     forms: list[AnswerForm] = []
     rendered = await _rendered_apart(server, client, chat, use, template)
 
-    def jobs() -> list[Job]:
+    def jobs() -> list[PromptJob]:
         prompt = chat_prompt(server, chat, use.tools, template) if rendered is None else rendered
         forms.append(server.forms.of(chat, use, template, prompt, params.structured_outputs))
         return [
-            Job(
+            PromptJob(
                 prompt,
                 forms[0].params(params),
                 chat.priority or 0,
@@ -96,7 +96,7 @@ async def begin(request: Request, chat: ChatRequest, warnings: list[str], exact:
 
 
 async def _rendered_apart(
-    server: Server, client: Client, chat: ChatRequest, use: ToolUse, template: str
+    server: ServerContext, client: ApiClient, chat: ChatRequest, use: ToolUse, template: str
 ) -> str | None:
     """Return the prompt of a request that brings a template: it does not keep the threads that others need."""
     if not chat.chat_template:
@@ -106,7 +106,7 @@ async def _rendered_apart(
     )
 
 
-def keep_last(server: Server, given: int | None, longest: int | None = None) -> int | None:
+def keep_last(server: ServerContext, given: int | None, longest: int | None = None) -> int | None:
     """truncate_prompt_tokens: -1 keeps what leaves room for an answer of `longest` tokens if such a one fits at all,
     else for one token."""
     context = server.engine.info.max_model_len
@@ -125,7 +125,7 @@ def _check_chat(chat: ChatRequest, max_logprobs: int) -> None:
         )
 
 
-def _params(server: Server, chat: ChatRequest) -> SamplingParams:
+def _params(server: ServerContext, chat: ChatRequest) -> SamplingParams:
     engine = server.engine
     defaults = engine.processor.defaults
     max_tokens = chat.max_completion_tokens if chat.max_completion_tokens is not None else chat.max_tokens
@@ -137,7 +137,7 @@ def _params(server: Server, chat: ChatRequest) -> SamplingParams:
     )
 
 
-def chat_prompt(server: Server, chat: ChatRequest, tools: list[dict[str, Any]], template: str) -> str:
+def chat_prompt(server: ServerContext, chat: ChatRequest, tools: list[dict[str, Any]], template: str) -> str:
     """The text of the prompt. Raises RequestError for messages that the template does not take."""
     continues = bool(chat.continue_final_message)
     variables = dict(chat.chat_template_kwargs or {})
@@ -194,7 +194,7 @@ class ChatAnswer:
             for index in range(len(generation.states[0].answers))
         ]
         self._unfinished = len(self._builders)
-        self._moulds: dict[int, Mould] = {}  # by index of the choice
+        self._moulds: dict[int, ChunkTemplate] = {}  # by index of the choice
 
     def response(self) -> ChatResponse:
         generation, chat = self._generation, self._chat
@@ -251,11 +251,11 @@ class ChatAnswer:
                 chunk.receipt = self._receipt()
         return event(chunk)
 
-    def _mould(self, index: int) -> Mould:
+    def _mould(self, index: int) -> ChunkTemplate:
         """Of the pieces of a choice that are content alone."""
         chunk = self._chunk()
         chunk.choices = [ChunkChoice(index, ContentDelta(content=MARK))]
-        return Mould(chunk)
+        return ChunkTemplate(chunk)
 
     def _chunk(self) -> ChatChunk:
         """A chunk without choices. The first one of a stream carries what comes once."""

@@ -9,20 +9,20 @@ from msgspec import UNSET
 
 from quire.frontend.tokenizer import Tokenizer
 from quire.serve.logprobs import chat_logprobs
-from quire.serve.parser import Arguments, Content, Event, Reasoning, TextParser, ToolCall, merged, read
+from quire.serve.parser import Arguments, Content, ParserEvent, Reasoning, TextParser, ToolCall, merged, read
 from quire.serve.protocol.chat import (
     ChatChoice,
     ChoiceLogprobs,
     ChunkChoice,
     Delta,
     FunctionCall,
-    Message,
+    AssistantMessage,
     ToolCallPart,
 )
 from quire.types import CompletionOutput
 
 
-def delta_of(event: Event) -> Delta:
+def delta_of(event: ParserEvent) -> Delta:
     match event:
         case Content(text):
             return Delta(content=text)
@@ -61,7 +61,7 @@ class ChatChoiceBuilder:
         self._held_logprobs: ChoiceLogprobs | None = None  # of tokens whose text is not out yet
         self._held_ids: list[int] = []
 
-    def _events(self, output: CompletionOutput) -> list[Event]:
+    def _events(self, output: CompletionOutput) -> list[ParserEvent]:
         events = read(self._parser, output)
         if not self._begun and self._prefix:
             events = [Content(self._prefix), *events]
@@ -82,7 +82,7 @@ class ChatChoiceBuilder:
 
     def message(self, output: CompletionOutput) -> ChatChoice:
         """The whole choice from its whole output."""
-        texts: dict[type[Event], list[str]] = {Content: [], Reasoning: []}
+        texts: dict[type[ParserEvent], list[str]] = {Content: [], Reasoning: []}
         calls: list[ToolCallPart] = []
         for event in self._events(output):
             match event:
@@ -97,7 +97,7 @@ class ChatChoiceBuilder:
         content, reasoning = "".join(texts[Content]), "".join(texts[Reasoning])
         return ChatChoice(
             self.index,
-            Message(
+            AssistantMessage(
                 self._role,
                 content if content or not calls else None,
                 tool_calls=calls or UNSET,

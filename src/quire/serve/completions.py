@@ -11,8 +11,8 @@ from starlette.responses import Response
 
 from quire.frontend.processor import Prompt
 from quire.serve.chat import keep_last
-from quire.serve.context import Server, answer_id, client_of, length_field, read_request, server_of, thread_of
-from quire.serve.engine import Job
+from quire.serve.context import ServerContext, answer_id, client_of, length_field, read_request, server_of, thread_of
+from quire.serve.engine import PromptJob
 from quire.serve.errors import bad_request
 from quire.serve.generation import Delta, Generation
 from quire.serve.logprobs import completion_logprobs, prompt_logprobs
@@ -25,7 +25,7 @@ from quire.serve.protocol.completions import (
 from quire.serve.protocol.sampling import Usage, usage_of
 from quire.serve.receipt import ReceiptMaker, receipt_maker
 from quire.serve.sampling import MAX_CHOICES, check_fields, sampling_params
-from quire.serve.stream import MARK, Mould, event, finished, stream
+from quire.serve.stream import MARK, ChunkTemplate, event, finished, stream
 from quire.types import CompletionOutput, RequestOutput, SamplingParams
 
 _MAX_TOKENS = 16  # OpenAI's default for this route
@@ -44,9 +44,9 @@ async def completions(request: Request) -> Response:
     client = client_of(request)
     field = length_field(wanted, "max_tokens")
 
-    def jobs() -> list[Job]:
+    def jobs() -> list[PromptJob]:
         return [
-            Job(
+            PromptJob(
                 prompt,
                 params,
                 wanted.priority or 0,
@@ -81,7 +81,7 @@ def prompts_of(given: str | list[Any], name: str = "prompt") -> list[Prompt]:
     return given
 
 
-def _params(server: Server, wanted: CompletionRequest) -> SamplingParams:
+def _params(server: ServerContext, wanted: CompletionRequest) -> SamplingParams:
     engine = server.engine
     defaults = engine.processor.defaults
     if wanted.best_of is not None and wanted.best_of != (wanted.n or 1):
@@ -107,7 +107,7 @@ class CompletionAnswer:
 
     def __init__(
         self,
-        server: Server,
+        server: ServerContext,
         wanted: CompletionRequest,
         model: str,
         generation: Generation,
@@ -127,7 +127,7 @@ class CompletionAnswer:
             int, int
         ] = {}  # characters sent so far, by index of the choice; for log-probabilities
         self._unfinished = len(generation.states) * self._n
-        self._moulds: dict[int, Mould] = {}  # by index of the choice
+        self._moulds: dict[int, ChunkTemplate] = {}  # by index of the choice
         self._first = True
         options = wanted.stream_options
         self._include_usage = bool(options and options.include_usage)
@@ -212,11 +212,11 @@ class CompletionAnswer:
                 self._moulds[index] = self._mould(index)
         return found
 
-    def _mould(self, index: int) -> Mould:
+    def _mould(self, index: int) -> ChunkTemplate:
         """Of the further pieces of a choice, which say nothing but their text."""
         chunk = self._chunk()
         chunk.choices = [CompletionChoice(index, MARK)]
-        return Mould(chunk)
+        return ChunkTemplate(chunk)
 
     def _piece(self, number: int, index: int, answer: CompletionOutput) -> CompletionChoice:
         begins = index not in self._said

@@ -12,7 +12,7 @@ from typing import TypeVar, cast
 import msgspec
 from starlette.requests import Request
 
-from quire.serve.auth import ANYONE, Client
+from quire.serve.auth import ANYONE, ApiClient
 from quire.serve.body import Bodies
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
@@ -44,7 +44,7 @@ _WITHOUT_CHOICES = (
 
 
 @dataclass(slots=True)
-class Server:
+class ServerContext:
     engine: AsyncEngine
     settings: ServeConfig
     names: list[str]  # of the model; the first is used in answers
@@ -89,12 +89,12 @@ class Server:
         return name or self.names[0]
 
 
-def server_of(request: Request) -> Server:
-    return cast(Server, request.app.state.server)
+def server_of(request: Request) -> ServerContext:
+    return cast(ServerContext, request.app.state.server)
 
 
-def client_of(request: Request) -> Client:
-    return cast(Client, request.scope.get("client_key", ANYONE))
+def client_of(request: Request) -> ApiClient:
+    return cast(ApiClient, request.scope.get("client_key", ANYONE))
 
 
 def thread_of(request: Request) -> Callable[[Callable[[], R]], Awaitable[R]]:

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from quire.serve.chat import keep_last
 from quire.serve.completions import prompts_of
 from quire.serve.context import client_of, read_request, server_of
-from quire.serve.engine import Job
+from quire.serve.engine import PromptJob
 from quire.serve.errors import bad_request
 from quire.serve.protocol.embeddings import EmbeddingsRequest, EmbeddingsResponse, EmbeddingsUsage
 from quire.serve.sampling import MAX_CHOICES, check_request
@@ -47,7 +47,7 @@ async def embeddings(request: Request) -> Response:
     generation = await server.engine.generate(
         client_of(request),
         len(prompts),
-        lambda: [Job(prompt, *options, pooling=pooling) for prompt in prompts],
+        lambda: [PromptJob(prompt, *options, pooling=pooling) for prompt in prompts],
         False,
         wanted.timeout,
     )

@@ -27,9 +27,9 @@ from quire.frontend.model import processor_of, tokenizer_of
 from quire.frontend.output import OutputAssembler, RequestState
 from quire.frontend.processor import Prompt
 from quire.frontend.tokenizer import Tokenizer
-from quire.serve.account import Account
+from quire.serve.account import RequestAccounts
 from quire.serve.admission import Admission
-from quire.serve.auth import ANYONE, Client
+from quire.serve.auth import ANYONE, ApiClient
 from quire.serve.errors import ApiError, as_api_error
 from quire.serve.generation import Generation
 from quire.serve.process import EngineProcess
@@ -54,7 +54,7 @@ _YIELD_S = 0.005  # how long outputs may be taken in before what they brought is
 
 
 @dataclass(slots=True)
-class Job:
+class PromptJob:
     """One prompt as a route asks for it."""
 
     prompt: Prompt
@@ -70,7 +70,7 @@ class Job:
 
 
 @dataclass(slots=True)
-class Prepared:
+class PreparedRequest:
     """A prompt that can be sent: nothing can be wrong with it any more."""
 
     state: RequestState
@@ -114,11 +114,11 @@ class AsyncEngine:
         self.admission = Admission(
             settings.max_waiting, settings.max_waiting_tokens, self.info.max_num_seqs, self._total_weight
         )
-        self.account = Account(self.info.max_model_len)
+        self.account = RequestAccounts(self.info.max_model_len)
         self._receiver = asyncio.ensure_future(self._receive())
         self._pulse = asyncio.ensure_future(self.pulse.run())
 
-    async def in_thread(self, client: Client, work: Callable[..., T], *args: object) -> T:
+    async def in_thread(self, client: ApiClient, work: Callable[..., T], *args: object) -> T:
         """Run what takes long in one of the tokenizer's threads, when it is the client's turn."""
         return await self._threads.run(client, work, *args)
 
@@ -126,9 +126,9 @@ class AsyncEngine:
 
     async def generate(
         self,
-        client: Client,
+        client: ApiClient,
         choices: int,
-        make_jobs: Callable[[], Sequence[Job]],
+        make_jobs: Callable[[], Sequence[PromptJob]],
         live: bool,
         timeout_s: float | None,
     ) -> Generation:
@@ -168,9 +168,9 @@ class AsyncEngine:
         return generation
 
     def _prepare(
-        self, make_jobs: Callable[[], Sequence[Job]], client: Client, arrival_s: float
-    ) -> list[Prepared]:
-        prepared: list[Prepared] = []
+        self, make_jobs: Callable[[], Sequence[PromptJob]], client: ApiClient, arrival_s: float
+    ) -> list[PreparedRequest]:
+        prepared: list[PreparedRequest] = []
         most, total = max(_MAX_REQUEST_TOKENS, self.info.max_model_len), 0
         for job in make_jobs():
             prepared.append(self._prepare_one(job, client, arrival_s))
@@ -179,7 +179,7 @@ class AsyncEngine:
                 raise RequestError(f"prompt: all prompts of a request may have {most} tokens together")
         return prepared
 
-    def _prepare_one(self, job: Job, client: Client, arrival_s: float) -> Prepared:
+    def _prepare_one(self, job: PromptJob, client: ApiClient, arrival_s: float) -> PreparedRequest:
         name = f"{next(self._ids):x}"
         prompt = job.prompt
         if job.keep_last is not None:
@@ -198,15 +198,15 @@ class AsyncEngine:
         if job.echo and text is None:
             text = self.tokenizer.decode(requests[0].prompt, skip_special_tokens=False)
         frames = b"".join(frame(msg.encode(msg.Add(request))) for request in requests)
-        return Prepared(RequestState(name, text, requests, self.tokenizer, arrival_s), requests, frames)
+        return PreparedRequest(RequestState(name, text, requests, self.tokenizer, arrival_s), requests, frames)
 
-    def _salt(self, client: Client, given: str) -> str:
+    def _salt(self, client: ApiClient, given: str) -> str:
         """Return what keeps the cached prefixes of a request apart: the request's salt, and its client's name."""
         if self.settings.share_prefix_cache or client == ANYONE:
             return given
         return f"{client.name}\n{given}"  # a name holds no line feed
 
-    def _close(self, generation: Generation, client: Client, choices: int) -> None:
+    def _close(self, generation: Generation, client: ApiClient, choices: int) -> None:
         """A generation is over. What it still has in the engine is aborted: slots and pages are free before
         the next step."""
         ids = [name for state in generation.states for name in self._assembler.abort(state)]

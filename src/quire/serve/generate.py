@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from quire.serve.chat import keep_last
 from quire.serve.context import answer_id, client_of, length_field, read_request, server_of
-from quire.serve.engine import Job
+from quire.serve.engine import PromptJob
 from quire.serve.errors import bad_request
 from quire.serve.protocol.other import GenerateRequest, GenerateResponse
 from quire.serve.receipt import receipt_maker
@@ -40,7 +40,7 @@ async def generate(request: Request) -> Response:
     )
     client = client_of(request)
     field = length_field(wanted, "max_tokens", "max_new_tokens")
-    job = Job(
+    job = PromptJob(
         wanted.prompt,
         params,
         wanted.priority or 0,

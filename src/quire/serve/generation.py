@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from quire.frontend.output import RequestState
-from quire.serve.account import Track
+from quire.serve.account import RequestTrack
 from quire.serve.errors import ApiError
 from quire.types import CompletionOutput
 
@@ -25,7 +25,7 @@ class Generation:
     def __init__(
         self,
         states: Sequence[RequestState],
-        tracks: Sequence[Track],
+        tracks: Sequence[RequestTrack],
         live: bool,
         over: Callable[[Generation], None],
     ) -> None:

@@ -14,7 +14,7 @@ import re
 from collections.abc import Generator
 from typing import TypeAlias, TypeVar
 
-from quire.serve.parser import Event
+from quire.serve.parser import ParserEvent
 
 T = TypeVar("T")
 Steps: TypeAlias = Generator[None, None, T]  # yields whenever it needs more text
@@ -29,23 +29,23 @@ class Incremental:
         self._text = ""
         self._at = 0  # of `_text`, consumed
         self._ended = False
-        self._events: list[Event] = []
+        self._events: list[ParserEvent] = []
         self._record: list[str] | None = None  # what was consumed since somebody began to record
         self._running = self._run()
 
     def _run(self) -> Steps[None]:
         raise NotImplementedError
 
-    def feed(self, text: str) -> list[Event]:
+    def feed(self, text: str) -> list[ParserEvent]:
         self._text = self._text[self._at :] + text
         self._at = 0
         return self._go_on()
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[ParserEvent]:
         self._ended = True
         return self._go_on()
 
-    def _go_on(self) -> list[Event]:
+    def _go_on(self) -> list[ParserEvent]:
         next(self._running, None)
         found, self._events = self._events, []
         return found

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from quire.serve.auth import Client
+from quire.serve.auth import ApiClient
 from quire.serve.errors import ApiError, as_api_error, overloaded
 from quire.serve.wire import encode
 from quire.types import EngineLive, LiveStep
@@ -23,7 +23,7 @@ _MAX_VIEWERS = 64
 
 
 @dataclass(slots=True)
-class Seen:
+class ViewerPosition:
     """How far a viewer is."""
 
     version: int = 0
@@ -40,7 +40,7 @@ class LiveViews:
             str | None, LiveView
         ] = {}  # by the name of the client; never more than there are keys
 
-    def of(self, client: Client) -> LiveView:
+    def of(self, client: ApiClient) -> LiveView:
         """Return the view of what this client may see."""
         sees = client.sees
         if sees not in self._views:
@@ -72,7 +72,7 @@ class LiveView:
     def viewers(self) -> int:
         return self._viewers
 
-    def enter(self) -> Seen:
+    def enter(self) -> ViewerPosition:
         """Somebody begins to look. Raises ApiError 503 when too many do."""
         if self._viewers >= _MAX_VIEWERS:
             raise overloaded(f"{_MAX_VIEWERS} live views are open already", 10)
@@ -81,7 +81,7 @@ class LiveView:
             self._steps.clear()
             self._state = b""
             self._task = asyncio.ensure_future(self._follow())
-        return Seen()
+        return ViewerPosition()
 
     def leave(self) -> None:
         self._viewers -= 1
@@ -94,7 +94,7 @@ class LiveView:
         self.closed = True
         self._changed.set()
 
-    async def news(self, seen: Seen) -> list[tuple[str, bytes]]:
+    async def news(self, seen: ViewerPosition) -> list[tuple[str, bytes]]:
         """Wait until there is something newer than `seen`, and move it there: names and bodies of events.
         An empty list: there will be nothing more. Raises the ApiError that ended the engine."""
         while not (self.closed or self.error) and (seen.version == self._version or not self._state):

@@ -19,8 +19,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__
-from quire.serve.auth import ANYONE, Client
-from quire.serve.context import Server, client_of, server_of
+from quire.serve.auth import ANYONE, ApiClient
+from quire.serve.context import ServerContext, client_of, server_of
 from quire.serve.histogram import Histogram
 
 
@@ -61,7 +61,7 @@ def writer(accept: str) -> tuple[Callable[[Collector], bytes], str]:
 class Families:
     """All families with their values now. Of tokens by client, those that `viewer` may see."""
 
-    def __init__(self, server: Server, viewer: Client = ANYONE) -> None:
+    def __init__(self, server: ServerContext, viewer: ApiClient = ANYONE) -> None:
         self._viewer = viewer
         self._server, self._engine = server, server.engine
         self._account = server.engine.account

@@ -15,7 +15,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from quire.serve.auth import Keys, bearer
+from quire.serve.auth import ApiKeys, bearer
 from quire.serve.errors import ApiError, as_api_error
 from quire.serve.guard import Guard
 from quire.serve.observer import Observer
@@ -28,11 +28,11 @@ OPEN_PATHS = frozenset({"/health", "/healthz", "/ping", *PAGE_PATHS})
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
-class Front:
+class RequestMiddleware:
     """Names each request (`X-Request-Id`), checks where it comes from and its key, and turns exceptions into error
     bodies."""
 
-    def __init__(self, app: ASGIApp, guard: Guard, keys: Keys, observers: Sequence[Observer]) -> None:
+    def __init__(self, app: ASGIApp, guard: Guard, keys: ApiKeys, observers: Sequence[Observer]) -> None:
         self._app, self._guard, self._keys, self._observers = app, guard, keys, observers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -40,15 +40,15 @@ class Arguments:
     text: str
 
 
-Event: TypeAlias = Content | Reasoning | ToolCall | Arguments
+ParserEvent: TypeAlias = Content | Reasoning | ToolCall | Arguments
 
 
 class TextParser(Protocol):
-    def feed(self, text: str) -> list[Event]:
+    def feed(self, text: str) -> list[ParserEvent]:
         """What `text`, the next piece of the answer, brought to light."""
         ...
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[ParserEvent]:
         """No more text comes: let out what was held back."""
         ...
 
@@ -56,22 +56,22 @@ class TextParser(Protocol):
 class PlainText:
     """All text is content."""
 
-    def feed(self, text: str) -> list[Event]:
+    def feed(self, text: str) -> list[ParserEvent]:
         return [Content(text)] if text else []
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[ParserEvent]:
         return []
 
 
-def read(parser: TextParser, output: CompletionOutput) -> list[Event]:
+def read(parser: TextParser, output: CompletionOutput) -> list[ParserEvent]:
     """What a piece of an answer, or all of it, brought to light."""
     events = parser.feed(output.text) if output.text else []
     return events if output.finish_reason is None else [*events, *parser.finish()]
 
 
-def merged(events: list[Event]) -> list[Event]:
+def merged(events: list[ParserEvent]) -> list[ParserEvent]:
     """The same events with neighbouring pieces of text joined."""
-    found: list[Event] = []
+    found: list[ParserEvent] = []
     for event in events:
         last = found[-1] if found else None
         if isinstance(event, Content) and isinstance(last, Content):

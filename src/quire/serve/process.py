@@ -25,7 +25,7 @@ class EngineProcess:
     """Owns the child process and our end of the channel."""
 
     def __init__(self, config: EngineConfig, dry_run_step_s: float | None = None) -> None:
-        self._start = msg.Start(config, dry_run_step_s)
+        self._start = msg.StartEngine(config, dry_run_step_s)
         # A group of its own: Ctrl-C in a terminal reaches us alone, and we end it when its requests are done.
         self._process, self._channel = start_engine_process(process_group=0)
         self._dead: str | None = None
@@ -43,7 +43,7 @@ class EngineProcess:
         threading.Thread(target=self._watch, daemon=True, name="engine-watch").start()
         self.send(self._start)
         while True:
-            if isinstance(message := await self.receive(), msg.Ready):
+            if isinstance(message := await self.receive(), msg.EngineReady):
                 return message.info
 
     def _watch(self) -> None:
@@ -69,7 +69,7 @@ class EngineProcess:
         """The next message. Raises EngineDead, or the error that the engine ended with."""
         if self._dead is None and await self._has_message():
             message = msg.decode_to_client(self._channel.receive())
-            if not isinstance(message, msg.Died):
+            if not isinstance(message, msg.EngineFailed):
                 return message
             self._dead = message.cause
             error = getattr(types, message.kind, None)
@@ -95,7 +95,7 @@ class EngineProcess:
     async def close(self, kill: bool = False) -> None:
         """End the process, in order if it answers within some seconds."""
         if not kill and self._process.poll() is None:
-            self.send(msg.Stop())
+            self.send(msg.StopEngine())
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), _STOP_S)
         loop, file = asyncio.get_running_loop(), self._channel.fileno()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from quire.frontend.tokenizer import Tokenizer
 from quire.serve.incremental import SPACE, Incremental, Steps
-from quire.serve.parser import Event, Reasoning, TextParser
+from quire.serve.parser import ParserEvent, Reasoning, TextParser
 
 _SPACES = re.compile(f"[{SPACE}]+")
 
@@ -102,6 +102,6 @@ class ThoughtParser(Incremental):
         if (yield from self._sees(self._thought.end)):
             self._advance(self._at + len(self._thought.end))
 
-    def finish(self) -> list[Event]:
+    def finish(self) -> list[ParserEvent]:
         found = super().finish()
         return found + self._inner.finish()

@@ -24,9 +24,9 @@ from quire.config import EngineConfig
 from quire.frontend.generation_config import default_pooling
 from quire.frontend.location import locate_model
 from quire.serve.app import build_app
-from quire.serve.auth import Keys
+from quire.serve.auth import ApiKeys
 from quire.serve.connection import connections
-from quire.serve.context import Server
+from quire.serve.context import ServerContext
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import ApiError
 from quire.serve.form import Forms
@@ -36,7 +36,7 @@ from quire.serve.logs import set_up, write_stats
 from quire.serve.observer import Observer, RequestLog
 from quire.serve.process import EngineProcess
 from quire.serve.settings import ServeConfig
-from quire.serve.stop import Stop
+from quire.serve.stop import ShutdownSignal
 from quire.serve.templates import ChatTemplates
 
 log = logging.getLogger("quire.serve")
@@ -57,10 +57,10 @@ class _Uvicorn(uvicorn.Server):
 def run(
     config: EngineConfig,
     settings: ServeConfig,
-    keys: Keys,
+    keys: ApiKeys,
     process: EngineProcess,
     sock: socket.socket,
-    stop: Stop,
+    stop: ShutdownSignal,
 ) -> int:
     """Serve until told to stop; the exit code. Raises ConfigError or ModelError when it cannot start."""
     began_s = time.perf_counter()
@@ -78,10 +78,10 @@ def run(
 async def _serve(
     config: EngineConfig,
     settings: ServeConfig,
-    keys: Keys,
+    keys: ApiKeys,
     process: EngineProcess,
     sock: socket.socket,
-    stop: Stop,
+    stop: ShutdownSignal,
     began_s: float,
 ) -> int:
     lines = set_up(settings)
@@ -154,7 +154,7 @@ def _make_server(
     total_weight: float,
     observers: list[Observer],
     lines: LineWriter,
-) -> Server:
+) -> ServerContext:
     """Of an engine that is ready. Raises ConfigError."""
     settings = engine.settings
     forms = Forms(
@@ -164,10 +164,10 @@ def _make_server(
         settings.stream_tool_arguments,
     )
     pooling = _pooling(engine.config, settings)
-    return Server(engine, settings, names, forms, templates, pooling, total_weight, observers, lines=lines)
+    return ServerContext(engine, settings, names, forms, templates, pooling, total_weight, observers, lines=lines)
 
 
-def _options(server: Server, keys: Keys) -> uvicorn.Config:
+def _options(server: ServerContext, keys: ApiKeys) -> uvicorn.Config:
     settings = server.settings
     return uvicorn.Config(
         build_app(server, keys),
@@ -196,7 +196,7 @@ def _observers(settings: ServeConfig, model: str) -> list[Observer]:
     return found
 
 
-async def _until_the_end(server: Server, stop: Stop, serving: asyncio.Future[None]) -> int:
+async def _until_the_end(server: ServerContext, stop: ShutdownSignal, serving: asyncio.Future[None]) -> int:
     engine = server.engine
     died = asyncio.ensure_future(engine.died.wait())
     await asyncio.wait((stop.first, died, serving), return_when=asyncio.FIRST_COMPLETED)
@@ -210,7 +210,7 @@ async def _until_the_end(server: Server, stop: Stop, serving: asyncio.Future[Non
     return 0 if not stop.second.done() else 128 + stop.second.result()
 
 
-async def _drain(server: Server, stop: Stop, died: asyncio.Future[Any]) -> None:
+async def _drain(server: ServerContext, stop: ShutdownSignal, died: asyncio.Future[Any]) -> None:
     """Let open requests go on, for a while; then end them with an error."""
     engine, timeout_s = server.engine, server.settings.shutdown_timeout
     server.draining = True
@@ -233,7 +233,7 @@ def _pooling(config: EngineConfig, settings: ServeConfig) -> str:
     return default_pooling(locate_model(config.model, config.revision).path)
 
 
-def _announce(server: Server, keys: Keys, sock: socket.socket, took_s: float) -> None:
+def _announce(server: ServerContext, keys: ApiKeys, sock: socket.socket, took_s: float) -> None:
     settings, info = server.settings, server.engine.info
     port = sock.getsockname()[1]
     host = f"[{settings.host}]" if ":" in settings.host else settings.host

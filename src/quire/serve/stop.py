@@ -9,7 +9,7 @@ from types import FrameType
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Stop:
+class ShutdownSignal:
     """The first signal asks to stop, the second to stop at once. `attach` makes futures of them, by number."""
 
     first: asyncio.Future[int]

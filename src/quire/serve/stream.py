@@ -40,7 +40,7 @@ def named_event(body: dict[str, Any]) -> bytes:
     return b"event: " + body["type"].encode() + b"\n" + event(body)
 
 
-class Mould:
+class ChunkTemplate:
     """The event of a chunk of which only one text changes: all around it is encoded once."""
 
     def __init__(self, chunk: Any) -> None:
@@ -52,17 +52,17 @@ class Mould:
 
 
 @dataclass(frozen=True, slots=True)
-class Framing:
+class StreamFraming:
     """How an API writes an error in a stream, and the end."""
 
     error: Callable[[ApiError], bytes]
     done: bytes = b""
 
 
-UNNAMED = Framing(lambda error: event(error.body()), _DONE)  # chats and completions
+UNNAMED = StreamFraming(lambda error: event(error.body()), _DONE)  # chats and completions
 
 
-class Watch:
+class DisconnectWatch:
     """Ends a generation when its client hangs up. A context; may be handed on with `detach`."""
 
     def __init__(self, request: Request, generation: Generation) -> None:
@@ -85,7 +85,7 @@ class Watch:
         if not self._generation.finished:
             self._generation.fail(ApiError(500, "the answer was given up", code="internal_error"))
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> DisconnectWatch:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -95,7 +95,7 @@ class Watch:
 
 async def whole(request: Request, generation: Generation) -> None:
     """Wait until all is there. Raises the ApiError that ended it early."""
-    with Watch(request, generation):
+    with DisconnectWatch(request, generation):
         while not generation.finished:
             await generation.wait()
         if generation.error is not None:
@@ -125,13 +125,13 @@ async def stream(
     chunks: Chunks,
     last: Callable[[], list[bytes]],
     slow_reader_timeout_s: float,
-    framing: Framing = UNNAMED,
+    framing: StreamFraming = UNNAMED,
 ) -> Response:
     """The response of a stream, once its first chunk is there; before that an error has its own status.
 
     `chunks` makes events of what is new, `last` those after everything has come.
     """
-    with Watch(request, generation) as watch:
+    with DisconnectWatch(request, generation) as watch:
         await generation.wait()
         watch.detach()
         return EventStream(generation, watch, chunks, last, slow_reader_timeout_s, framing)
@@ -146,11 +146,11 @@ class EventStream(Response):
     def __init__(
         self,
         generation: Generation,
-        watch: Watch,
+        watch: DisconnectWatch,
         chunks: Chunks,
         last: Callable[[], list[bytes]],
         slow_reader_timeout_s: float,
-        framing: Framing,
+        framing: StreamFraming,
     ) -> None:
         self._generation, self._watch, self._chunks, self._last = generation, watch, chunks, last
         self._slow_s, self._framing = slow_reader_timeout_s, framing

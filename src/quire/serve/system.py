@@ -11,15 +11,15 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire import __version__
-from quire.serve.auth import Client
-from quire.serve.context import Server, client_of, server_of
+from quire.serve.auth import ApiClient
+from quire.serve.context import ServerContext, client_of, server_of
 from quire.serve.engine import AsyncEngine
 from quire.serve.histogram import Histogram
 from quire.serve.wire import json_response
 from quire.types import EngineStats
 
 
-def _card(server: Server, name: str) -> dict[str, Any]:
+def _card(server: ServerContext, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
@@ -72,7 +72,7 @@ def spread(histogram: Histogram, unit: float = 1) -> dict[str, float] | None:
     return {**{name: round(x * unit, 3) for name, x in zip(names, found)}, "count": histogram.count}
 
 
-def _requests(engine: AsyncEngine, client: Client, found: EngineStats) -> dict[str, Any]:
+def _requests(engine: AsyncEngine, client: ApiClient, found: EngineStats) -> dict[str, Any]:
     """Count the requests that the client may see; those of others are sums."""
     load, admission, totals = found.load, engine.admission, engine.account.of(client.sees)
     counts: dict[str, Any] = {

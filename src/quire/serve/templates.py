@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from quire.frontend.chat import template_of
 from quire.frontend.renderer import TemplateRenderer
-from quire.serve.auth import Client
+from quire.serve.auth import ApiClient
 from quire.serve.engine import AsyncEngine
 from quire.serve.errors import bad_request
 from quire.serve.threads import ClientThreads
@@ -66,7 +66,7 @@ class ChatTemplates:
     def renderer(self, asked: str | None) -> TemplateRenderer:
         return self._foreign if asked else self._renderer
 
-    async def in_thread(self, client: Client, asked: str | None, work: Callable[[], T]) -> T:
+    async def in_thread(self, client: ApiClient, asked: str | None, work: Callable[[], T]) -> T:
         """Run `work`, which renders the template of a client's request, in a thread for its kind."""
         return await (self._threads.run(client, work) if asked else self._engine.in_thread(client, work))
 

@@ -15,7 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from quire.serve.auth import Client
+from quire.serve.auth import ApiClient
 from quire.serve.errors import overloaded
 
 T = TypeVar("T")
@@ -24,7 +24,7 @@ _SPARE = 4  # threads for clients that have none
 
 @dataclass(slots=True)
 class _Work:
-    client: Client
+    client: ApiClient
     call: Callable[[], Any]
     future: Future[Any]
 
@@ -42,7 +42,7 @@ class ClientThreads:
         self._running: Counter[str] = Counter()  # no zeros
         self._turns: dict[str, float] = {}  # thread seconds over weight
 
-    async def run(self, client: Client, work: Callable[..., T], *args: object) -> T:
+    async def run(self, client: ApiClient, work: Callable[..., T], *args: object) -> T:
         """Return `work(*args)`, run in a thread when it is the client's turn.
 
         Raises:
@@ -108,7 +108,7 @@ class ClientThreads:
             self._done(work.client, time.monotonic() - began_s)
             future.set_result(result)
 
-    def _done(self, client: Client, took_s: float) -> None:
+    def _done(self, client: ApiClient, took_s: float) -> None:
         with self._lock:
             self._turns[client.name] = self._turns.get(client.name, 0.0) + took_s / client.weight
             self._running[client.name] -= 1

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from quire.frontend.chat import render_chat
 from quire.frontend.length import most_chars
-from quire.serve.context import Server, client_of, read_request, server_of
+from quire.serve.context import ServerContext, client_of, read_request, server_of
 from quire.serve.errors import bad_request
 from quire.serve.protocol.other import DetokenizeRequest, TokenizeRequest, TokenizeResponse
 from quire.serve.wire import json_response
@@ -17,7 +17,7 @@ from quire.serve.wire import json_response
 _MAX_COUNTED = 1 << 20  # bytes, or token ids: a second of work
 
 
-def count_ids(server: Server, text: str, add_special_tokens: bool, field: str) -> list[int]:
+def count_ids(server: ServerContext, text: str, add_special_tokens: bool, field: str) -> list[int]:
     """Tokenize a text that nobody generates from. Raises ApiError 400 if it is too long to be a prompt."""
     context = server.engine.info.max_model_len
     most = most_chars(server.engine.tokenizer, context)
@@ -47,7 +47,7 @@ async def tokenize(request: Request) -> Response:
     return await server.counting.run(client, partial(_tokenize, server, wanted, text))
 
 
-def _tokenize(server: Server, wanted: TokenizeRequest, text: str) -> Response:
+def _tokenize(server: ServerContext, wanted: TokenizeRequest, text: str) -> Response:
     engine = server.engine
     if wanted.prompt is not None:
         ids = count_ids(server, text, wanted.add_special_tokens is not False, "prompt")
@@ -57,7 +57,7 @@ def _tokenize(server: Server, wanted: TokenizeRequest, text: str) -> Response:
     return json_response(TokenizeResponse(len(ids), engine.info.max_model_len, ids, pieces))
 
 
-def _render(server: Server, wanted: TokenizeRequest) -> str:
+def _render(server: ServerContext, wanted: TokenizeRequest) -> str:
     continues = bool(wanted.continue_final_message)
     generation_prompt = wanted.add_generation_prompt
     return render_chat(
@@ -79,7 +79,7 @@ async def detokenize(request: Request) -> Response:
     return await server.counting.run(client_of(request), partial(_detokenize, server, wanted.tokens))
 
 
-def _detokenize(server: Server, tokens: list[int]) -> Response:
+def _detokenize(server: ServerContext, tokens: list[int]) -> Response:
     engine = server.engine
     size = engine.info.vocab_size
     most = min(_MAX_COUNTED, most_chars(engine.tokenizer, engine.info.max_model_len))

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit, urlunsplit
 from starlette.datastructures import Headers
 from starlette.types import Scope
 
-from quire.serve.account import Track
+from quire.serve.account import RequestTrack
 from quire.serve.generation import Generation
 from quire.types import ConfigError
 
@@ -61,7 +61,7 @@ class Tracing:
         span.end(_ns(time.time()))
 
     def _attributes(
-        self, scope: Scope, generation: Generation, track: Track, status: int
+        self, scope: Scope, generation: Generation, track: RequestTrack, status: int
     ) -> dict[str, str | int | float]:
         params, timing = track.params, track.timing
         found: dict[str, str | int | float] = {
@@ -92,7 +92,7 @@ class Tracing:
             found["quire.preemptions"] = timing.preemptions
         return found
 
-    def _phases(self, track: Track, inside: Any, epoch_s: float) -> None:
+    def _phases(self, track: RequestTrack, inside: Any, epoch_s: float) -> None:
         """Spans of the choice that ended last."""
         timing = track.timing
         if timing is None:

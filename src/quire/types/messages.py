@@ -124,7 +124,7 @@ class EngineInfo:
 
 
 @dataclass(slots=True)
-class Load:
+class EngineLoad:
     """How busy an engine is, in requests and tokens. `received` counts requests since it started."""
 
     received: int = 0
@@ -179,8 +179,8 @@ class EngineStats:
     `served_tokens` has its tokens only.
     """
 
-    load: Load
-    others: Load
+    load: EngineLoad
+    others: EngineLoad
     wait_reason: str | None  # why the first waiting request waits
     pages: int
     free_pages: int  # evictable ones included

@@ -20,7 +20,7 @@ from quire.worker.state import SlotState
 
 
 @dataclass(slots=True)
-class Step:
+class DeviceStep:
     """A plan on the device. `tokens_host` is where its tokens will be, if the device writes them home."""
 
     plan: StepPlan
@@ -32,9 +32,9 @@ class Step:
 
 
 class Batcher(Protocol):
-    def build(self, plan: StepPlan, staging: Staging) -> tuple[Step, ForwardBatch]: ...
+    def build(self, plan: StepPlan, staging: Staging) -> tuple[DeviceStep, ForwardBatch]: ...
 
-    def advance(self, step: Step, tokens: torch.Tensor) -> None:
+    def advance(self, step: DeviceStep, tokens: torch.Tensor) -> None:
         """The step's KV is written, and each sampling row has one more token, from `tokens` int32 [rows]."""
         ...
 
@@ -57,7 +57,7 @@ class TorchBatcher:
     def __init__(self, state: SlotState, backend: AttentionBackend, kv: list[KV], block_size: int) -> None:
         self._state, self._backend, self._kv, self._block_size = state, backend, kv, block_size
 
-    def build(self, plan: StepPlan, staging: Staging) -> tuple[Step, ForwardBatch]:
+    def build(self, plan: StepPlan, staging: Staging) -> tuple[DeviceStep, ForwardBatch]:
         state, total, rows = self._state, plan.total_tokens, len(plan.slots)
         ends = np.cumsum(plan.num_tokens)
         firsts = ends - plan.num_tokens
@@ -90,12 +90,12 @@ class TorchBatcher:
             wanted=None if plan.keeps_hidden or rows == total else logit_index,
         )
         batch.attn = self._backend.plan(batch)
-        return Step(plan, slots, counts=counts, sampling=sampling), batch
+        return DeviceStep(plan, slots, counts=counts, sampling=sampling), batch
 
     def recover(self) -> None:
         pass
 
-    def advance(self, step: Step, tokens: torch.Tensor) -> None:
+    def advance(self, step: DeviceStep, tokens: torch.Tensor) -> None:
         state, slots = self._state, step.slots
         assert step.counts is not None and step.sampling is not None
         if state.keeps_kv:
@@ -144,7 +144,7 @@ class KernelBatcher:
         self._turn_host = 0
         self._ring = torch.zeros(turns, max_rows, dtype=torch.int32, pin_memory=device.type == "cuda")
 
-    def build(self, plan: StepPlan, staging: Staging) -> tuple[Step, ForwardBatch]:
+    def build(self, plan: StepPlan, staging: Staging) -> tuple[DeviceStep, ForwardBatch]:
         rows = len(plan.slots)
         self.load(plan_header(plan), staging, rows)
         bounds = plan.starts + plan.num_tokens
@@ -211,15 +211,15 @@ class KernelBatcher:
         """int64 [rows]: the slots of the header's first rows."""
         return self._slots[:rows]
 
-    def step(self, plan: StepPlan) -> Step:
+    def step(self, plan: StepPlan) -> DeviceStep:
         rows = len(plan.slots)
-        return Step(plan, self._slots[:rows], self._ring[self._turn_host, :rows])
+        return DeviceStep(plan, self._slots[:rows], self._ring[self._turn_host, :rows])
 
     def recover(self) -> None:
         self._turn.fill_(self._turn_host)
         self._sent = b""
 
-    def advance(self, step: Step, tokens: torch.Tensor) -> None:
+    def advance(self, step: DeviceStep, tokens: torch.Tensor) -> None:
         self.advance_rows(len(step.plan.slots), tokens)
 
     def advance_rows(self, rows: int, tokens: torch.Tensor) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from quire.types import StepHandle, StepPlan, StepResult, TokenMasks
 
 
-class _Ready:
+class _InstantHandle:
     def __init__(self, result: StepResult) -> None:
         self._result = result
 
@@ -16,7 +16,7 @@ class _Ready:
         return self._result
 
 
-class DryRunExecutor:
+class ConstantExecutor:
     """Each sampling row gets the token ids first, first + 1, ... by step, within `vocab_size`."""
 
     def __init__(self, vocab_size: int, first: int = 10) -> None:
@@ -29,7 +29,7 @@ class DryRunExecutor:
     def sample(self, step: int, masks: TokenMasks | None) -> StepHandle:
         count = int(self._plans.pop(step).samples.sum())
         token = (self._first + step) % self._vocab_size
-        return _Ready(StepResult(step, [[token] for _ in range(count)]))
+        return _InstantHandle(StepResult(step, [[token] for _ in range(count)]))
 
     def warm_up(self) -> bool:
         return False

@@ -17,7 +17,7 @@ from quire.types import LogprobArrays, StepHandle, StepPlan, StepResult
 _HIDDEN = 32
 
 
-class _Later:
+class _DelayedHandle:
     def __init__(self, result: StepResult, ready_s: float) -> None:
         self._result, self._ready_s = result, ready_s
 
@@ -69,7 +69,7 @@ class EchoExecutor:
             step, [[t] for t in tokens], self._logprobs(tokens, top), scored or None, pooled or None
         )
         self._busy_until_s = max(self._busy_until_s, time.monotonic()) + self._step_s
-        return _Later(result, self._busy_until_s)
+        return _DelayedHandle(result, self._busy_until_s)
 
     def _token(self, slot: int, position: int) -> int:
         prompt_len, answer = self._answers[slot]

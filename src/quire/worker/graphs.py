@@ -22,7 +22,7 @@ import torch
 from quire.models.decoder import Model
 from quire.sampling.sampler import Sampler
 from quire.types import StepPlan
-from quire.worker.batch import Batcher, KernelBatcher, Step, plan_header
+from quire.worker.batch import Batcher, KernelBatcher, DeviceStep, plan_header
 from quire.worker.out_of_memory import is_out_of_memory
 from quire.worker.staging import Staging
 
@@ -30,16 +30,16 @@ log = logging.getLogger("quire")
 
 
 @dataclass(slots=True)
-class Launched:
+class LaunchedStep:
     """A step under way on the device."""
 
-    step: Step
+    step: DeviceStep
     logits: torch.Tensor | None  # [rows, vocab]; None: its tokens are sampled, and booked in the columns
     hidden: torch.Tensor | None = None  # [tokens, hidden], where prompts are scored or pooled
 
 
 class Launcher(Protocol):
-    def launch(self, plan: StepPlan, staging: Staging) -> Launched: ...
+    def launch(self, plan: StepPlan, staging: Staging) -> LaunchedStep: ...
 
     def warm_up(self, staging: Staging) -> bool:
         """Make a later step cheaper, while there is nothing else to do; False: all is done."""
@@ -77,13 +77,13 @@ class Eager:
     def __init__(self, model: Model, batcher: Batcher, threads: Threads | None = None) -> None:
         self._model, self._batcher, self._threads = model, batcher, threads
 
-    def launch(self, plan: StepPlan, staging: Staging) -> Launched:
+    def launch(self, plan: StepPlan, staging: Staging) -> LaunchedStep:
         if self._threads:
             self._threads.use_for(plan.total_tokens)
         step, batch = self._batcher.build(plan, staging)
         hidden = self._model(batch)
         last = hidden.index_select(0, batch.logit_index) if plan.keeps_hidden else hidden
-        return Launched(step, self._model.logits(last), hidden)
+        return LaunchedStep(step, self._model.logits(last), hidden)
 
     def warm_up(self, staging: Staging) -> bool:
         return False
@@ -93,7 +93,7 @@ class Eager:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class StepShape:
     """What a graph is captured for. As many tokens as rows: one token each."""
 
     rows: int
@@ -133,7 +133,7 @@ class CudaGraphs:
         self._eager, self._model, self._batcher, self._sampler = eager, model, batcher, sampler
         self._row_sizes, self._token_sizes = row_sizes(max_rows), token_sizes(max_tokens)
         self._full, self._most_graphs, self._reserve = full, most_graphs, reserve
-        self._captured: dict[Shape, torch.cuda.CUDAGraph] = {}
+        self._captured: dict[StepShape, torch.cuda.CUDAGraph] = {}
         self._idle_sizes = self._row_sizes[::-1]  # decode steps not recorded yet, the smallest last
         # One buffer of logits for all sizes: kept per size, they would add up to gigabytes.
         self._logits = torch.empty(max_rows, model.spec.vocab_size, dtype=dtype, device=device)
@@ -154,7 +154,7 @@ class CudaGraphs:
         self._captured.clear()
         self._first = None
 
-    def launch(self, plan: StepPlan, staging: Staging) -> Launched:
+    def launch(self, plan: StepPlan, staging: Staging) -> LaunchedStep:
         shape = self._shape_for(plan)
         if shape is None:
             return self._eager.launch(plan, staging)
@@ -163,7 +163,7 @@ class CudaGraphs:
             graph.replay()
         else:
             self._run_new(shape)
-        return Launched(
+        return LaunchedStep(
             self._batcher.step(plan), self._logits[: len(plan.slots)] if shape.sampling == "later" else None
         )
 
@@ -173,7 +173,7 @@ class CudaGraphs:
             self._first, self._captures = self._begin_pool(), True
         while self._idle_sizes:
             size = self._idle_sizes.pop()
-            shape = Shape(size, size, "plain")
+            shape = StepShape(size, size, "plain")
             if shape not in self._captured:
                 staging.begin()
                 self._batcher.load(plan_header(None), staging, size, True)
@@ -181,28 +181,28 @@ class CudaGraphs:
                 return True
         return False
 
-    def _shape_for(self, plan: StepPlan) -> Shape | None:
+    def _shape_for(self, plan: StepPlan) -> StepShape | None:
         rows, tokens = len(plan.slots), plan.total_tokens
         if plan.keeps_hidden:
             return None
         sampling = self._sampling(plan)
         if rows == tokens:
             size = _round_up(self._row_sizes, rows)
-            return Shape(size, size, sampling, plan.shared is not None)
+            return StepShape(size, size, sampling, plan.shared is not None)
         if tokens > self._token_sizes[-1] and tokens != self._full:
             return None
         # Few sizes of rows: a surplus row costs little beside the tokens of the others.
         rows = min(max(8, 1 << (rows - 1).bit_length()), self._row_sizes[-1])
         if tokens != self._full:
             tokens = _round_up(self._token_sizes, max(tokens, rows + 1))
-        return Shape(rows, tokens, sampling) if tokens > rows else None
+        return StepShape(rows, tokens, sampling) if tokens > rows else None
 
     def _sampling(self, plan: StepPlan) -> Literal["plain", "filtered", "later"]:
         if self._sampler.needs_host_work(plan.slots):
             return "later"
         return "filtered" if self._sampler.has_filters(plan.slots) else "plain"
 
-    def _run(self, shape: Shape) -> None:
+    def _run(self, shape: StepShape) -> None:
         """The step for whatever header is there."""
         batch = self._batcher.bounded(shape.rows, shape.tokens, shape.shares)
         logits = self._model.logits(self._model(batch))
@@ -213,7 +213,7 @@ class CudaGraphs:
         self._sampler.choose(logits, self._batcher.slots(shape.rows), tokens, shape.sampling == "filtered")
         self._batcher.advance_rows(shape.rows, tokens)
 
-    def _run_new(self, shape: Shape) -> None:
+    def _run_new(self, shape: StepShape) -> None:
         self._run(shape)
         if not self._captures or len(self._captured) >= self._most_graphs:
             return

@@ -21,7 +21,7 @@ from quire.models.decoder import Model
 from quire.quant.packed import FEW_ROWS
 from quire.types import StepPlan
 from quire.worker.batch import Batcher
-from quire.worker.graphs import Eager, Launched, Threads
+from quire.worker.graphs import Eager, LaunchedStep, Threads
 from quire.worker.staging import Staging
 
 # Functions of torch that compute nothing (contiguous: unless it copies). __get__: attributes, such as shape.
@@ -38,13 +38,13 @@ _COPIED = (
 
 
 @dataclass(slots=True)
-class _Recording:
+class _CapturedStep:
     batch: ForwardBatch  # static
     logits: torch.Tensor
     again: Callable[[], None]
 
 
-class Recorded:
+class CpuReplay:
     """Replays what it can; `eager` runs the rest."""
 
     def __init__(
@@ -57,10 +57,10 @@ class Recorded:
     ) -> None:
         self._eager, self._model, self._batcher = eager, model, batcher
         self._kernels, self._threads = kernels, threads
-        self._recordings: dict[int, _Recording] = {}  # by rows
+        self._recordings: dict[int, _CapturedStep] = {}  # by rows
         self._computes_in_torch = False  # some of the model is not kernels, so it cannot be recorded
 
-    def launch(self, plan: StepPlan, staging: Staging) -> Launched:
+    def launch(self, plan: StepPlan, staging: Staging) -> LaunchedStep:
         rows = len(plan.slots)
         if (
             self._computes_in_torch
@@ -74,10 +74,10 @@ class Recorded:
         step, batch = self._batcher.build(plan, staging)
         recording = self._recordings.get(rows)
         if recording is None:
-            return Launched(step, self._record(rows, batch))
+            return LaunchedStep(step, self._record(rows, batch))
         _copy(batch, recording.batch)
         recording.again()
-        return Launched(step, recording.logits)
+        return LaunchedStep(step, recording.logits)
 
     def warm_up(self, staging: Staging) -> bool:
         return False
@@ -92,7 +92,7 @@ class Recorded:
             logits, again = self._kernels.record(lambda: self._model.logits(self._model(fixed)))
         self._computes_in_torch = bool(operators.names)
         if not self._computes_in_torch:
-            self._recordings[rows] = _Recording(fixed, logits, again)
+            self._recordings[rows] = _CapturedStep(fixed, logits, again)
         return logits
 
     @staticmethod

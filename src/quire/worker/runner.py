@@ -14,7 +14,7 @@ from quire.sampling.logprobs import scored_rows
 from quire.sampling.sampler import Sampler
 from quire.types import StepHandle, StepPlan, TokenMasks
 from quire.worker.batch import Batcher
-from quire.worker.graphs import Launched, Launcher
+from quire.worker.graphs import LaunchedStep, Launcher
 from quire.worker.pooling import Pooler
 from quire.worker.results import Arrays, Results, StepOutput
 from quire.worker.staging import Staging
@@ -36,7 +36,7 @@ class Runner:
         self._model, self._launcher, self._batcher = model, launcher, batcher
         self._state, self._sampler, self._staging, self._results = state, sampler, staging, results
         self._pooler = pooler
-        self._launched: Launched | None = None
+        self._launched: LaunchedStep | None = None
         self._score_tops: dict[int, int] = {}  # slot -> top alternatives of its prompt log-probabilities
 
     @torch.inference_mode()
@@ -94,7 +94,7 @@ class Runner:
             torch.cuda.current_stream().synchronize()
             torch.cuda.empty_cache()
 
-    def _score(self, launched: Launched, row: int) -> Arrays:
+    def _score(self, launched: LaunchedStep, row: int) -> Arrays:
         """Log-probabilities of the token after each token of a row (the last may be beyond the prompt)."""
         plan, state, hidden = launched.step.plan, self._state, launched.hidden
         assert hidden is not None

@@ -20,7 +20,7 @@ from quire.worker.batch import Batcher, KernelBatcher, TorchBatcher
 from quire.worker.graphs import MOST_GRAPHS, CudaGraphs, Eager, Launcher, Threads
 from quire.worker.kv_cache import KVCache
 from quire.worker.pooling import Pooler
-from quire.worker.recorded import Recorded
+from quire.worker.recorded import CpuReplay
 from quire.worker.results import Results
 from quire.worker.runner import Runner
 from quire.worker.sizing import KVSize, cpu_step_bytes, gpu_memory, sampling_bytes
@@ -230,7 +230,7 @@ class Worker:
             threads = self._threads()
             launcher = eager = Eager(model, batcher, threads)
             if threads and isinstance(self._kernels, CpuKernels) and config.cpu_replay:
-                launcher = Recorded(eager, model, batcher, self._kernels, threads)
+                launcher = CpuReplay(eager, model, batcher, self._kernels, threads)
         staging, results = Staging(device, self._depth), Results(device, turns)
         pooler = Pooler(state.dummy + 1, device)
         return Runner(model, launcher, batcher, state, sampler, staging, results, pooler)

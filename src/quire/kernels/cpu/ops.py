@@ -27,11 +27,11 @@ T = TypeVar("T")
 _NO_SPAN = nullcontext()
 
 
-class Norm(ctypes.Structure):
+class CNorm(ctypes.Structure):
     _fields_ = [("weight", _P), ("bias", _P), ("eps", c_float), ("half", _I)]
 
 
-class Heads(ctypes.Structure):
+class CHeads(ctypes.Structure):
     _fields_ = [
         ("norms", _P), ("table", _P),
         ("heads", _N), ("kv_heads", _N), ("dim", _N), ("window", _N),
@@ -39,21 +39,21 @@ class Heads(ctypes.Structure):
     ]  # fmt: skip
 
 
-class Weight(ctypes.Structure):
+class CWeight(ctypes.Structure):
     _fields_ = [
         ("packed", _P), ("bias", _P), ("norm", _P), ("inputs", _N), ("padded", _N), ("outputs", _N),
         ("vectors", _I), ("half", _I), ("kind", _I),
     ]  # fmt: skip
 
 
-class Rows(ctypes.Structure):
+class CRows(ctypes.Structure):
     _fields_ = [
         ("x", _P), ("residual", _P), ("norm", _P), ("sum", _P), ("y", _P), ("rows", _N), ("width", _N),
         ("scale", c_float), ("half", _I), ("kind", _I), ("failed", _I),
     ]  # fmt: skip
 
 
-class Attend(ctypes.Structure):
+class CAttend(ctypes.Structure):
     _fields_ = [
         ("heads", _P), ("qkv", _P), ("positions", _P), ("slots", _P), ("lens", _P), ("tables", _P), ("owners", _P),
         ("keys", _P), ("values", _P), ("out", _P),
@@ -61,14 +61,14 @@ class Attend(ctypes.Structure):
     ]  # fmt: skip
 
 
-class Product(ctypes.Structure):
+class CProduct(ctypes.Structure):
     _fields_ = [
         ("weight", _P), ("x", _P), ("residual", _P), ("add", _P), ("sum", _P), ("y", _P),
         ("rows", _N), ("failed", _I),
     ]  # fmt: skip
 
 
-class Call(ctypes.Structure):
+class CCall(ctypes.Structure):
     _fields_ = [("function", _P), ("arguments", _P)]
 
 
@@ -79,7 +79,7 @@ class Layout(ctypes.Structure):
 def check_layout(library: ctypes.CDLL) -> None:
     """Raise RuntimeError unless the structures here and in the library have the same sizes and offsets."""
     ours: dict[str, int] = {}
-    for struct in (Norm, Heads, Weight, Rows, Attend, Product, Call):
+    for struct in (CNorm, CHeads, CWeight, CRows, CAttend, CProduct, CCall):
         ours[struct.__name__] = ctypes.sizeof(struct)
         ours |= {f"{struct.__name__}.{field}": getattr(struct, field).offset for field, *_ in struct._fields_}
     entries = ctypes.cast(library.layout, ctypes.POINTER(Layout))
@@ -106,11 +106,11 @@ def address(struct: ctypes.Structure | None) -> int | None:
     return None if struct is None else ctypes.addressof(struct)
 
 
-def norm_struct(weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> Norm:
-    return Norm(weight.data_ptr(), pointer(bias), eps, half(weight))
+def norm_struct(weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> CNorm:
+    return CNorm(weight.data_ptr(), pointer(bias), eps, half(weight))
 
 
-class Function(Protocol):
+class CFunction(Protocol):
     """Of step.c: takes the address of its arguments, returns whether memory was short."""
 
     __name__: str
@@ -140,7 +140,7 @@ class CpuKernels:
             self.product,
         ) = (getattr(library, name) for name in names)
 
-    def run(self, function: Function, arguments: ctypes.Structure, *used: object) -> None:
+    def run(self, function: CFunction, arguments: ctypes.Structure, *used: object) -> None:
         """Call it now, and in every replay if calls are recorded; `used` is what the arguments point to."""
         with self.span(f"quire::{function.__name__}") if self.span else _NO_SPAN:
             failed = function(ctypes.addressof(arguments))
@@ -158,8 +158,8 @@ class CpuKernels:
             result = work()
         finally:
             self._thread.tape = None
-        calls = (Call * len(tape))(
-            *(Call(ctypes.cast(function, c_void_p), address(arguments)) for function, arguments, _ in tape)
+        calls = (CCall * len(tape))(
+            *(CCall(ctypes.cast(function, c_void_p), address(arguments)) for function, arguments, _ in tape)
         )
         replay = self._library.replay
         replay.argtypes = [_P, _N]
@@ -173,7 +173,7 @@ class CpuKernels:
     def lookup(self, table: torch.Tensor, ids: torch.Tensor, scale: float | None) -> torch.Tensor:
         rows, width = ids.shape[0], table.shape[1]
         y = table.new_empty(rows, width)
-        arguments = Rows(
+        arguments = CRows(
             table.data_ptr(), ids.data_ptr(), None, None, y.data_ptr(), rows, width, scale or 0.0, half(table)
         )
         self.run(self._lookup_rows, arguments, table, ids, y)
@@ -209,7 +209,7 @@ class CpuKernels:
         residual = None if residual is None else residual.contiguous()
         normed = torch.empty_like(x)
         total = x if residual is None else torch.empty_like(x)
-        arguments = Rows(
+        arguments = CRows(
             x.data_ptr(), pointer(residual), address(norm), total.data_ptr(), normed.data_ptr(),
             x.numel() // width, width, 0.0, half(x),
         )  # fmt: skip
@@ -220,7 +220,7 @@ class CpuKernels:
         gate_up = gate_up.contiguous()
         rows, width = gate_up.shape[0], gate_up.shape[1] // 2
         out = gate_up.new_empty(rows, width)
-        arguments = Rows(
+        arguments = CRows(
             gate_up.data_ptr(), None, None, None, out.data_ptr(), rows, width, 0.0, half(gate_up), KINDS[kind]
         )
         self.run(self._gate_rows, arguments, gate_up, out)
@@ -241,13 +241,13 @@ class CpuKernels:
             qkv.shape[1] // dim - turned
         )  # heads that stay as they are, of which there are as many as of k
         norm = None if weight is None else norm_struct(weight, None, eps)
-        heads = Heads(address(norm), table.data_ptr(), turned - values, values, dim, 0, 0.0, 0.0, half(qkv))
-        arguments = Attend(address(heads), qkv.data_ptr(), positions.data_ptr(), rows=qkv.shape[0])
+        heads = CHeads(address(norm), table.data_ptr(), turned - values, values, dim, 0, 0.0, 0.0, half(qkv))
+        arguments = CAttend(address(heads), qkv.data_ptr(), positions.data_ptr(), rows=qkv.shape[0])
         self.run(self._turn_rows, arguments, qkv, positions, table, weight, norm, heads)
 
 
 @dataclass(frozen=True, slots=True)
-class Packed:
+class PackedWeight:
     """Where oneDNN keeps a packed weight, in the form that step.c reads: [outputs / block, inputs / v, block, v]."""
 
     address: int
@@ -255,7 +255,7 @@ class Packed:
     padded: int  # inputs, zeros included
 
 
-def find_packed(packed: torch.Tensor, weight: torch.Tensor) -> Packed | None:
+def find_packed(packed: torch.Tensor, weight: torch.Tensor) -> PackedWeight | None:
     """How `packed`, oneDNN's form of `weight` [outputs, inputs], lies in memory; None if that is not clear.
 
     Nothing promises a form, so some blocks of each possible one are compared with the weight itself.
@@ -266,7 +266,7 @@ def find_packed(packed: torch.Tensor, weight: torch.Tensor) -> Packed | None:
     return found[0] if len(found) == 1 else None
 
 
-def _try(packed: torch.Tensor, weight: torch.Tensor, vectors: int) -> Packed | None:
+def _try(packed: torch.Tensor, weight: torch.Tensor, vectors: int) -> PackedWeight | None:
     (outputs, inputs), size, block = weight.shape, weight.element_size(), vectors * LANES
     integer, kind, v = (torch.int16, ctypes.c_int16, 2) if size == 2 else (torch.int32, ctypes.c_int32, 1)
     elements, blocks = torch.ops.mkldnn._nbytes(packed) // size, -(-outputs // block)
@@ -282,4 +282,4 @@ def _try(packed: torch.Tensor, weight: torch.Tensor, vectors: int) -> Packed | N
         whole[: rows.shape[0], :inputs] = rows
         if not torch.equal(lying[i], whole.view(block, -1, v).transpose(0, 1)):
             return None
-    return Packed(address, vectors, padded)
+    return PackedWeight(address, vectors, padded)

@@ -12,14 +12,14 @@ from typing import Any
 
 from msgspec import UNSET
 
-from quire.serve.blocks import Begun, Block, Blocks, Change, Ended, Grown
+from quire.serve.blocks import BlockStarted, ContentBlock, ContentBlocks, BlockChange, BlockEnded, BlockDelta
 from quire.serve.chat import Turn
 from quire.serve.generation import Delta
 from quire.serve.protocol.messages import MessagesResponse, MessagesUsage
 from quire.serve.stream import named_event
 from quire.types import CompletionOutput
 
-Event = dict[str, Any]
+AnthropicEvent = dict[str, Any]
 
 
 class MessageAnswer:
@@ -28,7 +28,7 @@ class MessageAnswer:
     def __init__(self, turn: Turn) -> None:
         self._turn = turn
         self._id = f"msg_{turn.chat.request_id or uuid.uuid4().hex}"
-        self._blocks = Blocks(turn.form.make_parser(), turn.chat.include_reasoning is not False)
+        self._blocks = ContentBlocks(turn.form.make_parser(), turn.chat.include_reasoning is not False)
         self._begun = False
         self._end: CompletionOutput | None = None  # the piece that said why the answer ended
 
@@ -72,7 +72,7 @@ class MessageAnswer:
     # ------------------------------------------------------------------------------------ stream
 
     def chunks(self, deltas: list[Delta]) -> list[bytes]:
-        found: list[Event] = []
+        found: list[AnthropicEvent] = []
         if not self._begun:
             self._begun = True
             found.append({"type": "message_start", "message": self._message()})
@@ -87,25 +87,25 @@ class MessageAnswer:
         assert self._end is not None
         reason, sequence = self._why(self._end)
         delta = {"stop_reason": reason, "stop_sequence": sequence}
-        end: Event = {"type": "message_delta", "delta": delta, "usage": self._usage()}
+        end: AnthropicEvent = {"type": "message_delta", "delta": delta, "usage": self._usage()}
         if (receipt := self._turn.receipt()) is not UNSET:
             end["receipt"] = receipt
         return [named_event(end), named_event({"type": "message_stop"})]
 
 
-def _events(change: Change) -> list[Event]:
+def _events(change: BlockChange) -> list[AnthropicEvent]:
     index = change.block.index
     match change:
-        case Begun(block):
+        case BlockStarted(block):
             begun = {"type": "content_block_start", "index": index, "content_block": _shell(block)}
             return [begun] if index else [begun, {"type": "ping"}]
-        case Grown(block, text):
+        case BlockDelta(block, text):
             return [{"type": "content_block_delta", "index": index, "delta": _delta(block, text)}]
-        case Ended(_):
+        case BlockEnded(_):
             return [{"type": "content_block_stop", "index": index}]
 
 
-def _shell(block: Block) -> Event:
+def _shell(block: ContentBlock) -> AnthropicEvent:
     """A block without what it will hold."""
     match block.kind:
         case "text":
@@ -116,7 +116,7 @@ def _shell(block: Block) -> Event:
             return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
 
 
-def _delta(block: Block, text: str) -> Event:
+def _delta(block: ContentBlock, text: str) -> AnthropicEvent:
     match block.kind:
         case "text":
             return {"type": "text_delta", "text": text}
@@ -126,7 +126,7 @@ def _delta(block: Block, text: str) -> Event:
             return {"type": "input_json_delta", "partial_json": text}
 
 
-def _whole(block: Block) -> Event:
+def _whole(block: ContentBlock) -> AnthropicEvent:
     match block.kind:
         case "text":
             return {**_shell(block), "text": block.text}

@@ -23,7 +23,7 @@ _BLOCKS = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "tool_result": ("text", "document"),
 }
-Message = dict[str, Any]
+ChatMessageDict = dict[str, Any]
 
 
 def chat_of(wanted: CountTokensRequest) -> tuple[ChatRequest, list[str]]:
@@ -102,8 +102,8 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------- messages
 
 
-def _messages(wanted: CountTokensRequest) -> list[Message]:
-    found: list[Message] = []
+def _messages(wanted: CountTokensRequest) -> list[ChatMessageDict]:
+    found: list[ChatMessageDict] = []
     if wanted.system:
         found.append({"role": "system", "content": _texts(wanted.system, "system")})
     names: dict[str, str] = {}  # of functions, by the id of their call
@@ -118,11 +118,11 @@ def _messages(wanted: CountTokensRequest) -> list[Message]:
     return _turns(found)
 
 
-def _turns(messages: list[Message]) -> list[Message]:
+def _turns(messages: list[ChatMessageDict]) -> list[ChatMessageDict]:
     """Neighbours of the same role are one turn."""
-    turns: list[list[Message]] = []
+    turns: list[list[ChatMessageDict]] = []
     for message in messages:
-        last: Message = turns[-1][-1] if turns else {"role": None}
+        last: ChatMessageDict = turns[-1][-1] if turns else {"role": None}
         if message["role"] == last["role"] != "tool" and "tool_calls" not in last:
             turns[-1].append(message)
         else:
@@ -130,7 +130,7 @@ def _turns(messages: list[Message]) -> list[Message]:
     return [_joined(turn) for turn in turns]
 
 
-def _joined(turn: list[Message]) -> Message:
+def _joined(turn: list[ChatMessageDict]) -> ChatMessageDict:
     found = {**turn[-1], "content": "\n".join(m["content"] for m in turn if m["content"])}
     thoughts = [m["reasoning_content"] for m in turn if "reasoning_content" in m]
     return {**found, "reasoning_content": "\n".join(thoughts)} if thoughts else found
@@ -166,7 +166,7 @@ def _words(block: dict[str, Any], where: str) -> str:
     return _text(source, "data", f"{where}.source")
 
 
-def _results(blocks: Sequence[dict[str, Any]], names: dict[str, str], where: str) -> list[Message]:
+def _results(blocks: Sequence[dict[str, Any]], names: dict[str, str], where: str) -> list[ChatMessageDict]:
     """Results of tools come before what the user says beside them."""
     found = []
     for i, block in enumerate(blocks):
@@ -180,12 +180,12 @@ def _results(blocks: Sequence[dict[str, Any]], names: dict[str, str], where: str
     return found
 
 
-def _message(role: str, blocks: list[dict[str, Any]], names: dict[str, str], where: str) -> list[Message]:
+def _message(role: str, blocks: list[dict[str, Any]], names: dict[str, str], where: str) -> list[ChatMessageDict]:
     """What else the message says; nothing, if it holds results of tools alone."""
     texts = [block for block in blocks if block["type"] in ("text", "document")]
     if not texts and any(block["type"] == "tool_result" for block in blocks):
         return []
-    message: Message = {"role": role, "content": _texts(texts, role, f"{where}.content")}
+    message: ChatMessageDict = {"role": role, "content": _texts(texts, role, f"{where}.content")}
     thoughts, calls = [], []
     for i, block in enumerate(blocks):
         at = f"{where}.content[{i}]"

@@ -11,7 +11,7 @@ from quire.serve.errors import messages_error
 from quire.serve.messages.answer import MessageAnswer
 from quire.serve.messages.input import chat_of
 from quire.serve.protocol.messages import CountTokensRequest, MessagesRequest
-from quire.serve.stream import Framing, finished, named_event, stream
+from quire.serve.stream import StreamFraming, finished, named_event, stream
 from quire.serve.tokens import count_ids
 from quire.serve.tools.request import tool_use
 from quire.serve.wire import json_response
@@ -28,9 +28,9 @@ async def messages(request: Request) -> Response:
     return await finished(request, turn.generation, answer.response, thread_of(request))
 
 
-def framing(request: Request) -> Framing:
+def framing(request: Request) -> StreamFraming:
     request_id = request.scope["request_id"]
-    return Framing(lambda error: named_event(messages_error(error, request_id)))
+    return StreamFraming(lambda error: named_event(messages_error(error, request_id)))
 
 
 async def count_tokens(request: Request) -> Response:

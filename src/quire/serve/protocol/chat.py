@@ -49,7 +49,7 @@ class ToolCallPart(msgspec.Struct, omit_defaults=True):
     function: FunctionCall | UnsetType = UNSET
 
 
-class Message(msgspec.Struct):
+class AssistantMessage(msgspec.Struct):
     role: str
     content: str | None
     refusal: str | None = None
@@ -72,7 +72,7 @@ class ChoiceLogprobs(msgspec.Struct):
 
 class ChatChoice(msgspec.Struct):
     index: int
-    message: Message
+    message: AssistantMessage
     logprobs: ChoiceLogprobs | None
     finish_reason: str
     stop_reason: int | str | None = None

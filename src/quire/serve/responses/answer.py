@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET
 
-from quire.serve.blocks import Begun, Block, Blocks, Change, Ended, Grown
+from quire.serve.blocks import BlockStarted, ContentBlock, ContentBlocks, BlockChange, BlockEnded, BlockDelta
 from quire.serve.chat import Turn
 from quire.serve.errors import ApiError
 from quire.serve.generation import Delta
@@ -25,7 +25,7 @@ from quire.serve.protocol.responses import ResponseObject, ResponsesRequest, Res
 from quire.serve.stream import named_event
 from quire.types import CompletionOutput
 
-Event = dict[str, Any]
+ResponsesEvent = dict[str, Any]
 Item = dict[str, Any]
 _PREFIXES = {"text": "msg", "thought": "rs", "call": "fc"}
 _NAMES = {"text": "response.output_text", "thought": "response.reasoning_text"}
@@ -37,7 +37,7 @@ class ResponseAnswer:
     def __init__(self, turn: Turn, wanted: ResponsesRequest, store: bool) -> None:
         """`store`: it will be kept."""
         self._turn = turn
-        self._blocks = Blocks(turn.form.make_parser(), turn.chat.include_reasoning is not False)
+        self._blocks = ContentBlocks(turn.form.make_parser(), turn.chat.include_reasoning is not False)
         self._items: list[Item] = []
         self._held: list[TokenLogprob] = []  # of tokens whose text is not out yet
         self._logprobs: list[TokenLogprob] = []  # of the last text
@@ -49,7 +49,7 @@ class ResponseAnswer:
         self._add(self._turn.generation.states[0].output().outputs[0])
         return self.object
 
-    def _add(self, output: CompletionOutput) -> list[Event]:
+    def _add(self, output: CompletionOutput) -> list[ResponsesEvent]:
         """Take in a piece of the answer, or all of it."""
         if self._turn.chat.logprobs and output.logprobs is not None:
             chat, tokenizer = self._turn.chat, self._turn.server.engine.tokenizer
@@ -88,17 +88,17 @@ class ResponseAnswer:
 
     # ------------------------------------------------------------------------------------- items
 
-    def _change(self, change: Change, status: str) -> list[Event]:
+    def _change(self, change: BlockChange, status: str) -> list[ResponsesEvent]:
         block = change.block
-        if isinstance(change, Begun):
+        if isinstance(change, BlockStarted):
             self._items.append(_item(block))
             return self._begin(block)
-        if isinstance(change, Grown):
+        if isinstance(change, BlockDelta):
             return [self._grow(block, change.text)]
-        assert isinstance(change, Ended)
+        assert isinstance(change, BlockEnded)
         return self._end(block, status)
 
-    def _begin(self, block: Block) -> list[Event]:
+    def _begin(self, block: ContentBlock) -> list[ResponsesEvent]:
         events = [
             self._event("response.output_item.added", output_index=block.index, item=dict(self._items[-1]))
         ]
@@ -106,7 +106,7 @@ class ResponseAnswer:
             events.append(self._of(block, "response.content_part.added", part=_part(block, "", [])))
         return events
 
-    def _grow(self, block: Block, text: str) -> Event:
+    def _grow(self, block: ContentBlock, text: str) -> ResponsesEvent:
         if block.kind == "call":
             return self._of(block, "response.function_call_arguments.delta", delta=text)
         if block.kind == "thought":
@@ -115,7 +115,7 @@ class ResponseAnswer:
         self._logprobs += new
         return self._of(block, "response.output_text.delta", delta=text, logprobs=new)
 
-    def _end(self, block: Block, status: str) -> list[Event]:
+    def _end(self, block: ContentBlock, status: str) -> list[ResponsesEvent]:
         item, text = self._items[block.index], block.text
         item["status"] = status
         if block.kind == "call":
@@ -135,11 +135,11 @@ class ResponseAnswer:
 
     # ------------------------------------------------------------------------------------ stream
 
-    def _event(self, kind: str, **fields: Any) -> Event:
+    def _event(self, kind: str, **fields: Any) -> ResponsesEvent:
         self._sequence += 1
         return {"type": kind, "sequence_number": self._sequence - 1, **fields}
 
-    def _of(self, block: Block, kind: str, **fields: Any) -> Event:
+    def _of(self, block: ContentBlock, kind: str, **fields: Any) -> ResponsesEvent:
         """An event about the inside of an item."""
         item_id = self._items[block.index]["id"]
         if block.kind != "call":
@@ -147,7 +147,7 @@ class ResponseAnswer:
         return self._event(kind, item_id=item_id, output_index=block.index, **fields)
 
     def chunks(self, deltas: list[Delta]) -> list[bytes]:
-        events: list[Event] = []
+        events: list[ResponsesEvent] = []
         if not self._sequence:
             events = [self._told("response.created"), self._told("response.in_progress")]
         for _, output in deltas:
@@ -157,7 +157,7 @@ class ResponseAnswer:
     def last(self) -> list[bytes]:
         return [named_event(self._told(f"response.{self.object.status}"))]
 
-    def _told(self, kind: str) -> Event:
+    def _told(self, kind: str) -> ResponsesEvent:
         """An event about the whole, as it is now."""
         return self._event(kind, response=msgspec.structs.replace(self.object))
 
@@ -172,7 +172,7 @@ class ResponseAnswer:
         return b"".join(map(named_event, events))
 
 
-def _item(block: Block) -> Item:
+def _item(block: ContentBlock) -> Item:
     """An item that has just begun."""
     found = {"type": "message", "id": f"{_PREFIXES[block.kind]}_{uuid.uuid4().hex}", "status": "in_progress"}
     match block.kind:
@@ -185,7 +185,7 @@ def _item(block: Block) -> Item:
             return {**found, "type": "function_call", **call}
 
 
-def _part(block: Block, text: str, logprobs: list[TokenLogprob]) -> dict[str, Any]:
+def _part(block: ContentBlock, text: str, logprobs: list[TokenLogprob]) -> dict[str, Any]:
     if block.kind == "thought":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}

@@ -20,10 +20,10 @@ _REFUSED = ("background", "context_management", "conversation", "max_tool_calls"
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 _PAIRS, _KEY_CHARS, _VALUE_CHARS = 16, 64, 512  # of metadata, as OpenAI's API has it
 _LOGPROBS = "message.output_text.logprobs"
-Message = dict[str, Any]
+ConversationDict = dict[str, Any]
 
 
-def chat_of(wanted: ResponsesRequest, before: Sequence[Message]) -> tuple[ChatRequest, list[str]]:
+def chat_of(wanted: ResponsesRequest, before: Sequence[ConversationDict]) -> tuple[ChatRequest, list[str]]:
     """The same as a chat that goes on after `before`, and warnings about what has no effect. Raises ApiError 400."""
     for name in _REFUSED:
         if getattr(wanted, name):
@@ -115,9 +115,9 @@ def _named(choice: dict[str, Any]) -> dict[str, Any]:
 # ----------------------------------------------------------------------------------------- items
 
 
-def messages_of(items: Sequence[dict[str, Any]], before: Sequence[Message] = ()) -> list[Message]:
+def messages_of(items: Sequence[dict[str, Any]], before: Sequence[ConversationDict] = ()) -> list[ConversationDict]:
     """Items, of a request or of an answer, as messages that follow `before`. Raises ApiError 400."""
-    found: list[Message] = []
+    found: list[ConversationDict] = []
     names = {call["id"]: call["function"]["name"] for m in before for call in m.get("tool_calls", ())}
     for i, item in enumerate(items):
         where = f"input[{i}]"
@@ -149,14 +149,14 @@ def messages_of(items: Sequence[dict[str, Any]], before: Sequence[Message] = ())
     return found
 
 
-def _turn(found: list[Message], *without: str) -> Message:
+def _turn(found: list[ConversationDict], *without: str) -> ConversationDict:
     """The assistant's message that the next item belongs to: the last, if it has none of `without` yet."""
     if not found or found[-1]["role"] != "assistant" or any(found[-1].get(name) for name in without):
         found.append({"role": "assistant", "content": ""})
     return found[-1]
 
 
-def _add_message(found: list[Message], item: dict[str, Any], where: str) -> None:
+def _add_message(found: list[ConversationDict], item: dict[str, Any], where: str) -> None:
     role = item.get("role")
     if role not in ("user", "assistant", "system", "developer"):
         raise bad_request(

@@ -12,15 +12,15 @@ from quire.serve.protocol.chat import ChatRequest
 from quire.serve.protocol.responses import ResponsesRequest
 from quire.serve.responses.answer import ResponseAnswer
 from quire.serve.responses.input import chat_of, messages_of
-from quire.serve.responses.store import Stored
-from quire.serve.stream import Framing, finished, stream
+from quire.serve.responses.store import StoredResponse
+from quire.serve.stream import StreamFraming, finished, stream
 from quire.serve.wire import json_response
 
 
 async def create_response(request: Request) -> Response:
     server, client = server_of(request), client_of(request)
     wanted, warnings = await read_request(request, ResponsesRequest)
-    before: Stored | None = None
+    before: StoredResponse | None = None
     if (previous := wanted.previous_response_id) is not None:
         before = server.responses.get(client, previous)
         if before is None:
@@ -44,18 +44,18 @@ async def create_response(request: Request) -> Response:
 
     if chat.stream:
         slow_s = server.settings.slow_reader_timeout
-        framing = Framing(answer.failed)
+        framing = StreamFraming(answer.failed)
         return await stream(request, turn.generation, answer.chunks, last, slow_s, framing)
     response = await finished(request, turn.generation, answer.response, thread_of(request))
     keep()
     return response
 
 
-def _chat_of(wanted: ResponsesRequest, before: Stored | None) -> tuple[ChatRequest, list[str]]:
+def _chat_of(wanted: ResponsesRequest, before: StoredResponse | None) -> tuple[ChatRequest, list[str]]:
     return chat_of(wanted, before.messages() if before is not None else [])
 
 
-def _stored(request: Request) -> Stored:
+def _stored(request: Request) -> StoredResponse:
     response_id = request.path_params["response_id"]
     found = server_of(request).responses.get(client_of(request), response_id)
     if found is None:

@@ -12,13 +12,13 @@ from typing import Any
 
 import msgspec
 
-from quire.serve.auth import Client
+from quire.serve.auth import ApiClient
 from quire.serve.protocol.responses import ResponseObject
 from quire.serve.wire import encode
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredResponse:
     """A response and its conversation to its end, without instructions, both as JSON: what is counted is what is held."""
 
     response: bytes
@@ -38,15 +38,15 @@ class _Shelf:
     """The responses of one client, the next to be dropped first."""
 
     def __init__(self) -> None:
-        self.stored: OrderedDict[str, Stored] = OrderedDict()
+        self.stored: OrderedDict[str, StoredResponse] = OrderedDict()
         self.size = 0  # bytes
 
-    def put(self, response_id: str, stored: Stored) -> None:
+    def put(self, response_id: str, stored: StoredResponse) -> None:
         self.pop(response_id)
         self.stored[response_id] = stored
         self.size += stored.size
 
-    def pop(self, response_id: str) -> Stored | None:
+    def pop(self, response_id: str) -> StoredResponse | None:
         found = self.stored.pop(response_id, None)
         self.size -= found.size if found is not None else 0
         return found
@@ -74,15 +74,15 @@ class ResponseStore:
         """Bytes of all responses."""
         return sum(shelf.size for shelf in self._shelves.values())
 
-    def put(self, client: Client, response: ResponseObject, messages: Sequence[dict[str, Any]]) -> None:
+    def put(self, client: ApiClient, response: ResponseObject, messages: Sequence[dict[str, Any]]) -> None:
         """Keep a response; older ones of the same client make room for it."""
         shelf = self._shelves.setdefault(client.name, _Shelf())
-        shelf.put(response.id, Stored(encode(response), encode(messages)))
+        shelf.put(response.id, StoredResponse(encode(response), encode(messages)))
         share = self._max_bytes * min(1.0, client.weight / self._total_weight)
         while len(shelf.stored) > self._most or shelf.size > share:
             shelf.drop_oldest()
 
-    def get(self, client: Client, response_id: str) -> Stored | None:
+    def get(self, client: ApiClient, response_id: str) -> StoredResponse | None:
         """Return a response of this client, or None; it then counts as just used."""
         shelf = self._shelves.get(client.name)
         found = shelf.stored.get(response_id) if shelf is not None else None
@@ -90,7 +90,7 @@ class ResponseStore:
             shelf.stored.move_to_end(response_id)
         return found
 
-    def delete(self, client: Client, response_id: str) -> bool:
+    def delete(self, client: ApiClient, response_id: str) -> bool:
         """Delete a response of this client; return whether there was one."""
         shelf = self._shelves.get(client.name)
         return shelf is not None and shelf.pop(response_id) is not None

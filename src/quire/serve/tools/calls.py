@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from quire.serve.incremental import SPACE, Steps
-from quire.serve.parser import Arguments, Content, Event, ToolCall
-from quire.serve.tools.json_reader import Ended, JsonReader, Malformed, discard, is_object
+from quire.serve.parser import Arguments, Content, ParserEvent, ToolCall
+from quire.serve.tools.json_reader import UnfinishedJson, JsonReader, MalformedJson, discard, is_object
 
 _ARGUMENTS = ("arguments", "parameters")
 _BESIDE = ("type", "id")  # keys that some models write beside name and arguments
@@ -38,7 +38,7 @@ class CallOptions:
 
 
 @dataclass(slots=True)
-class CallUnderWay:
+class PartialCall:
     index: int | None = None  # once it has a name
     seen: set[str] = field(default_factory=set)  # its keys
     waiting: list[str] = field(default_factory=list)  # arguments that came before the name
@@ -52,7 +52,7 @@ class CallParser(JsonReader):
     def __init__(self, options: CallOptions) -> None:
         super().__init__()
         self._options = options
-        self._held: list[Event] = []
+        self._held: list[ParserEvent] = []
         self._calls = 0  # begun
 
     # ------------------------------------------------------------------------------ text and calls
@@ -79,7 +79,7 @@ class CallParser(JsonReader):
         self._record, self._held = [], []
         try:
             yield from reading
-        except Malformed:
+        except MalformedJson:
             self._calls -= sum(isinstance(event, ToolCall) for event in self._held)  # nobody was told of them
             self._content("".join(self._record or ()))
             return False
@@ -94,7 +94,7 @@ class CallParser(JsonReader):
             self._out(event)
         self._record, self._held = [], []
 
-    def _out(self, event: Event) -> None:
+    def _out(self, event: ParserEvent) -> None:
         if not (isinstance(event, (ToolCall, Arguments)) and self._options.single and event.index > 0):
             self._events.append(event)
 
@@ -103,13 +103,13 @@ class CallParser(JsonReader):
     def _begin(self, name: str) -> int:
         """A call has a name: its index."""
         if not name or not (self.marked or name in self._options.names):
-            raise Malformed
+            raise MalformedJson
         index = self._calls
         self._calls += 1
         self._emit(ToolCall(index, self._options.make_id(), name))
         return index
 
-    def _emit(self, event: Event) -> None:
+    def _emit(self, event: ParserEvent) -> None:
         """All that was read of the call is told by its events so far."""
         if self._options.hold:
             self._held.append(event)
@@ -119,7 +119,7 @@ class CallParser(JsonReader):
 
     def _call(self) -> Steps[None]:
         """An object with a name and arguments, in any order. Without arguments, there are none."""
-        call = CallUnderWay()
+        call = PartialCall()
         yield from self._character("{")
         after = ","
         while after == ",":
@@ -131,13 +131,13 @@ class CallParser(JsonReader):
             yield from self._member(call, "arguments" if key in _ARGUMENTS else key)
             after = yield from self._after_item("}", discard)
         if call.index is None:
-            raise Malformed
+            raise MalformedJson
         if "arguments" not in call.seen:
             self._take(call, "{}")
 
-    def _member(self, call: CallUnderWay, key: str) -> Steps[None]:
+    def _member(self, call: PartialCall, key: str) -> Steps[None]:
         if key in call.seen:
-            raise Malformed
+            raise MalformedJson
         call.seen.add(key)
         if key == "name":
             call.index = self._begin((yield from self._read_string()))
@@ -148,16 +148,16 @@ class CallParser(JsonReader):
         elif self.marked or key in _BESIDE:
             yield from self._value(discard)
         else:
-            raise Malformed
+            raise MalformedJson
 
-    def _take(self, call: CallUnderWay, piece: str) -> None:
+    def _take(self, call: PartialCall, piece: str) -> None:
         """A piece of the arguments."""
         if call.index is None:
             call.waiting.append(piece)
         else:
             self._emit(Arguments(call.index, piece))
 
-    def _arguments(self, call: CallUnderWay) -> Steps[None]:
+    def _arguments(self, call: PartialCall) -> Steps[None]:
         """An object; also null, or a string that holds an object, as some models write it."""
         first = yield from self._peek()
         if first == "{":
@@ -165,18 +165,18 @@ class CallParser(JsonReader):
         elif first == '"':
             text = (yield from self._read_string()).strip(SPACE) or "{}"
             if not is_object(text):
-                raise Malformed
+                raise MalformedJson
             self._take(call, text)
         elif (yield from self._sees("null")):
             self._advance(self._at + len("null"))
             self._take(call, "{}")
         else:
-            raise Malformed
+            raise MalformedJson
 
-    def _object_of_arguments(self, call: CallUnderWay) -> Steps[None]:
+    def _object_of_arguments(self, call: PartialCall) -> Steps[None]:
         try:
             yield from self._object(lambda piece: self._take(call, piece))
-        except Ended:
+        except UnfinishedJson:
             if not self._options.hold and call.index is not None:  # it was told so far: tell all of it
                 self._advance(len(self._text))
                 self._take(call, "".join(self._record or ()))

@@ -12,8 +12,8 @@ import re
 
 from quire.serve.incremental import Steps
 from quire.serve.tools.calls import CallParser
-from quire.serve.tools.grammar import Shape
-from quire.serve.tools.json_reader import Malformed
+from quire.serve.tools.grammar import CallShape
+from quire.serve.tools.json_reader import MalformedJson
 
 _FENCE = "```"
 _LANGUAGE = re.compile(r"[a-z_]+")
@@ -41,11 +41,11 @@ class GenericParser(CallParser):
         if fenced:
             yield from self._spaces()
             if not (yield from self._sees(_FENCE)):
-                raise Malformed
+                raise MalformedJson
             self._advance(self._at + len(_FENCE))
 
 
-def shape(template: str, single: bool) -> Shape:
+def shape(template: str, single: bool) -> CallShape:
     """One object, or a list."""
     begin, end = ("", "") if single else ("[", "]")
-    return Shape(open='{"name": ', middle=', "arguments": ', close="}", between=", ", begin=begin, end=end)
+    return CallShape(open='{"name": ', middle=', "arguments": ', close="}", between=", ", begin=begin, end=end)

@@ -16,14 +16,14 @@ from typing import Any
 from quire.frontend.patterns import with_ecma_classes
 from quire.serve.errors import bad_request
 from quire.serve.reasoning import Thought
-from quire.serve.tools.request import Function, ToolUse
+from quire.serve.tools.request import ToolFunction, ToolUse
 from quire.types import StructuredOutputsParams
 
 _ANY_TEXT = r"TEXT: /(.|\n)*/"
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class CallShape:
     """How a format writes calls: `open` name `middle` arguments `close`, with `between` two of them.
 
     `begin` and `end` stand around all calls. `mark` is what nothing but a call begins with, in free text; an
@@ -81,7 +81,7 @@ def _json(schema: Mapping[str, Any]) -> str:
     return f"%json {json.dumps(schema)}"
 
 
-def arguments_schema(function: Function, exact: bool) -> dict[str, Any]:
+def arguments_schema(function: ToolFunction, exact: bool) -> dict[str, Any]:
     """The schema that arguments must satisfy; any object, unless `exact`."""
     parameters = function.parameters
     if parameters.get("type", "object") != "object":
@@ -91,7 +91,7 @@ def arguments_schema(function: Function, exact: bool) -> dict[str, Any]:
     return {**parameters, "type": "object"} if exact else {"type": "object"}
 
 
-def calls(lark: Lark, shape: Shape, use: ToolUse, exact: bool, without_mark: bool = False) -> str:
+def calls(lark: Lark, shape: CallShape, use: ToolUse, exact: bool, without_mark: bool = False) -> str:
     """An expression for one call or several. `exact`: arguments satisfy the schemas of all functions, not
     only of strict ones. `without_mark`: the first call's mark has come already."""
     for index, function in enumerate(use.functions):
@@ -108,7 +108,7 @@ def calls(lark: Lark, shape: Shape, use: ToolUse, exact: bool, without_mark: boo
     return " ".join(part for part in [*parts, lark.literal(shape.end)] if part)
 
 
-def text_with_calls(lark: Lark, shape: Shape, use: ToolUse) -> str:
+def text_with_calls(lark: Lark, shape: CallShape, use: ToolUse) -> str:
     """Free text in which whatever begins as a call is one."""
     lark.add(_ANY_TEXT)
     if shape.mark:

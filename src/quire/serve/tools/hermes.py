@@ -12,8 +12,8 @@ import re
 
 from quire.serve.incremental import Steps
 from quire.serve.tools.calls import CallParser
-from quire.serve.tools.grammar import Shape
-from quire.serve.tools.json_reader import Malformed
+from quire.serve.tools.grammar import CallShape
+from quire.serve.tools.json_reader import MalformedJson
 
 BEGIN, END = "<tool_call>", "</tool_call>"
 _OBJECT = re.compile(r'\{\\?"name\\?"')
@@ -44,11 +44,11 @@ class HermesParser(CallParser):
         elif END.startswith(self._text[self._at :]):  # the answer ends here
             self._advance(len(self._text))
         else:
-            raise Malformed
+            raise MalformedJson
         self._accept()
 
 
-def shape(template: str, single: bool) -> Shape:
-    return Shape(
+def shape(template: str, single: bool) -> CallShape:
+    return CallShape(
         open=f'{BEGIN}\n{{"name": ', middle=', "arguments": ', close=f"}}\n{END}", between="\n", mark=BEGIN
     )

@@ -24,11 +24,11 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _LITERALS = ("true", "false", "null")
 
 
-class Malformed(Exception):
+class MalformedJson(Exception):
     """The text is not what it began as."""
 
 
-class Ended(Malformed):
+class UnfinishedJson(MalformedJson):
     """The text ended too early; so far it was right."""
 
 
@@ -59,16 +59,16 @@ class JsonReader(Incremental):
         """One of `choices`."""
         found = yield from self._peek()
         if not found:
-            raise Ended
+            raise UnfinishedJson
         if found not in choices:
-            raise Malformed
+            raise MalformedJson
         sink(self._advance(self._at + 1))
         return found
 
     def _value(self, sink: Sink, depth: int = 0) -> Steps[None]:
         first = yield from self._peek()
         if depth > MAX_DEPTH:
-            raise Malformed
+            raise MalformedJson
         if first == "{":
             yield from self._object(sink, depth)
         elif first == "[":
@@ -78,9 +78,9 @@ class JsonReader(Incremental):
         else:
             word = yield from self._while(_WORD)
             if (yield from self._peek()) == "":
-                raise Ended
+                raise UnfinishedJson
             if word not in _LITERALS and not _NUMBER.fullmatch(word):
-                raise Malformed
+                raise MalformedJson
             sink(word)
 
     def _object(self, sink: Sink, depth: int = 0) -> Steps[None]:
@@ -130,7 +130,7 @@ class JsonReader(Incremental):
             elif first:
                 sink(json.dumps(self._advance(self._at + 1))[1:-1])
             else:
-                raise Ended
+                raise UnfinishedJson
         sink(self._advance(self._at + 1))
 
     def _escape(self) -> Steps[str]:
@@ -143,7 +143,7 @@ class JsonReader(Incremental):
             yield
         match = _ESCAPE.match(self._text, self._at)
         if match is None:
-            raise Ended if len(self._text) - self._at < size else Malformed
+            raise UnfinishedJson if len(self._text) - self._at < size else MalformedJson
         return self._advance(match.end())
 
     def _read_string(self) -> Steps[str]:
@@ -154,5 +154,5 @@ class JsonReader(Incremental):
         try:
             found.encode()
         except UnicodeEncodeError:
-            raise Malformed from None
+            raise MalformedJson from None
         return found

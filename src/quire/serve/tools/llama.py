@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from quire.serve.incremental import Steps
 from quire.serve.tools.calls import CallParser
-from quire.serve.tools.grammar import Shape
+from quire.serve.tools.grammar import CallShape
 
 MARK = "<|python_tag|>"
 
@@ -43,5 +43,5 @@ class LlamaParser(CallParser):
                 yield from self._spaces()
 
 
-def shape(template: str, single: bool) -> Shape:
-    return Shape(open='{"name": ', middle=', "parameters": ', close="}", between="; ")
+def shape(template: str, single: bool) -> CallShape:
+    return CallShape(open='{"name": ', middle=', "parameters": ', close="}", between="; ")

@@ -11,9 +11,9 @@ import secrets
 import string
 
 from quire.serve.incremental import Steps
-from quire.serve.tools.calls import CallParser, CallUnderWay
-from quire.serve.tools.grammar import Shape
-from quire.serve.tools.json_reader import Malformed
+from quire.serve.tools.calls import CallParser, PartialCall
+from quire.serve.tools.grammar import CallShape
+from quire.serve.tools.json_reader import MalformedJson
 
 MARK, ID_MARK, ARGUMENTS_MARK = "[TOOL_CALLS]", "[CALL_ID]", "[ARGS]"
 _NAME = re.compile(r"[^\s\[\]{}\"]+")
@@ -53,14 +53,14 @@ class MistralParser(CallParser):
             self._advance(self._at + len(ARGUMENTS_MARK))
         yield from self._spaces()
         if (yield from self._peek()) != "{":
-            raise Malformed
-        yield from self._object_of_arguments(CallUnderWay(self._begin(name)))
+            raise MalformedJson
+        yield from self._object_of_arguments(PartialCall(self._begin(name)))
 
 
-def shape(template: str, single: bool) -> Shape:
+def shape(template: str, single: bool) -> CallShape:
     if ARGUMENTS_MARK in template:
-        return Shape(open=MARK, middle=ARGUMENTS_MARK, close="", between="", mark=MARK, quoted=False)
-    return Shape(
+        return CallShape(open=MARK, middle=ARGUMENTS_MARK, close="", between="", mark=MARK, quoted=False)
+    return CallShape(
         open='{"name": ',
         middle=', "arguments": ',
         close="}",

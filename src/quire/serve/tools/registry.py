@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from quire.serve.tools import generic, hermes, llama, mistral
 from quire.serve.tools.calls import CallOptions, CallParser, call_id
-from quire.serve.tools.grammar import Shape
+from quire.serve.tools.grammar import CallShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +15,7 @@ class ToolFormat:
     name: str
     parser: type[CallParser]
     matches: Callable[[str], bool]  # whether a chat template asks for this format
-    shape: Callable[[str, bool], Shape]  # by chat template, and whether there may be one call only
+    shape: Callable[[str, bool], CallShape]  # by chat template, and whether there may be one call only
     marks: tuple[str, ...] = ()  # which the parser must see, even if they are special tokens
     make_id: Callable[[], str] = call_id
 

@@ -16,7 +16,7 @@ _SHAPE = 'tool_choice must be {"type": "function", "function": {"name": ...}} to
 
 
 @dataclass(frozen=True, slots=True)
-class Function:
+class ToolFunction:
     name: str
     parameters: Mapping[str, Any]  # JSON schema of the arguments
     strict: bool = False
@@ -27,7 +27,7 @@ class ToolUse:
     """`tools` are what the model is told of; `functions` what it may, or with required must, call."""
 
     tools: list[dict[str, Any]]
-    functions: tuple[Function, ...]
+    functions: tuple[ToolFunction, ...]
     choice: Literal["none", "auto", "required"]
     single: bool = False  # at most one call
 
@@ -66,7 +66,7 @@ def tool_use(chat: ChatRequest) -> ToolUse:
     return ToolUse(tools, functions, "required" if choice == "required" else "auto", single)
 
 
-def _function(tool: Mapping[str, Any], where: str) -> Function:
+def _function(tool: Mapping[str, Any], where: str) -> ToolFunction:
     function = tool.get("function")
     if tool.get("type") != "function" or not isinstance(function, dict):
         raise bad_request(f"{where} must have type function, and a function", "tools")
@@ -78,7 +78,7 @@ def _function(tool: Mapping[str, Any], where: str) -> Function:
     strict = function.get("strict")
     if not isinstance(strict, (bool, type(None))):
         raise bad_request(f"{where}.function.strict must be true or false", "tools")
-    return Function(name, parameters or {}, bool(strict))
+    return ToolFunction(name, parameters or {}, bool(strict))
 
 
 def _named(choice: Mapping[str, Any], names: Set[str]) -> str:
@@ -93,7 +93,7 @@ def _named(choice: Mapping[str, Any], names: Set[str]) -> str:
 
 
 def _allowed(
-    choice: Mapping[str, Any], functions: tuple[Function, ...]
+    choice: Mapping[str, Any], functions: tuple[ToolFunction, ...]
 ) -> tuple[Literal["auto", "required"], Set[str]]:
     """OpenAI's allowed_tools: a mode, and the names of the functions that may be called in it."""
     allowed = choice.get("allowed_tools")

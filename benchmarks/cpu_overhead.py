@@ -18,18 +18,18 @@ from shapes import SHAPES
 
 from quire.attention.reference import ReferenceAttention
 from quire.config import EngineConfig
-from quire.core.blocks import LRU, BlockPool
+from quire.core.block_pool import LRU, BlockPool
 from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
-from quire.core.limits import Limits
 from quire.core.policy import Policy
-from quire.core.prefix import HashPrefixCache
+from quire.core.prefix_cache import HashPrefixCache
+from quire.core.request_limits import Limits
 from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog
 from quire.layers.attention import Attention
 from quire.layers.env import Env
 from quire.models.spec import ModelSpec
-from quire.parallel.parallel import Parallel
+from quire.parallel.ranks import Parallel
 from quire.types import EngineRequest, SamplingParams
 from quire.worker.executor import LocalExecutor, device_guard
 from quire.worker.sizing import KVSize

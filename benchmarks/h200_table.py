@@ -28,11 +28,11 @@ from shapes import SHAPES as TWO_SHAPES
 from quire import EngineConfig
 from quire.bench.cost import Machine
 from quire.bench.drive import Bench
+from quire.bench.load.workloads import WORKLOADS, shifted
 from quire.bench.machine import measure
 from quire.bench.metrics import limits, serving
 from quire.bench.report import save
 from quire.bench.startup import start_up
-from quire.bench.workloads import WORKLOADS, shifted
 from quire.build import pick_device
 
 LLAMA32_3B = {

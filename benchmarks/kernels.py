@@ -23,9 +23,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.attend_long import attend_long, list_tiles, long_tile
-from quire.kernels.attend_short import SHORT_ROWS, attend_short, num_splits
-from quire.kernels.attention_tile import Tile
+from quire.kernels.attention.long import attend_long, list_tiles, long_tile
+from quire.kernels.attention.short import SHORT_ROWS, attend_short, num_splits
+from quire.kernels.attention.tile import Tile
 from quire.kernels.rope import norm_rotate_store
 from quire.kernels.target import target_of
 

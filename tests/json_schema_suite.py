@@ -22,8 +22,8 @@ from typing import Any
 from llguidance import LLMatcher
 
 from quire.frontend.location import locate_model
-from quire.frontend.structured import grammar_spec
-from quire.frontend.tokenizer import Tokenizer, load_tokenizer
+from quire.frontend.structured_spec import grammar_spec
+from quire.frontend.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from quire.grammar.checker_process import token_table
 from quire.grammar.matching import Vocabulary, compiled, grammar_text, try_out
 from quire.types import RequestError, StructuredOutputsParams

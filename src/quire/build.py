@@ -24,14 +24,14 @@ from quire.attention.cpu import CpuAttention
 from quire.attention.reference import ReferenceAttention
 from quire.config import EngineConfig, triton_interpreted
 from quire.core import policy
-from quire.core.blocks import FIFO, LRU, BlockPool
+from quire.core.block_pool import FIFO, LRU, BlockPool
 from quire.core.engine import Engine
 from quire.core.grammar import Grammar, NoGrammar
-from quire.core.limits import Limits
 from quire.core.policy import Policy
-from quire.core.prefix import HashPrefixCache, NoPrefixCache, PrefixCache
+from quire.core.prefix_cache import HashPrefixCache, NoPrefixCache, PrefixCache
+from quire.core.request_limits import Limits
 from quire.core.scheduler import Scheduler
-from quire.core.shared import CommonPages, NoSharedPrefix, SharedPrefix
+from quire.core.shared_prefix import CommonPages, NoSharedPrefix, SharedPrefix
 from quire.core.steplog import StepLog
 from quire.frontend.location import locate_model, locate_tokenizer
 from quire.grammar.checker import Checker
@@ -41,13 +41,13 @@ from quire.kernels import Kernels, pick_kernels
 from quire.kernels.cpu.ops import CpuKernels
 from quire.kernels.target import OLDEST, target_of
 from quire.layers.env import Env
-from quire.models.checked import CheckedCheckpoint
-from quire.models.checkpoint import Checkpoint, open_checkpoint
+from quire.models.checkpoint.checked import CheckedCheckpoint
+from quire.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from quire.models.config.load import load_spec
 from quire.models.decoder import Model
-from quire.models.load import load_spec
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
-from quire.parallel.parallel import Parallel
+from quire.parallel.ranks import Parallel
 from quire.types import ConfigError, EngineInfo
 from quire.worker.executor import DeviceGuard, LocalExecutor, device_guard
 from quire.worker.sizing import (

@@ -9,18 +9,18 @@ from __future__ import annotations
 import time
 
 from quire.config import EngineConfig
-from quire.core.blocks import LRU, BlockPool
+from quire.core.block_pool import LRU, BlockPool
 from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
-from quire.core.limits import Limits
 from quire.core.policy import Policy, fcfs, priority
-from quire.core.prefix import HashPrefixCache, NoPrefixCache, PrefixCache
+from quire.core.prefix_cache import HashPrefixCache, NoPrefixCache, PrefixCache
+from quire.core.request_limits import Limits
 from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog
 from quire.frontend.location import locate_model
-from quire.models.load import load_spec
+from quire.models.config.load import load_spec
 from quire.types import ConfigError, EngineInfo
-from quire.worker.echo import EchoExecutor
+from quire.worker.echo_executor import EchoExecutor
 
 _DEPTH = 2
 _TOKENS = 262_144  # of imaginary KV cache, unless kv_cache_memory says otherwise

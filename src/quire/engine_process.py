@@ -13,11 +13,11 @@ import sys
 import time
 
 from quire.core.engine import Engine
-from quire.core.live import live_of
+from quire.core.live_state import live_of
 from quire.core.stats import figures_of, load_of, stats_of
-from quire.frontend import messages as msg
-from quire.frontend.channel import Channel
-from quire.frontend.client import describe, refusal
+from quire.frontend.client import ipc as msg
+from quire.frontend.client.base import describe, refusal
+from quire.frontend.client.channel import Channel
 from quire.start import start_engine
 from quire.types import EngineInfo, QuireError, RequestError
 

@@ -13,13 +13,13 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from quire.config import EngineConfig
-from quire.frontend.client import EngineClient, InProcessClient
+from quire.frontend.client.base import EngineClient, InProcessClient
 from quire.frontend.location import locate_model
 from quire.frontend.model import processor_of, tokenizer_of
 from quire.frontend.output import OutputAssembler, RequestState
 from quire.frontend.processor import Prompt
 from quire.frontend.progress import Progress
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.tokenizer.tokenizer import Tokenizer
 from quire.start import start_engine
 from quire.types import (
     ConfigError,
@@ -34,7 +34,7 @@ from quire.types import (
 )
 
 if TYPE_CHECKING:
-    from quire.frontend.renderer import TemplateRenderer
+    from quire.frontend.templates.renderer import TemplateRenderer
 
 ChatMessage = Mapping[str, Any]
 _POLL_S = 1.0
@@ -57,7 +57,7 @@ class LLM:
         self._tokenizer = tokenizer_of(config)
         self._client: EngineClient
         if engine_process:
-            from quire.frontend.process_client import ProcessClient
+            from quire.frontend.client.process import ProcessClient
 
             self._client = ProcessClient(config)
         else:
@@ -136,8 +136,8 @@ class LLM:
 
         `pooling` is mean or last (token); None: as the model's `1_Pooling/config.json` says, else the mean.
         """
-        from quire.frontend.embedding import embedding
         from quire.frontend.generation_config import default_pooling
+        from quire.frontend.normalize import embedding
 
         pooling = pooling or default_pooling(locate_model(self.config.model, self.config.revision).path)
         if pooling not in ("mean", "last"):
@@ -160,8 +160,8 @@ class LLM:
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
         """A conversation as a prompt of token ids."""
-        from quire.frontend.chat import render_chat
-        from quire.frontend.renderer import TemplateRenderer
+        from quire.frontend.templates.chat import render_chat
+        from quire.frontend.templates.renderer import TemplateRenderer
 
         if self._renderer is None:
             self._renderer = TemplateRenderer(processes=1)

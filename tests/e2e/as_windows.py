@@ -42,7 +42,7 @@ sys.platform = "win32"
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
 from quire.cli.main import main
-from quire.models.reader import Reader, StoredTensor
+from quire.models.checkpoint.reader import Reader, StoredTensor
 from quire.types import QuireError
 
 

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from quire import LLM, SamplingParams
-from quire.frontend.embedding import embedding
 from quire.frontend.generation_config import default_pooling
+from quire.frontend.normalize import embedding
 from quire.types import RequestError
 from tiny import write_tiny
 

@@ -11,7 +11,7 @@ from types import ModuleType
 import pytest
 
 from quire.bench.cost import Machine
-from quire.bench.workloads import uniform
+from quire.bench.load.workloads import uniform
 from tiny import CONFIG
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

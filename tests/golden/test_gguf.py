@@ -17,8 +17,8 @@ from test_families import BASE, CASES, ROWS, make_reference, reference_logits  #
 
 from quire.layers.rope import inverse_frequencies  # noqa: E402
 from quire.layers.rope_params import RopeParams  # noqa: E402
-from quire.models.checkpoint import open_checkpoint  # noqa: E402
-from quire.models.load import load_spec  # noqa: E402
+from quire.models.checkpoint.checkpoint import open_checkpoint  # noqa: E402
+from quire.models.config.load import load_spec  # noqa: E402
 from quire.types import ModelError  # noqa: E402
 
 torch.set_num_threads(1)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from whole import greedy, load_model, logits_of, whole_batch
 
-from quire.models.load import load_spec
+from quire.models.config.load import load_spec
 
 DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "models"
 pytestmark = pytest.mark.skipif(not DATA.is_dir(), reason="the shared test data (../shared/data) is absent")

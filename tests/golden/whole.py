@@ -10,11 +10,11 @@ import torch
 
 from quire.attention.base import AttentionLayer, ForwardBatch
 from quire.layers.env import Env
-from quire.models.checkpoint import open_checkpoint
+from quire.models.checkpoint.checkpoint import open_checkpoint
+from quire.models.config.load import load_spec
 from quire.models.decoder import Model
-from quire.models.load import load_spec
 from quire.models.registry import build_model
-from quire.parallel.parallel import Parallel
+from quire.parallel.ranks import Parallel
 
 
 class WholeSequenceAttention:

@@ -41,7 +41,7 @@ from quire.kernels import (
     sampling,
 )
 from quire.kernels import target as targets
-from quire.kernels.row import COLUMNS
+from quire.kernels.sampling.row import COLUMNS
 from quire.kernels.target import Target
 from quire.layers.moe import grouped_in_library
 from quire.quant.few_rows import FewRowsMatmul

@@ -18,10 +18,10 @@ from quire.layers.norm import after_add, make_rms
 
 pytest.importorskip("triton")
 
-from quire.kernels import gemv as gemv_kernels
-from quire.kernels import skinny as skinny_kernels
-from quire.kernels.gemv import gemv, norm_gemv
-from quire.kernels.skinny import BLOCK_N, is_small, skinny, whole
+from quire.kernels.matmul import gemv as gemv_kernels
+from quire.kernels.matmul import skinny as skinny_kernels
+from quire.kernels.matmul.gemv import gemv, norm_gemv
+from quire.kernels.matmul.skinny import BLOCK_N, is_small, skinny, whole
 from quire.quant.base import PlainMatmul
 from quire.quant.few_rows import FewRowsMatmul
 

@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from targets import TARGETS, pretend
 
 from quire.kernels import target as targets
-from quire.kernels.grouped import grouped_product
+from quire.kernels.matmul.grouped import grouped_product
 from quire.layers.mlp import gated
 from quire.layers.moe import GroupedExperts, LoopedExperts, library_product, masked_product, pick_product
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
-from quire.kernels.masks import apply_masks
+from quire.kernels.sampling.masks import apply_masks
 from quire.sampling import masks as plain
 
 DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu) if torch.cuda.is_available() else "cpu"]

@@ -12,11 +12,11 @@ from golden.whole import WholeSequenceAttention, whole_batch
 from quire.attention.base import AttentionBackend
 from quire.attention.reference import ReferenceAttention
 from quire.layers.env import Env
-from quire.models.checkpoint import DummyCheckpoint
+from quire.models.checkpoint.checkpoint import DummyCheckpoint
 from quire.models.decoder import Model
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
-from quire.parallel.parallel import Parallel
+from quire.parallel.ranks import Parallel
 
 pytest.importorskip("triton")
 from quire.kernels import Kernels, fused, pick_kernels

@@ -21,8 +21,9 @@ from ragged import compare as compare_with_oracle
 pytest.importorskip("triton")
 
 from quire.attention.triton import TritonAttention
-from quire.kernels import attend_long, attend_short
-from quire.kernels.kv_write import write_kv
+from quire.kernels.attention import long as attend_long
+from quire.kernels.attention import short as attend_short
+from quire.kernels.attention.kv_write import write_kv
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled tests cover this")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -21,7 +21,8 @@ from quire.types import EngineRequest, SamplingParams
 
 pytest.importorskip("triton")
 
-from quire.kernels import filtered_draw, filters, row, sampling
+from quire.kernels.sampling import choose as sampling
+from quire.kernels.sampling import filtered_draw, filters, row
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 DTYPES = [torch.float32, torch.bfloat16]

@@ -13,10 +13,10 @@ from targets import TARGETS, pretend
 
 from quire.build import pick_attention, pick_device, pick_dtype
 from quire.kernels import target as targets
-from quire.kernels.attend_long import long_tile
-from quire.kernels.attend_shared import shared_tile
-from quire.kernels.attend_short import num_splits, short_tile
-from quire.kernels.gemv import programs_for, tile
+from quire.kernels.attention.long import long_tile
+from quire.kernels.attention.shared import shared_tile
+from quire.kernels.attention.short import num_splits, short_tile
+from quire.kernels.matmul.gemv import programs_for, tile
 from quire.kernels.target import Target
 from quire.models.spec import ModelSpec
 from quire.quant.few_rows import FewRowsMatmul

@@ -7,8 +7,8 @@ import pytest
 from described import send
 from serving import Server
 
-from quire.serve.app import routes
-from quire.serve.openapi import BODIES, describe
+from quire.serve.http.app import routes
+from quire.serve.http.openapi import BODIES, describe
 
 NO_BODY = {"/ping", "/v1/responses/{response_id}/cancel"}
 

@@ -10,13 +10,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving import Server
 
-from quire.serve.protocol.chat import ChatRequest
-from quire.serve.protocol.completions import CompletionRequest
-from quire.serve.protocol.embeddings import EmbeddingsRequest
-from quire.serve.protocol.messages import CountTokensRequest, MessagesRequest
-from quire.serve.protocol.other import DetokenizeRequest, GenerateRequest, TokenizeRequest
-from quire.serve.protocol.responses import ResponsesRequest
-from quire.serve.wire import field_names
+from quire.serve.api.protocol.chat import ChatRequest
+from quire.serve.api.protocol.completions import CompletionRequest
+from quire.serve.api.protocol.embeddings import EmbeddingsRequest
+from quire.serve.api.protocol.messages import CountTokensRequest, MessagesRequest
+from quire.serve.api.protocol.other import DetokenizeRequest, GenerateRequest, TokenizeRequest
+from quire.serve.api.protocol.responses import ResponsesRequest
+from quire.serve.http.wire import field_names
 
 ROUTES = {
     "/v1/chat/completions": ChatRequest,

@@ -19,7 +19,7 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from serving import Server, chat, events, serving
 
-from quire.serve.tracing import make_tracing
+from quire.serve.observe.tracing import make_tracing
 from quire.types import ConfigError
 
 LINE = re.compile(
@@ -101,7 +101,7 @@ def test_a_line_for_each_request(form: str) -> None:
 def test_an_exception_is_one_json_line() -> None:
     import logging
 
-    from quire.serve.logs import JsonLines
+    from quire.serve.observe.logs import JsonLines
 
     try:
         raise ValueError("broken")

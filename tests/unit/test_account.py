@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.frontend.output import RequestState
-from quire.serve.account import RequestAccounts, ClientTotals, until
-from quire.serve.histogram import Histogram, one_two_five
+from quire.serve.observe.account import ClientTotals, RequestAccounts, until
+from quire.serve.observe.histogram import Histogram, one_two_five
 from quire.types import EngineOutput, EngineRequest, Figures, SamplingParams, Timing, Totals
 
 

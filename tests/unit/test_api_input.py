@@ -12,19 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_chat_template import CALLS, PLAIN, SYSTEM, TEMPLATES, TOOLS, ours, outcome
 
-from quire.frontend.chat import check_messages
-from quire.frontend.template_traits import TemplateTraits
-from quire.serve.auth import ApiClient
-from quire.serve.blocks import BlockStarted, ContentBlocks, BlockEnded, BlockDelta
-from quire.serve.errors import ApiError
-from quire.serve.messages.input import chat_of as chat_of_messages
-from quire.serve.protocol.messages import MessagesRequest
-from quire.serve.protocol.responses import ResponseObject, ResponsesRequest
-from quire.serve.reasoning import THINK, ThoughtParser
-from quire.serve.responses.input import chat_of as chat_of_items
-from quire.serve.responses.store import ResponseStore
-from quire.serve.tools.calls import CallOptions
-from quire.serve.tools.hermes import HermesParser
+from quire.frontend.templates.chat import check_messages
+from quire.frontend.templates.traits import TemplateTraits
+from quire.serve.answer.content_blocks import BlockDelta, BlockEnded, BlockStarted, ContentBlocks
+from quire.serve.answer.reasoning import THINK, ThoughtParser
+from quire.serve.answer.tools.calls import CallOptions
+from quire.serve.answer.tools.hermes import HermesParser
+from quire.serve.api.anthropic.input import chat_of as chat_of_messages
+from quire.serve.api.protocol.messages import MessagesRequest
+from quire.serve.api.protocol.responses import ResponseObject, ResponsesRequest
+from quire.serve.api.responses.input import chat_of as chat_of_items
+from quire.serve.api.responses.store import ResponseStore
+from quire.serve.http.auth import ApiClient
+from quire.serve.http.errors import ApiError
 from quire.types import CompletionOutput, RequestError
 
 WORDS = [

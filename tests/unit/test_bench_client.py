@@ -8,12 +8,20 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from quire.bench.arrivals import ramp_times
-from quire.bench.client import AnswerReader, ServerTarget
-from quire.bench.datasets import BenchRequest, asks_of, custom, prefix_repetition, random_work, repeated, sharegpt
+from quire.bench.load.arrivals import ramp_times
+from quire.bench.load.datasets import (
+    BenchRequest,
+    asks_of,
+    custom,
+    prefix_repetition,
+    random_work,
+    repeated,
+    sharegpt,
+)
 from quire.bench.run import ServedRequest
+from quire.bench.server.client import AnswerReader, ServerTarget
 from quire.frontend.location import locate_tokenizer
-from quire.frontend.tokenizer import Tokenizer, load_tokenizer
+from quire.frontend.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from quire.types import ConfigError
 
 

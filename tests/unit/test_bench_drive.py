@@ -9,10 +9,10 @@ import pytest
 
 from quire.bench.cost import Machine
 from quire.bench.drive import Bench
+from quire.bench.load.workloads import shifted, uniform
 from quire.bench.metrics import limits, serving
 from quire.bench.offline import OfferedLoad, latency, throughput
 from quire.bench.profiling import after, decoding, run_profile
-from quire.bench.workloads import shifted, uniform
 from quire.config import EngineConfig
 from quire.types import ConfigError
 from tiny import write_tiny

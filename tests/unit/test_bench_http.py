@@ -9,7 +9,7 @@ from typing import Any
 import httptools
 import pytest
 
-from quire.bench.http import Http
+from quire.bench.server.http import Http
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n4\r\ndefg\r\n0\r\n\r\n"
 SIZED = b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\nabcdefg"

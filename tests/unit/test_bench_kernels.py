@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from quire.bench.cost import Cost, Machine, MatrixProduct
-from quire.bench.kernels import busy_and_span_us, events_of, part_of, short_name, tables
+from quire.bench.kernel_table import busy_and_span_us, events_of, part_of, short_name, tables
 
 MACHINE = Machine("m", bytes_per_s=1e9, flops_per_s=1e12)  # 1,000 bytes a microsecond
 

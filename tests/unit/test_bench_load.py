@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench.arrivals import arrival_times
-from quire.bench.traces import BLOCK, read_trace, replay
+from quire.bench.load.arrivals import arrival_times
+from quire.bench.load.traces import BLOCK, read_trace, replay
 from quire.types import ConfigError
 
 AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\r\n2023-11-16 18:17:03.9799600,40,10\r\n2023-11-16 18:17:05.9799600,5000,8\r\n2023-11-16 18:17:04.4799600,7,3\r\n"  # fmt: skip

@@ -16,7 +16,9 @@ STEPS = [
     StepRecord(i, 5.0 + i / 10, [("a", i, 1), ("b", 0, 40)], [], [], 2, i % 3, None, 9) for i in range(20)
 ]
 RUNS = {
-    "usual": Run([ServedRequest(9, i / 9, [i / 9 + 0.1 * k for k in range(1, 9)]) for i in range(9)], STEPS, 5.0),
+    "usual": Run(
+        [ServedRequest(9, i / 9, [i / 9 + 0.1 * k for k in range(1, 9)]) for i in range(9)], STEPS, 5.0
+    ),
     "one token": Run([ServedRequest(9, 0.0, [0.5])], STEPS[:1], 5.0),
 }
 

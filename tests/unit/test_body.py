@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from starlette.datastructures import Headers
 from starlette.requests import Request
 
-from quire.serve import body as body_module
-from quire.serve.auth import ApiClient
-from quire.serve.body import SMALL_BYTES, Bodies, BodyMemory, Meter, check_type
-from quire.serve.errors import ApiError
-from quire.serve.protocol.chat import ChatRequest
-from quire.serve.wire import decode_object, parse
+from quire.serve.api.protocol.chat import ChatRequest
+from quire.serve.http import body as body_module
+from quire.serve.http.auth import ApiClient
+from quire.serve.http.body import SMALL_BYTES, Bodies, BodyMemory, Meter, check_type
+from quire.serve.http.errors import ApiError
+from quire.serve.http.wire import decode_object, parse
 
 JSON = {"content-type": "application/json"}
 VALUES = st.recursive(

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from quire.frontend.channel import Channel
+from quire.frontend.client.channel import Channel
 
 
 @pytest.fixture

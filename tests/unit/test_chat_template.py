@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from quire.frontend.chat import check_messages, render_chat
-from quire.frontend.renderer import TemplateRenderer
-from quire.frontend.template_traits import TemplateTraits
-from quire.frontend.tokenizer import NoTokenizer
+from quire.frontend.templates.chat import check_messages, render_chat
+from quire.frontend.templates.renderer import TemplateRenderer
+from quire.frontend.templates.traits import TemplateTraits
+from quire.frontend.tokenizer.tokenizer import NoTokenizer
 from quire.types import RequestError
 
 FOLDER = Path(__file__).parents[2] / ".." / "shared" / "data" / "chat_templates" / "templates"

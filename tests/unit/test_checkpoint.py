@@ -15,11 +15,11 @@ from quire.layers.env import Env, Weights
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP, gated
 from quire.layers.moe import GroupedExperts, LoopedExperts, MoE, library_product, masked_product
-from quire.models.checked import CheckedCheckpoint
-from quire.models.checkpoint import DummyCheckpoint, open_checkpoint
+from quire.models.checkpoint.checked import CheckedCheckpoint
+from quire.models.checkpoint.checkpoint import DummyCheckpoint, open_checkpoint
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
-from quire.parallel.parallel import Parallel
+from quire.parallel.ranks import Parallel
 from quire.quant.base import PlainMatmul, make_matmul
 from quire.types import ModelError
 

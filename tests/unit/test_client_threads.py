@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from quire.serve.auth import ANYONE, ApiClient
-from quire.serve.errors import ApiError
-from quire.serve.threads import ClientThreads
+from quire.serve.client_threads import ClientThreads
+from quire.serve.http.auth import ANYONE, ApiClient
+from quire.serve.http.errors import ApiError
 
 ALPHA, BETA = ApiClient("alpha"), ApiClient("beta")
 
@@ -74,7 +74,10 @@ def test_clients_take_turns_by_the_time_that_their_work_takes() -> None:
     async def scene(pool: ClientThreads) -> None:
         order: list[str] = []
         gate = threading.Event()
-        clients = [ALPHA, *(ApiClient(f"other{i}") for i in range(4))]  # they hold the thread and all spare ones
+        clients = [
+            ALPHA,
+            *(ApiClient(f"other{i}") for i in range(4)),
+        ]  # they hold the thread and all spare ones
         held = [task for client in clients for task in start(pool, client, lambda: gate.wait(20))]
         await asyncio.sleep(0.01)
 

@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 import pytest
 from test_scheduler import make_engine, random_requests
 
-from quire.core.blocks import LRU, BlockPool
+from quire.core.block_pool import LRU, BlockPool
 from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
-from quire.core.limits import Limits
 from quire.core.policy import Policy
-from quire.core.prefix import HashPrefixCache
+from quire.core.prefix_cache import HashPrefixCache
+from quire.core.request_limits import Limits
 from quire.core.scheduler import Scheduler
 from quire.core.stats import figures_of
 from quire.core.steplog import StepLog
@@ -70,7 +70,7 @@ class Device:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr("quire.core.clocks.time", clock)
-    monkeypatch.setattr("quire.core.draft.time", clock)
+    monkeypatch.setattr("quire.core.plan_builder.time", clock)
     return clock
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import uvicorn
 
-from quire.serve import connection as connection_module
-from quire.serve.connection import connections
+from quire.serve.http import connection as connection_module
+from quire.serve.http.connection import connections
 
 GET = b"GET /%b HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b"

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.frontend.detokenizer import Detokenizer, StopStrings
-from quire.frontend.tokenizer import Tokenizer, load_tokenizer
+from quire.frontend.tokenizer.detokenizer import Detokenizer, StopStrings
+from quire.frontend.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 DATA = Path(__file__).parents[2] / ".." / "shared" / "data"
 NAMES = [

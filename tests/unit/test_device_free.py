@@ -13,10 +13,10 @@ import torch
 
 from quire.attention.base import ForwardBatch
 from quire.layers.env import Env
-from quire.models.checkpoint import DummyCheckpoint
+from quire.models.checkpoint.checkpoint import DummyCheckpoint
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
-from quire.parallel.parallel import Parallel
+from quire.parallel.ranks import Parallel
 
 META = torch.device("meta")
 BASE: dict[str, Any] = {

@@ -14,10 +14,10 @@ import pytest
 from starlette.responses import Response
 
 from quire import engine_process
-from quire.frontend import messages as msg
-from quire.frontend.channel import Channel
-from quire.serve import stream as stream_module
-from quire.serve.stream import finished
+from quire.frontend.client import ipc as msg
+from quire.frontend.client.channel import Channel
+from quire.serve.http import stream as stream_module
+from quire.serve.http.stream import finished
 
 
 class SlowIntake:

@@ -29,7 +29,7 @@ from test_scheduler import (
 
 from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
-from quire.frontend.structured import grammar_spec
+from quire.frontend.structured_spec import grammar_spec
 from quire.grammar import matching
 from quire.grammar.answer import GrammarAnswer
 from quire.grammar.checker_process import Verdict
@@ -685,7 +685,9 @@ def test_the_end_is_not_what_the_grammar_writes_with_the_same_token(vocabulary: 
     spec = GrammarSpec("regex", "1{3}")
     grammar = CheckedGrammar(spec, grammar_text(spec), 0, Vocabulary(tokens))
     assert tokens[6] == tokens[38] == b"1"
-    answer = GrammarAnswer(EngineRequest("r", [1], SamplingParams(), [38], [38], grammar=spec), grammar, len(tokens))
+    answer = GrammarAnswer(
+        EngineRequest("r", [1], SamplingParams(), [38], [38], grammar=spec), grammar, len(tokens)
+    )
     answer.work()
     assert allows(answer, 6) and not allows(answer, 38)
     for _ in range(3):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from quire.frontend.location import locate_model
-from quire.frontend.structured import grammar_spec
+from quire.frontend.structured_spec import grammar_spec
 from quire.grammar.checker import Checker, _Process
 from quire.grammar.checker_process import Check
 from quire.types import GrammarSpec, Overloaded, QuireError, RequestError, StructuredOutputsParams
@@ -164,8 +164,8 @@ def test_questions_of_a_dying_process_are_answered() -> None:
 
 ANSWERS_BEFORE_IT_READS = """
 import os
-from quire.grammar.checker_process import Frames, Table, Verdict, _write, frame
-_write(1, frame(Table([])))
+from quire.grammar.checker_process import Frames, Verdict, VocabularyTable, _write, frame
+_write(1, frame(VocabularyTable([])))
 data = os.read(0, 1)
 for _ in range(2):  # each longer than a pipe holds
     _write(1, frame(Verdict(99, "x" * 300_000)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from starlette.datastructures import Headers
 
-from quire.serve.errors import ApiError
-from quire.serve.guard import make_guard
+from quire.serve.http.errors import ApiError
+from quire.serve.http.guard import make_guard
 from quire.serve.settings import ServeConfig
 
 OPEN = {"sec-fetch-mode": "navigate", "sec-fetch-dest": "document"}

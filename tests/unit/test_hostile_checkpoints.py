@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from quire.files.gguf_header import read_gguf_metadata
-from quire.frontend.tokenizer import load_tokenizer
+from quire.frontend.tokenizer.tokenizer import load_tokenizer
 from quire.layers.rope import inverse_frequencies
-from quire.models.checkpoint import open_checkpoint
-from quire.models.load import load_spec
+from quire.models.checkpoint.checkpoint import open_checkpoint
+from quire.models.config.load import load_spec
 from quire.models.spec import ModelSpec
 from quire.types import ModelError
 from tiny import CONFIG, write_tiny

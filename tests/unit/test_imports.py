@@ -87,8 +87,8 @@ def test_imports_follow_the_table(path: Path) -> None:
 
 def test_host_side_starts_without_torch() -> None:
     code = (
-        "import sys, quire.llm, quire.core.engine, quire.frontend.process_client, quire.cli.main, quire.bench.host, "
-        "quire.serve.server, quire.dry_run; "
+        "import sys, quire.llm, quire.core.engine, quire.frontend.client.process, quire.cli.main, quire.bench.host, "
+        "quire.serve.http.server, quire.dry_run; "
         "assert 'torch' not in sys.modules, 'torch was imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

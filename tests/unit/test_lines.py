@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from quire.serve import lines as lines_module
-from quire.serve.lines import LineWriter
-from quire.serve.logs import set_up
+from quire.serve.observe import line_writer as lines_module
+from quire.serve.observe.line_writer import LineWriter
+from quire.serve.observe.logs import set_up
 from quire.serve.settings import ServeConfig
 
 

@@ -9,24 +9,24 @@ import numpy as np
 import pytest
 
 from quire.config import EngineConfig
-from quire.core import live
-from quire.core.blocks import LRU, BlockPool
+from quire.core import live_state as live
+from quire.core.block_pool import LRU, BlockPool
 from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
-from quire.core.limits import Limits
 from quire.core.policy import Policy
-from quire.core.prefix import HashPrefixCache
+from quire.core.prefix_cache import HashPrefixCache
+from quire.core.request_limits import Limits
 from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog
-from quire.frontend import messages as msg
-from quire.serve.auth import ANYONE, ApiClient
-from quire.serve.engine import AsyncEngine
-from quire.serve.errors import ApiError
-from quire.serve.live import LiveStream
-from quire.serve.live_view import LiveView, LiveViews
+from quire.frontend.client import ipc as msg
+from quire.serve.async_engine import AsyncEngine
+from quire.serve.http.auth import ANYONE, ApiClient
+from quire.serve.http.errors import ApiError
+from quire.serve.observe.live import LiveStream
+from quire.serve.observe.live_view import LiveView, LiveViews
 from quire.serve.settings import ServeConfig
 from quire.types import EngineDead, EngineLive, EngineRequest, SamplingParams
-from quire.worker.echo import EchoExecutor
+from quire.worker.echo_executor import EchoExecutor
 
 EOS = 0
 

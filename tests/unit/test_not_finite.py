@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from quire.build import build_engine
 from quire.config import EngineConfig
-from quire.core.draft import PlanBuilder
 from quire.core.engine import Engine
+from quire.core.plan_builder import PlanBuilder
 from quire.types import EngineOutput, EngineRequest, Request, SamplingParams
 from tiny import write_tiny
 

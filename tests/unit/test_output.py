@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.frontend.backends import BYTE_OF_CHAR, JsonBackend
-from quire.frontend.gguf_tokenizer import byte_level_bpe
 from quire.frontend.output import OutputAssembler, RequestState
 from quire.frontend.processor import InputProcessor
-from quire.frontend.tokenizer import NoTokenizer, Tokenizer, TokenizerSettings
+from quire.frontend.tokenizer.backends import BYTE_OF_CHAR, JsonBackend
+from quire.frontend.tokenizer.gguf_tokenizer import byte_level_bpe
+from quire.frontend.tokenizer.tokenizer import NoTokenizer, Tokenizer, TokenizerSettings
 from quire.types import CompletionOutput, EngineOutput, SamplingParams, TokenLogprobs
 
 EOS = 256

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from quire.frontend import length
-from quire.frontend.backends import BYTE_OF_CHAR, JsonBackend
-from quire.frontend.gguf_tokenizer import byte_level_bpe
 from quire.frontend.processor import InputProcessor
-from quire.frontend.tokenizer import NoTokenizer, Tokenizer, TokenizerSettings
+from quire.frontend.tokenizer.backends import BYTE_OF_CHAR, JsonBackend
+from quire.frontend.tokenizer.gguf_tokenizer import byte_level_bpe
+from quire.frontend.tokenizer.tokenizer import NoTokenizer, Tokenizer, TokenizerSettings
 from quire.types import RequestError, SamplingParams
 
 VOCAB = 300

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.serve.pulse import Pulse
+from quire.serve.engine_pulse import Pulse
 
 
 class Engine:

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 from test_checkpoint import CONFIG, OneOf, Recorder, env
 
-import quire.models.reader as reader_module
-from quire.models.checkpoint import SafetensorsCheckpoint
-from quire.models.reader import Reader
+import quire.models.checkpoint.reader as reader_module
+from quire.models.checkpoint.checkpoint import SafetensorsCheckpoint
+from quire.models.checkpoint.reader import Reader
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
 from quire.types import ModelError

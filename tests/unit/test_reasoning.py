@@ -9,17 +9,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from quire.frontend.location import locate_model
-from quire.frontend.tokenizer import load_tokenizer
-from quire.serve.choice import merged
-from quire.serve.parser import Content, ParserEvent, PlainText, Reasoning, TextParser
-from quire.serve.reasoning import (
+from quire.frontend.tokenizer.tokenizer import load_tokenizer
+from quire.serve.answer.choice import merged
+from quire.serve.answer.parser import Content, ParserEvent, PlainText, Reasoning, TextParser
+from quire.serve.answer.reasoning import (
     THINK,
     ThoughtParser,
     choose_thought,
     known_reasoning_parser,
     thought_tokens,
 )
-from quire.serve.tools.registry import TOOL_PARSERS
+from quire.serve.answer.tools.registry import TOOL_PARSERS
 
 TOKENIZER = load_tokenizer(locate_model("demo").path)
 

@@ -13,7 +13,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.kernels.cpu import build, compiled_kernels
 from quire.kernels.cpu.ops import CpuKernels
-from quire.worker.recorded import CpuReplay
+from quire.worker.cpu_replay import CpuReplay
 from tiny import write_tiny
 
 needs_kernels = pytest.mark.skipif(compiled_kernels() is None, reason="no C compiler")

@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from quire.frontend import renderer as renderer_module
-from quire.frontend.helper_process import HelperEnded, HelperPool, HelpersBusy
-from quire.frontend.renderer import TemplateRenderer
+from quire.frontend.templates import renderer as renderer_module
+from quire.frontend.templates.helper_process import HelperEnded, HelperPool, HelpersBusy
+from quire.frontend.templates.renderer import TemplateRenderer
 from quire.types import Overloaded, RequestError
 
 VARIABLES = {"messages": [{"role": "user", "content": "Hi"}]}
@@ -235,7 +235,7 @@ def test_texts_of_any_kind_pass() -> None:
 @pytest.mark.parametrize("end", ["", "del renderer", "renderer.close()", "import os; os._exit(0)"])
 def test_no_process_outlives_its_parent(end: str) -> None:
     code = (
-        "from quire.frontend.renderer import TemplateRenderer; import threading, time; renderer = TemplateRenderer(); "
+        "from quire.frontend.templates.renderer import TemplateRenderer; import threading, time; renderer = TemplateRenderer(); "
         "renderer.render('{{ 1 }}', {}); print(*renderer._pool.pids(), flush=True); "
         "threading.Thread(target=lambda: renderer.render('{{ 7 ** 999999999 }}', {}), daemon=True).start(); "
         f"time.sleep(0.1); {end}"
@@ -247,7 +247,7 @@ def test_no_process_outlives_its_parent(end: str) -> None:
 
 def test_the_helper_imports_little() -> None:
     code = (
-        "import sys, quire.frontend.template_process; "
+        "import sys, quire.frontend.templates.process; "
         "spare = {'msgspec', 'tokenizers', 'numpy', 'torch', 'quire.types', 'quire.config'} & sys.modules.keys(); "
         "assert not spare, spare"
     )

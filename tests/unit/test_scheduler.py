@@ -15,12 +15,12 @@ import numpy as np
 import pytest
 
 from quire.core import shares
-from quire.core.blocks import FIFO, LRU, BlockPool
+from quire.core.block_pool import FIFO, LRU, BlockPool
 from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
-from quire.core.limits import Limits
 from quire.core.policy import Policy, chunked, continuous, fcfs, priority, static, whole
-from quire.core.prefix import HashPrefixCache, NoPrefixCache
+from quire.core.prefix_cache import HashPrefixCache, NoPrefixCache
+from quire.core.request_limits import Limits
 from quire.core.scheduler import Scheduler
 from quire.core.shares import Shares
 from quire.core.steplog import StepLog
@@ -532,12 +532,12 @@ def _break_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
 def _break_readmission(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Scheduler._admit
 
-    def admit(self: Scheduler, draft, was_empty):
+    def admit(self: Scheduler, builder, was_empty):
         held = [(request, request.pending) for request in self.waiting]
         for request, _ in held:
             request.pending = 0  # as if nothing were in flight
         try:
-            return original(self, draft, was_empty)
+            return original(self, builder, was_empty)
         finally:
             for request, pending in held:
                 request.pending += pending
@@ -562,9 +562,9 @@ def _break_length_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 def _break_preemption_reset(monkeypatch: pytest.MonkeyPatch) -> None:
     original = Scheduler._preempt_other
 
-    def preempt(self: Scheduler, draft, request):
+    def preempt(self: Scheduler, builder, request):
         computed = {r.id: r.computed for r in self.running}
-        done = original(self, draft, request)
+        done = original(self, builder, request)
         for waiting in self.waiting:
             if waiting.id in computed:
                 waiting.names, waiting.published = [b"stale"] * 99, 0

@@ -22,20 +22,28 @@ from starlette.routing import Route
 from quire.config import EngineConfig
 from quire.frontend.length import check_length
 from quire.frontend.location import locate_model
-from quire.frontend.tokenizer import load_tokenizer
+from quire.frontend.tokenizer.tokenizer import load_tokenizer
 from quire.serve.admission import Admission
-from quire.serve.auth import ANYONE, ApiClient, ApiKeys, bearer, load_keys
-from quire.serve.body import Bodies
-from quire.serve.choice import ChatChoiceBuilder
-from quire.serve.engine import AsyncEngine
-from quire.serve.errors import ApiError
-from quire.serve.listen import bind, listen
-from quire.serve.parser import Arguments, Content, ParserEvent, PlainText, Reasoning, TextParser, ToolCall
-from quire.serve.protocol.chat import ChatRequest
+from quire.serve.answer.choice import ChatChoiceBuilder
+from quire.serve.answer.parser import (
+    Arguments,
+    Content,
+    ParserEvent,
+    PlainText,
+    Reasoning,
+    TextParser,
+    ToolCall,
+)
+from quire.serve.api.protocol.chat import ChatRequest
+from quire.serve.api.structured_fields import structured_outputs
+from quire.serve.api.tokens import detokenize, tokenize
+from quire.serve.async_engine import AsyncEngine
+from quire.serve.http.auth import ANYONE, ApiClient, ApiKeys, bearer, load_keys
+from quire.serve.http.body import Bodies
+from quire.serve.http.errors import ApiError
+from quire.serve.http.listen import bind, listen
+from quire.serve.http.wire import decode_object, encode, parse
 from quire.serve.settings import ServeConfig
-from quire.serve.structured import structured_outputs
-from quire.serve.tokens import detokenize, tokenize
-from quire.serve.wire import decode_object, encode, parse
 from quire.types import CompletionOutput, ConfigError, EngineLoad, RequestError, StructuredOutputsParams
 
 TOKENIZER = load_tokenizer(locate_model("demo").path)

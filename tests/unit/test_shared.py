@@ -7,7 +7,7 @@ from array import array
 
 import numpy as np
 
-from quire.core.shared import MIN_ROWS, MIN_TOKENS, CommonPages
+from quire.core.shared_prefix import MIN_ROWS, MIN_TOKENS, CommonPages
 from quire.types import EngineRequest, Request, SamplingParams
 
 BLOCK = 16

@@ -7,17 +7,17 @@ from collections import Counter
 import pytest
 
 from quire.core import shares
-from quire.core.blocks import LRU, BlockPool
+from quire.core.block_pool import LRU, BlockPool
 from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
-from quire.core.limits import Limits
 from quire.core.policy import Policy, priority, static, whole
-from quire.core.prefix import HashPrefixCache
+from quire.core.prefix_cache import HashPrefixCache
+from quire.core.request_limits import Limits
 from quire.core.scheduler import Scheduler
 from quire.core.shares import QUANTUM, Shares
 from quire.core.steplog import StepLog
 from quire.types import EngineRequest, SamplingParams
-from quire.worker.echo import EchoExecutor
+from quire.worker.echo_executor import EchoExecutor
 
 EOS = 0
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from quire.models.load import load_spec
+from quire.models.config.load import load_spec
 from quire.models.spec import ModelSpec
 from quire.types import ModelError
 
@@ -270,5 +270,5 @@ def test_load_spec_prefers_the_generation_config(tmp_path: Path) -> None:
 
 
 def test_specs_need_no_torch() -> None:
-    code = "import sys, quire.models.load; assert 'torch' not in sys.modules"
+    code = "import sys, quire.models.config.load; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from quire.frontend.output import RequestState
-from quire.serve.errors import ApiError
-from quire.serve.generation import Generation
-from quire.serve.protocol.completions import CompletionChoice, CompletionResponse
-from quire.serve.stream import MARK, ChunkTemplate, event
+from quire.serve.answer.generation import Generation
+from quire.serve.api.protocol.completions import CompletionChoice, CompletionResponse
+from quire.serve.http.errors import ApiError
+from quire.serve.http.stream import MARK, ChunkTemplate, event
 from quire.types import EngineOutput, EngineRequest, SamplingParams
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from quire.frontend.json_schema import enforceable
 from quire.frontend.processor import InputProcessor
-from quire.frontend.structured import MAX_BYTES, grammar_spec
-from quire.frontend.tokenizer import NoTokenizer, load_tokenizer
+from quire.frontend.structured_spec import MAX_BYTES, grammar_spec
+from quire.frontend.tokenizer.tokenizer import NoTokenizer, load_tokenizer
 from quire.types import RequestError, SamplingParams, StructuredOutputsParams
 
 

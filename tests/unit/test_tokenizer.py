@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from quire.files.gguf_header import read_gguf_metadata
-from quire.frontend import backends
 from quire.frontend.generation_config import load_generation_defaults
-from quire.frontend.gguf_tokenizer import SPLITS, gguf_backend
-from quire.frontend.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
+from quire.frontend.tokenizer import backends
+from quire.frontend.tokenizer.gguf_tokenizer import SPLITS, gguf_backend
+from quire.frontend.tokenizer.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from quire.types import ModelError, RequestError
 
 DATA = Path(__file__).parents[2] / ".." / "shared" / "data"
@@ -100,8 +100,8 @@ def test_begin_of_sequence_follows_the_files() -> None:
 
 @needs_data
 def test_rendered_chat_has_one_begin_of_sequence() -> None:
-    from quire.frontend.chat import render_chat
-    from quire.frontend.renderer import TemplateRenderer
+    from quire.frontend.templates.chat import render_chat
+    from quire.frontend.templates.renderer import TemplateRenderer
 
     llama = real("tokenizers/llama-3.1")
     renderer = TemplateRenderer()
@@ -288,7 +288,7 @@ def test_byte_level_vocabulary_inside_gguf(
 
 @needs_data
 def test_vocab_json_with_merges_keeps_merges_of_the_hash_character(tmp_path: Path) -> None:
-    from quire.frontend.backends import BYTE_OF_CHAR
+    from quire.frontend.tokenizer.backends import BYTE_OF_CHAR
 
     vocab = {c: i for i, c in enumerate(BYTE_OF_CHAR)} | {"##": 256, "he": 257}
     (tmp_path / "vocab.json").write_text(json.dumps(vocab))
@@ -299,7 +299,7 @@ def test_vocab_json_with_merges_keeps_merges_of_the_hash_character(tmp_path: Pat
 
 @pytest.mark.parametrize("pre", sorted(SPLITS))
 def test_every_split_covers_every_text(pre: str) -> None:
-    from quire.frontend.backends import BYTE_OF_CHAR
+    from quire.frontend.tokenizer.backends import BYTE_OF_CHAR
 
     meta = {
         "tokenizer.ggml.model": "gpt2",
@@ -319,8 +319,8 @@ def test_other_decoders_work_through_what_a_token_adds() -> None:
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
 
-    from quire.frontend.backends import JsonBackend
-    from quire.frontend.tokenizer import TokenizerSettings
+    from quire.frontend.tokenizer.backends import JsonBackend
+    from quire.frontend.tokenizer.tokenizer import TokenizerSettings
 
     words = Words(WordLevel({"<unk>": 0, "to": 1, "be": 2, "or": 3, "not": 4}, unk_token="<unk>"))
     words.pre_tokenizer = Whitespace()

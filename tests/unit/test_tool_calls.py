@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.serve.choice import merged
-from quire.serve.parser import Arguments, Content, ParserEvent, ToolCall
-from quire.serve.tools.calls import CallOptions, call_id
-from quire.serve.tools.registry import TOOL_PARSERS, choose_format, known_tool_parser
+from quire.serve.answer.choice import merged
+from quire.serve.answer.parser import Arguments, Content, ParserEvent, ToolCall
+from quire.serve.answer.tools.calls import CallOptions, call_id
+from quire.serve.answer.tools.registry import TOOL_PARSERS, choose_format, known_tool_parser
 
 TEMPLATES = Path(__file__).parents[2] / ".." / "shared" / "data" / "chat_templates" / "templates"
 NAMES = frozenset({"weather", "find"})

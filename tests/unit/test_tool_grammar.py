@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from quire.frontend.tokenizer import NoTokenizer
-from quire.serve.choice import merged
-from quire.serve.errors import ApiError
-from quire.serve.form import AnswerForm, Forms
-from quire.serve.parser import Arguments, Content, Reasoning, ToolCall
-from quire.serve.protocol.chat import ChatRequest
-from quire.serve.structured import structured_outputs
-from quire.serve.tools.registry import TOOL_PARSERS
-from quire.serve.tools.request import tool_use
+from quire.frontend.tokenizer.tokenizer import NoTokenizer
+from quire.serve.answer.choice import merged
+from quire.serve.answer.form import AnswerForm, Forms
+from quire.serve.answer.parser import Arguments, Content, Reasoning, ToolCall
+from quire.serve.answer.tools.registry import TOOL_PARSERS
+from quire.serve.answer.tools.request import tool_use
+from quire.serve.api.protocol.chat import ChatRequest
+from quire.serve.api.structured_fields import structured_outputs
+from quire.serve.http.errors import ApiError
 
 SPECIAL = ["[TOOL_CALLS]", "[ARGS]", "<think>", "</think>"]
 CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 9}}, "required": ["city"],
@@ -59,7 +59,7 @@ class Writer:
 
     def __init__(self, form: AnswerForm, special: bool = False) -> None:
         matching = pytest.importorskip("quire.grammar.matching", reason="this version has no grammars")
-        structured = pytest.importorskip("quire.frontend.structured")
+        structured = pytest.importorskip("quire.frontend.structured_spec")
         self.names = SPECIAL if special else []
         vocabulary = matching.Vocabulary([*matching.BYTES, *(b"" for _ in self.names)])
         spec = structured.grammar_spec(form.constraint)

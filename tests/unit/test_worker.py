@@ -8,10 +8,10 @@ import torch
 from quire import EngineConfig
 from quire.attention.reference import ReferenceAttention
 from quire.layers.env import Env
-from quire.models.checkpoint import DummyCheckpoint
+from quire.models.checkpoint.checkpoint import DummyCheckpoint
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
-from quire.parallel.parallel import Parallel
+from quire.parallel.ranks import Parallel
 from quire.worker.sizing import KVSize
 from quire.worker.worker import Worker
 from tiny import CONFIG

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from quire.bench.workloads import WORKLOADS, chat, nano, prefix, shifted, single
+from quire.bench.load.workloads import WORKLOADS, chat, nano, prefix, shifted, single
 
 
 @pytest.mark.parametrize("name", WORKLOADS)

@@ -6,7 +6,7 @@ import asyncio
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from quire.serve.writes import GatheringTransport, Outlet, Writes
+from quire.serve.http.writes import GatheringTransport, Outlet, Writes
 
 
 class Recorder(asyncio.Transport):

@@ -9,7 +9,7 @@ import torch
 
 from quire.attention.base import AttentionLayer, ForwardBatch, HeadNorms
 from quire.attention.reference import ReferenceAttention
-from quire.kernels.cpu.ops import CAttend, CpuKernels, CHeads, CNorm, address, half, norm_struct
+from quire.kernels.cpu.ops import CAttend, CHeads, CNorm, CpuKernels, address, half, norm_struct
 
 
 @dataclass(frozen=True, slots=True)

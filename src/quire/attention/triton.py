@@ -1,7 +1,7 @@
 """The Triton back end: pages [page, kv head, token, dim], attended over by three kernels.
 
-Rows with few new tokens go to kernels/attend_short.py, after kernels/attend_shared.py where many of them
-begin with the same pages; the others of the same batch go to kernels/attend_long.py. Which rows are whose is
+Rows with few new tokens go to kernels/attention/short.py, after kernels/attention/shared.py where many of them
+begin with the same pages; the others of the same batch go to kernels/attention/long.py. Which rows are whose is
 decided by the same count on the host (grids) and on the device (work). Nothing is sent: a batch reads static
 tensors only, so it can be replayed as a CUDA graph. Where the host knows only how many tokens and rows there
 are at most, both kernels get grids for the worst case and surplus programs end at once.
@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import torch
 
 from quire.attention.base import AttentionLayer, ForwardBatch, HeadNorms
-from quire.kernels.attend_long import attend_long, list_tiles, long_tile, long_tokens, most_tiles
-from quire.kernels.attend_shared import SharedPartial, attend_shared, shared_tile
-from quire.kernels.attend_short import SHORT_ROWS, attend_short, num_splits, short_tile
-from quire.kernels.attention_tile import fits
-from quire.kernels.kv_write import write_kv
+from quire.kernels.attention.kv_write import write_kv
+from quire.kernels.attention.long import attend_long, list_tiles, long_tile, long_tokens, most_tiles
+from quire.kernels.attention.shared import SharedPartial, attend_shared, shared_tile
+from quire.kernels.attention.short import SHORT_ROWS, attend_short, num_splits, short_tile
+from quire.kernels.attention.tile import fits
 from quire.kernels.rope import norm_rotate_store
 from quire.kernels.target import Target, target_of
 

@@ -90,7 +90,9 @@ class CostModel:
         queries = spec.num_heads * spec.head_dim
         keys = spec.num_kv_heads * spec.head_dim
 
-        def product(name: str, parameters: float, n: int, read: float = 1.0, used: float = 1.0) -> MatrixProduct:
+        def product(
+            name: str, parameters: float, n: int, read: float = 1.0, used: float = 1.0
+        ) -> MatrixProduct:
             """`read` copies of the matrix come from memory, and each of n tokens meets `used` of them."""
             return MatrixProduct(name, read * parameters * self._weight_bytes, 2 * used * parameters * n)
 

@@ -15,18 +15,18 @@ import torch
 from tqdm import tqdm
 
 from quire.bench.cost import CostModel, Machine
+from quire.bench.load.workloads import Workload
 from quire.bench.machine import measure
 from quire.bench.run import Run, ServedRequest
-from quire.bench.workloads import Workload
 from quire.build import build_engine, pick_device, pick_dtype
 from quire.config import EngineConfig
 from quire.core.steplog import StepRecord
-from quire.frontend.client import InProcessClient
+from quire.frontend.client.base import InProcessClient
 from quire.frontend.location import locate_model
 from quire.frontend.output import OutputAssembler, RequestState
 from quire.frontend.processor import InputProcessor
-from quire.frontend.tokenizer import NoTokenizer
-from quire.models.load import load_spec
+from quire.frontend.tokenizer.tokenizer import NoTokenizer
+from quire.models.config.load import load_spec
 from quire.types import ConfigError, EngineInfo, EngineOutput, SamplingParams
 
 _POLL_S = 1.0

@@ -5,16 +5,16 @@ from __future__ import annotations
 import statistics
 import time
 
-from quire.core.blocks import LRU, BlockPool
+from quire.core.block_pool import LRU, BlockPool
 from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
-from quire.core.limits import Limits
 from quire.core.policy import Policy
-from quire.core.prefix import HashPrefixCache
+from quire.core.prefix_cache import HashPrefixCache
+from quire.core.request_limits import Limits
 from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog
 from quire.types import EngineRequest, SamplingParams
-from quire.worker.dry_run import ConstantExecutor
+from quire.worker.constant_executor import ConstantExecutor
 
 
 def host_cost(

@@ -13,9 +13,9 @@ from typing import Any
 from tqdm import tqdm
 
 from quire.bench.drive import Bench
+from quire.bench.load.workloads import Workload, shifted, uniform
 from quire.bench.metrics import latencies_ms, limits, percentile, summary
 from quire.bench.run import Run, ServedRequest
-from quire.bench.workloads import Workload, shifted, uniform
 from quire.core.steplog import StepRecord
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
@@ -30,7 +30,9 @@ class OfferedLoad:
     max_concurrency: int | None = None
 
 
-def throughput(bench: Bench, load: OfferedLoad, params: dict[str, Any], warmups: int, show_progress: bool) -> Run:
+def throughput(
+    bench: Bench, load: OfferedLoad, params: dict[str, Any], warmups: int, show_progress: bool
+) -> Run:
     """Serve the load, after `warmups` times with other prompts and without waiting for arrivals."""
     for i in range(warmups):
         bench.run(shifted(load.work, bench.info.vocab_size, i + 1), params)

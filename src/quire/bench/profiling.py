@@ -18,9 +18,9 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from quire.bench.drive import Bench, answer, synchronize
-from quire.bench.kernels import KernelRow, busy_and_span_us, events_of, tables
+from quire.bench.kernel_table import KernelRow, busy_and_span_us, events_of, tables
+from quire.bench.load.workloads import Workload, shifted
 from quire.bench.metrics import limits
-from quire.bench.workloads import Workload, shifted
 from quire.core.steplog import StepRecord
 from quire.kernels.cpu import compiled_kernels
 from quire.types import ConfigError

@@ -10,8 +10,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.bench.arrivals import arrival_times
-from quire.bench.workloads import WORKLOADS, uniform
+from quire.bench.load.arrivals import arrival_times
+from quire.bench.load.workloads import WORKLOADS, uniform
 from quire.cli.bench_flags import (
     MOST_IDS,
     NO_TEXT,
@@ -32,8 +32,8 @@ from quire.config import EngineConfig
 from quire.types import ConfigError, EngineInfo, SamplingParams
 
 if TYPE_CHECKING:
+    from quire.bench.load.traces import TraceRequest
     from quire.bench.offline import OfferedLoad
-    from quire.bench.traces import TraceRequest
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -93,10 +93,10 @@ def _throughput(args: argparse.Namespace) -> int:
     check_load(args)
     metrics, percentiles = chosen_figures(args)
     from quire.bench.drive import Bench
+    from quire.bench.load.traces import read_trace
     from quire.bench.metrics import limits, parse_goodput, serving
     from quire.bench.offline import throughput
     from quire.bench.report import details, print_serving, print_throughput
-    from quire.bench.traces import read_trace
 
     parse_goodput(args.goodput)
     recorded = read_trace(args.trace) if args.trace else []
@@ -150,8 +150,8 @@ def _latency(args: argparse.Namespace) -> int:
 
 def _load(args: argparse.Namespace, info: EngineInfo, recorded: list[TraceRequest]) -> OfferedLoad:
     """The requests that the flags ask for, and their times."""
+    from quire.bench.load.traces import replay
     from quire.bench.offline import OfferedLoad
-    from quire.bench.traces import replay
 
     vocab = min(info.vocab_size, MOST_IDS)
     if recorded:

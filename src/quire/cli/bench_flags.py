@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from quire.bench.workloads import WORKLOADS
+from quire.bench.load.workloads import WORKLOADS
 from quire.cli.flags import given
 from quire.config import EngineConfig
 from quire.types import ConfigError, SamplingParams

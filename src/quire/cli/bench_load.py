@@ -7,16 +7,16 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from quire.bench.arrivals import arrival_times, ramp_times
-from quire.bench.traces import read_trace, replay
-from quire.bench.workloads import WORKLOADS, shifted
+from quire.bench.load.arrivals import arrival_times, ramp_times
+from quire.bench.load.traces import read_trace, replay
+from quire.bench.load.workloads import WORKLOADS, shifted
 from quire.types import ConfigError
 
 if TYPE_CHECKING:
-    from quire.bench.client import LoadClient
-    from quire.bench.datasets import BenchRequest
-    from quire.bench.workloads import Workload
-    from quire.frontend.tokenizer import Tokenizer
+    from quire.bench.load.datasets import BenchRequest
+    from quire.bench.load.workloads import Workload
+    from quire.bench.server.client import LoadClient
+    from quire.frontend.tokenizer.tokenizer import Tokenizer
 
 _NUM_PROMPTS = 1000
 
@@ -73,7 +73,7 @@ class RequestPlan:
         return asks, arrival_times(len(asks), args.request_rate, args.burstiness, args.seed)
 
     def _all(self, count: int | None, skip: int) -> list[BenchRequest]:
-        from quire.bench.datasets import custom, repeated, sharegpt
+        from quire.bench.load.datasets import custom, repeated, sharegpt
 
         args, total = self._args, (count or _NUM_PROMPTS) + skip
         if args.dataset_name == "sharegpt":
@@ -90,7 +90,7 @@ class RequestPlan:
         return repeated(asks, count or len(asks) - skip, skip)
 
     def _made_up(self, count: int, seed: int) -> Workload:
-        from quire.bench.datasets import prefix_repetition, random_work
+        from quire.bench.load.datasets import prefix_repetition, random_work
 
         args = self._args
         if args.dataset_name == "prefix_repetition":
@@ -114,6 +114,6 @@ class RequestPlan:
         )
 
     def _asks_of(self, work: Workload) -> list[BenchRequest]:
-        from quire.bench.datasets import asks_of
+        from quire.bench.load.datasets import asks_of
 
         return asks_of(work, self._tokenizer if self._is_chat else None)

@@ -13,15 +13,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from quire.cli.bench_flags import MOST_IDS, chosen_figures
-from quire.cli.bench_load import ServerCard, RequestPlan
+from quire.cli.bench_load import RequestPlan, ServerCard
 from quire.cli.bench_serve_flags import ENDPOINTS, check, pairs, request_fields
 from quire.types import ConfigError
 
 if TYPE_CHECKING:
-    from quire.bench.client import LoadClient, ServerTarget
-    from quire.bench.datasets import BenchRequest
+    from quire.bench.load.datasets import BenchRequest
     from quire.bench.run import Run
-    from quire.frontend.tokenizer import Tokenizer
+    from quire.bench.server.client import LoadClient, ServerTarget
+    from quire.frontend.tokenizer.tokenizer import Tokenizer
 
 _PER_USER = 4  # requests of each user in a load test, unless --num-prompts says otherwise
 _LOOK_S = 0.5
@@ -29,13 +29,13 @@ _LOOK_S = 0.5
 
 def run(args: argparse.Namespace) -> int:
     check(args)
-    from quire.bench.client import run_in_loop
+    from quire.bench.server.client import run_in_loop
 
     return run_in_loop(_bench(args))
 
 
 async def _bench(args: argparse.Namespace) -> int:
-    from quire.bench.client import LoadClient
+    from quire.bench.server.client import LoadClient
 
     async with LoadClient(_target(args, {})) as probe:
         server = await _look(probe, args)
@@ -53,7 +53,7 @@ async def _bench(args: argparse.Namespace) -> int:
 
 
 def _target(args: argparse.Namespace, fields: dict[str, Any]) -> ServerTarget:
-    from quire.bench.client import ServerTarget
+    from quire.bench.server.client import ServerTarget
 
     headers = pairs(args.header, "header")
     if key := os.environ.get("OPENAI_API_KEY"):
@@ -90,7 +90,7 @@ async def _look(client: LoadClient, args: argparse.Namespace) -> ServerCard:
 def _tokenizer(args: argparse.Namespace, server: ServerCard) -> Tokenizer | None:
     """The tokenizer, if one is named, or is here under the model's name; only where it is needed."""
     from quire.frontend.location import BUILT_IN, locate_tokenizer
-    from quire.frontend.tokenizer import load_tokenizer
+    from quire.frontend.tokenizer.tokenizer import load_tokenizer
 
     name = args.tokenizer
     if name is None:

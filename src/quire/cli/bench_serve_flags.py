@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from quire.bench.workloads import WORKLOADS
+from quire.bench.load.workloads import WORKLOADS
 from quire.cli.bench_flags import (
     add_arrival_arguments,
     add_figure_arguments,

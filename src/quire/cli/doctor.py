@@ -91,7 +91,7 @@ def _plan(config: EngineConfig) -> None:
     from quire.build import pick_attention, pick_device, pick_dtype
     from quire.frontend.location import locate_model
     from quire.kernels import pick_kernels
-    from quire.models.load import load_spec
+    from quire.models.config.load import load_spec
     from quire.worker.sizing import gpu_memory
 
     device = pick_device(config.device)

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.bench.workloads import WORKLOADS, Workload, uniform
+from quire.bench.load.workloads import WORKLOADS, Workload, uniform
 from quire.cli.bench_flags import MOST_IDS, NO_TEXT, at_least_one, engine_config, sampling
 from quire.cli.flags import add_flags
 from quire.config import EngineConfig
@@ -15,7 +15,7 @@ from quire.types import ConfigError, EngineInfo, SamplingParams
 
 if TYPE_CHECKING:
     from quire.bench.cost import Machine
-    from quire.bench.kernels import KernelRow
+    from quire.bench.kernel_table import KernelRow
     from quire.bench.profiling import Profile, StopCondition
 
 

@@ -9,11 +9,11 @@ import sys
 from quire.cli.config_file import read_config
 from quire.cli.flags import add_flags, given
 from quire.config import EngineConfig
-from quire.serve.auth import load_keys
-from quire.serve.listen import bind, check_tls
-from quire.serve.process import EngineProcess
+from quire.serve.engine_process_client import EngineProcess
+from quire.serve.http.auth import load_keys
+from quire.serve.http.listen import bind, check_tls
+from quire.serve.http.stop import ShutdownSignal
 from quire.serve.settings import ServeConfig
-from quire.serve.stop import ShutdownSignal
 from quire.types import ConfigError
 
 
@@ -58,7 +58,7 @@ def _start(config: EngineConfig, settings: ServeConfig) -> int:
     # The engine process imports torch while this one imports what HTTP needs.
     process = EngineProcess(config, settings.dry_run_step_ms / 1000 if settings.dry_run else None)
     try:
-        from quire.serve.server import run
+        from quire.serve.http.server import run
 
         return run(config, settings, keys, process, sock, stop)
     finally:

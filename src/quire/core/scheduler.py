@@ -12,17 +12,17 @@ from array import array
 from bisect import insort
 from collections import deque
 
-from quire.core.blocks import BlockPool
+from quire.core.block_pool import BlockPool
 from quire.core.clocks import Clocks
-from quire.core.draft import PlanBuilder
 from quire.core.failure import Failure, find_failure
-from quire.core.limits import Limits
+from quire.core.plan_builder import PlanBuilder
 from quire.core.policy import Policy
-from quire.core.prefix import PrefixCache
-from quire.core.shared import NoSharedPrefix, SharedPrefix
+from quire.core.prefix_cache import PrefixCache
+from quire.core.request_limits import Limits
+from quire.core.shared_prefix import NoSharedPrefix, SharedPrefix
 from quire.core.shares import Missing, Shares
 from quire.core.steplog import StepLog
-from quire.core.waiting import Waiting
+from quire.core.waiting_queue import Waiting
 from quire.types import (
     EngineOutput,
     EngineRequest,
@@ -115,9 +115,9 @@ class Scheduler:
             return
         request.paused = True
         if drops_token:
-            plan, draft = self._in_flight[-1]
+            plan, builder = self._in_flight[-1]
             request.dropped_step = plan.step
-            draft.forget_sample(request)
+            builder.forget_sample(request)
             if request.status == "running":
                 self._preempt(request)
 
@@ -135,11 +135,11 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None when nobody can run. Rows that want one token go before longer ones."""
-        draft = PlanBuilder(self.limits.max_num_batched_tokens, self._step)
+        builder = PlanBuilder(self.limits.max_num_batched_tokens, self._step)
         was_empty = not self.running
         contended = self.shares.contended
         if contended and self.waiting:
-            self._balance(draft, was_empty)
+            self._balance(builder, was_empty)
         long_rows: list[tuple[Request, int]] = []
         lookahead = self.limits.lookahead
         for request in list(self.running):
@@ -151,54 +151,54 @@ class Scheduler:
             want = known + pending + request.drafts - request.computed
             if want > 1 + request.drafts:
                 long_rows.append((request, want))
-            elif draft.budget >= want:
-                self._place(draft, request, want)
-        if draft.rows:
-            draft.budget = min(draft.budget, self.limits.mixed_prefill_tokens)
+            elif builder.budget >= want:
+                self._place(builder, request, want)
+        if builder.rows:
+            builder.budget = min(builder.budget, self.limits.mixed_prefill_tokens)
         if contended:
             self.shares.sort_by_turn(long_rows)
         for request, want in long_rows:
-            if n := self.policy.chunk(want, draft.budget):
-                self._place(draft, request, n)
-        self._wait_reason = self._admit(draft, was_empty) if self.waiting else None
+            if n := self.policy.chunk(want, builder.budget):
+                self._place(builder, request, n)
+        self._wait_reason = self._admit(builder, was_empty) if self.waiting else None
         self.clocks.wait(self._wait_reason)
-        return self._finish_plan(draft) if draft.rows else None
+        return self._finish_plan(builder) if builder.rows else None
 
-    def _place(self, draft: PlanBuilder, request: Request, n: int) -> None:
+    def _place(self, builder: PlanBuilder, request: Request, n: int) -> None:
         """Add a row of n tokens, making room for its KV by preemption when pages run out."""
         if request.status != "running":
             return  # preempted earlier in this step
         held = len(request.blocks)
         if (need := -(-(request.computed + n) // self.limits.block_size) - held) > 0:
             while need > self.pool.num_free:
-                if not self._preempt_other(draft, request):
+                if not self._preempt_other(builder, request):
                     return  # those in front run or finish first: try again in the next step
             fresh = self.pool.take(need)
             request.blocks += fresh
-            draft.new_blocks.append((request.slot, held, fresh))
-        self._emit(draft, request, n)
+            builder.new_blocks.append((request.slot, held, fresh))
+        self._emit(builder, request, n)
 
-    def _emit(self, draft: PlanBuilder, request: Request, n: int) -> None:
-        samples = draft.add(request, n)
-        request.last_step = draft.step
+    def _emit(self, builder: PlanBuilder, request: Request, n: int) -> None:
+        samples = builder.add(request, n)
+        request.last_step = builder.step
         if request.catching_up:
             request.catching_up = not samples
         request.computed += n
         if request.computed >= request.publish_at:
-            draft.published.update(self.cache.publish(request))
+            builder.published.update(self.cache.publish(request))
         if samples:
             request.pending += 1 + request.drafts
             if not self.limits.keeps_kv:
                 request.computed = 0
 
-    def _preempt_other(self, draft: PlanBuilder, request: Request) -> bool:
+    def _preempt_other(self, builder: PlanBuilder, request: Request) -> bool:
         """Take the pages of a request behind this one that is not in this step; False if there is none. The first
         in order therefore always gets its pages, and so the batch always moves on."""
-        victim = self.shares.last(self.running, draft.step, request)
+        victim = self.shares.last(self.running, builder.step, request)
         if victim is None:
             return False
         self._preempt(victim)
-        draft.preempted.append(victim.id)
+        builder.preempted.append(victim.id)
         self.log.totals.pressure += 1
         return True
 
@@ -211,16 +211,16 @@ class Scheduler:
         self.waiting.add(victim)
         self.clocks.preempted(victim)
 
-    def _balance(self, draft: PlanBuilder, was_empty: bool) -> None:
+    def _balance(self, builder: PlanBuilder, was_empty: bool) -> None:
         """Admit the request whose turn it is before the step is filled, so that the rows of other clients leave it
         tokens; other clients that hold more than their share make room for it. One per step: the next request may
         then find the blocks of this one in the prefix cache."""
         ready = (r for r in self.waiting.by_turn(self.running) if not (r.pending or r.held or r.paused))
         request = next(ready, None)
-        if request is None or not self.policy.admits(was_empty, draft.budget):
+        if request is None or not self.policy.admits(was_empty, builder.budget):
             return
         hits, fresh, missing = self._blocks_for(request)
-        reserved = max(1, draft.budget - self.limits.max_num_seqs)  # what single tokens are sure to leave
+        reserved = max(1, builder.budget - self.limits.max_num_seqs)  # what single tokens are sure to leave
         if not self.policy.chunk(request.known - len(hits) * self.limits.block_size, reserved):
             return
         lacks = Missing(0 if self._free_slots else 1, missing, len(hits) + fresh)
@@ -229,10 +229,10 @@ class Scheduler:
             return
         for victim in victims:
             self._preempt(victim)
-            draft.preempted.append(victim.id)
+            builder.preempted.append(victim.id)
         self.log.totals.yielded += len(victims)
         self.waiting.remove(request)
-        self._start(draft, request, hits, fresh, 0)
+        self._start(builder, request, hits, fresh, 0)
 
     def _blocks_for(self, request: Request) -> tuple[list[int], int, int]:
         """Return its cached blocks, the number of fresh ones it needs, and how many of these are not free."""
@@ -241,7 +241,7 @@ class Scheduler:
         evictable = sum(1 for block in hits if not self.pool.refs[block])
         return hits, fresh, fresh - (self.pool.num_free - evictable)
 
-    def _admit(self, draft: PlanBuilder, was_empty: bool) -> str | None:
+    def _admit(self, builder: PlanBuilder, was_empty: bool) -> str | None:
         """Move waiting requests into the batch; returns why the first one left must wait."""
         skipped = None
         for request in self.waiting.by_turn(self.running):
@@ -251,28 +251,28 @@ class Scheduler:
                 continue
             if not self._free_slots:
                 return "slots"
-            if not self.policy.admits(was_empty, draft.budget):
-                return "batch" if draft.budget else "tokens"
+            if not self.policy.admits(was_empty, builder.budget):
+                return "batch" if builder.budget else "tokens"
             hits, fresh, missing = self._blocks_for(request)
-            n = self.policy.chunk(request.known - len(hits) * self.limits.block_size, draft.budget)
-            if n == 0 and not (was_empty and draft.rows):
+            n = self.policy.chunk(request.known - len(hits) * self.limits.block_size, builder.budget)
+            if n == 0 and not (was_empty and builder.rows):
                 return "tokens"
             if missing > 0:
                 return "pages"
             self.waiting.remove(request)
-            if not draft.published.isdisjoint(hits):
+            if not builder.published.isdisjoint(hits):
                 # A row must not read what another row of its step writes: this one runs in the next step, and
                 # its part of this step's budget is left unused, so no more are admitted than if it ran now.
-                draft.budget, n = draft.budget - n, 0
-            self._start(draft, request, hits, fresh, n)
+                builder.budget, n = builder.budget - n, 0
+            self._start(builder, request, hits, fresh, n)
         return skipped
 
-    def _start(self, draft: PlanBuilder, request: Request, hits: list[int], fresh: int, n: int) -> None:
+    def _start(self, builder: PlanBuilder, request: Request, hits: list[int], fresh: int, n: int) -> None:
         self._admissions += 1
         self.pool.share(hits)
         request.blocks = hits + self.pool.take(fresh)
         request.slot = self._free_slots.pop()
-        request.status, request.last_step, request.admitted_known = "running", draft.step, request.known
+        request.status, request.last_step, request.admitted_known = "running", builder.step, request.known
         request.computed = len(hits) * self.limits.block_size
         self.shares.take_slot(request)
         if request.cached < 0:
@@ -282,20 +282,20 @@ class Scheduler:
         self.log.totals.queried_tokens += request.known
         self.log.totals.cached_tokens += request.computed
         insort(self.running, request, key=_order)
-        draft.admit(request)
+        builder.admit(request)
         if n:
-            self._emit(draft, request, n)
+            self._emit(builder, request, n)
         self.shares.settle(request)
 
-    def _finish_plan(self, draft: PlanBuilder) -> StepPlan:
-        plan = draft.plan()
-        if plan.total_tokens == len(draft.rows):  # one token each
-            plan.shared = self.shared.find(draft.rows, (self._admissions, plan.slots.tobytes()))
+    def _finish_plan(self, builder: PlanBuilder) -> StepPlan:
+        plan = builder.plan()
+        if plan.total_tokens == len(builder.rows):  # one token each
+            plan.shared = self.shared.find(builder.rows, (self._admissions, plan.slots.tobytes()))
         self._step += 1
-        self._in_flight.append((plan, draft))
+        self._in_flight.append((plan, builder))
         self.log.totals.computed_tokens += plan.total_tokens
         self.log.append(
-            draft.record(len(self.running), len(self.waiting), self._wait_reason, self.pool.num_free)
+            builder.record(len(self.running), len(self.waiting), self._wait_reason, self.pool.num_free)
         )
         return plan
 
@@ -303,10 +303,10 @@ class Scheduler:
 
     def retire(self, result: StepResult) -> None:
         """Book the oldest step in flight; what it brings the requests is handed out by `take_outputs`."""
-        plan, draft = self._in_flight.popleft()
+        plan, builder = self._in_flight.popleft()
         assert result.step == plan.step, f"result of step {result.step}, expected {plan.step}"
-        rows, caught_up = draft.rows, self.clocks.retired(plan.step, draft.catching_up)
-        scores = draft.take_scores(result.prompt_logprobs) if result.prompt_logprobs else {}
+        rows, caught_up = builder.rows, self.clocks.retired(plan.step, builder.catching_up)
+        scores = builder.take_scores(result.prompt_logprobs) if result.prompt_logprobs else {}
         drafts = plan.num_drafts.tolist()
         sampled = 0
         for index, (request, samples) in enumerate(zip(rows, plan.samples.tolist())):
@@ -345,12 +345,12 @@ class Scheduler:
         The steps before it have been retired, and their requests go on. A slot that the failed step was to fill is
         overwritten by its next admission.
         """
-        ((plan, draft),) = self._in_flight
+        ((plan, builder),) = self._in_flight
         self._in_flight.clear()
         self.clocks.failed(plan.step)
-        self.cache.withdraw(draft.published)
+        self.cache.withdraw(builder.published)
         admitted = (self.requests.get(admit.request.id) for admit in plan.admits)
-        for request in dict.fromkeys([*draft.rows, *admitted]):
+        for request in dict.fromkeys([*builder.rows, *admitted]):
             if request is not None and request.status != "finished":
                 output = self._finish(request, [], "error")
                 output.error, output.internal = error, True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from quire.core.engine import Engine
-from quire.types import EngineStats, Figures, EngineLoad
+from quire.types import EngineLoad, EngineStats, Figures
 
 
 def load_of(engine: Engine, received: int) -> EngineLoad:

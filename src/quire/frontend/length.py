@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from quire.frontend.tokenizer import Tokenizer
+from quire.frontend.tokenizer.tokenizer import Tokenizer
 from quire.types import RequestError
 
 _PIECE_CHARS = 65_536

@@ -6,7 +6,7 @@ from quire.config import EngineConfig
 from quire.frontend.generation_config import load_generation_defaults
 from quire.frontend.location import locate_model, locate_tokenizer
 from quire.frontend.processor import InputProcessor
-from quire.frontend.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
+from quire.frontend.tokenizer.tokenizer import NoTokenizer, Tokenizer, load_tokenizer
 from quire.types import EngineInfo
 
 

@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from quire.frontend.detokenizer import Detokenizer, StopStrings
-from quire.frontend.tokenizer import NoTokenizer, Tokenizer
+from quire.frontend.tokenizer.detokenizer import Detokenizer, StopStrings
+from quire.frontend.tokenizer.tokenizer import NoTokenizer, Tokenizer
 from quire.types import (
     CompletionOutput,
     EngineOutput,

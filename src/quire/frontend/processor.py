@@ -13,8 +13,8 @@ from dataclasses import fields, replace
 from typing import Any, TypeAlias
 
 from quire.frontend.length import check_length
-from quire.frontend.structured import grammar_spec
-from quire.frontend.tokenizer import NoTokenizer, Tokenizer
+from quire.frontend.structured_spec import grammar_spec
+from quire.frontend.tokenizer.tokenizer import NoTokenizer, Tokenizer
 from quire.types import EngineRequest, GrammarSpec, Pooling, RequestError, SamplingParams
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"

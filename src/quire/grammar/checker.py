@@ -20,7 +20,7 @@ from typing import IO, TypeVar
 
 import msgspec
 
-from quire.grammar.checker_process import Check, Frames, VocabularyTable, Verdict, frame
+from quire.grammar.checker_process import Check, Frames, Verdict, VocabularyTable, frame
 from quire.types import GrammarSpec, Overloaded, RequestError
 
 T = TypeVar("T")

@@ -93,7 +93,7 @@ def main(tokenizer: str, vocab_size: int) -> None:
 
 def token_table(path: Path, vocab_size: int) -> list[bytes]:
     """The bytes of each id below `vocab_size`; empty for special tokens, which no grammar may use."""
-    from quire.frontend.tokenizer import load_tokenizer
+    from quire.frontend.tokenizer.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(path)
     return [b"" if i in tokenizer.special_ids else tokenizer.token_bytes(i) for i in range(vocab_size)]

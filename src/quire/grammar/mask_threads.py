@@ -73,7 +73,9 @@ class MaskThreads:
             16, cores
         )  # threads that are stuck at once; they compete with the step loop
         self._counts = {"quick": max(1, min(8, cores // 2)), "slow": max(1, min(4, cores // 4))}
-        self._queues: dict[str, SimpleQueue[_MaskTicket | None]] = {name: SimpleQueue() for name in self._counts}
+        self._queues: dict[str, SimpleQueue[_MaskTicket | None]] = {
+            name: SimpleQueue() for name in self._counts
+        }
         self._changed = threading.Condition()  # guards what follows
         self._workers: list[_MaskWorker] = []  # of the queue "quick"
         self._left = 0  # jobs that `run` waits for

@@ -5,7 +5,7 @@ other: (a, b) -> (a cos - b sin, b cos + a sin). cos and sin are read from the t
 position. Rounding is that of the plain code: the normed value and the product with cos are rounded.
 
 Heads turn in place, or (`norm_rotate_store`) only the queries do: turned keys, and the values as they are,
-go straight into their pages. Values in pages are always finite (kernels/kv_write.py says why).
+go straight into their pages. Values in pages are always finite (kernels/attention/kv_write.py says why).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.attention.kv_write import is_finite
 from quire.kernels.jit import kernel
-from quire.kernels.kv_write import is_finite
 from quire.kernels.target import target_of
 
 _HEADS = 8  # heads per program

@@ -9,11 +9,11 @@ import torch
 
 from quire.attention.base import AttentionBackend
 from quire.kernels import Kernels
-from quire.parallel.parallel import Parallel
+from quire.parallel.ranks import Parallel
 
 
 class Weights(Protocol):
-    """A checkpoint from which layers pull their own tensors (see models/checkpoint.py)."""
+    """A checkpoint from which layers pull their own tensors (see models/checkpoint/checkpoint.py)."""
 
     def has(self, name: str) -> bool: ...
 

@@ -119,7 +119,7 @@ def pick_product(device: torch.device, dtype: torch.dtype, hidden: int, intermed
     target = target_of(device)
     if grouped_in_library(target, dtype, hidden, intermediate):
         return library_product
-    from quire.kernels.grouped import grouped_product
+    from quire.kernels.matmul.grouped import grouped_product
 
     log_choice(f"MoE: experts in {str(dtype)[6:]} on {target} run in Quire's own grouped product")
     return grouped_product

@@ -17,8 +17,8 @@ from quire.layers.env import Env, Weights
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import HeadNorm, RMSNorm
+from quire.layers.residual import NormedLayer, ResidualAdd, Stream
 from quire.layers.rope import Rope, Rotation
-from quire.layers.stream import ResidualAdd, NormedLayer, Stream
 from quire.models.spec import ModelSpec
 
 

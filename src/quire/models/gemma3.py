@@ -11,8 +11,8 @@ from quire.layers.embedding import Embedding, LMHead
 from quire.layers.env import Env
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import OffsetRMSNorm
+from quire.layers.residual import NormedLayer, Stream
 from quire.layers.rope import Rope, Rotation
-from quire.layers.stream import NormedLayer, Stream
 from quire.models.decoder import SelfAttention, find_prefix
 from quire.models.spec import ModelSpec
 

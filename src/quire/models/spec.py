@@ -1,8 +1,8 @@
 """`ModelSpec`: what a checkpoint's `config.json` says, normalised. Plain data, no torch.
 
 One field per fact, whatever spelling the config used. A model or feature that Quire cannot compute
-exactly is a ModelError that names it, never a guess. Parsing is in models/config_json.py (and, for
-GGUF metadata, models/gguf.py).
+exactly is a ModelError that names it, never a guess. Parsing is in models/config/hf.py (and, for
+GGUF metadata, models/checkpoint/gguf.py).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class ModelSpec:
     @staticmethod
     def from_config(config: dict[str, Any]) -> ModelSpec:
         """The spec of a `config.json`; ModelError names what is missing or not supported."""
-        from quire.models.config_json import parse_config  # here: that module builds on this one
+        from quire.models.config.hf import parse_config  # here: that module builds on this one
 
         return parse_config(config)
 

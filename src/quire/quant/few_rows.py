@@ -7,8 +7,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from quire.kernels.gemv import gemv, most_rows, norm_gemv
-from quire.kernels.skinny import BLOCK_N, MOST_ROWS, is_small, skinny, whole
+from quire.kernels.matmul.gemv import gemv, most_rows, norm_gemv
+from quire.kernels.matmul.skinny import BLOCK_N, MOST_ROWS, is_small, skinny, whole
 from quire.kernels.target import log_choice, target_of
 from quire.quant.base import FusingMatmul, NormedProduct
 

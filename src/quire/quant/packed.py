@@ -11,18 +11,18 @@ from quire.kernels import Kernels
 from quire.kernels.cpu.ops import (
     KINDS,
     LANES,
-    CpuKernels,
     CNorm,
-    PackedWeight,
     CProduct,
+    CpuKernels,
     CWeight,
+    PackedWeight,
     address,
     find_packed,
     half,
     norm_struct,
     pointer,
 )
-from quire.quant.base import FusingMatmul, Matmul, PlainMatmul, NormedProduct
+from quire.quant.base import FusingMatmul, Matmul, NormedProduct, PlainMatmul
 
 # Up to so many rows reading the weight is what takes time; for more, oneDNN is faster.
 FEW_ROWS = 8
@@ -69,7 +69,9 @@ class FewRowsPackedMatmul(FusingMatmul):
     Each row is summed up in one order, so results do not depend on how many of the few rows there are.
     """
 
-    def __init__(self, many: PackedMatmul, weight: torch.Tensor, form: PackedWeight, kernels: CpuKernels) -> None:
+    def __init__(
+        self, many: PackedMatmul, weight: torch.Tensor, form: PackedWeight, kernels: CpuKernels
+    ) -> None:
         self.many, self.form, self.kernels = many, form, kernels
         self.outputs, self.inputs = weight.shape
         self.half = half(weight)

@@ -1,6 +1,6 @@
 """Packed bit masks of allowed tokens, as grammars make them: bit v % 32 of word v // 32 is token v.
 
-Only the rows that a grammar constrains are sent and touched. `apply_masks` is the twin of kernels/masks.py.
+Only the rows that a grammar constrains are sent and touched. `apply_masks` is the twin of kernels/sampling/masks.py.
 """
 
 from __future__ import annotations

@@ -180,7 +180,7 @@ class LogitBias:
 class Penalties:
     """Repetition, presence and frequency penalty, counted afresh from the token columns.
 
-    On a GPU by the kernel of kernels/penalties.py; `penalise_plain` says what it must do.
+    On a GPU by the kernel of kernels/sampling/penalties.py; `penalise_plain` says what it must do.
     """
 
     def __init__(self, columns: TokenColumns, vocab_size: int, num_slots: int, device: torch.device) -> None:
@@ -217,7 +217,7 @@ class Penalties:
             self._penalise(logits, slots_host, slots)
 
     def _with_kernel(self, vocab_size: int) -> Callable[[Tensor, np.ndarray, Tensor], None]:
-        from quire.kernels.penalties import COLUMNS, PROGRAMS, penalise
+        from quire.kernels.sampling.penalties import COLUMNS, PROGRAMS, penalise
 
         assert COLUMNS == _PENALTIES
         table, columns = self._table.values, self._columns

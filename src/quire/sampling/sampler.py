@@ -5,7 +5,7 @@ mask; allowed ids, bad words, min tokens, bias, penalties; temperature; min_p, t
 Which of these a step needs is read from host columns, so unused features cost nothing. No call waits
 for the device, and a row's token depends on that row alone.
 
-From temperature on, everything is `choose`: on a GPU the kernels of kernels/sampling.py, which read what
+From temperature on, everything is `choose`: on a GPU the kernels of kernels/sampling/choose.py, which read what
 each row wants on the device, so that it can be captured. A step whose rows do not `need_host_work` is
 `choose` and nothing else.
 """
@@ -134,8 +134,8 @@ class Sampler:
         return score(logits, targets, k)
 
     def _with_kernels(self, vocab_size: int, num_slots: int) -> Choose:
-        from quire.kernels import row
-        from quire.kernels.sampling import Scratch, choose
+        from quire.kernels.sampling import row
+        from quire.kernels.sampling.choose import Scratch, choose
 
         assert row.COLUMNS == _COLUMNS
         assert (row.NOT_FINITE.value, row.NO_TOKEN.value) == (NOT_FINITE, NO_TOKEN)
@@ -217,6 +217,6 @@ class Sampler:
 
 
 def _masks_kernel() -> Callable[[Tensor, Tensor, Tensor], None]:
-    from quire.kernels.masks import apply_masks
+    from quire.kernels.sampling.masks import apply_masks
 
     return apply_masks

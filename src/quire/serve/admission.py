@@ -9,8 +9,8 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 
-from quire.serve.auth import ApiClient
-from quire.serve.errors import ApiError, overloaded
+from quire.serve.http.auth import ApiClient
+from quire.serve.http.errors import ApiError, overloaded
 from quire.types import EngineLoad
 
 _WINDOW_S = 10.0

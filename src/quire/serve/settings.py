@@ -144,13 +144,13 @@ class ServeConfig:
 
     def _check_parsers(self) -> None:
         if self.tool_call_parser not in ("auto", "none"):
-            from quire.serve.tools.registry import TOOL_PARSERS, known_tool_parser
+            from quire.serve.answer.tools.registry import TOOL_PARSERS, known_tool_parser
 
             if not known_tool_parser(self.tool_call_parser):
                 names = ", ".join(["auto", *TOOL_PARSERS])
                 raise ConfigError(f"tool_call_parser must be {names} or none, got {self.tool_call_parser!r}")
         if self.reasoning_parser not in ("auto", "none"):
-            from quire.serve.reasoning import known_reasoning_parser
+            from quire.serve.answer.reasoning import known_reasoning_parser
 
             if not known_reasoning_parser(self.reasoning_parser):
                 raise ConfigError(

@@ -4,6 +4,21 @@ A leaf: imports no torch and nothing of Quire. Host arrays are numpy, so a plan 
 another process as it is.
 """
 
+from quire.types.engine_io import (
+    EngineInfo,
+    EngineLive,
+    EngineLoad,
+    EngineOutput,
+    EngineRequest,
+    EngineStats,
+    Figures,
+    LiveRequest,
+    LiveStep,
+    Timing,
+    TimingPhase,
+    TokenLogprobs,
+    Totals,
+)
 from quire.types.errors import (
     ConfigError,
     EngineDead,
@@ -12,21 +27,6 @@ from quire.types.errors import (
     QuireError,
     RequestError,
     StepFailed,
-)
-from quire.types.messages import (
-    EngineInfo,
-    EngineLive,
-    EngineOutput,
-    EngineRequest,
-    EngineStats,
-    Figures,
-    LiveRequest,
-    LiveStep,
-    EngineLoad,
-    Timing,
-    TimingPhase,
-    TokenLogprobs,
-    Totals,
 )
 from quire.types.plan import (
     NO_TOKEN,
@@ -66,6 +66,7 @@ __all__ = [
     "EngineDead",
     "EngineInfo",
     "EngineLive",
+    "EngineLoad",
     "EngineOutput",
     "EngineRequest",
     "EngineStats",
@@ -76,7 +77,6 @@ __all__ = [
     "GrammarSpec",
     "LiveRequest",
     "LiveStep",
-    "EngineLoad",
     "Logprob",
     "LogprobArrays",
     "ModelError",

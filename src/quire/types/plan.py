@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from quire.types.messages import EngineRequest, TokenLogprobs
+from quire.types.engine_io import EngineRequest, TokenLogprobs
 
 if TYPE_CHECKING:
     import numpy as np

@@ -6,7 +6,7 @@ from array import array
 from dataclasses import dataclass, field
 from typing import Literal
 
-from quire.types.messages import EngineRequest, Timing
+from quire.types.engine_io import EngineRequest, Timing
 from quire.types.sampling import SamplingParams
 
 Status = Literal["waiting", "running", "finished"]

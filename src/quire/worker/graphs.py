@@ -22,7 +22,7 @@ import torch
 from quire.models.decoder import Model
 from quire.sampling.sampler import Sampler
 from quire.types import StepPlan
-from quire.worker.batch import Batcher, KernelBatcher, DeviceStep, plan_header
+from quire.worker.batch import Batcher, DeviceStep, KernelBatcher, plan_header
 from quire.worker.out_of_memory import is_out_of_memory
 from quire.worker.staging import Staging
 

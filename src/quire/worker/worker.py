@@ -17,10 +17,10 @@ from quire.models.decoder import Model
 from quire.sampling.sampler import Sampler
 from quire.types import StepPlan
 from quire.worker.batch import Batcher, KernelBatcher, TorchBatcher
+from quire.worker.cpu_replay import CpuReplay
 from quire.worker.graphs import MOST_GRAPHS, CudaGraphs, Eager, Launcher, Threads
 from quire.worker.kv_cache import KVCache
 from quire.worker.pooling import Pooler
-from quire.worker.recorded import CpuReplay
 from quire.worker.results import Results
 from quire.worker.runner import Runner
 from quire.worker.sizing import KVSize, cpu_step_bytes, gpu_memory, sampling_bytes

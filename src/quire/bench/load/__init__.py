@@ -1,0 +1,1 @@
+"""What engines are asked, and when: workloads, datasets, traces, arrival times."""

@@ -1,0 +1,229 @@
+"""A client for servers that speak OpenAI's API: sends requests at their times and stamps what streams back.
+
+One event loop and one connection per open request. A time is taken once for each read from a connection, so
+pieces that arrive together have the same time; token counts are those that the server states.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import httptools
+import msgspec
+from tqdm import tqdm
+
+from quire.bench.load.datasets import BenchRequest
+from quire.bench.run import Run, ServedRequest
+from quire.bench.server.http import Http
+from quire.types import ConfigError
+
+T = TypeVar("T")
+_TIMEOUT_S = 6 * 3600.0  # of one request, as in vLLM's benchmark
+_PATIENCE_S = 10.0  # for answers that need no model
+_ERROR_CHARS = 500
+
+
+@dataclass(frozen=True, slots=True)
+class ServerTarget:
+    """Where requests go, and what all of them carry."""
+
+    base_url: str
+    endpoint: str = "/v1/completions"
+    headers: dict[str, str] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)  # of every body: model, sampling
+    id_prefix: str = ""
+    insecure: bool = False  # do not check certificates
+
+    @property
+    def is_chat(self) -> bool:
+        return self.endpoint.rstrip("/").endswith("chat/completions")
+
+    def body(self, ask: BenchRequest) -> bytes:
+        body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+        if self.is_chat:
+            body["messages"] = [{"role": "user", "content": ask.prompt}]
+            body["max_completion_tokens"] = ask.output_len
+        else:
+            body["prompt"] = ask.prompt
+            body["max_tokens"] = ask.output_len
+        return msgspec.json.encode({**body, **self.fields})
+
+
+class _StreamDelta(msgspec.Struct):
+    content: str | None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[Any] | None = None
+
+
+class _Choice(msgspec.Struct):
+    text: str | None = None
+    delta: _StreamDelta | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _StreamUsage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _StreamUsage | None = None
+    error: Any = None
+
+
+_decode = msgspec.json.Decoder(_Chunk).decode
+
+
+class AnswerReader:
+    """Reads one stream of server-sent events into a `ServedRequest`."""
+
+    def __init__(self, served: ServedRequest, is_chat: bool) -> None:
+        self._served, self._is_chat = served, is_chat
+        self._rest = b""
+        self._text: list[str] = []
+
+    def feed(self, data: bytes, now_s: float) -> None:
+        """Take in what one read brought. Raises msgspec.MsgspecError for what is no chunk."""
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            if line.startswith(b"data:") and not line.startswith(b"data: [DONE]"):
+                self._chunk(_decode(line[5:]), now_s)
+
+    def _chunk(self, chunk: _Chunk, now_s: float) -> None:
+        if chunk.error is not None:
+            self._served.error = str(chunk.error)[:_ERROR_CHARS]
+        if chunk.choices:
+            choice = chunk.choices[0]
+            text = choice.text or ""
+            if (delta := choice.delta) is not None:
+                text = delta.content or delta.reasoning or delta.reasoning_content or ""
+            self._text.append(text)
+            # The first chunk of a chat holds the role and the last one a reason: no tokens.
+            if not self._is_chat or text or (delta is not None and delta.tool_calls):
+                self._served.token_times_s.append(now_s)
+        if (usage := chunk.usage) is not None:
+            self._served.num_tokens = usage.completion_tokens
+            self._served.prompt_len = usage.prompt_tokens or self._served.prompt_len
+            details = usage.prompt_tokens_details
+            self._served.cached_tokens = (details and details.cached_tokens) or 0
+
+    def finish(self) -> None:
+        self._served.text = "".join(self._text)
+        if not self._served.token_times_s and self._served.error is None:
+            self._served.error = "the stream ended without a token"
+
+
+class LoadClient:
+    """Owns the connections to one server. An async context."""
+
+    def __init__(self, target: ServerTarget) -> None:
+        self.target = target
+
+    async def __aenter__(self) -> LoadClient:
+        target = self.target
+        try:
+            headers = {"Content-Type": "application/json", **target.headers}
+            self._http = Http(target.base_url, headers, target.insecure)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._http.close()
+
+    async def get(self, path: str) -> Any:
+        """The JSON body of a GET, or None if the server has no such route. Raises ConfigError without a server."""
+        base_url = self.target.base_url
+        try:
+            async with asyncio.timeout(_PATIENCE_S):
+                status, body = await self._http.request("GET", path, {})
+        except (OSError, httptools.HttpParserError) as error:  # TimeoutError is an OSError
+            said = str(error) or type(error).__name__
+            raise ConfigError(f"no server answers at {base_url}: {said}") from None
+        if status in (401, 403):
+            raise ConfigError(
+                f"{base_url} asks for an API key: set OPENAI_API_KEY, or --header Authorization='Bearer KEY'"
+            )
+        try:
+            return msgspec.json.decode(body) if status == 200 else None
+        except msgspec.MsgspecError:
+            return None
+
+    async def send(self, ask: BenchRequest, served: ServedRequest, clock: Callable[[], float]) -> None:
+        """One request, from now to its end; whatever goes wrong is `served.error`."""
+        target, answer = self.target, AnswerReader(served, self.target.is_chat)
+        headers = {"X-Request-Id": f"{target.id_prefix}{ask.number}"} if target.id_prefix else {}
+        body = target.body(ask)
+        served.start_s = clock()
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                status, said = await self._http.request(
+                    "POST", target.endpoint, headers, body, lambda data: answer.feed(data, clock())
+                )
+        except (OSError, httptools.HttpParserError, msgspec.MsgspecError, ValueError) as error:
+            served.error = f"{type(error).__name__}: {error}"[:_ERROR_CHARS]
+            return
+        if status == 200:
+            answer.finish()
+        else:
+            served.error = f"{status}: {said.decode(errors='replace')[:_ERROR_CHARS]}"
+
+    async def run(
+        self,
+        asks: Sequence[BenchRequest],
+        arrivals_s: Sequence[float],
+        max_concurrency: int | None = None,
+        show_progress: bool = False,
+    ) -> Run:
+        """Send request i at `arrivals_s[i]` (ascending), at most `max_concurrency` at once; wait for the last."""
+        served = [ServedRequest(ask.prompt_len, at) for ask, at in zip(asks, arrivals_s)]
+        places = asyncio.Semaphore(max_concurrency or len(asks))
+        bar = tqdm(total=len(asks), desc="Serving", unit="req", disable=not show_progress, dynamic_ncols=True)
+        begin_s, begin_processor_s = time.perf_counter(), time.process_time()
+
+        def clock() -> float:
+            return time.perf_counter() - begin_s
+
+        async def one(ask: BenchRequest, result: ServedRequest) -> None:
+            try:
+                await self.send(ask, result, clock)
+            finally:
+                places.release()
+                bar.update()
+
+        with bar:
+            async with asyncio.TaskGroup() as tasks:
+                for ask, result in zip(asks, served):
+                    if (early_s := result.start_s - clock()) > 0:
+                        await asyncio.sleep(early_s)
+                    await places.acquire()
+                    tasks.create_task(one(ask, result))
+        return Run(served, [], begin_s, time.process_time() - begin_processor_s)
+
+
+@contextlib.contextmanager
+def event_loop() -> Iterator[asyncio.Runner]:
+    """A loop for one client; uvloop's where there is one, for the client must not be what is measured."""
+    factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
+    with contextlib.suppress(ImportError):
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as runner:
+        yield runner
+
+
+def run_in_loop(work: Coroutine[Any, Any, T]) -> T:
+    with event_loop() as runner:
+        return runner.run(work)

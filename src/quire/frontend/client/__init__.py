@@ -1,0 +1,1 @@
+"""Engine clients: the engine in this process, or in another one over a pair of sockets."""

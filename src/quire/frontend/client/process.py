@@ -1,0 +1,103 @@
+"""`ProcessClient`: the engine in a child process (engine_process.py), reached over a channel (channel.py).
+
+Owns the child and this end of the channel.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+
+from quire import types
+from quire.config import EngineConfig
+from quire.frontend.client import ipc as msg
+from quire.frontend.client.channel import Channel
+from quire.types import ConfigError, EngineDead, EngineInfo, EngineOutput, EngineRequest, QuireError
+
+_STOP_S = 5.0  # how long the process may take to end in order
+
+
+def start_engine_process(process_group: int | None = None) -> tuple[subprocess.Popen[bytes], Channel]:
+    """The process, in a group of its own for `process_group` 0, and our end of the channel to it.
+
+    Raises ConfigError on Windows, where a socket cannot be inherited.
+    """
+    if sys.platform == "win32":
+        raise ConfigError(
+            "engine_process needs Linux or macOS; on Windows the engine runs in your own process"
+        )
+    ours, theirs = socket.socketpair()
+    with theirs:
+        command = [sys.executable, "-m", "quire.engine_process", str(theirs.fileno()), str(os.getpid())]
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=process_group
+        )
+    return process, Channel(ours)
+
+
+class ProcessClient:
+    """An EngineClient with a private channel to the engine."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self._process, self._channel = start_engine_process()
+        self._dead: str | None = None
+        self._outputs: list[EngineOutput] = []
+        try:
+            self._send(msg.StartEngine(config))
+            self.info = self._await_ready()
+        except BaseException:
+            self.close()
+            raise
+
+    def add(self, request: EngineRequest) -> None:
+        self._send(msg.Add(request))
+
+    def abort(self, ids: list[str]) -> None:
+        self._send(msg.Abort(ids))
+
+    def poll(self, timeout_s: float) -> list[EngineOutput]:
+        message = self._receive(timeout_s)
+        return message.outputs if isinstance(message, msg.Outputs) else []
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            self._channel.send(msg.encode(msg.StopEngine()))
+            self._channel.settle(_STOP_S)
+            try:
+                self._process.wait(_STOP_S)
+            except subprocess.TimeoutExpired:
+                self._process.kill()
+                self._process.wait()
+        self._dead = self._dead or "it was closed"
+        self._channel.close()
+
+    def _await_ready(self) -> EngineInfo:
+        while True:
+            if isinstance(message := self._receive(1.0), msg.EngineReady):
+                return message.info
+
+    def _send(self, message: msg.ToEngine) -> None:
+        if self._dead:
+            raise EngineDead(f"the engine stopped: {self._dead}")
+        self._channel.send(msg.encode(message))
+
+    def _receive(self, timeout_s: float) -> msg.ToClient | None:
+        """The next message, or None after `timeout_s`; raises what ended the engine."""
+        if self._dead:
+            raise EngineDead(f"the engine stopped: {self._dead}")
+        try:
+            if not self._channel.poll(timeout_s):
+                return None
+        except EOFError:
+            self._dead = f"its process ended with exit code {self._process.wait()}"
+            raise EngineDead(f"the engine stopped: {self._dead}") from None
+        message = msg.decode_to_client(self._channel.receive())
+        if isinstance(message, msg.EngineFailed):
+            self._dead = message.cause
+            error = getattr(types, message.kind, None)
+            if isinstance(error, type) and issubclass(error, QuireError):
+                raise error(message.cause)
+            raise EngineDead(f"the engine stopped: {message.cause}")
+        return message

@@ -1,0 +1,1 @@
+"""Chat templates: probed once, rendered in helper processes within limits."""

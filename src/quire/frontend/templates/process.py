@@ -1,0 +1,104 @@
+"""The process in which chat templates run: python -m quire.frontend.templates.process CPU_SECONDS NICE
+
+It answers one question after the other and keeps compiled templates. A template that takes more processor
+time than allowed ends the process by a signal, wherever it is; one that takes too much memory gets an
+error, after which the process ends by itself. renderer.py is the other side. Imports little, to start fast.
+
+question: RENDER or TRAITS, marshal of (source, variables)      answer: TEXT or FAILURE, UTF-8
+"""
+
+from __future__ import annotations
+
+import json
+import marshal
+import os
+import signal
+import sys
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import IO
+
+from quire.frontend.templates.helper_process import HEADER, LAST
+from quire.frontend.templates.sandbox import TemplateFailure, compile_template, run_template
+from quire.frontend.templates.traits import probe_traits
+
+RENDER, TRAITS = 0, 1  # kinds of questions
+TEXT, FAILURE = 0, 1  # kinds of answers
+MEMORY_BYTES = 384 << 20  # address space for templates and their texts, beyond what the modules take
+_KEPT_BYTES = 192 << 20  # a process that has been larger than this gives its memory back by ending
+
+
+def main(cpu_s: float, nice: int) -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(1, 2)  # the last words of a crash
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    limit_memory()
+    if nice and hasattr(os, "nice"):
+        os.nice(nice)
+    last = False
+    while not last and (question := _read(sys.stdin.buffer)) is not None:
+        kind, text, last = _answer(*question, cpu_s)
+        body = text.encode("utf-8", "surrogatepass")
+        answers.write(HEADER.pack(len(body), kind | (LAST if last else 0)) + body)
+        answers.flush()
+
+
+def _read(questions: IO[bytes]) -> tuple[int, bytes] | None:
+    header = questions.read(HEADER.size)
+    if len(header) < HEADER.size:
+        return None
+    size, kind = HEADER.unpack(header)
+    return kind, questions.read(size)
+
+
+def _answer(kind: int, body: bytes, cpu_s: float) -> tuple[int, str, bool]:
+    """Return the kind of the answer, its text, and whether the process is to end."""
+    try:
+        _limit_time(cpu_s)
+        source, variables = marshal.loads(body)
+        compile_template(source)
+        if kind == TRAITS:
+            text = json.dumps(asdict(probe_traits(partial(run_template, source))))
+        else:
+            text = run_template(source, variables)
+        return TEXT, text, _is_large()
+    except TemplateFailure as error:
+        return FAILURE, str(error), _is_large()
+    except (MemoryError, RecursionError):
+        return FAILURE, f"the chat template takes more than {MEMORY_BYTES >> 20} MiB of memory", True
+    finally:
+        _limit_time(0)
+
+
+def _limit_time(cpu_s: float) -> None:
+    """Let SIGPROF end the process after `cpu_s` seconds of processor time; 0 lifts the limit."""
+    if hasattr(signal, "setitimer"):  # elsewhere the parent's deadline is the only limit
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+
+
+def limit_memory() -> None:
+    """Let allocations beyond `MEMORY_BYTES` fail, where the kernel counts address space."""
+    try:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        most = pages * resource.getpagesize() + MEMORY_BYTES
+        resource.setrlimit(resource.RLIMIT_AS, (most, most))
+    except (ImportError, OSError, ValueError):
+        return
+
+
+def _is_large() -> bool:
+    try:
+        import resource
+    except ImportError:
+        return False
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return (peak if sys.platform == "darwin" else peak << 10) > _KEPT_BYTES
+
+
+if __name__ == "__main__":
+    main(float(sys.argv[1]), int(sys.argv[2]))

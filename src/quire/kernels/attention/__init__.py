@@ -1,0 +1,1 @@
+"""Triton kernels of attention over blocks of the KV cache."""

@@ -1,0 +1,117 @@
+"""Attention of many rows over the pages that they all begin with, in one reading of these pages.
+
+A row that decodes behind a shared beginning would read it alone, at two to eight query heads a reading;
+here the query heads of many rows are the rows of one product, as in a prompt. What comes out is the state
+of the softmax at the end of the shared keys, and attend_short goes on from there with each row's own keys
+("Hydragen", Juravsky et al. 2024; "Cascade Inference", Ye et al. 2024).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.attention.tile import MASKED, Tile, attend_tile, first_fit, load_rows, pad, score_factors
+from quire.kernels.jit import kernel
+from quire.kernels.target import Target, target_of
+
+
+@dataclass(frozen=True, slots=True)
+class SharedPartial:
+    """The softmax at the end of the shared keys, for rows of which `tokens` [rows] is not 0."""
+
+    tokens: torch.Tensor  # int32 [rows]: shared keys of each row; any stride
+    sums: torch.Tensor  # float32 [rows, heads, dim]
+    stats: torch.Tensor  # float32 [rows, heads, 2]: total and top score
+
+
+@kernel
+def _shared_kernel(
+    q, keys, values, sums, stats, shared, table, slots, rows,
+    shared_row, q_token, q_head, page_stride, head_stride, token_stride, table_row, scale, cap,
+    GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    CAPPED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (kv heads, tiles of TOKENS rows); every row has one token."""
+    kv_head, tile = tl.program_id(0), tl.program_id(1)
+    heads = tl.num_programs(0) * GROUP
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    m = tl.arange(0, ROWS)
+    row, head = tile * TOKENS + m // GROUP, kv_head * GROUP + m % GROUP
+    there = (m < TOKENS * GROUP) & (row < rows)
+    mine = tl.load(shared + row * shared_row, mask=there, other=0)
+    slot = tl.load(slots + row, mask=there, other=0)
+    length = tl.max(mine, 0)
+    if length == 0:
+        return
+    # all rows that share have the same pages there: any of them will do
+    row_table = table + tl.max(tl.where(mine > 0, slot, 0), 0) * table_row
+    q_tile = load_rows(q, tl.minimum(row, rows - 1).to(tl.int64) * q_token + head * q_head, DIM, DIM_PAD)
+    acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], MASKED, tl.float32)
+    last = (
+        tl.full([ROWS], 0, tl.int32) + length - 1
+    )  # as if each row's token were the last of the shared ones
+    head_keys = keys + kv_head.to(tl.int64) * head_stride
+    head_values = values + kv_head.to(tl.int64) * head_stride
+    for start in range(0, length, BLOCK_N):
+        acc, total, top = attend_tile(
+            acc, total, top, q_tile, last, length - 1, length - 1, start, length, head_keys, head_values,
+            row_table, scale, cap, 0, page_stride, token_stride,
+            DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, False, CAPPED,
+        )  # fmt: skip
+    dim = tl.arange(0, DIM_PAD)[None, :]
+    at = row.to(tl.int64) * heads + head
+    sharing = mine > 0
+    tl.store(sums + at[:, None] * DIM + dim, acc, mask=sharing[:, None] & (dim < DIM))
+    tl.store(stats + at * 2, total, mask=sharing)
+    tl.store(stats + at * 2 + 1, top, mask=sharing)
+
+
+def attend_shared(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    shared: torch.Tensor,
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    scale: float,
+    soft_cap: float | None = None,
+) -> SharedPartial:
+    """q [rows, heads, dim] (dim contiguous), one token a row, over the first shared[row] keys of each row.
+
+    `shared` int32 [rows] holds one number of whole pages' tokens, and 0 for rows that do not take part;
+    rows slots[row] (int64 [rows]) of `table` int32 [slots, blocks] name the same pages for all that do.
+    """
+    rows, heads, dim = q.shape
+    kv_heads, block_size = keys.shape[1:3]
+    group = heads // kv_heads
+    target = target_of(q.device)
+    tile = shared_tile(dim, q.element_size(), group, target)
+    tokens = tile.rows // group
+    factor, cap = score_factors(scale, soft_cap)
+    sums = torch.empty(rows, heads, dim, dtype=torch.float32, device=q.device)
+    stats = torch.empty(rows, heads, 2, dtype=torch.float32, device=q.device)
+    pdl = target.has_dependent_launch
+    _shared_kernel[(kv_heads, triton.cdiv(rows, tokens))](
+        q, keys, values, sums, stats, shared, table, slots, rows,
+        shared.stride(0), q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),
+        table.stride(0), factor, cap,
+        GROUP=group, TOKENS=tokens, ROWS=tile.rows, DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=block_size,
+        BLOCK_N=tile.keys, CAPPED=soft_cap is not None, PDL=pdl,
+        num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
+    )  # fmt: skip
+    return SharedPartial(shared, sums, stats)
+
+
+def shared_tile(dim: int, itemsize: int, group: int, target: Target) -> Tile:
+    smallest = [Tile(32, 32, 4, 2), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)]
+    tuned = [Tile(64, 64 if pad(dim) * itemsize <= 256 else 32, 4, 3)] if target.has_matrix_units else []
+    return first_fit([tile.with_rows(group) for tile in tuned + smallest], dim, itemsize, target)

@@ -1,0 +1,1 @@
+"""Triton kernels of products with few rows."""

@@ -1,0 +1,92 @@
+"""Repetition, presence and frequency penalty in one launch, in time that grows with the tokens of a row.
+
+A program counts the tokens of its row in a scratch line as long as the vocabulary, then walks over them
+again: whoever exchanges a token's count for 0 penalises that token. So each token is penalised once, with
+its full count, in whatever order the device goes; and the line is all zeros again for the next row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton.language as tl
+
+from quire.kernels.jit import kernel
+from quire.kernels.sampling.row import SAME_BITS
+
+COLUMNS = ("on", "repetition", "presence", "frequency")
+PROGRAMS = 32  # lines of scratch; each takes its rows in turn
+_BLOCK = 1024
+_WIDTH = tl.constexpr(len(COLUMNS))
+_IN_PROMPT = tl.constexpr(1 << 30)  # beside the count of a token in the output
+
+
+@kernel
+def _penalise(
+    logits,  # float32 [rows, vocab]
+    vocab,
+    rows,
+    slots,  # [rows]
+    table,  # int64 [slots, COLUMNS]: 0 or 1, then float64
+    tokens,  # int32 [slots, length]
+    length,
+    num_tokens,  # int32 [slots]
+    prompt_len,  # int32 [slots]
+    counts,  # int32 [programs, vocab], zero
+    BLOCK: tl.constexpr,
+) -> None:
+    counts += tl.program_id(0).to(tl.int64) * vocab
+    for row in range(tl.program_id(0), rows, tl.num_programs(0)):
+        slot = tl.load(slots + row).to(tl.int64)
+        at = table + slot * _WIDTH
+        if tl.load(at) != 0:
+            repetition = tl.load(at + 1).to(tl.float64, bitcast=True).to(tl.float32)
+            presence = tl.load(at + 2).to(tl.float64, bitcast=True).to(tl.float32)
+            frequency = tl.load(at + 3).to(tl.float64, bitcast=True).to(tl.float32)
+            known, prompt = tl.load(num_tokens + slot), tl.load(prompt_len + slot)
+            own, line = tokens + slot * length, logits + tl.cast(row, tl.int64) * vocab
+
+            for begin in range(0, known, BLOCK):
+                i = begin + tl.arange(0, BLOCK)
+                token = tl.load(own + i, mask=i < known, other=0)
+                place = counts + tl.minimum(tl.maximum(token, 0), vocab - 1)
+                in_output = (i >= prompt) & (i < known)
+                tl.atomic_add(place, tl.full([BLOCK], 1, tl.int32), mask=in_output)
+                flag = tl.full([BLOCK], _IN_PROMPT, tl.int32)
+                tl.atomic_or(place, flag, mask=(i < prompt) & (i < known))
+            tl.debug_barrier()
+            for begin in range(0, known, BLOCK):
+                i = begin + tl.arange(0, BLOCK)
+                token = tl.load(own + i, mask=i < known, other=0)
+                token = tl.minimum(tl.maximum(token, 0), vocab - 1)
+                count = tl.atomic_xchg(counts + token, tl.zeros([BLOCK], tl.int32), mask=i < known)
+                count = tl.where(i < known, count, 0)
+                x = tl.load(line + token, mask=count != 0, other=0.0)
+                x = tl.where(x > 0, tl.div_rn(x, tl.zeros([BLOCK], tl.float32) + repetition), x * repetition)
+                said = (count & (_IN_PROMPT - 1)).to(tl.float32)
+                x -= frequency * said
+                x -= tl.where(said > 0, presence, 0.0)
+                tl.store(line + token, x, mask=count != 0)
+            tl.debug_barrier()
+
+
+def penalise(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    table: torch.Tensor,
+    tokens: torch.Tensor,
+    num_tokens: torch.Tensor,
+    prompt_len: torch.Tensor,
+    counts: torch.Tensor,
+) -> None:
+    """Penalises the float32 `logits` [rows, vocab] in place.
+
+    `table` int64 [slots, COLUMNS] holds the penalties, floats as the bits of float64. `tokens` int32
+    [slots, length] holds prompt and output, `num_tokens` of which are known, `prompt_len` of them prompt.
+    `counts` int32 [programs, vocab] is zero, and zero again afterwards.
+    """
+    rows, vocab = logits.shape
+    assert logits.is_contiguous() and table.shape[1] == len(COLUMNS) and counts.shape[1] == vocab
+    _penalise[(min(rows, counts.shape[0]),)](
+        logits, vocab, rows, slots, table, tokens, tokens.stride(0), num_tokens, prompt_len, counts,
+        BLOCK=_BLOCK, num_warps=8, **SAME_BITS,
+    )  # fmt: skip

@@ -1,0 +1,1 @@
+"""Checkpoint formats and the threads that read them onto a GPU."""

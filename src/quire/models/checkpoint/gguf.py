@@ -1,0 +1,151 @@
+"""`GGUFCheckpoint`: weights from a GGUF file, under their Hugging Face names, unpacked as they are read.
+
+llama.cpp's converter changes some tensors on the way in: Llama's q and k rows are reordered, Gemma's
+norm weights have 1 added, GPT-2's matrices are transposed, experts are stacked. All of that is undone
+here, so that a model does not know where its weights came from.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import gguf
+import numpy as np
+import torch
+
+from quire.models.checkpoint.checkpoint import Checkpoint, check_shape, check_unread
+from quire.models.config.gguf import Metadata, open_gguf
+from quire.models.spec import ModelSpec
+from quire.types import ModelError
+
+_WHOLE = slice(None)
+_TOP = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    "transformer.wte": "token_embd",
+    "transformer.wpe": "position_embd",
+    "transformer.ln_f": "output_norm",
+}
+_LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+    "mlp.gate": "ffn_gate_inp",
+}
+_GEMMA3 = {
+    "post_attention_layernorm": "post_attention_norm",
+    "pre_feedforward_layernorm": "ffn_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+_GPT2 = {
+    "ln_1": "attn_norm",
+    "attn.c_attn": "attn_qkv",
+    "attn.c_proj": "attn_output",
+    "ln_2": "ffn_norm",
+    "mlp.c_fc": "ffn_up",
+    "mlp.c_proj": "ffn_down",
+}
+_TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+_NAME = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)\.(weight|bias)")
+_EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
+
+
+class GGUFCheckpoint(Checkpoint):
+    """Weights of one .gguf file."""
+
+    def __init__(self, path: Path, spec: ModelSpec) -> None:
+        reader = open_gguf(path)
+        self.path = path
+        self.spec = spec
+        self.arch = Metadata(reader, path).arch
+        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.unread = set(self.tensors) - {"rope_freqs.weight"}  # that one is read into the spec
+        self.layer_names = {**_LAYER, **(_GEMMA3 if self.arch == "gemma3" else {}), **_GPT2}
+
+    def has(self, name: str) -> bool:
+        return self._find(name)[0] in self.tensors
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE
+    ) -> torch.Tensor:
+        theirs, expert = self._find(name)
+        if theirs not in self.tensors:
+            raise ModelError(
+                f"{self.path} has no tensor {theirs or 'for'} ({name}, expected shape {list(shape)})"
+            )
+        source = self.tensors[theirs]
+        transposed = name.endswith(_TRANSPOSED)
+        found = tuple(int(n) for n in reversed(source.shape))
+        check_shape(name, shape, (found[1:] if expert is not None else found)[:: -1 if transposed else 1])
+        self.unread.discard(theirs)
+        data = source.data if expert is None else source.data[expert]
+        reordered = self.arch == "llama" and re.search(r"\.[qk]_proj\.", name)
+        early = not (reordered or transposed)  # rows can be cut while they are still packed
+        values = self._unpack(theirs, data[rows] if early else data, source.tensor_type)
+        if reordered:
+            heads = self.spec.num_heads if ".q_proj." in name else self.spec.num_kv_heads
+            values = _restore_order(values, heads)
+        if transposed:
+            values = values.T
+        if self.arch == "gemma3" and name.endswith("norm.weight"):
+            values = values - 1
+        values = values if early else values[rows]
+        return torch.from_numpy(
+            np.require(values[:, cols] if values.ndim > 1 else values, requirements=["C", "W"])
+        )
+
+    def close(self) -> None:
+        self.tensors = {}
+
+    def finish(self) -> None:
+        self.close()
+        check_unread(
+            {"lm_head.weight" if name == "output.weight" else name for name in self.unread},
+            self.spec.tie_embeddings,
+        )
+
+    def _find(self, name: str) -> tuple[str, int | None]:
+        """The GGUF name of `name` (empty: it has none) and, in a stack of experts, which one."""
+        stem, _, kind = name.rpartition(".")
+        if stem in _TOP:
+            return f"{_TOP[stem]}.{kind}", None
+        match = _NAME.fullmatch(name)
+        if match is None:
+            return "", None
+        layer, inner, kind = match.groups()
+        expert = _EXPERT.fullmatch(inner)
+        if expert is None:
+            return (
+                f"blk.{layer}.{self.layer_names[inner]}.{kind}" if inner in self.layer_names else ""
+            ), None
+        number, which = expert.groups()
+        single = f"blk.{layer}.ffn_{which}.{number}.{kind}"  # files from before experts were stacked
+        if single in self.tensors:
+            return single, None
+        return f"blk.{layer}.ffn_{which}_exps.{kind}", int(number)
+
+    def _unpack(self, name: str, data: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
+        if kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):
+            return data
+        try:
+            return gguf.quants.dequantize(data, kind)
+        except (NotImplementedError, ValueError) as error:
+            raise ModelError(
+                f"{self.path}: tensor {name} of kind {kind.name} cannot be read ({error})"
+            ) from error
+
+
+def _restore_order(values: np.ndarray, heads: int) -> np.ndarray:
+    """From neighbouring pairs to halves: row 2i + j of a head came from row i + j * dim / 2."""
+    pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
+    return pairs.swapaxes(1, 2).reshape(values.shape)

@@ -1,0 +1,1 @@
+"""From a checkpoint's configuration to a `ModelSpec`, with every field checked."""

@@ -1,0 +1,260 @@
+"""`gguf_spec`: the metadata of a GGUF file (llama.cpp's format) to a `ModelSpec`.
+
+Several facts are not stored, but are constants of llama.cpp's graph for the architecture; they are
+stated here, next to the keys. Opening a file, and what a damaged one looks like, is here as well.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+from gguf import GGMLQuantizationType as Kind
+
+from quire.files.gguf_header import read_gguf_metadata
+from quire.files.reading import shown
+from quire.layers.rope_params import RopeParams
+from quire.models.config.keys import ConfigKeys, token_ids
+from quire.models.config.rope import served_len
+from quire.models.spec import ModelSpec, MoESpec
+from quire.types import ModelError
+
+_DTYPES = {Kind.F32: "float32", Kind.F16: "float16", Kind.BF16: "bfloat16"}  # packed kinds: bfloat16
+_SWA_EVERY = 6  # Gemma 3: every sixth layer sees everything
+_GEMMA3_27B_LAYERS = 62  # the size whose queries are scaled by hidden / heads instead of by head_dim
+
+
+def open_gguf(path: Path) -> gguf.GGUFReader:
+    """The file's reader (memory-mapped); ModelError if it is missing, damaged or one of several parts."""
+    read_gguf_metadata(path)  # which checks all counts before anybody believes them
+    try:
+        reader = gguf.GGUFReader(path)
+    except (ValueError, IndexError, KeyError, TypeError, OSError, OverflowError, MemoryError) as error:
+        raise ModelError(f"{path} is not a readable GGUF file, perhaps cut short ({error})") from error
+    if reader.byte_order == "S":
+        raise ModelError(f"{path} is a big-endian GGUF file, which is not supported")
+    if Metadata(reader, path).get("split.count", 1) not in (0, 1):
+        raise ModelError(
+            f"{path} is one part of a split GGUF file; merge the parts with llama-gguf-split first"
+        )
+    return reader
+
+
+class Metadata:
+    """Look-ups in a file's key/value pairs; `{arch}.` is put before keys that begin with a dot."""
+
+    def __init__(self, reader: gguf.GGUFReader, path: Path) -> None:
+        self.reader = reader
+        self.path = path
+        self.arch = ""
+        self.arch = str(self.get("general.architecture", ""))
+
+    def get(self, key: str, default: Any = None) -> Any:
+        field = self.reader.get_field(self.arch + key if key.startswith(".") else key)
+        return default if field is None else field.contents()
+
+    def need(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise ModelError(
+                f"{self.path} lacks the metadata key {self.arch if key.startswith('.') else ''}{key}"
+            )
+        return value
+
+    def integer(self, key: str, name: str, default: int | None = None) -> int:
+        """The positive integer at `key`, in the range that `name` has in a config.json."""
+        return self._keys(key, name, default).integer(name)
+
+    def number(self, key: str, name: str, default: float | None = None) -> float:
+        """The number at `key`, in the range that `name` has in a config.json."""
+        return self._keys(key, name, default).number(name)
+
+    def _keys(self, key: str, name: str, default: float | None) -> ConfigKeys:
+        value = self.need(key) if default is None else self.get(key, default)
+        return ConfigKeys({name: value}, f"{self.path}: {self.arch}{key}")
+
+
+def gguf_spec(path: Path) -> ModelSpec:
+    """The spec of the model in a .gguf file."""
+    reader = open_gguf(path)
+    meta = Metadata(reader, path)
+    if meta.arch not in ARCHITECTURES:
+        raise ModelError(
+            f"GGUF architecture {meta.arch!r} is not supported yet; supported are: {', '.join(ARCHITECTURES)}"
+        )
+    tensors = {tensor.name: tensor for tensor in reader.tensors}
+    if "token_embd.weight" not in tensors:
+        raise ModelError(f"{path} has no tensor token_embd.weight")
+    hidden, heads, layers = (
+        meta.integer(".embedding_length", "hidden_size"),
+        meta.integer(".attention.head_count", "num_attention_heads"),
+        meta.integer(".block_count", "num_hidden_layers"),
+    )
+    head_dim = meta.integer(".attention.key_length", "head_dim", hidden // heads)
+    if meta.get(".attention.value_length", head_dim) != head_dim:
+        raise ModelError(f"{path}: keys and values of different length are not supported")
+    kv_heads = meta.integer(".attention.head_count_kv", "num_key_value_heads", heads)
+    if heads % kv_heads or head_dim % 2:
+        raise ModelError(
+            f"{path}: {heads} heads of {head_dim} with {kv_heads} K/V heads are not supported: the heads must be a "
+            "multiple of the K/V heads, and their size even"
+        )
+    vocab_size = int(tensors["token_embd.weight"].shape[-1])
+    largest = max(reader.tensors, key=lambda tensor: tensor.n_elements)
+    facts: dict[str, Any] = {
+        "architecture": f"GGUF {meta.arch}",
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "num_layers": layers,
+        "num_heads": heads,
+        "num_kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": meta.integer(".feed_forward_length", "intermediate_size", 1),
+        "tie_embeddings": "output.weight" not in tensors,
+        "dtype": _DTYPES.get(largest.tensor_type, "bfloat16"),
+        "windows": (None,) * layers,
+        "query_scale": head_dim**-0.5,
+        "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_ids": _eos_ids(meta, vocab_size),
+    }
+    try:
+        facts.update(ARCHITECTURES[meta.arch](meta, facts, tensors))
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ModelError(f"{path} holds a value of the wrong kind ({shown(error)})") from error
+    return ModelSpec(**facts)
+
+
+def _eos_ids(meta: Metadata, vocab_size: int) -> tuple[int, ...]:
+    keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
+    found = [token for key in keys for token in token_ids(meta.get(key), key, vocab_size, str(meta.path))]
+    return tuple(dict.fromkeys(found))
+
+
+# ------------------------------------------------------------------------------- the architectures
+
+
+def _rotary(
+    meta: Metadata, facts: dict[str, Any], tensors: dict[str, Any], base: float = 10000.0
+) -> dict[str, Any]:
+    """Facts of every architecture with rotary positions and RMSNorm."""
+    if meta.get(".rope.dimension_count", facts["head_dim"]) != facts["head_dim"]:
+        raise ModelError(f"{meta.path}: partial rotary embeddings are not supported")
+    trained_len = meta.integer(".context_length", "max_position_embeddings")
+    rope = _rope(meta, trained_len, base, tensors)
+    return {
+        "rope": rope,
+        "max_model_len": served_len(rope, trained_len, stretch=False),
+        "norm_eps": meta.number(".attention.layer_norm_rms_epsilon", "rms_norm_eps"),
+        "activation": "silu",
+        "qkv_bias": "blk.0.attn_q.bias" in tensors,
+        "o_bias": "blk.0.attn_output.bias" in tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in tensors,
+        "qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+    }
+
+
+def _rope(meta: Metadata, trained_len: int, base: float, tensors: dict[str, Any]) -> RopeParams:
+    theta = meta.number(".rope.freq_base", "rope_theta", base)
+    if "rope_freqs.weight" in tensors:  # the rule of Llama 3.1 is stored as one divisor per frequency
+        divisors = np.asarray(tensors["rope_freqs.weight"].data, dtype=np.float32)
+        return RopeParams(
+            theta=theta, kind="divisors", original_max_len=trained_len, divisors=tuple(divisors.tolist())
+        )
+    kind = meta.get(".rope.scaling.type", "none")
+    given = meta.get(".rope.scaling.factor", meta.get(".rope.scale_linear", 1.0)) or 1.0
+    factor = ConfigKeys({"factor": given}, f"{meta.path}: {meta.arch}.rope.scaling").number("factor")
+    if kind == "none" or factor == 1.0:
+        return RopeParams(theta=theta, original_max_len=trained_len)
+    if kind not in ("linear", "yarn") or meta.get(".rope.scaling.yarn_log_multiplier"):
+        raise ModelError(f"{meta.path}: rope scaling {kind!r} is not supported; supported are: linear, yarn")
+    attention_factor = (0.1 * math.log(factor) + 1.0) * meta.number(
+        ".rope.scaling.attn_factor", "attention_factor", 1.0
+    )
+    return RopeParams(
+        theta=theta,
+        kind=kind,
+        factor=factor,
+        original_max_len=meta.integer(
+            ".rope.scaling.original_context_length", "original_max_position_embeddings", trained_len
+        ),
+        beta_fast=meta.number(".rope.scaling.yarn_beta_fast", "beta_fast", 32.0),
+        beta_slow=meta.number(".rope.scaling.yarn_beta_slow", "beta_slow", 1.0),
+        attention_factor=attention_factor if kind == "yarn" else 1.0,
+    )
+
+
+def _llama(meta: Metadata, facts: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+    found = {"family": "llama", **_rotary(meta, facts, tensors)}
+    if meta.get(".expert_count"):  # Mixtral goes by the name llama
+        found.update(family="moe", moe=_moe(meta, facts, facts["intermediate_size"]))
+    return found
+
+
+def _qwen(meta: Metadata, facts: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+    return {"family": "qwen", **_rotary(meta, facts, tensors)}
+
+
+def _qwen3moe(meta: Metadata, facts: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+    moe = _moe(meta, facts, meta.integer(".expert_feed_forward_length", "moe_intermediate_size"))
+    return {"family": "moe", "moe": moe, **_rotary(meta, facts, tensors)}
+
+
+def _moe(meta: Metadata, facts: dict[str, Any], intermediate: int) -> MoESpec:
+    experts = meta.integer(".expert_count", "num_experts")
+    top_k = meta.integer(".expert_used_count", "num_experts_per_tok")
+    if top_k > experts:
+        raise ModelError(f"{meta.path}: {top_k} experts per token, but only {experts} experts")
+    return MoESpec(
+        num_experts=experts,
+        top_k=top_k,
+        intermediate_size=intermediate,
+        norm_topk=True,
+        sparse=(True,) * facts["num_layers"],
+    )
+
+
+def _gemma3(meta: Metadata, facts: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+    layers, hidden = facts["num_layers"], facts["hidden_size"]
+    window = meta.integer(".attention.sliding_window", "sliding_window")
+    found = {"family": "gemma3", **_rotary(meta, facts, tensors, base=1e6), "activation": "gelu_tanh"}
+    if layers == _GEMMA3_27B_LAYERS:
+        found["query_scale"] = (hidden / facts["num_heads"]) ** -0.5
+    soft_cap = meta.get(".final_logit_softcapping")
+    if soft_cap is not None:
+        soft_cap = meta.number(".final_logit_softcapping", "final_logit_softcapping")
+    local_theta = meta.number(".rope.freq_base_swa", "rope_theta", 10000.0)
+    return {
+        **found,
+        "local_rope": RopeParams(theta=local_theta, original_max_len=found["max_model_len"]),
+        "windows": tuple(None if (i + 1) % _SWA_EVERY == 0 else window for i in range(layers)),
+        "embedding_scale": math.sqrt(hidden),
+        "final_soft_cap": soft_cap,
+    }
+
+
+def _gpt2(meta: Metadata, facts: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "family": "gpt2",
+        "rope": None,
+        "max_model_len": meta.integer(".context_length", "max_position_embeddings"),
+        "num_positions": meta.integer(".context_length", "max_position_embeddings"),
+        "norm_eps": meta.number(".attention.layer_norm_epsilon", "layer_norm_epsilon"),
+        "activation": "gelu_tanh",
+        "qkv_bias": True,
+        "o_bias": True,
+        "mlp_bias": True,
+    }
+
+
+ARCHITECTURES: dict[str, Callable[[Metadata, dict[str, Any], dict[str, Any]], dict[str, Any]]] = {
+    "llama": _llama,
+    "qwen2": _qwen,
+    "qwen3": _qwen,
+    "qwen3moe": _qwen3moe,
+    "gemma3": _gemma3,
+    "gpt2": _gpt2,
+}

@@ -1,0 +1,241 @@
+"""`parse_config`: a Hugging Face `config.json`, in the spellings of many years, to a `ModelSpec`.
+
+Old and new names are both read (`torch_dtype`/`dtype`, `rope_scaling`/`rope_parameters`, GPT-2's
+`n_embd`, MLC's `sliding_window_size`); defaults are those of the model's configuration class in
+transformers, because that is what a config that leaves a key out means.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+from quire.files.reading import shown
+from quire.models.config.keys import ConfigKeys
+from quire.models.config.parts import (
+    common,
+    decoder,
+    parse_activation,
+    parse_head_dim,
+    refuse_bias,
+    window_from,
+)
+from quire.models.spec import ModelSpec, MoESpec
+from quire.types import ModelError
+
+
+def parse_config(config: dict[str, Any]) -> ModelSpec:
+    """The spec of a `config.json` dict."""
+    if not isinstance(config, dict):
+        raise ModelError("config.json must hold a JSON object")
+    keys = ConfigKeys(config)
+    architectures = keys.entries("architectures", str)
+    name = architectures[0] if architectures else keys.text("model_type", default="")
+    if not name:
+        raise ModelError("config.json names no architecture (neither architectures nor model_type)")
+    parse = PARSERS.get(name)
+    if parse is None:
+        known = ", ".join(sorted(key for key in PARSERS if key[0].isupper()))
+        raise ModelError(
+            f"{name if len(name) < 80 else shown(name)} is not supported yet; supported are: {known}"
+        )
+    try:
+        return parse(name, keys)
+    except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise ModelError(f"config.json of {name} holds a value of the wrong kind ({shown(error)})") from error
+
+
+# ------------------------------------------------------------------------------------- the families
+
+
+def _gpt2(name: str, keys: ConfigKeys) -> ModelSpec:
+    for flag in ("scale_attn_by_inverse_layer_idx", "add_cross_attention"):
+        if keys.flag(flag):
+            raise ModelError(f"{name} with {flag} is not supported")
+    if not keys.flag("scale_attn_weights", default=True):
+        raise ModelError(f"{name} without scale_attn_weights is not supported")
+    hidden = keys.integer("n_embd", "hidden_size")
+    heads = keys.integer("n_head", "num_attention_heads")
+    layers = keys.integer("n_layer", "num_hidden_layers")
+    positions = keys.integer("n_positions", "max_position_embeddings", "context_window_size", "n_ctx")
+    head_dim = parse_head_dim(keys, hidden, heads)
+    return ModelSpec(
+        **common(name, "gpt2", keys, tie=True),
+        hidden_size=hidden,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        intermediate_size=keys.integer("n_inner", "intermediate_size", default=4 * hidden),
+        max_model_len=positions,
+        num_positions=positions,
+        norm_eps=keys.number("layer_norm_epsilon", default=1e-5),
+        activation=parse_activation(keys.text("activation_function", "hidden_act", default="gelu_new")),
+        rope=None,
+        windows=(None,) * layers,
+        qkv_bias=True,
+        o_bias=True,
+        mlp_bias=True,
+        query_scale=head_dim**-0.5,
+    )
+
+
+def _llama(name: str, keys: ConfigKeys) -> ModelSpec:
+    bias = keys.flag("attention_bias")
+    return decoder(name, "llama", keys, qkv_bias=bias, o_bias=bias, mlp_bias=keys.flag("mlp_bias"))
+
+
+def _mistral(name: str, keys: ConfigKeys) -> ModelSpec:
+    refuse_bias(name, keys)
+    # a window of null is "off", a window left out is the default of transformers
+    default = None if keys.has("sliding_window", "sliding_window_size") else 4096
+    return decoder(name, "llama", keys, window=_window(keys, default), kv_default=8)
+
+
+def _window(keys: ConfigKeys, default: int | None = None) -> int | None:
+    window = keys.get("sliding_window", "sliding_window_size", default=default)
+    return None if window is None else keys.integer("sliding_window", "sliding_window_size", default=default)
+
+
+def _checked(moe: MoESpec, keys: ConfigKeys) -> MoESpec:
+    if moe.top_k > moe.num_experts:
+        raise keys.refuse(
+            "num_experts_per_tok", f"at most the number of experts, {moe.num_experts}", moe.top_k
+        )
+    return moe
+
+
+def _qwen2(name: str, keys: ConfigKeys) -> ModelSpec:
+    return decoder(name, "qwen", keys, qkv_bias=True, window_from=window_from(keys), kv_default=32)
+
+
+def _qwen3(name: str, keys: ConfigKeys) -> ModelSpec:
+    bias = keys.flag("attention_bias")
+    return decoder(
+        name,
+        "qwen",
+        keys,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        window_from=window_from(keys),
+        default_dim=128,
+        kv_default=32,
+    )
+
+
+def _qwen3_moe(name: str, keys: ConfigKeys) -> ModelSpec:
+    bias = keys.flag("attention_bias")
+    layers = keys.integer("num_hidden_layers")
+    dense = set(keys.entries("mlp_only_layers", int) or [])
+    every = keys.integer("decoder_sparse_step", default=1)
+    moe = MoESpec(
+        num_experts=keys.integer("num_experts", "num_local_experts", default=128),
+        top_k=keys.integer("num_experts_per_tok", default=8),
+        intermediate_size=keys.integer("moe_intermediate_size", default=768),
+        norm_topk=keys.flag("norm_topk_prob"),
+        sparse=tuple(i not in dense and (i + 1) % every == 0 for i in range(layers)),
+    )
+    # this family windows every layer when it windows at all
+    window = _window(keys) if keys.flag("use_sliding_window") else None
+    return decoder(
+        name,
+        "moe",
+        keys,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        window=window,
+        moe=_checked(moe, keys),
+        kv_default=4,
+    )
+
+
+def _mixtral(name: str, keys: ConfigKeys) -> ModelSpec:
+    refuse_bias(name, keys)
+    moe = MoESpec(
+        num_experts=keys.integer("num_local_experts", "num_experts", default=8),
+        top_k=keys.integer("num_experts_per_tok", default=2),
+        intermediate_size=keys.integer("intermediate_size"),
+        norm_topk=True,
+        sparse=(True,) * keys.integer("num_hidden_layers"),
+    )
+    return decoder(
+        name, "moe", keys, window=_window(keys), moe=_checked(moe, keys), kv_default=8, theta=1e6, eps=1e-5
+    )
+
+
+def _gemma3(name: str, keys: ConfigKeys) -> ModelSpec:
+    if keys.has("text_config"):
+        outer = {
+            k: v for k, v in keys.config.items() if k not in ("text_config", "vision_config", "model_type")
+        }
+        shared = (
+            "torch_dtype",
+            "dtype",
+            "tie_word_embeddings",
+            "quantization_config",
+            "bos_token_id",
+            "eos_token_id",
+        )
+        inner = keys.section("text_config")
+        keys = ConfigKeys({**inner, **{k: outer[k] for k in shared if outer.get(k) is not None}})
+    if keys.flag("use_bidirectional_attention"):
+        raise ModelError(f"{name} with use_bidirectional_attention is not supported")
+    bias = keys.flag("attention_bias")
+    defaults = {
+        "vocab_size": 262208,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "max_position_embeddings": 131072,
+        "rope_theta": 1e6,
+        "rope_local_base_freq": 1e4,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+    }
+    alias = {"sliding_window": "sliding_window_size", "max_position_embeddings": "context_window_size"}
+    for key, value in defaults.items():
+        if keys.get(key, alias.get(key, key), default=None) is None:
+            keys.config = {**keys.config, key: value}
+    every = keys.integer("sliding_window_pattern", "_sliding_window_pattern")
+    soft_capped = keys.get("final_logit_softcapping", default=None) is not None
+    layers = keys.integer("num_hidden_layers")
+    pattern = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)]
+    return decoder(
+        name,
+        "gemma3",
+        keys,
+        window=keys.integer("sliding_window", "sliding_window_size"),
+        pattern=pattern,
+        qkv_bias=bias,
+        o_bias=bias,
+        qk_norm=True,
+        query_scale=keys.number("query_pre_attn_scalar", default=256) ** -0.5,
+        embedding_scale=math.sqrt(keys.integer("hidden_size")),
+        activation=keys.text("hidden_activation", "hidden_act", default="gelu_pytorch_tanh"),
+        tie=True,
+        # attn_logit_softcapping is a field of the config that the model in transformers does not use
+        final_soft_cap=keys.number("final_logit_softcapping") if soft_capped else None,
+    )
+
+
+_FAMILIES: dict[Callable[[str, ConfigKeys], ModelSpec], tuple[str, ...]] = {
+    _gpt2: ("GPT2LMHeadModel", "GPT2Model", "gpt2"),
+    _llama: ("LlamaForCausalLM", "LlamaModel", "llama"),
+    _mistral: ("MistralForCausalLM", "MistralModel", "mistral"),
+    _qwen2: ("Qwen2ForCausalLM", "Qwen2Model", "qwen2"),
+    _qwen3: ("Qwen3ForCausalLM", "Qwen3Model", "qwen3"),
+    _gemma3: (
+        "Gemma3ForCausalLM", "Gemma3TextModel", "gemma3_text",
+        "Gemma3ForConditionalGeneration", "Gemma3Model", "gemma3",
+    ),
+    _mixtral: ("MixtralForCausalLM", "MixtralModel", "mixtral"),
+    _qwen3_moe: ("Qwen3MoeForCausalLM", "Qwen3MoeModel", "qwen3_moe"),
+}  # fmt: skip
+# By architecture, with a head and without, and by model_type.
+PARSERS = {name: parse for parse, names in _FAMILIES.items() for name in names}

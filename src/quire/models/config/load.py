@@ -1,0 +1,36 @@
+"""`load_spec`: the `ModelSpec` of a folder (config.json, generation_config.json) or a .gguf file."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from quire.files.reading import read_json, shown
+from quire.models.config.keys import token_ids
+from quire.models.spec import ModelSpec
+from quire.types import ModelError
+
+
+def load_spec(path: str | Path) -> ModelSpec:
+    """The spec of the model at `path`. End-of-sequence ids of generation_config.json come first."""
+    path = Path(path)
+    if path.suffix == ".gguf":
+        from quire.models.config.gguf import gguf_spec  # here: most runs need no GGUF reader
+
+        return gguf_spec(path)
+    if not path.is_dir():
+        raise ModelError(f"{path} is no folder and no .gguf file")
+    if not (path / "config.json").exists():
+        raise ModelError(f"{path} holds no config.json")
+    spec = ModelSpec.from_config(read_json(path / "config.json"))
+    if (generation := path / "generation_config.json").exists():
+        first = token_ids(
+            read_json(generation).get("eos_token_id"), "eos_token_id", spec.vocab_size, str(generation)
+        )
+        spec = replace(spec, eos_token_ids=tuple(dict.fromkeys([*first, *spec.eos_token_ids])))
+    # NVIDIA's exporter describes packed weights in a file of their own
+    if (path / "hf_quant_config.json").exists() and spec.quantization is None:
+        found = read_json(path / "hf_quant_config.json").get("quantization")
+        name = shown(found.get("quant_algo", "unknown")) if isinstance(found, dict) else "unknown"
+        spec = replace(spec, quantization=f"quant_algo {name}")
+    return spec

@@ -1,0 +1,75 @@
+"""Log-probabilities in the shapes of the two APIs. JSON has no infinity: -9999 stands for it, as with OpenAI."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from quire.frontend.tokenizer.tokenizer import Tokenizer
+from quire.serve.api.protocol.chat import ChoiceLogprobs, TokenLogprob
+from quire.serve.api.protocol.completions import CompletionLogprobs
+from quire.types import Logprob
+
+_LOWEST = -9999.0
+Entry = Mapping[int, Logprob]  # by token id, the chosen token first
+
+
+def _value(entry: Logprob) -> float:
+    return max(entry.logprob, _LOWEST)
+
+
+def _text(token: int, entry: Logprob, as_ids: bool) -> str:
+    return f"token_id:{token}" if as_ids else entry.decoded_token or ""
+
+
+def chat_logprobs(
+    tokens: Sequence[int], entries: Sequence[Entry], top: int, tokenizer: Tokenizer, as_ids: bool
+) -> ChoiceLogprobs:
+    """For each token its own log-probability and the `top` most likely ones, in order."""
+
+    def one(token: int, entry: Logprob) -> TokenLogprob:
+        return TokenLogprob(_text(token, entry, as_ids), _value(entry), list(tokenizer.token_bytes(token)))
+
+    found = []
+    for token, entry in zip(tokens, entries):
+        best = sorted((e.rank or 0, t) for t, e in entry.items() if 0 < (e.rank or 0) <= top)
+        chosen = one(token, entry[token])
+        chosen.top_logprobs = [one(t, entry[t]) for _, t in best]
+        found.append(chosen)
+    return ChoiceLogprobs(found)
+
+
+def completion_logprobs(
+    tokens: Sequence[int],
+    entries: Sequence[Entry | None],
+    offset: int,
+    tokenizer: Tokenizer,
+    as_ids: bool,
+) -> CompletionLogprobs:
+    """`offset` is the place of the first token in the text of the choice."""
+    found = CompletionLogprobs([], [], [], [])
+    for token, entry in zip(tokens, entries):
+        text = tokenizer.token_text(token)
+        found.text_offset.append(offset)
+        offset += len(text)
+        found.tokens.append(f"token_id:{token}" if as_ids else text)
+        found.token_logprobs.append(None if entry is None else _value(entry[token]))
+        top: dict[str, float] = {}
+        for other, logprob in (entry or {}).items():
+            name = _text(other, logprob, as_ids)
+            top[name] = max(top.get(name, _LOWEST), _value(logprob))
+        found.top_logprobs.append(None if entry is None else top)
+    return found
+
+
+def prompt_logprobs(entries: Sequence[Entry | None]) -> list[Any]:
+    """As vLLM gives them: by token id, with rank and text; null for the first token."""
+    return [
+        None
+        if entry is None
+        else {
+            str(token): {"logprob": _value(e), "rank": e.rank, "decoded_token": e.decoded_token}
+            for token, e in entry.items()
+        }
+        for entry in entries
+    ]

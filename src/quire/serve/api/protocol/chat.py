@@ -1,0 +1,136 @@
+"""POST /v1/chat/completions, as OpenAI's API describes it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from quire.serve.api.protocol.receipt import Receipt
+from quire.serve.api.protocol.sampling import ConversationFields, Usage
+
+
+class ChatRequest(ConversationFields, kw_only=True):
+    messages: list[dict[str, Any]]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    echo: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    return_prompt_text: bool | None = None
+
+    functions: Any = None
+    function_call: Any = None
+    audio: Any = None
+    modalities: Any = None
+    moderation: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    mm_processor_kwargs: Any = None
+    media_io_kwargs: Any = None
+    verbosity: str | None = None
+
+
+class FunctionCall(msgspec.Struct, omit_defaults=True):
+    name: str | None = None
+    arguments: str | UnsetType = UNSET
+
+
+class ToolCallPart(msgspec.Struct, omit_defaults=True):
+    """A call in a message, or a piece of one in a stream: id, type and name come with the first piece only."""
+
+    index: int | UnsetType = UNSET
+    id: str | None = None
+    type: str | None = None
+    function: FunctionCall | UnsetType = UNSET
+
+
+class AssistantMessage(msgspec.Struct):
+    role: str
+    content: str | None
+    refusal: str | None = None
+    tool_calls: list[ToolCallPart] | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET  # the older name of the same
+
+
+class TokenLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int] | None
+    top_logprobs: list[TokenLogprob] | UnsetType = UNSET
+
+
+class ChoiceLogprobs(msgspec.Struct):
+    content: list[TokenLogprob] | None
+    refusal: None = None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AssistantMessage
+    logprobs: ChoiceLogprobs | None
+    finish_reason: str
+    stop_reason: int | str | None = None
+    token_ids: list[int] | UnsetType = UNSET
+
+
+class ChatResponse(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_logprobs: list[Any] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    prompt_text: str | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
+    receipt: Receipt | UnsetType = UNSET
+
+
+class Delta(msgspec.Struct):
+    role: str | UnsetType = UNSET
+    content: str | UnsetType = UNSET
+    reasoning: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCallPart] | UnsetType = UNSET
+
+
+class ChunkChoice(msgspec.Struct):
+    index: int
+    delta: Delta
+    logprobs: ChoiceLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | UnsetType | None = UNSET
+    token_ids: list[int] | UnsetType = UNSET
+
+    @property
+    def only_text(self) -> str | None:
+        """The content, if there is nothing else in it."""
+        delta = self.delta
+        if (
+            self.logprobs is None
+            and self.finish_reason is None
+            and self.token_ids is UNSET
+            and delta.role is UNSET
+            and delta.content is not UNSET
+        ):
+            return delta.content
+        return None
+
+
+class ChatChunk(msgspec.Struct, kw_only=True):
+    id: str
+    object: str = "chat.completion.chunk"
+    created: int
+    model: str
+    choices: list[ChunkChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
+    warnings: list[str] | UnsetType = UNSET
+    receipt: Receipt | UnsetType = UNSET

@@ -1,0 +1,61 @@
+"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's API describes them. Events of streams are
+plain objects, made in serve/api/anthropic/answer.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from quire.serve.api.protocol.receipt import Receipt
+from quire.serve.api.protocol.sampling import ConversationFields
+
+
+class CountTokensRequest(ConversationFields, kw_only=True):
+    messages: list[dict[str, Any]]
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: dict[str, Any] | None = None
+    thinking: dict[str, Any] | None = None
+    output_config: dict[str, Any] | None = None
+    output_format: dict[str, Any] | None = None  # the older name of output_config.format
+
+    container: Any = None
+    mcp_servers: Any = None
+    context_management: Any = None  # has no effect
+
+    # Accepted, for they change nothing that a client could see.
+    cache_control: Any = None
+    diagnostics: Any = None
+    inference_geo: str | None = None
+    speed: str | None = None
+    user_profile_id: str | None = None
+    workspace_id: str | None = None
+
+
+class MessagesRequest(CountTokensRequest, kw_only=True):
+    max_tokens: int
+
+
+class MessagesUsage(msgspec.Struct, kw_only=True):
+    """Tokens; the whole prompt is `input_tokens` and what was read from the cache."""
+
+    input_tokens: int
+    cache_creation_input_tokens: int = 0
+    cache_read_input_tokens: int
+    output_tokens: int
+
+
+class MessagesResponse(msgspec.Struct, kw_only=True):
+    id: str
+    type: str = "message"
+    role: str = "assistant"
+    model: str
+    content: list[dict[str, Any]]
+    stop_reason: str | None = None
+    stop_sequence: str | None = None
+    usage: MessagesUsage
+    warnings: list[str] | UnsetType = UNSET
+    receipt: Receipt | UnsetType = UNSET

@@ -1,0 +1,77 @@
+"""POST /v1/responses, as OpenAI's API describes it. Items and events are plain objects, made in
+serve/api/responses/answer.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from quire.serve.api.protocol.receipt import Receipt
+from quire.serve.api.protocol.sampling import ConversationFields
+
+
+class ResponsesRequest(ConversationFields, kw_only=True):
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    max_output_tokens: int | None = None
+    top_logprobs: int | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    text: dict[str, Any] | None = None
+    reasoning: dict[str, Any] | None = None
+    include: list[str] | None = None
+    truncation: str | None = None
+
+    background: bool | None = None
+    context_management: Any = None
+    conversation: Any = None
+    max_tool_calls: Any = None
+    moderation: Any = None
+    prompt: Any = None
+
+
+class ResponsesUsage(msgspec.Struct, kw_only=True):
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class ResponseObject(msgspec.Struct, kw_only=True):
+    """A response: under way in the first events of a stream, with all its output in the last."""
+
+    id: str
+    object: str = "response"
+    created_at: int
+    completed_at: int | None = None
+    status: str
+    background: bool = False
+    error: dict[str, Any] | None = None
+    incomplete_details: dict[str, str] | None = None
+    instructions: str | None
+    max_output_tokens: int | None
+    max_tool_calls: int | None = None
+    model: str
+    output: list[dict[str, Any]]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    prompt_cache_key: str | None
+    reasoning: dict[str, Any]
+    safety_identifier: str | None
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: str = "disabled"
+    usage: ResponsesUsage | UnsetType = UNSET
+    user: str | UnsetType = UNSET
+    metadata: dict[str, str]
+    warnings: list[str] | UnsetType = UNSET
+    receipt: Receipt | UnsetType = UNSET

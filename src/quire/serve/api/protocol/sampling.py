@@ -1,0 +1,130 @@
+"""The fields that requests share: OpenAI's, and those that users of vLLM send beside them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+
+class StreamOptions(msgspec.Struct, kw_only=True):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+    include_obfuscation: bool | None = None  # accepted: chunks are never padded
+
+
+class RequestFields(msgspec.Struct, kw_only=True):
+    """What every request to the model may say."""
+
+    model: str | None = None
+    truncate_prompt_tokens: int | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    request_id: str | None = None
+    cache_salt: str | None = None
+    timeout: float | None = None
+    user: str | None = None  # accepted, for it changes nothing
+
+
+class SamplingFields(RequestFields, kw_only=True):
+    """None is "not given": the model's own default, or else that of SamplingParams."""
+
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: int | None = None
+    max_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    frequency_penalty: float | None = None
+    presence_penalty: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
+
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+
+    receipt: bool | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
+    # What these ask for is refused unless it is what happens anyway (REFUSED in serve/api/sampling_fields.py).
+    use_beam_search: bool | None = None
+    length_penalty: float | None = None
+    logprob_token_ids: Any = None
+    kv_transfer_params: Any = None
+    repetition_detection: Any = None
+    thinking_token_budget: Any = None
+    return_hidden_states: Any = None
+    lora_path: Any = None
+
+    # Accepted, for they change nothing that a client could see.
+    metadata: Any = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_options: Any = None
+    prompt_cache_retention: Any = None
+    service_tier: Any = None
+    store: bool | None = None
+    session_id: str | None = None
+    vllm_xargs: Any = None
+    stream_interval: int | None = None
+    return_token_offsets: bool | None = None
+
+
+class ConversationFields(SamplingFields, kw_only=True):
+    """What the APIs of conversations have in common, beside messages and tools."""
+
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    include_reasoning: bool | None = None
+    separate_reasoning: bool | None = None
+    documents: list[dict[str, Any]] | None = None
+    chat_template: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+def same_fields(request: ConversationFields) -> dict[str, Any]:
+    """What `request` has in common with those of other APIs: to say the same in another form."""
+    return {name: getattr(request, name) for name in ConversationFields.__struct_fields__}
+
+
+class Usage(msgspec.Struct, kw_only=True):
+    """Tokens of a request. `prompt_tokens` counts each prompt once, however many answers it got."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+    completion_tokens_details: dict[str, int] | UnsetType = UNSET
+
+
+def usage_of(
+    prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int | None = None
+) -> Usage:
+    """`reasoning_tokens`: of the completion's; None: no thoughts are told apart."""
+    details = UNSET if reasoning_tokens is None else {"reasoning_tokens": reasoning_tokens}
+    return Usage(
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+        total_tokens=prompt_tokens + completion_tokens,
+        prompt_tokens_details={"cached_tokens": cached_tokens},
+        completion_tokens_details=details,
+    )

@@ -1,0 +1,152 @@
+"""Fields of a request to SamplingParams: the request's own values over the model's over Quire's.
+
+Also what is refused: fields that ask for something that Quire does not do are an error, not a silence.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from quire.serve.api.protocol.sampling import RequestFields, SamplingFields
+from quire.serve.api.structured_fields import structured_outputs
+from quire.serve.http.errors import bad_request
+from quire.types import MAX_LOGPROBS, SamplingParams
+
+_SAME_NAME = (
+    "n",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "seed",
+    "stop",
+    "stop_token_ids",
+    "include_stop_str_in_output",
+    "ignore_eos",
+    "min_tokens",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+)
+# Fields for things that Quire does not do, with the values (besides null) that ask for nothing.
+REFUSED: dict[str, tuple[Any, ...]] = {
+    "use_beam_search": (False,),
+    "length_penalty": (1.0,),
+    "logprob_token_ids": ([],),
+    "kv_transfer_params": ({},),
+    "repetition_detection": (),
+    "thinking_token_budget": (),
+    "return_hidden_states": (False,),
+    "return_token_offsets": (False,),
+    "lora_path": (),
+    "suffix": ("",),
+    "prompt_embeds": (),
+    "functions": (),
+    "function_call": ("none",),
+    "audio": (),
+    "modalities": (["text"],),
+    "moderation": (),
+    "prediction": (),
+    "web_search_options": (),
+    "mm_processor_kwargs": ({},),
+    "media_io_kwargs": ({},),
+}
+_HINTS = {"functions": "; use tools", "function_call": "; use tool_choice"}
+_MAX_STOPS, _MAX_STOP_CHARS, _MAX_BAD_WORDS, _MAX_SALT_CHARS = 64, 512, 1024, 1024
+MAX_CHOICES = 2048
+
+
+def check_fields(request: SamplingFields) -> None:
+    """Raise ApiError 400 for fields that exclude each other, are out of range, or are not available."""
+    for name, harmless in REFUSED.items():
+        value = getattr(request, name, None)
+        if value is not None and value not in harmless:
+            raise bad_request(f"{name} is not available in Quire{_HINTS.get(name, '')}", name)
+    if request.stream_options is not None and not request.stream:
+        raise bad_request("stream_options needs stream to be true", "stream_options")
+    if request.prompt_logprobs is not None and request.stream:
+        raise bad_request("prompt_logprobs cannot be streamed: set stream to false", "prompt_logprobs")
+    check_request(request)
+    _check_words(request)
+
+
+def check_request(request: RequestFields) -> None:
+    """The same for the fields that every request has."""
+    if request.cache_salt is not None and not 0 < len(request.cache_salt) <= _MAX_SALT_CHARS:
+        raise bad_request(
+            f"cache_salt must have 1 to {_MAX_SALT_CHARS} characters, or be left out", "cache_salt"
+        )
+    if request.timeout is not None and not 0 < request.timeout <= 1e6:
+        raise bad_request(
+            f"timeout must be above 0 and at most 1e6 seconds, got {request.timeout}", "timeout"
+        )
+    if request.priority is not None and abs(request.priority) > 2**31:
+        raise bad_request("priority must be between -2**31 and 2**31", "priority")
+    if request.request_id is not None and not 0 < len(request.request_id) <= 128:
+        raise bad_request("request_id must have 1 to 128 characters", "request_id")
+    keep = request.truncate_prompt_tokens
+    if keep is not None and keep != -1 and keep < 1:
+        raise bad_request(
+            f"truncate_prompt_tokens must be -1 or at least 1, got {keep}", "truncate_prompt_tokens"
+        )
+
+
+def _check_words(request: SamplingFields) -> None:
+    """Looking for stop strings is work on the event loop at every token: it has a bound."""
+    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
+    if len(stops) > _MAX_STOPS or any(len(stop) > _MAX_STOP_CHARS for stop in stops):
+        raise bad_request(
+            f"stop must hold at most {_MAX_STOPS} strings of at most {_MAX_STOP_CHARS} characters", "stop"
+        )
+    words = request.bad_words or []
+    if len(words) > _MAX_BAD_WORDS or any(len(word) > _MAX_STOP_CHARS for word in words):
+        raise bad_request(
+            f"bad_words must hold at most {_MAX_BAD_WORDS} words of at most {_MAX_STOP_CHARS} characters",
+            "bad_words",
+        )
+
+
+def sampling_params(
+    request: SamplingFields,
+    defaults: Mapping[str, Any],
+    max_tokens: int | None,
+    logprobs: int | None,
+    max_logprobs: int,
+    vocab_size: int,
+) -> SamplingParams:
+    """What the engine gets. Raises RequestError or ApiError 400 for a value out of range.
+
+    `defaults` are the model's own; `max_tokens` and `logprobs` come from fields that differ between routes.
+    """
+    given = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
+    prompt_logprobs = request.prompt_logprobs
+    if prompt_logprobs == -1:
+        prompt_logprobs = vocab_size
+    most = MAX_LOGPROBS if max_logprobs < 0 else max_logprobs
+    for name, value in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
+        if value is not None and value > most:
+            given_as = f"-1, which is all {value}" if getattr(request, name, None) == -1 else value
+            raise bad_request(f"{name} must be at most {most} (max_logprobs), got {given_as}", name)
+    for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+        if len(given.get(name, ())) > vocab_size:
+            raise bad_request(f"{name} must not hold more ids than the vocabulary ({vocab_size})", name)
+    bias = given.get("logit_bias")
+    if bias is not None and any(not math.isfinite(value) for value in bias.values()):
+        raise bad_request("logit_bias must hold finite numbers", "logit_bias")
+    return SamplingParams(
+        **{
+            **defaults,
+            **given,
+            "max_tokens": max_tokens,
+            "logprobs": logprobs,
+            "prompt_logprobs": prompt_logprobs,
+            "structured_outputs": structured_outputs(request),
+        }
+    )

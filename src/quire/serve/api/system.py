@@ -1,0 +1,141 @@
+"""What the server says of itself: models, health, version, figures."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from quire import __version__
+from quire.serve.api.context import ServerContext, client_of, server_of
+from quire.serve.async_engine import AsyncEngine
+from quire.serve.http.auth import ApiClient
+from quire.serve.http.wire import json_response
+from quire.serve.observe.histogram import Histogram
+from quire.types import EngineStats
+
+
+def _card(server: ServerContext, name: str) -> dict[str, Any]:
+    return {
+        "id": name,
+        "object": "model",
+        "type": "model",  # this and the next two: for clients of Anthropic's API
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(server.started_s, UTC).isoformat(timespec="seconds"),
+        "created": int(server.started_s),
+        "owned_by": "quire",
+        "root": server.engine.config.model,
+        "parent": None,
+        "max_model_len": server.engine.info.max_model_len,
+    }
+
+
+async def models(request: Request) -> Response:
+    server = server_of(request)
+    names = server.names
+    pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return json_response({"object": "list", "data": [_card(server, name) for name in names], **pages})
+
+
+async def model(request: Request) -> Response:
+    server = server_of(request)
+    return json_response(_card(server, server.check_model(request.path_params["name"])))
+
+
+async def health(request: Request) -> Response:
+    """200 while requests are taken; 503 while the server drains, and when the engine is silent or has died."""
+    server = server_of(request)
+    if server.engine.cause is not None:
+        return json_response({"status": "dead", "cause": server.engine.cause}, 503)
+    if server.draining:
+        return json_response({"status": "draining"}, 503)
+    if silent_s := server.engine.pulse.overdue_s():
+        cause = f"the engine process has not answered for {silent_s:.0f} s"
+        return json_response({"status": "stalled", "cause": cause}, 503)
+    return json_response({"status": "ok"})
+
+
+async def version(request: Request) -> Response:
+    return json_response({"version": __version__})
+
+
+def spread(histogram: Histogram, unit: float = 1) -> dict[str, float] | None:
+    """Percentiles of the newest values, and how many there have been; None before the first."""
+    found = histogram.percentiles(50, 90, 99, 100)
+    if found is None:
+        return None
+    names = ("p50", "p90", "p99", "max")
+    return {**{name: round(x * unit, 3) for name, x in zip(names, found)}, "count": histogram.count}
+
+
+def _requests(engine: AsyncEngine, client: ApiClient, found: EngineStats) -> dict[str, Any]:
+    """Count the requests that the client may see; those of others are sums."""
+    load, admission, totals = found.load, engine.admission, engine.account.of(client.sees)
+    counts: dict[str, Any] = {
+        "waiting": load.waiting,
+        "waiting_tokens": load.waiting_tokens,
+        "wait_reason": found.wait_reason,
+        "active": load.running,
+        "open": admission.open_of(client.sees),
+        "completed": totals.completed,
+        "rejected": admission.rejected_of(client.sees),
+        "aborted": found.totals["aborted"] if client.admin else totals.aborted,
+        "not_finite": found.totals["not_finite"],
+    }
+    if not client.admin:
+        counts["others"] = {"waiting": found.others.waiting, "active": found.others.running}
+    return counts
+
+
+async def stats(request: Request) -> Response:
+    """Figures for people. Sizes in pages and tokens, times in seconds unless they are named in ms. A client that is no
+    admin sees its own requests, and those of others as sums."""
+    server, client = server_of(request), client_of(request)
+    engine = server.engine
+    found = await engine.stats(client.sees)
+    totals, account = found.totals, engine.account
+    queried = totals["queried_tokens"]
+    return json_response(
+        {
+            "model": server.names[0],
+            "uptime_s": round(time.time() - server.started_s, 3),
+            "requests": _requests(engine, client, found),
+            "pages": {
+                "total": found.pages,
+                "used": found.pages - found.free_pages,
+                "free": found.free_pages,
+                "cached": found.cached_pages,
+                "tokens_per_page": found.page_size,
+                "evictions": totals["evictions"],
+                "preemptions": totals["preemptions"],
+                "preemptions_for_other_keys": totals["yielded"],
+                "pressure_events": totals["pressure"],
+            },
+            "tokens": {
+                "prompt": totals["prompt_tokens"],
+                "cached": totals["cached_tokens"],
+                "computed": totals["computed_tokens"],
+                "generated": totals["generated_tokens"],
+                "hit_rate": round(totals["cached_tokens"] / queried, 4) if queried else 0.0,
+                "by_client": found.served_tokens,
+            },
+            "latency_ms": {
+                "ttft": spread(account.ttft_s, 1000),
+                "itl": spread(account.itl_s, 1000),
+                "e2e": spread(account.e2e_s, 1000),
+                "queue": spread(account.queue_s, 1000),
+            },
+            "batch": {
+                "rows": spread(account.step_rows),
+                "tokens": spread(account.step_tokens),
+                "step_ms": spread(account.step_s, 1000),
+            },
+            "last_step": found.last_step,
+            "start_up_s": engine.info.phases_s,
+            "engine": asdict(engine.info),
+        }
+    )

@@ -1,0 +1,327 @@
+"""`AsyncEngine`: the engine process, seen from the event loop.
+
+Owns the process, the tokenizer with its threads, and every open generation. Text becomes token ids in the
+threads; outputs become text on the loop, a few microseconds per token. When the engine dies, every open
+generation ends with the cause and `died` is set.
+
+    route --prepare()--> threads: template, tokens, checks --submit()--> engine process
+      ^                                                                     |
+      +-- Generation.wait() <-- OutputAssembler <-- _receive(): a message per step
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from quire.config import EngineConfig
+from quire.frontend.client import ipc as msg
+from quire.frontend.client.channel import frame
+from quire.frontend.length import check_room, last_tokens
+from quire.frontend.model import processor_of, tokenizer_of
+from quire.frontend.output import OutputAssembler, RequestState
+from quire.frontend.processor import Prompt
+from quire.frontend.tokenizer.tokenizer import Tokenizer
+from quire.serve.admission import Admission
+from quire.serve.answer.generation import Generation
+from quire.serve.client_threads import ClientThreads
+from quire.serve.engine_process_client import EngineProcess
+from quire.serve.engine_pulse import Pulse, cpu_of
+from quire.serve.http.auth import ANYONE, ApiClient
+from quire.serve.http.errors import ApiError, as_api_error
+from quire.serve.observe.account import RequestAccounts
+from quire.serve.settings import ServeConfig
+from quire.types import (
+    EngineDead,
+    EngineInfo,
+    EngineLive,
+    EngineRequest,
+    EngineStats,
+    Pooling,
+    RequestError,
+    SamplingParams,
+)
+
+T = TypeVar("T")
+_STATS_S = 5.0
+_MAX_REQUEST_TOKENS = 1 << 21  # of all prompts of a request: their ids take 36 bytes each
+_YIELD_S = 0.005  # how long outputs may be taken in before what they brought is sent to clients
+
+
+@dataclass(slots=True)
+class PromptJob:
+    """One prompt as a route asks for it."""
+
+    prompt: Prompt
+    params: SamplingParams
+    priority: int = 0
+    cache_salt: str = ""
+    add_special_tokens: bool = True
+    keep_last: int | None = None  # of the prompt's tokens; None: all
+    echo: bool = False  # the text of the prompt is wanted, whatever form it came in
+    pooling: Pooling | None = None  # the prompt's hidden states are wanted
+    # The field that asked for max_tokens, all of which must then fit; None: what fits will do.
+    length_field: str | None = None
+
+
+@dataclass(slots=True)
+class PreparedRequest:
+    """A prompt that can be sent: nothing can be wrong with it any more."""
+
+    state: RequestState
+    requests: list[EngineRequest]
+    frames: bytes  # of the messages that add them
+
+
+class AsyncEngine:
+    def __init__(
+        self, config: EngineConfig, settings: ServeConfig, process: EngineProcess, total_weight: float = 1.0
+    ) -> None:
+        """`total_weight`: of all clients that there are keys for."""
+        self.config, self.settings, self._total_weight = config, settings, total_weight
+        self.died = asyncio.Event()
+        self.cause: str | None = None
+        self._process = process
+        self._threads = ClientThreads(settings.tokenizer_threads, settings.max_waiting)
+        self._assembler = OutputAssembler()
+        self._open: dict[str, Generation] = {}  # by request id of each of its states
+        self._changed: dict[str, RequestState] = {}  # since their generations were last told
+        self._ids = itertools.count()
+        # In the order in which they are answered.
+        self._stats: deque[asyncio.Future[EngineStats]] = deque()
+        self._live: deque[asyncio.Future[EngineLive]] = deque()
+        self._receiver: asyncio.Future[None] | None = None
+        self.pulse = Pulse(lambda: process.send(msg.Ping()), cpu_of(process.pid))
+        self._pulse: asyncio.Future[None] | None = None
+        self._loop = asyncio.get_running_loop()
+
+    async def start(self) -> None:
+        """Wait until the engine is built; meanwhile load the tokenizer. Raises ConfigError or ModelError."""
+        tokenizer = asyncio.ensure_future(self.in_thread(ANYONE, tokenizer_of, self.config))
+        try:
+            self.info: EngineInfo = await self._process.ready()
+        except BaseException:
+            tokenizer.cancel()
+            raise
+        self.tokenizer: Tokenizer = await tokenizer
+        self.processor = processor_of(self.config, self.info, self.tokenizer)
+        settings = self.settings
+        self.admission = Admission(
+            settings.max_waiting, settings.max_waiting_tokens, self.info.max_num_seqs, self._total_weight
+        )
+        self.account = RequestAccounts(self.info.max_model_len)
+        self._receiver = asyncio.ensure_future(self._receive())
+        self._pulse = asyncio.ensure_future(self.pulse.run())
+
+    async def in_thread(self, client: ApiClient, work: Callable[..., T], *args: object) -> T:
+        """Run what takes long in one of the tokenizer's threads, when it is the client's turn."""
+        return await self._threads.run(client, work, *args)
+
+    # ------------------------------------------------------------------------------ requests in
+
+    async def generate(
+        self,
+        client: ApiClient,
+        choices: int,
+        make_jobs: Callable[[], Sequence[PromptJob]],
+        live: bool,
+        timeout_s: float | None,
+    ) -> Generation:
+        """Admit a request, prepare its prompts in a thread, send them.
+
+        `make_jobs` runs in the thread: it renders templates and raises RequestError or ApiError for what
+        cannot be served; `choices` is the number of answers it will come to. Raises ApiError 503 when too
+        much waits already.
+        """
+        self._raise_if_dead()
+        admission, arrival_s = self.admission, time.monotonic()
+        admission.arrive(client, choices)
+        try:
+            try:
+                prepared = await self.in_thread(client, self._prepare, make_jobs, client, arrival_s)
+            finally:
+                admission.prepared(choices)
+            self._raise_if_dead()
+            admission.pass_on(client, choices, sum(len(p.state.prompt_token_ids) for p in prepared))
+        except BaseException:
+            admission.leave(client, choices)
+            raise
+        generation = Generation(
+            [p.state for p in prepared],
+            self.account.open((request for p in prepared for request in p.requests), arrival_s),
+            live,
+            lambda ended: self._close(ended, client, choices),
+        )
+        for one in prepared:
+            self._open[one.state.request_id] = generation
+            self._assembler.add(one.state)
+        limits = [t for t in (timeout_s, self.settings.request_timeout) if t is not None]
+        if limits:
+            generation.give_up_at(arrival_s, min(limits))
+        for one in prepared:
+            self._process.send_frames(one.frames)
+        return generation
+
+    def _prepare(
+        self, make_jobs: Callable[[], Sequence[PromptJob]], client: ApiClient, arrival_s: float
+    ) -> list[PreparedRequest]:
+        prepared: list[PreparedRequest] = []
+        most, total = max(_MAX_REQUEST_TOKENS, self.info.max_model_len), 0
+        for job in make_jobs():
+            prepared.append(self._prepare_one(job, client, arrival_s))
+            total += len(prepared[-1].state.prompt_token_ids)
+            if total > most:
+                raise RequestError(f"prompt: all prompts of a request may have {most} tokens together")
+        return prepared
+
+    def _prepare_one(self, job: PromptJob, client: ApiClient, arrival_s: float) -> PreparedRequest:
+        name = f"{next(self._ids):x}"
+        prompt = job.prompt
+        if job.keep_last is not None:
+            if isinstance(prompt, str):
+                prompt = last_tokens(self.tokenizer, prompt, job.keep_last, job.add_special_tokens)
+            assert isinstance(prompt, list)
+            prompt = prompt[-job.keep_last :]
+        salt = self._salt(client, job.cache_salt)
+        requests = self.processor.process(
+            name, prompt, job.params, job.priority, salt, job.add_special_tokens, job.pooling
+        )
+        if job.length_field is not None and (asked := job.params.max_tokens) is not None:
+            check_room(job.length_field, asked, len(requests[0].prompt), self.info.max_model_len)
+        requests = [replace(request, client=client.name, weight=client.weight) for request in requests]
+        text = prompt if isinstance(prompt, str) else None
+        if job.echo and text is None:
+            text = self.tokenizer.decode(requests[0].prompt, skip_special_tokens=False)
+        frames = b"".join(frame(msg.encode(msg.Add(request))) for request in requests)
+        return PreparedRequest(
+            RequestState(name, text, requests, self.tokenizer, arrival_s), requests, frames
+        )
+
+    def _salt(self, client: ApiClient, given: str) -> str:
+        """Return what keeps the cached prefixes of a request apart: the request's salt, and its client's name."""
+        if self.settings.share_prefix_cache or client == ANYONE:
+            return given
+        return f"{client.name}\n{given}"  # a name holds no line feed
+
+    def _close(self, generation: Generation, client: ApiClient, choices: int) -> None:
+        """A generation is over. What it still has in the engine is aborted: slots and pages are free before
+        the next step."""
+        ids = [name for state in generation.states for name in self._assembler.abort(state)]
+        for state in generation.states:
+            self._open.pop(state.request_id, None)
+        if ids and not self.died.is_set():
+            self._process.send(msg.Abort(ids))
+        self.admission.leave(client, choices)
+        self.account.close(generation.states, generation.tracks, client.name, generation.error is None)
+        if generation.error is None:
+            self.admission.finished(choices)
+
+    # ----------------------------------------------------------------------------- outputs back
+
+    async def _receive(self) -> None:
+        yielded_s = time.monotonic()
+        try:
+            while True:
+                message = await self._process.receive()
+                if time.monotonic() - yielded_s > _YIELD_S:  # messages that are there already do not wait
+                    await asyncio.sleep(0)
+                    yielded_s = time.monotonic()
+                match message:
+                    case msg.Outputs(outputs, load, figures):
+                        self.admission.report(load)
+                        now_s = time.monotonic()
+                        applied = self._assembler.apply(outputs, now_s)
+                        self.account.apply(outputs, figures, applied.aborts, now_s)
+                        if applied.aborts:
+                            self._process.send(msg.Abort(applied.aborts))
+                        if (
+                            applied.changed and not self._changed
+                        ):  # behind the messages that are there already
+                            self._loop.call_soon(self._book)
+                        self._changed.update((state.request_id, state) for state in applied.changed)
+                    case msg.Stats(stats):
+                        if not (waits := self._stats.popleft()).done():
+                            waits.set_result(stats)
+                    case msg.Pong():
+                        self.pulse.beat()
+                    case msg.Live(live):
+                        if not (asked := self._live.popleft()).done():  # else nobody waits any more
+                            asked.set_result(live)
+        except Exception as error:  # whatever it is, nobody may be left waiting
+            self._die(str(error) if isinstance(error, EngineDead) else f"the engine stopped: {error!r}")
+
+    def _book(self) -> None:
+        """Hand on what has changed."""
+        changed, self._changed = self._changed, {}
+        for name, state in changed.items():
+            generation = self._open.get(name)
+            if generation is None:
+                continue
+            if state.error is not None:
+                generation.fail(ApiError(500 if state.internal else 400, state.error))
+            else:
+                generation.changed(state)
+
+    def _die(self, cause: str) -> None:
+        self.cause = cause
+        self._book()  # answers that were complete before
+        self.died.set()
+        self.fail_all(as_api_error(EngineDead(cause)))
+        asked: list[asyncio.Future[Any]] = [*self._stats, *self._live]
+        for future in asked:
+            if not future.done():
+                future.set_exception(EngineDead(cause))
+
+    def fail_all(self, error: ApiError) -> None:
+        """End every open generation with `error`."""
+        for generation in list(self._open.values()):
+            generation.fail(error)
+
+    def _raise_if_dead(self) -> None:
+        if self.cause is not None:
+            raise as_api_error(EngineDead(self.cause))
+
+    # ------------------------------------------------------------------------------------ state
+
+    @property
+    def num_open(self) -> int:
+        """Choices that are not answered yet, those whose prompt is being prepared included."""
+        return self.admission.num_open
+
+    async def stats(self, owner: str | None = None) -> EngineStats:
+        """The engine's figures now, or those of one client. Raises ApiError 503 if it does not answer within some seconds."""
+        self._raise_if_dead()
+        future: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
+        self._stats.append(future)
+        self._process.send(msg.AskStats(owner))
+        try:
+            return await asyncio.wait_for(future, _STATS_S)
+        except TimeoutError:
+            raise ApiError(503, f"the engine did not answer within {_STATS_S:g} s") from None
+
+    async def live(self, since: int, owner: str | None = None) -> EngineLive:
+        """What the engine does now, for all or one client, with the steps after `since`. Raises ApiError 500 when it is dead."""
+        self._raise_if_dead()
+        future: asyncio.Future[EngineLive] = asyncio.get_running_loop().create_future()
+        self._live.append(future)
+        self._process.send(msg.AskLive(since, owner))
+        try:
+            return await future
+        except EngineDead as error:
+            raise as_api_error(error) from None
+
+    async def close(self, kill: bool = False) -> None:
+        """Stop the process. Open generations end with an error first."""
+        if self.cause is None:
+            self.cause = "the server was closed"
+        self.fail_all(ApiError(503, "the server is shutting down", code="shutting_down"))
+        for task in (self._receiver, self._pulse):
+            if task is not None:
+                task.cancel()
+        await self._process.close(kill)
+        self._threads.close()

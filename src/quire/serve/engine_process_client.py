@@ -1,0 +1,112 @@
+"""The engine process as the event loop sees it: started before everything else, spoken to over a channel.
+
+EngineProcess(...)  -> the process runs, nothing is awaited: it imports torch while we import HTTP
+await ready()       -> EngineInfo, or the error that kept it from starting
+await receive()     -> messages; raises EngineDead, with the cause, when the process has ended
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+
+from quire import types
+from quire.config import EngineConfig
+from quire.frontend.client import ipc as msg
+from quire.frontend.client.channel import frame
+from quire.frontend.client.process import start_engine_process
+from quire.types import EngineDead, EngineInfo, QuireError
+
+_STOP_S = 5.0  # how long the process may take to end in order
+
+
+class EngineProcess:
+    """Owns the child process and our end of the channel."""
+
+    def __init__(self, config: EngineConfig, dry_run_step_s: float | None = None) -> None:
+        self._start = msg.StartEngine(config, dry_run_step_s)
+        # A group of its own: Ctrl-C in a terminal reaches us alone, and we end it when its requests are done.
+        self._process, self._channel = start_engine_process(process_group=0)
+        self._dead: str | None = None
+        self._ended = asyncio.Event()
+        self._news = asyncio.Event()  # something has come, or the process has ended
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    async def ready(self) -> EngineInfo:
+        """Send the settings and wait until the engine is built. Raises ConfigError, ModelError or EngineDead."""
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(self._channel.fileno(), self._news.set)
+        threading.Thread(target=self._watch, daemon=True, name="engine-watch").start()
+        self.send(self._start)
+        while True:
+            if isinstance(message := await self.receive(), msg.EngineReady):
+                return message.info
+
+    def _watch(self) -> None:
+        self._process.wait()
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(self._ended.set)
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    def send(self, message: msg.ToEngine) -> None:
+        """Queue a message. It is lost without a word when the engine dies; `receive` says so."""
+        self.send_frames(frame(msg.encode(message)))
+
+    def send_frames(self, frames: bytes) -> None:
+        """The same for messages in frames of the channel."""
+        if self._dead is None and not self._channel.send_frames(frames):
+            self._loop.add_writer(self._channel.fileno(), self._send_rest)
+
+    def _send_rest(self) -> None:
+        if self._channel.flush():
+            self._loop.remove_writer(self._channel.fileno())
+
+    async def receive(self) -> msg.ToClient:
+        """The next message. Raises EngineDead, or the error that the engine ended with."""
+        if self._dead is None and await self._has_message():
+            message = msg.decode_to_client(self._channel.receive())
+            if not isinstance(message, msg.EngineFailed):
+                return message
+            self._dead = message.cause
+            error = getattr(types, message.kind, None)
+            if isinstance(error, type) and issubclass(error, QuireError) and error is not EngineDead:
+                raise error(message.cause)
+        raise EngineDead(f"the engine stopped: {self._dead}")
+
+    async def _has_message(self) -> bool:
+        """Wait for a message; False: the process has ended, and what it sent is read."""
+        try:
+            while not self._channel.poll():
+                if self._ended.is_set():
+                    raise EOFError
+                self._news.clear()
+                await self._news.wait()
+        except EOFError:
+            self._loop.remove_reader(self._channel.fileno())
+            await self._ended.wait()
+            self._dead = self._dead or f"its process ended with exit code {self._process.returncode}"
+            return False
+        return True
+
+    async def close(self, kill: bool = False) -> None:
+        """End the process, in order if it answers within some seconds."""
+        if not kill and self._process.poll() is None:
+            self.send(msg.StopEngine())
+            with contextlib.suppress(asyncio.TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), _STOP_S)
+        loop, file = asyncio.get_running_loop(), self._channel.fileno()
+        loop.remove_reader(file)
+        loop.remove_writer(file)
+        self.kill()
+
+    def kill(self) -> None:
+        """End the process now, and give everything back."""
+        self._dead = self._dead or "it was closed"
+        if self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self._channel.close()

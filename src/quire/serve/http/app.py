@@ -1,0 +1,107 @@
+"""The application: routes, and the layers around them. Others add a route by adding a line here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp
+
+from quire.serve.api.anthropic.routes import count_tokens, messages
+from quire.serve.api.chat import chat_completions
+from quire.serve.api.completions import completions
+from quire.serve.api.context import ServerContext
+from quire.serve.api.embeddings import embeddings
+from quire.serve.api.generate import generate
+from quire.serve.api.protocol.chat import ChatRequest
+from quire.serve.api.responses.routes import cancel_response, create_response, delete_response, get_response
+from quire.serve.api.system import health, model, models, stats, version
+from quire.serve.api.tokens import detokenize, tokenize
+from quire.serve.http.auth import ApiKeys
+from quire.serve.http.errors import ApiError, as_api_error, with_field
+from quire.serve.http.guard import make_guard
+from quire.serve.http.middleware import RequestMiddleware
+from quire.serve.http.openapi import openapi
+from quire.serve.http.page import page_routes
+from quire.serve.http.wire import error_response, field_names
+from quire.serve.observe.live import live_events
+from quire.serve.observe.metrics import metrics
+from quire.types import QuireError
+
+_FIELDS = field_names(ChatRequest) | {"prompt", "tokens", "max_new_tokens"}
+
+
+def routes() -> list[Route]:
+    post, get = ["POST"], ["GET"]
+    return [
+        Route("/v1/chat/completions", chat_completions, methods=post),
+        Route("/v1/completions", completions, methods=post),
+        Route("/v1/messages", messages, methods=post),
+        Route("/v1/messages/count_tokens", count_tokens, methods=post),
+        Route("/v1/responses", create_response, methods=post),
+        Route("/v1/responses/{response_id}", get_response, methods=get),
+        Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
+        Route("/v1/responses/{response_id}/cancel", cancel_response, methods=post),
+        Route("/v1/embeddings", embeddings, methods=post),
+        Route("/v1/generate", generate, methods=post),
+        Route("/generate", generate, methods=post),
+        Route("/v1/models", models, methods=get),
+        Route("/v1/models/{name:path}", model, methods=get),
+        Route("/tokenize", tokenize, methods=post),
+        Route("/detokenize", detokenize, methods=post),
+        Route("/health", health, methods=get),
+        Route("/healthz", health, methods=get),
+        Route("/ping", health, methods=[*get, *post]),
+        Route("/version", version, methods=get),
+        Route("/stats", stats, methods=get),
+        Route("/metrics", metrics, methods=get),
+        Route("/openapi.json", openapi, methods=get),
+    ]
+
+
+def build_app(server: ServerContext, keys: ApiKeys) -> ASGIApp:
+    handlers: dict[Any, Any] = {HTTPException: _http_error, ApiError: _error, QuireError: _error, 500: _error}
+    settings = server.settings
+    page = (
+        [*page_routes(len(keys) > 0), Route("/live/events", live_events, include_in_schema=False)]
+        if settings.page
+        else []
+    )
+    app = Starlette(routes=[*routes(), *page], exception_handlers=handlers)
+    app.state.server = server
+    front: ASGIApp = RequestMiddleware(
+        app, make_guard(settings, len(keys) > 0), keys, (server.http, server.bodies, *server.observers)
+    )
+    if settings.allowed_origins:
+        front = CORSMiddleware(
+            front,
+            allow_origins=settings.allowed_origins,
+            allow_methods=settings.allowed_methods or ["*"],
+            allow_headers=settings.allowed_headers or ["*"],
+            allow_credentials=settings.allow_credentials,
+            expose_headers=["x-request-id", "request-id", "retry-after"],
+        )
+    return front
+
+
+async def _error(request: Request, error: Exception) -> Response:
+    found = as_api_error(error, _FIELDS)
+    if found.status == 400:
+        found = with_field(found, request.scope.get("asked"))
+    return error_response(found, request.scope)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Starlette's own: no such route, or not with this method."""
+    assert isinstance(error, HTTPException)
+    message = {
+        404: f"there is no {request.method} {request.url.path[:128]}",
+        405: f"{request.url.path[:128]} does not take {request.method}",
+    }.get(error.status_code, error.detail)
+    found = ApiError(error.status_code, message, headers=dict(error.headers or {}))
+    return error_response(found, request.scope)

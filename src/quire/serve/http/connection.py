@@ -1,0 +1,166 @@
+"""Connections of the HTTP server: uvicorn's, with limits on what precedes a request and care for half-closed ones.
+
+limit                      what happens beyond it
+head of a request          431 beyond 64 KiB, 408 unless it is complete 10 s after its first byte
+requests sent ahead        400 beyond 32 on one connection
+chunks of a body           400 if there are thousands of less than 64 bytes on average
+client closes its half     the request is answered; from time to time a 100 Continue finds out whether anybody reads
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from typing import Any, cast
+
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+
+from quire.serve.http.errors import ApiError
+from quire.serve.http.wire import encode
+from quire.serve.http.writes import GatheringTransport, Outlet, Writes
+
+HEAD_S = 10.0
+_PROBE_S = 2.0
+_MAX_HEAD_BYTES = 64 << 10
+_MAX_PIPELINED = 32
+_FREE_PIECES, _LEAST_PIECE_BYTES = 2048, 64  # of a body: each piece costs as much as some hundred bytes
+_FIELD_BYTES = 32  # what a header costs beside its text
+_PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+_HEAD_TOO_LARGE = ApiError(431, f"the head of the request is larger than {_MAX_HEAD_BYTES} bytes")
+_HEAD_TOO_LATE = ApiError(408, f"the head of the request did not arrive within {HEAD_S:g} s", code="timeout")
+_PIECES_TOO_SMALL = ApiError(400, f"the body is sent in chunks of less than {_LEAST_PIECE_BYTES} bytes")
+_TOO_MANY_AHEAD = ApiError(400, f"more than {_MAX_PIPELINED} requests were sent before an answer was read")
+
+_connection_made = cast(Callable[[Any, Any], None], HttpToolsProtocol.connection_made)
+
+
+class Connection(HttpToolsProtocol):
+    """One connection of a client. `scope["outlet"]` of its requests is its Outlet. `writes` is set by `connections`."""
+
+    writes: Writes
+    _head_bytes = 0  # that arrived after the beginning of a head that is not complete
+    _fields_bytes = 0  # of its parsed parts
+    _in_head = False
+    _pieces = _body_bytes = 0  # of the body that arrives
+    _timer: asyncio.TimerHandle | None = None  # for the head, or between probes of a half-closed connection
+
+    def connection_made(self, transport: Any) -> None:
+        _connection_made(self, GatheringTransport(transport, self.writes))
+        self.outlet = Outlet(self.transport, self.flow)
+        self._set_timer(HEAD_S, self._head_is_late)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    # ------------------------------------------------------------------------- heads of requests
+
+    def data_received(self, data: bytes) -> None:
+        if self.transport.is_closing():  # sent ahead of a refusal
+            return
+        if self._in_head:
+            self._head_bytes += len(data)
+        super().data_received(data)
+        if self.transport.is_closing():
+            return
+        if self._in_head and self._head_bytes > _MAX_HEAD_BYTES:
+            self._refuse(_HEAD_TOO_LARGE)
+        elif self._timer is None and not self._is_answering:
+            self._set_timer(HEAD_S, self._head_is_late)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def on_message_begin(self) -> None:
+        if len(self.pipeline) >= _MAX_PIPELINED:
+            raise _TOO_MANY_AHEAD
+        super().on_message_begin()
+        self._in_head, self._head_bytes, self._fields_bytes = True, 0, 0
+        self._pieces = self._body_bytes = 0
+        cast(dict[str, Any], self.scope)["outlet"] = self.outlet
+
+    def on_url(self, url: bytes) -> None:
+        self._add_field(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._add_field(name, value)
+        super().on_header(name, value)
+
+    def _add_field(self, *parts: bytes) -> None:
+        self._fields_bytes += _FIELD_BYTES + sum(map(len, parts))
+        if self._fields_bytes > _MAX_HEAD_BYTES:
+            raise _HEAD_TOO_LARGE
+
+    def on_headers_complete(self) -> None:
+        self._in_head = False
+        self._stop_timer()
+        super().on_headers_complete()
+
+    def on_body(self, body: bytes) -> None:
+        self._pieces, self._body_bytes = self._pieces + 1, self._body_bytes + len(body)
+        if self._pieces > _FREE_PIECES and self._body_bytes < self._pieces * _LEAST_PIECE_BYTES:
+            raise _PIECES_TOO_SMALL
+        super().on_body(body)
+
+    def _head_is_late(self) -> None:
+        self._timer = None
+        if self._in_head:
+            self._refuse(_HEAD_TOO_LATE)
+        else:
+            self.transport.close()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer bytes that are no request; called where the parser's error is handled."""
+        error = sys.exc_info()[1]
+        cause = error.__context__ if error is not None else None
+        self._refuse(cause if isinstance(cause, ApiError) else ApiError(400, msg))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer with `error`, unless another answer is under way, and close the connection."""
+        if not (self._is_answering and (self.pipeline or self.cycle.response_started)):
+            body = encode(error.body())
+            head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
+            self.transport.write(STATUS_LINE[error.status] + head % len(body) + body)
+        self.transport.close()
+
+    # ----------------------------------------------------------------------------- half-closed
+
+    def eof_received(self) -> bool:  # type: ignore[override]
+        """Keep the connection while an answer is owed to a client that has sent all it wants to send.
+
+        TLS has no half-closed connections, and a request that is not whole gets no answer.
+        """
+        if self.scheme == "https" or not self._is_answering or self.cycle.more_body:
+            cast(GatheringTransport, self.transport).flush()  # the transport closes behind this
+            return False
+        self.cycle.keep_alive = False
+        self._set_timer(_PROBE_S, self._probe)
+        return True
+
+    def _probe(self) -> None:
+        """Write what every client skips: if the client has gone, this ends the connection."""
+        self._timer = None
+        if self._is_answering and not self.transport.is_closing():
+            if not (self.pipeline or self.cycle.response_started) and self.scope["http_version"] == "1.1":
+                self.transport.write(_PROBE)
+            self._set_timer(_PROBE_S, self._probe)
+
+    # ----------------------------------------------------------------------------------- timer
+
+    def _set_timer(self, after_s: float, call: Callable[[], None]) -> None:
+        self._stop_timer()
+        self._timer = self.loop.call_later(after_s, call)
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+
+def connections(loop: asyncio.AbstractEventLoop) -> type[Connection]:
+    """Return the class of connections on `loop`, for uvicorn's option `http`."""
+    return type("Connection", (Connection,), {"writes": Writes(loop)})

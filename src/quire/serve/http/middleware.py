@@ -1,0 +1,84 @@
+"""What happens to every request before and after its route: a name, a key, and a shape for its errors.
+
+One plain ASGI layer: it adds two function calls to a request and none to the pieces of a stream.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+import uuid
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from quire.serve.http.auth import ApiKeys, bearer
+from quire.serve.http.errors import ApiError, as_api_error
+from quire.serve.http.guard import Guard
+from quire.serve.http.page import PAGE_PATHS
+from quire.serve.http.wire import error_response
+from quire.serve.observe.observer import Observer
+
+log = logging.getLogger("quire.serve")
+
+OPEN_PATHS = frozenset({"/health", "/healthz", "/ping", *PAGE_PATHS})
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class RequestMiddleware:
+    """Names each request (`X-Request-Id`), checks where it comes from and its key, and turns exceptions into error
+    bodies."""
+
+    def __init__(self, app: ASGIApp, guard: Guard, keys: ApiKeys, observers: Sequence[Observer]) -> None:
+        self._app, self._guard, self._keys, self._observers = app, guard, keys, observers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = Headers(scope=scope)
+        given = headers.get("x-request-id", "")
+        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope["request_id"], scope["arrival_s"] = request_id, time.monotonic()
+        status = 0  # nothing is sent yet
+
+        async def named(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                found = MutableHeaders(scope=message)
+                found["x-request-id"] = found["request-id"] = request_id  # OpenAI's name and Anthropic's
+            await send(message)
+
+        try:
+            self._guard.check(scope, headers)
+            if scope["path"] not in OPEN_PATHS:
+                client = self._keys.client(bearer(headers.get("authorization"), headers.get("x-api-key")))
+                if client is None:
+                    raise _unauthorized(headers)
+                scope["client_key"] = client
+            await self._app(scope, receive, named)
+        except ClientDisconnect:  # in the middle of its body: there is nobody to answer
+            pass
+        except Exception as error:
+            found = as_api_error(error)
+            if found.status >= 500 and not isinstance(error, ApiError):
+                log.exception("request %s failed", request_id)
+            if not status:
+                await error_response(found, scope)(scope, receive, named)
+        finally:
+            for observer in self._observers:
+                observer.ended(scope, status)
+
+
+def _unauthorized(headers: Headers) -> ApiError:
+    given = bearer(headers.get("authorization"), headers.get("x-api-key")) is not None
+    message = (
+        "the API key is not one of this server's"
+        if given
+        else "this server needs an API key: send it as `Authorization: Bearer KEY`"
+    )
+    return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

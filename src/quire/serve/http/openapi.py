@@ -1,0 +1,111 @@
+"""GET /openapi.json: the server's description of itself, made from its routes and the Structs that it reads.
+
+What a field may be is what its type says, within limits.py. What is wrong in other ways gets a 400 too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from quire import __version__
+from quire.serve.api.protocol.chat import ChatRequest, ChatResponse
+from quire.serve.api.protocol.completions import CompletionRequest, CompletionResponse
+from quire.serve.api.protocol.embeddings import EmbeddingsRequest, EmbeddingsResponse
+from quire.serve.api.protocol.messages import CountTokensRequest, MessagesRequest, MessagesResponse
+from quire.serve.api.protocol.other import (
+    DetokenizeRequest,
+    GenerateRequest,
+    GenerateResponse,
+    TokenizeRequest,
+    TokenizeResponse,
+)
+from quire.serve.api.protocol.responses import ResponseObject, ResponsesRequest
+from quire.serve.http.field_limits import narrow
+from quire.serve.http.wire import encode
+
+# What routes read, and what they answer where that is a Struct.
+BODIES: dict[str, tuple[type[msgspec.Struct], type[msgspec.Struct] | None]] = {
+    "/v1/chat/completions": (ChatRequest, ChatResponse),
+    "/v1/completions": (CompletionRequest, CompletionResponse),
+    "/v1/messages": (MessagesRequest, MessagesResponse),
+    "/v1/messages/count_tokens": (CountTokensRequest, None),
+    "/v1/responses": (ResponsesRequest, ResponseObject),
+    "/v1/embeddings": (EmbeddingsRequest, EmbeddingsResponse),
+    "/v1/generate": (GenerateRequest, GenerateResponse),
+    "/generate": (GenerateRequest, GenerateResponse),
+    "/tokenize": (TokenizeRequest, TokenizeResponse),
+    "/detokenize": (DetokenizeRequest, None),
+}
+_STREAMED = {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"}
+_NOT_JSON = {"/metrics": "text/plain"}
+_REF = "#/components/schemas/{name}"
+_ERROR = {
+    "description": "An error; its message names the field and the limit. 503 comes with Retry-After.",
+    "content": {"application/json": {"schema": {"type": "object", "required": ["error"]}}},
+}
+
+
+async def openapi(request: Request) -> Response:
+    """This description."""
+    state = request.app.state
+    if not hasattr(state, "openapi"):  # made when first asked for
+        state.openapi = encode(describe([r for r in request.app.routes if isinstance(r, Route)]))
+    return Response(state.openapi, media_type="application/json")
+
+
+def describe(routes: Sequence[Route]) -> dict[str, Any]:
+    """OpenAPI 3.1 of `routes`; those that are left out of the schema are not in it."""
+    structs = list(dict.fromkeys(struct for pair in BODIES.values() for struct in pair if struct is not None))
+    schemas, components = msgspec.json.schema_components(structs, ref_template=_REF)
+    narrow(components)
+    named = dict(zip(structs, schemas))
+    paths: dict[str, Any] = {}
+    for route in routes:
+        if not route.include_in_schema:
+            continue
+        path = re.sub(r"{(\w+):\w+}", r"{\1}", route.path)
+        operations = paths.setdefault(path, {})
+        for method in sorted((route.methods or set()) - {"HEAD"}):
+            operations[method.lower()] = _operation(route, method, named)
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "Quire", "version": __version__},
+        "paths": paths,
+        "components": {
+            "schemas": components,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+        "security": [{}, {"key": []}],
+    }
+
+
+def _operation(route: Route, method: str, named: dict[type[msgspec.Struct], Any]) -> dict[str, Any]:
+    reads, answers = BODIES.get(route.path, (None, None))
+    schema = {"type": "object"} if answers is None else named[answers]
+    kind = _NOT_JSON.get(route.path, "application/json")
+    content: dict[str, Any] = {kind: {"schema": schema} if kind == "application/json" else {}}
+    if route.path in _STREAMED:
+        content["text/event-stream"] = {}
+    text = (route.endpoint.__doc__ or "").strip().split("\n\n")[0]
+    operation: dict[str, Any] = {
+        "operationId": f"{method.lower()}{route.path}",
+        "description": " ".join(text.split()),
+        "responses": {"200": {"description": "Done.", "content": content}, "4XX": _ERROR, "5XX": _ERROR},
+    }
+    if names := re.findall(r"{(\w+)(?::\w+)?}", route.path):
+        operation["parameters"] = [
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}} for name in names
+        ]
+    if reads is not None:
+        operation["requestBody"] = {
+            "required": True,
+            "content": {"application/json": {"schema": named[reads]}},
+        }
+    return operation

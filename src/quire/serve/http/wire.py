@@ -1,0 +1,177 @@
+"""JSON in and out: bodies decoded into Structs, with unknown fields noted or refused. body.py receives them.
+
+Everything that a client can send and that is wrong ends here as a 4xx that names the field.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import msgspec
+import msgspec.inspect
+from starlette.responses import Response
+from starlette.types import Scope
+
+from quire.serve.api.protocol.sampling import StreamOptions
+from quire.serve.http.errors import ApiError, bad_request, messages_error
+
+T = TypeVar("T", bound=msgspec.Struct)
+
+encode = msgspec.json.Encoder().encode
+_PATH = re.compile(r"(.*?) - at `\$\.?(.*)`$", re.DOTALL)
+_KINDS = {
+    "object": "an object",
+    "array": "a list",
+    "str": "a string",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "null": "null",
+}
+_EXPECTED = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
+_STREAM_OPTIONS = frozenset(StreamOptions.__struct_encode_fields__)
+_HALF_PAIR = re.compile("[\ud800-\udfff]")
+_EXPLAINED_BYTES = 1 << 20  # of a body that is no JSON: looking for the reason takes longer than reading it
+_WHOLE = "the body"
+_MAX_DEPTH = 64
+_MAX_WARNINGS = 16  # about unknown fields, however many there are
+_SHOWN_CHARS = 64  # of a name that a client made up
+
+
+def decode_object(body: bytes | bytearray) -> dict[str, Any]:
+    """Strict JSON: no NaN, no half surrogate pairs, no numbers beyond a double, no nesting beyond 64."""
+    try:
+        found = msgspec.json.decode(body)
+    except RecursionError:
+        raise bad_request(f"the body is nested more than {_MAX_DEPTH} deep") from None
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _unreadable(body, error) from None
+    if not isinstance(found, dict):
+        raise bad_request("the body must be a JSON object")
+    if body.count(b"[") + body.count(b"{") > _MAX_DEPTH and _deeper(found, _MAX_DEPTH):
+        raise bad_request(f"the body is nested more than {_MAX_DEPTH} deep")
+    return found
+
+
+def _unreadable(body: bytes | bytearray, error: Exception) -> ApiError:
+    """Why `body` is no JSON: in our words where it is a text that is no text, for nobody has typed that."""
+    try:
+        text = body.decode()
+        where = _half_pair(json.loads(text), "") if len(body) <= _EXPLAINED_BYTES and r"\u" in text else None
+    except UnicodeDecodeError as wrong:
+        return bad_request(
+            f"the body is not valid UTF-8: byte {body[wrong.start]:#x} at position {wrong.start}"
+        )
+    except (ValueError, RecursionError):
+        where = None
+    if where is None:
+        return bad_request(f"the body is not valid JSON: {error}")
+    where = where[:128]
+    message = f"{where} is not valid Unicode: it holds half of a surrogate pair"
+    return bad_request(message, re.split(r"[.\[]", where)[0] if where != _WHOLE else None)
+
+
+def _half_pair(value: Any, path: str) -> str | None:
+    """The path of the first text in `value` that holds half of a surrogate pair, which is escaped in JSON."""
+    if isinstance(value, str):
+        return path if _HALF_PAIR.search(value) else None
+    for key, item in value.items() if isinstance(value, dict) else ():
+        if _HALF_PAIR.search(key):
+            return path or _WHOLE
+        if found := _half_pair(item, f"{path}.{key}" if path else key):
+            return found
+    for index, item in enumerate(value) if isinstance(value, list) else ():
+        if found := _half_pair(item, f"{path}[{index}]"):
+            return found
+    return None
+
+
+def _deeper(value: Any, limit: int) -> bool:
+    """Whether objects and lists are nested more than `limit` deep; without recursion on what a client sent."""
+    level = [value]
+    for _ in range(limit):
+        level = [
+            item
+            for nested in level
+            for item in (nested.values() if isinstance(nested, dict) else nested)
+            if isinstance(item, (dict, list))
+        ]
+        if not level:
+            return False
+    return True
+
+
+def parse(body: dict[str, Any], cls: type[T], strict: bool) -> tuple[T, list[str]]:
+    """The request in `body`, and warnings about fields that Quire does not know. `strict` refuses those."""
+    known, integers = field_names(cls), _integer_fields(cls)
+    for name in integers & body.keys():
+        if isinstance(value := body[name], float) and value.is_integer() and abs(value) < 2**53:
+            body[name] = int(value)  # JSON has one kind of number, and some clients write 16 as 16.0
+    unknown = _unknown(body, known)
+    if unknown and strict:
+        name = unknown[0][:_SHOWN_CHARS]
+        raise bad_request(f"unknown field {name!r} (the server runs with --strict)", name.split(".")[0])
+    try:
+        found = msgspec.convert(body, cls)
+    except msgspec.ValidationError as error:
+        raise _explained(str(error)) from None
+    return found, [f"unknown field {name[:_SHOWN_CHARS]!r} was ignored" for name in unknown]
+
+
+def _unknown(body: dict[str, Any], known: frozenset[str]) -> list[str]:
+    """The first of the fields that a request has and Quire does not know, those of its stream_options included."""
+    found = (name for name in body if name not in known)
+    options = body.get("stream_options") if "stream_options" in known else None
+    names = options if isinstance(options, dict) else {}
+    nested = (f"stream_options.{name[:_SHOWN_CHARS]}" for name in names if name not in _STREAM_OPTIONS)
+    return list(itertools.islice(itertools.chain(found, nested), _MAX_WARNINGS))
+
+
+def field_names(cls: type[msgspec.Struct]) -> frozenset[str]:
+    return frozenset(cls.__struct_encode_fields__)
+
+
+@lru_cache
+def _integer_fields(cls: type[msgspec.Struct]) -> frozenset[str]:
+    found = msgspec.inspect.type_info(cls)
+    assert isinstance(found, msgspec.inspect.StructType)
+    plain = (msgspec.inspect.IntType, msgspec.inspect.NoneType)
+    names = []
+    for field in found.fields:
+        kinds = field.type.types if isinstance(field.type, msgspec.inspect.UnionType) else (field.type,)
+        if all(isinstance(kind, plain) for kind in kinds):
+            names.append(field.name)
+    return frozenset(names)
+
+
+def _explained(text: str) -> ApiError:
+    """msgspec's words, as a sentence about a field."""
+    if match := _PATH.fullmatch(text):
+        text, path = match[1], match[2]
+    else:
+        path = ""
+    if missing := re.fullmatch(r"Object missing required field `([^`]*)`", text):
+        path = f"{path}.{missing[1]}" if path else missing[1]
+        return bad_request(f"{path} is missing", path.split(".")[0].split("[")[0])
+    if found := _EXPECTED.fullmatch(text):
+        wanted = " or ".join(_KINDS.get(kind, kind) for kind in found[1].split(" | ") if kind != "null")
+        text = f"must be {wanted}, got {_KINDS.get(found[2], found[2])}"
+    else:
+        text = f"is not valid: {text}"
+    return bad_request(f"{path or 'the body'} {text}", path.split(".")[0].split("[")[0] or None)
+
+
+def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(encode(body), status, headers, media_type="application/json")
+
+
+def error_response(error: ApiError, scope: Scope) -> Response:
+    """In the shape of the API that the path belongs to; of one that both have, in that of the client."""
+    known = any(name == b"anthropic-version" for name, _ in scope["headers"])
+    anthropic = known or scope["path"].startswith("/v1/messages")
+    body = messages_error(error, scope["request_id"]) if anthropic else error.body()
+    return json_response(body, error.status, error.headers)

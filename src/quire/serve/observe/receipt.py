@@ -1,0 +1,73 @@
+"""The latency receipt: where the time of one request went, in milliseconds whose sum is its whole time.
+
+    read | prepare | submit | queue  prefill  lost_to_prefills  preempted  recompute  decode | deliver
+      our body, text to ids    '---------- the engine's own booking (core/clocks.py) -------'  text, JSON
+
+With several choices it is that of the one that ended last, for which all others waited.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from msgspec import UNSET, UnsetType
+from starlette.requests import Request
+
+from quire.serve.answer.generation import Generation
+from quire.serve.api.context import server_of
+from quire.serve.api.protocol.receipt import PromptReceipt, Receipt
+from quire.serve.api.protocol.sampling import SamplingFields
+
+ReceiptMaker = Callable[[], "Receipt | UnsetType"]
+
+
+def receipt_maker(request: Request, wanted: SamplingFields, generation: Generation) -> ReceiptMaker:
+    """What writes the receipt once all is there: of nothing, unless the request or the server asks for it."""
+    asked = server_of(request).settings.receipts if wanted.receipt is None else wanted.receipt
+    if not asked:
+        return lambda: UNSET
+    arrived_s: float = request.scope["arrival_s"]
+    return lambda: write_receipt(generation, arrived_s)
+
+
+def write_receipt(generation: Generation, arrived_s: float) -> Receipt | UnsetType:
+    """The receipt, up to this moment. `arrived_s`: when the request's head was there, monotonic clock."""
+    tracks = generation.tracks
+    choice = max(range(len(tracks)), key=lambda index: tracks[index].end_s or 0.0)
+    track, timing = tracks[choice], tracks[choice].timing
+    if timing is None:
+        return UNSET
+    now_s = time.monotonic()
+    terms_s = {
+        "read": track.arrival_s - arrived_s,
+        "prepare": track.sent_s - track.arrival_s,
+        "submit": timing.arrival_s - track.sent_s,
+        "queue": sum(timing.waited_s.values()),
+        "prefill": timing.prefill_s,
+        "lost_to_prefills": timing.lost_s,
+        "preempted": timing.preempted_s,
+        "recompute": timing.recompute_s,
+        "decode": timing.decode_s,
+        "deliver": now_s - timing.until_s,
+    }
+    return Receipt(
+        e2e_ms=_ms(now_s - arrived_s),
+        ttft_ms=None if track.first_s is None else _ms(track.first_s - arrived_s),
+        terms_ms={name: _ms(seconds) for name, seconds in terms_s.items()},
+        queue_ms={name: _ms(seconds) for name, seconds in timing.waited_s.items()},
+        prompt_tokens=PromptReceipt(
+            total=track.prompt_tokens,
+            cached=timing.cached_tokens,
+            computed=track.prompt_tokens - timing.cached_tokens,
+            cache_ended=timing.prefix_end,
+        ),
+        output_tokens=track.tokens,
+        preemptions=timing.preemptions,
+        recomputed_tokens=timing.recomputed_tokens,
+        choice=choice,
+    )
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)

@@ -46,7 +46,7 @@ def test_an_error_inside_ends_it() -> None:
 def test_every_kernel_that_is_launched_is_made_by_our_decorator() -> None:
     """Else a launch of it inside `side_by_side` would run."""
     folder = Path(jit.__file__).parent
-    trees = [ast.parse(path.read_text()) for path in sorted(folder.glob("*.py"))]
+    trees = [ast.parse(path.read_text()) for path in sorted(folder.rglob("*.py"))]
     launched = {
         ast.unparse(node.func.value).split(".")[-1]
         for tree in trees

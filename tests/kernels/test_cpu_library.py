@@ -42,11 +42,11 @@ def test_the_structures_match() -> None:
 def test_a_structure_that_does_not_match_is_refused(
     fields: dict[str, type], told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    class Product(ctypes.Structure):
+    class CProduct(ctypes.Structure):
         _fields_ = [*ops.CProduct._fields_[:-1], *fields.items(), ops.CProduct._fields_[-1]]
 
     found = library()
-    monkeypatch.setattr(ops, "Product", Product)
+    monkeypatch.setattr(ops, "CProduct", CProduct)
     with pytest.raises(RuntimeError, match=told):
         ops.CpuKernels(found)
 

@@ -131,7 +131,14 @@ def test_offline_without_a_cache_is_a_clean_error(tmp_path: Path, monkeypatch: p
 
 
 def test_the_text_side_imports_neither_torch_nor_the_hub() -> None:
-    modules = ["location", "tokenizer.tokenizer", "tokenizer.detokenizer", "templates.chat", "processor", "output"]
+    modules = [
+        "location",
+        "tokenizer.tokenizer",
+        "tokenizer.detokenizer",
+        "templates.chat",
+        "processor",
+        "output",
+    ]
     code = "; ".join(f"import quire.frontend.{m}" for m in modules)
     code += "; import sys; print([m for m in ('torch', 'huggingface_hub', 'transformers', 'gguf') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

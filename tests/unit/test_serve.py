@@ -7,7 +7,6 @@ import json
 import re
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import combinations, pairwise
 from pathlib import Path
@@ -38,6 +37,7 @@ from quire.serve.api.protocol.chat import ChatRequest
 from quire.serve.api.structured_fields import structured_outputs
 from quire.serve.api.tokens import detokenize, tokenize
 from quire.serve.async_engine import AsyncEngine
+from quire.serve.client_threads import ClientThreads
 from quire.serve.http.auth import ANYONE, ApiClient, ApiKeys, bearer, load_keys
 from quire.serve.http.body import Bodies
 from quire.serve.http.errors import ApiError
@@ -321,16 +321,13 @@ def test_tokenizing_is_not_done_on_the_event_loop(monkeypatch: pytest.MonkeyPatc
     for name in ("encode", "token_text", "decode"):
         monkeypatch.setattr(TOKENIZER, name, noted(name))
 
-    async def in_thread(client: ApiClient, work: Callable[..., Any], *args: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(threads, work, *args)
-
     engine = SimpleNamespace(
         tokenizer=TOKENIZER,
-        in_thread=in_thread,
         config=EngineConfig(),
         info=SimpleNamespace(max_model_len=2048, vocab_size=2048),
     )
     server = SimpleNamespace(engine=engine, settings=ServeConfig(), bodies=Bodies(None, 100, 2048))
+    server.counting = ClientThreads(1, 8, "counting")
     server.check_model = lambda name: "demo"
     app = Starlette(routes=[Route(f"/{f.__name__}", f, methods=["POST"]) for f in (tokenize, detokenize)])
     app.state.server = server
@@ -343,9 +340,11 @@ def test_tokenizing_is_not_done_on_the_event_loop(monkeypatch: pytest.MonkeyPatc
                 "prompt": "Hi"
             }
 
-    with ThreadPoolExecutor(1, "tokenizer") as threads:
+    try:
         asyncio.run(ask())
-    assert names == {"tokenizer_0"}
+    finally:
+        server.counting.close()
+    assert names == {"counting_0"}
 
 
 # ------------------------------------------------------------------------------- structured output

@@ -1,7 +1,7 @@
 """The functions of step.c under the names and arguments of the Triton kernels, and what only a CPU has: the product
 with a packed weight, attention for rows of one token, and calls that are recorded to be made again.
 
-Each function of step.c takes the address of one structure, which here has the same name and the same fields.
+Each function of step.c takes the address of one structure, which here has the same fields and the same name behind a C.
 """
 
 from __future__ import annotations
@@ -80,8 +80,9 @@ def check_layout(library: ctypes.CDLL) -> None:
     """Raise RuntimeError unless the structures here and in the library have the same sizes and offsets."""
     ours: dict[str, int] = {}
     for struct in (CNorm, CHeads, CWeight, CRows, CAttend, CProduct, CCall):
-        ours[struct.__name__] = ctypes.sizeof(struct)
-        ours |= {f"{struct.__name__}.{field}": getattr(struct, field).offset for field, *_ in struct._fields_}
+        name = struct.__name__.removeprefix("C")
+        ours[name] = ctypes.sizeof(struct)
+        ours |= {f"{name}.{field}": getattr(struct, field).offset for field, *_ in struct._fields_}
     entries = ctypes.cast(library.layout, ctypes.POINTER(Layout))
     theirs = {
         e.name.decode(): e.bytes for e in takewhile(lambda e: e.name, map(entries.__getitem__, count()))

@@ -4,7 +4,7 @@
 
 Each client sends one streamed request after the other to `quire serve` on 127.0.0.1. One in five leaves in the
 middle of its answer, one in twenty before it begins, one in ten reads slowly through a small buffer; the others
-read to the end and check what they read. After each number of clients the server must be idle with all pages
+read to the end and check what they read. After each number of clients the server must be idle with all blocks
 free. Prints one line for each; exits with 1 if anything was lost, came twice or stayed behind.
 
     python benchmarks/endurance.py --clients 32 --seconds 1800 --engine-limit-mib 800 --api-limit-mib 500
@@ -227,8 +227,8 @@ async def idle(session: aiohttp.ClientSession, url: str, level: Level) -> dict[s
             level.wrong.append(f"not idle: {requests}")
             break
         await asyncio.sleep(0.1)
-    if stats["pages"]["used"]:
-        level.wrong.append(f"{stats['pages']['used']} pages are still in use")
+    if stats["blocks"]["used"]:
+        level.wrong.append(f"{stats['blocks']['used']} blocks are still in use")
     return stats
 
 
@@ -285,7 +285,7 @@ def show(level: Level) -> None:
         f"{first[len(first) // 2] * 1e3:.0f} ms (99 %: {first[len(first) * 99 // 100] * 1e3:.0f} ms); "
         f"API process {third[0]:.0f} to {level.rss_mib[-1][0]:.0f} MiB, "
         f"engine {third[1]:.0f} to {level.rss_mib[-1][1]:.0f} MiB; "
-        + ("all pages free, nothing lost" if not level.wrong else f"WRONG: {level.wrong[:5]}"),
+        + ("all blocks free, nothing lost" if not level.wrong else f"WRONG: {level.wrong[:5]}"),
         flush=True,
     )
 

@@ -1,4 +1,4 @@
-"""Random ragged batches on shuffled pages, and attention over them written out row by row in float64:
+"""Random ragged batches on shuffled blocks, and attention over them written out row by row in float64:
 the oracle of every attention back end. Also padded to bounds, as captured graphs see them, and with packed
 q|k|v whose heads are still to be normed and turned."""
 
@@ -59,11 +59,11 @@ def make_case(
     tokens and rows beyond those in use, in a batch of which the host knows the bounds only."""
     lens = [old + new for old, new in rows]
     need = [-(-(n + slack) // block_size) for n in lens]
-    pages = list(range(sum(need) + 3))
-    rng.shuffle(pages)
+    blocks = list(range(sum(need) + 3))
+    rng.shuffle(blocks)
     table = torch.zeros(len(rows), max(need), dtype=torch.int32)
     for row, count in enumerate(need):
-        table[row, :count] = torch.tensor([pages.pop() for _ in range(count)])
+        table[row, :count] = torch.tensor([blocks.pop() for _ in range(count)])
     positions = torch.cat([torch.arange(old, old + new) for old, new in rows])
     row_of = torch.repeat_interleave(torch.arange(len(rows)), torch.tensor([new for _, new in rows]))
     kv_slots = table[row_of, positions // block_size].long() * block_size + positions % block_size
@@ -74,8 +74,8 @@ def make_case(
     def random_tensor(*shape: int) -> torch.Tensor:
         return torch.randn(shape, device=device).to(dtype)
 
-    heads, dim, num_pages = layer.num_kv_heads, layer.head_dim, sum(need) + 3
-    old_k, old_v = (random_tensor(num_pages, block_size, heads, dim) for _ in range(2))
+    heads, dim, num_blocks = layer.num_kv_heads, layer.head_dim, sum(need) + 3
+    old_k, old_v = (random_tensor(num_blocks, block_size, heads, dim) for _ in range(2))
     head_first = backend.kv_shape(2, 3, 5, 7) == (2, 5, 3, 7)
     # q, k and v are slices of one tensor, as a fused projection leaves them.
     qkv = random_tensor(len(positions) + spare_tokens, layer.num_heads + 2 * heads, dim)
@@ -97,7 +97,7 @@ def make_case(
         block_table=tables.to(device),
         slots=slots.to(device),
         logit_index=torch.empty(0, dtype=torch.int64, device=device),
-        kv=[_pages(old_k, old_v, head_first)],
+        kv=[_blocks(old_k, old_v, head_first)],
         num_tokens=counts if unused is None else None,
         seq_bounds=np.array(lens, np.int32) + slack,
         block_size=block_size,
@@ -106,7 +106,7 @@ def make_case(
     return Case(layer, rows, batch, old_k.view(-1, heads, dim), old_v.view(-1, heads, dim), qkv, q, k, v)
 
 
-def _pages(k: torch.Tensor, v: torch.Tensor, head_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def _blocks(k: torch.Tensor, v: torch.Tensor, head_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
     if head_first:
         return k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
     return k.clone(), v.clone()
@@ -153,7 +153,7 @@ def compare(got: torch.Tensor, case: Case) -> None:
 
 
 def check_packed(case: Case, backend: AttentionBackend, normed: bool) -> None:
-    """`forward_packed` against plain norm, rotation and attention; and the pages hold what they should."""
+    """`forward_packed` against plain norm, rotation and attention; and the blocks hold what they should."""
     layer, batch, dim = case.layer, case.batch, case.layer.head_dim
     device, dtype = case.q.device, case.q.dtype
     heads, kv_heads = layer.num_heads, layer.num_kv_heads
@@ -170,10 +170,10 @@ def check_packed(case: Case, backend: AttentionBackend, normed: bool) -> None:
     assert backend.forward_packed
     compare(backend.forward_packed(layer, flat, norms, rope.table, batch), turned)
     stored = batch.kv_slots >= 0
-    for pages, old, new in zip(batch.kv[layer.index], (case.old_k, case.old_v), (k, v)):
+    for blocks, old, new in zip(batch.kv[layer.index], (case.old_k, case.old_v), (k, v)):
         want = old.clone()
         want[batch.kv_slots[stored]] = new[stored]
         head_first = backend.kv_shape(2, 3, 5, 7) == (2, 5, 3, 7)
-        got = (pages.transpose(1, 2) if head_first else pages).reshape(want.shape)
+        got = (blocks.transpose(1, 2) if head_first else blocks).reshape(want.shape)
         ulp = torch.finfo(dtype).eps
         torch.testing.assert_close(got.float(), want.float(), rtol=4 * ulp, atol=16 * ulp)

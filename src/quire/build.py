@@ -1,7 +1,7 @@
 """The composition root: settings in, a finished engine out. The only module that looks at feature
 settings; everything below it is handed objects. Times each phase of the start-up.
 
-On a GPU weights are read by threads while this one goes on: memory is measured, pages are allocated and
+On a GPU weights are read by threads while this one goes on: memory is measured, blocks are allocated and
 kernels are compiled with whatever the weights hold so far. (`start.py` is the way in for callers that have
 not imported torch.)
 """
@@ -31,7 +31,7 @@ from quire.core.policy import Policy
 from quire.core.prefix_cache import HashPrefixCache, NoPrefixCache, PrefixCache
 from quire.core.request_limits import Limits
 from quire.core.scheduler import Scheduler
-from quire.core.shared_prefix import CommonPages, NoSharedPrefix, SharedPrefix
+from quire.core.shared_prefix import CommonBlocks, NoSharedPrefix, SharedPrefix
 from quire.core.steplog import StepLog
 from quire.frontend.location import locate_model, locate_tokenizer
 from quire.grammar.checker import Checker
@@ -319,7 +319,7 @@ def _wire(
         mixed_prefill_tokens=config.mixed_prefill_tokens or config.max_num_batched_tokens or 1,
     )
     steplog = StepLog()
-    shared: SharedPrefix = CommonPages(size.block_size) if shares else NoSharedPrefix()
+    shared: SharedPrefix = CommonBlocks(size.block_size) if shares else NoSharedPrefix()
     scheduler = Scheduler(pool, cache, choices, limits, steplog, shared)
     return Engine(scheduler, executor, grammar, depth, steplog, config.check_invariants)
 

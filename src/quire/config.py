@@ -52,7 +52,7 @@ class EngineConfig:
     kv_layout: KVLayout = _setting(
         "paged", "paged; contiguous (one page as long as the context); none (recompute everything)"
     )
-    block_size: int = _setting(16, "tokens per page")
+    block_size: int = _setting(16, "tokens per block")
     chunked_prefill: bool | None = _setting(
         None, "split long prompts over steps (default: on, off with kv_layout none)"
     )
@@ -67,7 +67,7 @@ class EngineConfig:
     prefix_caching: bool | None = _setting(
         None, "reuse the KV of equal prompt beginnings (default: on, off with kv_layout none)"
     )
-    eviction: Eviction = _setting("lru", "which cached page goes first: lru or fifo")
+    eviction: Eviction = _setting("lru", "which cached block goes first: lru or fifo")
     scheduling_policy: SchedulingPolicy = _setting("fcfs", "fcfs, or priority (lower number first)")
     overlap: bool = _setting(True, "schedule the next step while the device runs this one")
 
@@ -87,7 +87,7 @@ class EngineConfig:
     )
     cuda_graphs: bool = _setting(True, "replay captured CUDA graphs where the attention back end allows it")
     shared_prefix: bool = _setting(
-        True, "read pages that many decoding requests begin with once for all of them (triton attention)"
+        True, "read blocks that many decoding requests begin with once for all of them (triton attention)"
     )
     cpu_kernels: bool = _setting(
         True, "on a CPU run small steps by kernels that the C compiler builds at the first start"

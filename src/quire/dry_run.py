@@ -1,4 +1,4 @@
-"""An engine without a model: the real scheduler, pages and step loop over an executor that echoes prompts.
+"""An engine without a model: the real scheduler, blocks and step loop over an executor that echoes prompts.
 
 Beside build.py for callers that want no torch: it starts in a fraction of a second. The model's folder is
 read for its vocabulary size, context length and end of sequence; the weights need not be there.

@@ -1,7 +1,7 @@
 """The switch matrix's machinery: a fixed set of requests, engines under any settings, random loads.
 
 Requests are the same in every run, so each is decoded alone once (the expectation) and then under every
-mix of switches, arrivals and page pools. Used by the tests on the CPU and on a GPU.
+mix of switches, arrivals and block pools. Used by the tests on the CPU and on a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "max_num_seqs": (8, 1, 3),
     "cpu_kernels": (True, False),
     "cpu_replay": (True, False),
-    "pages": ("plenty", "tight"),  # not a field: how much kv_cache_memory there is
+    "blocks": ("plenty", "tight"),  # not a field: how much kv_cache_memory there is
 }
 GPU_SWITCHES = SWITCHES | {
     "cuda_graphs": (True, False),
@@ -55,10 +55,10 @@ def defaults() -> dict[str, Any]:
 
 
 def random_settings(rng: random.Random, switches: dict[str, tuple[Any, ...]] = SWITCHES) -> dict[str, Any]:
-    """A legal full combination; small page pools and paging are drawn more often than the rest."""
+    """A legal full combination; small block pools and paging are drawn more often than the rest."""
     while True:
         settings = {name: rng.choice(values) for name, values in switches.items()}
-        settings["pages"] = rng.choice(("tight", "tight", "plenty"))
+        settings["blocks"] = rng.choice(("tight", "tight", "plenty"))
         settings["kv_layout"] = rng.choice(("paged", settings["kv_layout"]))
         if legal(settings):
             return settings
@@ -91,8 +91,8 @@ class Bench:
 
     def engine(self, settings: dict[str, Any]) -> Engine:
         settings = dict(settings)
-        pages = settings.pop("pages", "plenty")
-        if pages == "tight":  # room for one longest request, and a little more: preemption is forced
+        blocks = settings.pop("blocks", "plenty")
+        if blocks == "tight":  # room for one longest request, and a little more: preemption is forced
             layers = 1 if settings["kv_layout"] != "none" else self.num_layers
             settings["kv_cache_memory"] = (MAX_LEN + settings["block_size"]) * self.token_bytes // layers
         else:

@@ -56,7 +56,7 @@ def test_doctor_says_what_and_why() -> None:
         "cpu: as asked",
         "contiguous",
         "weights",
-        "pages of 2048 tokens",
+        "blocks of 2048 tokens",
         "Start-up",
     ):
         assert word in done.stdout

@@ -60,12 +60,12 @@ def test_as_transformers_has_them(folder: Path, states: list[np.ndarray], settin
         np.testing.assert_allclose(raw[0], states[2].mean(0), atol=1e-4)
 
 
-@pytest.mark.parametrize("pages", [200, 20])
-def test_beside_others(folder: Path, states: list[np.ndarray], pages: int) -> None:
+@pytest.mark.parametrize("blocks", [200, 20])
+def test_beside_others(folder: Path, states: list[np.ndarray], blocks: int) -> None:
     """Requests for tokens and for embeddings in the same steps: each gets what it gets alone, and so do those whose
-    beginning is given up for want of pages."""
+    beginning is given up for want of blocks."""
     params = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
-    settings = {"max_num_batched_tokens": 5, "kv_cache_memory": pages * 16 * 512, "max_model_len": 160}
+    settings = {"max_num_batched_tokens": 5, "kv_cache_memory": blocks * 16 * 512, "max_model_len": 160}
     with LLM(str(folder), device="cpu", dtype="float32", **settings) as llm:
         alone = [out.outputs[0].token_ids for out in llm.generate(PROMPTS[:3], params, use_tqdm=False)]
         wanted = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
@@ -80,7 +80,7 @@ def test_beside_others(folder: Path, states: list[np.ndarray], pages: int) -> No
             np.testing.assert_allclose(vectors, expected(states, pooling), atol=2e-5)
         preempted = {name for record in llm._client.engine.log for name in record.preempted}
         ours = {state.request_id for state in pooled[0]}
-        assert bool(ours & preempted) == (pages == 20)
+        assert bool(ours & preempted) == (blocks == 20)
 
 
 @pytest.mark.gpu

@@ -86,7 +86,7 @@ def test_same_seed_same_answer_in_any_company(llm: LLM) -> None:
 
 
 def test_prefix_cache_is_seen(llm: LLM) -> None:
-    prompt = "a prompt that is long enough for some pages of sixteen tokens each"
+    prompt = "a prompt that is long enough for some blocks of sixteen tokens each"
     llm.generate(prompt, GREEDY, use_tqdm=False)
     again = llm.generate(prompt, GREEDY, use_tqdm=False)[0]
     assert again.num_cached_tokens == len(prompt) // 16 * 16

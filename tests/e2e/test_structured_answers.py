@@ -78,7 +78,7 @@ def texts(llm: LLM, prompts: Any, asked: Any) -> list[str]:
 SETTINGS: dict[str, dict[str, Any]] = {
     "default": {},
     "no overlap": {"overlap": False},
-    "tight": {"block_size": 5, "max_num_seqs": 6, "max_model_len": 160, "pages": 32},
+    "tight": {"block_size": 5, "max_num_seqs": 6, "max_model_len": 160, "blocks": 32},
     "chunked": {"max_num_batched_tokens": 8, "max_num_seqs": 4},
     "recompute": {"kv_layout": "none"},
     "another process": {"engine_process": True},
@@ -88,9 +88,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", SETTINGS)
 def test_random_weights_write_valid_json(folder: Path, name: str) -> None:
     settings = dict(SETTINGS[name])
-    if pages := settings.pop("pages", None):
+    if blocks := settings.pop("blocks", None):
         settings["kv_cache_memory"] = (
-            pages * 5 * 2 * 2 * 2 * 16 * 4
+            blocks * 5 * 2 * 2 * 2 * 16 * 4
         )  # tokens, layers, k and v, heads, size, bytes
     asked = [
         params(120, json=schema, temperature=temperature, seed=seed, n=n)
@@ -101,7 +101,7 @@ def test_random_weights_write_valid_json(folder: Path, name: str) -> None:
     free = SamplingParams(max_tokens=40, ignore_eos=True, seed=0)
     with LLM(str(folder), check_invariants=True, **settings) as llm:
         outs = llm.generate([*prompts, "free"], [*asked, free], use_tqdm=False)
-        if pages:
+        if blocks:
             assert llm._client.engine.log.totals.preemptions
     for out, given in zip(outs, asked):
         schema = given.structured_outputs.json

@@ -1,7 +1,7 @@
 """The switch matrix: no switch, and no mix of switches, changes a token.
 
 Every request of a fixed set (greedy and seeded, with shared beginnings) is decoded alone, then in random
-company under every pair of switch values and a few hundred random full combinations, with page pools so
+company under every pair of switch values and a few hundred random full combinations, with block pools so
 small that requests are preempted, random arrivals and aborts. Compared in float32.
 """
 

@@ -70,7 +70,7 @@ def random_plan(rng: random.Random, step: int, known: dict[int, list[int]]) -> S
             blocks = rng.sample(range(900), MAX_BLOCKS)
             request = EngineRequest(f"{step}.{slot}", list(tokens), SamplingParams())
             admits.append(Admit(slot, tokens, length, computed, blocks, request))
-    fresh = {admit.slot for admit in admits}  # a step gives new pages to a slot or a new owner, never both
+    fresh = {admit.slot for admit in admits}  # a step gives new blocks to a slot or a new owner, never both
     rows = [slot for slot in rng.sample(range(SLOTS), SLOTS) if slot in known and rng.random() < 0.7]
     rows = [slot for slot in rows if known[slot][0] < MAX_LEN - 1]
     counts, starts, samples = [], [], []

@@ -95,12 +95,12 @@ def paged_logits(
     kernels: Kernels | None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The prompts of ROWS, and then two tokens one by one, over pages of 4 tokens."""
+    """The prompts of ROWS, and then two tokens one by one, over blocks of 4 tokens."""
     model, spec = (
         build(family, attention, device, kernels, dtype),
         ModelSpec.from_config({**BASE, **FAMILIES[family]}),
     )
-    pages = torch.randperm(8, generator=torch.Generator().manual_seed(0)).view(2, 4).int()
+    blocks = torch.randperm(8, generator=torch.Generator().manual_seed(0)).view(2, 4).int()
     shape = attention.kv_shape(8, 4, spec.num_kv_heads, spec.head_dim)
     kv = [tuple(torch.zeros(shape, dtype=dtype) for _ in "kv") for _ in range(spec.num_layers)]
     outs, done = [], [0, 0]
@@ -109,9 +109,9 @@ def paged_logits(
             batch = whole_batch(step)
             positions = torch.cat([torch.arange(old, old + len(row)) for old, row in zip(done, step)])
             row_of = torch.repeat_interleave(torch.arange(2), torch.tensor([len(row) for row in step]))
-            batch.positions, batch.block_table, batch.block_size = positions, pages.to(device).flip(0), 4
+            batch.positions, batch.block_table, batch.block_size = positions, blocks.to(device).flip(0), 4
             batch.slots = torch.tensor([1, 0])
-            batch.kv_slots = pages.to(device)[row_of, positions // 4].long() * 4 + positions % 4
+            batch.kv_slots = blocks.to(device)[row_of, positions // 4].long() * 4 + positions % 4
             done = [old + len(row) for old, row in zip(done, step)]
             batch.seq_lens, batch.seq_bounds = torch.tensor(done, dtype=torch.int32), np.array(done, np.int32)
             batch.kv = kv = [tuple(x.to(device) for x in layer) for layer in kv]

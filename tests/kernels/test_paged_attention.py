@@ -290,11 +290,11 @@ def test_one_graph_serves_any_mix_of_rows(kv_heads: int, normed: bool) -> None:
         cases.append(
             make_case(random.Random(1), backend, layer, rows, 16, "cuda", torch.bfloat16, unused=unused)
         )
-    pages = max(case.old_k.shape[0] for case in cases) // 16
+    blocks = max(case.old_k.shape[0] for case in cases) // 16
     fixed = make_case(
         random.Random(1), backend, layer, mixes[0], 16, "cuda", torch.bfloat16, unused=(252, 36)
     )
-    shape = (pages, kv_heads, 16, 128)
+    shape = (blocks, kv_heads, 16, 128)
     fixed.batch.kv = [tuple(torch.zeros(shape, dtype=torch.bfloat16, device="cuda") for _ in "kv")]
     fixed.batch.block_table = torch.zeros(42, 64, dtype=torch.int32, device="cuda")
     fixed.batch.attn = backend.plan(fixed.batch)
@@ -361,20 +361,20 @@ def test_decode_in_a_graph_follows_the_lengths() -> None:
     assert not out.any()
 
 
-# --------------------------------------------------------------------- rows that begin with the same pages
+# --------------------------------------------------------------------- rows that begin with the same blocks
 
 
 def shared_case(
     rng: random.Random, rows: int, prefix: int, apart: int, device: str, dtype: torch.dtype, **sizes: Any
 ) -> tuple[Case, TritonAttention]:
-    """`rows` rows behind `prefix` tokens of shared pages, and `apart` others among them."""
+    """`rows` rows behind `prefix` tokens of shared blocks, and `apart` others among them."""
     block = sizes["block_size"]
     lens = [(prefix + rng.randrange(90), 1) for _ in range(rows)] + [
         (rng.randrange(200), 1) for _ in range(apart)
     ]
     case, backend = case_of(lens, device=device, dtype=dtype, seed=rng.randrange(999), **sizes)
-    batch, pages = case.batch, prefix // block
-    batch.block_table[batch.slots[:rows], :pages] = batch.block_table[batch.slots[0], :pages].clone()
+    batch, blocks = case.batch, prefix // block
+    batch.block_table[batch.slots[:rows], :blocks] = batch.block_table[batch.slots[0], :blocks].clone()
     tokens = [prefix] * rows + [0] * apart
     order = torch.randperm(rows + apart)
     batch.slots = batch.slots[order.to(device)]
@@ -392,7 +392,7 @@ def shared_case(
 
 @interpreted
 @pytest.mark.parametrize("seed", range(8))
-def test_shared_pages_interpreted(seed: int, as_if_large: None) -> None:
+def test_shared_blocks_interpreted(seed: int, as_if_large: None) -> None:
     rng = random.Random(seed)
     sizes = {**drawn(rng, 80, [4, 16, 64]), "window": None}
     prefix = sizes["block_size"] * rng.randint(1, 5)
@@ -402,7 +402,7 @@ def test_shared_pages_interpreted(seed: int, as_if_large: None) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("seed", range(12))
-def test_shared_pages(seed: int, dtype: torch.dtype, as_if_large: None) -> None:
+def test_shared_blocks(seed: int, dtype: torch.dtype, as_if_large: None) -> None:
     rng = random.Random(seed)
     sizes = {**drawn(rng, 256, [16, 32, 64]), "window": None}
     prefix = sizes["block_size"] * rng.randint(1, 40)

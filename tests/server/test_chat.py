@@ -140,7 +140,7 @@ def test_prompt_logprobs(demo: Server) -> None:
 
 
 def test_cached_tokens_and_n(demo: Server) -> None:
-    """n answers share the prompt's pages; what they share among themselves is not "cached"."""
+    """n answers share the prompt's blocks; what they share among themselves is not "cached"."""
     long = chat("Rosa met Bobo at the mill. " * 20, n=3, max_tokens=2, cache_salt="fresh")
     first = demo.post("/v1/chat/completions", long).json()["usage"]
     again = demo.post("/v1/chat/completions", long).json()["usage"]

@@ -124,7 +124,7 @@ def test_models_version_health_stats(dry: Server) -> None:
         assert dry.http.get(path).status_code == 200
     dry.post("/v1/completions", {"prompt": "a b c"})
     stats = dry.wait_until_idle()
-    assert stats["pages"]["used"] == 0 and stats["pages"]["free"] == stats["pages"]["total"]
+    assert stats["blocks"]["used"] == 0 and stats["blocks"]["free"] == stats["blocks"]["total"]
     assert stats["requests"]["completed"] >= 1 and stats["tokens"]["generated"] >= 1
 
 

@@ -41,4 +41,4 @@ def test_hundreds_of_requests_from_the_description(dry: Server) -> None:
     statuses = {status for _, status in seen}
     assert 200 in statuses and 400 in statuses and not statuses & {500, 501, 502}
     stats = dry.wait_until_idle()
-    assert stats["pages"]["used"] == 0 and dry.http.get("/health").status_code == 200
+    assert stats["blocks"]["used"] == 0 and dry.http.get("/health").status_code == 200

@@ -96,7 +96,7 @@ def test_many_at_once_and_beside_chats(demo: Server, reference: LLM) -> None:
     found = np.concatenate([vectors(part) for part in found_all[:8]])
     np.testing.assert_allclose(found, expected, atol=1e-4)
     assert {chat.choices[0].message.content for chat in found_all[8:]} == {"27 + 45 = 72"}
-    assert demo.wait_until_idle()["pages"]["used"] == 0
+    assert demo.wait_until_idle()["blocks"]["used"] == 0
 
 
 @pytest.mark.parametrize(

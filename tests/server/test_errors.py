@@ -344,7 +344,7 @@ def test_an_error_in_a_stream_has_its_own_status_before_the_first_byte(dry: Serv
 
 def test_still_healthy_and_nothing_leaked(dry: Server) -> None:
     stats = dry.wait_until_idle()
-    assert stats["pages"]["used"] == 0
+    assert stats["blocks"]["used"] == 0
     answer = dry.post(CHAT, chat("Hi", stream=True))
     assert events(answer)[-1] == "[DONE]"
     assert json.loads(dry.http.get("/health").text) == {"status": "ok"}

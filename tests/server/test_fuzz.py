@@ -112,5 +112,5 @@ def test_any_bytes(dry: Server, body: bytes, path: str) -> None:
 
 
 def test_nothing_is_left(dry: Server) -> None:
-    assert dry.wait_until_idle()["pages"]["used"] == 0
+    assert dry.wait_until_idle()["blocks"]["used"] == 0
     assert dry.http.get("/health").status_code == 200

@@ -114,7 +114,7 @@ def bystander(demo: Server) -> Iterator[None]:
     stop.set()
     thread.join()
     assert not wrong and slowest[0] < SOON_S
-    assert demo.wait_until_idle()["pages"]["used"] == 0
+    assert demo.wait_until_idle()["blocks"]["used"] == 0
     assert demo.http.get("/health").status_code == 200
 
 

@@ -90,7 +90,7 @@ def test_a_key_that_holds_all_slots_gives_one_to_another(
             assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] == 5
         found = ops.get("/stats").json()
         assert found["requests"]["active"] == SLOTS and not any(run.done() for run in waiting)
-        assert found["pages"]["preemptions_for_other_keys"] >= 1
+        assert found["blocks"]["preemptions_for_other_keys"] >= 1
         for lines in held:  # each of them goes on
             for _ in range(20):
                 next(lines)

@@ -76,7 +76,7 @@ def test_sigterm_under_load_ends_every_stream_in_order() -> None:
         assert server.wait() == 0
 
 
-def test_killed_clients_free_their_pages() -> None:
+def test_killed_clients_free_their_blocks() -> None:
     with serving(*SLOW) as server:
         command = [sys.executable, "-c", CLIENT, server.url + TEXT]
         clients = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(4)]
@@ -89,7 +89,7 @@ def test_killed_clients_free_their_pages() -> None:
                 client.kill()
                 client.wait()
         stats = server.wait_until_idle(20)  # the answers would take 30 s
-        assert stats["pages"]["used"] == 0 and stats["requests"]["aborted"] == 8
+        assert stats["blocks"]["used"] == 0 and stats["requests"]["aborted"] == 8
         assert server.post(TEXT, {"prompt": "a b", "max_tokens": 2}).status_code == 200
 
 

@@ -34,7 +34,7 @@ def test_steps_and_state(dry: Server) -> None:
         assert name == "steps" and len(steps) >= 50 and all(step["took_s"] > 0 for step in steps)
         name, state = next(found)
         assert name == "state" and state["steps"] == [] and state["running"] == []
-        assert state["stats"]["pages"] == 16384 and state["pages_per_cell"] == 1
+        assert state["stats"]["blocks"] == 16384 and state["blocks_per_cell"] == 1
         dry.post(TEXT, {"prompt": [5, 6, 7], "max_tokens": 50, "ignore_eos": True})
         more = next(told for name, told in found if name == "steps" and told)
         assert more[0]["step"] == steps[-1]["step"] + 1

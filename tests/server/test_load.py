@@ -68,7 +68,7 @@ def test_timeouts() -> None:
         assert chunks and error["error"]["code"] == "timeout" and done == "[DONE]"
         answer = server.post(TEXT, {**LONG, "timeout": 60})  # the server's own limit is less
         assert answer.status_code == 504 and "2.5 s" in answer.json()["error"]["message"]
-        assert server.wait_until_idle()["pages"]["used"] == 0
+        assert server.wait_until_idle()["blocks"]["used"] == 0
 
 
 def test_timeout_of_a_request_that_never_ran() -> None:
@@ -81,19 +81,19 @@ def test_timeout_of_a_request_that_never_ran() -> None:
         assert answer.status_code == 504  # nothing had been sent
 
 
-def test_a_client_that_leaves_frees_its_pages_at_once() -> None:
+def test_a_client_that_leaves_frees_its_blocks_at_once() -> None:
     with serving("demo", "--dry-run", "--dry-run-step-ms", "20") as server:
         for body in ({**LONG, "stream": True}, {**LONG, "stream": True, "n": 4}):
             with server.http.stream("POST", TEXT, json=body) as response:
                 lines = response.iter_lines()
                 next(lines)
-                assert server.stats()["pages"]["used"] > 0
-            assert server.wait_until_idle()["pages"]["used"] == 0  # long before its last token
+                assert server.stats()["blocks"]["used"] > 0
+            assert server.wait_until_idle()["blocks"]["used"] == 0  # long before its last token
         before = server.stats()["requests"]["aborted"]
         with contextlib.suppress(httpx.ReadTimeout):
             httpx.post(server.url + TEXT, json=LONG, timeout=2)
         stats = server.wait_until_idle()
-        assert stats["requests"]["aborted"] == before + 1 and stats["pages"]["used"] == 0
+        assert stats["requests"]["aborted"] == before + 1 and stats["blocks"]["used"] == 0
 
 
 def test_a_client_that_does_not_read_is_dropped() -> None:
@@ -110,7 +110,7 @@ def test_a_client_that_does_not_read_is_dropped() -> None:
             time.sleep(0.5)
             assert server.post(TEXT, {"prompt": "a b"}).status_code == 200
             stats = server.wait_until_idle(30)
-            assert stats["pages"]["used"] == 0
+            assert stats["blocks"]["used"] == 0
             grown = psutil.Process(server.process.pid).memory_info().rss - before
             assert grown < 400 << 20
             server.wait_for(lambda: "a client did not read for 1 s: dropped" in server.output)
@@ -241,4 +241,4 @@ def test_many_streams_with_random_leavers(dry: Server) -> None:
         found = list(pool.map(one, range(300)))
     assert found.count(None) == 100 and found.count(True) == 200
     stats = dry.wait_until_idle()
-    assert stats["pages"]["used"] == 0
+    assert stats["blocks"]["used"] == 0

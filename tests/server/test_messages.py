@@ -403,4 +403,4 @@ def test_keys_and_errors_in_the_middle(locked: Server) -> None:
     next(iter(stream))
     stream.close()
     locked.http.headers["x-api-key"] = "right"
-    assert locked.wait_until_idle()["pages"]["used"] == 0
+    assert locked.wait_until_idle()["blocks"]["used"] == 0

@@ -56,7 +56,7 @@ HISTOGRAMS = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """With room for few requests, so that they wait for pages and preempt each other."""
+    """With room for few requests, so that they wait for blocks and preempt each other."""
     flags = ("--dry-run-step-ms", "6", "--kv-cache-memory", str(48 * 16 * 1024), "--max-num-seqs", "6")
     with serving("demo", "--dry-run", "--check-invariants", *flags) as found:
         yield found
@@ -179,10 +179,10 @@ def test_counts_add_up(server: Server) -> None:
     assert computed + cached == prompts and cached == grown("vllm:prompt_tokens_cached_total") > 0
     assert grown("vllm:request_prefill_kv_computed_tokens_sum") == computed
     assert grown("vllm:prefix_cache_hits_total") >= cached
-    assert value(after, "vllm:num_preemptions_total") == stats["pages"]["preemptions"] > 0
-    assert value(after, "quire:pressure_events_total") >= stats["pages"]["preemptions"]
-    assert value(after, "quire:page_evictions_total") == stats["pages"]["evictions"]
-    assert value(after, "quire:queue_seconds_total", cause="pages") > 0
+    assert value(after, "vllm:num_preemptions_total") == stats["blocks"]["preemptions"] > 0
+    assert value(after, "quire:pressure_events_total") >= stats["blocks"]["preemptions"]
+    assert value(after, "quire:block_evictions_total") == stats["blocks"]["evictions"]
+    assert value(after, "quire:queue_seconds_total", cause="blocks") > 0
     assert value(after, "quire:recompute_seconds_total") > 0 < value(after, "quire:preempted_seconds_total")
     assert value(after, "quire:lost_to_prefills_seconds_total") > 0
     in_engine = sum(grown(f"vllm:request_{part}_time_seconds_sum") for part in ("queue", "inference"))
@@ -293,7 +293,7 @@ def test_stats_for_people(server: Server) -> None:
     assert found["latency_ms"]["ttft"]["p50"] < found["latency_ms"]["e2e"]["p50"]
     assert 1 <= found["batch"]["rows"]["max"] <= 6 and found["batch"]["tokens"]["max"] > 6
     assert found["batch"]["rows"]["count"] == found["last_step"]["step"] + 1
-    assert found["pages"]["pressure_events"] >= found["pages"]["preemptions"]
+    assert found["blocks"]["pressure_events"] >= found["blocks"]["preemptions"]
     assert 0 <= found["tokens"]["hit_rate"] <= 1
     assert found["requests"]["completed"] >= 8
 

@@ -209,7 +209,7 @@ def test_a_server_with_a_key(browser: Browser) -> None:
 
 @pytest.fixture(scope="module")
 def busy() -> Iterator[Server]:
-    """64 requests, of which 24 fit: requests run, wait and share pages."""
+    """64 requests, of which 24 fit: requests run, wait and share blocks."""
     flags = ["--dry-run", "--dry-run-step-ms", "10", "--max-num-seqs", "24", "--kv-cache-memory", "12m"]
 
     def body(i: int) -> dict:
@@ -237,7 +237,7 @@ def test_live_view(busy: Server, browser: Browser) -> None:
         return colours.size;
     """
     assert browser.js(drawn, "steps-canvas") >= 3
-    assert browser.js(drawn, "pages-canvas") >= 12  # ten requests' colours, shared, blank
+    assert browser.js(drawn, "blocks-canvas") >= 12  # ten requests' colours, shared, blank
 
 
 def test_live_view_by_keyboard(busy: Server, browser: Browser) -> None:
@@ -252,12 +252,12 @@ def test_live_view_by_keyboard(busy: Server, browser: Browser) -> None:
     assert browser.text("#pause") == "Resume" and browser.text("#connection") == "Paused"
     browser.type("#steps-canvas", LEFT * 3)
     assert "step " in browser.text("#steps-readout") and "decoded" in browser.text("#steps-readout")
-    browser.type("#pages-canvas", RIGHT * 2)
-    assert "Page 1:" in browser.text("#pages-readout")
+    browser.type("#blocks-canvas", RIGHT * 2)
+    assert "Block 1:" in browser.text("#blocks-readout")
     browser.js("document.querySelector('#running tbody tr[tabindex=\"0\"]').focus()")
     browser.driver.switch_to.active_element.send_keys(DOWN, DOWN, ENTER)
     chosen = browser.js("return document.querySelector('#running tr[aria-selected=true]').dataset.id")
-    assert f"Request {chosen} holds" in browser.text("#pages-readout")
+    assert f"Request {chosen} holds" in browser.text("#blocks-readout")
     browser.type("body", ESCAPE)
     assert browser.js("return document.querySelectorAll('tr[aria-selected=true]').length") == 0
     browser.type("body", "p")

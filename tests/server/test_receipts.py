@@ -21,7 +21,7 @@ TERMS = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """With room for few requests, so that they wait for pages and preempt each other."""
+    """With room for few requests, so that they wait for blocks and preempt each other."""
     flags = (
         "--dry-run-step-ms",
         str(STEP_MS),
@@ -89,7 +89,7 @@ def test_terms_under_mixed_load_with_preemption(server: Server) -> None:
     assert any(receipt["terms_ms"]["recompute"] > 0 for receipt in receipts)
     assert any(receipt["terms_ms"]["lost_to_prefills"] > 0 for receipt in receipts)
     causes = {cause for receipt in receipts for cause, ms in receipt["queue_ms"].items() if ms > STEP_MS}
-    assert {"slots", "pages"} <= causes, causes
+    assert {"slots", "blocks"} <= causes, causes
 
 
 def test_alone(server: Server) -> None:
@@ -139,7 +139,7 @@ def test_of_the_demo_model(demo: Server) -> None:
     assert found["queue_ms"]["grammar"] > 0 and found["terms_ms"]["prefill"] > 0
 
 
-def test_of_the_demo_model_with_too_few_pages() -> None:
+def test_of_the_demo_model_with_too_few_blocks() -> None:
     """All there is at once: chunks of prompts, overlapped steps, preemption, abort."""
     flags = ("--kv-cache-memory", str(24 * 114688), "--max-num-batched-tokens", "64", "--check-invariants")
     rng = random.Random(2)
@@ -152,7 +152,7 @@ def test_of_the_demo_model_with_too_few_pages() -> None:
         with concurrent.futures.ThreadPoolExecutor(12) as pool:
             receipts = list(pool.map(one, range(36)))
         assert any(receipt["terms_ms"]["recompute"] > 0 for receipt in receipts)
-        assert server.wait_until_idle()["pages"]["used"] == 0
+        assert server.wait_until_idle()["blocks"]["used"] == 0
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -196,4 +196,4 @@ def test_what_cannot_be_enforced_is_refused(demo: Server, fields: dict[str, Any]
     for path, body in ((CHAT, chat(ASK)), (TEXT, {"prompt": ASK}), ("/v1/messages", chat(ASK, max_tokens=9))):
         answer = demo.post(path, {**body, **fields})
         assert answer.status_code == 400 and says in answer.json()["error"]["message"], answer.text
-    assert demo.wait_until_idle()["pages"]["used"] == 0
+    assert demo.wait_until_idle()["blocks"]["used"] == 0

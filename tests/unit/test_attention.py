@@ -19,10 +19,10 @@ SPEC = ModelSpec.from_config(CONFIG)
 
 
 class InOrder(random.Random):
-    """Rows get pages that follow each other, as long as requests come one after the other."""
+    """Rows get blocks that follow each other, as long as requests come one after the other."""
 
     def shuffle(self, x: list[int]) -> None:
-        x.reverse()  # pages are taken from the end
+        x.reverse()  # blocks are taken from the end
 
 
 def compare(seed: int, device: str, kind: type[random.Random] = random.Random) -> None:
@@ -53,7 +53,7 @@ def test_reference_agrees_with_attention_written_out(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_pages_that_follow_each_other_are_read_in_place(seed: int) -> None:
+def test_blocks_that_follow_each_other_are_read_in_place(seed: int) -> None:
     compare(seed, "cpu", InOrder)
 
 

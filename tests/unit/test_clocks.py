@@ -74,8 +74,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def engine_on(clock: Clock, rows: int = 8, pages: int = 100, depth: int = 1, budget: int = 64) -> Engine:
-    pool, log = BlockPool(pages, LRU()), StepLog()
+def engine_on(clock: Clock, rows: int = 8, blocks: int = 100, depth: int = 1, budget: int = 64) -> Engine:
+    pool, log = BlockPool(blocks, LRU()), StepLog()
     limits = Limits(rows, budget, 100, 4)
     scheduler = Scheduler(pool, HashPrefixCache(pool, 4), Policy(), limits, log)
     return Engine(scheduler, Device(clock), NoGrammar(), depth, log, check_invariants=True)
@@ -145,11 +145,11 @@ def test_waiting_is_booked_by_cause(clock: Clock) -> None:
     found = run(engine)
     assert found["b"].waited_s == {"slots": 8 * TOKEN_S + 4 * DECODE_S}
     assert found["b"].prefill_s == 8 * TOKEN_S and found["b"].decode_s == DECODE_S
-    tight = engine_on(clock, pages=5)
+    tight = engine_on(clock, blocks=5)
     tight.add(ask("a", [1] * 16, 4))
     tight.add(ask("b", [2] * 16, 2))
     found = run(tight)
-    assert found["b"].waited_s == {"pages": 16 * TOKEN_S + 3 * DECODE_S}
+    assert found["b"].waited_s == {"blocks": 16 * TOKEN_S + 3 * DECODE_S}
     assert tight.log.totals.pressure == 1 and not tight.log.totals.preemptions
 
 
@@ -163,7 +163,7 @@ def test_a_request_that_a_step_in_flight_keeps_waiting(clock: Clock) -> None:
 
 
 def test_preemption(clock: Clock) -> None:
-    engine = engine_on(clock, pages=8, depth=2)
+    engine = engine_on(clock, blocks=8, depth=2)
     engine.add(ask("a", [1] * 12, 16))
     engine.add(ask("b", [2] * 12, 16))
     found = run(engine)
@@ -176,7 +176,7 @@ def test_preemption(clock: Clock) -> None:
 
 
 def test_why_the_prefix_ended(clock: Clock) -> None:
-    engine = engine_on(clock, pages=10)
+    engine = engine_on(clock, blocks=10)
     ends = {}
     for name, prompt in {
         "first": [1] * 17, "same": [1] * 17, "longer": [1] * 12 + [2] * 5, "filler": [3] * 37, "again": [1] * 17,

@@ -29,7 +29,7 @@ def test_no_kv_turns_off_what_needs_it() -> None:
     assert c.block_size == 4096 and c.max_num_batched_tokens == 4096
 
 
-def test_contiguous_is_one_page_as_long_as_the_context() -> None:
+def test_contiguous_is_one_block_as_long_as_the_context() -> None:
     assert EngineConfig(kv_layout="contiguous", max_model_len=100).resolved(0, 4096).block_size == 100
 
 

@@ -199,7 +199,7 @@ def with_grammar(engine: Engine, source: Source, patience_s: float = 10.0) -> Li
     return engine.grammar
 
 
-# Pages for little more than one request, and many at once, so that about every second such load preempts.
+# Blocks for little more than one request, and many at once, so that about every second such load preempts.
 TIGHT = dict(max_len=24, layout="paged", block_size=1, num_blocks=26, rows=8, admits=continuous)
 
 

@@ -1,4 +1,4 @@
-"""The live view's data: steps, requests and pages as they are, bounded, and at nobody's cost when nobody looks."""
+"""The live view's data: steps, requests and blocks as they are, bounded, and at nobody's cost when nobody looks."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ from quire.worker.echo_executor import EchoExecutor
 EOS = 0
 
 
-def engine(max_num_seqs: int = 2, pages: int = 100) -> Engine:
-    pool = BlockPool(pages, LRU())
+def engine(max_num_seqs: int = 2, blocks: int = 100) -> Engine:
+    pool = BlockPool(blocks, LRU())
     log = StepLog()
     scheduler = Scheduler(pool, HashPrefixCache(pool, 4), Policy(), Limits(max_num_seqs, 64, 256, 4), log)
     return Engine(scheduler, EchoExecutor(100, EOS, frozenset({EOS})), NoGrammar(), 2, log)
@@ -51,7 +51,7 @@ def as_json(body: bytes) -> list[dict]:
 
 
 def cells(found: EngineLive) -> np.ndarray:
-    return np.frombuffer(found.pages, "<u2")
+    return np.frombuffer(found.blocks, "<u2")
 
 
 def test_an_engine_that_has_done_nothing() -> None:
@@ -71,14 +71,14 @@ def test_requests_that_run_and_wait() -> None:
     assert [(r.id, r.state) for r in found.waiting] == [("r2", "slots"), ("r3", "turn"), ("r4", "turn")]
     first = found.running[0]
     assert (first.state, first.prompt, first.limit, first.client) == ("decode", 9, 40, "alpha")
-    assert first.generated > 0 and first.pages == len(host.scheduler.running[0].blocks) and first.slot == 0
-    assert found.waiting[0].slot == -1 and found.waiting[0].pages == 0
+    assert first.generated > 0 and first.blocks == len(host.scheduler.running[0].blocks) and first.slot == 0
+    assert found.waiting[0].slot == -1 and found.waiting[0].blocks == 0
     msg.decode_to_client(msg.encode(msg.Live(found)))  # it can travel
 
 
-def test_the_map_of_pages_agrees_with_the_books() -> None:
+def test_the_map_of_blocks_agrees_with_the_books() -> None:
     host = engine(max_num_seqs=4)
-    start = list(range(1, 17))  # four pages that all share
+    start = list(range(1, 17))  # four blocks that all share
     host.add(request("a", [*start, 50], 12))
     while host.has_work:
         host.step()
@@ -87,16 +87,16 @@ def test_the_map_of_pages_agrees_with_the_books() -> None:
     host.step()
     found, pool = look(host), host.scheduler.pool
     kinds = cells(found)
-    for page in range(pool.num_blocks):
-        holders = [i for i, r in enumerate(host.scheduler.running) if page in r.blocks]
+    for block in range(pool.num_blocks):
+        holders = [i for i, r in enumerate(host.scheduler.running) if block in r.blocks]
         if len(holders) > 1:
             expected = live.SHARED
         elif holders:
             expected = live.FIRST_OWNER + holders[0]
         else:
-            expected = live.EVICTABLE if pool.cached[page] else live.BLANK
-        assert kinds[page] == expected
-    assert found.shared_pages == 4 == np.count_nonzero(kinds == live.SHARED)
+            expected = live.EVICTABLE if pool.cached[block] else live.BLANK
+        assert kinds[block] == expected
+    assert found.shared_blocks == 4 == np.count_nonzero(kinds == live.SHARED)
     assert np.count_nonzero(kinds == live.EVICTABLE) == pool.num_cached > 0
 
 
@@ -115,22 +115,22 @@ def test_a_client_sees_its_own_requests_only() -> None:
     assert (load.running + load.waiting, others.running + others.waiting) == (2, 7)
     assert load.waiting_tokens == 9 * load.waiting and set(found.stats.served_tokens) == {"beta"}
     kinds, pool = cells(found), host.scheduler.pool
-    for page in range(pool.num_blocks):
-        holders = [r for r in host.scheduler.running if page in r.blocks]
+    for block in range(pool.num_blocks):
+        holders = [r for r in host.scheduler.running if block in r.blocks]
         if holders:
             own = holders[0].source.client == "beta"
             place = [r.id for r in found.running].index(holders[0].id) if own else 0
-            assert kinds[page] == (live.FIRST_OWNER + place if own else live.OTHERS)
+            assert kinds[block] == (live.FIRST_OWNER + place if own else live.OTHERS)
     everything = look(host)
     assert len(everything.running) + len(everything.waiting) == 9 and live.OTHERS not in cells(everything)
 
 
-def test_many_pages_become_fewer_cells() -> None:
-    host = engine(pages=5 * live.MAX_CELLS + 7)
+def test_many_blocks_become_fewer_cells() -> None:
+    host = engine(blocks=5 * live.MAX_CELLS + 7)
     host.add(request("a", [5] * 9))
     host.step()
     found = look(host)
-    assert found.pages_per_cell == 6 and len(cells(found)) == -(-host.scheduler.pool.num_blocks // 6)
+    assert found.blocks_per_cell == 6 and len(cells(found)) == -(-host.scheduler.pool.num_blocks // 6)
     assert set(cells(found).tolist()) == {live.BLANK, live.FIRST_OWNER}
 
 

@@ -48,14 +48,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_of(
-    model: Path, device: str = "cpu", dtype: str = "float32", pages: int = 40, **settings: Any
+    model: Path, device: str = "cpu", dtype: str = "float32", blocks: int = 40, **settings: Any
 ) -> Engine:
     block_size = settings.get("block_size", 4)
     base = {"block_size": block_size, "max_model_len": 64, "max_num_seqs": 4, "skip_tokenizer_init": True}
     token_bytes = 2 * 2 * 2 * 16 * (4 if dtype == "float32" else 2)  # layers, k and v, heads, dim
     config = EngineConfig(
         model=str(model), device=device, dtype=dtype, check_invariants=True,
-        kv_cache_memory=pages * block_size * token_bytes, **{**base, **settings},
+        kv_cache_memory=blocks * block_size * token_bytes, **{**base, **settings},
     )  # fmt: skip
     return build_engine(config)[0]
 
@@ -138,8 +138,8 @@ def check_isolation(
 MIXES: dict[str, dict[str, Any]] = {
     "default": {},
     "chunks": {"max_num_batched_tokens": 7, "overlap": False},
-    "tight": {"pages": 17, "max_num_batched_tokens": 16},
-    "large pages": {"block_size": 64, "pages": 4, "prefix_caching": False},
+    "tight": {"blocks": 17, "max_num_batched_tokens": 16},
+    "large blocks": {"block_size": 64, "blocks": 4, "prefix_caching": False},
 }
 
 
@@ -162,7 +162,7 @@ def test_what_a_culprit_computed_is_not_found_again(model: Path) -> None:
 
 
 def test_a_culprit_that_was_preempted_is_not_found_again(model: Path) -> None:
-    """Its pages are free, but cached, when its step is retired."""
+    """Its blocks are free, but cached, when its step is retired."""
     engine = engine_of(model)
     engine.add(request_of("x", [1] * 9 + [SICK] * 9))
     while not engine.scheduler.running:

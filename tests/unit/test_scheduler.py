@@ -1,7 +1,7 @@
 """The real scheduler, pool, prefix cache and step loop against sequential decoding, under random loads.
 
 A fake device runs launched work in order and only when the host waits, so the host can never peek. Its
-KV cache stores, per page entry, the hash of the whole token prefix: every forward checks that the block
+KV cache stores, per block entry, the hash of the whole token prefix: every forward checks that the block
 table it was given really holds the right keys.
 """
 
@@ -360,7 +360,7 @@ SMALL = dict(
 )  # fmt: skip
 
 
-def test_equal_prompts_in_one_step_share_pages() -> None:
+def test_equal_prompts_in_one_step_share_blocks() -> None:
     engine, _ = make_engine(**SMALL)
     for i in range(3):
         engine.add(request(f"r{i}", [5] * 10))
@@ -459,7 +459,7 @@ def test_fifo_evicts_by_age_and_lru_by_use() -> None:
         for name in ("old", "new", "old"):  # `old` is cached first and used last
             engine.add(request(f"{name}{engine.log.totals.requests}", prompts[name], 1))
             drain(engine)
-        engine.add(request("filler", [3] * 32, 1))  # 8 pages: more than the blank ones
+        engine.add(request("filler", [3] * 32, 1))  # 8 blocks: more than the blank ones
         drain(engine)
         hits = {}
         for name in sorted(prompts, key=lambda name: name != survivor):  # a miss evicts: probe it last
@@ -475,7 +475,7 @@ def test_fifo_evicts_by_age_and_lru_by_use() -> None:
     [
         ([], 1, "at least one token"),
         ([1] * 40, 1, "max_model_len is 40"),
-        ([1] * 30, 10, "needs 10 KV pages of 4 tokens .* holds 9 pages"),
+        ([1] * 30, 10, "needs 10 KV blocks of 4 tokens .* holds 9 blocks"),
     ],
 )
 def test_a_request_that_never_fits_is_refused_with_the_numbers(prompt, max_tokens, text) -> None:

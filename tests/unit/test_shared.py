@@ -1,4 +1,4 @@
-"""Rows that begin with the same pages."""
+"""Rows that begin with the same blocks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from array import array
 
 import numpy as np
 
-from quire.core.shared_prefix import MIN_ROWS, MIN_TOKENS, CommonPages
+from quire.core.shared_prefix import MIN_ROWS, MIN_TOKENS, CommonBlocks
 from quire.types import EngineRequest, Request, SamplingParams
 
 BLOCK = 16
@@ -27,7 +27,7 @@ def rows(*tables: list[int]) -> list[Request]:
 
 def test_all_rows_share() -> None:
     common = list(range(LEAST + 5))
-    found = CommonPages(BLOCK).find(rows(*(common + [100 + i] for i in range(MIN_ROWS))), 0)
+    found = CommonBlocks(BLOCK).find(rows(*(common + [100 + i] for i in range(MIN_ROWS))), 0)
     assert found is not None and (found == len(common) * BLOCK).all()
 
 
@@ -36,29 +36,29 @@ def test_rows_apart_are_marked() -> None:
     tables = [common + [200 + i] for i in range(MIN_ROWS)] + [[500 + i] * 40 for i in range(5)] + [[0]]
     order = list(range(len(tables)))
     random.Random(1).shuffle(order)
-    found = CommonPages(BLOCK).find(rows(*(tables[i] for i in order)), 0)
+    found = CommonBlocks(BLOCK).find(rows(*(tables[i] for i in order)), 0)
     assert found is not None
     assert [bool(n) for n in found] == [i < MIN_ROWS for i in order]
 
 
 def test_too_few_rows_or_tokens() -> None:
     long, short = list(range(LEAST)), list(range(LEAST - 1))
-    assert CommonPages(BLOCK).find(rows(*(long + [100 + i] for i in range(MIN_ROWS - 1))), 0) is None
-    assert CommonPages(BLOCK).find(rows(*(short + [100 + i] for i in range(MIN_ROWS))), 0) is None
-    assert CommonPages(BLOCK).find(rows(*([100 + i] * 40 for i in range(MIN_ROWS))), 0) is None
+    assert CommonBlocks(BLOCK).find(rows(*(long + [100 + i] for i in range(MIN_ROWS - 1))), 0) is None
+    assert CommonBlocks(BLOCK).find(rows(*(short + [100 + i] for i in range(MIN_ROWS))), 0) is None
+    assert CommonBlocks(BLOCK).find(rows(*([100 + i] * 40 for i in range(MIN_ROWS))), 0) is None
     assert (
-        CommonPages(BLOCK).find(rows(*(long for _ in range(MIN_ROWS))), 0) is None
+        CommonBlocks(BLOCK).find(rows(*(long for _ in range(MIN_ROWS))), 0) is None
     )  # the last is never shared
 
 
 def test_the_answer_is_kept_while_the_batch_is() -> None:
     common = list(range(LEAST + 1))
     batch = rows(*(common + [100 + i] for i in range(MIN_ROWS)))
-    pages = CommonPages(BLOCK)
-    found = pages.find(batch, 1)
+    blocks = CommonBlocks(BLOCK)
+    found = blocks.find(batch, 1)
     batch[0].blocks = [7]
-    assert pages.find(batch, 1) is found
-    again = pages.find(batch, 2)
+    assert blocks.find(batch, 1) is found
+    again = blocks.find(batch, 2)
     assert again is None  # one too few
 
 
@@ -71,7 +71,7 @@ def test_random_tables_against_a_plain_search() -> None:
         for i in range(rng.randint(MIN_ROWS, 40)):
             cut = rng.choice((0, 20, 20, 40, 50))
             tables.append(trunk[:cut] + [1000 + 100 * i + j for j in range(rng.randint(1, 30))])
-        found = CommonPages(BLOCK).find(rows(*tables), 0)
+        found = CommonBlocks(BLOCK).find(rows(*tables), 0)
         if found is None:
             continue
         seen += 1

@@ -23,9 +23,9 @@ EOS = 0
 
 
 def engine(
-    slots: int = 4, pages: int = 1000, policy: Policy | None = None, budget: int = 64, mixed: int = 64
+    slots: int = 4, blocks: int = 1000, policy: Policy | None = None, budget: int = 64, mixed: int = 64
 ) -> Engine:
-    pool = BlockPool(pages, LRU())
+    pool = BlockPool(blocks, LRU())
     log = StepLog()
     limits = Limits(slots, budget, 256, 4, mixed_prefill_tokens=mixed)
     scheduler = Scheduler(pool, HashPrefixCache(pool, 4), policy or Policy(), limits, log)
@@ -77,7 +77,7 @@ def test_a_newcomer_gets_a_slot_of_a_client_that_holds_them_all() -> None:
 
 
 def test_a_newcomer_gets_blocks_of_a_client_that_holds_them_all() -> None:
-    host = engine(slots=8, pages=64)
+    host = engine(slots=8, blocks=64)
     add(host, 4, "a", prompt=60, tokens=40)
     run(host, 8)
     assert host.scheduler.pool.num_free < 15
@@ -87,7 +87,7 @@ def test_a_newcomer_gets_blocks_of_a_client_that_holds_them_all() -> None:
 
 @pytest.mark.parametrize("what", ["the only slot", "all blocks"])
 def test_a_newcomer_takes_turns_with_a_single_request_that_holds(what: str) -> None:
-    host = engine(slots=1, pages=1000) if what == "the only slot" else engine(slots=4, pages=64)
+    host = engine(slots=1, blocks=1000) if what == "the only slot" else engine(slots=4, blocks=64)
     (greedy,) = add(host, 1, "a", prompt=20 if what == "the only slot" else 160, tokens=96)
     run(host, QUANTUM + 10)
     host.add(request("b0", "b", tokens=90, prompt=100))
@@ -222,7 +222,7 @@ def test_whole_prompts_find_room_too() -> None:
 
 
 def test_growth_takes_the_blocks_of_the_client_that_holds_most() -> None:
-    host = engine(slots=8, pages=40)
+    host = engine(slots=8, blocks=40)
     add(host, 3, "a", prompt=40, tokens=60)
     run(host, 4)
     host.add(request("b0", "b", prompt=8, tokens=60))  # the newest of all
@@ -239,7 +239,7 @@ def test_one_client_pays_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for name in ("claim", "sort_by_turn", "turn", "line"):
         monkeypatch.setattr(Shares, name, never)
-    host = engine(slots=2, pages=30)
+    host = engine(slots=2, blocks=30)
     add(host, 6, "", prompt=20, tokens=60)
     while host.has_work:
         host.step()

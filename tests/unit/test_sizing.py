@@ -49,7 +49,7 @@ def test_no_more_than_is_of_use() -> None:
     assert size(10**9, max_num_seqs=2).num_blocks == 2 * 4096 // 16  # on a CPU others use that memory
 
 
-def test_contiguous_has_one_page_per_request() -> None:
+def test_contiguous_has_one_block_per_request() -> None:
     found = size(10_000, kv_layout="contiguous")
     assert (found.num_blocks, found.block_size) == (2, 4096)
 

@@ -49,20 +49,20 @@ def answers(**settings: Any) -> list[list[int]]:
 
 @pytest.fixture
 def warmed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Every worker runs its largest step, and then warms up in pages that were full of NaN; lists their
+    """Every worker runs its largest step, and then warms up in blocks that were full of NaN; lists their
     max_model_len."""
     done: list[int] = []
     allocate = Worker.allocate
 
     def warm(self: Worker, size: KVSize) -> Runner:
         scratch = self._scratch_size(self._largest_step()[1])
-        _run(self._make_runner(scratch, self._make_pages(scratch), False), *self._largest_step())
+        _run(self._make_runner(scratch, self._make_blocks(scratch), False), *self._largest_step())
         runner = allocate(self, size)
-        edges = [pages[end] for pair in self._pages for pages in pair for end in (0, -1)]
-        for page in edges:
-            page.fill_(float("nan"))
+        edges = [blocks[end] for pair in self._blocks for blocks in pair for end in (0, -1)]
+        for block in edges:
+            block.fill_(float("nan"))
         self.rehearse(runner, size)
-        assert not any(page.isnan().any() for page in edges)
+        assert not any(block.isnan().any() for block in edges)
         done.append(size.max_model_len)
         return runner
 

@@ -20,8 +20,8 @@ from quire.worker.echo_executor import EchoExecutor
 EOS = 0
 
 
-def engine(max_num_seqs: int = 2, pages: int = 1000, policy: Policy | None = None) -> Engine:
-    pool = BlockPool(pages, LRU())
+def engine(max_num_seqs: int = 2, blocks: int = 1000, policy: Policy | None = None) -> Engine:
+    pool = BlockPool(blocks, LRU())
     log = StepLog()
     limits = Limits(max_num_seqs, 64, 256, 4)
     scheduler = Scheduler(pool, HashPrefixCache(pool, 4), policy or Policy(), limits, log)
@@ -106,8 +106,8 @@ def test_priority_comes_before_fairness() -> None:
 
 @pytest.mark.parametrize(("client", "first"), [("alpha", False), ("beta", True)])
 def test_preempted_requests_go_on_before_those_of_their_client(client: str, first: bool) -> None:
-    """With pages for one and a half, the later of two is preempted; only other clients' newcomers overtake it."""
-    host = engine(max_num_seqs=2, pages=18)
+    """With blocks for one and a half, the later of two is preempted; only other clients' newcomers overtake it."""
+    host = engine(max_num_seqs=2, blocks=18)
     host.add(request("a0", "alpha", tokens=40))
     host.add(request("a1", "alpha", tokens=40))
     while not host.log.totals.preemptions:
@@ -129,12 +129,12 @@ def test_counts_after_aborts() -> None:
     assert len(waiting) == 6 and waiting.tokens == 28 and len(list(waiting)) == 6
     finished_order(host)
     assert len(waiting) == 0 and waiting.tokens == 0
-    cached = 4 * 4  # alpha's prompts are the same: later ones find their first page, which costs nothing
+    cached = 4 * 4  # alpha's prompts are the same: later ones find their first block, which costs nothing
     assert host.scheduler.shares.served == {"alpha": 5 * (5 + 8) - cached, "beta": 3 + 8}
 
 
 def test_the_echo_does_not_depend_on_company() -> None:
-    host = engine(max_num_seqs=8, pages=30)  # so few that requests preempt each other
+    host = engine(max_num_seqs=8, blocks=30)  # so few that requests preempt each other
     prompts = {f"r{i}": request(f"r{i}", tokens=30, prompt=5 + i) for i in range(6)}
     for one in prompts.values():
         host.add(one)

@@ -45,7 +45,7 @@ def tiny_worker(**settings: object) -> Worker:
 def test_runners_share_one_set_of_slot_columns() -> None:
     worker = tiny_worker(max_num_seqs=3)
     size = KVSize(8, 16, 0, 256)
-    first = worker._make_runner(size, worker._make_pages(size), graphs=False)._state
+    first = worker._make_runner(size, worker._make_blocks(size), graphs=False)._state
     first.tokens.fill_(7)
     second = worker.allocate(size)._state
     assert second is first

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-KV = tuple[torch.Tensor, torch.Tensor]  # keys, values of one layer, in the back end's own page layout
+KV = tuple[torch.Tensor, torch.Tensor]  # keys, values of one layer, in the back end's own block layout
 
 
 @dataclass(slots=True)
@@ -27,7 +27,9 @@ class ForwardBatch:
 
     input_ids: torch.Tensor  # int64 [tokens]
     positions: torch.Tensor  # int64 [tokens]
-    kv_slots: torch.Tensor  # int64 [tokens]: page * block_size + offset, where each new K/V goes; -1: nowhere
+    kv_slots: (
+        torch.Tensor
+    )  # int64 [tokens]: block * block_size + offset, where each new K/V goes; -1: nowhere
     query_start: torch.Tensor  # int32 [rows + 1]
     seq_lens: torch.Tensor  # int32 [rows], the new tokens included
     block_table: torch.Tensor  # int32 [slots, blocks], of all slots
@@ -39,8 +41,8 @@ class ForwardBatch:
     block_size: int
     # int64 [n]: the only tokens whose hidden states the model has to return, in this order; None: all of them.
     wanted: torch.Tensor | None = None
-    # int32 [rows]: how many of a row's first tokens are in pages that other rows begin with as well (0: none);
-    # every number but 0 is the same, and names the same pages. Only where each row has one token.
+    # int32 [rows]: how many of a row's first tokens are in blocks that other rows begin with as well (0: none);
+    # every number but 0 is the same, and names the same blocks. Only where each row has one token.
     shared: torch.Tensor | None = None
     attn: Any = field(default=None)
 
@@ -90,7 +92,7 @@ class PackedForward(Protocol):
 
 
 class AttentionBackend(Protocol):
-    """Writes the new K/V into the pages, then attends over all pages of each row.
+    """Writes the new K/V into the blocks, then attends over all blocks of each row.
 
     Rows may run in any order: no row attends over what another row of the batch writes.
     """

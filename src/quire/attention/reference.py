@@ -1,12 +1,12 @@
 """The reference back end: paged attention in plain torch, for the CPU and as the oracle of the kernels.
 
-Pages are [page, token, head, dim], so one gather by KV slot serves every page size. Rows with one new
+Blocks are [block, token, head, dim], so one gather by KV slot serves every block size. Rows with one new
 token are batched, grouped by similar length; the query heads of a KV head become the query axis, so each
 KV byte is read once (GQA packing). Longer rows run one by one. Host bounds give the shapes; where bounds
 may exceed the device's lengths, a mask made on the device decides.
 
 A CPU reads lengths and block tables without waiting, so there shapes are exact, and slots that follow each
-other are a slice instead of a gather: a single request's pages mostly do, and a gather would write and
+other are a slice instead of a gather: a single request's blocks mostly do, and a gather would write and
 read again all that attention reads. A prompt without a past attends over its own k and v, as they come.
 """
 
@@ -211,16 +211,16 @@ class ReferenceAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
-def _write(pages: torch.Tensor, slots: Slots, new: torch.Tensor) -> None:
-    """Put new [n, heads, dim] into pages [all slots, heads, dim]."""
+def _write(blocks: torch.Tensor, slots: Slots, new: torch.Tensor) -> None:
+    """Put new [n, heads, dim] into blocks [all slots, heads, dim]."""
     if isinstance(slots, slice):
-        pages[slots] = new
+        blocks[slots] = new
     else:
-        pages.index_copy_(0, slots, new)
+        blocks.index_copy_(0, slots, new)
 
 
-def _read(pages: torch.Tensor, slots: Slots) -> torch.Tensor:
-    return pages[slots] if isinstance(slots, slice) else pages.index_select(0, slots)
+def _read(blocks: torch.Tensor, slots: Slots) -> torch.Tensor:
+    return blocks[slots] if isinstance(slots, slice) else blocks.index_select(0, slots)
 
 
 def _send(values: list[int], device: torch.device) -> torch.Tensor:
@@ -238,12 +238,12 @@ def _follow(numbers: torch.Tensor) -> bool:
 def _row_slots(batch: ForwardBatch, row: int, length: int) -> Slots:
     """The KV slots of one row's first `length` positions."""
     tables = batch.block_table[:, : -(-length // batch.block_size)]
-    pages = tables.index_select(0, batch.slots[row : row + 1])[0]
-    if pages.device.type == "cpu" and _follow(pages):
-        begin = int(pages[0]) * batch.block_size
+    blocks = tables.index_select(0, batch.slots[row : row + 1])[0]
+    if blocks.device.type == "cpu" and _follow(blocks):
+        begin = int(blocks[0]) * batch.block_size
         return slice(begin, begin + length)
-    positions = torch.arange(length, device=pages.device)
-    return _kv_slots(pages.unsqueeze(0), positions, batch.block_size)[0]
+    positions = torch.arange(length, device=blocks.device)
+    return _kv_slots(blocks.unsqueeze(0), positions, batch.block_size)[0]
 
 
 def _new_slots(batch: ForwardBatch) -> Slots:

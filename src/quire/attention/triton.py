@@ -1,7 +1,7 @@
-"""The Triton back end: pages [page, kv head, token, dim], attended over by three kernels.
+"""The Triton back end: blocks [block, kv head, token, dim], attended over by three kernels.
 
 Rows with few new tokens go to kernels/attention/short.py, after kernels/attention/shared.py where many of them
-begin with the same pages; the others of the same batch go to kernels/attention/long.py. Which rows are whose is
+begin with the same blocks; the others of the same batch go to kernels/attention/long.py. Which rows are whose is
 decided by the same count on the host (grids) and on the device (work). Nothing is sent: a batch reads static
 tensors only, so it can be replayed as a CUDA graph. Where the host knows only how many tokens and rows there
 are at most, both kernels get grids for the worst case and surplus programs end at once.
@@ -115,7 +115,7 @@ class TritonAttention:
         return self._attend(layer, q, batch)
 
     def _attend(self, layer: AttentionLayer, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """q [tokens, heads, dim] -> [tokens, heads * dim]; the pages hold the new tokens already."""
+        """q [tokens, heads, dim] -> [tokens, heads * dim]; the blocks hold the new tokens already."""
         keys, values = batch.kv[layer.index]
         dim, kv_heads, itemsize = layer.head_dim, layer.num_kv_heads, q.element_size()
         out = torch.empty(q.shape[0], layer.num_heads * dim, dtype=q.dtype, device=q.device)

@@ -1,4 +1,4 @@
-"""Where the device's memory is: weights, KV pages, what a step takes, captured graphs, and what is free."""
+"""Where the device's memory is: weights, KV blocks, what a step takes, captured graphs, and what is free."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from quire.worker.sizing import free_memory
 def memory_map(info: EngineInfo) -> dict[str, int]:
     """Bytes by use, adding up to the device's total. To be called after some steps, whose peak it shows.
 
-    On a CPU a page takes memory when it is first written, so pages are part of what the process has.
+    On a CPU a block takes memory when it is first written, so blocks are part of what the process has.
     """
     device = torch.device(info.device)
     free, total = free_memory(device)
@@ -20,23 +20,23 @@ def memory_map(info: EngineInfo) -> dict[str, int]:
         process = psutil.Process().memory_info().rss
         return {
             "weights": info.weight_bytes,
-            "KV pages written, and the rest": process - info.weight_bytes,
+            "KV blocks written, and the rest": process - info.weight_bytes,
             "other processes": total - free - process,
             "free": free,
         }
-    pages = (info.num_blocks + 1) * info.block_bytes  # the last one is the dummy slot's
+    blocks = (info.num_blocks + 1) * info.block_bytes  # the last one is the dummy slot's
     graphs = sum(
         segment["total_size"]
         for segment in torch.cuda.memory_snapshot()
         if segment["device"] == device.index and tuple(segment["segment_pool_id"]) != (0, 0)
     )
     reserved = torch.cuda.memory_reserved(device)
-    rest = reserved - info.weight_bytes - pages - graphs
+    rest = reserved - info.weight_bytes - blocks - graphs
     peak = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
     activations = max(min(peak, rest), 0)
     return {
         "weights": info.weight_bytes,
-        "KV pages": pages,
+        "KV blocks": blocks,
         "graphs": graphs,
         "activations": activations,
         "columns, tables, allocator": rest - activations,

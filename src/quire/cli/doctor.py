@@ -145,8 +145,8 @@ def _memory_map(
     _row("weights", _size(weights))
     _row("slot columns", _size(column_bytes(config, size.max_model_len)))
     _row("largest step", f"{_size(step)} (estimated; a GPU measures it)")
-    pages = f"{size.num_blocks} pages of {size.block_size} tokens, {_size(size.block_bytes)} each"
-    _row("kv cache", f"{_size(size.num_blocks * size.block_bytes)}: {pages}")
+    blocks = f"{size.num_blocks} blocks of {size.block_size} tokens, {_size(size.block_bytes)} each"
+    _row("kv cache", f"{_size(size.num_blocks * size.block_bytes)}: {blocks}")
     requests = size.num_blocks * size.block_size // size.max_model_len
     _row("context", f"{size.max_model_len} tokens; room for {requests} requests of full length at once")
 

@@ -37,7 +37,7 @@ _EPILOG = """examples:
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """Says what is wrong and which flag may be meant; not the usage, which of a hundred flags is a page."""
+    """Says what is wrong and which flag may be meant; not the usage, which of a hundred flags is a block."""
 
     def error(self, message: str) -> NoReturn:
         import difflib

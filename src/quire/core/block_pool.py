@@ -1,8 +1,8 @@
-"""Pages of the KV cache: who holds them, which are free, which free one is overwritten first.
+"""Blocks of the KV cache: who holds them, which are free, which free one is overwritten first.
 
 Owns the reference counts and the two kinds of free page: blank ones, and cached ones whose content may
-still be found by the prefix cache. Invariant: blank + cached + held = all pages. Every operation is O(1)
-per page (FIFO: O(log n)).
+still be found by the prefix cache. Invariant: blank + cached + held = all blocks. Every operation is O(1)
+per block (FIFO: O(log n)).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 
 class Evictor(Protocol):
-    """Free pages with cached content, in the order in which they are given up."""
+    """Free blocks with cached content, in the order in which they are given up."""
 
     def add(self, block: int) -> None: ...
 
@@ -32,7 +32,7 @@ class Evictor(Protocol):
 
 
 class LRU:
-    """The page that was used least recently goes first."""
+    """The block that was used least recently goes first."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
@@ -54,7 +54,7 @@ class LRU:
 
 
 class FIFO:
-    """The page whose content was cached first goes first, however often it has been used since."""
+    """The block whose content was cached first goes first, however often it has been used since."""
 
     def __init__(self) -> None:
         self._birth: dict[int, int] = {}  # block -> when its content was first free
@@ -90,19 +90,19 @@ class FIFO:
 
 
 class BlockPool:
-    """`num_blocks` pages. Fresh pages come from the blank ones first, then from the cached ones."""
+    """`num_blocks` blocks. Fresh blocks come from the blank ones first, then from the cached ones."""
 
     def __init__(self, num_blocks: int, evictor: Evictor) -> None:
         self.num_blocks = num_blocks
         self.refs = [0] * num_blocks
-        self.cached = bytearray(num_blocks)  # 1: the prefix cache can find this page
+        self.cached = bytearray(num_blocks)  # 1: the prefix cache can find this block
         self.evictions = 0
         self._blank = list(range(num_blocks))[::-1]
         self._evictor = evictor
         self._forget: Callable[[int], None] = lambda block: None
 
     def on_evict(self, forget: Callable[[int], None]) -> None:
-        """Call `forget(block)` when the cached content of a page is about to be overwritten."""
+        """Call `forget(block)` when the cached content of a block is about to be overwritten."""
         self._forget = forget
 
     @property
@@ -111,11 +111,11 @@ class BlockPool:
 
     @property
     def num_cached(self) -> int:
-        """Free pages whose content the prefix cache can still find."""
+        """Free blocks whose content the prefix cache can still find."""
         return len(self._evictor)
 
     def take(self, count: int) -> list[int]:
-        """`count` fresh pages, held once. The caller has checked `num_free`."""
+        """`count` fresh blocks, held once. The caller has checked `num_free`."""
         taken = []
         for _ in range(count):
             if self._blank:
@@ -131,14 +131,14 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Hold cached pages once more."""
+        """Hold cached blocks once more."""
         for block in blocks:
             if self.refs[block] == 0:
                 self._evictor.discard(block)
             self.refs[block] += 1
 
     def release(self, blocks: list[int]) -> None:
-        """Let go of pages, last first, so that the end of a sequence is overwritten before its beginning."""
+        """Let go of blocks, last first, so that the end of a sequence is overwritten before its beginning."""
         refs = self.refs
         for block in reversed(blocks):
             refs[block] -= 1
@@ -167,5 +167,5 @@ class BlockPool:
             f"{used} used + {self.num_free} free != {self.num_blocks}"
         )
         assert all(not self.cached[block] and not self.refs[block] for block in self._blank), (
-            "a blank page is in use"
+            "a blank block is in use"
         )

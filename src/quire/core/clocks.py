@@ -21,7 +21,7 @@ from dataclasses import replace
 from quire.core.steplog import StepLog, StepRecord
 from quire.types import Request, Timing
 
-_QUEUE = frozenset({"slots", "pages", "tokens", "batch"})  # what whoever is behind the first waits for, too
+_QUEUE = frozenset({"slots", "blocks", "tokens", "batch"})  # what whoever is behind the first waits for, too
 _SMOOTHING = 0.25  # how fast the length of a step without prompts follows the newest one
 
 
@@ -43,7 +43,7 @@ class Clocks:
         """A step is scheduled; from here on those that wait do so for `reason`."""
         self._advance(time.monotonic())
         cause = reason if reason in _QUEUE else "step"
-        if cause == "pages" != self._cause:
+        if cause == "blocks" != self._cause:
             self._log.totals.pressure += 1
         self._cause = cause
 

@@ -28,15 +28,15 @@ def live_of(engine: Engine, received: int, since: int, owner: str | None = None)
     """Return what the engine does now, with the steps after `since`. `received` and `owner` as in `stats_of`."""
     scheduler, now_s = engine.scheduler, time.monotonic()
     running = [r for r in scheduler.running if _seen(r, owner)][:MAX_RUNNING]
-    pages, pages_per_cell, shared_pages = page_map(scheduler, running)
+    blocks, blocks_per_cell, shared_blocks = block_map(scheduler, running)
     return EngineLive(
         stats=stats_of(engine, received, owner),
         steps=finished_steps(engine.log, since),
         running=[_running(request, now_s) for request in running],
         waiting=_waiting(scheduler, owner, now_s),
-        pages=pages,
-        pages_per_cell=pages_per_cell,
-        shared_pages=shared_pages,
+        blocks=blocks,
+        blocks_per_cell=blocks_per_cell,
+        shared_blocks=shared_blocks,
     )
 
 
@@ -59,7 +59,7 @@ def _step(record: StepRecord) -> LiveStep:
         drafts=record.drafts,
         running=record.running,
         waiting=record.waiting,
-        free_pages=record.free_blocks,
+        free_blocks=record.free_blocks,
         admitted=len(record.admitted),
         preempted=len(record.preempted),
         wait_reason=record.wait_reason,
@@ -103,15 +103,15 @@ def _request(request: Request, state: str, now_s: float) -> LiveRequest:
         computed=request.computed,
         generated=request.known - request.prompt_len,
         limit=request.limit - request.prompt_len,
-        pages=len(request.blocks),
+        blocks=len(request.blocks),
         preemptions=request.preemptions,
     )
 
 
-def page_map(scheduler: Scheduler, shown: list[Request]) -> tuple[bytes, int, int]:
-    """Return the holder of each page, as `EngineLive.pages`; pages in a cell; pages that several requests hold.
+def block_map(scheduler: Scheduler, shown: list[Request]) -> tuple[bytes, int, int]:
+    """Return the holder of each block, as `EngineLive.blocks`; blocks in a cell; blocks that several requests hold.
 
-    Pages of requests that are not `shown` are OTHERS. About a millisecond for 256 requests that hold 24,000 pages.
+    Blocks of requests that are not `shown` are OTHERS. About a millisecond for 256 requests that hold 24,000 blocks.
     """
     pool, running = scheduler.pool, scheduler.running
     cells = np.frombuffer(pool.cached, np.uint8).astype(np.uint16)  # EVICTABLE, unless a request holds it

@@ -1,6 +1,6 @@
 """Scheduling policies: three independent choices, each a function handed to the scheduler.
 
-`order` sorts requests (smaller first; the largest is the first victim when pages run out), `admits` says
+`order` sorts requests (smaller first; the largest is the first victim when blocks run out), `admits` says
 whether a waiting request may join the batch, `chunk` how many of the wanted tokens a row may run.
 """
 

@@ -1,7 +1,7 @@
-"""The prefix cache: full pages are found again by the hash of everything up to their end.
+"""The prefix cache: full blocks are found again by the hash of everything up to their end.
 
 A page's name is blake2b(name of the page before it, its token ids), keyed with a secret of this process,
-so that neither a collision nor a crafted prompt can make one request read another's pages. Pages are
+so that neither a collision nor a crafted prompt can make one request read another's blocks. Blocks are
 published when their step is *scheduled*: the scheduler runs a reader in a later step, which comes after it in
 stream order.
 """
@@ -19,7 +19,7 @@ from quire.types import Request
 
 class PrefixCache(Protocol):
     def match(self, request: Request) -> list[int]:
-        """Cached pages that hold the beginning of the request, at most up to its last token but one."""
+        """Cached blocks that hold the beginning of the request, at most up to its last token but one."""
         ...
 
     def publish(self, request: Request) -> Sequence[int]:
@@ -34,11 +34,11 @@ class PrefixCache(Protocol):
         ...
 
     def forget(self, request: Request) -> None:
-        """Un-publish what the request computed: nobody finds these pages any more."""
+        """Un-publish what the request computed: nobody finds these blocks any more."""
         ...
 
     def end_of_match(self, request: Request, hits: int) -> str:
-        """Why `match` found `hits` pages and no more: "end" (it found all full pages), "new" (this page was
+        """Why `match` found `hits` blocks and no more: "end" (it found all full blocks), "new" (this block was
         not seen before), "evicted" (it was, and had to make room), or what keeps the cache from being used:
         "off", "prompt_logprobs", "pooling"."""
         ...
@@ -77,7 +77,7 @@ class HashPrefixCache:
         self._block_size = block_size
         self._block_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
-        self._evicted: dict[bytes, None] = {}  # names given up lately, as many as there are pages
+        self._evicted: dict[bytes, None] = {}  # names given up lately, as many as there are blocks
         self._secret = os.urandom(32)
         pool.on_evict(self._forget)
 
@@ -120,7 +120,7 @@ class HashPrefixCache:
                 self._pool.uncache(block)
 
     def forget(self, request: Request) -> None:
-        # What was there when it was first admitted is others' work, and so are pages that it does not hold. A
+        # What was there when it was first admitted is others' work, and so are blocks that it does not hold. A
         # preempted request holds none; then all its names go.
         own = set(request.blocks)
         for name in request.names[max(request.cached, 0) // self._block_size :]:

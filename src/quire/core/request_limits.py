@@ -21,7 +21,7 @@ class Limits:
 
     def full_length(self, request: EngineRequest, num_blocks: int) -> int:
         """Tokens of prompt and longest answer together. Raises RequestError, with the numbers, for a request
-        that could never run, even alone with all `num_blocks` pages."""
+        that could never run, even alone with all `num_blocks` blocks."""
         prompt_len = len(request.prompt)
         if prompt_len == 0:
             raise RequestError("prompt must hold at least one token")
@@ -36,8 +36,8 @@ class Limits:
         needed = -(-(total - 1) // self.block_size)  # the last token's KV is never written
         if needed > num_blocks:
             raise RequestError(
-                f"the request needs {needed} KV pages of {self.block_size} tokens (prompt {prompt_len} + "
-                f"max_tokens {answer}), but kv_cache_memory holds {num_blocks} pages; "
+                f"the request needs {needed} KV blocks of {self.block_size} tokens (prompt {prompt_len} + "
+                f"max_tokens {answer}), but kv_cache_memory holds {num_blocks} blocks; "
                 "shorten the prompt, lower max_tokens or raise kv_cache_memory"
             )
         return total

@@ -1,6 +1,6 @@
 """The scheduler: decides who runs how many tokens in the next step, and books what came of it.
 
-Owns every `Request`, the slots and, through the pool, the pages. One rule serves prompt, chunk, decode
+Owns every `Request`, the slots and, through the pool, the blocks. One rule serves prompt, chunk, decode
 and recovery alike: a request wants known + pending + drafts - computed tokens. Blocks and slots are
 released at once on finish and preemption, while steps that use them may still be in flight: whoever gets
 them next writes later in stream order. Invariants are spelled out in `check`.
@@ -165,7 +165,7 @@ class Scheduler:
         return self._finish_plan(builder) if builder.rows else None
 
     def _place(self, builder: PlanBuilder, request: Request, n: int) -> None:
-        """Add a row of n tokens, making room for its KV by preemption when pages run out."""
+        """Add a row of n tokens, making room for its KV by preemption when blocks run out."""
         if request.status != "running":
             return  # preempted earlier in this step
         held = len(request.blocks)
@@ -192,8 +192,8 @@ class Scheduler:
                 request.computed = 0
 
     def _preempt_other(self, builder: PlanBuilder, request: Request) -> bool:
-        """Take the pages of a request behind this one that is not in this step; False if there is none. The first
-        in order therefore always gets its pages, and so the batch always moves on."""
+        """Take the blocks of a request behind this one that is not in this step; False if there is none. The first
+        in order therefore always gets its blocks, and so the batch always moves on."""
         victim = self.shares.last(self.running, builder.step, request)
         if victim is None:
             return False
@@ -258,7 +258,7 @@ class Scheduler:
             if n == 0 and not (was_empty and builder.rows):
                 return "tokens"
             if missing > 0:
-                return "pages"
+                return "blocks"
             self.waiting.remove(request)
             if not builder.published.isdisjoint(hits):
                 # A row must not read what another row of its step writes: this one runs in the next step, and
@@ -410,7 +410,7 @@ class Scheduler:
     # -------------------------------------------------------------------------------- the books
 
     def check(self) -> None:
-        """Raise AssertionError unless slots, pages and requests add up."""
+        """Raise AssertionError unless slots, blocks and requests add up."""
         self.pool.check(request.blocks for request in self.requests.values())
         assert len(self._free_slots) + len(self.running) == self.limits.max_num_seqs, "a slot was lost"
         assert len(self.waiting) + len(self.running) == len(self.requests), "a request was lost"
@@ -421,4 +421,4 @@ class Scheduler:
         assert self.running == sorted(self.running, key=_order)
         for r in self.running:
             assert r.computed <= r.known + r.pending + r.drafts, "computed beyond what is known or in flight"
-            assert len(r.blocks) * self.limits.block_size >= r.computed, "KV entries without a page"
+            assert len(r.blocks) * self.limits.block_size >= r.computed, "KV entries without a block"

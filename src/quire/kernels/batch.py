@@ -1,7 +1,7 @@
 """The ends of a step on the device: from the header of a plan to the tensors that a model reads, and from
 sampled tokens to the slot columns.
 
-The header is int32 [rows, 4]: slot, new tokens, whether the row samples, and tokens in pages that rows
+The header is int32 [rows, 4]: slot, new tokens, whether the row samples, and tokens in blocks that rows
 share, which is for attention. Everything else comes from the
 columns, so a captured graph serves every batch of its shape: rows without tokens are padding, and so is
 every row of the last slot, the dummy, whose columns never change.
@@ -54,12 +54,12 @@ def _prepare_kernel(
         offset = start + tl.arange(0, TOKENS)
         inside = offset < n
         position = computed + offset
-        page = tl.load(own_table + position // block_size, mask=inside, other=0).to(tl.int64)
+        block = tl.load(own_table + position // block_size, mask=inside, other=0).to(tl.int64)
         at = begin + offset
         token = tl.load(own_tokens + position, mask=inside, other=0)
         tl.store(input_ids + at, token.to(tl.int64), mask=inside)
         tl.store(positions + at, position.to(tl.int64), mask=inside)
-        tl.store(kv_slots + at, page * block_size + position % block_size, mask=inside)
+        tl.store(kv_slots + at, block * block_size + position % block_size, mask=inside)
 
 
 def prepare(

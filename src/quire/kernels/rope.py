@@ -5,7 +5,7 @@ other: (a, b) -> (a cos - b sin, b cos + a sin). cos and sin are read from the t
 position. Rounding is that of the plain code: the normed value and the product with cos are rounded.
 
 Heads turn in place, or (`norm_rotate_store`) only the queries do: turned keys, and the values as they are,
-go straight into their pages. Values in pages are always finite (kernels/attention/kv_write.py says why).
+go straight into their blocks. Values in blocks are always finite (kernels/attention/kv_write.py says why).
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ def _norm_rotate(
     positions,  # int64 [tokens]
     table,  # [positions, DIM]: cos | sin
     weight,  # [TURNED + KV_HEADS, DIM], read if NORM
-    keys,  # pages [page, kv head, token, DIM]
+    keys,  # blocks [block, kv head, token, DIM]
     values,
-    slots,  # int64 [tokens]: page * BLOCK_SIZE + token in page, negative: not stored
+    slots,  # int64 [tokens]: block * BLOCK_SIZE + token in block, negative: not stored
     eps,
-    page_stride,
+    block_stride,
     head_stride,
     token_stride,
     NORM: tl.constexpr,
     STRIDE: tl.constexpr,
     TURNED: tl.constexpr,
-    KV_HEADS: tl.constexpr,  # 0: nothing goes into pages
+    KV_HEADS: tl.constexpr,  # 0: nothing goes into blocks
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
@@ -53,10 +53,10 @@ def _norm_rotate(
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)[None, :]
     if part < Q_PARTS + KV_PARTS:
-        to_page = part >= Q_PARTS
-        head = tl.where(to_page, part - Q_PARTS, part) * HEADS + tl.arange(0, HEADS)[:, None]
-        inside = (head < tl.where(to_page, KV_HEADS, TURNED)) & (at < HALF)
-        source = head + tl.where(to_page, TURNED, 0)
+        to_block = part >= Q_PARTS
+        head = tl.where(to_block, part - Q_PARTS, part) * HEADS + tl.arange(0, HEADS)[:, None]
+        inside = (head < tl.where(to_block, KV_HEADS, TURNED)) & (at < HALF)
+        source = head + tl.where(to_block, TURNED, 0)
         dtype = qkv.dtype.element_ty
         if NORM:  # weights do not change: they can be read before the wait
             wa = tl.load(weight + source * DIM + at, mask=inside, other=0.0).to(tl.float32)
@@ -75,13 +75,13 @@ def _norm_rotate(
             b = (b * scale * wb).to(dtype).to(tl.float32)
         new_a = ((a * cos).to(dtype).to(tl.float32) - b * sin).to(dtype)
         new_b = ((b * cos).to(dtype).to(tl.float32) + a * sin).to(dtype)
-        if not to_page:
+        if not to_block:
             tl.store(place, new_a, mask=inside)
             tl.store(place + HALF, new_b, mask=inside)
         else:
             slot = tl.load(slots + token)
-            page = slot // BLOCK_SIZE * page_stride + slot % BLOCK_SIZE * token_stride
-            to = keys + page + head * head_stride + at
+            block = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * token_stride
+            to = keys + block + head * head_stride + at
             value = place + KV_HEADS * DIM  # of the same head
             finite = is_finite(new_a) & is_finite(new_b)
             finite &= is_finite(tl.load(value, mask=inside, other=0.0))
@@ -98,8 +98,8 @@ def _norm_rotate(
         v_inside = (v_head < KV_HEADS) & (at < HALF)
         v_place = qkv + token * STRIDE + (TURNED + KV_HEADS + v_head) * DIM + at
         v_slot = tl.load(slots + token)
-        v_page = v_slot // BLOCK_SIZE * page_stride + v_slot % BLOCK_SIZE * token_stride
-        v_to = values + v_page + v_head * head_stride + at
+        v_block = v_slot // BLOCK_SIZE * block_stride + v_slot % BLOCK_SIZE * token_stride
+        v_to = values + v_block + v_head * head_stride + at
         v_a = tl.load(v_place, mask=v_inside, other=0.0)
         v_b = tl.load(v_place + HALF, mask=v_inside, other=0.0)
         tl.store(v_to, tl.where(is_finite(v_a), v_a, 0.0), mask=v_inside & (v_slot >= 0))
@@ -131,10 +131,10 @@ def norm_rotate_store(
     values: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """Norm and turn q and k of packed q|k|v; k and v go into the pages at `slots` (negative: skipped).
+    """Norm and turn q and k of packed q|k|v; k and v go into the blocks at `slots` (negative: skipped).
 
     qkv [tokens, (heads + 2 kv heads) * dim], contiguous, of which q is overwritten and k is left as it was;
-    weight [heads + kv heads, dim] or None; keys, values [page, kv head, token, dim] of equal strides; slots
+    weight [heads + kv heads, dim] or None; keys, values [block, kv head, token, dim] of equal strides; slots
     int64 [tokens]. Returns q, a view [tokens, heads, dim].
     """
     dim, kv_heads = keys.shape[3], keys.shape[1]

@@ -209,7 +209,7 @@ class AsyncEngine:
         return f"{client.name}\n{given}"  # a name holds no line feed
 
     def _close(self, generation: Generation, client: ApiClient, choices: int) -> None:
-        """A generation is over. What it still has in the engine is aborted: slots and pages are free before
+        """A generation is over. What it still has in the engine is aborted: slots and blocks are free before
         the next step."""
         ids = [name for state in generation.states for name in self._assembler.abort(state)]
         for state in generation.states:

@@ -144,7 +144,7 @@ class Totals:
     not_finite: int = 0  # requests ended because the model's output was NaN or infinite
     preemptions: int = 0
     yielded: int = 0  # preemptions in favour of other clients
-    pressure: int = 0  # times that pages ran out: preemptions, and admissions that began to wait for pages
+    pressure: int = 0  # times that blocks ran out: preemptions, and admissions that began to wait for blocks
     prompt_tokens: int = 0
     queried_tokens: int = 0  # looked up in the prefix cache; again after a preemption
     cached_tokens: int = 0  # of them found
@@ -162,8 +162,8 @@ class Figures:
 
     time_s: float = 0.0  # monotonic clock, when the latest step ended
     lost_s: float = 0.0
-    free_pages: int = 0  # evictable ones included
-    cached_pages: int = 0
+    free_blocks: int = 0  # evictable ones included
+    cached_blocks: int = 0
     held: int = 0  # waiting requests that could not run even if there was room
     evictions: int = 0
     wait_reason: str | None = None
@@ -182,10 +182,10 @@ class EngineStats:
     load: EngineLoad
     others: EngineLoad
     wait_reason: str | None  # why the first waiting request waits
-    pages: int
-    free_pages: int  # evictable ones included
-    cached_pages: int  # free pages that still hold the beginning of some prompt
-    page_size: int  # tokens
+    blocks: int
+    free_blocks: int  # evictable ones included
+    cached_blocks: int  # free blocks that still hold the beginning of some prompt
+    block_size: int  # tokens
     totals: dict[str, int]
     last_step: dict[str, float]  # rows, tokens, and durations in seconds of the latest step
     served_tokens: dict[str, int]  # tokens computed for each client
@@ -193,7 +193,7 @@ class EngineStats:
 
 @dataclass(slots=True)
 class LiveStep:
-    """One finished step as the live view draws it: tokens by kind, requests, pages, time in seconds."""
+    """One finished step as the live view draws it: tokens by kind, requests, blocks, time in seconds."""
 
     step: int
     time_s: float  # monotonic clock of the engine, when the step was scheduled
@@ -202,7 +202,7 @@ class LiveStep:
     drafts: int
     running: int
     waiting: int
-    free_pages: int
+    free_blocks: int
     admitted: int
     preempted: int
     wait_reason: str | None
@@ -215,7 +215,7 @@ class LiveStep:
 
 @dataclass(slots=True)
 class LiveRequest:
-    """One request as the live view lists it. Sizes in tokens and pages."""
+    """One request as the live view lists it. Sizes in tokens and blocks."""
 
     id: str
     client: str
@@ -227,7 +227,7 @@ class LiveRequest:
     computed: int  # KV entries
     generated: int
     limit: int  # longest answer
-    pages: int
+    blocks: int
     preemptions: int
 
 
@@ -235,15 +235,15 @@ class LiveRequest:
 class EngineLive:
     """What an engine does at this moment, bounded in size. For one client: with its requests only.
 
-    `pages` is a uint16 for each cell of `pages_per_cell` pages: 0 blank, 1 evictable (free, but the prefix cache
+    `blocks` is a uint16 for each cell of `blocks_per_cell` blocks: 0 blank, 1 evictable (free, but the prefix cache
     can still find it), 2 held by several requests, 3 held by a request that is not in the list, 4 + i held by the
-    i-th running request. Where a cell stands for several pages it is the largest of these.
+    i-th running request. Where a cell stands for several blocks it is the largest of these.
     """
 
     stats: EngineStats
     steps: list[LiveStep]  # finished since the step that was asked from, the newest of them, oldest first
     running: list[LiveRequest]  # the first of them, in order
     waiting: list[LiveRequest]  # the first of them, in the order of their turns
-    pages: bytes
-    pages_per_cell: int
-    shared_pages: int
+    blocks: bytes
+    blocks_per_cell: int
+    shared_blocks: int

@@ -44,7 +44,7 @@ class StepPlan:
     max_seq_len: int  # bound on starts + num_tokens
     score_rows: list[int] = field(default_factory=list)  # rows that want prompt log-probabilities
     pool_rows: list[int] = field(default_factory=list)  # rows whose hidden states are pooled
-    # int32 [rows]: tokens in pages that rows begin with in common, 0 for rows that do not; None: nothing is
+    # int32 [rows]: tokens in blocks that rows begin with in common, 0 for rows that do not; None: nothing is
     shared: np.ndarray | None = None
 
     @property

@@ -73,11 +73,11 @@ class TorchBatcher:
         )
         positions = state.num_computed.index_select(0, slot_of_token) + offset
         block, within = positions // self._block_size, positions % self._block_size
-        pages = state.block_table.view(-1).index_select(0, slot_of_token * state.max_blocks + block)
+        blocks = state.block_table.view(-1).index_select(0, slot_of_token * state.max_blocks + block)
         batch = ForwardBatch(
             input_ids=state.tokens.view(-1).index_select(0, slot_of_token * state.max_len + positions).long(),
             positions=positions,
-            kv_slots=pages.long() * self._block_size + within,
+            kv_slots=blocks.long() * self._block_size + within,
             query_start=starts.int(),
             seq_lens=state.num_computed.index_select(0, slots) + counts.int(),
             block_table=state.block_table,
@@ -156,7 +156,7 @@ class KernelBatcher:
 
     def bounded(self, rows: int, tokens: int, shares: bool) -> ForwardBatch:
         """The batch of any header with `rows` rows and up to `tokens` tokens (as many as rows: one token
-        each), for a graph: nothing here depends on the host. `shares`: some rows may share pages."""
+        each), for a graph: nothing here depends on the host. `shares`: some rows may share blocks."""
         state = self._state
         counts = np.ones(rows, np.int32) if rows == tokens else None
         bounds = np.full(rows, state.max_len, np.int32)

@@ -99,7 +99,7 @@ class StepShape:
     rows: int
     tokens: int
     sampling: Literal["plain", "filtered", "later"]  # later: not in the graph; the host has a part in it
-    shares: bool = False  # rows share pages that attention reads once
+    shares: bool = False  # rows share blocks that attention reads once
 
     @property
     def one_each(self) -> bool:

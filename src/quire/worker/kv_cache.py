@@ -1,4 +1,4 @@
-"""The KV cache: one key and one value tensor per layer, in the attention back end's page layout.
+"""The KV cache: one key and one value tensor per layer, in the attention back end's block layout.
 
 Without a cache (`keeps_kv` off) all layers share one scratch layer: what a layer writes is read by that
 layer only, in the same step.
@@ -15,7 +15,7 @@ from quire.attention.base import KV, AttentionBackend
 
 
 class KVCache:
-    """`num_blocks` pages of `block_size` tokens for each of `num_layers` layers."""
+    """`num_blocks` blocks of `block_size` tokens for each of `num_layers` layers."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class KVCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros, not garbage: what no request has written is finite.
 
-    numpy's zeros come from the operating system page by page, when first written: on a CPU a large cache
+    numpy's zeros come from the operating system block by block, when first written: on a CPU a large cache
     costs nothing until it is used.
     """
     if device.type != "cpu":
@@ -48,6 +48,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
 
 
-def page_bytes(num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype) -> int:
-    """Bytes of one page over `num_layers` layers, keys and values."""
+def block_bytes(
+    num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+) -> int:
+    """Bytes of one block over `num_layers` layers, keys and values."""
     return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize

@@ -2,7 +2,7 @@
 
 `forward` applies the plan to the slot columns, builds the ragged batch and runs the model up to the logits;
 `sample` turns those into tokens, writes them to the columns and sends them home. Everything is queued
-on one stream, in plan order, which is what makes the scheduler's early release of pages safe.
+on one stream, in plan order, which is what makes the scheduler's early release of blocks safe.
 """
 
 from __future__ import annotations

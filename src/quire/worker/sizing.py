@@ -15,7 +15,7 @@ from quire.models.spec import ModelSpec
 from quire.sampling.logprobs import scoring_bytes
 from quire.types import ConfigError
 from quire.worker.host_memory import host_memory
-from quire.worker.kv_cache import page_bytes
+from quire.worker.kv_cache import block_bytes
 
 log = logging.getLogger("quire")
 
@@ -24,7 +24,7 @@ _MIN_AUTO_LEN = 256  # tokens; an automatic context shorter than this is an erro
 
 @dataclass(frozen=True, slots=True)
 class KVSize:
-    """The outcome: `num_blocks` pages of `block_size` tokens, `block_bytes` each."""
+    """The outcome: `num_blocks` blocks of `block_size` tokens, `block_bytes` each."""
 
     num_blocks: int
     block_size: int
@@ -149,7 +149,7 @@ def size_kv(
     blocks = min(room, useful)
     if blocks < per_request:  # rounding up to whole blocks
         raise ConfigError(
-            f"one request of max_model_len {max_len} needs {per_request} pages of {block_bytes} bytes, but "
+            f"one request of max_model_len {max_len} needs {per_request} blocks of {block_bytes} bytes, but "
             f"kv_cache_memory holds {room}; lower max_model_len or raise kv_cache_memory"
         )
     return KVSize(blocks, config.block_size, block_bytes, max_len)
@@ -177,7 +177,7 @@ def check_kv_fits(config: EngineConfig, size: KVSize, device: torch.device, rese
 
 def _token_bytes(config: EngineConfig, spec: ModelSpec, dtype: torch.dtype) -> int:
     layers = spec.num_layers if config.kv_layout != "none" else 1
-    return page_bytes(layers, 1, spec.num_kv_heads, spec.head_dim, dtype)
+    return block_bytes(layers, 1, spec.num_kv_heads, spec.head_dim, dtype)
 
 
 def _columns_in_budget(config: EngineConfig, max_len: int) -> int:

@@ -1,6 +1,6 @@
 """Slot state: one row of device memory per request slot. Batches are index vectors into these columns.
 
-All columns lie in one array of integers, so whatever the host decides, new owners of slots and new pages,
+All columns lie in one array of integers, so whatever the host decides, new owners of slots and new blocks,
 is a list of (place, value) pairs: one copy and one scatter. Between admissions only the device changes
 the columns. The last slot is a dummy for padding. All writes are on the compute stream, in plan order.
 """
@@ -15,7 +15,7 @@ from quire.worker.staging import Staging
 
 
 class SlotState:
-    """Columns of `num_slots` requests (plus the dummy), each up to `max_len` tokens in `max_blocks` pages.
+    """Columns of `num_slots` requests (plus the dummy), each up to `max_len` tokens in `max_blocks` blocks.
 
     `clear` must come before the first use.
     """
@@ -47,7 +47,7 @@ class SlotState:
         self.num_tokens[self.dummy] = 1
 
     def apply(self, plan: StepPlan, staging: Staging) -> None:
-        """Bring in what the host decided: new owners of slots, and new pages."""
+        """Bring in what the host decided: new owners of slots, and new blocks."""
         if not (plan.admits or plan.new_blocks):
             return
         places: list[np.ndarray] = []

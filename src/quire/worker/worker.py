@@ -1,7 +1,7 @@
-"""One rank: its device, its model, and the memory that its slots and pages take.
+"""One rank: its device, its model, and the memory that its slots and blocks take.
 
 Made in two steps, because the KV cache gets what the weights leave: construction loads the model,
-`allocate` makes the runner once the number of pages is known.
+`allocate` makes the runner once the number of blocks is known.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Worker:
         self.config, self.model, self.device = config, model, device
         self._backend, self._dtype, self._depth = backend, dtype, depth
         self._graph_bytes = 0  # of the memory that captured steps share
-        self._pages: list[KV] = []
+        self._blocks: list[KV] = []
         self._columns: SlotState | None = None
         self.reserved_bytes = 0  # as `measure` found
 
@@ -66,9 +66,9 @@ class Worker:
 
         rows, per_row = self._largest_step()
         size = self._scratch_size(per_row)
-        pages = self._make_pages(size)
-        eager = self._make_runner(size, pages, graphs=False)
-        usual = self._make_runner(size, pages, config.cuda_graphs)
+        blocks = self._make_blocks(size)
+        eager = self._make_runner(size, blocks, graphs=False)
+        usual = self._make_runner(size, blocks, config.cuda_graphs)
         with side_by_side(self.device) as missing:
             _run(eager, min(rows, 16), per_row)  # as 16 rows, so any other multiple of 16
             self._run_request(usual, size)
@@ -78,7 +78,7 @@ class Worker:
                 for few in _ROWS_WITH_KERNELS:
                     if few <= rows:
                         _run(usual, few, 1)
-        del eager, usual, pages
+        del eager, usual, blocks
         torch.cuda.empty_cache()
 
     def measure(self) -> int:
@@ -97,16 +97,16 @@ class Worker:
     def _measured_bytes(self) -> int:
         rows, per_row = self._largest_step()
         size = self._scratch_size(per_row)
-        pages, columns = self._make_pages(size), self._columns_for(size)
+        blocks, columns = self._make_blocks(size), self._columns_for(size)
         # Not the whole device: another engine in this process may be capturing a graph, which forbids that.
         torch.cuda.current_stream(self.device).synchronize()
         begin = torch.cuda.memory_allocated(self.device)
-        runner = self._make_runner(size, pages, graphs=False)
+        runner = self._make_runner(size, blocks, graphs=False)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
         _run(runner, rows, per_row)
         peak = torch.cuda.max_memory_allocated(self.device) - before
-        del runner, pages, columns
+        del runner, blocks, columns
         self._columns = None  # made anew once the context is known
         torch.cuda.empty_cache()
         sampling = sampling_bytes(self.config, self.model.spec.vocab_size, self._dtype)
@@ -120,7 +120,7 @@ class Worker:
         return rows, min(tokens // rows, max((config.max_model_len or 1) - 1, 1))
 
     def _scratch_size(self, per_row: int) -> KVSize:
-        """A single page, which all positions share, in tables of the real width: other numbers would need
+        """A single block, which all positions share, in tables of the real width: other numbers would need
         kernels of their own. Elsewhere than in the paged layout, a page that is just long enough."""
         if self.config.kv_layout == "paged":
             return KVSize(1, self.config.block_size, 0, self.config.max_model_len or 1)
@@ -145,19 +145,19 @@ class Worker:
         return _GRAPH_BYTES_PER_LAYER * self.model.spec.num_layers
 
     def allocate(self, size: KVSize) -> Runner:
-        """The runner, with KV pages of `size` and columns for every slot."""
-        self._pages = self._make_pages(size)
-        return self._make_runner(size, self._pages, self.config.cuda_graphs)
+        """The runner, with KV blocks of `size` and columns for every slot."""
+        self._blocks = self._make_blocks(size)
+        return self._make_runner(size, self._blocks, self.config.cuda_graphs)
 
     def rehearse(self, runner: Runner, size: KVSize) -> None:
         """Run what a first request would, so that everything it takes is there. The weights need not be."""
         self._run_request(runner, size)
-        # Admission overwrites a slot's columns, but not its pages, and what lies behind the end of a
-        # request must be finite. A slot without an owner uses the first page, padding the last.
-        for pair in self._pages:
-            for pages in pair:
-                pages[0].zero_()
-                pages[-1].zero_()
+        # Admission overwrites a slot's columns, but not its blocks, and what lies behind the end of a
+        # request must be finite. A slot without an owner uses the first block, padding the last.
+        for pair in self._blocks:
+            for blocks in pair:
+                blocks[0].zero_()
+                blocks[-1].zero_()
 
     def _run_request(self, runner: Runner, size: KVSize) -> None:
         """A short prompt, and a token after it."""
@@ -171,12 +171,12 @@ class Worker:
             _run(runner, 1, tokens)
         return tokens
 
-    def _make_pages(self, size: KVSize) -> list[KV]:
+    def _make_blocks(self, size: KVSize) -> list[KV]:
         first = self.model.attention_layers[0]
         cache = KVCache(
             self._backend,
             len(self.model.attention_layers),
-            size.num_blocks + 1,  # the last page is the dummy slot's
+            size.num_blocks + 1,  # the last block is the dummy slot's
             size.block_size,
             first.num_kv_heads,
             first.head_dim,
@@ -196,7 +196,7 @@ class Worker:
         self._columns.clear(size.num_blocks)
         return self._columns
 
-    def _make_runner(self, size: KVSize, pages: list[KV], graphs: bool) -> Runner:
+    def _make_runner(self, size: KVSize, blocks: list[KV], graphs: bool) -> Runner:
         model, config, device = self.model, self.config, self.device
         state = self._columns_for(size)
         num_slots = state.dummy
@@ -207,7 +207,7 @@ class Worker:
         if available(device):
             tokens = max(config.max_num_batched_tokens or 1, num_slots)
             batcher = KernelBatcher(
-                state, self._backend, pages, size.block_size, tokens, num_slots, turns, device
+                state, self._backend, blocks, size.block_size, tokens, num_slots, turns, device
             )
             launcher = Eager(model, batcher)
             if graphs and self._backend.capturable:
@@ -226,7 +226,7 @@ class Worker:
                     device,
                 )
         else:
-            batcher = TorchBatcher(state, self._backend, pages, size.block_size)
+            batcher = TorchBatcher(state, self._backend, blocks, size.block_size)
             threads = self._threads()
             launcher = eager = Eager(model, batcher, threads)
             if threads and isinstance(self._kernels, CpuKernels) and config.cpu_replay:

@@ -1,6 +1,6 @@
-"""Writing new keys and values into pages, for heads that come ready from elsewhere.
+"""Writing new keys and values into blocks, for heads that come ready from elsewhere.
 
-Values in pages are always finite: attention multiplies the values of keys that a query does not see by 0, and
+Values in blocks are always finite: attention multiplies the values of keys that a query does not see by 0, and
 0 * NaN is NaN. A head whose key or value is not finite is stored as a key of NaN and a value of 0 where it was
 not finite, so exactly the queries that see it become NaN.
 """
@@ -23,7 +23,7 @@ def is_finite(x):
 @kernel
 def _write_kernel(
     k, v, keys, values, slots,
-    k_token, k_head, v_token, v_head, page_stride, head_stride, token_stride,
+    k_token, k_head, v_token, v_head, block_stride, head_stride, token_stride,
     HEADS: tl.constexpr, HEADS_PAD: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -37,7 +37,7 @@ def _write_kernel(
     head = tl.arange(0, HEADS_PAD)[:, None]
     dim = tl.arange(0, DIM_PAD)[None, :]
     mask = (head < HEADS) & (dim < DIM)
-    to = slot // BLOCK_SIZE * page_stride + slot % BLOCK_SIZE * token_stride + head * head_stride + dim
+    to = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * token_stride + head * head_stride + dim
     key = tl.load(k + token * k_token + head * k_head + dim, mask=mask, other=0.0)
     value = tl.load(v + token * v_token + head * v_head + dim, mask=mask, other=0.0)
     sick = tl.max((is_finite(key) & is_finite(value) == 0).to(tl.int32), 1)
@@ -49,7 +49,7 @@ def _write_kernel(
 def write_kv(
     k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """k, v [tokens, kv heads, dim] (dim contiguous) into the pages at `slots`; a negative slot is skipped."""
+    """k, v [tokens, kv heads, dim] (dim contiguous) into the blocks at `slots`; a negative slot is skipped."""
     tokens, heads, dim = k.shape
     pdl = target_of(k.device).has_dependent_launch
     _write_kernel[(tokens,)](

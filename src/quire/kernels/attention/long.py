@@ -1,4 +1,4 @@
-"""Attention over pages for rows with many new tokens, which are tiled as well ("FlashAttention-2", Dao 2023).
+"""Attention over blocks for rows with many new tokens, which are tiled as well ("FlashAttention-2", Dao 2023).
 
 A small kernel lists the tiles of a step, once for all layers, from device tensors alone; the list and the
 grid have room for the most tiles there can be, so a captured graph serves any mix of rows.
@@ -98,7 +98,7 @@ def list_tiles(
 @kernel
 def _long_kernel(
     q, keys, values, out, table, tiles,
-    q_token, q_head, page_stride, head_stride, token_stride, table_row, scale, cap, window,
+    q_token, q_head, block_stride, head_stride, token_stride, table_row, scale, cap, window,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
@@ -136,7 +136,7 @@ def _long_kernel(
     for start in range(begin, end, BLOCK_N):
         acc, total, top = attend_tile(
             acc, total, top, q_tile, query_pos, low_pos, end - 1, start, end, head_keys, head_values,
-            row_table, scale, cap, window, page_stride, token_stride,
+            row_table, scale, cap, window, block_stride, token_stride,
             DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, CAPPED,
         )  # fmt: skip
 

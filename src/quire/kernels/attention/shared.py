@@ -1,4 +1,4 @@
-"""Attention of many rows over the pages that they all begin with, in one reading of these pages.
+"""Attention of many rows over the blocks that they all begin with, in one reading of these blocks.
 
 A row that decodes behind a shared beginning would read it alone, at two to eight query heads a reading;
 here the query heads of many rows are the rows of one product, as in a prompt. What comes out is the state
@@ -31,7 +31,7 @@ class SharedPartial:
 @kernel
 def _shared_kernel(
     q, keys, values, sums, stats, shared, table, slots, rows,
-    shared_row, q_token, q_head, page_stride, head_stride, token_stride, table_row, scale, cap,
+    shared_row, q_token, q_head, block_stride, head_stride, token_stride, table_row, scale, cap,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     CAPPED: tl.constexpr, PDL: tl.constexpr,
@@ -50,7 +50,7 @@ def _shared_kernel(
     length = tl.max(mine, 0)
     if length == 0:
         return
-    # all rows that share have the same pages there: any of them will do
+    # all rows that share have the same blocks there: any of them will do
     row_table = table + tl.max(tl.where(mine > 0, slot, 0), 0) * table_row
     q_tile = load_rows(q, tl.minimum(row, rows - 1).to(tl.int64) * q_token + head * q_head, DIM, DIM_PAD)
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
@@ -64,7 +64,7 @@ def _shared_kernel(
     for start in range(0, length, BLOCK_N):
         acc, total, top = attend_tile(
             acc, total, top, q_tile, last, length - 1, length - 1, start, length, head_keys, head_values,
-            row_table, scale, cap, 0, page_stride, token_stride,
+            row_table, scale, cap, 0, block_stride, token_stride,
             DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, False, CAPPED,
         )  # fmt: skip
     dim = tl.arange(0, DIM_PAD)[None, :]
@@ -87,8 +87,8 @@ def attend_shared(
 ) -> SharedPartial:
     """q [rows, heads, dim] (dim contiguous), one token a row, over the first shared[row] keys of each row.
 
-    `shared` int32 [rows] holds one number of whole pages' tokens, and 0 for rows that do not take part;
-    rows slots[row] (int64 [rows]) of `table` int32 [slots, blocks] name the same pages for all that do.
+    `shared` int32 [rows] holds one number of whole blocks' tokens, and 0 for rows that do not take part;
+    rows slots[row] (int64 [rows]) of `table` int32 [slots, blocks] name the same blocks for all that do.
     """
     rows, heads, dim = q.shape
     kv_heads, block_size = keys.shape[1:3]

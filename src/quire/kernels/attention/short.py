@@ -1,4 +1,4 @@
-"""Attention over pages for rows with few new tokens: decoding, above all, which is as fast as keys and values
+"""Attention over blocks for rows with few new tokens: decoding, above all, which is as fast as keys and values
 can be read.
 
 The query heads of one KV head (times the row's tokens) are the rows of one small product, so every KV byte
@@ -36,7 +36,7 @@ def _key_range(seq_len, n, window, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 @kernel
 def _short_kernel(
     q, keys, values, out, sums, stats, seq_lens, query_start, table, slots, shared, begun_sums, begun_stats,
-    shared_row, q_token, q_head, page_stride, head_stride, token_stride, table_row, scale, cap, window, splits,
+    shared_row, q_token, q_head, block_stride, head_stride, token_stride, table_row, scale, cap, window, splits,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     ONES: tl.constexpr, SPLIT: tl.constexpr, SHARED: tl.constexpr,
@@ -93,7 +93,7 @@ def _short_kernel(
     for start in range(begin, end, BLOCK_N):
         acc, total, top = attend_tile(
             acc, total, top, q_tile, query_pos, seq_len - n, seq_len - 1, start, end, head_keys, head_values,
-            row_table, scale, cap, window, page_stride, token_stride,
+            row_table, scale, cap, window, block_stride, token_stride,
             DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, CAPPED,
         )  # fmt: skip
 

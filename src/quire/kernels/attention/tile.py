@@ -1,6 +1,6 @@
 """What the attention kernels share: one tile of keys, and what follows from the sizes of a head.
 
-Pages are [page, kv head, token, dim], so a tile of keys of one head is a few contiguous runs. Sums are
+Blocks are [block, kv head, token, dim], so a tile of keys of one head is a few contiguous runs. Sums are
 fp32; fp32 inputs are multiplied in full precision.
 """
 
@@ -34,7 +34,7 @@ def load_rows(base, offsets, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
 @triton.jit
 def attend_tile(
     acc, total, top, q, query_pos, low_pos, high_pos, start, end, keys, values, table, scale, cap, window,
-    page_stride, token_stride,
+    block_stride, token_stride,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
@@ -44,8 +44,8 @@ def attend_tile(
     """
     pos = start + tl.arange(0, BLOCK_N)
     there = tl.minimum(pos, end - 1)  # past the end the last key again: no masked loads, and no query sees it
-    page = tl.load(table + there // BLOCK_SIZE)
-    offsets = page.to(tl.int64) * page_stride + there % BLOCK_SIZE * token_stride
+    block = tl.load(table + there // BLOCK_SIZE)
+    offsets = block.to(tl.int64) * block_stride + there % BLOCK_SIZE * token_stride
     k = load_rows(keys, offsets, DIM, DIM_PAD)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if CAPPED:

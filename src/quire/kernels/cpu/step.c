@@ -281,7 +281,7 @@ typedef struct {
     const int64_t *positions, *slots;
     const int32_t *lens, *tables; /* [rows], [owners, table_width] */
     const int64_t *owners; /* [rows]: whose table is the row's */
-    void *keys, *values, *out;    /* pages [slots, kv heads, dim]; [rows, heads * dim] */
+    void *keys, *values, *out;    /* blocks [slots, kv heads, dim]; [rows, heads * dim] */
     int64_t rows, table_width, block_size, next;
     int32_t failed;
 } Attend;
@@ -317,7 +317,7 @@ INLINE void ask_for(const void *next, int64_t i, int64_t dim, int half) {
         __builtin_prefetch((const char *)at(next, i, half) + line);
 }
 
-/* n tokens that follow each other in a page, for G query heads: scores[g][u] = q[g] . key[u] * scale. */
+/* n tokens that follow each other in a block, for G query heads: scores[g][u] = q[g] . key[u] * scale. */
 INLINE void score_run(const void *keys, const void *next, int64_t token, int64_t n, const float *q, int64_t wide, int64_t dim, float scale,
                       float *scores, int64_t room, int G, int half) {
     for (int64_t u = 0; u < n; u++) {
@@ -364,7 +364,7 @@ INLINE float soften(float *scores, int64_t n, float cap) {
     return sum_of(total);
 }
 
-/* One row's kv heads [from, to), with their query heads, over its pages; the new key and value go into theirs first. */
+/* One row's kv heads [from, to), with their query heads, over its blocks; the new key and value go into theirs first. */
 INLINE void attend_heads(Attend *j, int64_t row, int64_t from, int64_t to, float *work, int half) {
     const Heads *h = j->heads;
     int64_t dim = h->dim, group = h->heads / h->kv_heads, wide = (dim + LANES - 1) / LANES * LANES;
@@ -372,7 +372,7 @@ INLINE void attend_heads(Attend *j, int64_t row, int64_t from, int64_t to, float
     int64_t room = (len - first + LANES - 1) / LANES * LANES, token = h->kv_heads * dim, size = j->block_size;
     int64_t heads = (to - from) * group;
     float *totals = work + wide, *q = totals + heads, *out = q + heads * wide, *scores = out + heads * wide;
-    const int32_t *pages = j->tables + j->owners[row] * j->table_width;
+    const int32_t *blocks = j->tables + j->owners[row] * j->table_width;
 
     const void *packed = at(j->qkv, row * (h->heads + 2 * h->kv_heads) * dim, half);
     const void *angle = at(h->table, j->positions[row] * dim, half);
@@ -389,7 +389,7 @@ INLINE void attend_heads(Attend *j, int64_t row, int64_t from, int64_t to, float
     }
 
 /* Runs in the order of memory, all heads of each: g counts query heads, of which 4, 2 or 1 share what is read. */
-#define PLACE(POOL, T) at(POOL, (pages[(T) / size] * size + (T) % size) * token + from * dim, half)
+#define PLACE(POOL, T) at(POOL, (blocks[(T) / size] * size + (T) % size) * token + from * dim, half)
 #define EACH_RUN(FUNCTION, POOL, ...)                                                                                \
     for (int64_t t = first, n; t < len; t += n) {                                                                    \
         n = MIN(size - t % size, len - t);                                                                           \

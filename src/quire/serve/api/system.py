@@ -37,8 +37,8 @@ def _card(server: ServerContext, name: str) -> dict[str, Any]:
 async def models(request: Request) -> Response:
     server = server_of(request)
     names = server.names
-    pages = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-    return json_response({"object": "list", "data": [_card(server, name) for name in names], **pages})
+    blocks = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return json_response({"object": "list", "data": [_card(server, name) for name in names], **blocks})
 
 
 async def model(request: Request) -> Response:
@@ -92,7 +92,7 @@ def _requests(engine: AsyncEngine, client: ApiClient, found: EngineStats) -> dic
 
 
 async def stats(request: Request) -> Response:
-    """Figures for people. Sizes in pages and tokens, times in seconds unless they are named in ms. A client that is no
+    """Figures for people. Sizes in blocks and tokens, times in seconds unless they are named in ms. A client that is no
     admin sees its own requests, and those of others as sums."""
     server, client = server_of(request), client_of(request)
     engine = server.engine
@@ -104,12 +104,12 @@ async def stats(request: Request) -> Response:
             "model": server.names[0],
             "uptime_s": round(time.time() - server.started_s, 3),
             "requests": _requests(engine, client, found),
-            "pages": {
-                "total": found.pages,
-                "used": found.pages - found.free_pages,
-                "free": found.free_pages,
-                "cached": found.cached_pages,
-                "tokens_per_page": found.page_size,
+            "blocks": {
+                "total": found.blocks,
+                "used": found.blocks - found.free_blocks,
+                "free": found.free_blocks,
+                "cached": found.cached_blocks,
+                "tokens_per_block": found.block_size,
                 "evictions": totals["evictions"],
                 "preemptions": totals["preemptions"],
                 "preemptions_for_other_keys": totals["yielded"],

@@ -207,8 +207,8 @@ class Bodies:
 def check_type(headers: Headers) -> None:
     """Raise ApiError 415 unless the body is declared to be JSON.
 
-    A page of another site may send forms and plain text without asking the server first, but no JSON. A missing
-    header is refused too, for such a page can leave it out.
+    A block of another site may send forms and plain text without asking the server first, but no JSON. A missing
+    header is refused too, for such a block can leave it out.
     """
     given = headers.get("content-type", "").partition(";")[0].strip().lower()
     if given != "application/json" and not (given.startswith("application/") and given.endswith("+json")):

@@ -1,7 +1,7 @@
 """GET /live/events: what the engine does, as server-sent events.
 
 event: steps    a list of LiveStep, oldest first; each step comes once
-event: state    EngineLive without its steps, with the requests that the key may see; `pages` in base64
+event: state    EngineLive without its steps, with the requests that the key may see; `blocks` in base64
 event: end      an error object: the engine has stopped
 """
 

@@ -92,7 +92,7 @@ class StatsLine:
     def figures(self, now_s: float) -> dict[str, float] | None:
         """What there is to tell; None if nothing has happened since it was last told that nobody is there."""
         engine, counts = self._engine, self._counts()
-        load, figures, pages = engine.admission.load, engine.account.figures, engine.info.num_blocks
+        load, figures, blocks = engine.admission.load, engine.account.figures, engine.info.num_blocks
         prompt, generated, queried, cached = (new - old for new, old in zip(counts, self._before))
         passed_s, self._before, self._since_s = now_s - self._since_s, counts, now_s
         if queried:
@@ -101,13 +101,13 @@ class StatsLine:
         worth_it, self._was_busy = busy or self._was_busy, busy
         if not worth_it:
             return None
-        used = pages - figures.free_pages if figures.totals.steps else 0
+        used = blocks - figures.free_blocks if figures.totals.steps else 0
         return {
             "prompt_tokens_per_s": round(prompt / passed_s, 1),
             "generation_tokens_per_s": round(generated / passed_s, 1),
             "running": load.running,
             "waiting": load.waiting,
-            "kv_cache_usage": round(used / pages, 4),
+            "kv_cache_usage": round(used / blocks, 4),
             "prefix_cache_hit_rate": round(self._hit_rate, 4),
         }
 

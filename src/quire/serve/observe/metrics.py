@@ -110,8 +110,8 @@ class Families:
     # ------------------------------------------------------------------------------ vLLM's names
 
     def _usage(self) -> float:
-        figures, pages = self._account.figures, self._engine.info.num_blocks
-        return (pages - figures.free_pages) / pages if figures.totals.steps else 0.0
+        figures, blocks = self._account.figures, self._engine.info.num_blocks
+        return (blocks - figures.free_blocks) / blocks if figures.totals.steps else 0.0
 
     def _state(self) -> Iterator[Metric]:
         load, figures, info = self._engine.admission.load, self._account.figures, self._engine.info
@@ -225,16 +225,22 @@ class Families:
 
     def _own(self) -> Iterator[Metric]:
         engine, account = self._engine, self._account
-        figures, pages = account.figures, engine.info.num_blocks
-        free = figures.free_pages if figures.totals.steps else pages
-        states = {"used": pages - free, "cached": figures.cached_pages, "blank": free - figures.cached_pages}
+        figures, blocks = account.figures, engine.info.num_blocks
+        free = figures.free_blocks if figures.totals.steps else blocks
+        states = {
+            "used": blocks - free,
+            "cached": figures.cached_blocks,
+            "blank": free - figures.cached_blocks,
+        }
         yield self._gauges(
-            "quire:pages", "Pages of the KV cache: used; free, but still cached; blank.", "state", states
+            "quire:blocks", "Blocks of the KV cache: used; free, but still cached; blank.", "state", states
         )
-        yield self._counter("quire:page_evictions", "Cached pages that had to make room.", figures.evictions)
+        yield self._counter(
+            "quire:block_evictions", "Cached blocks that had to make room.", figures.evictions
+        )
         yield self._counter(
             "quire:pressure_events",
-            "Times that pages ran out: preemptions, and admissions that began to wait.",
+            "Times that blocks ran out: preemptions, and admissions that began to wait.",
             figures.totals.pressure,
         )
         yield self._counter(

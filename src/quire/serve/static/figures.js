@@ -11,22 +11,22 @@ export class Figures {
     this.past = []; // of { at, totals }
   }
 
-  show({ stats, shared_pages: shared }) {
-    const { load, totals, pages, free_pages: free, cached_pages: cached } = stats;
+  show({ stats, shared_blocks: shared }) {
+    const { load, totals, blocks, free_blocks: free, cached_blocks: cached } = stats;
     const now = performance.now();
     if (this.past.length && totals.steps < this.past.at(-1).totals.steps) this.past = []; // another engine
     this.past.push({ at: now, totals });
     while (this.past.length > 2 && now - this.past[0].at > WINDOW_MS) this.past.shift();
     const seconds = (now - this.past[0].at) / 1000;
     const speed = (name) => (seconds > 0.2 ? (totals[name] - this.past[0].totals[name]) / seconds : 0);
-    const used = pages - free;
+    const used = blocks - free;
     this.put("Running", count(load.running));
     this.put("Waiting", count(load.waiting));
     this.put("Generated", count(Math.round(speed("generated_tokens"))), "tokens/s");
     this.put("Computed", count(Math.round(speed("computed_tokens"))), "tokens/s");
-    this.put("Pages held", count(used), `of ${count(pages)} · ${Math.round((100 * used) / pages)} %`);
-    this.put("Shared", count(shared), "pages");
-    this.put("Evictable", count(cached), "pages");
+    this.put("Blocks held", count(used), `of ${count(blocks)} · ${Math.round((100 * used) / blocks)} %`);
+    this.put("Shared", count(shared), "blocks");
+    this.put("Evictable", count(cached), "blocks");
     const seen = totals.prompt_tokens;
     this.put("Prompts cached", seen ? `${((100 * totals.cached_tokens) / seen).toFixed(1)} %` : "–");
     this.put("Preemptions", count(totals.preemptions));

@@ -2,7 +2,7 @@
 
 import { ApiProblem, api, events } from "./api.js";
 import { Figures } from "./figures.js";
-import { PageMap } from "./pages.js";
+import { BlockMap } from "./blocks.js";
 import { RequestTable } from "./requests.js";
 import { StepBars } from "./steps.js";
 
@@ -14,12 +14,12 @@ export class LiveView {
     const select = (id) => this.select(id);
     this.figures = new Figures($("figures"));
     this.steps = new StepBars($("steps-canvas"), $("steps-readout"));
-    this.pages = new PageMap($("pages-canvas"), $("pages-readout"), select);
+    this.blocks = new BlockMap($("blocks-canvas"), $("blocks-readout"), select);
     this.tables = [
       new RequestTable($("running"), $("running-count"), true, select),
       new RequestTable($("waiting"), $("waiting-count"), false, select),
     ];
-    this.parts = [this.figures, this.pages, ...this.tables];
+    this.parts = [this.figures, this.blocks, ...this.tables];
     this.visible = this.paused = false;
     this.stream = null; // the AbortController of the open subscription
     $("pause").addEventListener("click", () => this.pause(!this.paused));
@@ -81,13 +81,13 @@ export class LiveView {
   }
 
   select(id) {
-    this.pages.select(id);
+    this.blocks.select(id);
     for (const table of this.tables) table.select(id);
   }
 
   redraw() {
     this.steps.draw(true);
-    this.pages.draw();
+    this.blocks.draw();
   }
 
   say(text) {

@@ -5,7 +5,7 @@ import { count, duration, requestColour } from "./draw.js";
 
 const REASONS = {
   slots: "all slots of the batch are taken",
-  pages: "not enough free pages",
+  blocks: "not enough free blocks",
   tokens: "the step's token budget is used up",
   batch: "the batch before it must end (static batching)",
   results: "preempted; its last step is in flight",
@@ -27,7 +27,7 @@ const RUNNING = [
   PROMPT,
   ["Cached", "", 4.2, (r) => (r.cached ? count(r.cached) : "")],
   ["Answer", "answer", 0, (r) => `${count(r.generated)} / ${count(r.limit)}`],
-  ["Pages", "", 3.6, (r) => count(r.pages)],
+  ["Blocks", "", 3.6, (r) => count(r.blocks)],
   AGE, PREEMPTED,
 ];
 const WAITING = [ID, CLIENT, PROMPT, AGE, ["Waits, because", "words", 0, (r) => REASONS[r.state] ?? r.state], PREEMPTED];

@@ -8,7 +8,7 @@ const LEFT = 104;
 const RIGHT = 10;
 const GAP = 15; // above each strip, where the marks of preemptions have their place
 const REASONS = {
-  slots: "slots", pages: "pages", tokens: "the token budget", batch: "the batch to end",
+  slots: "slots", blocks: "blocks", tokens: "the token budget", batch: "the batch to end",
   results: "results in flight", grammar: "a grammar",
 };
 const STRIPS = [

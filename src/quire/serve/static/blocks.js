@@ -1,4 +1,4 @@
-// The map of pages: one cell for each page of the KV cache (or for several, when there are very many).
+// The map of blocks: one cell for each block of the KV cache (or for several, when there are very many).
 
 import { colours, count, REQUEST_COLOURS, requestColour, surface } from "./draw.js";
 
@@ -8,10 +8,10 @@ const MARGIN = 6;
 const [BLANK, FIRST_OWNER] = [0, 4]; // as in quire/core/live.py
 const PLAIN = ["blank", "evictable", "shared", "others"];
 
-export class PageMap {
+export class BlockMap {
   constructor(canvas, readout, select) {
     Object.assign(this, { canvas, readout, selectRequest: select, cells: new Uint16Array(0), encoded: "" });
-    Object.assign(this, { running: [], perCell: 1, pages: 0, selected: null, cursor: null, columns: 1, size: 1 });
+    Object.assign(this, { running: [], perCell: 1, blocks: 0, selected: null, cursor: null, columns: 1, size: 1 });
     canvas.addEventListener("mousemove", (event) => this.point(this.at(event.offsetX, event.offsetY)));
     canvas.addEventListener("mouseleave", () => this.point(null));
     canvas.addEventListener("blur", () => this.point(null));
@@ -21,13 +21,13 @@ export class PageMap {
 
   show(state) {
     const slots = (requests) => requests.map((request) => request.slot).join();
-    const same = state.pages === this.encoded && slots(state.running) === slots(this.running);
+    const same = state.blocks === this.encoded && slots(state.running) === slots(this.running);
     this.running = state.running;
-    this.perCell = state.pages_per_cell;
-    this.pages = state.stats.pages;
+    this.perCell = state.blocks_per_cell;
+    this.blocks = state.stats.blocks;
     if (same) return this.describe();
-    this.encoded = state.pages;
-    const bytes = Uint8Array.from(atob(state.pages), (letter) => letter.charCodeAt(0));
+    this.encoded = state.blocks;
+    const bytes = Uint8Array.from(atob(state.blocks), (letter) => letter.charCodeAt(0));
     this.cells = new Uint16Array(bytes.buffer);
     this.draw();
   }
@@ -106,7 +106,7 @@ export class PageMap {
     this.describe();
   }
 
-  // Told apart by form, too, as far as cells are large enough for one: evictable pages are frames, shared ones have a
+  // Told apart by form, too, as far as cells are large enough for one: evictable blocks are frames, shared ones have a
   // point in the middle.
   hollow(context, cells, name, colour) {
     if (this.size < 7) return;
@@ -133,12 +133,12 @@ export class PageMap {
   }
 
   describe() {
-    const several = this.perCell > 1 ? ` Each cell stands for ${this.perCell} pages and shows who holds one of them.` : "";
-    let text = `${count(this.pages)} pages.${several} Point at one, or use the arrow keys; Enter selects its request.`;
+    const several = this.perCell > 1 ? ` Each cell stands for ${this.perCell} blocks and shows who holds one of them.` : "";
+    let text = `${count(this.blocks)} blocks.${several} Point at one, or use the arrow keys; Enter selects its request.`;
     if (this.cursor !== null && this.cursor < this.cells.length) {
       const value = this.cells[this.cursor];
       const first = this.cursor * this.perCell;
-      const name = this.perCell > 1 ? `Pages ${count(first)} to ${count(Math.min(this.pages, first + this.perCell) - 1)}` : `Page ${count(first)}`;
+      const name = this.perCell > 1 ? `Blocks ${count(first)} to ${count(Math.min(this.blocks, first + this.perCell) - 1)}` : `Block ${count(first)}`;
       const states = ["blank", "evictable: free, but its content can still be found", "shared by several requests", "held by a request that is not in the list"];
       text = `${name}: ${states[value] ?? `request ${this.owner(this.cursor)?.id ?? "beyond the list"}`}`;
     } else if (this.selected) {
@@ -146,11 +146,11 @@ export class PageMap {
       const request = this.running[index];
       if (request) {
         const own = this.cells.reduce((sum, value) => sum + (value === index + FIRST_OWNER), 0);
-        const shared = this.perCell === 1 ? `, ${count(request.pages - own)} of them shared` : "";
-        text = `Request ${request.id} holds ${count(request.pages)} pages${shared}. Esc ends the selection.`;
+        const shared = this.perCell === 1 ? `, ${count(request.blocks - own)} of them shared` : "";
+        text = `Request ${request.id} holds ${count(request.blocks)} blocks${shared}. Esc ends the selection.`;
       }
     }
     if (this.readout.textContent !== text) this.readout.textContent = text;
-    this.canvas.setAttribute("aria-label", `Map of ${this.pages} pages`);
+    this.canvas.setAttribute("aria-label", `Map of ${this.blocks} blocks`);
   }
 }

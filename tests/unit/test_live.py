@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 
 import numpy as np
 import pytest
@@ -325,6 +326,8 @@ def test_a_stream_ends_when_its_viewer_leaves_or_does_not_read() -> None:
 
 def test_an_answer_that_nobody_waits_for_any_more_is_not_the_next_ones() -> None:
     class Process:
+        pid = os.getpid()
+
         """Answers when it is told to."""
 
         def __init__(self) -> None:

@@ -47,8 +47,9 @@ class Side:
         self.batcher: Batcher
         if kernels:
             self.batcher = KernelBatcher(
-                self.state, NoAttention(), [], BLOCK, SLOTS * MAX_LEN, SLOTS + 1, 3, self.device
-            )
+                self.state, NoAttention(), [],
+                block_size=BLOCK, max_tokens=SLOTS * MAX_LEN, max_rows=SLOTS + 1, turns=3, device=self.device,
+            )  # fmt: skip
         else:
             self.batcher = TorchBatcher(self.state, NoAttention(), [], BLOCK)
 

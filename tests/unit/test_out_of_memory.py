@@ -60,8 +60,8 @@ def test_requests_of_the_step_fail_and_others_go_on(
     engine, error = engine_of(llm), allocator_error()
     engine.add(greedy("before"))
     right = drain(engine)[0]["before"]
-    runner: Runner = engine.executor._runner
-    owner: Any = {"forward": runner._launcher, "sample": runner._sampler, "advance": runner._batcher}[where]
+    runner: Runner = engine.executor.runner
+    owner: Any = {"forward": runner.launcher, "sample": runner.sampler, "advance": runner.batcher}[where]
     method = "launch" if where == "forward" else where
 
     engine.add(greedy("first"))
@@ -86,11 +86,11 @@ def test_requests_of_the_step_fail_and_others_go_on(
 
 
 def test_a_program_gets_the_error_and_can_go_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner: Runner = engine_of(llm).executor._runner
+    runner: Runner = engine_of(llm).executor.runner
     params = SamplingParams(max_tokens=4, temperature=0)
     right = llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids
     with monkeypatch.context() as patch:
-        patch.setattr(runner._launcher, "launch", lambda *_: torch.empty(1 << 60, dtype=torch.uint8))
+        patch.setattr(runner.launcher, "launch", lambda *_: torch.empty(1 << 60, dtype=torch.uint8))
         with pytest.raises(StepFailed, match="ran out of memory in this request's step"):
             llm.generate([PROMPT], params, use_tqdm=False)
     assert llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids == right
@@ -100,7 +100,7 @@ def test_captured_steps_are_dropped_when_memory_stays_short(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, dropped = engine_of(llm), []
-    launcher = engine.executor._runner._launcher
+    launcher = engine.executor.runner.launcher
     monkeypatch.setattr(launcher, "drop_graphs", lambda: dropped.append(True))
     with monkeypatch.context() as patch:
         patch.setattr(launcher, "launch", lambda *_: torch.empty(1 << 60, dtype=torch.uint8))
@@ -118,7 +118,7 @@ def test_other_errors_still_end_the_engine(llm: LLM, monkeypatch: pytest.MonkeyP
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.executor._runner._launcher, "launch", launch)
+        patch.setattr(engine.executor.runner.launcher, "launch", launch)
         engine.add(greedy("r"))
         with pytest.raises(RuntimeError, match="illegal memory access"):
             engine.step()

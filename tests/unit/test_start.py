@@ -12,7 +12,7 @@ from quire.config import EngineConfig
 from quire.start import start_engine, wake_gpu
 from quire.worker.runner import Runner
 from quire.worker.sizing import KVSize
-from quire.worker.worker import Worker, _run
+from quire.worker.worker import Worker, run_step
 
 SMALL: dict[str, Any] = {"device": "cpu", "kv_cache_memory": 1 << 24, "max_num_seqs": 4}
 PROMPTS = ["Once upon a time", "The cat sat", "One day " * 20]
@@ -55,10 +55,10 @@ def warmed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     allocate = Worker.allocate
 
     def warm(self: Worker, size: KVSize) -> Runner:
-        scratch = self._scratch_size(self._largest_step()[1])
-        _run(self._make_runner(scratch, self._make_blocks(scratch), False), *self._largest_step())
+        scratch = self.scratch_size()
+        run_step(self.make_runner(scratch, self.make_blocks(scratch), graphs=False), *self.largest_step())
         runner = allocate(self, size)
-        edges = [blocks[end] for pair in self._blocks for blocks in pair for end in (0, -1)]
+        edges = [blocks[end] for pair in self.blocks for blocks in pair for end in (0, -1)]
         for block in edges:
             block.fill_(float("nan"))
         self.rehearse(runner, size)
@@ -100,7 +100,7 @@ def test_tables_and_columns_are_made_for_the_context_that_is_served(monkeypatch:
 
     def noted(self: Worker, size: KVSize) -> Runner:
         runner = allocate(self, size)
-        made.append((len(self.model.rope.table), runner._state.tokens.shape[1]))
+        made.append((len(self.model.rope.table), runner.state.tokens.shape[1]))
         return runner
 
     monkeypatch.setattr(Worker, "allocate", noted)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from quire.kernels import Kernels
-    from quire.models.spec import ModelSpec
+    from quire.worker.sizing import MemoryPlanner
 
 _PACKAGES = (
     "torch",
@@ -88,7 +88,7 @@ def _machine() -> None:
 
 
 def _plan(config: EngineConfig) -> None:
-    from quire.build import pick_attention, pick_device, pick_dtype
+    from quire.build import memory_planner, pick_attention, pick_device, pick_dtype
     from quire.frontend.location import locate_model
     from quire.kernels import pick_kernels
     from quire.models.config.load import load_spec
@@ -113,7 +113,7 @@ def _plan(config: EngineConfig) -> None:
         _row(name, str(getattr(resolved, name)))
     _row("max_num_seqs", f"{resolved.max_num_seqs} requests at once")
     _row("max_num_batched_tokens", f"{resolved.max_num_batched_tokens} tokens per step")
-    _memory_map(resolved, config.max_model_len, spec, device, dtype)
+    _memory_map(memory_planner(resolved, spec, dtype, device, explicit_len=config.max_model_len is not None))
 
 
 def _kernels(kernels: Kernels | None, width: int, dtype: torch.dtype, device: torch.device) -> str:
@@ -131,19 +131,12 @@ def _kernels(kernels: Kernels | None, width: int, dtype: torch.dtype, device: to
     return _KERNELS[device.type]
 
 
-def _memory_map(
-    config: EngineConfig, max_model_len: int | None, spec: ModelSpec, device: torch.device, dtype: torch.dtype
-) -> None:
-    """`max_model_len` as it was asked for."""
-    from quire.worker.sizing import check_weights_fit, column_bytes, cpu_step_bytes, kv_budget, size_kv
-
-    weights = check_weights_fit(config, spec, dtype, device)
-    step = cpu_step_bytes(config, spec, dtype)
-    budget = kv_budget(config, device, weights + step)
-    size = size_kv(config, max_model_len, spec, dtype, budget, device)
+def _memory_map(memory: MemoryPlanner) -> None:
+    weights, step = memory.check_weights_fit(), memory.cpu_step_bytes()
+    size = memory.size_kv(memory.kv_budget(weights + step))
     _section("Memory map (before loading)")
     _row("weights", _size(weights))
-    _row("slot columns", _size(column_bytes(config, size.max_model_len)))
+    _row("slot columns", _size(memory.column_bytes(size.max_model_len)))
     _row("largest step", f"{_size(step)} (estimated; a GPU measures it)")
     blocks = f"{size.num_blocks} blocks of {size.block_size} tokens, {_size(size.block_bytes)} each"
     _row("kv cache", f"{_size(size.num_blocks * size.block_bytes)}: {blocks}")

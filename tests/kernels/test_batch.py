@@ -41,7 +41,7 @@ class Side:
 
     def __init__(self, kernels: bool, device: str, keeps_kv: bool) -> None:
         self.device = torch.device(device)
-        self.state = SlotState(SLOTS, MAX_LEN, MAX_BLOCKS, keeps_kv, self.device)
+        self.state = SlotState(SLOTS, MAX_LEN, MAX_BLOCKS, keeps_kv=keeps_kv, device=self.device)
         self.state.clear(999)
         self.staging = Staging(self.device, 2)
         self.batcher: Batcher

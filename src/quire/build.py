@@ -419,7 +419,7 @@ def _describe(
 
 
 def _freeze_garbage() -> None:
-    """Exempt all existing objects from garbage collection: they live as long as the engine."""
+    """Exclude all existing objects from garbage collection, because they live as long as the engine."""
     gc.collect()
     gc.freeze()
 

@@ -1,4 +1,4 @@
-"""Settings from the outside: the YAML file of `quire serve --config`, and what help says of the flags."""
+"""Settings from outside: the YAML file of `quire serve --config`, flags of other engines, and help texts."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def test_flags_that_are_called_otherwise_elsewhere(capsys: pytest.CaptureFixture
     )
     for flag, says in (
         ("--gpu_memory_utilization=0.9", "here it is --memory-utilization"),
-        ("--enable-auto-tool-choice", "leave it out: it is always so here"),
-        ("--trust-remote-code", "code from checkpoints is never run here"),
+        ("--enable-auto-tool-choice", "leave it out: this is always on here"),
+        ("--trust-remote-code", "Quire never runs code from checkpoints"),
         ("--max-num-seq", "did you mean --max-num-seqs?"),
     ):
         with pytest.raises(SystemExit):

@@ -48,7 +48,7 @@ class SlotState:
         self.shape = num_slots, max_len, max_blocks
 
     def clear(self, dummy_block: int) -> None:
-        """Empty all slots. The dummy becomes a request of one token, not yet computed, in block `dummy_block`."""
+        """Clear all slots. The dummy becomes a request of one token, not yet computed, in block `dummy_block`."""
         self._memory.zero_()
         self.block_table[self.dummy] = dummy_block
         self.num_tokens[self.dummy] = 1

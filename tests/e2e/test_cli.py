@@ -89,7 +89,7 @@ def test_bench_host() -> None:
         (["bench", "host", "--steps", "0"], "steps must be at least 1, got 0"),
         (
             ["profile", "--input-len", "3000"],
-            "input_len 3000 leaves no room for output in max_model_len 2048",
+            "input_len 3000 leaves no room for output in max_model_len 2048; lower it",
         ),
     ],
 )

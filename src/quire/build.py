@@ -178,6 +178,7 @@ def launch_options(config: EngineConfig) -> LaunchOptions:
     return LaunchOptions(
         depth=_OVERLAP_DEPTH if config.overlap else 1,
         cuda_graphs=config.cuda_graphs,
+        capture_at_start=config.capture_at_start,
         cpu_replay=config.cpu_replay,
         cpu_threads=config.cpu_threads,
     )

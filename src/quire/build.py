@@ -106,7 +106,9 @@ def _build(
     clock.end("device")
 
     options = launch_options(config)
-    model, checkpoint = load_model(config, path, spec, backend, kernels, device, dtype)
+    model, checkpoint = load_model(
+        config, path, spec, backend=backend, kernels=kernels, device=device, dtype=dtype
+    )
     with closing(checkpoint):
         worker = Worker(model, backend, memory, options, kernels)
         clock.end("weights")
@@ -304,6 +306,7 @@ def load_model(
     config: EngineConfig,
     path: Path,
     spec: ModelSpec,
+    *,
     backend: AttentionBackend,
     kernels: Kernels | None,
     device: torch.device,

@@ -33,7 +33,7 @@ from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
 from quire.types import EngineRequest, SamplingParams
 from quire.worker.executor import LocalExecutor, device_guard
-from quire.worker.sizing import KVSize
+from quire.worker.memory.sizing import KVSize
 from quire.worker.worker import Worker
 
 LENGTH, BLOCK = 2048, 16

@@ -51,7 +51,7 @@ from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
 from quire.types import ConfigError, EngineInfo
 from quire.worker.executor import DeviceGuard, LocalExecutor, device_guard
-from quire.worker.sizing import BlockLayout, KVSize, MemoryPlanner, StepLimits, gpu_memory
+from quire.worker.memory.sizing import BlockLayout, KVSize, MemoryPlanner, StepLimits, gpu_memory
 from quire.worker.worker import LaunchOptions, Worker
 
 log = logging.getLogger("quire")

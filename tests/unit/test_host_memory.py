@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.worker.host_memory import host_memory
+from quire.worker.memory.host_memory import host_memory
 
 MIB = 1 << 20
 
@@ -102,7 +102,7 @@ def test_a_group_above_its_namespace_is_not_left(tmp_path: Path) -> None:
 def test_ulimit() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30)); "
-        "from quire.worker.host_memory import host_memory; free, total = host_memory(); "
+        "from quire.worker.memory.host_memory import host_memory; free, total = host_memory(); "
         "assert total <= 2 << 30 and free < total, (free, total)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,7 +11,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.types import EngineRequest, StepFailed
-from quire.worker.out_of_memory import is_out_of_memory
+from quire.worker.memory.out_of_memory import is_out_of_memory
 from quire.worker.runner import Runner
 from tiny import write_tiny
 

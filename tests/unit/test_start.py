@@ -10,8 +10,8 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.start import start_engine, wake_gpu
+from quire.worker.memory.sizing import KVSize
 from quire.worker.runner import Runner
-from quire.worker.sizing import KVSize
 from quire.worker.worker import Worker, run_step
 
 SMALL: dict[str, Any] = {"device": "cpu", "kv_cache_memory": 1 << 24, "max_num_seqs": 4}

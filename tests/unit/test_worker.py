@@ -13,7 +13,7 @@ from quire.models.checkpoint.checkpoint import DummyCheckpoint
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
-from quire.worker.sizing import KVSize
+from quire.worker.memory.sizing import KVSize
 from quire.worker.worker import Worker
 from tiny import CONFIG
 

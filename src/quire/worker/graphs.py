@@ -24,7 +24,7 @@ from quire.models.decoder import Model
 from quire.sampling.sampler import Sampler
 from quire.types import StepPlan
 from quire.worker.batch import Batcher, DeviceStep, KernelBatcher, plan_header
-from quire.worker.out_of_memory import is_out_of_memory
+from quire.worker.memory.out_of_memory import is_out_of_memory
 from quire.worker.staging import Staging
 
 log = logging.getLogger("quire")
@@ -100,15 +100,17 @@ class Eager:
         pass
 
 
+# Sampling of a captured step. later: outside of the graph, because the host takes part in it.
+SamplingMode = Literal["plain", "filtered", "later"]
+
+
 @dataclass(frozen=True, slots=True)
 class StepShape:
     """Shape of a captured step. With as many tokens as rows, each row has one token."""
 
     rows: int
     tokens: int
-    sampling: Literal[
-        "plain", "filtered", "later"
-    ]  # later: outside of the graph, because the host takes part
+    sampling: SamplingMode
     shares: bool = False  # rows share blocks that attention reads once
 
     @property
@@ -133,7 +135,7 @@ class GraphLimits:
 class CudaGraphs:
     """Launcher that replays captured steps.
 
-    Captured are steps of up to `limits.max_tokens` tokens, and steps of exactly `limits.full_tokens`, as happen while
+    It captures steps of up to `limits.max_tokens` tokens, and steps of exactly `limits.full_tokens`, as happen while
     prompts queue up. `eager` runs other long steps, which would need padding, and steps whose prompts are scored or
     pooled.
     """
@@ -220,7 +222,7 @@ class CudaGraphs:
             tokens = _round_up(self._token_sizes, max(tokens, rows + 1))
         return StepShape(rows, tokens, sampling) if tokens > rows else None
 
-    def _sampling(self, plan: StepPlan) -> Literal["plain", "filtered", "later"]:
+    def _sampling(self, plan: StepPlan) -> SamplingMode:
         if self._sampler.needs_host_work(plan.slots):
             return "later"
         return "filtered" if self._sampler.has_filters(plan.slots) else "plain"

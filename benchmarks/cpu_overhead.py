@@ -68,7 +68,7 @@ def make_engine(rows: int) -> Engine:
     )
     model = Instant(spec, rows, backend)
     memory = memory_planner(config, spec, torch.bfloat16, cpu, explicit_len=True)
-    worker = Worker(model, backend, memory, launch_options(config))
+    worker = Worker(model, backend, memory, launch_options(config, depth=2))
     blocks = rows * LENGTH // BLOCK
     runner = worker.allocate(KVSize(blocks, BLOCK, 0, LENGTH))
     pool, log = BlockPool(blocks, LRU()), StepLog()

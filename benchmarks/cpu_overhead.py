@@ -33,7 +33,7 @@ from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
 from quire.types import EngineRequest, SamplingParams
 from quire.worker.executor import LocalExecutor, device_guard
-from quire.worker.sizing import KVSize
+from quire.worker.memory.sizing import KVSize
 from quire.worker.worker import Worker
 
 LENGTH, BLOCK = 2048, 16
@@ -68,7 +68,7 @@ def make_engine(rows: int) -> Engine:
     )
     model = Instant(spec, rows, backend)
     memory = memory_planner(config, spec, torch.bfloat16, cpu, explicit_len=True)
-    worker = Worker(model, backend, memory, launch_options(config))
+    worker = Worker(model, backend, memory, launch_options(config, depth=2))
     blocks = rows * LENGTH // BLOCK
     runner = worker.allocate(KVSize(blocks, BLOCK, 0, LENGTH))
     pool, log = BlockPool(blocks, LRU()), StepLog()

@@ -51,7 +51,7 @@ from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
 from quire.types import ConfigError, EngineInfo
 from quire.worker.executor import DeviceGuard, LocalExecutor, device_guard
-from quire.worker.sizing import BlockLayout, KVSize, MemoryPlanner, StepLimits, gpu_memory
+from quire.worker.memory.sizing import BlockLayout, KVSize, MemoryPlanner, StepLimits, gpu_memory
 from quire.worker.worker import LaunchOptions, Worker
 
 log = logging.getLogger("quire")
@@ -105,10 +105,12 @@ def _build(
     backend = pick_attention(config.attention, spec, device, dtype, kernels)
     clock.end("device")
 
-    options = launch_options(config)
-    model, checkpoint = load_model(config, path, spec, backend, kernels, device, dtype)
+    depth = _OVERLAP_DEPTH if config.overlap else 1
+    model, checkpoint = load_model(
+        config, path, spec, backend=backend, kernels=kernels, device=device, dtype=dtype
+    )
     with closing(checkpoint):
-        worker = Worker(model, backend, memory, options, kernels)
+        worker = Worker(model, backend, memory, launch_options(config, depth), kernels)
         clock.end("weights")
         worker.compile_kernels()
         clock.end("warm_up")
@@ -128,8 +130,8 @@ def _build(
             size,
             LocalExecutor(runner, guard),
             pick_grammar(config, path, spec.vocab_size),
-            depth=options.depth,
-            shares_prefix=config.shared_prefix and backend.reads_shared,
+            depth,
+            config.shared_prefix and backend.reads_shared,
         )
         _freeze_garbage()
         clock.end("warm_up")
@@ -173,10 +175,10 @@ def memory_planner(
     )
 
 
-def launch_options(config: EngineConfig) -> LaunchOptions:
-    """Return how the worker launches steps."""
+def launch_options(config: EngineConfig, depth: int) -> LaunchOptions:
+    """Return how the worker launches steps, of which `depth` may be in flight."""
     return LaunchOptions(
-        depth=_OVERLAP_DEPTH if config.overlap else 1,
+        depth=depth,
         cuda_graphs=config.cuda_graphs,
         capture_at_start=config.capture_at_start,
         cpu_replay=config.cpu_replay,
@@ -305,6 +307,7 @@ def load_model(
     config: EngineConfig,
     path: Path,
     spec: ModelSpec,
+    *,
     backend: AttentionBackend,
     kernels: Kernels | None,
     device: torch.device,
@@ -355,15 +358,9 @@ def pick_grammar(config: EngineConfig, model: Path, vocab_size: int) -> Grammar:
 
 
 def _wire(
-    config: EngineConfig,
-    size: KVSize,
-    executor: LocalExecutor,
-    grammar: Grammar,
-    *,
-    depth: int,
-    shares_prefix: bool,
+    config: EngineConfig, size: KVSize, executor: LocalExecutor, grammar: Grammar, depth: int, shares: bool
 ) -> Engine:
-    steps = step_limits(config)
+    keeps_kv = config.kv_layout != "none"
     pool = BlockPool(size.num_blocks, FIFO() if config.eviction == "fifo" else LRU())
     cache: PrefixCache = HashPrefixCache(pool, size.block_size) if config.prefix_caching else NoPrefixCache()
     choices = Policy(
@@ -372,16 +369,16 @@ def _wire(
         chunk=policy.chunked if config.chunked_prefill else policy.whole,
     )
     limits = Limits(
-        max_num_seqs=steps.max_num_seqs,
-        max_num_batched_tokens=steps.max_num_batched_tokens,
+        max_num_seqs=config.max_num_seqs or 1,
+        max_num_batched_tokens=config.max_num_batched_tokens or 1,
         max_model_len=size.max_model_len,
         block_size=size.block_size,
-        keeps_kv=config.kv_layout != "none",
+        keeps_kv=keeps_kv,
         lookahead=depth > 1,
-        mixed_prefill_tokens=config.mixed_prefill_tokens or steps.max_num_batched_tokens,
+        mixed_prefill_tokens=config.mixed_prefill_tokens or config.max_num_batched_tokens or 1,
     )
     steplog = StepLog()
-    shared: SharedPrefix = CommonBlocks(size.block_size) if shares_prefix else NoSharedPrefix()
+    shared: SharedPrefix = CommonBlocks(size.block_size) if shares else NoSharedPrefix()
     scheduler = Scheduler(pool, cache, choices, limits, steplog, shared)
     return Engine(scheduler, executor, grammar, depth, steplog, config.check_invariants)
 

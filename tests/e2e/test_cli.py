@@ -1,4 +1,4 @@
-"""The quire command on the demo model, as a person would type it."""
+"""The `quire` command on the demo model, as a user types it."""
 
 from __future__ import annotations
 

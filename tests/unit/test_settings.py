@@ -136,3 +136,12 @@ def test_help_says_the_defaults() -> None:
         assert said in text
     assert "default: None" not in text and "default: <" not in text and "default: off" not in text
     assert all(line.count("(default") <= 1 for line in re.split(r" (?=--)", text))
+
+
+def test_help_groups_the_settings_of_an_engine() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, "engine", EngineConfig)
+    text = parser.format_help()
+    groups = ["model:", "scheduling:", "KV cache:", "kernels and graphs:", "debugging:"]
+    assert [line for line in text.splitlines() if line in groups] == groups, "a group is missing or split"
+    assert "engine:" not in text, "a setting has no group"

@@ -11,8 +11,8 @@ from quire.build import memory_planner
 from quire.config import EngineConfig
 from quire.models.spec import ModelSpec
 from quire.types import ConfigError
-from quire.worker import sizing
-from quire.worker.sizing import KVSize, MemoryPlanner
+from quire.worker.memory import sizing
+from quire.worker.memory.sizing import KVSize, MemoryPlanner
 from tiny import CONFIG
 
 TOKEN = 2 * 4 * 2 * 64 * 2  # keys and values, layers, KV heads, head_dim, bytes

@@ -13,7 +13,7 @@ from quire.models.checkpoint.checkpoint import DummyCheckpoint
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
-from quire.worker.sizing import KVSize
+from quire.worker.memory.sizing import KVSize
 from quire.worker.worker import Worker
 from tiny import CONFIG
 
@@ -39,9 +39,9 @@ def tiny_worker(**settings: object) -> Worker:
     model = build_model(
         spec, Env(DummyCheckpoint(0, CPU, torch.float32), Parallel(), backend, CPU, torch.float32)
     )
-    config = EngineConfig(model="tiny", overlap=False, **settings).resolved(0, spec.max_model_len)
+    config = EngineConfig(model="tiny", **settings).resolved(0, spec.max_model_len)
     memory = memory_planner(config, spec, torch.float32, CPU, explicit_len=False)
-    return Worker(model, backend, memory, launch_options(config))
+    return Worker(model, backend, memory, launch_options(config, depth=1))
 
 
 def test_runners_share_one_set_of_slot_columns() -> None:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from quire.kernels import Kernels
-    from quire.worker.sizing import MemoryPlanner
+    from quire.worker.memory.sizing import MemoryPlanner
 
 _PACKAGES = (
     "torch",
@@ -70,7 +70,7 @@ def _machine() -> None:
     import torch
 
     from quire.kernels.target import target_of
-    from quire.worker.host_memory import host_memory
+    from quire.worker.memory.host_memory import host_memory
 
     _section("Machine")
     available, total = host_memory()
@@ -96,7 +96,7 @@ def _plan(config: EngineConfig) -> None:
     from quire.frontend.location import locate_model
     from quire.kernels import pick_kernels
     from quire.models.config.load import load_spec
-    from quire.worker.sizing import gpu_memory
+    from quire.worker.memory.sizing import gpu_memory
 
     device = pick_device(config.device)
     spec = load_spec(locate_model(config.model, config.revision).path)

@@ -28,13 +28,8 @@ from quire.worker.staging import Staging
 _HARMLESS = {
     "__get__", "contiguous", "data_ptr", "empty_like", "new_empty", "numel", "stride", "view",
 }  # fmt: skip
-_COPIED = (
-    "input_ids",
-    "positions",
-    "kv_slots",
-    "seq_lens",
-    "slots",
-)  # all that kernels read but the block table
+# Fields of a batch that kernels read, besides the block table.
+_COPIED = ("input_ids", "positions", "kv_slots", "seq_lens", "slots")
 
 
 @dataclass(slots=True)

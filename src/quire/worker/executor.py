@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from quire.types import StepFailed, StepHandle, StepPlan, TokenMasks
-from quire.worker.out_of_memory import is_out_of_memory
+from quire.worker.memory.out_of_memory import is_out_of_memory
 from quire.worker.runner import Runner
 
 log = logging.getLogger("quire")

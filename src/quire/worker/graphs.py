@@ -23,9 +23,9 @@ from quire.models.decoder import Model
 from quire.sampling.sampler import Sampler
 from quire.types import StepPlan
 from quire.worker.batch import Batcher, DeviceStep, KernelBatcher, plan_header
-from quire.worker.out_of_memory import is_out_of_memory
+from quire.worker.memory.out_of_memory import is_out_of_memory
 from quire.worker.staging import Staging
-from quire.worker.step_shapes import GraphLimits, Sampling, StandIns, StepShape, StepShapes
+from quire.worker.step_shapes import GraphLimits, SamplingMode, StandIns, StepShape, StepShapes
 
 log = logging.getLogger("quire")
 
@@ -120,7 +120,7 @@ MAX_GRAPHS = 512  # of one runner
 class CudaGraphs:
     """Launcher that replays captured steps.
 
-    Captured are steps of up to `limits.max_tokens` tokens, and steps of exactly `limits.full_tokens`, as happen while
+    It captures steps of up to `limits.max_tokens` tokens, and steps of exactly `limits.full_tokens`, as happen while
     prompts queue up. `eager` runs other long steps, which would need padding, and steps whose prompts are scored or
     pooled.
     """
@@ -218,7 +218,7 @@ class CudaGraphs:
         shares = plan.shared is not None
         return self.shapes.fit(len(plan.slots), plan.total_tokens, self._sampling(plan), shares)
 
-    def _sampling(self, plan: StepPlan) -> Sampling:
+    def _sampling(self, plan: StepPlan) -> SamplingMode:
         if self._sampler.needs_host_work(plan.slots):
             return "later"
         return "filtered" if self._sampler.has_filters(plan.slots) else "plain"
@@ -232,7 +232,7 @@ class CudaGraphs:
         else:
             self._choose_tokens(logits, shape.sampling)
 
-    def _choose_tokens(self, logits: torch.Tensor, sampling: Sampling) -> None:
+    def _choose_tokens(self, logits: torch.Tensor, sampling: SamplingMode) -> None:
         """Sample a token for each row of `logits` [rows, vocab], and update the slot columns."""
         rows = len(logits)
         tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)

@@ -24,7 +24,8 @@ _STAND_IN_DECODE_ROWS = (1, 4, 16, 64, 256, 1024)
 _SHARING_ROWS = (16, 64, 128, 256, 512, 1024)
 _START_ROWS = 256  # decode steps of up to so many rows are captured before the first request
 
-Sampling = Literal["plain", "filtered", "later"]
+# Sampling of a captured step. later: outside of the graph, for example because the host takes part in it.
+SamplingMode = Literal["plain", "filtered", "later"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +45,7 @@ class StepShape:
 
     rows: int
     tokens: int
-    sampling: Sampling = "plain"  # later: outside of the graph, for example because the host takes part
+    sampling: SamplingMode = "plain"
     shares: bool = False  # rows share blocks that attention reads once
 
     @property
@@ -78,7 +79,7 @@ class StepShapes:
         self._limits = limits
         self.row_sizes, self.token_sizes = row_sizes(limits.max_rows), token_sizes(limits.max_tokens)
 
-    def fit(self, rows: int, tokens: int, sampling: Sampling, shares: bool) -> StepShape | None:
+    def fit(self, rows: int, tokens: int, sampling: SamplingMode, shares: bool) -> StepShape | None:
         """Return the smallest shape that holds a step, or None if such steps are not captured."""
         if rows == tokens:
             size = _round_up(self.row_sizes, rows)

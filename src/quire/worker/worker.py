@@ -20,11 +20,11 @@ from quire.types import StepPlan
 from quire.worker.batch import Batcher, KernelBatcher, TorchBatcher
 from quire.worker.cpu_replay import CpuReplay
 from quire.worker.graphs import MAX_GRAPHS, CudaGraphs, Eager, Launcher, Threads
-from quire.worker.kv_cache import KVCache
+from quire.worker.memory.kv_cache import KVCache
+from quire.worker.memory.sizing import KVSize, MemoryPlanner, gpu_memory
 from quire.worker.pooling import Pooler
 from quire.worker.results import Results
 from quire.worker.runner import Runner
-from quire.worker.sizing import KVSize, MemoryPlanner, gpu_memory
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
 from quire.worker.step_shapes import GraphLimits

@@ -13,8 +13,8 @@ import torch
 from quire.models.spec import ModelSpec
 from quire.sampling.logprobs import scoring_bytes
 from quire.types import ConfigError
-from quire.worker.host_memory import host_memory
-from quire.worker.kv_cache import block_bytes
+from quire.worker.memory.host_memory import host_memory
+from quire.worker.memory.kv_cache import block_bytes
 
 log = logging.getLogger("quire")
 

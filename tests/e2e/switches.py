@@ -35,6 +35,7 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
 }
 GPU_SWITCHES = SWITCHES | {
     "cuda_graphs": (True, False),
+    "capture_at_start": (False, True),
     "shared_prefix": (True, False),
 }
 _ALONE = {"overlap": False, "max_num_seqs": 1, "kv_layout": "contiguous", "prefix_caching": False}
@@ -104,9 +105,9 @@ class Bench:
             quire.build.load_model = self._original
         return engine
 
-    def _load(self, config: EngineConfig, *args: Any) -> Any:
+    def _load(self, config: EngineConfig, *args: Any, **kwargs: Any) -> Any:
         if config.cpu_kernels not in self._loaded:
-            self._loaded[config.cpu_kernels] = loaded = self._original(config, *args)
+            self._loaded[config.cpu_kernels] = loaded = self._original(config, *args, **kwargs)
             self.num_layers = len(loaded[0].attention_layers)
         return self._loaded[config.cpu_kernels]
 

@@ -1,7 +1,8 @@
-"""When a step is recorded, replayed and run eagerly; what is in a graph, only a GPU can tell (`-m gpu`)."""
+"""When a step is captured, replayed or run eagerly. Only a GPU can check the contents of a graph (`-m gpu`)."""
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,41 +10,56 @@ import numpy as np
 import torch
 
 from quire.types import StepPlan
-from quire.worker import graphs
-from quire.worker.graphs import CudaGraphs, row_sizes, token_sizes
+from quire.worker.graphs import CudaGraphs
+from quire.worker.step_shapes import GraphLimits, StepShape, StepShapes, row_sizes, token_sizes
 
 
 class Graphs(CudaGraphs):
-    """Without a device: running, recording and replaying are noted."""
+    """Launcher without a device: it lists what it runs, captures and replays."""
 
-    def __init__(self, max_rows: int, max_tokens: int, full: int, most: int = 99) -> None:
+    def __init__(self, max_rows: int, max_tokens: int, full_tokens: int, max_graphs: int = 99) -> None:
         self.done: list[tuple[str, Any]] = []
-        self._row_sizes, self._token_sizes, self._full = row_sizes(max_rows), token_sizes(max_tokens), full
-        self._most_graphs, self._captures, self._dropped = most, True, False
         self.has_memory = True
-        self._captured, self._idle_sizes = {}, self._row_sizes[::-1]
+        limits = GraphLimits(
+            max_rows=max_rows,
+            max_tokens=max_tokens,
+            full_tokens=full_tokens,
+            shared_bytes=0,
+            max_graphs=max_graphs,
+        )
+        self._set_limits(limits)
         self._logits = torch.zeros(max_rows, 1)
-        self._sampler = SimpleNamespace(needs_host_work=lambda slots: False, has_filters=lambda slots: False)
-        self._batcher = SimpleNamespace(load=lambda *args: None, step=lambda plan: None)
+        self.filters = False
+        self._sampler = SimpleNamespace(
+            needs_host_work=lambda slots: False,
+            has_filters=lambda slots: self.filters,
+            choose=lambda logits, slots, tokens, filtered: self.done.append(("choose", len(logits))),
+        )
+        self._batcher = SimpleNamespace(
+            load=lambda *args: None,
+            step=lambda plan: None,
+            slots=lambda rows: None,
+            advance_rows=lambda *args: None,
+        )
         self._eager = SimpleNamespace(launch=lambda plan, staging: self.done.append(("eager", None)))
 
-    def _run(self, shape: graphs.StepShape) -> None:
+    def _run(self, shape: StepShape) -> None:
         self.done.append(("run", (shape.rows, shape.tokens)))
 
     def _begin_pool(self) -> Any:
         self.done.append(("pool", None))
 
-    def _record(self, run: Any) -> Any:
+    def _graph_of(self, run: Any) -> Any:
         run()
         if not self.has_memory:
             self.done.pop()
             raise torch.OutOfMemoryError("CUDA out of memory")
         ((_, shape),) = self.done[-1:]
-        self.done[-1] = "record", shape
+        self.done[-1] = "capture", shape
         return SimpleNamespace(replay=lambda: self.done.append(("replay", shape)))
 
     def step(self, *tokens: int) -> list[tuple[str, Any]]:
-        """What a step whose rows have so many new tokens does."""
+        """Launch a step whose rows have `tokens` new tokens; return what the launcher did."""
         self.done.clear()
         counts = np.array(tokens, np.int32)
         none = np.zeros_like(counts)
@@ -54,18 +70,18 @@ class Graphs(CudaGraphs):
         return list(self.done)
 
 
-def test_a_shape_is_recorded_when_it_first_occurs() -> None:
+def test_a_shape_is_captured_when_it_first_occurs() -> None:
     steps = Graphs(64, 2048, 8192)
-    assert steps.step(1, 1, 1) == [("run", (4, 4)), ("record", (4, 4))]
+    assert steps.step(1, 1, 1) == [("run", (4, 4)), ("capture", (4, 4))]
     assert steps.step(1, 1, 1, 1) == [("replay", (4, 4))]
-    assert steps.step(100, 1) == [("run", (8, 112)), ("record", (8, 112))]
+    assert steps.step(100, 1) == [("run", (8, 112)), ("capture", (8, 112))]
     assert steps.step(1, 104) == [("replay", (8, 112))]
-    assert steps.step(8000, 192) == [("run", (8, 8192)), ("record", (8, 8192))]
+    assert steps.step(8000, 192) == [("run", (8, 8192)), ("capture", (8, 8192))]
     assert steps.step(8000, 191) == [("eager", None)]  # would be padded, or is too long
 
 
 def test_shapes_beyond_the_most_run_eagerly() -> None:
-    steps = Graphs(64, 2048, 8192, most=2)
+    steps = Graphs(64, 2048, 8192, max_graphs=2)
     for rows in (1, 2):
         steps.step(*[1] * rows)
     for _ in range(2):
@@ -73,24 +89,82 @@ def test_shapes_beyond_the_most_run_eagerly() -> None:
     assert steps.step(1, 1) == [("replay", (2, 2))]
 
 
-def test_an_idle_engine_records_all_sizes_of_rows_once() -> None:
-    steps, staging = Graphs(16, 64, 64), SimpleNamespace(begin=lambda: None)
+def test_an_idle_engine_captures_all_sizes_of_rows_once() -> None:
+    steps, staging = Graphs(300, 64, 64), SimpleNamespace(begin=lambda: None)
     steps.step(1, 1)
-    recorded = 0
+    captured = 0
     while steps.warm_up(staging):
-        recorded += 1
-    assert recorded == len(row_sizes(16)) - 1
-    assert steps.step(*[1] * 16) == [("replay", (16, 16))]
+        captured += 1
+    assert captured >= len(row_sizes(300)) - 1
+    for rows in row_sizes(300):
+        assert steps.step(*[1] * rows) == [("replay", (rows, rows))]
+
+
+def started(max_rows: int, max_tokens: int, max_graphs: int = 512) -> Graphs:
+    steps = Graphs(max_rows, max_tokens, 8192, max_graphs)
+    steps.capture_common()
+    return steps
+
+
+def test_after_the_start_no_step_of_up_to_max_tokens_waits_for_a_capture() -> None:
+    rng = random.Random(0)
+    for max_rows, max_tokens in ((1024, 2048), (256, 512), (7, 100), (1, 16)):
+        steps = started(max_rows, max_tokens)
+        for _ in range(300):
+            rows = rng.randint(1, max_rows)
+            counts = [1] * rows
+            if rng.random() < 0.5 and rows < max_tokens:
+                counts[rng.randrange(rows)] += rng.randint(1, max_tokens - rows)
+            fit = steps.shapes.fit(rows, sum(counts), "plain", False)
+            if fit is None:
+                continue
+            (kind, (run_rows, run_tokens)), *tail = steps.step(*counts)
+            assert kind in ("replay", "run") and run_rows >= rows and run_tokens >= sum(counts)
+            if kind == "run":  # padding has cost as much as a capture
+                assert tail == [("capture", (fit.rows, fit.tokens))]
+                assert steps.step(*counts) == [("replay", (fit.rows, fit.tokens))]
+
+
+def test_a_stand_in_is_used_until_its_padding_has_cost_a_capture() -> None:
+    steps = started(64, 2048)
+    kinds = []
+    for _ in range(40):
+        kinds.append(steps.step(600, 1)[0])
+    replays = kinds.index(("run", (8, 640)))
+    assert kinds[:replays] == [("replay", (32, 768))] * replays
+    lost = StepShape(32, 768, "later").excess_over(StepShape(8, 640))
+    assert replays * lost >= 3 > (replays - 1) * lost
+    assert set(kinds[replays + 1 :]) == {("replay", (8, 640))}
+
+
+def test_a_stand_in_that_ends_with_the_logits_is_sampled_after_it() -> None:
+    steps = started(64, 2048)
+    steps.filters = True
+    assert steps.step(1, 1, 1) == [("replay", (4, 4)), ("choose", 4)]
+    assert steps.step(400, 1) == [("replay", (32, 512)), ("choose", 32)]
+
+
+def test_stand_ins_serve_when_no_graph_may_be_added() -> None:
+    steps = started(64, 2048)
+    steps._max_graphs = 0
+    for _ in range(50):
+        assert steps.step(600, 1)[0] == ("replay", (32, 768))
+
+
+def test_steps_that_share_blocks_have_graphs_of_their_own() -> None:
+    shape, sharing = StepShape(64, 64), StepShape(64, 64, "plain", True)
+    assert not shape.stands_in_for(sharing) and not sharing.stands_in_for(shape)
+    assert any(common.stands_in_for(sharing) for common in StepShapes(started(64, 64)._limits).at_start())
 
 
 def test_a_shape_for_which_memory_is_short_runs_without_a_graph() -> None:
     steps = Graphs(64, 2048, 8192)
-    steps.step(1, 1)
+    steps.step(1)
     steps.has_memory = False
-    assert steps.step(1) == [("run", (1, 1))], "the step has run, so it must not fail"
+    assert steps.step(1, 1) == [("run", (2, 2))], "the step has run, so it must not fail"
     steps.has_memory = True
-    assert steps.step(1) == [("run", (1, 1))], "it would be tried, and fail, in every step"
-    assert steps.step(1, 1) == [("replay", (2, 2))]
+    assert steps.step(1, 1) == [("run", (2, 2))], "a capture would fail in every step"
+    assert steps.step(1) == [("replay", (1, 1))]
 
 
 def test_graphs_that_were_dropped_are_captured_again_once_the_engine_is_idle() -> None:

@@ -585,8 +585,8 @@ def kept_rows(x: Tensor, filters: list[tuple[int, float, float]]) -> list[list[i
     for slot, (top_k, top_p, min_p) in enumerate(filters):
         bench.admit(slot, request(SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)))
     top_k, top_p, min_p = (np.array(column) for column in zip(*filters))
-    columns = bench.sampler._table.gather(torch.arange(len(filters)))
-    keep = x >= row_filters.kept(x, FilterFlags(top_k, top_p < 1, min_p > 0), columns).cutoff
+    columns = bench.sampler.table.gather(torch.arange(len(filters)))
+    keep = x >= row_filters.find_cutoffs(x, FilterFlags(top_k, top_p < 1, min_p > 0), columns).cutoff
     return [row.nonzero().flatten().tolist() for row in keep]
 
 

@@ -55,7 +55,7 @@ def test_sort_activations() -> None:
     batch = whole_batch(rows)
     got: dict[str, torch.Tensor] = {
         "tok_emb": model.tokens(batch.input_ids),
-        "x": model.tokens(batch.input_ids) + model.places(batch.positions),
+        "x": model.tokens(batch.input_ids) + model.positions(batch.positions),
     }
     first = model.layers[0]
     got["ln1"], stream = first.input_norm(got["x"], None)

@@ -158,7 +158,7 @@ def test_shards(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def test_folders_without_safetensors(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no folder"):
+    with pytest.raises(ModelError, match="neither a folder"):
         open_checkpoint(tmp_path / "none", SPEC)
     with pytest.raises(ModelError, match="holds no weights"):
         open_checkpoint(tmp_path, SPEC)
@@ -200,7 +200,7 @@ def test_norms_embeddings_and_head_that_are_not_finite_are_reported(
     build_model(SPEC, env(weights))
     weights.finish()
     assert [record.getMessage() for record in caplog.records] == [
-        f"{name}: not finite in the model's dtype (NaN or infinity); requests that meet it will fail"
+        f"{name}: not finite in the model's dtype (NaN or infinity); requests that use such a value will fail"
     ]
 
 
@@ -319,7 +319,7 @@ def test_attention_layers_know_their_window_and_scale() -> None:
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ModelError, match="cannot be cut into 4"):
+    with pytest.raises(ModelError, match="cannot be sharded over 4 ranks"):
         build_model(SPEC, env(DummyCheckpoint(0, CPU, torch.float32), OneOf(0, 4)))
 
 

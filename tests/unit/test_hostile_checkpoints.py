@@ -167,7 +167,7 @@ def pipe(file: Path) -> None:
         (b'{"eos_token_id": 1' + b"0" * 18 + b', "vocab_size": 5}', "eos_token_id|names no architecture"),
         (b"[]", "must hold a JSON object"),
         (b"\xff\xfe", "cannot be read"),
-        (b" " * (17 << 20), "but at most 16777216 are read"),
+        (b" " * (17 << 20), "but the limit is 16777216"),
         (None, "is not a regular file"),
     ],
 )
@@ -285,7 +285,7 @@ def key(name: bytes, kind: int, value: bytes) -> bytes:
     [
         (1 << 63, 0, b"", "9223372036854775808 tensors do not fit"),
         (0, 1 << 63, b"", "9223372036854775808 keys do not fit"),
-        (300_000, 0, bytes(24 * 300_000), "300000 tensors, but at most"),
+        (300_000, 0, bytes(24 * 300_000), "300000 tensors, but the limit is 200000"),
         (0, 1, key(b"a", 9, struct.pack("<IQ", 0, 2_000_000) + bytes(2_000_000)), "2000000 values in an array"),
         (0, 1, key(b"a", 9, struct.pack("<IQ", 8, 1 << 62)), "do not fit"),
     ],

@@ -166,14 +166,14 @@ def test_tensors_that_nobody_asked_for_are_named(folder: Path) -> None:
 
 
 def test_memory_is_bounded_by_the_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lanes: list[Any] = []
+    lanes: list[reader_module.CopyLane] = []
 
-    class Lane(reader_module._Lane):
+    class Lane(reader_module.CopyLane):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             lanes.append(self)
 
-    monkeypatch.setattr(reader_module, "_Lane", Lane)
+    monkeypatch.setattr(reader_module, "CopyLane", Lane)
     values = torch.randn(1000, 100)
     save_file({"x": values}, tmp_path / "model.safetensors")
     weights = opened(tmp_path, "cpu", threads=3, piece_bytes=10_000)
@@ -183,7 +183,7 @@ def test_memory_is_bounded_by_the_buffers(tmp_path: Path, monkeypatch: pytest.Mo
     weights.finish()
     assert torch.equal(whole, values) and torch.equal(part, values[:, 2:9])
     assert 1 <= len(lanes) <= 3
-    assert all(lane._buffer.nbytes == 10_000 for lane in lanes)
+    assert all(lane.allocated_bytes == 10_000 for lane in lanes)
 
 
 def test_closing_drops_what_has_not_begun(tmp_path: Path) -> None:

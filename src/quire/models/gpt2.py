@@ -1,6 +1,6 @@
 """GPT-2: learned positions, LayerNorm, biases everywhere, weights stored [inputs, outputs].
 
-Checkpoints spell the names with or without a leading `transformer.`.
+Tensor names begin with `transformer.` in some checkpoints, and without it in others.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class GPT2Layer:
 
 
 class GPT2Model:
-    """Radford et al., Language Models are Unsupervised Multitask Learners, 2019."""
+    """GPT-2 (Radford et al., Language Models are Unsupervised Multitask Learners, 2019)."""
 
     def __init__(self, env: Env, spec: ModelSpec) -> None:
         prefix = find_prefix(env.weights, "wte.weight", ("transformer.", ""))

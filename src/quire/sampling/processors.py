@@ -61,7 +61,7 @@ def _flat(logits: Tensor, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]
 class AllowedTokens:
     """`allowed_token_ids`: forbids every other token."""
 
-    fields = ("allowed_token_ids",)
+    fields: ClassVar[tuple[str, ...]] = ("allowed_token_ids",)
 
     def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -101,7 +101,7 @@ class BadWords:
     preceding tokens may be part of the prompt.
     """
 
-    fields = ("bad_words",)
+    fields: ClassVar[tuple[str, ...]] = ("bad_words",)
 
     def __init__(self, columns: TokenColumns, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._columns = columns
@@ -137,7 +137,7 @@ class MinTokens:
     With a grammar, the grammar's mask enforces it instead, because a complete answer must be able to end.
     """
 
-    fields = ("min_tokens",)
+    fields: ClassVar[tuple[str, ...]] = ("min_tokens",)
 
     def __init__(self, columns: TokenColumns, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._columns = columns
@@ -166,7 +166,7 @@ class MinTokens:
 class LogitBias:
     """`logit_bias`: adds a constant to the logits of given tokens. An entry holds the bias as float64 bits."""
 
-    fields = ("logit_bias",)
+    fields: ClassVar[tuple[str, ...]] = ("logit_bias",)
 
     def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -195,7 +195,7 @@ class Penalties:
     A GPU uses the kernel of kernels/sampling/penalties.py; `penalise_plain` is its reference.
     """
 
-    fields = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    fields: ClassVar[tuple[str, ...]] = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
     def __init__(self, columns: TokenColumns, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._columns = columns

@@ -86,7 +86,7 @@ class PackedForward(Protocol):
         table: torch.Tensor,
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        """Norm q and k, rotate them to `batch.positions` (layers/rope.py), and attend.
+        """Apply the norms to q and k, rotate them to `batch.positions` (layers/rope.py), and attend.
 
         Args:
             layer: the calling layer.

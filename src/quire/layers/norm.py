@@ -64,7 +64,7 @@ class HeadNorm:
         self.rms = make_rms(self.weight, dim, eps)
 
     def __call__(self, qk: torch.Tensor) -> torch.Tensor:
-        """Norm the heads of qk [tokens, q heads + k heads, dim]."""
+        """Apply the norm to each head of qk [tokens, q heads + k heads, dim]."""
         return self.rms(qk)
 
 

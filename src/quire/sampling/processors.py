@@ -36,7 +36,7 @@ class LogitsProcessor(Protocol):
         ...
 
     def apply(self, logits: Tensor, slots_host: np.ndarray, slots: Tensor) -> None:
-        """Edit float32 `logits` [rows, vocab] in place; `slots` is the device copy of `slots_host`."""
+        """Change float32 `logits` [rows, vocab] in place; `slots` is the device copy of `slots_host`."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Real small models, when the shared data folder is there: known tokens and known activations."""
+"""Small real models, if the shared data folder exists: expected tokens and activations."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def partials() -> dict[str, torch.Tensor]:
 
 @torch.inference_mode()
 def test_sort_activations() -> None:
-    """Every recorded activation that exists as a value here."""
+    """Compare every recorded activation that this implementation also computes."""
     expected = partials()
     rows = expected["idx"].int().tolist()
     model: Any = load_model(SORT)

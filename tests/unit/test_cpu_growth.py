@@ -1,4 +1,4 @@
-"""Memory of a CPU that must not grow: code that libraries generate for each new shape and keep, masks, tables."""
+"""Bounds of host memory on a CPU: code that libraries generate for each new shape and keep, masks, tables."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_shapes_of_attention_in_16_bits_are_few(monkeypatch: pytest.MonkeyPatch)
 
     def noted(q: torch.Tensor, k: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
         if q.shape[2] > 32:
-            shapes.add((q.shape[2] % 64, k.shape[2] % 512))  # what is left of whole tiles
+            shapes.add((q.shape[2] % 64, k.shape[2] % 512))  # remainders of the tiles that PyTorch uses
         return attend(q, k, *rest, **more)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
@@ -81,7 +81,7 @@ def test_prompts_without_a_past_have_few_shapes() -> None:
 def test_masks_are_made_in_bounded_pieces(
     window: int | None, soft_cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long rows, cut into pieces, give what they give whole."""
+    """Long rows give the same result in pieces as in one."""
     monkeypatch.setattr(reference, "_MASK_ELEMENTS", 2000)
     made: list[tuple[int, torch.dtype]] = []
     cut = reference.LongRow.cut

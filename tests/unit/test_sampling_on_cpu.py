@@ -1,4 +1,4 @@
-"""What a CPU does in place of argmax, topk and bisection, against these, on logits with many equals and infinities."""
+"""The CPU's replacements of argmax, topk and bisection against the originals, on logits with ties and infinities."""
 
 from __future__ import annotations
 

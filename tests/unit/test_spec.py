@@ -1,4 +1,4 @@
-"""`ModelSpec.from_config`: real configs of the supported families, spellings, and refusals by name."""
+"""`ModelSpec.from_config`: real configs of the supported families, old and new names, and rejections."""
 
 from __future__ import annotations
 

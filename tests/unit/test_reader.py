@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_checkpoint import CONFIG, OneOf, Recorder, env
+from test_checkpoint import CONFIG, PartialRank, Recorder, env
 
 import quire.models.checkpoint.reader as reader_module
 from quire.models.checkpoint.checkpoint import SafetensorsCheckpoint
@@ -105,7 +105,7 @@ def test_models_get_their_weights(tmp_path: Path, architecture: str, rank: int, 
     tensors = {name: tensor.bfloat16() for name, tensor in recorder.seen.items()}
     save_file(tensors, tmp_path / "model.safetensors")
     threaded = CopyRecorder(tmp_path, spec.tie_embeddings, Reader(torch.device(device), 2, 64))
-    build_model(spec, replace(env(threaded, OneOf(rank, 2)), device=torch.device(device)))
+    build_model(spec, replace(env(threaded, PartialRank(rank, 2)), device=torch.device(device)))
     threaded.unread.clear()  # only the first rank reads a bias that is summed over ranks
     threaded.finish()
     plain = SafetensorsCheckpoint(tmp_path, spec.tie_embeddings)

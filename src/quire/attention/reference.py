@@ -25,7 +25,9 @@ _FEW_QUERIES = 32  # rows of up to this many queries need no padding: 2 MiB afte
 _QUERY_STEP, _KEY_STEP = 32, 64  # numbers of queries and keys that 16-bit attention is padded to
 # Padding a short prompt to 64 would cost up to 1.7 times its attention; steps of 16 add 14 shapes in all.
 _SHORT_PROMPT, _SHORT_STEP = 256, 16
-_MASK_ELEMENTS = 1 << 24  # of the masks of long rows that exist at once; attention makes floats of them
+_MASK_ELEMENTS = (
+    1 << 24
+)  # limit for the masks of long rows that exist at once; attention converts them to floats
 
 Slots = torch.Tensor | slice  # int64 [n] KV slots, or a range of them
 
@@ -54,7 +56,7 @@ class _RowPiece:
 class LongRow:
     """One row with several new tokens."""
 
-    start: int  # its first token on the token axis
+    start: int  # tokens [start, end) of the token axis
     end: int
     kv: Slots | None  # [length]; None: no past, so the k and v of this step are all there is
     length: int

@@ -39,7 +39,7 @@ class _LayerPlan:
 class _TritonPlan:
     """The plan of a step; the part that depends on the kind of layer is made in each pass."""
 
-    ones: bool  # every row has one new token
+    ones: bool  # whether every row has one new token
     reach: int  # upper bound of the number of keys of a row
     work: dict[tuple[int, int], _LayerPlan] = field(default_factory=dict)
 

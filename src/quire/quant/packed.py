@@ -140,7 +140,7 @@ class _FusedNormMatmul:
     def __init__(self, matmul: FewRowsPackedMatmul, norm: torch.Tensor, eps: float, kind: str | None) -> None:
         self.matmul, self.norm, self.kind = matmul, norm, kind
         self.gain = norm_struct(norm, None, eps)
-        # The kernel pairs whole blocks of gate and up; otherwise the activation is a separate call.
+        # The kernel applies the activation only if gate and up consist of whole blocks, which it pairs.
         gates = kind is not None and matmul.outputs // 2 % (matmul.form.vectors * LANES) == 0
         self.weight = matmul.weight_struct(self.gain, kind if kind and gates else "")
         self.width = matmul.outputs // 2 if gates else matmul.outputs

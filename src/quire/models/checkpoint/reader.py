@@ -61,7 +61,7 @@ class Reader:
     ) -> None:
         self.device, self.piece_bytes = device, piece_bytes
         self._pool = ThreadPoolExecutor(threads, "reader")
-        self._local = threading.local()  # each thread's lane
+        self._local = threading.local()  # holds each thread's lane
         self._copies: list[Future[None]] = []
         self._files: dict[Path, int] = {}  # descriptors
 

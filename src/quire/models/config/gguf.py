@@ -23,7 +23,7 @@ from quire.models.config.rope import served_len
 from quire.models.spec import ModelSpec, MoESpec
 from quire.types import ModelError
 
-_DTYPES = {Kind.F32: "float32", Kind.F16: "float16", Kind.BF16: "bfloat16"}  # packed kinds: bfloat16
+_DTYPES = {Kind.F32: "float32", Kind.F16: "float16", Kind.BF16: "bfloat16"}  # quantised formats: bfloat16
 _SWA_EVERY = 6  # Gemma 3: every sixth layer has no window
 _GEMMA3_27B_LAYERS = 62  # Gemma 3 27B scales queries by hidden / heads instead of by head_dim
 

@@ -240,5 +240,5 @@ _FAMILIES: dict[Callable[[str, ConfigKeys], ModelSpec], tuple[str, ...]] = {
     _mixtral: ("MixtralForCausalLM", "MixtralModel", "mixtral"),
     _qwen3_moe: ("Qwen3MoeForCausalLM", "Qwen3MoeModel", "qwen3_moe"),
 }  # fmt: skip
-# By architecture, with a head and without, and by model_type.
+# Keys are architectures, with and without a head, and values of model_type.
 PARSERS = {name: parse for parse, names in _FAMILIES.items() for name in names}

@@ -103,7 +103,7 @@ def test_masks_are_made_in_bounded_pieces(
 def test_masks_that_are_small_are_made_once_for_all_layers() -> None:
     backend, layer = ReferenceAttention(), Layer(4, 2, 16, 0.25)
     case = make_case(random.Random(1), backend, layer, [(50, 20)], 16)
-    (long,) = case.batch.attn.longs
+    (long,) = case.batch.attn.long_rows
     first, second = (list(long.pieces(layer)) for _ in range(2))
     assert first[0].mask is second[0].mask is not None
 

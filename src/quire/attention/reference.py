@@ -33,7 +33,7 @@ Slots = torch.Tensor | slice  # int64 [n] KV slots, or a range of them
 
 
 @dataclass(slots=True)
-class _Group:
+class _RowGroup:
     """Rows with one new token each, padded to the same length."""
 
     tokens: torch.Tensor | None  # int64 [rows]: index of each row's token; None: all tokens, in order
@@ -94,8 +94,8 @@ class LongRow:
 @dataclass(slots=True)
 class _ReferencePlan:
     writes: Slots  # [tokens]: where the new keys and values go
-    groups: list[_Group]
-    longs: list[LongRow]
+    groups: list[_RowGroup]
+    long_rows: list[LongRow]
 
 
 class ReferenceAttention:
@@ -115,7 +115,7 @@ class ReferenceAttention:
         # Reading the lengths on a CPU does not wait for a device, so bounds are exact there.
         bounds = (batch.seq_lens if batch.seq_lens.device.type == "cpu" else batch.seq_bounds).tolist()
         ones: list[int] = []
-        longs: list[LongRow] = []
+        long_rows: list[LongRow] = []
         counts = batch.num_tokens
         assert counts is not None, "this back end cannot be captured, so it needs the row lengths"
         starts = [0, *counts.cumsum().tolist()]
@@ -124,27 +124,27 @@ class ReferenceAttention:
             if n == 1:
                 ones.append(row)
             else:
-                longs.append(self._long(batch, row, starts[row], starts[row + 1], bounds[row], keeps))
+                long_rows.append(self._long(batch, row, starts[row], starts[row + 1], bounds[row], keeps))
         ones.sort(key=bounds.__getitem__)
         groups, begin = [], 0
         for end in range(1, len(ones) + 1):
             if end == len(ones) or self._splits(bounds[ones[begin]], bounds[ones[end]], end + 1 - begin):
                 groups.append(self._group(batch, ones[begin:end], starts, bounds[ones[end - 1]]))
                 begin = end
-        return _ReferencePlan(_new_slots(batch), groups, longs)
+        return _ReferencePlan(_new_slots(batch), groups, long_rows)
 
     def _splits(self, shortest: int, longest: int, rows: int) -> bool:
         """Return whether a longer row should start a new group instead of padding the shorter ones."""
         return longest > 2 * shortest + 64 or rows * longest > _GROUP_TOKENS
 
-    def _group(self, batch: ForwardBatch, rows: list[int], starts: list[int], length: int) -> _Group:
+    def _group(self, batch: ForwardBatch, rows: list[int], starts: list[int], length: int) -> _RowGroup:
         device = batch.seq_lens.device
         rows = sorted(rows)
         everything = len(rows) == batch.seq_lens.shape[0]
         tokens = None if everything else _send([starts[row] for row in rows], device)
         slots, lens = batch.slots, batch.seq_lens
         if device.type == "cpu" and len(rows) == 1:
-            return _Group(tokens, _row_slots(batch, rows[0], length), length, None, None)
+            return _RowGroup(tokens, _row_slots(batch, rows[0], length), length, None, None)
         if not everything:
             index = _send(rows, device)
             slots, lens = slots.index_select(0, index), lens.index_select(0, index)
@@ -152,7 +152,7 @@ class ReferenceAttention:
         tables = batch.block_table[:, : -(-length // batch.block_size)].index_select(0, slots)
         kv = _kv_slots(tables, positions, batch.block_size)
         distance = (lens.long().unsqueeze(1) - 1 - positions)[:, None, None, :]
-        return _Group(tokens, kv.flatten(), length, distance >= 0, distance)
+        return _RowGroup(tokens, kv.flatten(), length, distance >= 0, distance)
 
     def _long(self, batch: ForwardBatch, row: int, start: int, end: int, length: int, keeps: bool) -> LongRow:
         kv = None if length == end - start else _row_slots(batch, row, length)
@@ -176,14 +176,19 @@ class ReferenceAttention:
             assert group.tokens is not None
             rows = q.index_select(0, group.tokens)
             out.index_copy_(0, group.tokens, self._attend_group(layer, group, rows, keys, values))
-        for long in plan.longs:
+        for long in plan.long_rows:
             new = slice(long.start, long.end)
             seen = (k[new], v[new]) if long.kv is None else (_read(keys, long.kv), _read(values, long.kv))
             out[new] = self._attend_long(layer, long, q[new], *seen)
         return out
 
     def _attend_group(
-        self, layer: AttentionLayer, group: _Group, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self,
+        layer: AttentionLayer,
+        group: _RowGroup,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
     ) -> torch.Tensor:
         """Return [rows, heads * dim] for q [rows, heads, dim]."""
         rows, heads, dim = q.shape[0], layer.num_kv_heads, layer.head_dim

@@ -62,19 +62,19 @@ class _Cursor:
             return list(self.numbers(_SCALARS[inner], count))
         return [self.value(inner, depth + 1) for _ in range(count)]
 
-    def count(self, noun: str, most: int, item_bytes: int) -> int:
+    def count(self, noun: str, limit: int, item_bytes: int) -> int:
         """Read a number of items, and check it before anything loops over it.
 
         Args:
             noun: name of the items, for messages.
-            most: the largest number accepted.
+            limit: the largest number accepted.
             item_bytes: minimal size of an item in the file.
         """
         count = self.length()
         if count * item_bytes > len(self._data) - self._at:
             raise ModelError(f"{self._path} is truncated or corrupt: {count} {noun} do not fit into it")
-        if count > most:
-            raise ModelError(f"{self._path} has {count} {noun}, but the limit is {most}")
+        if count > limit:
+            raise ModelError(f"{self._path} has {count} {noun}, but the limit is {limit}")
         return count
 
     def _array_length(self) -> int:

@@ -68,7 +68,7 @@ class Linear:
                 parts.append(Part(names[i] + ".weight", (out, in_features), rows, cols, transposed))
         self.in_features = cols.stop - cols.start
         self.out_features = sum(part.num_rows for part in parts)
-        self.sums = cut == "cols" and parallel.size > 1
+        self.needs_reduce = cut == "cols" and parallel.size > 1
         self.parallel = parallel
         has_bias = bias and not (
             cut == "cols" and parallel.rank > 0
@@ -78,7 +78,7 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [tokens, out_features] for x [tokens, in_features]."""
         y = self.multiply(x)
-        return self.parallel.all_reduce(y) if self.sums else y
+        return self.parallel.all_reduce(y) if self.needs_reduce else y
 
 
 def _load_bias(env: Env, parts: list[Part]) -> torch.Tensor:

@@ -85,6 +85,6 @@ def _fuse(
 
 def _fusing_matmul(layer: object) -> FusingMatmul | None:
     """Return the layer's product if the layer consists of it alone and it can be fused with its neighbours."""
-    if not isinstance(layer, Linear) or layer.sums or not isinstance(layer.multiply, FusingMatmul):
+    if not isinstance(layer, Linear) or layer.needs_reduce or not isinstance(layer.multiply, FusingMatmul):
         return None
     return layer.multiply

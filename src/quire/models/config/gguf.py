@@ -62,7 +62,7 @@ class Metadata:
         field = self.reader.get_field(self.arch + key if key.startswith(".") else key)
         return default if field is None else field.contents()
 
-    def need(self, key: str) -> Any:
+    def require(self, key: str) -> Any:
         """Return the value at `key`, or raise ModelError if there is none."""
         value = self.get(key)
         if value is None:
@@ -80,7 +80,7 @@ class Metadata:
         return self._keys(key, name, default).number(name)
 
     def _keys(self, key: str, name: str, default: float | None) -> ConfigKeys:
-        value = self.need(key) if default is None else self.get(key, default)
+        value = self.require(key) if default is None else self.get(key, default)
         return ConfigKeys({name: value}, f"{self.path}: {self.arch}{key}")
 
 

@@ -141,12 +141,12 @@ class ReferenceAttention:
         device = batch.seq_lens.device
         rows = sorted(rows)
         everything = len(rows) == batch.seq_lens.shape[0]
-        tokens = None if everything else _send([starts[row] for row in rows], device)
+        tokens = None if everything else _to_device([starts[row] for row in rows], device)
         slots, lens = batch.slots, batch.seq_lens
         if device.type == "cpu" and len(rows) == 1:
             return _RowGroup(tokens, _row_slots(batch, rows[0], length), length, None, None)
         if not everything:
-            index = _send(rows, device)
+            index = _to_device(rows, device)
             slots, lens = slots.index_select(0, index), lens.index_select(0, index)
         positions = torch.arange(length, device=device)
         tables = batch.block_table[:, : -(-length // batch.block_size)].index_select(0, slots)
@@ -178,8 +178,11 @@ class ReferenceAttention:
             out.index_copy_(0, group.tokens, self._attend_group(layer, group, rows, keys, values))
         for long in plan.long_rows:
             new = slice(long.start, long.end)
-            seen = (k[new], v[new]) if long.kv is None else (_read(keys, long.kv), _read(values, long.kv))
-            out[new] = self._attend_long(layer, long, q[new], *seen)
+            if long.kv is None:
+                row_k, row_v = k[new], v[new]
+            else:
+                row_k, row_v = _read(keys, long.kv), _read(values, long.kv)
+            out[new] = self._attend_long(layer, long, q[new], row_k, row_v)
         return out
 
     def _attend_group(
@@ -230,13 +233,13 @@ def _read(blocks: torch.Tensor, slots: Slots) -> torch.Tensor:
     return blocks[slots] if isinstance(slots, slice) else blocks.index_select(0, slots)
 
 
-def _send(values: list[int], device: torch.device) -> torch.Tensor:
+def _to_device(values: list[int], device: torch.device) -> torch.Tensor:
     """Copy host integers into an int64 device tensor without waiting for the device."""
     host = torch.tensor(values)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
-def _follow(numbers: torch.Tensor) -> bool:
+def _are_consecutive(numbers: torch.Tensor) -> bool:
     """Return whether integers on the host are consecutive and ascending."""
     host = numbers.numpy()
     return bool((host[1:] - host[:-1] == 1).all())
@@ -246,7 +249,7 @@ def _row_slots(batch: ForwardBatch, row: int, length: int) -> Slots:
     """Return the KV slots of one row's first `length` positions."""
     tables = batch.block_table[:, : -(-length // batch.block_size)]
     blocks = tables.index_select(0, batch.slots[row : row + 1])[0]
-    if blocks.device.type == "cpu" and _follow(blocks):
+    if blocks.device.type == "cpu" and _are_consecutive(blocks):
         begin = int(blocks[0]) * batch.block_size
         return slice(begin, begin + length)
     positions = torch.arange(length, device=blocks.device)
@@ -256,7 +259,7 @@ def _row_slots(batch: ForwardBatch, row: int, length: int) -> Slots:
 def _new_slots(batch: ForwardBatch) -> Slots:
     """Return the KV slots of the step's tokens."""
     slots = batch.kv_slots
-    if slots.device.type == "cpu" and _follow(slots):
+    if slots.device.type == "cpu" and _are_consecutive(slots):
         begin = int(slots[0])
         return slice(begin, begin + len(slots))
     return slots
@@ -291,16 +294,15 @@ def _attend(
     """
     if (mask is None and not causal) or _known_finite(k, v):
         return _attend_finite(q, k, v, mask, causal, layer)
-    sick = ~(k.float().sum((1, 3)) + v.float().sum((1, 3))).isfinite()  # [rows, keys]
-    k, v = (x.masked_fill(sick[:, None, :, None], 0) for x in (k, v))
+    non_finite = ~(k.float().sum((1, 3)) + v.float().sum((1, 3))).isfinite()  # [rows, keys]
+    k, v = (x.masked_fill(non_finite[:, None, :, None], 0) for x in (k, v))
     out = _attend_finite(q, k, v, mask, causal, layer)
     if mask is None:
-        sees_sick = sick.cumsum(1) > 0  # the i-th query sees the first i + 1 keys
+        sees_non_finite = non_finite.cumsum(1) > 0  # the i-th query sees the first i + 1 keys
     else:
-        sees_sick = ((mask[:, 0] if mask.dim() == 4 else mask) & sick.unsqueeze(1)).any(
-            -1
-        )  # [rows, queries or 1]
-    return out.masked_fill(sees_sick[:, None, :, None], float("nan"))
+        visible = mask[:, 0] if mask.dim() == 4 else mask
+        sees_non_finite = (visible & non_finite.unsqueeze(1)).any(-1)  # [rows, queries or 1]
+    return out.masked_fill(sees_non_finite[:, None, :, None], float("nan"))
 
 
 def _known_finite(k: torch.Tensor, v: torch.Tensor) -> bool:

@@ -87,8 +87,8 @@ class _Cursor:
         return count
 
 
-def _check_vocabulary(found: dict[str, Any], path: Path) -> None:
-    tokens = found.get("tokenizer.ggml.tokens")
+def _check_vocabulary(metadata: dict[str, Any], path: Path) -> None:
+    tokens = metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list) and len(tokens) > MAX_TOKENS:
         raise ModelError(f"{path} has a vocabulary of {len(tokens)} tokens, but the limit is {MAX_TOKENS}")
 
@@ -111,11 +111,11 @@ def read_gguf_metadata(path: Path) -> dict[str, Any]:
                     f"{path} has GGUF version {version}, but Quire reads little-endian versions 2 and 3 only"
                 )
             cursor.count("tensors", _MAX_TENSORS, _TENSOR_BYTES)
-            found: dict[str, Any] = {}
+            metadata: dict[str, Any] = {}
             for _ in range(cursor.count("keys", _MAX_KEYS, 12)):
                 key = cursor.string()
-                found[key] = cursor.value(cursor.numbers("I", 1)[0])
-            _check_vocabulary(found, path)
-            return found
+                metadata[key] = cursor.value(cursor.numbers("I", 1)[0])
+            _check_vocabulary(metadata, path)
+            return metadata
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise ModelError(f"{path} cannot be read as a GGUF file: {error}") from error

@@ -53,11 +53,11 @@ def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES, optional: bool = Fa
     if optional and not path.exists():
         return {}
     try:
-        found = json.loads(read_text(path, max_bytes))
+        value = json.loads(read_text(path, max_bytes))
     except RecursionError:
         raise ModelError(f"{path} cannot be read: its lists and objects are nested too deeply") from None
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object")
-    return found
+    return value

@@ -278,10 +278,10 @@ def _same_rows(one: Any, other: Any) -> bool:
     return all(torch.equal(one[i : i + block], other[i : i + block]) for i in begins)
 
 
-def check_shape(name: str, expected: tuple[int, ...], found: tuple[int, ...]) -> None:
+def check_shape(name: str, expected: tuple[int, ...], actual: tuple[int, ...]) -> None:
     """Raise ModelError if a tensor's shape is not the one that the config implies."""
-    if tuple(found) != tuple(expected):
-        raise ModelError(f"tensor {name} has shape {list(found)}, but the config asks for {list(expected)}")
+    if tuple(actual) != tuple(expected):
+        raise ModelError(f"tensor {name} has shape {list(actual)}, but the config asks for {list(expected)}")
 
 
 def check_unread(unread: set[str], tied: bool) -> None:

@@ -25,9 +25,8 @@ _FEW_QUERIES = 32  # rows of up to this many queries need no padding: 2 MiB afte
 _QUERY_STEP, _KEY_STEP = 32, 64  # numbers of queries and keys that 16-bit attention is padded to
 # Padding a short prompt to 64 would cost up to 1.7 times its attention; steps of 16 add 14 shapes in all.
 _SHORT_PROMPT, _SHORT_STEP = 256, 16
-_MASK_ELEMENTS = (
-    1 << 24
-)  # limit for the masks of long rows that exist at once; attention converts them to floats
+# Limit for the masks of long rows that exist at once; attention converts them to floats.
+_MASK_ELEMENTS = 1 << 24
 
 Slots = torch.Tensor | slice  # int64 [n] KV slots, or a range of them
 

@@ -70,9 +70,8 @@ class Linear:
         self.out_features = sum(part.num_rows for part in parts)
         self.needs_reduce = cut == "cols" and parallel.size > 1
         self.parallel = parallel
-        has_bias = bias and not (
-            cut == "cols" and parallel.rank > 0
-        )  # ranks sum their results, so one adds it
+        # Ranks sum their partial results, so only the first one adds the bias.
+        has_bias = bias and not (cut == "cols" and parallel.rank > 0)
         self.multiply = method.load(env, parts, _load_bias(env, parts) if has_bias else None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

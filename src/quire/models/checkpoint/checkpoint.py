@@ -25,10 +25,7 @@ from quire.types import ModelError
 log = logging.getLogger("quire")
 
 _WHOLE = slice(None)
-_COMPARED, _BLOCKS = (
-    1 << 22,
-    64,
-)  # elements of two tensors that are compared, and the number of blocks they are in
+_COMPARED, _BLOCKS = 1 << 22, 64  # a comparison of two tensors reads 2^22 elements, in 64 blocks
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Buffers in old checkpoints, and the vision half of Gemma 3.

@@ -1,8 +1,7 @@
-"""`parse_config`: a Hugging Face `config.json`, in the spellings of many years, to a `ModelSpec`.
+"""`parse_config`: from a Hugging Face `config.json` to a `ModelSpec`.
 
-Old and new names are both read (`torch_dtype`/`dtype`, `rope_scaling`/`rope_parameters`, GPT-2's
-`n_embd`, MLC's `sliding_window_size`); defaults are those of the model's configuration class in
-transformers, because that is what a config that leaves a key out means.
+Old and new names of fields are accepted (`torch_dtype`/`dtype`, `rope_scaling`/`rope_parameters`, GPT-2's `n_embd`,
+MLC's `sliding_window_size`). A missing field means the default of the model's configuration class in transformers.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import Any
 from quire.files.reading import shown
 from quire.models.config.keys import ConfigKeys
 from quire.models.config.parts import (
-    common,
-    decoder,
+    common_fields,
+    decoder_spec,
     parse_activation,
     parse_head_dim,
     refuse_bias,
@@ -26,7 +25,11 @@ from quire.types import ModelError
 
 
 def parse_config(config: dict[str, Any]) -> ModelSpec:
-    """The spec of a `config.json` dict."""
+    """Parse the contents of a `config.json`.
+
+    Raises:
+        ModelError: if a field is missing or has a bad value, or if the model is not supported; names it.
+    """
     if not isinstance(config, dict):
         raise ModelError("config.json must hold a JSON object")
     keys = ConfigKeys(config)
@@ -43,7 +46,7 @@ def parse_config(config: dict[str, Any]) -> ModelSpec:
     try:
         return parse(name, keys)
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ModelError(f"config.json of {name} holds a value of the wrong kind ({shown(error)})") from error
+        raise ModelError(f"config.json of {name} holds a value of a wrong type ({shown(error)})") from error
 
 
 # ------------------------------------------------------------------------------------- the families
@@ -61,7 +64,7 @@ def _gpt2(name: str, keys: ConfigKeys) -> ModelSpec:
     positions = keys.integer("n_positions", "max_position_embeddings", "context_window_size", "n_ctx")
     head_dim = parse_head_dim(keys, hidden, heads)
     return ModelSpec(
-        **common(name, "gpt2", keys, tie=True),
+        **common_fields(name, "gpt2", keys, tie=True),
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
@@ -83,14 +86,14 @@ def _gpt2(name: str, keys: ConfigKeys) -> ModelSpec:
 
 def _llama(name: str, keys: ConfigKeys) -> ModelSpec:
     bias = keys.flag("attention_bias")
-    return decoder(name, "llama", keys, qkv_bias=bias, o_bias=bias, mlp_bias=keys.flag("mlp_bias"))
+    return decoder_spec(name, "llama", keys, qkv_bias=bias, o_bias=bias, mlp_bias=keys.flag("mlp_bias"))
 
 
 def _mistral(name: str, keys: ConfigKeys) -> ModelSpec:
     refuse_bias(name, keys)
-    # a window of null is "off", a window left out is the default of transformers
+    # null turns the window off; a missing field means the default of transformers.
     default = None if keys.has("sliding_window", "sliding_window_size") else 4096
-    return decoder(name, "llama", keys, window=_window(keys, default), kv_default=8)
+    return decoder_spec(name, "llama", keys, window=_window(keys, default), kv_default=8)
 
 
 def _window(keys: ConfigKeys, default: int | None = None) -> int | None:
@@ -98,7 +101,7 @@ def _window(keys: ConfigKeys, default: int | None = None) -> int | None:
     return None if window is None else keys.integer("sliding_window", "sliding_window_size", default=default)
 
 
-def _checked(moe: MoESpec, keys: ConfigKeys) -> MoESpec:
+def _check_top_k(moe: MoESpec, keys: ConfigKeys) -> MoESpec:
     if moe.top_k > moe.num_experts:
         raise keys.refuse(
             "num_experts_per_tok", f"at most the number of experts, {moe.num_experts}", moe.top_k
@@ -107,12 +110,12 @@ def _checked(moe: MoESpec, keys: ConfigKeys) -> MoESpec:
 
 
 def _qwen2(name: str, keys: ConfigKeys) -> ModelSpec:
-    return decoder(name, "qwen", keys, qkv_bias=True, window_from=window_from(keys), kv_default=32)
+    return decoder_spec(name, "qwen", keys, qkv_bias=True, window_from=window_from(keys), kv_default=32)
 
 
 def _qwen3(name: str, keys: ConfigKeys) -> ModelSpec:
     bias = keys.flag("attention_bias")
-    return decoder(
+    return decoder_spec(
         name,
         "qwen",
         keys,
@@ -137,9 +140,9 @@ def _qwen3_moe(name: str, keys: ConfigKeys) -> ModelSpec:
         norm_topk=keys.flag("norm_topk_prob"),
         sparse=tuple(i not in dense and (i + 1) % every == 0 for i in range(layers)),
     )
-    # this family windows every layer when it windows at all
+    # This family has a window in all layers or in none.
     window = _window(keys) if keys.flag("use_sliding_window") else None
-    return decoder(
+    return decoder_spec(
         name,
         "moe",
         keys,
@@ -147,7 +150,7 @@ def _qwen3_moe(name: str, keys: ConfigKeys) -> ModelSpec:
         o_bias=bias,
         qk_norm=True,
         window=window,
-        moe=_checked(moe, keys),
+        moe=_check_top_k(moe, keys),
         kv_default=4,
     )
 
@@ -161,8 +164,15 @@ def _mixtral(name: str, keys: ConfigKeys) -> ModelSpec:
         norm_topk=True,
         sparse=(True,) * keys.integer("num_hidden_layers"),
     )
-    return decoder(
-        name, "moe", keys, window=_window(keys), moe=_checked(moe, keys), kv_default=8, theta=1e6, eps=1e-5
+    return decoder_spec(
+        name,
+        "moe",
+        keys,
+        window=_window(keys),
+        moe=_check_top_k(moe, keys),
+        kv_default=8,
+        theta=1e6,
+        eps=1e-5,
     )
 
 
@@ -206,7 +216,7 @@ def _gemma3(name: str, keys: ConfigKeys) -> ModelSpec:
     soft_capped = keys.get("final_logit_softcapping", default=None) is not None
     layers = keys.integer("num_hidden_layers")
     pattern = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)]
-    return decoder(
+    return decoder_spec(
         name,
         "gemma3",
         keys,
@@ -219,7 +229,7 @@ def _gemma3(name: str, keys: ConfigKeys) -> ModelSpec:
         embedding_scale=math.sqrt(keys.integer("hidden_size")),
         activation=keys.text("hidden_activation", "hidden_act", default="gelu_pytorch_tanh"),
         tie=True,
-        # attn_logit_softcapping is a field of the config that the model in transformers does not use
+        # The config's attn_logit_softcapping is ignored, as in transformers.
         final_soft_cap=keys.number("final_logit_softcapping") if soft_capped else None,
     )
 
@@ -237,5 +247,5 @@ _FAMILIES: dict[Callable[[str, ConfigKeys], ModelSpec], tuple[str, ...]] = {
     _mixtral: ("MixtralForCausalLM", "MixtralModel", "mixtral"),
     _qwen3_moe: ("Qwen3MoeForCausalLM", "Qwen3MoeModel", "qwen3_moe"),
 }  # fmt: skip
-# By architecture, with a head and without, and by model_type.
+# Keys are architectures, with and without a head, and values of model_type.
 PARSERS = {name: parse for parse, names in _FAMILIES.items() for name in names}

@@ -1,7 +1,7 @@
-"""`ConfigKeys`: typed look-ups in a `config.json`, where one fact may go by several names.
+"""`ConfigKeys`: typed look-ups in a `config.json`, where a fact may have several names.
 
-Every number is checked against a range: wide enough for any model, and narrow enough that nothing which is
-made from it overflows or takes the machine's memory before a check of sizes.
+Every number is checked against a range. The ranges are wide enough for any model, and narrow enough that no value
+derived from the number overflows or exhausts the memory before sizes are checked.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from quire.types import ModelError
 
 _MISSING: Any = object()
 
-# The largest values of integers, by the first of a field's names.
-_MOST = {
+# Upper limits of integers, by the first of a field's names.
+_MAX = {
     "num_hidden_layers": 4096,
     "n_layer": 4096,
     "num_attention_heads": 1 << 16,
@@ -27,9 +27,9 @@ _MOST = {
     "num_experts": 1 << 14,
     "num_local_experts": 1 << 14,
 }
-_MOST_ANY = 1 << 30
+_MAX_ANY = 1 << 30
 
-# Ranges of numbers, by the first of a field's names, both ends included.
+# Ranges of numbers, both ends included, by the first of a field's names.
 _RANGES = {
     "rms_norm_eps": (1e-30, 1.0),
     "layer_norm_epsilon": (1e-30, 1.0),
@@ -49,13 +49,17 @@ _RANGES = {
 
 
 class ConfigKeys:
-    """Typed look-ups in a config; a key may have several spellings, the first present one counts."""
+    """Typed look-ups in a config. Of several names for a field, the first one that is present counts.
+
+    Every look-up raises ModelError if the field is missing without a default, or has a bad value.
+    """
 
     def __init__(self, config: dict[str, Any], where: str = "config.json") -> None:
         self.config = config
         self.where = where
 
     def get(self, *names: str, default: Any = _MISSING) -> Any:
+        """Return the value of a field as it is; null counts as missing."""
         for name in names:
             if self.config.get(name) is not None:
                 return self.config[name]
@@ -64,20 +68,23 @@ class ConfigKeys:
         return default
 
     def refuse(self, name: str, wanted: str, value: object) -> ModelError:
+        """Build the error for a value that is not `wanted`."""
         return ModelError(f"{self.where}: {name} must be {wanted}, got {shown(value)}")
 
-    def integer(self, *names: str, default: Any = _MISSING, least: int = 1) -> int:
-        value, most = self.get(*names, default=default), _MOST.get(names[0], _MOST_ANY)
+    def integer(self, *names: str, default: Any = _MISSING, minimum: int = 1) -> int:
+        """Return an integer between `minimum` and the field's upper limit."""
+        value, limit = self.get(*names, default=default), _MAX.get(names[0], _MAX_ANY)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            wanted = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
             raise self.refuse(names[0], wanted, value)
-        if value > most:
-            raise self.refuse(names[0], f"at most {most}", value)
+        if value > limit:
+            raise self.refuse(names[0], f"at most {limit}", value)
         return value
 
     def number(self, *names: str, default: Any = _MISSING) -> float:
+        """Return a number within the field's range."""
         value, (low, high) = self.get(*names, default=default), _RANGES[names[0]]
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise self.refuse(names[0], "a number", value)
@@ -86,50 +93,63 @@ class ConfigKeys:
         return float(value)
 
     def flag(self, *names: str, default: bool = False) -> bool:
+        """Return a boolean; 0 and 1 are accepted."""
         value = self.get(*names, default=default)
         if value not in (True, False) or not isinstance(value, (bool, int)):
             raise self.refuse(names[0], "true or false", value)
         return bool(value)
 
     def text(self, *names: str, default: Any = _MISSING) -> str:
+        """Return a string."""
         value = self.get(*names, default=default)
         if not isinstance(value, str):
             raise self.refuse(names[0], "a string", value)
         return value
 
     def section(self, *names: str) -> dict[str, Any]:
-        """An object; an empty one where there is none."""
+        """Return an object; an empty one if the field is missing."""
         value = self.get(*names, default={})
         if not isinstance(value, dict):
             raise self.refuse(names[0], "an object", value)
         return value
 
-    def entries(self, name: str, kind: type, most: int = 1 << 16) -> list[Any] | None:
-        """A list whose entries are all of one type; None where there is none."""
+    def entries(self, name: str, kind: type, max_length: int = 1 << 16) -> list[Any] | None:
+        """Return a list of at most `max_length` entries, all of type `kind`; None if the field is missing."""
         value = self.get(name, default=None)
         if value is None:
             return None
         if not isinstance(value, list) or not all(type(entry) is kind for entry in value):
             raise self.refuse(name, f"a list of {kind.__name__}", value)
-        if len(value) > most:
-            raise self.refuse(name, f"a list of at most {most} entries", f"{len(value)} entries")
+        if len(value) > max_length:
+            raise self.refuse(name, f"a list of at most {max_length} entries", f"{len(value)} entries")
         return value
 
     def has(self, *names: str) -> bool:
+        """Return whether the config has one of the names, even with the value null."""
         return any(name in self.config for name in names)
 
 
-_MOST_IDS = 256
+_MAX_IDS = 256
 
 
 def token_ids(value: object, name: str, vocab_size: int, where: str) -> tuple[int, ...]:
-    """The token ids of a field that may hold none (null), one or a list."""
-    found = value if isinstance(value, list) else [] if value is None else [value]
-    if len(found) > _MOST_IDS:
-        raise ModelError(f"{where}: {name} must hold at most {_MOST_IDS} token ids, got {len(found)}")
-    for token in found:
+    """Return the token ids of a field that may hold null, one id, or a list.
+
+    Args:
+        value: the field's value.
+        name: the field's name, for messages.
+        vocab_size: ids must be below it.
+        where: the file, for messages.
+
+    Raises:
+        ModelError: if the value is anything else, or an id is out of range.
+    """
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if len(ids) > _MAX_IDS:
+        raise ModelError(f"{where}: {name} must hold at most {_MAX_IDS} token ids, got {len(ids)}")
+    for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise ModelError(
                 f"{where}: {name} must hold token ids below vocab_size {vocab_size}, got {shown(token)}"
             )
-    return tuple(found)
+    return tuple(ids)

@@ -23,7 +23,7 @@ from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
 from quire.core.policy import Policy
 from quire.core.prefix_cache import HashPrefixCache
-from quire.core.request_limits import Limits
+from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog
 from quire.layers.attention import Attention
@@ -68,7 +68,7 @@ def make_engine(rows: int) -> Engine:
     blocks = rows * LENGTH // BLOCK
     runner = worker.allocate(KVSize(blocks, BLOCK, 0, LENGTH))
     pool, log = BlockPool(blocks, LRU()), StepLog()
-    limits = Limits(rows, LENGTH, LENGTH, BLOCK)
+    limits = SchedulerLimits(rows, LENGTH, LENGTH, BLOCK)
     scheduler = Scheduler(pool, HashPrefixCache(pool, BLOCK), Policy(), limits, log)
     return Engine(scheduler, LocalExecutor(runner, device_guard(cpu)), NoGrammar(), 2, log)
 

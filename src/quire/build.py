@@ -29,7 +29,7 @@ from quire.core.engine import Engine
 from quire.core.grammar import Grammar, NoGrammar
 from quire.core.policy import Policy
 from quire.core.prefix_cache import HashPrefixCache, NoPrefixCache, PrefixCache
-from quire.core.request_limits import Limits
+from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.shared_prefix import CommonBlocks, NoSharedPrefix, SharedPrefix
 from quire.core.steplog import StepLog
@@ -309,7 +309,7 @@ def _wire(
         admits=policy.static if config.batching == "static" else policy.continuous,
         chunk=policy.chunked if config.chunked_prefill else policy.whole,
     )
-    limits = Limits(
+    limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs or 1,
         max_num_batched_tokens=config.max_num_batched_tokens or 1,
         max_model_len=size.max_model_len,

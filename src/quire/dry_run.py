@@ -14,7 +14,7 @@ from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
 from quire.core.policy import Policy, fcfs, priority
 from quire.core.prefix_cache import HashPrefixCache, NoPrefixCache, PrefixCache
-from quire.core.request_limits import Limits
+from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog
 from quire.frontend.location import locate_model
@@ -36,7 +36,7 @@ def build_dry_run(config: EngineConfig, step_s: float) -> tuple[Engine, EngineIn
             f"max_model_len {config.max_model_len} exceeds the {spec.max_model_len} positions of {config.model}"
         )
     config = config.resolved(0, spec.max_model_len)
-    limits = Limits(
+    limits = SchedulerLimits(
         max_num_seqs=config.max_num_seqs or 1,
         max_num_batched_tokens=config.max_num_batched_tokens or 1,
         max_model_len=config.max_model_len or spec.max_model_len,

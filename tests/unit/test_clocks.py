@@ -13,7 +13,7 @@ from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
 from quire.core.policy import Policy
 from quire.core.prefix_cache import HashPrefixCache
-from quire.core.request_limits import Limits
+from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.stats import figures_of
 from quire.core.steplog import StepLog
@@ -76,7 +76,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def engine_on(clock: Clock, rows: int = 8, blocks: int = 100, depth: int = 1, budget: int = 64) -> Engine:
     pool, log = BlockPool(blocks, LRU()), StepLog()
-    limits = Limits(rows, budget, 100, 4)
+    limits = SchedulerLimits(rows, budget, 100, 4)
     scheduler = Scheduler(pool, HashPrefixCache(pool, 4), Policy(), limits, log)
     return Engine(scheduler, Device(clock), NoGrammar(), depth, log, check_invariants=True)
 

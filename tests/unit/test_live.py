@@ -16,7 +16,7 @@ from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
 from quire.core.policy import Policy
 from quire.core.prefix_cache import HashPrefixCache
-from quire.core.request_limits import Limits
+from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog
 from quire.frontend.client import ipc as msg
@@ -35,7 +35,9 @@ EOS = 0
 def engine(max_num_seqs: int = 2, blocks: int = 100) -> Engine:
     pool = BlockPool(blocks, LRU())
     log = StepLog()
-    scheduler = Scheduler(pool, HashPrefixCache(pool, 4), Policy(), Limits(max_num_seqs, 64, 256, 4), log)
+    scheduler = Scheduler(
+        pool, HashPrefixCache(pool, 4), Policy(), SchedulerLimits(max_num_seqs, 64, 256, 4), log
+    )
     return Engine(scheduler, EchoExecutor(100, EOS, frozenset({EOS})), NoGrammar(), 2, log)
 
 

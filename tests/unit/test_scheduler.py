@@ -20,7 +20,7 @@ from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
 from quire.core.policy import Policy, chunked, continuous, fcfs, priority, static, whole
 from quire.core.prefix_cache import HashPrefixCache, NoPrefixCache
-from quire.core.request_limits import Limits
+from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.shares import Shares
 from quire.core.steplog import StepLog
@@ -93,7 +93,7 @@ class FakeDevice:
         """Behind the steps in flight, spoil all that the step may write before its memory runs out."""
 
         def spoil() -> None:
-            for a in plan.admits:
+            for a in plan.admissions:
                 self.columns[a.slot] = dict(tokens=[-1], computed=99, blocks=list(a.blocks))
             for slot, _, blocks in plan.new_blocks:
                 self.columns[slot]["blocks"] += blocks
@@ -106,7 +106,7 @@ class FakeDevice:
         raise StepFailed("no memory")
 
     def _forward(self, plan: StepPlan) -> None:
-        for a in plan.admits:
+        for a in plan.admissions:
             self.columns[a.slot] = dict(tokens=list(a.tokens), computed=a.computed, blocks=list(a.blocks))
         for slot, index, blocks in plan.new_blocks:
             assert len(self.columns[slot]["blocks"]) == index
@@ -191,7 +191,7 @@ def make_engine(rng: random.Random | None = None, **fixed) -> tuple[Engine, int]
         chunk=chunked if chunk else whole,
     )
     mixed = choose("mixed", [1, 5, budget]) if chunk else budget
-    limits = Limits(choose("rows", [1, 3, 8]), budget, max_len, block_size, keeps, depth > 1, mixed)
+    limits = SchedulerLimits(choose("rows", [1, 3, 8]), budget, max_len, block_size, keeps, depth > 1, mixed)
     log = StepLog()
     scheduler = Scheduler(pool, cache, policy, limits, log)
     return Engine(

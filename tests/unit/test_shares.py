@@ -12,7 +12,7 @@ from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
 from quire.core.policy import Policy, priority, static, whole
 from quire.core.prefix_cache import HashPrefixCache
-from quire.core.request_limits import Limits
+from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.shares import QUANTUM, Shares
 from quire.core.steplog import StepLog
@@ -27,7 +27,7 @@ def engine(
 ) -> Engine:
     pool = BlockPool(blocks, LRU())
     log = StepLog()
-    limits = Limits(slots, budget, 256, 4, mixed_prefill_tokens=mixed)
+    limits = SchedulerLimits(slots, budget, 256, 4, mixed_prefill_tokens=mixed)
     scheduler = Scheduler(pool, HashPrefixCache(pool, 4), policy or Policy(), limits, log)
     return Engine(
         scheduler, EchoExecutor(100, EOS, frozenset({EOS})), NoGrammar(), 2, log, check_invariants=True

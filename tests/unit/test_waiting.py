@@ -11,7 +11,7 @@ from quire.core.engine import Engine
 from quire.core.grammar import NoGrammar
 from quire.core.policy import Policy, priority
 from quire.core.prefix_cache import HashPrefixCache
-from quire.core.request_limits import Limits
+from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog
 from quire.types import EngineRequest, SamplingParams
@@ -23,7 +23,7 @@ EOS = 0
 def engine(max_num_seqs: int = 2, blocks: int = 1000, policy: Policy | None = None) -> Engine:
     pool = BlockPool(blocks, LRU())
     log = StepLog()
-    limits = Limits(max_num_seqs, 64, 256, 4)
+    limits = SchedulerLimits(max_num_seqs, 64, 256, 4)
     scheduler = Scheduler(pool, HashPrefixCache(pool, 4), policy or Policy(), limits, log)
     return Engine(
         scheduler, EchoExecutor(100, EOS, frozenset({EOS})), NoGrammar(), 2, log, check_invariants=True

@@ -1,75 +1,98 @@
-"""The grammar seam: what a step may sample. Off is `NoGrammar`, which refuses requests that ask for one.
+"""The interface between the step loop and structured output, which restricts the tokens that a step may sample.
 
-request's life       engine's call
-added                start      it is held until `settled` names it
-a step, launched     needs_tokens, then masks, both once per plan, in order
-a step, retired      advance    with what the scheduler made of it
-its mask is late     paused, until `settled` names it again
-ended                advance or forget
+`quire.grammar.library` implements it. `NoGrammar` stands for an engine without structured output.
+
+life of a request       calls of the engine
+added                   start      the request is held until `settled` names it
+a step, launched        needs_tokens, then masks, each once per plan, in order
+a step, retired         advance    with the outputs that the scheduler made of the step
+its mask is late        paused     then the request gets no row until `settled` names it again
+ended                   advance or forget
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from quire.types import EngineOutput, EngineRequest, StepPlan, TokenMasks
 
-Settled = tuple[str, str | None]  # request id; None: it may run, else what it ends with
-Paused = tuple[str, bool]  # request id; True: its row in the newest plan has no mask, so drop the token
+
+class GrammarOutcome(NamedTuple):
+    """The end of a wait for a grammar or a mask. The request may run, or it ends with `error`."""
+
+    request_id: str
+    error: str | None
+
+
+class GrammarPause(NamedTuple):
+    """A running request whose next mask is still being computed.
+
+    `drops_token` is True if its row in the newest plan has no mask: the token of that row must not be used.
+    """
+
+    request_id: str
+    drops_token: bool
 
 
 class Grammar(Protocol):
+    """The structured output of all requests of one engine."""
+
     def start(self, request: EngineRequest) -> None:
-        """Begin to compile what the request asks for. Never waits."""
+        """Start to compile the grammar of a request, without waiting."""
         ...
 
-    def paused(self) -> list[Paused]:
-        """Return the running requests that, since the last call, must not be scheduled until `settled` names them,
-        because their next mask is still being computed."""
+    def paused(self) -> list[GrammarPause]:
+        """Return the requests that must not be scheduled from now on, until `settled` names them.
+
+        Each request is returned once.
+        """
         ...
 
-    def settled(self) -> list[Settled]:
-        """Return the requests that are ready to run, or that cannot go on, since the last call."""
+    def settled(self) -> list[GrammarOutcome]:
+        """Return the requests that since the last call became ready to run or unable to continue."""
         ...
 
     def wait(self) -> None:
-        """Called when nothing can run: wait a moment for a grammar or a mask."""
+        """Wait a moment for a grammar or a mask; called when no request can run."""
         ...
 
     def needs_tokens(self, plan: StepPlan) -> bool:
-        """Whether a mask of this plan depends on tokens still in flight."""
+        """Return whether a mask of this plan depends on tokens of steps in flight."""
         ...
 
     def masks(self, plan: StepPlan) -> TokenMasks | None:
-        """The masks of the rows that sample under a grammar; None if there is no such row."""
+        """Return the masks of the rows that sample under a grammar, or None if there is no such row."""
         ...
 
     def advance(self, outputs: list[EngineOutput]) -> None:
-        """Take in what a retired step brought. An output whose tokens break its grammar loses them."""
+        """Advance the grammars by the tokens of a retired step; remove tokens that break a grammar from `outputs`."""
         ...
 
     def forget(self, request_id: str) -> None:
-        """The request is gone."""
+        """Drop the state of a request that has ended."""
         ...
 
     def close(self) -> None: ...
 
 
 class NoGrammar:
+    """A `Grammar` that refuses every request.
+
+    Args:
+        lacks: the thing that structured output would need here; it completes "structured_outputs need ...".
+    """
+
     def __init__(self, lacks: str = "a tokenizer, and this engine has none") -> None:
-        """`lacks`: what structured output would need here, for the refusal."""
-        self._refused: list[Settled] = []
+        self._refused: list[GrammarOutcome] = []
         self._message = f"structured_outputs need {lacks}"
 
     def start(self, request: EngineRequest) -> None:
-        self._refused.append((request.id, self._message))
+        self._refused.append(GrammarOutcome(request.id, self._message))
 
-    def paused(self) -> list[Paused]:
+    def paused(self) -> list[GrammarPause]:
         return []
 
-    def settled(self) -> list[Settled]:
-        if not self._refused:
-            return self._refused
+    def settled(self) -> list[GrammarOutcome]:
         refused, self._refused = self._refused, []
         return refused
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quire.core.steplog import StepRecord
-from quire.types import Admit, LogprobArrays, Request, StepPlan, TokenLogprobs
+from quire.types import LogprobArrays, Request, SlotAdmission, StepPlan, TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -23,7 +23,7 @@ class PlanBuilder:
     num_drafts: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
-    admits: list[Admit] = field(default_factory=list)
+    admissions: list[SlotAdmission] = field(default_factory=list)
     new_blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     published: set[int] = field(default_factory=set)  # blocks that this step completes, offered to others
@@ -33,8 +33,8 @@ class PlanBuilder:
     def admit(self, request: Request) -> None:
         """The request, as it is now, takes its slot."""
         tokens, blocks = request.tokens[:], request.blocks[:]
-        self.admits.append(
-            Admit(request.slot, tokens, request.prompt_len, request.computed, blocks, request.source)
+        self.admissions.append(
+            SlotAdmission(request.slot, tokens, request.prompt_len, request.computed, blocks, request.source)
         )
 
     def add(self, request: Request, n: int) -> bool:
@@ -67,7 +67,7 @@ class PlanBuilder:
             num_drafts=np.array(self.num_drafts, np.int32),
             starts=starts,
             samples=np.array(self.samples, np.bool_),
-            admits=self.admits,
+            admissions=self.admissions,
             new_blocks=self.new_blocks,
             total_tokens=sum(self.num_tokens),
             max_seq_len=int((starts + num_tokens).max(initial=0)),
@@ -85,7 +85,7 @@ class PlanBuilder:
             step=self.step,
             time_s=time.monotonic(),
             rows=[(r.id, s, n) for r, s, n in zip(self.rows, self.starts, self.num_tokens)],
-            admitted=[(a.request.id, len(a.tokens), a.computed) for a in self.admits],
+            admitted=[(a.request.id, len(a.tokens), a.computed) for a in self.admissions],
             preempted=self.preempted,
             running=running,
             waiting=waiting,

@@ -8,7 +8,7 @@ from quire.types import EngineRequest, RequestError
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SchedulerLimits:
     """Sizes are in tokens. `keeps_kv` is False when every step recomputes everything."""
 
     max_num_seqs: int

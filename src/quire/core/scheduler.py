@@ -18,11 +18,11 @@ from quire.core.failure import find_failure
 from quire.core.plan_builder import PlanBuilder
 from quire.core.policy import Policy
 from quire.core.prefix_cache import PrefixCache
-from quire.core.request_limits import Limits
+from quire.core.request_limits import SchedulerLimits
 from quire.core.shared_prefix import NoSharedPrefix, SharedPrefix
-from quire.core.shares import Missing, Shares
+from quire.core.shares import Shares, Shortage
 from quire.core.steplog import StepLog
-from quire.core.waiting_queue import Waiting
+from quire.core.waiting_queue import WaitingQueue
 from quire.types import (
     EngineOutput,
     EngineRequest,
@@ -45,7 +45,7 @@ class Scheduler:
         pool: BlockPool,
         cache: PrefixCache,
         policy: Policy,
-        limits: Limits,
+        limits: SchedulerLimits,
         log: StepLog,
         shared: SharedPrefix | None = None,
     ) -> None:
@@ -55,7 +55,7 @@ class Scheduler:
         self.clocks = Clocks(log)
         self.requests: dict[str, Request] = {}  # every request that is not finished
         self.shares = Shares()
-        self.waiting = Waiting(self.shares)
+        self.waiting = WaitingQueue(self.shares)
         self.running: list[Request] = []  # sorted by order
         self._free_slots = list(range(limits.max_num_seqs))[::-1]
         self._in_flight: deque[tuple[StepPlan, PlanBuilder]] = deque()
@@ -224,7 +224,7 @@ class Scheduler:
         reserved = max(1, builder.budget - self.limits.max_num_seqs)  # what single tokens are sure to leave
         if not self.policy.chunk(request.known - len(hits) * self.limits.block_size, reserved):
             return
-        lacks = Missing(0 if self._free_slots else 1, missing, len(hits) + fresh)
+        lacks = Shortage(0 if self._free_slots else 1, missing, len(hits) + fresh)
         victims = self.shares.claim(request, self.running, lacks, self.pool.refs)
         if victims is None:
             return
@@ -350,7 +350,7 @@ class Scheduler:
         self._in_flight.clear()
         self.clocks.failed(plan.step)
         self.cache.withdraw(builder.published)
-        admitted = (self.requests.get(admit.request.id) for admit in plan.admits)
+        admitted = (self.requests.get(admit.request.id) for admit in plan.admissions)
         for request in dict.fromkeys([*builder.rows, *admitted]):
             if request is not None and request.status != "finished":
                 output = self._finish(request, [], "error")

@@ -32,7 +32,7 @@ def _since_admission(request: Request) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
+class Shortage:
     """What a waiting request lacks: slots and blocks that are not free. `size`: all blocks that it would hold."""
 
     slots: int
@@ -133,7 +133,7 @@ class Shares:
         return max(free, key=lambda r: keys[r.id]) if free else None
 
     def claim(
-        self, request: Request, running: Sequence[Request], missing: Missing, refs: Sequence[int]
+        self, request: Request, running: Sequence[Request], missing: Shortage, refs: Sequence[int]
     ) -> list[Request] | None:
         """Return the running requests that make room for a waiting one, or None if it has to wait.
 

@@ -18,7 +18,7 @@ def _order(request: Request) -> tuple[int, ...]:
     return request.order
 
 
-class Waiting:
+class WaitingQueue:
     """Owns the lines. Holds no request twice."""
 
     def __init__(self, shares: Shares) -> None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Admit:
+class SlotAdmission:
     """A request that takes a slot: every column of the slot is overwritten from this."""
 
     slot: int
@@ -38,7 +38,7 @@ class StepPlan:
     num_drafts: np.ndarray  # int32 [rows]
     starts: np.ndarray  # int32 [rows]
     samples: np.ndarray  # bool [rows]
-    admits: list[Admit]
+    admissions: list[SlotAdmission]
     new_blocks: list[tuple[int, int, list[int]]]  # (slot, index of the first in the slot's table, block ids)
     total_tokens: int
     max_seq_len: int  # bound on starts + num_tokens

@@ -43,11 +43,11 @@ class Runner:
     def forward(self, plan: StepPlan) -> None:
         self._staging.begin()
         self._state.apply(plan, self._staging)
-        for admit in plan.admits:
+        for admit in plan.admissions:
             self._sampler.admit(admit.slot, admit.request)
             self._score_tops[admit.slot] = admit.request.params.prompt_logprobs or 0
             self._pooler.admit(admit.slot, admit.request)
-        if plan.admits:
+        if plan.admissions:
             self._sampler.flush()
         self._launched = self._launcher.launch(plan, self._staging)
 

@@ -41,13 +41,13 @@ class Device:
     def forward(self, plan: StepPlan) -> None:
         self.plans[plan.step] = plan
 
-    def sample(self, step: int, masks: object) -> Device._Handle:
+    def sample(self, step: int, masks: object) -> Device.Handle:
         plan = self.plans.pop(step)
         longer = [n for n in plan.num_tokens.tolist() if n > 1]
         plain = DECODE_S if len(longer) < len(plan.slots) else 0.0
         begin_s = max(self.clock.now_s, self.free_s)
         self.free_s = begin_s + plain + TOKEN_S * sum(longer)
-        return Device._Handle(self.clock, self.free_s, StepResult(step, [[7]] * int(plan.samples.sum())))
+        return Device.Handle(self.clock, self.free_s, StepResult(step, [[7]] * int(plan.samples.sum())))
 
     def warm_up(self) -> bool:
         return False
@@ -56,7 +56,7 @@ class Device:
         pass
 
     @dataclass
-    class _Handle:
+    class Handle:
         clock: Clock
         ready_s: float
         result: StepResult

@@ -24,6 +24,7 @@ from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.shares import Shares
 from quire.core.steplog import StepLog
+from quire.core.waiting_queue import WaitingQueue
 from quire.types import (
     EngineRequest,
     RequestError,
@@ -514,8 +515,9 @@ def test_a_broken_pool_is_noticed() -> None:
 def test_plan_arrays_are_compact() -> None:
     engine, _ = make_engine(**SMALL)
     engine.add(request("r", [1] * 9))
-    plan = engine.scheduler.schedule()
-    assert plan is not None and plan.slots.dtype == np.int32 and plan.samples.tolist() == [True]
+    scheduled = engine.scheduler.schedule()
+    assert scheduled is not None
+    assert scheduled.plan.slots.dtype == np.int32 and scheduled.plan.samples.tolist() == [True]
 
 
 # ------------------------------------------------------------- the simulation notices broken rules
@@ -539,19 +541,17 @@ def _break_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _break_readmission(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._admit
+    original = WaitingQueue.by_turn
 
-    def admit(self: Scheduler, builder, was_empty):
-        held = [(request, request.pending) for request in self.waiting]
-        for request, _ in held:
-            request.pending = 0  # as if nothing were in flight
-        try:
-            return original(self, builder, was_empty)
-        finally:
-            for request, pending in held:
+    def by_turn(self: WaitingQueue, running):
+        for request in original(self, running):
+            pending, request.pending = request.pending, 0  # as if nothing were in flight
+            try:
+                yield request
+            finally:
                 request.pending += pending
 
-    monkeypatch.setattr(Scheduler, "_admit", admit)
+    monkeypatch.setattr(WaitingQueue, "by_turn", by_turn)
 
 
 def _break_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -559,27 +559,20 @@ def _break_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _break_length_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._append
-
-    def append(self: Scheduler, request, new):
-        request.limit += 1
-        return original(self, request, new)
-
-    monkeypatch.setattr(Scheduler, "_append", append)
+    original = SchedulerLimits.full_length
+    monkeypatch.setattr(
+        SchedulerLimits, "full_length", lambda self, request, blocks: original(self, request, blocks) + 1
+    )
 
 
 def _break_preemption_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._preempt_other
+    original = HashPrefixCache.restart
 
-    def preempt(self: Scheduler, builder, request):
-        computed = {r.id: r.computed for r in self.running}
-        done = original(self, builder, request)
-        for waiting in self.waiting:
-            if waiting.id in computed:
-                waiting.names, waiting.published = [b"stale"] * 99, 0
-        return done
+    def restart(self: HashPrefixCache, request) -> None:
+        original(self, request)
+        request.names = [b"stale"] * 99
 
-    monkeypatch.setattr(Scheduler, "_preempt_other", preempt)
+    monkeypatch.setattr(HashPrefixCache, "restart", restart)
 
 
 def _break_publishing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,6 @@
-"""The words that every layer of Quire shares: requests, plans, results, errors and the seams between them.
+"""The types that all layers of Quire share: requests, plans, results, errors and the interfaces between layers.
 
-A leaf: imports no torch and nothing of Quire. Host arrays are numpy, so a plan can be shipped to
-another process as it is.
+Imports neither torch nor other parts of Quire. Host arrays are numpy arrays, so a plan can be sent to another process.
 """
 
 from quire.types.engine_io import (
@@ -15,6 +14,7 @@ from quire.types.engine_io import (
     LiveRequest,
     LiveStep,
     RequestFailure,
+    StepFigures,
     Timing,
     TimingPhase,
     TokenLogprobs,
@@ -34,6 +34,7 @@ from quire.types.plan import (
     NOT_FINITE,
     Executor,
     LogprobArrays,
+    NewBlocks,
     SlotAdmission,
     StepHandle,
     StepPlan,
@@ -80,6 +81,7 @@ __all__ = [
     "Logprob",
     "LogprobArrays",
     "ModelError",
+    "NewBlocks",
     "Overloaded",
     "Pooling",
     "QuireError",
@@ -92,6 +94,7 @@ __all__ = [
     "SlotAdmission",
     "Status",
     "StepFailed",
+    "StepFigures",
     "StepHandle",
     "StepPlan",
     "StepResult",

@@ -1,4 +1,8 @@
-"""The scheduler's own record of a request. It has one writer, the scheduler."""
+"""The scheduler's record of a request.
+
+Each field has one writer: the scheduler, or the part of `quire.core` that heads its group below. Everything else only
+reads.
+"""
 
 from __future__ import annotations
 
@@ -14,46 +18,61 @@ Status = Literal["waiting", "running", "finished"]
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """One request inside the engine. Written only by the scheduler.
+    """The state of one request inside the engine.
 
-    known = len(tokens); `computed` KV entries are valid if every draft in flight is accepted;
-    `pending` tokens will be appended by steps in flight, under the same assumption.
+    Three numbers say what it needs next. `known` is the number of its tokens, prompt and output. `computed` is the
+    number of its KV entries, and `pending` the number of tokens that steps in flight will append; both assume that
+    every draft token in flight is accepted. The request wants `known + pending + drafts - computed` tokens.
     """
 
+    # Constant.
     id: str
     prompt_len: int
-    tokens: array[int]  # prompt + committed output, int32
+    tokens: array[int]  # int32: prompt, then committed output, to which the scheduler appends
     params: SamplingParams
-    order: tuple[int, ...]  # admission order: smaller goes first; the largest is the first victim
-    limit: int  # total tokens after which the request has its full length
+    order: tuple[
+        int, ...
+    ]  # sort key: smaller is admitted first, the largest is preempted first; ends with the arrival
+    limit: int  # number of tokens, prompt included, at which the request ends with "length"
     stop_ids: frozenset[int]
     eos_ids: frozenset[int]
-    min_tokens: int  # before which stop_ids do not count
+    min_tokens: int  # output tokens before which stop_ids do not end the request
     source: EngineRequest
-    timing: Timing = field(default_factory=lambda: Timing(0.0, 0.0))
+
+    # Written by the scheduler.
     computed: int = 0
     pending: int = 0
-    drafts: int = 0  # draft tokens to verify per step; 0 without speculation
+    drafts: int = 0  # draft tokens to verify in each step; 0 without speculation
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
-    published: int = 0  # full blocks already offered to the prefix cache
-    publish_at: int = 0  # `computed` at which the next block is full
-    names: list[bytes] = field(default_factory=list)  # prefix-cache names of its full blocks
     status: Status = "waiting"
-    held: str | None = None  # why it must not be admitted yet; None: it may
-    paused: bool = False  # its next mask is being computed, so it gets no row
-    dropped_step: int = -1  # the last step whose token for this request is not used
-    last_step: int = -1  # last step that held a row of this request, or admitted it
-    cached: int = -1  # tokens found in the prefix cache on first admission; -1 before it
-    scored: int = 1  # next prompt position whose log-probability is still to be delivered
+    held: str | None = None  # the reason why it must not be admitted yet, or None
+    paused: bool = False  # gets no row, because its next mask is still being computed
+    dropped_step: int = -1  # the last step whose token for this request is dropped
+    last_step: int = -1  # the last step that admitted this request or had a row of it
+    cached: int = -1  # prompt tokens found in the prefix cache when it was first admitted; -1 before
+    scored: int = 1  # next prompt position whose log-probability is to be delivered
     preemptions: int = 0
-    charged: int = 0  # tokens booked to its client so far, cached ones included
     admitted_known: int = 0  # `known` when it was last admitted
-    catching_up: bool = True  # since its admission no step has computed all that is known of it
-    waits_mark_s: dict[str, float] = field(default_factory=dict)  # the clocks when it began to wait
+    catching_up: bool = True  # no step since its admission has computed all known tokens
+
+    # Written by the prefix cache (core/prefix_cache.py).
+    published: int = 0  # number of its full blocks already offered to the prefix cache
+    publish_at: int = 0  # value of `computed` at which the next block is full
+    names: list[bytes] = field(default_factory=list)  # names of its full blocks in the prefix cache
+
+    # Written by the shares of clients (core/shares.py).
+    charged: int = 0  # number of its tokens that are settled with its client, cached ones included
+
+    # Written by the clocks (core/clocks.py).
+    timing: Timing = field(default_factory=lambda: Timing(0.0, 0.0))
+    waits_mark_s: dict[str, float] = field(
+        default_factory=dict
+    )  # the clocks of waiting when it began to wait
     prompt_mark_s: float = 0.0  # the clock of steps with prompts when it was admitted
-    own_s: float = 0.0  # of these steps, its share since then
+    own_s: float = 0.0  # its share of these steps since then
 
     @property
     def known(self) -> int:
+        """Number of known tokens: the prompt and the output so far."""
         return len(self.tokens)

@@ -103,7 +103,7 @@ class BlockPool:
         self.cached = bytearray(num_blocks)  # 1: the prefix cache can find this block
         self.evictions = 0
         self._blank = list(range(num_blocks))[::-1]
-        self._evictor = evictor
+        self.evictor = evictor
         self._forget: Callable[[int], None] = lambda block: None
 
     def on_evict(self, forget: Callable[[int], None]) -> None:
@@ -113,12 +113,12 @@ class BlockPool:
     @property
     def num_free(self) -> int:
         """Number of free blocks, blank and cached."""
-        return len(self._blank) + len(self._evictor)
+        return len(self._blank) + len(self.evictor)
 
     @property
     def num_cached(self) -> int:
         """Number of free blocks whose contents the prefix cache can still find."""
-        return len(self._evictor)
+        return len(self.evictor)
 
     def take(self, count: int) -> list[int]:
         """Return `count` blocks with a reference count of 1, evicting cached ones if necessary.
@@ -130,8 +130,8 @@ class BlockPool:
             if self._blank:
                 block = self._blank.pop()
             else:
-                block = self._evictor.pop()
-                self._evictor.forget(block)
+                block = self.evictor.pop()
+                self.evictor.forget(block)
                 self._forget(block)
                 self.cached[block] = 0
                 self.evictions += 1
@@ -143,7 +143,7 @@ class BlockPool:
         """Add a reference to each of these cached blocks."""
         for block in blocks:
             if self.refs[block] == 0:
-                self._evictor.discard(block)
+                self.evictor.discard(block)
             self.refs[block] += 1
 
     def release(self, blocks: list[int]) -> None:
@@ -153,7 +153,7 @@ class BlockPool:
             refs[block] -= 1
             if refs[block] == 0:
                 if self.cached[block]:
-                    self._evictor.add(block)
+                    self.evictor.add(block)
                 else:
                     self._blank.append(block)
 
@@ -161,9 +161,9 @@ class BlockPool:
         """Note that the prefix cache can no longer find a block. If it is free it becomes blank."""
         self.cached[block] = 0
         if self.refs[block] == 0:
-            self._evictor.discard(block)
+            self.evictor.discard(block)
             self._blank.append(block)
-        self._evictor.forget(block)
+        self.evictor.forget(block)
 
     def check(self, held: Iterable[list[int]]) -> None:
         """Check the counts against `held`, the block lists of all requests. Raises AssertionError if they disagree."""

@@ -90,7 +90,7 @@ class Shares:
         self._slots[_client(request)] -= 1
 
     def waive_cached(self, request: Request) -> None:
-        """Exempt from charging the tokens found in the prefix cache at the first admission."""
+        """Count the tokens found in the prefix cache at the first admission as charged, free of charge."""
         request.charged = request.cached
 
     def settle(self, request: Request) -> None:

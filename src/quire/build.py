@@ -24,7 +24,7 @@ from quire.attention.cpu import CpuAttention
 from quire.attention.reference import ReferenceAttention
 from quire.config import EngineConfig, triton_interpreted
 from quire.core.engine import Engine
-from quire.core.grammar import Grammar, NoGrammar
+from quire.core.grammar_interface import Grammar, NoGrammar
 from quire.frontend.location import locate_model, locate_tokenizer
 from quire.grammar.checker import Checker
 from quire.grammar.compiler import Compiler

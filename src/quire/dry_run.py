@@ -11,7 +11,7 @@ import time
 
 from quire.config import EngineConfig
 from quire.core.engine import Engine
-from quire.core.grammar import NoGrammar
+from quire.core.grammar_interface import NoGrammar
 from quire.frontend.location import locate_model
 from quire.models.config.load import load_spec
 from quire.types import ConfigError, EngineInfo

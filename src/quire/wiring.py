@@ -6,7 +6,7 @@ from quire.config import EngineConfig
 from quire.core import policy
 from quire.core.block_pool import FIFO, LRU, BlockPool
 from quire.core.engine import Engine
-from quire.core.grammar import Grammar
+from quire.core.grammar_interface import Grammar
 from quire.core.policy import Policy
 from quire.core.prefix_cache import HashPrefixCache, NoPrefixCache, PrefixCache
 from quire.core.request_limits import SchedulerLimits

@@ -13,7 +13,7 @@ from quire.config import EngineConfig
 from quire.core import live_state as live
 from quire.core.block_pool import LRU, BlockPool
 from quire.core.engine import Engine
-from quire.core.grammar import NoGrammar
+from quire.core.grammar_interface import NoGrammar
 from quire.core.policy import Policy
 from quire.core.prefix_cache import HashPrefixCache
 from quire.core.request_limits import SchedulerLimits

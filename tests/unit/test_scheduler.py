@@ -17,7 +17,7 @@ import pytest
 from quire.core import shares
 from quire.core.block_pool import FIFO, LRU, BlockPool
 from quire.core.engine import Engine
-from quire.core.grammar import NoGrammar
+from quire.core.grammar_interface import NoGrammar
 from quire.core.policy import Policy, chunked, continuous, fcfs, priority, static, whole
 from quire.core.prefix_cache import HashPrefixCache, NoPrefixCache
 from quire.core.request_limits import SchedulerLimits

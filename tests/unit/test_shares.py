@@ -9,7 +9,7 @@ import pytest
 from quire.core import shares
 from quire.core.block_pool import LRU, BlockPool
 from quire.core.engine import Engine
-from quire.core.grammar import NoGrammar
+from quire.core.grammar_interface import NoGrammar
 from quire.core.policy import Policy, priority, static, whole
 from quire.core.prefix_cache import HashPrefixCache
 from quire.core.request_limits import SchedulerLimits

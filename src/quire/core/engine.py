@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from quire.core.grammar import Grammar
+from quire.core.grammar_interface import Grammar
 from quire.core.scheduler import ScheduledStep, Scheduler
 from quire.core.steplog import StepLog, StepRecord
 from quire.types import EngineOutput, EngineRequest, Executor, StepFailed, StepHandle

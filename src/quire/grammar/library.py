@@ -14,7 +14,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from quire.core.grammar import GrammarOutcome, GrammarPause
+from quire.core.grammar_interface import GrammarOutcome, GrammarPause
 from quire.grammar.answer import NO_WAY, GrammarAnswer
 from quire.grammar.compiler import CheckedGrammar, Compiler
 from quire.grammar.mask_threads import MaskThreads

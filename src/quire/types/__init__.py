@@ -41,9 +41,9 @@ from quire.types.plan import (
     StepResult,
     TokenMasks,
 )
-from quire.types.request import Request, Status
-from quire.types.results import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from quire.types.sampling import (
+from quire.types.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from quire.types.request_state import Request, Status
+from quire.types.sampling_params import (
     FLOAT_RANGES,
     INT_RANGES,
     MAX_LOGPROBS,

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from quire.types.errors import QuireError, RequestError, StepFailed
-from quire.types.sampling import FinishReason, GrammarSpec, Pooling, SamplingParams
+from quire.types.sampling_params import FinishReason, GrammarSpec, Pooling, SamplingParams
 
 
 @dataclass(slots=True)

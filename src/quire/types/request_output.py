@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.types.sampling import FinishReason
+from quire.types.sampling_params import FinishReason
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from quire.types.engine_io import EngineRequest, Timing
-from quire.types.sampling import SamplingParams
+from quire.types.sampling_params import SamplingParams
 
 Status = Literal["waiting", "running", "finished"]
 

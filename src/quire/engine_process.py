@@ -22,14 +22,14 @@ from quire.frontend.client.channel import Channel
 from quire.start import start_engine
 from quire.types import EngineInfo, QuireError, RequestError
 
-_IDLE_POLL_S = 1.0  # interval at which an idle engine checks that its parent is alive
-_QUIET_S = (
-    1.0  # time without work before later steps are prepared, which delays requests that arrive meanwhile
-)
-_INTAKE_S = (
-    0.01  # limit on reading requests between two steps: a burst of arrivals must not stall running requests
-)
-_FAREWELL_S = 5.0  # limit on sending the last message
+# Interval at which an idle engine checks that its parent is alive.
+_IDLE_POLL_S = 1.0
+# Time without work before the engine prepares later steps, which delays requests that arrive in the meantime.
+_QUIET_S = 1.0
+# Limit on reading requests between two steps: a burst of arrivals must not stall running requests.
+_INTAKE_S = 0.01
+# Limit on sending the last message.
+_FAREWELL_S = 5.0
 
 
 def main(file: int, parent: int) -> int:

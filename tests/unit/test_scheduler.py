@@ -234,7 +234,7 @@ class Givers(Shares):
         found = super().claim(request, running, missing, refs)
         for giver in found or ():
             assert giver.source.client != request.source.client
-            assert giver.order[:-1] >= request.order[:-1], "a more urgent request made room"
+            assert giver.order.priority >= request.order.priority, "a more urgent request made room"
             self.counts[giver.id] += 1
         return found
 

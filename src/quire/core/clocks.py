@@ -23,9 +23,8 @@ from typing import NamedTuple
 from quire.core.steplog import StepLog, StepRecord
 from quire.types import Request, Timing
 
-_QUEUE = frozenset(
-    {"slots", "blocks", "tokens", "batch"}
-)  # reasons that also apply to all requests behind the first
+# Reasons that also apply to all requests behind the first one.
+_QUEUE = frozenset({"slots", "blocks", "tokens", "batch"})
 _SMOOTHING = 0.25  # weight of the newest step in the smoothed duration of steps without prompts
 
 

@@ -128,9 +128,7 @@ def block_map(scheduler: Scheduler, listed: list[Request]) -> BlockMap:
     Takes about a millisecond for 256 requests that hold 24,000 blocks.
     """
     pool, running = scheduler.pool, scheduler.running
-    cells = np.frombuffer(pool.cached, np.uint8).astype(
-        np.uint16
-    )  # 1 is EVICTABLE; held blocks are overwritten below
+    cells = np.frombuffer(pool.cached, np.uint8).astype(np.uint16)  # 1: EVICTABLE, unless overwritten below
     sizes = [len(request.blocks) for request in running]
     held = np.fromiter(chain.from_iterable(r.blocks for r in running), np.int64, sum(sizes))
     places = {request.id: FIRST_OWNER + place for place, request in enumerate(listed)}

@@ -35,9 +35,7 @@ class PlanBuilder:
     admissions: list[SlotAdmission] = field(default_factory=list)
     new_blocks: list[NewBlocks] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
-    published: set[int] = field(
-        default_factory=set
-    )  # blocks that this step fills and the prefix cache can find
+    published: set[int] = field(default_factory=set)  # blocks that this step fills and publishes
     catching_up: list[CatchUpRow] = field(default_factory=list)
 
     def admit(self, request: Request) -> None:

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.types import EngineRequest
+from quire.types import EngineRequest, RequestOrder
 
 
-def fcfs(request: EngineRequest, sequence: int) -> tuple[int, ...]:
+def fcfs(request: EngineRequest, arrival: int) -> RequestOrder:
     """Sort by arrival: first come, first served."""
-    return (sequence,)
+    return RequestOrder(0, arrival)
 
 
-def priority(request: EngineRequest, sequence: int) -> tuple[int, ...]:
+def priority(request: EngineRequest, arrival: int) -> RequestOrder:
     """Sort by priority, the lower number first, then by arrival."""
-    return (request.priority, sequence)
+    return RequestOrder(request.priority, arrival)
 
 
 def continuous(batch_was_empty: bool, budget: int) -> bool:
@@ -43,13 +43,12 @@ class Policy:
     """The choices of a scheduler.
 
     Args:
-        order: returns the sort key of a request from the request and its arrival number. Smaller keys are admitted
-            first; the largest key is preempted first. A key ends with the arrival number.
+        order: returns the sort key of a request from the request and its arrival number.
         admits: returns whether a waiting request may join the batch, from whether the batch was empty before the step
             and the tokens left in the step.
         chunk: returns how many tokens a row runs, from the number that it wants and the tokens left in the step.
     """
 
-    order: Callable[[EngineRequest, int], tuple[int, ...]] = fcfs
+    order: Callable[[EngineRequest, int], RequestOrder] = fcfs
     admits: Callable[[bool, int], bool] = continuous
     chunk: Callable[[int, int], int] = chunked

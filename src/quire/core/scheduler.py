@@ -33,12 +33,13 @@ from quire.types import (
     Request,
     RequestError,
     RequestFailure,
+    RequestOrder,
     StepPlan,
     StepResult,
 )
 
 
-def _order(request: Request) -> tuple[int, ...]:
+def _order(request: Request) -> RequestOrder:
     return request.order
 
 
@@ -89,7 +90,7 @@ class Scheduler:
         self._free_slots = list(range(limits.max_num_seqs))[::-1]
         self._in_flight: deque[tuple[ScheduledStep, PlanBuilder]] = deque()
         self._outputs: list[EngineOutput] = []
-        self._sequence = 0
+        self._arrivals = 0
         self._admissions = 0
         self._step = 0
         self._wait_reason: str | None = None
@@ -114,7 +115,7 @@ class Scheduler:
             prompt_len=len(source.prompt),
             tokens=array("i", source.prompt),
             params=source.params,
-            order=self.policy.order(source, self._sequence),
+            order=self.policy.order(source, self._arrivals),
             limit=limit,
             stop_ids=frozenset(source.stop_ids),
             eos_ids=frozenset(source.eos_ids),
@@ -123,7 +124,7 @@ class Scheduler:
             held=held,
         )
         self.clocks.arrive(request)
-        self._sequence += 1
+        self._arrivals += 1
         self.requests[request.id] = request
         self.log.totals.requests += 1
         self.log.totals.prompt_tokens += request.prompt_len
@@ -273,9 +274,7 @@ class Scheduler:
         if request is None or not self.policy.admits(was_empty, builder.budget):
             return
         demand = self._demand_of(request)
-        reserved = max(
-            1, builder.budget - self.limits.max_num_seqs
-        )  # at least this is left by rows of one token
+        reserved = max(1, builder.budget - self.limits.max_num_seqs)  # left over if all rows run one token
         if not self.policy.chunk(request.known - len(demand.hits) * self.limits.block_size, reserved):
             return
         shortage = Shortage(0 if self._free_slots else 1, demand.missing, len(demand.hits) + demand.fresh)

@@ -70,9 +70,7 @@ class CommonBlocks:
             return None
         sharing = [table for table in long if table[low] == block]
         high = min(map(len, sharing)) - 1
-        while (
-            high - low > 1
-        ):  # blocks up to `low` are shared; `high` is not, or it is the last block of a row
+        while high - low > 1:  # bisect: block `low` is shared; `high` is not, or ends a row
             middle = (low + high) // 2
             low, high = (middle, high) if self._equal(sharing, middle) else (low, middle)
         tokens, block = (low + 1) * self._block_size, sharing[0][low]

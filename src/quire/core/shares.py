@@ -116,11 +116,11 @@ class Shares:
             self.settle(request)
         rows.sort(key=lambda row: self.turn(row[0]))
 
-    def turn(self, request: Request) -> tuple[tuple[int, ...], float, int]:
+    def turn(self, request: Request) -> tuple[int, float, int]:
         """Return the sort key by which clients are served: priority, tokens served per weight, arrival."""
-        return request.order[:-1], self._turns.get(_client(request), 0.0), request.order[-1]
+        return request.order.priority, self._turns.get(_client(request), 0.0), request.order.arrival
 
-    def line(self, request: Request) -> tuple[tuple[int, ...], float, float, int]:
+    def line(self, request: Request) -> tuple[int, float, float, int]:
         """Return the sort key by which waiting requests of different clients are admitted."""
         priority, turn, sequence = self.turn(request)
         return priority, self._slots[_client(request)] / request.source.weight, turn, sequence
@@ -143,10 +143,10 @@ class Shares:
             victim = next((r for r in reversed(running) if r.last_step != step), request)
             return victim if victim.order > request.order else None
         blocks: Counter[str] = Counter()
-        keys: dict[str, tuple[tuple[int, ...], float, int]] = {}
+        keys: dict[str, tuple[int, float, int]] = {}
         for r in running:
             blocks[_client(r)] += len(r.blocks)
-            keys[r.id] = r.order[:-1], blocks[_client(r)] / r.source.weight, r.order[-1]
+            keys[r.id] = r.order.priority, blocks[_client(r)] / r.source.weight, r.order.arrival
         free = [r for r in running if r.last_step != step and keys[r.id] > keys[request.id]]
         return max(free, key=lambda r: keys[r.id]) if free else None
 
@@ -176,12 +176,12 @@ class Shares:
     def _giver(self, exchange: _Exchange, held: Counter[str]) -> Request | None:
         """Return the newest request of the client that holds most per weight, among those that can make room."""
         found = [r for r in exchange.newest() if self._gives(r, exchange, held)]
-        return max(found, key=lambda r: (r.order[:-1], held[_client(r)] / r.source.weight), default=None)
+        return max(found, key=lambda r: (r.order.priority, held[_client(r)] / r.source.weight), default=None)
 
     def _gives(self, giver: Request, exchange: _Exchange, held: Counter[str]) -> bool:
         """Return whether `giver` makes room, judged by the slots or the blocks that clients hold (`held`)."""
         request, client = exchange.request, _client(giver)
-        if giver.order[:-1] > request.order[:-1]:
+        if giver.order.priority > request.order.priority:
             return True
         mine = _client(request)
         size, gets = (1, 1) if held is exchange.slots else (len(giver.blocks), exchange.size)
@@ -232,6 +232,6 @@ def _may_give(running: Request, request: Request) -> bool:
     """Return whether a running request may ever make room for a waiting one, whatever their clients hold."""
     return (
         _client(running) != _client(request)
-        and running.order[:-1] >= request.order[:-1]
+        and running.order.priority >= request.order.priority
         and (not running.preemptions or _since_admission(running) >= QUANTUM)
     )

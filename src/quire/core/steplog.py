@@ -40,9 +40,7 @@ class StepRecord:
     launch_s: float = 0.0
     wait_s: float = 0.0
     retire_s: float = 0.0
-    prompt_tokens: int = (
-        0  # tokens of requests that catch up: prompts, and tokens computed again after a preemption
-    )
+    prompt_tokens: int = 0  # prompt tokens, and tokens computed again after a preemption
     took_s: float = 0.0  # from the end of the previous step, or its own start if that is later, to its end
     drafts: int = 0  # draft tokens
 

@@ -11,10 +11,10 @@ from bisect import insort
 from collections.abc import Iterable, Iterator
 
 from quire.core.shares import Shares
-from quire.types import Request
+from quire.types import Request, RequestOrder
 
 
-def _order(request: Request) -> tuple[int, ...]:
+def _order(request: Request) -> RequestOrder:
     return request.order
 
 

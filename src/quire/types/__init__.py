@@ -42,7 +42,7 @@ from quire.types.plan import (
     TokenMasks,
 )
 from quire.types.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from quire.types.request_state import Request, Status
+from quire.types.request_state import Request, RequestOrder, Status
 from quire.types.sampling_params import (
     FLOAT_RANGES,
     INT_RANGES,
@@ -89,6 +89,7 @@ __all__ = [
     "RequestError",
     "RequestFailure",
     "RequestMetrics",
+    "RequestOrder",
     "RequestOutput",
     "SamplingParams",
     "SlotAdmission",

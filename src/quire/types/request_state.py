@@ -8,12 +8,19 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from quire.types.engine_io import EngineRequest, Timing
 from quire.types.sampling_params import SamplingParams
 
 Status = Literal["waiting", "running", "finished"]
+
+
+class RequestOrder(NamedTuple):
+    """The sort key of a request. Smaller keys are admitted first, and the largest key is preempted first."""
+
+    priority: int
+    arrival: int
 
 
 @dataclass(slots=True, eq=False)
@@ -30,9 +37,7 @@ class Request:
     prompt_len: int
     tokens: array[int]  # int32: prompt, then committed output, to which the scheduler appends
     params: SamplingParams
-    order: tuple[
-        int, ...
-    ]  # sort key: smaller is admitted first, the largest is preempted first; ends with the arrival
+    order: RequestOrder
     limit: int  # number of tokens, prompt included, at which the request ends with "length"
     stop_ids: frozenset[int]
     eos_ids: frozenset[int]
@@ -66,9 +71,7 @@ class Request:
 
     # Written by the clocks (core/clocks.py).
     timing: Timing = field(default_factory=lambda: Timing(0.0, 0.0))
-    waits_mark_s: dict[str, float] = field(
-        default_factory=dict
-    )  # the clocks of waiting when it began to wait
+    waits_mark_s: dict[str, float] = field(default_factory=dict)  # the clocks when it began to wait
     prompt_mark_s: float = 0.0  # the clock of steps with prompts when it was admitted
     own_s: float = 0.0  # its share of these steps since then
 

@@ -1,4 +1,4 @@
-"""What one client asks for in large numbers is taken in pieces, so that others do not wait for all of it."""
+"""A burst of messages, or a large response, is processed in parts, so that other requests do not wait for all of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.serve.http.stream import finished
 
 
 class SlowIntake:
-    """An engine that is never done, and needs a while to take in a request."""
+    """An engine that always has work and takes 2 ms to abort a request."""
 
     has_work = True
 

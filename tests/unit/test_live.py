@@ -1,4 +1,4 @@
-"""The live view's data: steps, requests and blocks as they are, bounded, and at nobody's cost when nobody looks."""
+"""The data of the live view: correct and bounded, and collected only while a client views it."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def test_requests_that_run_and_wait() -> None:
     assert (first.state, first.prompt, first.limit, first.client) == ("decode", 9, 40, "alpha")
     assert first.generated > 0 and first.blocks == len(host.scheduler.running[0].blocks) and first.slot == 0
     assert found.waiting[0].slot == -1 and found.waiting[0].blocks == 0
-    msg.decode_to_client(msg.encode(msg.Live(found)))  # it can travel
+    msg.decode_to_client(msg.encode(msg.Live(found)))  # it can be sent
 
 
 def test_the_map_of_blocks_agrees_with_the_books() -> None:
     host = engine(max_num_seqs=4)
-    start = list(range(1, 17))  # four blocks that all share
+    start = list(range(1, 17))  # four blocks that all requests share
     host.add(request("a", [*start, 50], 12))
     while host.has_work:
         host.step()
@@ -188,7 +188,7 @@ def test_looking_changes_nothing() -> None:
     assert orders[0] == orders[1]
 
 
-# ------------------------------------------------------------------------------- those who look
+# ------------------------------------------------------------------------------- viewers
 
 
 class Asked:

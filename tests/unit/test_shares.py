@@ -1,4 +1,4 @@
-"""Shares of clients: a newcomer's first token comes at once whatever others hold, and nobody pays twice for it."""
+"""Fairness between clients: a new client gets its first token at once, and no request makes room too often."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_a_newcomer_among_as_many_clients_as_slots() -> None:
     host = engine(slots=4)
     for client in "acde":
         host.add(request(f"{client}0", client))
-    run(host, 5)  # nobody has had a whole turn
+    run(host, 5)  # no request has had a whole turn
     host.add(request("b0", "b"))
     assert steps_to_first_token(host, "b0") <= QUANTUM + 3
 
@@ -114,7 +114,7 @@ def test_long_prompts_of_others_leave_tokens_to_a_newcomer() -> None:
     for name in ("b0", "b1"):
         host.add(request(name, "b", prompt=16, tokens=2))
         assert steps_to_first_token(host, name) <= 8
-    host.add(request("c0", "c", prompt=100))  # its own prompt takes steps, in turn with those of a
+    host.add(request("c0", "c", prompt=100))  # its prompt takes several steps, in turn with those of a
     assert steps_to_first_token(host, "c0") <= 2 * 100 / 8 + 8
 
 
@@ -173,13 +173,13 @@ def test_a_resumed_request_recomputes_less_than_a_block() -> None:
 
 
 def test_newcomers_that_come_and_go_do_not_keep_a_request_from_running() -> None:
-    """Short requests of b take a slot again and again: those of a that gave theirs are spared for a while."""
+    """Short requests of b take slots again and again. A request of a that gave up its slot is spared for a while."""
     host = engine(slots=4)
     add(host, 8, "a", tokens=120)
     run(host, 10)
     number, ended = 0, {}
     while len([name for name in ended if name[0] == "a"]) < 8:
-        if held(host) == {"a": 4} and host.scheduler.waiting.tokens <= 4 * 4:  # all of them are back
+        if held(host) == {"a": 4} and host.scheduler.waiting.tokens <= 4 * 4:  # all of them run again
             host.add(request(f"b{number}", "b", tokens=2))
             number += 1
         for output in host.step():
@@ -225,7 +225,7 @@ def test_growth_takes_the_blocks_of_the_client_that_holds_most() -> None:
     host = engine(slots=8, blocks=40)
     add(host, 3, "a", prompt=40, tokens=60)
     run(host, 4)
-    host.add(request("b0", "b", prompt=8, tokens=60))  # the newest of all
+    host.add(request("b0", "b", prompt=8, tokens=60))  # the newest request
     assert steps_to_first_token(host, "b0") <= 3
     mine = host.scheduler.requests["b0"]
     while host.log.totals.pressure < 2 and mine.status != "finished":

@@ -89,7 +89,7 @@ def test_without_matrix_units_the_library_multiplies_several_rows(
     pretend(monkeypatch, CPU, capability=75)
     targets.log_choice.cache_clear()
     assert FewRowsMatmul(weight, None).most_rows == FewRowsMatmul(weight, None).fused_rows == 2
-    assert len(caplog.records) == 1 and "products of few rows by torch" in caplog.text
+    assert len(caplog.records) == 1 and "products of few rows by PyTorch" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------- choices

@@ -4,6 +4,7 @@ against decoding one request after the other."""
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import threading
@@ -629,9 +630,14 @@ def test_a_step_does_not_wait_for_a_slow_mask(monkeypatch: pytest.MonkeyPatch) -
     engine.close()
 
 
-def test_more_stuck_masks_than_threads_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("cores", "stuck_masks"), [(2, 2), (16, 12)])
+def test_more_stuck_masks_than_threads_delay_nobody(
+    cores: int, stuck_masks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread per two cores does masks, and at most one more per core replaces those that are stuck."""
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
     gate = threading.Event()
-    stuck = [threading.Event() for _ in range(12)]
+    stuck = [threading.Event() for _ in range(stuck_masks)]
 
     class Stuck:
         def __init__(self, event: threading.Event) -> None:

@@ -180,7 +180,7 @@ def test_refusals(llm: LLM) -> None:
 
 def test_a_conflict_with_other_parameters_is_an_error(llm: LLM) -> None:
     with pytest.raises(
-        RequestError, match="every token is excluded; check .*bad_words.* the structured output"
+        RequestError, match=r"every token is excluded; check .*bad_words.* the structured output"
     ):
         llm.generate("x", params(regex="abc", bad_words=["b"]), use_tqdm=False)
 

@@ -18,7 +18,7 @@ from quire.frontend.location import locate_model
 from quire.frontend.model import processor_of, tokenizer_of
 from quire.frontend.output import OutputAssembler, RequestState
 from quire.frontend.processor import Prompt
-from quire.frontend.progress import Progress
+from quire.frontend.progress import ProgressBar
 from quire.frontend.tokenizer.tokenizer import Tokenizer
 from quire.start import start_engine
 from quire.types import (
@@ -237,7 +237,7 @@ class LLM:
         return states
 
     def _finish(self, states: Sequence[RequestState], use_tqdm: bool) -> None:
-        bar = Progress(len(states), use_tqdm)
+        bar = ProgressBar(len(states), use_tqdm)
         try:
             for changed in self._run(states):
                 bar.update(changed)

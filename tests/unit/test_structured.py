@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.frontend.json_schema import enforceable
+from quire.frontend.json_schema import checked_schema
 from quire.frontend.processor import InputProcessor
 from quire.frontend.structured_spec import MAX_BYTES, grammar_spec
 from quire.frontend.tokenizer.tokenizer import NoTokenizer, load_tokenizer
@@ -77,7 +77,7 @@ def test_what_may_pass(schema: Any) -> None:
 
 
 def test_formats_are_refined_beside_what_is_there() -> None:
-    found = enforceable({"format": "date", "allOf": [{"minLength": 1}]})
+    found = checked_schema({"format": "date", "allOf": [{"minLength": 1}]})
     assert found["allOf"][0] == {"minLength": 1} and "02-29" in found["allOf"][1]["pattern"]
 
 

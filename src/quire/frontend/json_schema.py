@@ -69,7 +69,7 @@ _ESCAPED_CONTROL = re.compile(
 )
 
 
-def enforceable(schema: Any) -> dict[str, Any]:
+def checked_schema(schema: Any) -> dict[str, Any]:
     """The schema as the library is to see it. Raises RequestError, naming keyword and place, for one that
     cannot be enforced; what only the library can tell (see grammar/) comes later."""
     if schema is False:

@@ -10,7 +10,7 @@ _TYPICAL_CHARS = 4  # of a token: a text of no more than this times the limit is
 _CUT_TOKENS = 8  # a cut in the text changes the number of tokens by less than this
 
 
-def most_chars(tokenizer: Tokenizer, max_tokens: int) -> int:
+def max_chars_of(tokenizer: Tokenizer, max_tokens: int) -> int:
     """Return the number of characters that `max_tokens` tokens can stand for at most."""
     return max_tokens * tokenizer.longest_token_chars
 
@@ -26,7 +26,7 @@ def check_length(tokenizer: Tokenizer, text: str, max_model_len: int) -> None:
     too_long = (
         f"prompt of {len(text)} characters has more than {max_model_len} tokens, which is max_model_len"
     )
-    if len(text) > most_chars(tokenizer, max_model_len):
+    if len(text) > max_chars_of(tokenizer, max_model_len):
         longest = tokenizer.longest_token_chars
         raise RequestError(f"{too_long}: no token of the vocabulary has more than {longest} characters")
     piece = max(_PIECE_CHARS, _TYPICAL_CHARS * max_model_len)
@@ -55,6 +55,6 @@ def last_tokens(tokenizer: Tokenizer, text: str, keep_last: int, add_special_tok
     size = _TYPICAL_CHARS * wanted
     while True:
         ids = tokenizer.encode(text[-size:], add_special_tokens)
-        if len(ids) >= wanted or size >= min(len(text), most_chars(tokenizer, wanted)):
+        if len(ids) >= wanted or size >= min(len(text), max_chars_of(tokenizer, wanted)):
             return ids[-keep_last:]
         size *= 2

@@ -95,7 +95,7 @@ def _explained(name: str, revision: str | None, error: Exception) -> ModelError:
     at = f" at revision {revision}" if revision else ""
     if isinstance(error, errors.GatedRepoError):
         return ModelError(
-            f"{name} is gated: accept its terms on its block, then set HF_TOKEN to a token of that account"
+            f"{name} is gated: accept its terms on its page, then set HF_TOKEN to a token of that account"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return ModelError(f"{name} has no revision {revision}: check the branch, tag or commit")

@@ -8,7 +8,7 @@ from typing import Any
 from quire.frontend.output import RequestState
 
 
-class Progress:
+class ProgressBar:
     def __init__(self, count: int, shown: bool) -> None:
         """Over `count` prompts; nothing at all unless `shown`."""
         self._bar: Any = None

@@ -10,7 +10,7 @@ import json
 import re
 from typing import Any
 
-from quire.frontend.json_schema import enforceable, read_json
+from quire.frontend.json_schema import checked_schema, read_json
 from quire.frontend.patterns import with_ecma_classes
 from quire.types import GrammarSpec, RequestError, StructuredOutputsParams
 
@@ -49,7 +49,7 @@ def schema_text(schema: dict[str, Any] | str) -> str:
         raise RequestError("json schema is nested too deeply") from None
     except (ValueError, TypeError) as error:
         raise RequestError(f"json schema is not valid JSON: {error}") from None
-    return json.dumps({**enforceable(found), "x-guidance": _JSON_OPTIONS}, separators=(",", ":"))
+    return json.dumps({**checked_schema(found), "x-guidance": _JSON_OPTIONS}, separators=(",", ":"))
 
 
 def _choice(choice: Any) -> str:

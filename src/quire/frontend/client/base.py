@@ -71,7 +71,7 @@ class InProcessClient:
         try:
             self.engine.add(request)
         except RequestError as error:
-            self._refused.append(refusal(request, error))
+            self._refused.append(refused_output(request, error))
 
     def abort(self, ids: list[str]) -> None:
         for request_id in ids:
@@ -87,7 +87,7 @@ class InProcessClient:
                 if not self.engine.has_work:
                     self.engine.check()
         except Exception as error:
-            self._dead = describe(error)
+            self._dead = error_text(error)
             raise EngineDead(f"the engine stopped: {self._dead}") from error
         return outputs
 
@@ -100,11 +100,11 @@ class InProcessClient:
             raise EngineDead(f"the engine stopped: {self._dead}")
 
 
-def refusal(request: EngineRequest, error: RequestError) -> EngineOutput:
+def refused_output(request: EngineRequest, error: RequestError) -> EngineOutput:
     """The final output of a request that the engine did not take."""
     return EngineOutput(request.id, [], "error", error=str(error))
 
 
-def describe(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """One line for people: the text of our own errors, class and text of others."""
     return str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"

@@ -14,7 +14,7 @@ from typing import Any, Literal
 Render = Callable[[dict[str, Any]], str]
 Message = dict[str, Any]
 ContentForm = Literal["string", "part", "parts"]
-Empty = Literal["empty", "null", "absent"]
+EmptyContent = Literal["empty", "null", "absent"]
 
 ROLES = ("system", "user", "assistant", "tool")
 _NAME, _KEY, _VALUE, _RESULT, _WORDS = "probe_lookup", "probe_city", "Zanzibar", "probe_sunny", "probe_words"
@@ -39,7 +39,7 @@ class TemplateTraits:
         default_factory=dict
     )  # by role: how it reads a string; default string
     parts: dict[str, ContentForm] = field(default_factory=dict)  # by role: how it reads several parts
-    empty: Empty = "empty"  # content of a message that holds calls alone
+    empty: EmptyContent = "empty"  # content of a message that holds calls alone
     arguments: Literal["object", "string"] = "object"
     splits_calls: bool = False  # it prints either the text of a message or its calls, not both
 
@@ -129,14 +129,14 @@ def _with_call(*assistant: Message) -> list[Message]:
     ]
 
 
-_CONTENTS: dict[Empty, Message] = {"empty": {"content": ""}, "null": {"content": None}, "absent": {}}
+_CONTENTS: dict[EmptyContent, Message] = {"empty": {"content": ""}, "null": {"content": None}, "absent": {}}
 _ARGUMENTS: dict[Literal["object", "string"], Any] = {
     "object": {_KEY: _VALUE},
     "string": f'{{"{_KEY}": "{_VALUE}"}}',
 }
 
 
-def _call_forms(render: Render) -> tuple[Empty, Literal["object", "string"]]:
+def _call_forms(render: Render) -> tuple[EmptyContent, Literal["object", "string"]]:
     """Return the forms with which call and result show best; the first ones if none does."""
     forms = list(itertools.product(_CONTENTS, _ARGUMENTS))
     scores = {
@@ -156,7 +156,7 @@ def _score(text: str) -> tuple[int, int, int]:
     return sum(map(bool, counts)), -sum(count > 1 for count in counts), -flaws
 
 
-def _splits_calls(render: Render, empty: Empty, arguments: Literal["object", "string"]) -> bool:
+def _splits_calls(render: Render, empty: EmptyContent, arguments: Literal["object", "string"]) -> bool:
     given = _ARGUMENTS[arguments]
     words: Message = {"role": "assistant", "content": _WORDS}
     together = _try(render, _with_call(_call({"content": _WORDS}, given)), tools=True)

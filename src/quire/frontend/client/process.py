@@ -41,7 +41,7 @@ class ProcessClient:
     """An EngineClient with a private channel to the engine."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._process, self._channel = start_engine_process()
+        self.process, self._channel = start_engine_process()
         self._dead: str | None = None
         self._outputs: list[EngineOutput] = []
         try:
@@ -62,14 +62,14 @@ class ProcessClient:
         return message.outputs if isinstance(message, msg.Outputs) else []
 
     def close(self) -> None:
-        if self._process.poll() is None:
+        if self.process.poll() is None:
             self._channel.send(msg.encode(msg.StopEngine()))
             self._channel.settle(_STOP_S)
             try:
-                self._process.wait(_STOP_S)
+                self.process.wait(_STOP_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+                self.process.kill()
+                self.process.wait()
         self._dead = self._dead or "it was closed"
         self._channel.close()
 
@@ -91,7 +91,7 @@ class ProcessClient:
             if not self._channel.poll(timeout_s):
                 return None
         except EOFError:
-            self._dead = f"its process ended with exit code {self._process.wait()}"
+            self._dead = f"its process ended with exit code {self.process.wait()}"
             raise EngineDead(f"the engine stopped: {self._dead}") from None
         message = msg.decode_to_client(self._channel.receive())
         if isinstance(message, msg.EngineFailed):

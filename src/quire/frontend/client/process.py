@@ -1,7 +1,4 @@
-"""`ProcessClient`: the engine in a child process (engine_process.py), reached over a channel (channel.py).
-
-Owns the child and this end of the channel.
-"""
+"""`ProcessClient`, the client of an engine in a child process (engine_process.py), reached over a channel (channel.py)."""
 
 from __future__ import annotations
 
@@ -16,29 +13,44 @@ from quire.frontend.client import ipc as msg
 from quire.frontend.client.channel import Channel
 from quire.types import ConfigError, EngineDead, EngineInfo, EngineOutput, EngineRequest, QuireError
 
-_STOP_S = 5.0  # how long the process may take to end in order
+_STOP_S = 5.0  # time for an orderly exit, after which the process is killed
 
 
 def start_engine_process(process_group: int | None = None) -> tuple[subprocess.Popen[bytes], Channel]:
-    """The process, in a group of its own for `process_group` 0, and our end of the channel to it.
+    """Start an engine process.
 
-    Raises ConfigError on Windows, where a socket cannot be inherited.
+    Args:
+        process_group: process group to put it into; 0 makes a new group, None keeps this process's group.
+
+    Returns:
+        The process and this end of the channel to it. The process waits for a StartEngine message.
+
+    Raises:
+        ConfigError: on Windows, where a child process cannot inherit a socket.
     """
     if sys.platform == "win32":
         raise ConfigError(
             "engine_process needs Linux or macOS; on Windows the engine runs in your own process"
         )
-    ours, theirs = socket.socketpair()
-    with theirs:
-        command = [sys.executable, "-m", "quire.engine_process", str(theirs.fileno()), str(os.getpid())]
+    parent_end, child_end = socket.socketpair()
+    with child_end:
+        command = [sys.executable, "-m", "quire.engine_process", str(child_end.fileno()), str(os.getpid())]
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=process_group
+            command, stdin=subprocess.DEVNULL, pass_fds=[child_end.fileno()], process_group=process_group
         )
-    return process, Channel(ours)
+    return process, Channel(parent_end)
 
 
 class ProcessClient:
-    """An EngineClient with a private channel to the engine."""
+    """An EngineClient that owns an engine process and the channel to it.
+
+    Building one starts the engine and waits until it is ready.
+
+    Raises:
+        ConfigError: if the settings cannot work.
+        ModelError: if the model cannot be loaded.
+        EngineDead: if the process ended for another reason.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
         self.process, self._channel = start_engine_process()
@@ -84,7 +96,7 @@ class ProcessClient:
         self._channel.send(msg.encode(message))
 
     def _receive(self, timeout_s: float) -> msg.ToClient | None:
-        """The next message, or None after `timeout_s`; raises what ended the engine."""
+        """Return the next message, or None after `timeout_s`. Raise the error that ended the engine."""
         if self._dead:
             raise EngineDead(f"the engine stopped: {self._dead}")
         try:

@@ -1,4 +1,4 @@
-"""`ProcessClient`, the client of an engine in a child process (engine_process.py), reached over a channel (channel.py)."""
+"""`ProcessClient`: an engine in a child process (engine_process.py), reached over a channel (channel.py)."""
 
 from __future__ import annotations
 

@@ -45,13 +45,13 @@ def spec_of(**given: Any):
         ({"properties": []}, "properties at # must be an object"),
         ({"items": 3}, "#/items must be an object or a boolean"),
         ([], "must be an object"),
-        (False, "no value satisfies false"),
+        (False, "no value satisfies the schema false"),
     ],
 )
 def test_what_cannot_be_enforced_is_named(schema: Any, reason: str) -> None:
     with pytest.raises(RequestError) as error:
         spec_of(json=json.dumps(schema))
-    assert reason in str(error.value)
+    assert reason in str(error.value) and error.value.param == "structured_outputs"
 
 
 @pytest.mark.parametrize(
@@ -101,13 +101,13 @@ def test_formats_are_refined_beside_what_is_there() -> None:
         ({"choice": ["\ud800"]}, "half of a surrogate pair"),
         ({"grammar": "start: %json {"}, "%json must be followed"),
         ({"grammar": 'start: %json {"not": {}}'}, "the keyword 'not' at # cannot"),
-        ({"grammar": "x" * (MAX_BYTES + 1)}, "grammar of structured_outputs has"),
+        ({"grammar": "x" * (MAX_BYTES + 1)}, "grammar of structured_outputs must have"),
     ],
 )
 def test_malformed_specs(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(RequestError) as error:
         spec_of(**given)
-    assert reason in str(error.value)
+    assert reason in str(error.value) and error.value.param == "structured_outputs"
 
 
 def test_schemas_in_grammars_get_the_same_options() -> None:

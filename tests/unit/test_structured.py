@@ -91,7 +91,7 @@ def test_formats_are_refined_beside_what_is_there() -> None:
         ({"json": '{"const":' + "9" * 5000 + "}"}, "not valid JSON"),
         ({"json": '{"items":' * 5000 + "{}" + "}" * 5000}, "nested"),
         ({"json": '{"items":' * 60 + "{}" + "}" * 60}, "nested more than 50 schemas deep"),
-        ({"json": {"description": "x" * MAX_BYTES}}, f"at most {MAX_BYTES} are compiled"),
+        ({"json": {"description": "x" * MAX_BYTES}}, f"at most {MAX_BYTES} bytes"),
         ({"regex": ""}, "regex must not be empty"),
         ({"regex": 3}, "regex must be a string"),
         ({"regex": "\ud800"}, "half of a surrogate pair"),

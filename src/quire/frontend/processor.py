@@ -92,7 +92,10 @@ class InputProcessor:
             )
         params = self.default_params() if params is None else params
         if not isinstance(params, SamplingParams):
-            raise RequestError(f"sampling parameters must be SamplingParams, got {type(params).__name__}")
+            raise RequestError(
+                f"sampling_params must be SamplingParams, got {type(params).__name__}",
+                param="sampling_params",
+            )
         params.verify()
         ids = self.prompt_ids(prompt, add_special_tokens)
         self._check_params(params)

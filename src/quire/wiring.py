@@ -25,6 +25,7 @@ def queue_depth(config: EngineConfig) -> int:
 
 def wire_engine(
     config: EngineConfig,
+    *,
     num_blocks: int,
     block_size: int,
     max_model_len: int,

@@ -8,9 +8,8 @@ import sys
 import time
 
 import httpx
-import psutil
 import pytest
-from serving import Server, chat, listens_at
+from serving import Server, chat, engine_of, listens_at
 
 CHAT = "/v1/chat/completions"
 PAGES = ["/", "/static/live.js", "/static/about.json"]
@@ -105,7 +104,7 @@ def test_stalled_readers_and_engines() -> None:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
             for _ in range(800):  # lines of 100 bytes: more than a pipe holds
                 assert http.get("/nowhere").status_code == 404
-            (engine,) = psutil.Process(process.pid).children()
+            engine = engine_of(process.pid)
             engine.send_signal(signal.SIGSTOP)
             until(http, 503)
             assert http.get("/health").json()["status"] == "stalled"

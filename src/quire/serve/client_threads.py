@@ -38,7 +38,7 @@ class ClientThreads:
         self._pool = ThreadPoolExecutor(threads, name)
         self._spare = ThreadPoolExecutor(_SPARE, f"{name}-spare")
         self._lock = threading.Lock()
-        self._lines: dict[str, deque[_Work]] = {}  # none is empty
+        self._queues: dict[str, deque[_Work]] = {}  # none is empty
         self._running: Counter[str] = Counter()  # no zeros
         self._turns: dict[str, float] = {}  # thread seconds over weight
 
@@ -60,9 +60,9 @@ class ClientThreads:
     def _add(self, work: _Work) -> None:
         name = work.client.name
         with self._lock:
-            line = self._lines.get(name)
+            line = self._queues.get(name)
             if line is None:
-                line = self._lines[name] = deque()
+                line = self._queues[name] = deque()
                 self._lift(name)
             elif len(line) >= self._most_waiting:
                 raise overloaded(f"{len(line)} requests of this API key wait to be read already", 1)
@@ -75,20 +75,20 @@ class ClientThreads:
 
     def _lift(self, name: str) -> None:
         """Let a client that comes back begin level with the others: absence saves nothing."""
-        others = [self._turns.get(other, 0.0) for other in {*self._lines, *self._running} if other != name]
+        others = [self._turns.get(other, 0.0) for other in {*self._queues, *self._running} if other != name]
         if others:
             self._turns[name] = max(self._turns.get(name, 0.0), min(others))
 
     def _take(self, spare: bool) -> _Work | None:
         """Return the next call; with `spare`, that of a client that has no thread."""
         with self._lock:
-            names = [name for name in self._lines if not (spare and name in self._running)]
+            names = [name for name in self._queues if not (spare and name in self._running)]
             if not names:
                 return None
             name = min(names, key=lambda name: self._turns.get(name, 0.0))
-            work = self._lines[name].popleft()
-            if not self._lines[name]:
-                del self._lines[name]
+            work = self._queues[name].popleft()
+            if not self._queues[name]:
+                del self._queues[name]
             self._running[name] += 1
             return work
 

@@ -227,7 +227,7 @@ class AsyncEngine:
         return f"{client.name}\n{given}"  # names contain no line feed
 
     def _close(self, generation: Generation, client: ApiClient, choices: int) -> None:
-        """Remove an ended generation and abort its requests, so their slots and blocks are free before the next step."""
+        """Remove an ended generation. Its requests are aborted: slots and blocks are free before the next step."""
         ids = [name for state in generation.states for name in self._assembler.abort(state)]
         for state in generation.states:
             self._open.pop(state.request_id, None)

@@ -165,7 +165,7 @@ def test_keys(tmp_path: Path) -> None:
             assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
             assert answer.headers["x-request-id"]
             wrong = headers.get("x-api-key") or "Bearer" in headers.get("Authorization", "")
-            says = "the API key is not one of" if wrong else "send the header `Authorization: Bearer KEY`"
+            says = "the API key is not accepted" if wrong else "send the header `Authorization: Bearer KEY`"
             assert says in answer.json()["error"]["message"]
         for path in ("/stats", "/v1/models", "/version", "/nowhere"):
             assert server.http.get(path).status_code == 401

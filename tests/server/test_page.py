@@ -83,7 +83,7 @@ def test_a_chat(demo: Server, browser: Browser) -> None:
     ask(browser, "What is 27 + 45?")
     assert answered(browser) == "27 + 45 = 72"
     measures = browser.text(".measures")
-    assert "to the first token" in measures and "tokens/s" in measures and "cached" in measures
+    assert "to first token" in measures and "tokens/s" in measures and "cached" in measures
     browser.until(lambda: "decode" in browser.text(".receipt"))
     assert "Warning" not in browser.text(".message.assistant")
     ask(browser, "What is 3 + 4?")  # the conversation goes on
@@ -125,7 +125,7 @@ def test_an_answer_by_schema(demo: Server, browser: Browser) -> None:
     browser.open(demo.url)
     schema = '{"type": "object", "properties": {"age": {"enum": [41]}}, "required": ["age"], "additionalProperties": false}'
     browser.type("[name=schema]", schema[:-1])
-    assert "Not JSON" in browser.text("#schema-state")
+    assert "Not valid JSON" in browser.text("#schema-state")
     browser.type("[name=schema]", "}")
     assert "follow" in browser.text("#schema-state")
     ask(browser, "How old is Rosa?")
@@ -181,7 +181,7 @@ def test_a_receipt_is_a_bar(dry: Server, browser: Browser) -> None:
     code = "return import('/static/receipt.js').then((m) => m.receiptStrip(arguments[0]).outerHTML)"
     code = code.replace("arguments[0]", "receipt")
     html = browser.js("const receipt = arguments[0]; " + code, RECEIPT)
-    for wanted in ("1.23 s", "something new", "100 ms", "queued for a slot", "had to make room", "decode"):
+    for wanted in ("1.23 s", "something new", "100 ms", "queued for a slot", "was evicted", "decode"):
         assert wanted in html, wanted
     assert "read" not in html.replace("spread", "")
     assert html.count("<li>") + html.count('<li class="">') == 5
@@ -225,8 +225,8 @@ def test_live_view(busy: Server, browser: Browser) -> None:
     browser.until(
         lambda: browser.js("return document.querySelectorAll('#running tbody tr[data-id]').length") == 24
     )
-    browser.until(lambda: "all slots of the batch are taken" in browser.text("#waiting"))
-    assert "others are before it" in browser.text("#waiting")
+    browser.until(lambda: "all slots of the batch are in use" in browser.text("#waiting"))
+    assert "other requests are ahead" in browser.text("#waiting")
     assert browser.text("#running-count") == "24"
     browser.until(lambda: "steps over" in browser.text("#steps-readout"))
     drawn = """
@@ -251,7 +251,7 @@ def test_live_view_by_keyboard(busy: Server, browser: Browser) -> None:
     browser.type("body", "p")
     assert browser.text("#pause") == "Resume" and browser.text("#connection") == "Paused"
     browser.type("#steps-canvas", LEFT * 3)
-    assert "step " in browser.text("#steps-readout") and "decoded" in browser.text("#steps-readout")
+    assert "step " in browser.text("#steps-readout") and "decode" in browser.text("#steps-readout")
     browser.type("#blocks-canvas", RIGHT * 2)
     assert "Block 1:" in browser.text("#blocks-readout")
     browser.js("document.querySelector('#running tbody tr[tabindex=\"0\"]').focus()")
@@ -279,7 +279,7 @@ def test_live_view_of_an_idle_engine(dry: Server, browser: Browser) -> None:
     dry.wait_until_idle()
     browser.open(dry.url + "/#live")
     browser.until(lambda: browser.text("#connection") == "Live, idle")
-    assert "Nobody runs." in browser.text("#running") and browser.text("#waiting-count") == "0"
+    assert "No running requests." in browser.text("#running") and browser.text("#waiting-count") == "0"
 
 
 def test_live_view_when_the_server_ends(browser: Browser) -> None:

@@ -1,4 +1,4 @@
-"""The page in a real browser: playground, live view, keyboard, themes, narrow windows, and a quiet console."""
+"""The web page in a real browser: playground, live view, keyboard, themes, narrow windows, and an empty console."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(window: Browser) -> Iterator[Browser]:
-    """The window, fresh; whatever a test does, the console must stay empty."""
-    window.driver.get("about:blank")  # a page of a server that is gone may still be there, and complain
+    """Return the window in its initial state, and check after the test that the console is empty."""
+    window.driver.get("about:blank")  # the page of a stopped server may still be open and report errors
     window.complaints()
     window.resize(1440, 900)
     window.prefer("light")
@@ -40,14 +40,14 @@ def ask(browser: Browser, text: str) -> None:
 
 
 def answered(browser: Browser, count: int = 1) -> str:
-    """The text of the last of `count` answers, once it is complete."""
+    """Wait until `count` answers are complete and return the text of the last one."""
     done = "return document.querySelectorAll('.message.assistant:not(.streaming)').length"
     browser.until(lambda: browser.js(done) == count)
     return browser.js("return [...document.querySelectorAll('.message.assistant .text')].at(-1).textContent")
 
 
 class Load:
-    """Streams that keep a server busy, until closed."""
+    """Streams that keep a server busy until closed."""
 
     def __init__(self, server: Server, count: int, make: Callable[[int], dict]) -> None:
         self._stop = Event()
@@ -86,7 +86,7 @@ def test_a_chat(demo: Server, browser: Browser) -> None:
     assert "to first token" in measures and "tokens/s" in measures and "cached" in measures
     browser.until(lambda: "decode" in browser.text(".receipt"))
     assert "Warning" not in browser.text(".message.assistant")
-    ask(browser, "What is 3 + 4?")  # the conversation goes on
+    ask(browser, "What is 3 + 4?")  # the conversation continues
     assert "7" in answered(browser, 2)
     assert browser.js("return document.querySelectorAll('.message').length") == 4
     assert browser.text("#announce").startswith("Answer complete")
@@ -147,7 +147,7 @@ def test_errors_are_shown(dry: Server, browser: Browser) -> None:
     ask(browser, "Hello")
     browser.until(lambda: browser.text(".problem"))
     assert len(browser.text(".problem")) > 10
-    assert [line for line in browser.complaints() if "400" not in line] == []  # the browser notes the status
+    assert [line for line in browser.complaints() if "400" not in line] == []  # the browser logs the status
 
 
 def test_a_conversation_may_fill_the_context(dry: Server, browser: Browser) -> None:
@@ -191,7 +191,7 @@ def test_a_server_with_a_key(browser: Browser) -> None:
     with serving("demo", "--dry-run", "--api-key", "secret") as server:
         browser.open(server.url)
         assert browser.find("#key").is_displayed()
-        assert browser.complaints() == []  # nothing was asked for without a key
+        assert browser.complaints() == []  # no request was sent without a key
         browser.type("#key", "wrong", TAB)
         browser.until(lambda: "API key" in browser.text("#model"))
         assert all("401" in line for line in browser.complaints())
@@ -209,7 +209,7 @@ def test_a_server_with_a_key(browser: Browser) -> None:
 
 @pytest.fixture(scope="module")
 def busy() -> Iterator[Server]:
-    """64 requests, of which 24 fit: requests run, wait and share blocks."""
+    """Start a server with 64 requests, of which 24 fit: they run, wait and share blocks."""
     flags = ["--dry-run", "--dry-run-step-ms", "10", "--max-num-seqs", "24", "--kv-cache-memory", "12m"]
 
     def body(i: int) -> dict:
@@ -272,7 +272,7 @@ def test_live_view_asks_only_while_it_is_seen(busy: Server, browser: Browser) ->
     browser.click("#tab-live")
     browser.until(lambda: browser.text("#connection") == "Live")
     browser.click("#tab-chat")
-    browser.until(lambda: browser.js(opened) == 1)  # noted when it ended
+    browser.until(lambda: browser.js(opened) == 1)  # recorded when the stream ended
 
 
 def test_live_view_of_an_idle_engine(dry: Server, browser: Browser) -> None:
@@ -288,9 +288,9 @@ def test_live_view_when_the_server_ends(browser: Browser) -> None:
         browser.until(lambda: "Live" in browser.text("#connection"))
         began = time.monotonic()
         server.close()
-        assert time.monotonic() - began < 4  # an open view does not hold it up
+        assert time.monotonic() - began < 4  # an open live view does not delay the shutdown
         browser.until(lambda: "cannot be reached" in browser.text("#connection"))
-    browser.driver.get("about:blank")  # else it tries again, and again
+    browser.driver.get("about:blank")  # otherwise the page reconnects again and again
     assert all("ERR_CONNECTION_REFUSED" in line for line in browser.complaints())
 
 
@@ -308,7 +308,7 @@ def test_light_and_dark(dry: Server, browser: Browser) -> None:
     browser.click("#theme")
     assert browser.text("#theme-name") == "light" and brightness() > 200
     browser.open(dry.url + "/?again")
-    assert browser.text("#theme-name") == "light" and brightness() > 200  # it is remembered
+    assert browser.text("#theme-name") == "light" and brightness() > 200  # the choice is stored
     browser.click("#theme")
     browser.prefer("light")
     assert browser.text("#theme-name") == "dark" and brightness() < 60

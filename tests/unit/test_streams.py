@@ -1,4 +1,4 @@
-"""Streams: who is told what is new, and when; and chunks of which only the text is encoded anew."""
+"""Streams: delivery of new output to generations, and chunk templates."""
 
 from __future__ import annotations
 

@@ -262,8 +262,8 @@ class AsyncEngine:
                     case msg.Pong():
                         self.heartbeat.beat()
                     case msg.Live(live):
-                        if not (waits := self._live.popleft()).done():  # it may be cancelled
-                            waits.set_result(live)
+                        if not (viewer := self._live.popleft()).done():  # it may be cancelled
+                            viewer.set_result(live)
         except Exception as error:  # any error must reach the open requests
             self._die(str(error) if isinstance(error, EngineDead) else f"the engine stopped: {error!r}")
 

@@ -21,10 +21,10 @@ from quire.build import launch_options, memory_planner
 from quire.config import EngineConfig
 from quire.core.block_pool import LRU, BlockPool
 from quire.core.engine import Engine
-from quire.core.grammar import NoGrammar
+from quire.core.grammar_interface import NoGrammar
 from quire.core.policy import Policy
 from quire.core.prefix_cache import HashPrefixCache
-from quire.core.request_limits import Limits
+from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog
 from quire.layers.attention import Attention
@@ -72,7 +72,7 @@ def make_engine(rows: int) -> Engine:
     blocks = rows * LENGTH // BLOCK
     runner = worker.allocate(KVSize(blocks, BLOCK, 0, LENGTH))
     pool, log = BlockPool(blocks, LRU()), StepLog()
-    limits = Limits(rows, LENGTH, LENGTH, BLOCK)
+    limits = SchedulerLimits(rows, LENGTH, LENGTH, BLOCK)
     scheduler = Scheduler(pool, HashPrefixCache(pool, BLOCK), Policy(), limits, log)
     return Engine(scheduler, LocalExecutor(runner, device_guard(cpu)), NoGrammar(), 2, log)
 

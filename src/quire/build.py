@@ -1,6 +1,6 @@
 """The composition root: build an engine from its settings, and time each phase of the start-up.
 
-This is the only module that reads `EngineConfig` to build an engine; everything below it receives objects and values.
+Only this module and `wiring.py` read `EngineConfig` to build an engine; everything below receives objects and values.
 Callers that have not imported torch use `start.py`.
 
 On a GPU background threads read the weights. Meanwhile this thread measures memory, allocates blocks and compiles
@@ -24,16 +24,8 @@ from quire.attention.base import AttentionBackend
 from quire.attention.cpu import CpuAttention
 from quire.attention.reference import ReferenceAttention
 from quire.config import EngineConfig, triton_interpreted
-from quire.core import policy
-from quire.core.block_pool import FIFO, LRU, BlockPool
 from quire.core.engine import Engine
-from quire.core.grammar import Grammar, NoGrammar
-from quire.core.policy import Policy
-from quire.core.prefix_cache import HashPrefixCache, NoPrefixCache, PrefixCache
-from quire.core.request_limits import Limits
-from quire.core.scheduler import Scheduler
-from quire.core.shared_prefix import CommonBlocks, NoSharedPrefix, SharedPrefix
-from quire.core.steplog import StepLog
+from quire.core.grammar_interface import Grammar, NoGrammar
 from quire.frontend.location import locate_model, locate_tokenizer
 from quire.grammar.checker import Checker
 from quire.grammar.compiler import Compiler
@@ -50,13 +42,12 @@ from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
 from quire.types import ConfigError, EngineInfo
+from quire.wiring import queue_depth, wire_engine
 from quire.worker.executor import DeviceGuard, LocalExecutor, device_guard
 from quire.worker.memory.sizing import BlockLayout, KVSize, MemoryPlanner, StepLimits, gpu_memory
 from quire.worker.worker import LaunchOptions, Worker
 
 log = logging.getLogger("quire")
-
-_OVERLAP_DEPTH = 2
 
 
 def build_engine(config: EngineConfig, imports_s: float = 0.0) -> tuple[Engine, EngineInfo]:
@@ -105,12 +96,11 @@ def _build(
     backend = pick_attention(config.attention, spec, device, dtype, kernels)
     clock.end("device")
 
-    depth = _OVERLAP_DEPTH if config.overlap else 1
     model, checkpoint = load_model(
         config, path, spec, backend=backend, kernels=kernels, device=device, dtype=dtype
     )
     with closing(checkpoint):
-        worker = Worker(model, backend, memory, launch_options(config, depth), kernels)
+        worker = Worker(model, backend, memory, launch_options(config, queue_depth(config)), kernels)
         clock.end("weights")
         worker.compile_kernels()
         clock.end("warm_up")
@@ -125,13 +115,14 @@ def _build(
         clock.end("kv_cache")
         if device.type == "cuda":  # a CPU has nothing to compile
             worker.rehearse(runner, size)
-        engine = _wire(
+        engine = wire_engine(
             config,
-            size,
-            LocalExecutor(runner, guard),
-            pick_grammar(config, path, spec.vocab_size),
-            depth,
-            config.shared_prefix and backend.reads_shared,
+            num_blocks=size.num_blocks,
+            block_size=size.block_size,
+            max_model_len=size.max_model_len,
+            executor=LocalExecutor(runner, guard),
+            grammar=pick_grammar(config, path, spec.vocab_size),
+            shares_prefix=config.shared_prefix and backend.reads_shared,
         )
         _freeze_garbage()
         clock.end("warm_up")
@@ -355,32 +346,6 @@ def pick_grammar(config: EngineConfig, model: Path, vocab_size: int) -> Grammar:
         )
     tokenizer = model if config.tokenizer is None else locate_tokenizer(config.tokenizer, config.revision)
     return LibraryGrammar(Compiler(Checker(tokenizer, vocab_size)), vocab_size)
-
-
-def _wire(
-    config: EngineConfig, size: KVSize, executor: LocalExecutor, grammar: Grammar, depth: int, shares: bool
-) -> Engine:
-    keeps_kv = config.kv_layout != "none"
-    pool = BlockPool(size.num_blocks, FIFO() if config.eviction == "fifo" else LRU())
-    cache: PrefixCache = HashPrefixCache(pool, size.block_size) if config.prefix_caching else NoPrefixCache()
-    choices = Policy(
-        order=policy.priority if config.scheduling_policy == "priority" else policy.fcfs,
-        admits=policy.static if config.batching == "static" else policy.continuous,
-        chunk=policy.chunked if config.chunked_prefill else policy.whole,
-    )
-    limits = Limits(
-        max_num_seqs=config.max_num_seqs or 1,
-        max_num_batched_tokens=config.max_num_batched_tokens or 1,
-        max_model_len=size.max_model_len,
-        block_size=size.block_size,
-        keeps_kv=keeps_kv,
-        lookahead=depth > 1,
-        mixed_prefill_tokens=config.mixed_prefill_tokens or config.max_num_batched_tokens or 1,
-    )
-    steplog = StepLog()
-    shared: SharedPrefix = CommonBlocks(size.block_size) if shares else NoSharedPrefix()
-    scheduler = Scheduler(pool, cache, choices, limits, steplog, shared)
-    return Engine(scheduler, executor, grammar, depth, steplog, config.check_invariants)
 
 
 def _describe(

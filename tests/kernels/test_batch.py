@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire.attention.base import ForwardBatch
-from quire.types import Admit, EngineRequest, SamplingParams, StepPlan
+from quire.types import EngineRequest, SamplingParams, SlotAdmission, StepPlan
 from quire.worker.batch import Batcher, KernelBatcher, TorchBatcher, plan_header
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
@@ -65,7 +65,7 @@ def random_plan(rng: random.Random, step: int, known: dict[int, list[int]]) -> S
     Args:
         known: [tokens, computed] by slot.
     """
-    admits = []
+    admissions = []
     for slot in range(SLOTS):
         if rng.random() < (0.2 if slot in known else 0.5):
             length, computed = rng.randint(1, 500), 0
@@ -74,8 +74,10 @@ def random_plan(rng: random.Random, step: int, known: dict[int, list[int]]) -> S
             tokens = array("i", [rng.randrange(1000) for _ in range(length)])
             blocks = rng.sample(range(900), MAX_BLOCKS)
             request = EngineRequest(f"{step}.{slot}", list(tokens), SamplingParams())
-            admits.append(Admit(slot, tokens, length, computed, blocks, request))
-    fresh = {admit.slot for admit in admits}  # a step gives new blocks to a slot or a new owner, never both
+            admissions.append(SlotAdmission(slot, tokens, length, computed, blocks, request))
+    fresh = {
+        admit.slot for admit in admissions
+    }  # a step gives new blocks to a slot or a new owner, never both
     rows = [slot for slot in rng.sample(range(SLOTS), SLOTS) if slot in known and rng.random() < 0.7]
     rows = [slot for slot in rows if known[slot][0] < MAX_LEN - 1]
     counts, starts, samples = [], [], []
@@ -94,7 +96,7 @@ def random_plan(rng: random.Random, step: int, known: dict[int, list[int]]) -> S
         num_drafts=np.zeros(len(rows), np.int32),
         starts=np.array(starts, np.int32),
         samples=np.array(samples, np.bool_),
-        admits=admits,
+        admissions=admissions,
         new_blocks=[
             (slot, 3, [rng.randrange(900)]) for slot in rows if slot not in fresh and rng.random() < 0.2
         ],

@@ -21,7 +21,7 @@ from quire.sampling.noise import gumbel, noise_bits, row_keys
 from quire.sampling.options import check_claims
 from quire.sampling.sampler import Sampler
 from quire.types import NO_TOKEN, NOT_FINITE, EngineRequest, GrammarSpec, SamplingParams, TokenMasks
-from quire.types.sampling import FIELD_OWNERS, check_owners
+from quire.types.sampling_params import FIELD_OWNERS, check_owners
 
 torch.set_num_threads(1)
 

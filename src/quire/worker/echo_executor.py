@@ -47,7 +47,7 @@ class EchoExecutor:
         self._busy_until_s = 0.0  # steps run one after the other, as on a device
 
     def forward(self, plan: StepPlan) -> None:
-        for admit in plan.admits:
+        for admit in plan.admissions:
             prompt = admit.tokens[: admit.prompt_len]
             params = admit.request.params
             answer = array("i", [t for t in prompt if t not in self._left_out])

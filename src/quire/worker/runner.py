@@ -46,11 +46,11 @@ class Runner:
         """Queue the step of `plan` up to its logits."""
         self._staging.begin()
         self.state.apply(plan, self._staging)
-        for admit in plan.admits:
+        for admit in plan.admissions:
             self.sampler.admit(admit.slot, admit.request)
             self._score_tops[admit.slot] = admit.request.params.prompt_logprobs or 0
             self._pooler.admit(admit.slot, admit.request)
-        if plan.admits:
+        if plan.admissions:
             self.sampler.flush()
         self._launched = self.launcher.launch(plan, self._staging)
 

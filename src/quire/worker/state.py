@@ -55,7 +55,7 @@ class SlotState:
 
     def apply(self, plan: StepPlan, staging: Staging) -> None:
         """Write the new owners of slots and the new blocks of `plan` to the columns."""
-        if not (plan.admits or plan.new_blocks):
+        if not (plan.admissions or plan.new_blocks):
             return
         places: list[np.ndarray] = []
         values: list[np.ndarray] = []
@@ -66,7 +66,7 @@ class SlotState:
 
         for slot, first, blocks in plan.new_blocks:
             write(self._table + slot * self.max_blocks + first, blocks)
-        for admit in plan.admits:
+        for admit in plan.admissions:
             write(self._tokens + admit.slot * self.max_len, np.frombuffer(admit.tokens, np.int32))
             write(self._table + admit.slot * self.max_blocks, admit.blocks)
             places.append(np.array(self._scalars) + admit.slot)

@@ -50,7 +50,7 @@ class LibraryGrammar:
 
     @property
     def started(self) -> bool:
-        """Whether a request has ever needed a grammar, so that threads and the helper process run."""
+        """True once a request has needed a grammar, so that threads and the helper process run."""
         return self._compiler.started
 
     @property
@@ -60,7 +60,7 @@ class LibraryGrammar:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is known."""
+        """True if no request waits for a grammar or has one."""
         return not (self._answers or self._requests or self._by_slot)
 
     # -------------------------------------------------------------------------- requests in and out

@@ -1,4 +1,4 @@
-"""Settings: defaults that depend on each other, refusals with the reason, flags made from fields."""
+"""Settings: defaults that depend on each other, errors that give the reason, flags generated from fields."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_every_field_is_a_flag() -> None:
 
 
 def test_help_loads_nothing_heavy() -> None:
-    """So it answers at once, however slow the machine."""
+    """`quire --help` must answer at once, even on a slow machine."""
     command = [sys.executable, "-X", "importtime", "-m", "quire", "--help"]
     out = subprocess.run(command, capture_output=True, text=True, check=True)
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in out.stderr.splitlines()}

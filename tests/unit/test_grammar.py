@@ -29,7 +29,7 @@ from test_scheduler import (
 )
 
 from quire.core.engine import Engine
-from quire.core.grammar import NoGrammar
+from quire.core.grammar_interface import NoGrammar
 from quire.frontend.structured_spec import grammar_spec
 from quire.grammar import matching
 from quire.grammar.answer import GrammarAnswer

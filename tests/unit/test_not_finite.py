@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from array import array
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from quire.build import build_engine
 from quire.config import EngineConfig
 from quire.core.engine import Engine
-from quire.core.plan_builder import PlanBuilder
-from quire.types import EngineOutput, EngineRequest, Request, SamplingParams
+from quire.types import EngineOutput, EngineRequest, SamplingParams
 from tiny import write_tiny
 
 SICK = 11  # the token whose embedding is NaN
@@ -170,9 +168,7 @@ def test_a_culprit_that_was_preempted_is_not_found_again(model: Path) -> None:
     scheduler = engine.scheduler
     victim = scheduler.running[0]
     scheduler.cache.publish(victim)
-    draft = PlanBuilder(0, -2)
-    assert scheduler._preempt_other(draft, Request("first", 0, array("i"), victim.params, (-1,), 0, frozenset(),
-                                                   frozenset(), 0, victim.source))  # fmt: skip
+    scheduler.preempt(victim)
     assert scheduler.pool.num_cached == 4
     outputs = [output for _ in range(3) for output in engine.step()]
     assert [output.finish_reason for output in outputs] == ["error"] and scheduler.pool.num_cached == 0

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from quire.core.grammar import Paused, Settled
+from quire.core.grammar_interface import GrammarOutcome, GrammarPause
 from quire.grammar.answer import NO_TOKEN_LEFT, GrammarAnswer
 from quire.grammar.compiler import CheckedGrammar, Compiler
 from quire.grammar.mask_threads import MaskThreads
@@ -42,11 +42,9 @@ class LibraryGrammar:
         self._requests: dict[str, tuple[EngineRequest, Future[CheckedGrammar]]] = {}
         self._answers: dict[str, GrammarAnswer] = {}
         self._by_slot: dict[int, GrammarAnswer] = {}
-        self._settled: list[Settled] = []
-        self._paused: list[Paused] = []
-        self._rows: list[
-            tuple[int, GrammarAnswer]
-        ] = []  # constrained rows of the last plan given to `needs_tokens`
+        self._settled: list[GrammarOutcome] = []
+        self._paused: list[GrammarPause] = []
+        self._rows: list[tuple[int, GrammarAnswer]] = []  # constrained rows of the last plan
 
     @property
     def started(self) -> bool:
@@ -69,11 +67,11 @@ class LibraryGrammar:
         assert request.grammar is not None
         self._requests[request.id] = request, self._compiler.submit(request.grammar, request.client)
 
-    def paused(self) -> list[Paused]:
+    def paused(self) -> list[GrammarPause]:
         paused, self._paused = self._paused, []
         return paused
 
-    def settled(self) -> list[Settled]:
+    def settled(self) -> list[GrammarOutcome]:
         if self._requests:
             self._begin_answers()
         for job in self._threads.finished():
@@ -83,7 +81,7 @@ class LibraryGrammar:
                 job.mark_slow()
             if self._answers.get(job.request_id) is job:
                 if job.error is None:
-                    self._settled.append((job.request_id, None))
+                    self._settled.append(GrammarOutcome(job.request_id, None))
                 else:
                     self._fail(job, job.error)
         settled, self._settled = self._settled, []
@@ -109,7 +107,7 @@ class LibraryGrammar:
 
     def _refuse(self, request: EngineRequest, error: str) -> None:
         del self._requests[request.id]
-        self._settled.append((request.id, error))
+        self._settled.append(GrammarOutcome(request.id, error))
 
     def _begin(self, request: EngineRequest, grammar: CheckedGrammar) -> None:
         del self._requests[request.id]
@@ -139,7 +137,7 @@ class LibraryGrammar:
     def needs_tokens(self, plan: StepPlan) -> bool:
         if not self._answers:
             return False
-        for admit in plan.admits:
+        for admit in plan.admissions:
             self._seat(admit.slot, self._answers.get(admit.request.id))
         self._rows = [
             (row, answer)
@@ -178,7 +176,7 @@ class LibraryGrammar:
             if answer.busy or answer in late:
                 answer.busy = answer.late = True
                 answer.planned -= 1
-                self._paused.append((answer.request_id, True))
+                self._paused.append(GrammarPause(answer.request_id, True))
             elif answer.error is not None:
                 self._fail(answer, answer.error)
 
@@ -205,9 +203,9 @@ class LibraryGrammar:
                 failure = RequestFailure(_BROKEN.format(NO_TOKEN_LEFT), param="structured_outputs")
                 output.finish_reason, output.error = "error", failure
         elif answer.slow and output.finish_reason is None:
-            self._paused.append((answer.request_id, False))
+            self._paused.append(GrammarPause(answer.request_id, False))
             self._submit(answer)
 
     def _fail(self, answer: GrammarAnswer, reason: str) -> None:
-        self._settled.append((answer.request_id, _BROKEN.format(reason)))
+        self._settled.append(GrammarOutcome(answer.request_id, _BROKEN.format(reason)))
         self.forget(answer.request_id)

@@ -1,7 +1,8 @@
-"""What a request says about how its tokens are chosen, and the checks of it."""
+"""The parameters of a request that decide how its tokens are sampled, and their limits."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from itertools import chain
@@ -15,10 +16,17 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(slots=True)
 class StructuredOutputsParams:
-    """What an answer's text must be: exactly one of these. Names as in vLLM.
+    """A constraint on the text of a completion: exactly one of the fields is set. Names as in vLLM.
 
-    `json` is a JSON schema (an object, or its text), `regex` must match the whole text, `choice` lists the
-    possible texts, `grammar` is a context-free grammar, `json_object` asks for any JSON object.
+    Args:
+        json: a JSON schema, as an object or as text.
+        regex: a regular expression that must match the whole text.
+        choice: the list of possible texts.
+        grammar: a context-free grammar.
+        json_object: True for any JSON object.
+
+    Raises:
+        RequestError: unless exactly one field is set.
     """
 
     json: dict[str, Any] | str | None = None
@@ -37,14 +45,14 @@ class StructuredOutputsParams:
             )
 
 
-Pooling = Literal["mean", "last"]  # of a prompt's hidden states: their mean, or that of the last token
+Pooling = Literal["mean", "last"]  # of the hidden states of a prompt: their mean, or the last one
 
 GrammarKind = Literal["json", "regex", "choice", "grammar"]
 
 
 @dataclass(frozen=True, slots=True)
 class GrammarSpec:
-    """A checked `StructuredOutputsParams` on its way to the engine; equal ones share their compiled form.
+    """A validated `StructuredOutputsParams` for the engine. Equal specs share one compiled grammar.
 
     `text` is a JSON schema, a regular expression, a JSON list of strings, or a Lark or GBNF grammar.
     """
@@ -55,15 +63,23 @@ class GrammarSpec:
 
 @dataclass(slots=True)
 class SamplingParams:
-    """How the tokens of one request are chosen. Names and defaults as in vLLM.
+    """The sampling parameters of one request. Names and defaults as in vLLM.
 
-    `max_tokens` (None: no bound) is the most that an answer has: it also ends, with finish_reason "length", where the
-    context is full. (The server refuses requests that ask for more than their prompt leaves room for.)
-    temperature 0 is greedy. `top_k` 0 or -1, `top_p` 1 and `min_p` 0 are off. `repetition_penalty`
-    (CTRL, arXiv:1909.05858) looks at prompt and output; `presence_penalty` and `frequency_penalty`
-    (OpenAI API) at the output only. `logprobs` is the number of top alternatives to return for each
-    output token (0: only the chosen token's), `prompt_logprobs` the same for prompt tokens.
-    Raises RequestError from `verify` on a value out of range.
+    Args:
+        temperature: 0 samples greedily.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        top_p: keep the most likely tokens with this total probability; 1 keeps all.
+        min_p: drop tokens less likely than this share of the most likely one; 0 keeps all.
+        repetition_penalty: applies to tokens of prompt and output (CTRL, arXiv:1909.05858); 1 is off.
+        presence_penalty: applies to tokens of the output (OpenAI API); 0 is off.
+        frequency_penalty: applies to tokens of the output, once per occurrence (OpenAI API); 0 is off.
+        max_tokens: maximum number of output tokens, or None for no limit. Output also ends, with finish_reason
+            "length", where the context is full. (The server refuses a request whose prompt leaves less room than this.)
+        logprobs: number of alternatives to return for each output token; 0 returns the sampled token only.
+        prompt_logprobs: the same for each token of the prompt.
+
+    Raises:
+        RequestError: if a value has the wrong type or is out of range.
     """
 
     n: int = 1
@@ -160,6 +176,34 @@ FLOAT_RANGES = (
     FloatRange("frequency_penalty", -2.0, 2.0, False),
 )
 _OPTIONAL = {"seed", "max_tokens", "logprobs", "prompt_logprobs"}
+
+
+# The part of the engine that honours each field. A field that has no owner, or two, fails when this is imported;
+# the sampler checks its own list again when it is built.
+FIELD_OWNERS: dict[str, tuple[str, ...]] = {
+    "sampler": (
+        "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+        "seed", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "logprobs",
+    ),
+    "scheduler": ("max_tokens", "stop_token_ids", "prompt_logprobs"),
+    "processor": ("n", "ignore_eos"),
+    "output": (
+        "stop", "include_stop_str_in_output", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+    ),
+    "grammar": ("structured_outputs",),
+}  # fmt: skip
+
+
+def check_owners(names: Iterable[str]) -> None:
+    """Raise TypeError unless `FIELD_OWNERS` lists each of the field `names` exactly once, and no other."""
+    owned, given = Counter(name for listed in FIELD_OWNERS.values() for name in listed), Counter(names)
+    if wrong := sorted(name for name in owned | given if owned[name] != given[name]):
+        raise TypeError(
+            f"fields of SamplingParams without exactly one owner in FIELD_OWNERS: {', '.join(wrong)}"
+        )
+
+
+check_owners(f.name for f in fields(SamplingParams))
 
 
 class _Rule(NamedTuple):
@@ -276,7 +320,13 @@ def _token_id(field: str, key: Any) -> int:
 
 
 def check_field_names(cls: type, given: dict[str, Any], error: type[QuireError]) -> None:
-    """Raise `error` for a keyword that is no field of the dataclass `cls`, naming the closest ones."""
+    """Raise `error` if a keyword is not a field of a dataclass. The message names the closest fields.
+
+    Args:
+        cls: the dataclass.
+        given: keyword arguments for it.
+        error: class of the error to raise.
+    """
     import difflib
 
     names = [f.name for f in fields(cls)]

@@ -1,4 +1,4 @@
-"""`LibraryGrammar`, the implementation of the grammar seam (core/grammar.py) with llguidance.
+"""`LibraryGrammar`, the implementation of the grammar seam (core/grammar_interface.py) with llguidance.
 
 There is one `GrammarAnswer` per request, found by request id; its slot only says where its row currently is.
 Preemption, chunks and overlap replay nothing, because an answer knows the tokens that its request was given, and

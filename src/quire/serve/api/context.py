@@ -122,11 +122,6 @@ async def read_request(request: Request, cls: type[T]) -> tuple[T, list[str]]:
     return found, warnings
 
 
-def length_field(wanted: object, *names: str) -> str | None:
-    """The first of the fields `names` in which a request says how long its answer may be."""
-    return next((name for name in names if getattr(wanted, name) is not None), None)
-
-
 def answer_id(prefix: str, given: str | None) -> str:
     """The id of an answer; a client may choose what comes behind the prefix."""
     return f"{prefix}-{given or uuid.uuid4().hex}"

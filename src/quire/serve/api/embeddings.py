@@ -11,9 +11,8 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.serve.api.chat import keep_last
-from quire.serve.api.completions import prompts_of
 from quire.serve.api.context import client_of, read_request, server_of
+from quire.serve.api.prompts import prompt_job, prompts_of
 from quire.serve.api.protocol.embeddings import EmbeddingsRequest, EmbeddingsResponse, EmbeddingsUsage
 from quire.serve.api.sampling_fields import MAX_CHOICES, check_request
 from quire.serve.async_engine import PromptJob
@@ -36,24 +35,20 @@ async def embeddings(request: Request) -> Response:
     if wanted.dimensions is not None and wanted.dimensions < 1:
         raise bad_request(f"dimensions must be at least 1, got {wanted.dimensions}", "dimensions")
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-    options = (
-        params,
-        wanted.priority or 0,
-        wanted.cache_salt or "",
-        wanted.add_special_tokens is not False,
-        keep_last(server, wanted.truncate_prompt_tokens),
-    )
     pooling = _pooling(wanted.pooling or server.pooling)
-    generation = await server.engine.generate(
-        client_of(request),
-        len(prompts),
-        lambda: [PromptJob(prompt, *options, pooling=pooling) for prompt in prompts],
-        False,
-        wanted.timeout,
-    )
+    special = wanted.add_special_tokens is not False
+
+    def jobs() -> list[PromptJob]:
+        return [
+            prompt_job(server, wanted, prompt, params, add_special_tokens=special, pooling=pooling)
+            for prompt in prompts
+        ]
+
+    client = client_of(request)
+    generation = await server.engine.generate(client, len(prompts), jobs, False, wanted.timeout)
     await whole(request, generation)
     pooled = [state.pooled or b"" for state in generation.states]
-    data = await server.engine.in_thread(client_of(request), _data, pooled, wanted)
+    data = await server.engine.in_thread(client, _data, pooled, wanted)
     usage = EmbeddingsUsage(generation.prompt_tokens, generation.prompt_tokens)
     return json_response(EmbeddingsResponse(data=data, model=model, usage=usage, warnings=warnings or UNSET))
 

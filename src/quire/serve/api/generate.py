@@ -7,11 +7,10 @@ import time
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.serve.api.chat import keep_last
-from quire.serve.api.context import answer_id, client_of, length_field, read_request, server_of
+from quire.serve.api.context import answer_id, client_of, read_request, server_of
+from quire.serve.api.prompts import length_field, prompt_job
 from quire.serve.api.protocol.other import GenerateRequest, GenerateResponse
 from quire.serve.api.sampling_fields import check_fields, sampling_params
-from quire.serve.async_engine import PromptJob
 from quire.serve.http.errors import bad_request
 from quire.serve.http.stream import whole
 from quire.serve.http.wire import json_response
@@ -39,15 +38,13 @@ async def generate(request: Request) -> Response:
         wanted, defaults, max_tokens, None, server.settings.max_logprobs, engine.info.vocab_size
     )
     client = client_of(request)
-    field = length_field(wanted, "max_tokens", "max_new_tokens")
-    job = PromptJob(
+    job = prompt_job(
+        server,
+        wanted,
         wanted.prompt,
         params,
-        wanted.priority or 0,
-        wanted.cache_salt or "",
-        wanted.add_special_tokens is not False,
-        keep_last(server, wanted.truncate_prompt_tokens, params.max_tokens if field else None),
-        length_field=field,
+        add_special_tokens=wanted.add_special_tokens is not False,
+        length_field=length_field(wanted, "max_tokens", "max_new_tokens"),
     )
     generation = await engine.generate(client, 1, lambda: [job], False, wanted.timeout)
     await whole(request, generation)

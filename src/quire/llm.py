@@ -29,7 +29,6 @@ from quire.types import (
     RequestError,
     RequestOutput,
     SamplingParams,
-    StepFailed,
     check_field_names,
 )
 
@@ -256,7 +255,7 @@ class LLM:
                     continue
                 for state in changed:
                     if state.error is not None:
-                        raise (StepFailed if state.internal else RequestError)(state.error)
+                        raise state.error.as_error()
                 open_count -= sum(1 for state in changed if state.finished)
                 yield changed
         finally:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from quire.frontend.output import RequestState
 from quire.serve.observe.account import ClientTotals, RequestAccounts, until
 from quire.serve.observe.histogram import Histogram, one_two_five
-from quire.types import EngineOutput, EngineRequest, Figures, SamplingParams, Timing, Totals
+from quire.types import EngineOutput, EngineRequest, Figures, RequestFailure, SamplingParams, Timing, Totals
 
 
 def requests(*names: str) -> list[EngineRequest]:
@@ -68,7 +68,7 @@ def test_a_request_that_is_given_up_or_refused() -> None:
     account, asked = RequestAccounts(100), requests("a", "b")
     tracks = account.open(asked, 10.0)
     one = state(asked)
-    one.apply(refused := EngineOutput("b", [], "error", error="no"))
+    one.apply(refused := EngineOutput("b", [], "error", error=RequestFailure("no")))
     account.apply([refused], Figures(), [], 10.5)
     one.abort()
     account.close([one], tracks, "", True)

@@ -73,8 +73,9 @@ def test_whole_prompts_must_fit_into_a_step() -> None:
     ],
 )
 def test_sampling_parameters_out_of_range(settings, text) -> None:
-    with pytest.raises(RequestError, match=text):
+    with pytest.raises(RequestError, match=text) as error:
         SamplingParams(**settings)
+    assert error.value.param == next(iter(settings))
 
 
 def test_every_field_is_a_flag() -> None:

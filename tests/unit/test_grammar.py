@@ -308,7 +308,7 @@ def test_a_refused_grammar_ends_its_request_alone() -> None:
         for output in engine.step():
             got.setdefault(output.id, []).extend(output.token_ids)
             if output.finish_reason == "error":
-                errors[output.id] = output.error
+                errors[output.id] = output.error.message
     assert list(errors) == ["bad"] and "unclosed group" in errors["bad"] and got["bad"] == []
     assert set(text(got["good"])) == {ord("a")}
 
@@ -334,7 +334,7 @@ def test_a_token_outside_the_grammar_is_never_handed_out(depth: int, monkeypatch
     while engine.has_work:
         outputs += engine.step()
     assert [(o.token_ids, o.finish_reason) for o in outputs][-1] == ([], "error")
-    assert not any(o.token_ids for o in outputs) and "no token satisfies" in outputs[-1].error
+    assert not any(o.token_ids for o in outputs) and "no token satisfies" in outputs[-1].error.message
 
 
 def test_an_engine_without_grammars_refuses() -> None:
@@ -342,7 +342,7 @@ def test_an_engine_without_grammars_refuses() -> None:
     engine.grammar = NoGrammar()
     engine.add(ask("r", SPECS[0]))
     (output,) = engine.step()
-    assert output.finish_reason == "error" and "tokenizer" in output.error
+    assert output.finish_reason == "error" and "tokenizer" in output.error.message
 
 
 def test_one_clients_specs_do_not_hold_up_another() -> None:
@@ -406,7 +406,7 @@ def test_a_fault_of_the_compiler_is_not_remembered() -> None:
     outputs = []
     while engine.has_work:
         outputs += engine.step()
-    assert [o.finish_reason for o in outputs] == ["error"] and "ZeroDivisionError" in outputs[0].error
+    assert [o.finish_reason for o in outputs] == ["error"] and "ZeroDivisionError" in outputs[0].error.message
     source.check = check
     engine.add(ask("again", SPECS[0]))
     assert text(drain(engine)["again"]).startswith(b"a")

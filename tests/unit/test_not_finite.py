@@ -128,8 +128,8 @@ def check_isolation(
         assert (scores[0] == scores[1] or not exact) and len(scores[0]) == len(SHARED) + 19
         for name in {"x", "y", "z"} & got.keys():
             last = got[name][-1]
-            assert (last.finish_reason, last.internal, tokens(got[name])) == ("error", True, [])
-            assert "not finite (NaN or infinity)" in (last.error or "")
+            assert (last.finish_reason, last.error.internal, tokens(got[name])) == ("error", True, [])
+            assert "not finite (NaN or infinity)" in last.error.message
             failures += 1
         assert engine.log.totals.not_finite == failures
     assert failures == 6 and engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
@@ -208,8 +208,8 @@ def test_a_request_that_may_sample_nothing_is_an_error(model: Path) -> None:
     stuck.stop_ids = [9]
     got = run(engine, [stuck, request_of("a", SHARED)], random.Random(0))
     last = got["s"][-1]
-    assert (last.finish_reason, last.internal, tokens(got["s"])) == ("error", False, [])
-    assert "every token is excluded" in (last.error or "")
+    assert (last.finish_reason, last.error.internal, tokens(got["s"])) == ("error", False, [])
+    assert "every token is excluded" in last.error.message
     assert len(tokens(got["a"])) == 12 and engine.log.totals.not_finite == 0
 
 

@@ -34,7 +34,7 @@ def drain(engine: Any) -> tuple[dict[str, list[int]], dict[str, str]]:
         for output in engine.step():
             got.setdefault(output.id, []).extend(output.token_ids)
             if output.error:
-                errors[output.id] = output.error
+                errors[output.id] = output.error.message
     return got, errors
 
 

@@ -24,7 +24,15 @@ from quire.core.request_limits import Limits
 from quire.core.scheduler import Scheduler
 from quire.core.shares import Shares
 from quire.core.steplog import StepLog
-from quire.types import EngineRequest, RequestError, SamplingParams, StepFailed, StepPlan, StepResult
+from quire.types import (
+    EngineRequest,
+    RequestError,
+    RequestFailure,
+    SamplingParams,
+    StepFailed,
+    StepPlan,
+    StepResult,
+)
 
 VOCAB, EOS = 23, 0
 
@@ -252,7 +260,8 @@ def random_run(seed: int, fails: bool = False) -> Engine:
             got[output.id] += output.token_ids
             if output.finish_reason:
                 ended[output.id] = output.finish_reason
-                assert (output.finish_reason == "error") == (output.error == "no memory") == output.internal
+                failure = RequestFailure("no memory", internal=True)
+                assert output.error == (failure if output.finish_reason == "error" else None)
         if not todo and not engine.has_work:
             break
     assert set(ended) == set(added), f"no final output for {set(added) - set(ended)}"
@@ -322,7 +331,7 @@ def test_what_a_failed_step_published_is_forgotten() -> None:
     engine.add(request("c", [5] * 8 + [6] * 8))
     engine.executor.failing = random.Random()
     engine.executor.failing.random = lambda: 0.0
-    ended = {output.id: output.error for output in engine.step()}
+    ended = {output.id: output.error and output.error.message for output in engine.step()}
     assert ended == {"b": "no memory", "c": "no memory"}
     assert engine.scheduler.pool.num_cached == cached, "blocks that were never written can be found"
     engine.executor.failing = None

@@ -24,11 +24,13 @@ class Limits:
         that could never run, even alone with all `num_blocks` blocks."""
         prompt_len = len(request.prompt)
         if prompt_len == 0:
-            raise RequestError("prompt must hold at least one token")
+            raise RequestError("prompt must hold at least one token", param="prompt")
         if prompt_len >= self.max_model_len:
             raise RequestError(
                 f"prompt has {prompt_len} tokens, but max_model_len is {self.max_model_len} "
-                "and at least one token must be left for the answer"
+                "and at least one token must be left for the answer",
+                param="prompt",
+                code="context_length_exceeded",
             )
         room = self.max_model_len - prompt_len
         answer = room if request.params.max_tokens is None else min(request.params.max_tokens, room)

@@ -14,7 +14,7 @@ from collections import deque
 
 from quire.core.block_pool import BlockPool
 from quire.core.clocks import Clocks
-from quire.core.failure import Failure, find_failure
+from quire.core.failure import find_failure
 from quire.core.plan_builder import PlanBuilder
 from quire.core.policy import Policy
 from quire.core.prefix_cache import PrefixCache
@@ -29,6 +29,7 @@ from quire.types import (
     FinishReason,
     Request,
     RequestError,
+    RequestFailure,
     StepPlan,
     StepResult,
 )
@@ -70,7 +71,7 @@ class Scheduler:
         """Queue a request; while it is `held`, for that reason, it waits for `settle`. Raises RequestError,
         with the numbers, when it could never run."""
         if source.id in self.requests:
-            raise RequestError(f"request id {source.id!r} is already in use")
+            raise RequestError(f"request id {source.id!r} is already in use", param="request_id")
         limit = self.limits.full_length(source, self.pool.num_blocks)
         request = Request(
             id=source.id,
@@ -100,7 +101,7 @@ class Scheduler:
             self.clocks.released(request)
             if error is not None:
                 output = self._finish(request, [], "error")
-                output.error = error
+                output.error = RequestFailure(error)
                 self._outputs.append(output)
 
     def pause(self, request_id: str, drops_token: bool) -> None:
@@ -353,16 +354,16 @@ class Scheduler:
         for request in dict.fromkeys([*builder.rows, *admitted]):
             if request is not None and request.status != "finished":
                 output = self._finish(request, [], "error")
-                output.error, output.internal = error, True
+                output.error = RequestFailure(error, internal=True)
                 self._outputs.append(output)
 
-    def _fail_request(self, request: Request, failure: Failure) -> EngineOutput:
+    def _fail_request(self, request: Request, failure: RequestFailure) -> EngineOutput:
         """End a request that no token can be sampled for. What it computed may not be finite: nobody reads it."""
-        if failure.is_numeric:
+        if failure.internal:
             self.cache.forget(request)
             self.log.totals.not_finite += 1
         output = self._finish(request, [], "error")
-        output.error, output.internal = failure.message, failure.is_numeric
+        output.error = failure
         return output
 
     def _append(self, request: Request, new: list[int]) -> EngineOutput:

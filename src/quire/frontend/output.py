@@ -21,6 +21,7 @@ from quire.types import (
     EngineRequest,
     FinishReason,
     Logprob,
+    RequestFailure,
     RequestMetrics,
     RequestOutput,
     SamplingParams,
@@ -170,8 +171,7 @@ class RequestState:
         self.prompt = prompt
         self.prompt_token_ids = requests[0].prompt
         self.answers = [ChoiceOutput(i, request, self._tokenizer) for i, request in enumerate(requests)]
-        self.error: str | None = None
-        self.internal = False  # whether the error is the server's, not the request's
+        self.error: RequestFailure | None = None
         self.pooled: bytes | None = None  # float32 [hidden], of a request for pooling that is finished
         self.num_cached_tokens = 0
         self.metrics = RequestMetrics(time.monotonic() if arrival_s is None else arrival_s)
@@ -215,7 +215,7 @@ class RequestState:
         if output.pooled is not None:
             self.pooled = output.pooled
         if output.error is not None:
-            self.error, self.internal = output.error, output.internal
+            self.error = output.error
         aborts = answer.apply(output)
         if answer.finish_reason is not None:
             self._left -= 1

@@ -18,7 +18,7 @@ from quire.core.grammar import Paused, Settled
 from quire.grammar.answer import NO_WAY, GrammarAnswer
 from quire.grammar.compiler import CheckedGrammar, Compiler
 from quire.grammar.mask_threads import MaskThreads
-from quire.types import EngineOutput, EngineRequest, QuireError, StepPlan, TokenMasks
+from quire.types import EngineOutput, EngineRequest, QuireError, RequestFailure, StepPlan, TokenMasks
 
 _WAIT_S = 0.002  # as long as a message to an engine without work may lie
 _PATIENCE_S = 0.030  # longest wait of a step for its masks
@@ -182,7 +182,7 @@ class LibraryGrammar:
             if output.finish_reason is None:
                 self._fail(answer, NO_WAY)
             else:
-                output.finish_reason, output.error = "error", _BROKEN.format(NO_WAY)
+                output.finish_reason, output.error = "error", RequestFailure(_BROKEN.format(NO_WAY))
         elif answer.slow and output.finish_reason is None:
             self._paused.append((answer.request_id, False))
             self._submit(answer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from quire.types.errors import QuireError, RequestError, StepFailed
 from quire.types.sampling import FinishReason, GrammarSpec, Pooling, SamplingParams
 
 
@@ -43,6 +44,26 @@ class TokenLogprobs:
 
 
 @dataclass(slots=True)
+class RequestFailure:
+    """The reason why a request ended with an error, in a form that crosses process boundaries.
+
+    `internal` is True if the server is at fault (HTTP 500) and False if the request is (HTTP 400). `param` and `code`
+    are those of the `RequestError` that refused the request.
+    """
+
+    message: str
+    internal: bool = False
+    param: str | None = None
+    code: str | None = None
+
+    def as_error(self) -> QuireError:
+        """Return the exception to raise in the client's process."""
+        if self.internal:
+            return StepFailed(self.message)
+        return RequestError(self.message, param=self.param, code=self.code)
+
+
+@dataclass(slots=True)
 class EngineOutput:
     """What one step brought one request. Exactly one output per admitted request has finish_reason set.
 
@@ -58,8 +79,7 @@ class EngineOutput:
     prompt_logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs_start: int = 1
     pooled: bytes | None = None  # float32 [hidden]
-    error: str | None = None
-    internal: bool = False  # the error is the server's, not the request's
+    error: RequestFailure | None = None  # set if, and only if, finish_reason is "error"
     timing: Timing | None = None  # with the first token, the first one after a preemption, and the end
 
 

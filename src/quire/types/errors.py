@@ -16,7 +16,17 @@ class ModelError(QuireError):
 
 
 class RequestError(QuireError):
-    """A request that cannot be served as it is (HTTP 400); names the field and the limit."""
+    """A request that cannot be served as it is (HTTP 400). The message names the field, its value and its limit.
+
+    Args:
+        message: one sentence for the user.
+        param: the request field at fault, or None if no single field is.
+        code: a word by which programs tell this error from others, such as "context_length_exceeded".
+    """
+
+    def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.param, self.code = param, code
 
 
 class Overloaded(QuireError):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from itertools import chain
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
 
 from quire.types.errors import QuireError, RequestError
 
@@ -30,7 +32,8 @@ class StructuredOutputsParams:
         if len(given) != 1:
             raise RequestError(
                 "structured_outputs must hold exactly one of json, regex, choice, grammar and json_object, "
-                f"got {' and '.join(given) or 'none'}"
+                f"got {' and '.join(given) or 'none'}",
+                param="structured_outputs",
             )
 
 
@@ -94,51 +97,25 @@ class SamplingParams:
             if isinstance(value, str) and name != "stop_token_ids":
                 value = [value]
             if isinstance(value, str) or not isinstance(value, Iterable | None):
-                raise RequestError(f"{name} must be a list, got {value!r}")
+                raise RequestError(f"{name} must be a list, got {value!r}", param=name)
             setattr(self, name, list(value or ()))
         if self.logit_bias is not None:
             if not isinstance(self.logit_bias, Mapping):
-                raise RequestError(f"logit_bias must map token ids to values, got {self.logit_bias!r}")
-            self.logit_bias = {_as_int("logit_bias", k): v for k, v in self.logit_bias.items()}
+                raise RequestError(
+                    f"logit_bias must map token ids to values, got {self.logit_bias!r}", param="logit_bias"
+                )
+            self.logit_bias = {_token_id("logit_bias", key): bias for key, bias in self.logit_bias.items()}
         self.verify()
 
     def verify(self) -> None:
-        """Raise RequestError, naming the field and its limit, unless every value is in range."""
-        for name, low, high in INT_RANGES:
-            value = getattr(self, name)
-            if value is None and name in _OPTIONAL:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool):
-                raise RequestError(f"{name} must be an integer, got {value!r}")
-            if not low <= value <= high:
-                raise RequestError(f"{name} must be between {low} and {high}, got {value}")
-        for name, lowest, highest, open_low in FLOAT_RANGES:
-            value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or value != value:
-                raise RequestError(f"{name} must be a number, got {value!r}")
-            if not lowest <= value <= highest or (open_low and value == lowest):
-                bracket = "(" if open_low else "["
-                raise RequestError(f"{name} must be in {bracket}{lowest}, {highest}], got {value}")
-        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise RequestError(
-                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
-            )
-        for name in ("stop", "bad_words"):
-            if any(not isinstance(s, str) or not s for s in getattr(self, name)):
-                raise RequestError(f"{name} must hold non-empty strings")
-        for name in ("stop_token_ids", "allowed_token_ids"):
-            ids = getattr(self, name)
-            if ids is not None and any(not isinstance(t, int) or isinstance(t, bool) or t < 0 for t in ids):
-                raise RequestError(f"{name} must hold token ids (integers of at least 0)")
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise RequestError("allowed_token_ids must hold at least one token id, or be left out")
-        for token, bias in (self.logit_bias or {}).items():
-            if token < 0 or not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
-                raise RequestError(
-                    f"logit_bias must map token ids to values in [-100, 100], got {token}: {bias!r}"
-                )
-        if self.stop and not self.detokenize:
-            raise RequestError("stop strings need detokenize=True; use stop_token_ids with token ids alone")
+        """Check every field against its rules.
+
+        Raises:
+            RequestError: names the first field that breaks a rule, its value and its limit.
+        """
+        for rule in _RULES:
+            if rule.broken(self):
+                raise RequestError(rule.message(self), param=rule.field)
 
     @property
     def greedy(self) -> bool:
@@ -146,31 +123,156 @@ class SamplingParams:
 
 
 MAX_LOGPROBS = 1000
-_OPTIONAL = {"seed", "max_tokens", "logprobs", "prompt_logprobs"}
+
+
+class IntRange(NamedTuple):
+    """The limits of an integer field, both inclusive."""
+
+    field: str
+    low: int
+    high: int
+
+
+class FloatRange(NamedTuple):
+    """The limits of a number field. `high` is inclusive, `low` unless `excludes_low`."""
+
+    field: str
+    low: float
+    high: float
+    excludes_low: bool
+
+
 INT_RANGES = (
-    ("n", 1, 1024),
-    ("top_k", -1, 2**31 - 1),
-    ("seed", -(2**63), 2**63 - 1),
-    ("max_tokens", 1, 2**31 - 1),
-    ("min_tokens", 0, 2**31 - 1),
-    ("logprobs", 0, MAX_LOGPROBS),
-    ("prompt_logprobs", 0, MAX_LOGPROBS),
+    IntRange("n", 1, 1024),
+    IntRange("top_k", -1, 2**31 - 1),
+    IntRange("seed", -(2**63), 2**63 - 1),
+    IntRange("max_tokens", 1, 2**31 - 1),
+    IntRange("min_tokens", 0, 2**31 - 1),
+    IntRange("logprobs", 0, MAX_LOGPROBS),
+    IntRange("prompt_logprobs", 0, MAX_LOGPROBS),
 )
 FLOAT_RANGES = (
-    ("temperature", 0.0, 100.0, False),
-    ("top_p", 0.0, 1.0, True),
-    ("min_p", 0.0, 1.0, False),
-    ("repetition_penalty", 0.0, 100.0, True),
-    ("presence_penalty", -2.0, 2.0, False),
-    ("frequency_penalty", -2.0, 2.0, False),
+    FloatRange("temperature", 0.0, 100.0, False),
+    FloatRange("top_p", 0.0, 1.0, True),
+    FloatRange("min_p", 0.0, 1.0, False),
+    FloatRange("repetition_penalty", 0.0, 100.0, True),
+    FloatRange("presence_penalty", -2.0, 2.0, False),
+    FloatRange("frequency_penalty", -2.0, 2.0, False),
+)
+_OPTIONAL = {"seed", "max_tokens", "logprobs", "prompt_logprobs"}
+
+
+class _Rule(NamedTuple):
+    """A condition on the sampling parameters, the field to blame if it is broken, and the message of the error."""
+
+    field: str
+    broken: Callable[[SamplingParams], bool]
+    message: Callable[[SamplingParams], str]
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether `value` is an int or a float other than NaN."""
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value == value
+
+
+def _int_rules(field: str, low: int, high: int) -> Iterator[_Rule]:
+    """Yield the rules of an integer field: its type, then its range. Optional fields may be None."""
+    optional, value = field in _OPTIONAL, attrgetter(field)
+    yield _Rule(
+        field,
+        lambda p: not (_is_int(value(p)) or (optional and value(p) is None)),
+        lambda p: f"{field} must be an integer, got {value(p)!r}",
+    )
+    yield _Rule(
+        field,
+        lambda p: value(p) is not None and not low <= value(p) <= high,
+        lambda p: f"{field} must be between {low} and {high}, got {value(p)}",
+    )
+
+
+def _float_rules(field: str, low: float, high: float, excludes_low: bool) -> Iterator[_Rule]:
+    """Yield the rules of a number field: its type, then its range."""
+    value, bracket = attrgetter(field), "(" if excludes_low else "["
+    yield _Rule(
+        field,
+        lambda p: not _is_number(value(p)),
+        lambda p: f"{field} must be a number, got {value(p)!r}",
+    )
+    yield _Rule(
+        field,
+        lambda p: not low <= value(p) <= high or (excludes_low and value(p) == low),
+        lambda p: f"{field} must be in {bracket}{low}, {high}], got {value(p)}",
+    )
+
+
+def _text_rule(field: str) -> _Rule:
+    value = attrgetter(field)
+    return _Rule(
+        field,
+        lambda p: any(not isinstance(text, str) or not text for text in value(p)),
+        lambda p: f"{field} must hold non-empty strings",
+    )
+
+
+def _token_rule(field: str) -> _Rule:
+    value = attrgetter(field)
+    return _Rule(
+        field,
+        lambda p: any(not _is_int(token) or token < 0 for token in value(p) or ()),
+        lambda p: f"{field} must hold token ids (integers of at least 0)",
+    )
+
+
+def _wrong_biases(params: SamplingParams) -> list[str]:
+    """Return the entries of `logit_bias` that are out of range, as text."""
+    return [
+        f"{token}: {bias!r}"
+        for token, bias in (params.logit_bias or {}).items()
+        if token < 0 or not isinstance(bias, (int, float)) or not -100 <= bias <= 100
+    ]
+
+
+# In the order in which fields are checked: rules about two fields come after the types of both.
+_RULES = (
+    *chain.from_iterable(_int_rules(*limits) for limits in INT_RANGES),
+    *chain.from_iterable(_float_rules(*limits) for limits in FLOAT_RANGES),
+    _Rule(
+        "min_tokens",
+        lambda p: p.max_tokens is not None and p.min_tokens > p.max_tokens,
+        lambda p: f"min_tokens ({p.min_tokens}) must not exceed max_tokens ({p.max_tokens})",
+    ),
+    _text_rule("stop"),
+    _text_rule("bad_words"),
+    _token_rule("stop_token_ids"),
+    _token_rule("allowed_token_ids"),
+    _Rule(
+        "allowed_token_ids",
+        lambda p: p.allowed_token_ids is not None and not p.allowed_token_ids,
+        lambda p: "allowed_token_ids must hold at least one token id, or be left out",
+    ),
+    _Rule(
+        "logit_bias",
+        lambda p: bool(_wrong_biases(p)),
+        lambda p: f"logit_bias must map token ids to values in [-100, 100], got {_wrong_biases(p)[0]}",
+    ),
+    _Rule(
+        "stop",
+        lambda p: bool(p.stop) and not p.detokenize,
+        lambda p: "stop strings need detokenize=True; use stop_token_ids with token ids alone",
+    ),
 )
 
 
-def _as_int(name: str, value: Any) -> int:
+def _token_id(field: str, key: Any) -> int:
+    """Return a key of a mapping as a token id: JSON objects have strings as keys."""
     try:
-        return int(value)
+        return int(key)
     except (TypeError, ValueError):
-        raise RequestError(f"{name} must have token ids as keys, got {value!r}") from None
+        raise RequestError(f"{field} must have token ids as keys, got {key!r}", param=field) from None
 
 
 def check_field_names(cls: type, given: dict[str, Any], error: type[QuireError]) -> None:

@@ -13,7 +13,15 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
-from quire.types import EngineDead, EngineInfo, EngineOutput, EngineRequest, QuireError, RequestError
+from quire.types import (
+    EngineDead,
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    QuireError,
+    RequestError,
+    RequestFailure,
+)
 
 if TYPE_CHECKING:
     from quire.core.engine import Engine
@@ -101,8 +109,9 @@ class InProcessClient:
 
 
 def refusal(request: EngineRequest, error: RequestError) -> EngineOutput:
-    """The final output of a request that the engine did not take."""
-    return EngineOutput(request.id, [], "error", error=str(error))
+    """Return the final output of a request that the engine refused."""
+    failure = RequestFailure(str(error), param=error.param, code=error.code)
+    return EngineOutput(request.id, [], "error", error=failure)
 
 
 def describe(error: BaseException) -> str:

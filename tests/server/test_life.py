@@ -109,8 +109,8 @@ def test_what_keeps_a_server_from_starting(tmp_path: Path) -> None:
         (("--model", "demo-draft"), "two models are named, demo and --model demo-draft"),
         (("--api-key", ""), "api_key is empty"),
         (("--api-key", "schlüssel"), "beyond printable ASCII"),
-        (("--served-model-name", ""), "served_model_name is empty"),
-        (("--request-timeout", "0"), "request_timeout must be above 0, or be left out"),
+        (("--served-model-name", ""), "served_model_name must not be empty"),
+        (("--request-timeout", "0"), "request_timeout must be greater than 0"),
     ],
 )
 def test_settings_that_are_wrong_in_themselves(flags: tuple[str, ...], message: str) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.frontend.output import RequestState
-from quire.serve.observe.account import ClientTotals, RequestAccounts, until
+from quire.serve.observe.account import ClientTotals, RequestAccounts, extend_timing
 from quire.serve.observe.histogram import Histogram, one_two_five
 from quire.types import EngineOutput, EngineRequest, Figures, RequestFailure, SamplingParams, Timing, Totals
 
@@ -79,9 +79,9 @@ def test_a_request_that_is_given_up_or_refused() -> None:
 
 
 def test_until_never_books_more_than_has_passed() -> None:
-    found = until(told(lost_mark_s=1.0), Figures(time_s=12.5, lost_s=5.0, totals=Totals()))
+    found = extend_timing(told(lost_mark_s=1.0), Figures(time_s=12.5, lost_s=5.0, totals=Totals()))
     assert (found.lost_s, found.decode_s, found.until_s) == (0.5, 0.0, 12.5)
-    earlier = until(told(), Figures(time_s=11.0))
+    earlier = extend_timing(told(), Figures(time_s=11.0))
     assert earlier.until_s == 12.0 and earlier.decode_s == 0.0
 
 

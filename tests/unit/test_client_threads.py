@@ -140,6 +140,6 @@ def test_work_that_is_given_up_or_fails() -> None:
         with pytest.raises(ZeroDivisionError):
             await pool.run(ALPHA, lambda: 1 // 0)
         assert await pool.run(ALPHA, lambda: 3) == 3 and not ran
-        assert not pool._lines and not +pool._running
+        assert pool.idle
 
     play(scene, threads=1)

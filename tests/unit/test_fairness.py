@@ -17,7 +17,7 @@ from quire import engine_process
 from quire.frontend.client import ipc as msg
 from quire.frontend.client.channel import Channel
 from quire.serve.http import stream as stream_module
-from quire.serve.http.stream import finished
+from quire.serve.http.stream import complete_response
 
 
 class SlowIntake:
@@ -60,7 +60,7 @@ def test_large_answers_are_written_in_a_thread(
     async def nothing(*_: Any) -> None:
         pass
 
-    monkeypatch.setattr(stream_module, "whole", nothing)
+    monkeypatch.setattr(stream_module, "wait_until_finished", nothing)
     params = SimpleNamespace(logprobs=logprobs, prompt_logprobs=None)
     generation = SimpleNamespace(completion_tokens=tokens, states=[SimpleNamespace(params=params)])
     names: list[str] = []
@@ -70,7 +70,7 @@ def test_large_answers_are_written_in_a_thread(
         return {"a": 1}
 
     async def run() -> Response:
-        return await finished(None, generation, make, asyncio.to_thread)  # type: ignore[arg-type]
+        return await complete_response(None, generation, make, asyncio.to_thread)  # type: ignore[arg-type]
 
     answer = asyncio.run(run())
     assert answer.body == b'{"a":1}' and answer.headers["content-type"] == "application/json"

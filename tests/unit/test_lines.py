@@ -12,7 +12,7 @@ import pytest
 
 from quire.serve.observe import line_writer as lines_module
 from quire.serve.observe.line_writer import LineWriter
-from quire.serve.observe.logs import set_up
+from quire.serve.observe.logs import set_up_logging
 from quire.serve.settings import ServeConfig
 
 
@@ -74,7 +74,7 @@ def test_the_end_does_not_wait_for_a_reader_that_stalls(pipe: tuple[int, int]) -
 def test_logging_goes_through_it(pipe: tuple[int, int]) -> None:
     before, level = logging.root.handlers[:], logging.root.level
     try:
-        writer = set_up(ServeConfig(log_format="json"))
+        writer = set_up_logging(ServeConfig(log_format="json"))
         for _ in range(40):
             logging.getLogger("quire.test").warning("y" * 65_536)
         assert writer.dropped > 20

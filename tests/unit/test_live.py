@@ -217,7 +217,7 @@ def test_nobody_looks_nobody_asks() -> None:
         await asyncio.sleep(0.02)
         assert asked.count == 0
         seen = view.enter()
-        await view.news(seen)
+        await view.next_events(seen)
         view.leave()
         count = asked.count
         await asyncio.sleep(0.02)
@@ -234,7 +234,7 @@ def test_many_look_at_the_price_of_one_and_each_step_comes_once() -> None:
         async def viewer() -> list[int]:
             seen, found = view.enter(), []
             while not found or found[-1] < 55:
-                (_, steps), (_, state) = await view.news(seen)
+                (_, steps), (_, state) = await view.next_events(seen)
                 found += [step["step"] for step in as_json(steps)]
                 assert b'"steps":[]' in state
             view.leave()
@@ -252,11 +252,11 @@ def test_a_slow_viewer_skips_states_and_nothing_grows() -> None:
         asked = started()
         view = LiveView(asked, interval_s=0.0001)
         seen = view.enter()
-        await view.news(seen)
+        await view.next_events(seen)
         async with asyncio.timeout(30):
             while asked.count < 10:
                 await asyncio.sleep(0.001)
-        (_, steps), _ = await view.news(seen)  # all it missed, at once
+        (_, steps), _ = await view.next_events(seen)  # all it missed, at once
         assert len(as_json(steps)) > 5
         assert view._steps.maxlen is not None  # what is kept has a bound
         view.leave()
@@ -268,10 +268,10 @@ def test_nothing_new_is_no_news() -> None:
     async def scene() -> None:
         view = LiveView(Asked(engine()), interval_s=0.001)
         seen = view.enter()
-        await view.news(seen)
+        await view.next_events(seen)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await view.news(seen)
+                await view.next_events(seen)
         view.leave()
 
     asyncio.run(scene())
@@ -282,16 +282,16 @@ def test_the_end_of_the_engine_and_of_the_server() -> None:
         asked = started()
         view = LiveView(asked, interval_s=0.001)
         seen = view.enter()
-        await view.news(seen)
+        await view.next_events(seen)
         asked.dead = True
         with pytest.raises(ApiError, match="out of memory"):
             while True:
-                await view.news(seen)
+                await view.next_events(seen)
         other = LiveView(started(), interval_s=10)
         seen = other.enter()
-        await other.news(seen)
+        await other.next_events(seen)
         asyncio.get_running_loop().call_later(0.01, other.close)
-        assert await other.news(seen) == []
+        assert await other.next_events(seen) == []
         view.leave()
         other.leave()
 
@@ -375,14 +375,14 @@ def test_each_client_looks_at_its_own() -> None:
         assert views.of(ops) is views.of(root) is views.of(ANYONE)
         seen = [(view, view.enter()) for view in map(views.of, (anna, anna, bert, ops))]
         for view, one in seen:
-            await view.news(one)
+            await view.next_events(one)
         assert sorted(asked, key=str) == [None, "anna", "bert"]
         with pytest.raises(ApiError):  # one client's viewers leave room to others
             for _ in range(1000):
                 views.of(anna).enter()
         views.of(bert).enter()
         views.close()
-        assert await views.of(anna).news(seen[0][1]) == []
+        assert await views.of(anna).next_events(seen[0][1]) == []
 
     asyncio.run(scene())
 

@@ -39,7 +39,7 @@ from quire.serve.api.tokens import detokenize, tokenize
 from quire.serve.async_engine import AsyncEngine
 from quire.serve.client_threads import ClientThreads
 from quire.serve.http.auth import ANYONE, ApiClient, ApiKeys, bearer, load_keys
-from quire.serve.http.body import Bodies
+from quire.serve.http.body import BodyReader
 from quire.serve.http.errors import ApiError
 from quire.serve.http.listen import bind, listen
 from quire.serve.http.wire import decode_object, encode, parse
@@ -326,7 +326,7 @@ def test_tokenizing_is_not_done_on_the_event_loop(monkeypatch: pytest.MonkeyPatc
         config=EngineConfig(),
         info=SimpleNamespace(max_model_len=2048, vocab_size=2048),
     )
-    server = SimpleNamespace(engine=engine, settings=ServeConfig(), bodies=Bodies(None, 100, 2048))
+    server = SimpleNamespace(engine=engine, settings=ServeConfig(), bodies=BodyReader(None, 100, 2048))
     server.counting = ClientThreads(1, 8, "counting")
     server.check_model = lambda name: "demo"
     app = Starlette(routes=[Route(f"/{f.__name__}", f, methods=["POST"]) for f in (tokenize, detokenize)])

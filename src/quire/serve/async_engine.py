@@ -30,8 +30,8 @@ from quire.frontend.tokenizer.tokenizer import Tokenizer
 from quire.serve.admission import Admission
 from quire.serve.answer.generation import Generation
 from quire.serve.client_threads import ClientThreads
+from quire.serve.engine_heartbeat import Heartbeat, cpu_of
 from quire.serve.engine_process_client import EngineProcess
-from quire.serve.engine_pulse import Pulse, cpu_of
 from quire.serve.http.auth import ANYONE, ApiClient
 from quire.serve.http.errors import ApiError, as_api_error
 from quire.serve.observe.account import RequestAccounts
@@ -96,8 +96,8 @@ class AsyncEngine:
         self._stats: deque[asyncio.Future[EngineStats]] = deque()
         self._live: deque[asyncio.Future[EngineLive]] = deque()
         self._receiver: asyncio.Future[None] | None = None
-        self.pulse = Pulse(lambda: process.send(msg.Ping()), cpu_of(process.pid))
-        self._pulse: asyncio.Future[None] | None = None
+        self.heartbeat = Heartbeat(lambda: process.send(msg.Ping()), cpu_of(process.pid))
+        self._heartbeat_task: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
 
     async def start(self) -> None:
@@ -116,7 +116,7 @@ class AsyncEngine:
         )
         self.account = RequestAccounts(self.info.max_model_len)
         self._receiver = asyncio.ensure_future(self._receive())
-        self._pulse = asyncio.ensure_future(self.pulse.run())
+        self._heartbeat_task = asyncio.ensure_future(self.heartbeat.run())
 
     async def in_thread(self, client: ApiClient, work: Callable[..., T], *args: object) -> T:
         """Run what takes long in one of the tokenizer's threads, when it is the client's turn."""
@@ -248,7 +248,7 @@ class AsyncEngine:
                         if not (waits := self._stats.popleft()).done():
                             waits.set_result(stats)
                     case msg.Pong():
-                        self.pulse.beat()
+                        self.heartbeat.beat()
                     case msg.Live(live):
                         if not (asked := self._live.popleft()).done():  # else nobody waits any more
                             asked.set_result(live)
@@ -321,7 +321,7 @@ class AsyncEngine:
         if self.cause is None:
             self.cause = "the server was closed"
         self.fail_all(ApiError(503, "the server is shutting down", code="shutting_down"))
-        for task in (self._receiver, self._pulse):
+        for task in (self._receiver, self._heartbeat_task):
             if task is not None:
                 task.cancel()
         await self._process.close(kill)

@@ -29,10 +29,10 @@ from quire.serve.http.stream import (
     UNNAMED,
     ChunkTemplate,
     StreamFraming,
+    complete_response,
     event,
-    finished,
     named_event,
-    stream,
+    stream_response,
 )
 from quire.serve.observe.receipt import ReceiptMaker
 from quire.types import CompletionOutput, SamplingParams
@@ -84,8 +84,8 @@ class ApiAnswer(ABC):
         generation = self._generation
         if streamed:
             timeout_s, framing = self._slow_reader_timeout_s, self.framing(request)
-            return await stream(request, generation, self.chunks, self._last, timeout_s, framing)
-        response = await finished(request, generation, self.response, thread_of(request))
+            return await stream_response(request, generation, self.chunks, self._last, timeout_s, framing)
+        response = await complete_response(request, generation, self.response, thread_of(request))
         self.on_complete()
         return response
 
@@ -154,7 +154,7 @@ class ChunkedAnswer(ApiAnswer, Generic[Choice]):
         if template is None:
             chunk = self._chunk([self._text_choice(index, MARK)])
             template = self._templates[index] = ChunkTemplate(chunk)
-        return template.cast(text)
+        return template.render(text)
 
     def _chunk(self, choices: Sequence[Choice]) -> ChatChunk | CompletionResponse:
         chunk = self._new_chunk(choices)

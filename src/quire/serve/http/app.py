@@ -67,12 +67,12 @@ def routes() -> list[Route]:
 def build_app(server: ServerContext, keys: ApiKeys) -> ASGIApp:
     handlers: dict[Any, Any] = {HTTPException: _http_error, ApiError: _error, QuireError: _error, 500: _error}
     settings = server.settings
-    block = (
+    page = (
         [*page_routes(len(keys) > 0), Route("/live/events", live_events, include_in_schema=False)]
         if settings.page
         else []
     )
-    app = Starlette(routes=[*routes(), *block], exception_handlers=handlers)
+    app = Starlette(routes=[*routes(), *page], exception_handlers=handlers)
     app.state.server = server
     front: ASGIApp = RequestMiddleware(
         app, make_guard(settings, len(keys) > 0), keys, (server.http, server.bodies, *server.observers)

@@ -1,10 +1,10 @@
 """Request bodies: received within limits, measured while they arrive, decoded in a thread when they are large.
 
-What a body costs to decode is known before it is decoded. A `Meter` counts its strings, lists, objects and commas in
+What a body costs to decode is known before it is decoded. A `JsonMeter` counts its strings, lists, objects and commas in
 the raw bytes, a piece at a time; a body with too many is refused while it still arrives. `BodyMemory` bounds what the
 bodies of all open requests take together, so no number of requests exhausts the process.
 
-    request.stream() -> Meter.feed (thread) -> decode (thread) -> memory given back when the request is over
+    request.stream() -> JsonMeter.feed (thread) -> decode (thread) -> memory given back when the request is over
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _CONTINUATIONS = bytes(range(0x80, 0xC0))  # the bytes of a UTF-8 character afte
 _WIDE_LEADS = (b"\xf0", b"\xf1", b"\xf2", b"\xf3", b"\xf4")  # the first bytes of characters beyond U+FFFF
 
 
-class Meter:
+class JsonMeter:
     """Counts what is in a JSON text that arrives in pieces, without decoding it.
 
     The counts are exact up to the first syntax error, beyond which nothing is decoded. All work is done by a few
@@ -116,7 +116,7 @@ class BodyMemory:
             del self._by_client[client]
 
 
-class Bodies:
+class BodyReader:
     """Reads the bodies of requests. Owns the thread that decodes them and the memory that they take.
 
     An Observer: what a body takes is given back when its request is over.
@@ -144,7 +144,7 @@ class Bodies:
             and (len(declared) > 18 or int(declared) > self._max_bytes)
         ):
             raise self._too_large()
-        raw, meter = bytearray(), Meter()
+        raw, meter = bytearray(), JsonMeter()
         loop = asyncio.get_running_loop()
         patience_end_s = loop.time() + _GRACE_S
         try:
@@ -162,7 +162,7 @@ class Bodies:
         self._take(request.scope, meter.memory_bytes)
         return await loop.run_in_executor(self._thread, decode, raw)
 
-    async def _check(self, scope: Scope, raw: bytearray, meter: Meter) -> None:
+    async def _check(self, scope: Scope, raw: bytearray, meter: JsonMeter) -> None:
         """Raise ApiError as soon as a body that still arrives is beyond a limit."""
         if len(raw) > self._max_bytes:
             raise self._too_large()
@@ -171,7 +171,7 @@ class Bodies:
         if len(raw) - meter.seen >= _PIECE_BYTES:
             await self._measure(raw, meter)
 
-    async def _measure(self, raw: bytearray, meter: Meter) -> None:
+    async def _measure(self, raw: bytearray, meter: JsonMeter) -> None:
         loop = asyncio.get_running_loop()
         while (start := meter.seen) < len(raw):
             piece = bytes(raw[start : start + _PIECE_BYTES])

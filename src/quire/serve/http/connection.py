@@ -18,7 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from quire.serve.http.errors import ApiError
 from quire.serve.http.wire import encode
-from quire.serve.http.writes import GatheringTransport, Outlet, Writes
+from quire.serve.http.writes import BodyWriter, GatheringTransport, WriteScheduler
 
 HEAD_S = 10.0
 _PROBE_S = 2.0
@@ -37,9 +37,9 @@ _connection_made = cast(Callable[[Any, Any], None], HttpToolsProtocol.connection
 
 
 class Connection(HttpToolsProtocol):
-    """One connection of a client. `scope["outlet"]` of its requests is its Outlet. `writes` is set by `connections`."""
+    """One connection of a client. `scope["body_writer"]` of its requests is its BodyWriter. `writes` is set by `connections`."""
 
-    writes: Writes
+    writes: WriteScheduler
     _head_bytes = 0  # that arrived after the beginning of a head that is not complete
     _fields_bytes = 0  # of its parsed parts
     _in_head = False
@@ -48,7 +48,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         _connection_made(self, GatheringTransport(transport, self.writes))
-        self.outlet = Outlet(self.transport, self.flow)
+        self.body_writer = BodyWriter(self.transport, self.flow)
         self._set_timer(HEAD_S, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -80,7 +80,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head, self._head_bytes, self._fields_bytes = True, 0, 0
         self._pieces = self._body_bytes = 0
-        cast(dict[str, Any], self.scope)["outlet"] = self.outlet
+        cast(dict[str, Any], self.scope)["body_writer"] = self.body_writer
 
     def on_url(self, url: bytes) -> None:
         self._add_field(url)
@@ -163,4 +163,4 @@ class Connection(HttpToolsProtocol):
 
 def connections(loop: asyncio.AbstractEventLoop) -> type[Connection]:
     """Return the class of connections on `loop`, for uvicorn's option `http`."""
-    return type("Connection", (Connection,), {"writes": Writes(loop)})
+    return type("Connection", (Connection,), {"writes": WriteScheduler(loop)})

@@ -35,7 +35,7 @@ from quire.serve.http.errors import ApiError
 from quire.serve.http.listen import listen
 from quire.serve.http.stop import ShutdownSignal
 from quire.serve.observe.line_writer import STDERR, LineWriter
-from quire.serve.observe.logs import set_up, write_stats
+from quire.serve.observe.logs import set_up_logging, write_stats
 from quire.serve.observe.observer import Observer, RequestLog
 from quire.serve.settings import ServeConfig
 
@@ -84,7 +84,7 @@ async def _serve(
     stop: ShutdownSignal,
     began_s: float,
 ) -> int:
-    lines = set_up(settings)
+    lines = set_up_logging(settings)
     names = list(dict.fromkeys(settings.served_model_name)) or [config.model]
     observers = _observers(settings, names[0])
     engine = AsyncEngine(config, settings, process, keys.total_weight)

@@ -19,9 +19,9 @@ from starlette.types import Receive, Scope, Send
 from quire.serve.answer.generation import Delta, Generation
 from quire.serve.http.errors import ApiError, as_api_error
 from quire.serve.http.wire import encode, json_response
-from quire.serve.http.writes import Outlet
+from quire.serve.http.writes import BodyWriter
 
-Chunks: TypeAlias = Callable[[list[Delta]], list[bytes]]
+ChunkMaker: TypeAlias = Callable[[list[Delta]], list[bytes]]
 InThread: TypeAlias = Callable[[Callable[[], bytes]], Awaitable[bytes]]
 
 log = logging.getLogger("quire.serve")
@@ -47,7 +47,7 @@ class ChunkTemplate:
         """`chunk` has MARK in place of the text; what comes behind it is not a client's."""
         self._before, _, self._after = event(chunk).rpartition(encode(MARK))
 
-    def cast(self, text: str) -> bytes:
+    def render(self, text: str) -> bytes:
         return b"%b%b%b" % (self._before, encode(text), self._after)
 
 
@@ -93,7 +93,7 @@ class DisconnectWatch:
             self.close()
 
 
-async def whole(request: Request, generation: Generation) -> None:
+async def wait_until_finished(request: Request, generation: Generation) -> None:
     """Wait until all is there. Raises the ApiError that ended it early."""
     with DisconnectWatch(request, generation):
         while not generation.finished:
@@ -102,14 +102,14 @@ async def whole(request: Request, generation: Generation) -> None:
             raise generation.error
 
 
-async def finished(
+async def complete_response(
     request: Request, generation: Generation, make: Callable[[], Any], in_thread: InThread
 ) -> Response:
     """Wait until all is there and return the response with the body that `make` returns.
 
     A body with many tokens or log-probabilities is made in a thread. Raises the ApiError that ended it early.
     """
-    await whole(request, generation)
+    await wait_until_finished(request, generation)
     params = generation.states[0].params
     entries = generation.completion_tokens * (1 + (params.logprobs or 0))
     if params.prompt_logprobs is not None:
@@ -119,10 +119,10 @@ async def finished(
     return Response(await in_thread(lambda: encode(make())), media_type="application/json")
 
 
-async def stream(
+async def stream_response(
     request: Request,
     generation: Generation,
-    chunks: Chunks,
+    chunks: ChunkMaker,
     last: Callable[[], list[bytes]],
     slow_reader_timeout_s: float,
     framing: StreamFraming = UNNAMED,
@@ -147,7 +147,7 @@ class EventStream(Response):
         self,
         generation: Generation,
         watch: DisconnectWatch,
-        chunks: Chunks,
+        chunks: ChunkMaker,
         last: Callable[[], list[bytes]],
         slow_reader_timeout_s: float,
         framing: StreamFraming,
@@ -159,7 +159,7 @@ class EventStream(Response):
         self.init_headers(_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        out: Outlet = scope["outlet"]
+        out: BodyWriter = scope["body_writer"]
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await self._send_all(out)
@@ -170,13 +170,13 @@ class EventStream(Response):
         finally:
             self._watch.close()
 
-    async def _until_read(self, out: Outlet) -> None:
+    async def _until_read(self, out: BodyWriter) -> None:
         """Until there is room again in the client's buffers; TimeoutError if it takes too long."""
         if out.is_full:
             async with asyncio.timeout(self._slow_s):
                 await out.drain()
 
-    async def _send_all(self, out: Outlet) -> None:
+    async def _send_all(self, out: BodyWriter) -> None:
         generation, framing = self._generation, self._framing
 
         def write_new() -> bool:

@@ -4,7 +4,7 @@ One token of 64 streams is 64 writes to 64 sockets. Made one by one, with the wo
 between, each wakes a client that has just gone to sleep again, which costs more than everything else that is
 done for the token. Gathered until all streams have made their pieces, and then made in a row, they cost a tenth.
 
-    step's outputs -> every stream's `Outlet` -> its transport -> `Writes.flush`: one write per connection
+    step's outputs -> every stream's `BodyWriter` -> its transport -> `WriteScheduler.flush`: one write per connection
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from uvicorn.protocols.http.flow_control import FlowControl
 
 
-class Writes:
+class WriteScheduler:
     """Owns the list of transports that hold something back. One per event loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -34,9 +34,9 @@ class Writes:
 
 
 class GatheringTransport(asyncio.Transport):
-    """A transport whose writes are made by `Writes`, in order. Flow control is that of the one beneath."""
+    """A transport whose writes are made by `WriteScheduler`, in order. Flow control is that of the one beneath."""
 
-    def __init__(self, transport: asyncio.Transport, writes: Writes) -> None:
+    def __init__(self, transport: asyncio.Transport, writes: WriteScheduler) -> None:
         super().__init__()
         self._transport, self._writes = transport, writes
         self._held: list[bytes] = []
@@ -69,7 +69,7 @@ class GatheringTransport(asyncio.Transport):
         self._transport.set_protocol(protocol)
 
 
-class Outlet:
+class BodyWriter:
     """Where the pieces of a body go whose head is sent, in chunks of HTTP: without a task or a message for each."""
 
     def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:

@@ -116,7 +116,7 @@ class RequestAccounts:
             if (track := tracks.get(name)) is not None:
                 track.end_s = now_s
                 if track.timing is not None:
-                    track.timing = until(track.timing, figures)
+                    track.timing = extend_timing(track.timing, figures)
 
     def _take_timing(self, track: RequestTrack, timing: Timing) -> None:
         if timing.admitted_s is not None and (track.timing is None or track.timing.admitted_s is None):
@@ -183,7 +183,7 @@ class RequestAccounts:
             self.max_tokens.observe(params.max_tokens)
 
 
-def until(timing: Timing, figures: Figures) -> Timing:
+def extend_timing(timing: Timing, figures: Figures) -> Timing:
     """`timing` with what has passed since it was told, up to the latest step."""
     took_s = max(0.0, figures.time_s - timing.until_s)
     found = replace(timing, until_s=timing.until_s + took_s, lost_mark_s=figures.lost_s)

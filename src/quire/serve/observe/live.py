@@ -61,7 +61,7 @@ class LiveStream(Response):
             while True:
                 try:
                     async with asyncio.timeout(_KEEP_ALIVE_S):
-                        events = await self._view.news(self._seen)
+                        events = await self._view.next_events(self._seen)
                 except TimeoutError:
                     await self._write(send, b": nothing new\n\n")
                     continue

@@ -94,7 +94,7 @@ class LiveView:
         self.closed = True
         self._changed.set()
 
-    async def news(self, seen: ViewerPosition) -> list[tuple[str, bytes]]:
+    async def next_events(self, seen: ViewerPosition) -> list[tuple[str, bytes]]:
         """Wait until there is something newer than `seen`, and move it there: names and bodies of events.
         An empty list: there will be nothing more. Raises the ApiError that ended the engine."""
         while not (self.closed or self.error) and (seen.version == self._version or not self._state):

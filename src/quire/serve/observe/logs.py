@@ -51,7 +51,7 @@ def line(level: str, logger: str, message: str, at_s: float) -> dict[str, Any]:
     return {"time": time_, "level": level, "logger": logger, "message": message}
 
 
-def set_up(settings: ServeConfig) -> LineWriter:
+def set_up_logging(settings: ServeConfig) -> LineWriter:
     """Send what any logger says to standard error, in the form of the settings. Return what writes it."""
     lines = LineWriter(lambda count: "\n".join(_in_form(settings, dropped_lines(count), "warning")))
     handler = _ToLines(lines)
@@ -112,7 +112,7 @@ class StatsLine:
         }
 
 
-def as_text(figures: dict[str, float]) -> str:
+def stats_text(figures: dict[str, float]) -> str:
     """As vLLM words it, for those who read it and for programs that do."""
     return (
         f"Engine 000: Avg prompt throughput: {figures['prompt_tokens_per_s']:.1f} tokens/s, "
@@ -130,4 +130,4 @@ async def write_stats(engine: AsyncEngine, interval_s: float) -> None:
     while interval_s > 0:
         await asyncio.sleep(interval_s)
         if (figures := stats.figures(time.monotonic())) is not None:
-            log.info(as_text(figures), extra={"figures": figures})
+            log.info(stats_text(figures), extra={"figures": figures})

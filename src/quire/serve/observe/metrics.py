@@ -24,7 +24,7 @@ from quire.serve.http.auth import ANYONE, ApiClient
 from quire.serve.observe.histogram import Histogram
 
 
-class _Fixed(Collector):
+class _FamilyCollector(Collector):
     """Families that are there already."""
 
     def __init__(self, families: list[Metric]) -> None:
@@ -36,16 +36,16 @@ class _Fixed(Collector):
 
 async def metrics(request: Request) -> Response:
     server = server_of(request)
-    families = list(Families(server, client_of(request)))
-    encode, content_type = writer(request.headers.get("accept", ""))
+    families = list(MetricFamilies(server, client_of(request)))
+    encode, content_type = exposition_writer(request.headers.get("accept", ""))
     registry = CollectorRegistry()
-    registry.register(_Fixed(families))
+    registry.register(_FamilyCollector(families))
     ProcessCollector(registry=registry)
     body = await server.engine.in_thread(client_of(request), encode, registry)
     return Response(body, headers={"content-type": content_type})
 
 
-def writer(accept: str) -> tuple[Callable[[Collector], bytes], str]:
+def exposition_writer(accept: str) -> tuple[Callable[[Collector], bytes], str]:
     """Return what writes metrics in the format that an Accept header asks for, and the type of the result.
 
     Names are the same in both formats. The library's own choice replaces their colons in OpenMetrics unless the
@@ -58,7 +58,7 @@ def writer(accept: str) -> tuple[Callable[[Collector], bytes], str]:
     return partial(generate_latest, escaping=openmetrics.ALLOWUTF8), CONTENT_TYPE_PLAIN_0_0_4
 
 
-class Families:
+class MetricFamilies:
     """All families with their values now. Of tokens by client, those that `viewer` may see."""
 
     def __init__(self, server: ServerContext, viewer: ApiClient = ANYONE) -> None:

@@ -22,7 +22,7 @@ _INTERVAL_S = 1.0
 _USED_S = 0.02  # of CPU time between two looks: the process works
 
 
-class Pulse:
+class Heartbeat:
     """Owns the question that is open, and when the process was last seen to work."""
 
     def __init__(

@@ -176,7 +176,10 @@ class AsyncEngine:
             prepared.append(self._prepare_one(job, client, arrival_s))
             total += len(prepared[-1].state.prompt_token_ids)
             if total > most:
-                raise RequestError(f"prompt: all prompts of a request may have {most} tokens together")
+                raise RequestError(
+                    f"prompt must hold at most {most} tokens in all prompts of a request together",
+                    param="prompt",
+                )
         return prepared
 
     def _prepare_one(self, job: PromptJob, client: ApiClient, arrival_s: float) -> PreparedRequest:

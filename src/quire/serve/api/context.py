@@ -109,7 +109,7 @@ async def read_request(request: Request, cls: type[T]) -> tuple[T, list[str]]:
     found, warnings = await bodies.read(
         request, lambda body: parse(decode_object(body), cls, settings.strict)
     )
-    request.scope["asked"] = found  # for errors that are found where the fields have other names
+    request.scope["api_request"] = found  # for errors, which name its fields
     for name in _NO_EFFECT:
         if getattr(found, name, None) not in (None, 1):
             warnings.append(f"{name} has no effect in Quire")

@@ -16,7 +16,6 @@ from starlette.requests import Request
 from quire.serve.answer.content_blocks import BlockChange, BlockDelta, BlockEnded, BlockStarted, ContentBlock
 from quire.serve.api.api_answer import BlockAnswer, OpenChat
 from quire.serve.api.protocol.messages import MessagesResponse, MessagesUsage
-from quire.serve.http.errors import messages_error
 from quire.serve.http.stream import StreamFraming, named_event
 from quire.types import CompletionOutput
 
@@ -33,7 +32,7 @@ class MessageAnswer(BlockAnswer):
 
     def framing(self, request: Request) -> StreamFraming:
         request_id = request.scope["request_id"]
-        return StreamFraming(lambda error: named_event(messages_error(error, request_id)))
+        return StreamFraming(lambda error: named_event(error.anthropic_body(request_id)))
 
     def response(self) -> MessagesResponse:
         output = self._add_all()

@@ -14,8 +14,8 @@ from test_chat_template import CALLS, PLAIN, SYSTEM, TEMPLATES, TOOLS, ours, out
 
 from quire.frontend.templates.chat import check_messages
 from quire.frontend.templates.traits import TemplateTraits
-from quire.serve.answer.content_blocks import BlockDelta, BlockEnded, BlockStarted, ContentBlocks
-from quire.serve.answer.reasoning import THINK, ThoughtParser
+from quire.serve.answer.content_blocks import BlockDelta, BlockEnd, BlockStart, ContentBlocks
+from quire.serve.answer.reasoning import THINK, ReasoningParser
 from quire.serve.answer.tools.calls import CallOptions
 from quire.serve.answer.tools.hermes import HermesParser
 from quire.serve.api.anthropic.input import chat_of as chat_of_messages
@@ -200,7 +200,7 @@ TEXT = "<think>\nSo\n</think>\n\nHi <tool_call>\n" + '{"name": "f", "arguments":
 
 
 def blocks() -> ContentBlocks:
-    return ContentBlocks(ThoughtParser(THINK, False, HermesParser(CallOptions(frozenset("f"), hold=False))))
+    return ContentBlocks(ReasoningParser(THINK, False, HermesParser(CallOptions(frozenset("f"), hold=False))))
 
 
 @pytest.mark.parametrize("size", range(1, len(TEXT) + 1))
@@ -209,7 +209,7 @@ def test_pieces_of_any_size_make_the_same_blocks(size: int) -> None:
     for at in range(0, len(TEXT), size):
         end = "stop" if at + size >= len(TEXT) else None
         for change in found.add(CompletionOutput(0, TEXT[at : at + size], [], finish_reason=end)):
-            if isinstance(change, BlockStarted):
+            if isinstance(change, BlockStart):
                 assert opened is None
                 opened = change.block
                 seen.append([opened.kind, opened.name, ""])
@@ -217,7 +217,9 @@ def test_pieces_of_any_size_make_the_same_blocks(size: int) -> None:
                 assert opened is change.block and change.text
                 seen[-1][2] += change.text
             else:
-                assert isinstance(change, BlockEnded) and opened is change.block
+                assert isinstance(change, BlockEnd) and opened is change.block
                 opened = None
     assert opened is None and [block.text for block in found.all] == [text for _, _, text in seen]
-    assert seen == [["thought", "", "So"], ["text", "", "Hi"], ["call", "f", '{"a": 1}']] and found.called
+    assert (
+        seen == [["reasoning", "", "So"], ["text", "", "Hi"], ["call", "f", '{"a": 1}']] and found.has_calls
+    )

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.serve.answer.choice import merged
-from quire.serve.answer.parser import Arguments, Content, ParserEvent, ToolCall
+from quire.serve.answer.parser import Arguments, Content, ParserEvent, ToolCall, merge_events
 from quire.serve.answer.tools.calls import CallOptions, call_id
-from quire.serve.answer.tools.registry import TOOL_PARSERS, choose_format, known_tool_parser
+from quire.serve.answer.tools.formats import TOOL_PARSERS, choose_format, known_tool_parser
 
 TEMPLATES = Path(__file__).parents[2] / ".." / "shared" / "data" / "chat_templates" / "templates"
 NAMES = frozenset({"weather", "find"})
@@ -26,7 +25,7 @@ def events(form: str, pieces: list[str], hold: bool = True, single: bool = False
     options = CallOptions(NAMES, hold, single, lambda: f"call_{next(ids)}")
     parser = TOOL_PARSERS[form].parser(options)
     found = [event for piece in pieces for event in parser.feed(piece)]
-    return merged(found + parser.finish())
+    return merge_events(found + parser.finish())
 
 
 def read(found: list[ParserEvent]) -> Found:

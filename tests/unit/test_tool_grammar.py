@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from quire.frontend.tokenizer.tokenizer import NoTokenizer
-from quire.serve.answer.choice import merged
-from quire.serve.answer.form import AnswerForm, Forms
-from quire.serve.answer.parser import Arguments, Content, Reasoning, ToolCall
-from quire.serve.answer.tools.registry import TOOL_PARSERS
-from quire.serve.answer.tools.request import tool_use
+from quire.serve.answer.form import AnswerForm, AnswerForms
+from quire.serve.answer.parser import Arguments, Content, Reasoning, ToolCall, merge_events
+from quire.serve.answer.tools.formats import TOOL_PARSERS
+from quire.serve.answer.tools.tool_use import tool_use
 from quire.serve.api.protocol.chat import ChatRequest
 from quire.serve.api.structured_fields import structured_outputs
 from quire.serve.http.errors import ApiError
@@ -50,8 +49,8 @@ def form_of(
     form: str, prompt: str = "", template: str = "", special: bool = False, **fields: Any
 ) -> AnswerForm:
     chat = ChatRequest(messages=[], **{"tools": TOOLS, **fields})
-    forms = Forms(Marks(SPECIAL if special else []), form, "auto")
-    return forms.of(chat, tool_use(chat), template, prompt, structured_outputs(chat))
+    forms = AnswerForms(Marks(SPECIAL if special else []), form, "auto")
+    return forms.choose(chat, tool_use(chat), template, prompt, structured_outputs(chat))
 
 
 class Writer:
@@ -95,7 +94,7 @@ class Writer:
 def read(form: AnswerForm, text: str) -> tuple[str, str, list[tuple[str, str]]]:
     """Reasoning, content, calls."""
     parser = form.make_parser()
-    found = merged(parser.feed(text) + parser.finish())
+    found = merge_events(parser.feed(text) + parser.finish())
     calls = [(e.name, "".join(a.text for a in found if isinstance(a, Arguments) and a.index == e.index))
              for e in found if isinstance(e, ToolCall)]  # fmt: skip
     thought = "".join(e.text for e in found if isinstance(e, Reasoning))

@@ -19,11 +19,11 @@ from starlette.responses import Response
 
 from quire.serve.answer.content_blocks import ContentBlocks
 from quire.serve.answer.form import AnswerForm
-from quire.serve.answer.generation import Delta, Generation
+from quire.serve.answer.generation import ChoiceDelta, Generation
 from quire.serve.api.context import ServerContext, thread_of
 from quire.serve.api.protocol.chat import ChatChunk, ChatRequest, ChunkChoice
 from quire.serve.api.protocol.completions import CompletionChoice, CompletionResponse
-from quire.serve.api.protocol.sampling import StreamOptions, Usage
+from quire.serve.api.protocol.fields import StreamOptions, Usage
 from quire.serve.http.stream import (
     MARK,
     UNNAMED,
@@ -61,7 +61,7 @@ class OpenChat(OpenRequest):
 
     def reasoning_tokens(self) -> int | None:
         """Count the reasoning tokens of all choices. None if the answer's form tells no reasoning apart."""
-        count = self.form.thought_tokens
+        count = self.form.count_reasoning
         if count is None:
             return None
         return sum(count(answer.token_ids) for state in self.generation.states for answer in state.answers)
@@ -105,7 +105,7 @@ class ApiAnswer(ABC):
         """Return the body of the whole answer. It may be called in a thread."""
 
     @abstractmethod
-    def chunks(self, deltas: list[Delta]) -> list[bytes]:
+    def chunks(self, deltas: list[ChoiceDelta]) -> list[bytes]:
         """Return the events for new pieces of the answer."""
 
     @abstractmethod
@@ -200,7 +200,7 @@ class BlockAnswer(ApiAnswer):
         self._add(output)
         return output
 
-    def chunks(self, deltas: list[Delta]) -> list[bytes]:
+    def chunks(self, deltas: list[ChoiceDelta]) -> list[bytes]:
         events = self._opening() if self._is_first else []
         self._is_first = False
         for _, output in deltas:

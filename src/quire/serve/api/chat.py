@@ -9,14 +9,14 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.serve.answer.choice import ChatChoiceBuilder
-from quire.serve.answer.generation import Delta
+from quire.serve.answer.generation import ChoiceDelta
 from quire.serve.api.api_answer import ChunkedAnswer, OpenChat
 from quire.serve.api.context import answer_id, read_request
 from quire.serve.api.conversation import open_chat
 from quire.serve.api.logprobs import prompt_logprobs
 from quire.serve.api.protocol.chat import ChatChunk, ChatRequest, ChatResponse, ChunkChoice
 from quire.serve.api.protocol.chat import Delta as ContentDelta
-from quire.serve.api.protocol.sampling import Usage, usage_of
+from quire.serve.api.protocol.fields import Usage, usage_of
 
 
 async def chat_completions(request: Request) -> Response:
@@ -77,7 +77,7 @@ class ChatAnswer(ChunkedAnswer[ChunkChoice]):
             self._opened.reasoning_tokens() if final else None,
         )
 
-    def chunks(self, deltas: list[Delta]) -> list[bytes]:
+    def chunks(self, deltas: list[ChoiceDelta]) -> list[bytes]:
         return [
             self._choice_event(choice)
             for _, output in deltas

@@ -8,7 +8,7 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.serve.answer.generation import Delta
+from quire.serve.answer.generation import ChoiceDelta
 from quire.serve.api.api_answer import ChunkedAnswer, OpenRequest
 from quire.serve.api.context import ServerContext, answer_id, client_of, read_request, server_of
 from quire.serve.api.logprobs import completion_logprobs, prompt_logprobs
@@ -19,7 +19,7 @@ from quire.serve.api.protocol.completions import (
     CompletionRequest,
     CompletionResponse,
 )
-from quire.serve.api.protocol.sampling import Usage, usage_of
+from quire.serve.api.protocol.fields import Usage, usage_of
 from quire.serve.api.sampling_fields import MAX_CHOICES, check_fields, sampling_params
 from quire.serve.async_engine import PromptJob
 from quire.serve.http.errors import bad_request
@@ -153,7 +153,7 @@ class CompletionAnswer(ChunkedAnswer[CompletionChoice]):
             )
         return found
 
-    def chunks(self, deltas: list[Delta]) -> list[bytes]:
+    def chunks(self, deltas: list[ChoiceDelta]) -> list[bytes]:
         events = []
         for number, answer in deltas:
             index = number * self._n + answer.index

@@ -12,11 +12,11 @@ from typing import TypeVar, cast
 import msgspec
 from starlette.requests import Request
 
-from quire.serve.answer.form import Forms
+from quire.serve.answer.form import AnswerForms
+from quire.serve.api.protocol.fields import RequestFields
 from quire.serve.api.protocol.messages import CountTokensRequest
 from quire.serve.api.protocol.other import GenerateRequest
 from quire.serve.api.protocol.responses import ResponsesRequest
-from quire.serve.api.protocol.sampling import RequestFields
 from quire.serve.api.responses.store import ResponseStore
 from quire.serve.api.templates import ChatTemplates
 from quire.serve.async_engine import AsyncEngine
@@ -48,7 +48,7 @@ class ServerContext:
     engine: AsyncEngine
     settings: ServeConfig
     names: list[str]  # of the model; the first is used in answers
-    forms: Forms  # of its answers
+    forms: AnswerForms  # of its answers
     templates: ChatTemplates
     pooling: str = "mean"  # of embeddings
     total_weight: float = 1.0  # of all clients that there are keys for

@@ -8,7 +8,7 @@ from starlette.requests import Request
 
 from quire.frontend.templates.chat import render_chat
 from quire.serve.answer.form import AnswerForm
-from quire.serve.answer.tools.request import ToolUse, tool_use
+from quire.serve.answer.tools.tool_use import ToolUse, tool_use
 from quire.serve.api.api_answer import OpenChat
 from quire.serve.api.context import ServerContext, client_of, server_of
 from quire.serve.api.prompts import length_field, prompt_job
@@ -53,7 +53,7 @@ async def open_chat(
 
     def jobs() -> list[PromptJob]:
         prompt = chat_prompt(server, chat, use.tools, template) if rendered is None else rendered
-        form = server.forms.of(chat, use, template, prompt, params.structured_outputs)
+        form = server.forms.choose(chat, use, template, prompt, params.structured_outputs)
         forms.append(form)
         return [
             prompt_job(

@@ -6,7 +6,7 @@ from typing import Any
 
 from quire.frontend.processor import Prompt
 from quire.serve.api.context import ServerContext
-from quire.serve.api.protocol.sampling import RequestFields
+from quire.serve.api.protocol.fields import RequestFields
 from quire.serve.async_engine import PromptJob
 from quire.serve.http.errors import bad_request
 from quire.types import Pooling, SamplingParams

@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from quire.serve.api.protocol.sampling import RequestFields, SamplingFields
+from quire.serve.api.protocol.fields import RequestFields, SamplingFields
 from quire.serve.api.structured_fields import structured_outputs
 from quire.serve.http.errors import bad_request
 from quire.types import MAX_LOGPROBS, SamplingParams

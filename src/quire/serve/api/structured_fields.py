@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from quire.serve.api.protocol.sampling import SamplingFields
+from quire.serve.api.protocol.fields import SamplingFields
 from quire.serve.http.errors import bad_request
 from quire.types import StructuredOutputsParams
 

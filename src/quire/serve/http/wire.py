@@ -16,7 +16,7 @@ import msgspec.inspect
 from starlette.responses import Response
 from starlette.types import Scope
 
-from quire.serve.api.protocol.sampling import StreamOptions
+from quire.serve.api.protocol.fields import StreamOptions
 from quire.serve.http.errors import ApiError, bad_request
 
 T = TypeVar("T", bound=msgspec.Struct)

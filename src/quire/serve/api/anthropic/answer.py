@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import UNSET
 from starlette.requests import Request
 
-from quire.serve.answer.content_blocks import BlockChange, BlockDelta, BlockEnded, BlockStarted, ContentBlock
+from quire.serve.answer.content_blocks import BlockChange, BlockDelta, BlockEnd, BlockStart, ContentBlock
 from quire.serve.api.api_answer import BlockAnswer, OpenChat
 from quire.serve.api.protocol.messages import MessagesResponse, MessagesUsage
 from quire.serve.http.stream import StreamFraming, named_event
@@ -69,7 +69,7 @@ class MessageAnswer(BlockAnswer):
             return "max_tokens", None
         if isinstance(output.stop_reason, str):
             return "stop_sequence", output.stop_reason
-        return "tool_use" if self._blocks.called else "end_turn", None
+        return "tool_use" if self._blocks.has_calls else "end_turn", None
 
     # ------------------------------------------------------------------------------------ stream
 
@@ -94,12 +94,12 @@ class MessageAnswer(BlockAnswer):
 def _events(change: BlockChange) -> list[AnthropicEvent]:
     index = change.block.index
     match change:
-        case BlockStarted(block):
+        case BlockStart(block):
             start = {"type": "content_block_start", "index": index, "content_block": _empty_block(block)}
             return [start] if index else [start, {"type": "ping"}]
         case BlockDelta(block, text):
             return [{"type": "content_block_delta", "index": index, "delta": _delta(block, text)}]
-        case BlockEnded(_):
+        case BlockEnd(_):
             return [{"type": "content_block_stop", "index": index}]
 
 
@@ -108,7 +108,7 @@ def _empty_block(block: ContentBlock) -> dict[str, Any]:
     match block.kind:
         case "text":
             return {"type": "text", "text": ""}
-        case "thought":
+        case "reasoning":
             return {"type": "thinking", "thinking": "", "signature": ""}  # Quire checks no signatures
         case "call":
             return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
@@ -118,7 +118,7 @@ def _delta(block: ContentBlock, text: str) -> dict[str, Any]:
     match block.kind:
         case "text":
             return {"type": "text_delta", "text": text}
-        case "thought":
+        case "reasoning":
             return {"type": "thinking_delta", "thinking": text}
         case "call":
             return {"type": "input_json_delta", "partial_json": text}
@@ -128,7 +128,7 @@ def _whole(block: ContentBlock) -> dict[str, Any]:
     match block.kind:
         case "text":
             return {**_empty_block(block), "text": block.text}
-        case "thought":
+        case "reasoning":
             return {**_empty_block(block), "thinking": block.text}
         case "call":
             return {**_empty_block(block), "input": _arguments(block.text)}

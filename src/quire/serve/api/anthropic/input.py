@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.serve.api.protocol.chat import ChatRequest
+from quire.serve.api.protocol.fields import shared_fields
 from quire.serve.api.protocol.messages import CountTokensRequest
-from quire.serve.api.protocol.sampling import same_fields
 from quire.serve.http.errors import bad_request
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -36,7 +36,7 @@ def chat_of(wanted: CountTokensRequest) -> tuple[ChatRequest, list[str]]:
     if wanted.stop is not None:
         raise bad_request("stop is called stop_sequences here", "stop")
     messages = _messages(wanted)
-    chat = ChatRequest(messages=messages, **same_fields(wanted))
+    chat = ChatRequest(messages=messages, **shared_fields(wanted))
     chat.stop = wanted.stop_sequences
     last = messages[-1]
     if last["role"] == "assistant" and not last.get("tool_calls") and last["content"]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.serve.answer.tools.request import tool_use
+from quire.serve.answer.tools.tool_use import tool_use
 from quire.serve.api.anthropic.answer import MessageAnswer
 from quire.serve.api.anthropic.input import chat_of
 from quire.serve.api.context import client_of, read_request, server_of

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.serve.api.protocol.fields import ConversationFields, Usage
 from quire.serve.api.protocol.receipt import Receipt
-from quire.serve.api.protocol.sampling import ConversationFields, Usage
 
 
 class ChatRequest(ConversationFields, kw_only=True):

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from quire.serve.api.protocol.sampling import RequestFields
+from quire.serve.api.protocol.fields import RequestFields
 
 
 class EmbeddingsRequest(RequestFields, kw_only=True):

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.serve.api.protocol.fields import SamplingFields
 from quire.serve.api.protocol.receipt import Receipt
-from quire.serve.api.protocol.sampling import SamplingFields
 
 
 class GenerateRequest(SamplingFields, kw_only=True):

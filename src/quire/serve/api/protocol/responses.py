@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.serve.api.protocol.fields import ConversationFields
 from quire.serve.api.protocol.receipt import Receipt
-from quire.serve.api.protocol.sampling import ConversationFields
 
 
 class ResponsesRequest(ConversationFields, kw_only=True):

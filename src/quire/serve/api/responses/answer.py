@@ -17,7 +17,7 @@ import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 
-from quire.serve.answer.content_blocks import BlockChange, BlockDelta, BlockEnded, BlockStarted, ContentBlock
+from quire.serve.answer.content_blocks import BlockChange, BlockDelta, BlockEnd, BlockStart, ContentBlock
 from quire.serve.api.api_answer import BlockAnswer, OpenChat
 from quire.serve.api.logprobs import chat_logprobs
 from quire.serve.api.protocol.chat import TokenLogprob
@@ -28,8 +28,8 @@ from quire.types import CompletionOutput
 
 ResponsesEvent = dict[str, Any]
 Item = dict[str, Any]
-_PREFIXES = {"text": "msg", "thought": "rs", "call": "fc"}
-_NAMES = {"text": "response.output_text", "thought": "response.reasoning_text"}
+_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+_NAMES = {"text": "response.output_text", "reasoning": "response.reasoning_text"}
 
 
 class ResponseAnswer(BlockAnswer):
@@ -96,12 +96,12 @@ class ResponseAnswer(BlockAnswer):
 
     def _change(self, change: BlockChange, status: str) -> list[ResponsesEvent]:
         block = change.block
-        if isinstance(change, BlockStarted):
+        if isinstance(change, BlockStart):
             self._items.append(_item(block))
             return self._start(block)
         if isinstance(change, BlockDelta):
             return [self._grow(block, change.text)]
-        assert isinstance(change, BlockEnded)
+        assert isinstance(change, BlockEnd)
         return self._end(block, status)
 
     def _start(self, block: ContentBlock) -> list[ResponsesEvent]:
@@ -115,7 +115,7 @@ class ResponseAnswer(BlockAnswer):
     def _grow(self, block: ContentBlock, text: str) -> ResponsesEvent:
         if block.kind == "call":
             return self._item_event(block, "response.function_call_arguments.delta", delta=text)
-        if block.kind == "thought":
+        if block.kind == "reasoning":
             return self._item_event(block, "response.reasoning_text.delta", delta=text)
         new, self._held = self._held, []
         self._logprobs += new
@@ -182,7 +182,7 @@ def _item(block: ContentBlock) -> Item:
     match block.kind:
         case "text":
             return {**item, "role": "assistant", "content": []}
-        case "thought":
+        case "reasoning":
             return {**item, "type": "reasoning", "summary": [], "content": []}
         case "call":
             call = {"call_id": block.call_id, "name": block.name, "arguments": ""}
@@ -190,7 +190,7 @@ def _item(block: ContentBlock) -> Item:
 
 
 def _part(block: ContentBlock, text: str, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-    if block.kind == "thought":
+    if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.serve.api.protocol.chat import ChatRequest
+from quire.serve.api.protocol.fields import shared_fields
 from quire.serve.api.protocol.responses import ResponsesRequest
-from quire.serve.api.protocol.sampling import same_fields
 from quire.serve.http.errors import bad_request
 
 _REFUSED = ("background", "context_management", "conversation", "max_tool_calls", "moderation", "prompt")
@@ -36,7 +36,7 @@ def chat_of(wanted: ResponsesRequest, before: Sequence[ConversationDict]) -> tup
         messages.insert(0, {"role": "system", "content": wanted.instructions})
     if not messages:
         raise bad_request("input must hold at least one item", "input")
-    chat = ChatRequest(messages=messages, **same_fields(wanted))
+    chat = ChatRequest(messages=messages, **shared_fields(wanted))
     if wanted.max_output_tokens is not None:
         if wanted.max_output_tokens < 1:
             raise bad_request("max_output_tokens must be at least 1", "max_output_tokens")

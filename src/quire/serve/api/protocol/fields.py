@@ -101,7 +101,7 @@ class ConversationFields(SamplingFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def same_fields(request: ConversationFields) -> dict[str, Any]:
+def shared_fields(request: ConversationFields) -> dict[str, Any]:
     """What `request` has in common with those of other APIs: to say the same in another form."""
     return {name: getattr(request, name) for name in ConversationFields.__struct_fields__}
 

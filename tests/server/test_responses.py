@@ -110,7 +110,7 @@ def test_the_client(client: openai.OpenAI) -> None:
     assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(response.id)
-    with pytest.raises(openai.BadRequestError, match="there is no response") as missing:
+    with pytest.raises(openai.BadRequestError, match="does not exist or is no longer stored") as missing:
         client.responses.create(model="demo", input="And?", previous_response_id=response.id)
     assert missing.value.code == "previous_response_not_found"
 

@@ -186,7 +186,7 @@ def test_a_named_tool_is_called_by_its_schema(
         ({"guided_grammar": "start: nothing"}, "grammar"),
         ({"guided_choice": []}, "choice"),
         ({"guided_json": "{"}, "json"),
-        ({"guided_regex": "a", "guided_choice": ["b"]}, "only one kind"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "only one field"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "exactly one"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),

@@ -94,7 +94,7 @@ class ApiAnswer(ABC):
         return UNNAMED
 
     def on_complete(self) -> None:  # noqa: B027 (optional)
-        """Act on the complete answer, before the client learns that it is complete."""
+        """Handle the complete answer before the client learns that it is complete."""
 
     def _last(self) -> list[bytes]:
         self.on_complete()

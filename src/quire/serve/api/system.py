@@ -1,4 +1,4 @@
-"""What the server says of itself: models, health, version, figures."""
+"""The routes about the server: models, health, version, statistics."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from quire.serve.observe.histogram import Histogram
 from quire.types import EngineStats
 
 
-def _card(server: ServerContext, name: str) -> dict[str, Any]:
+def _model_card(server: ServerContext, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "type": "model",  # this and the next two: for clients of Anthropic's API
+        "type": "model",  # this field and the next two are Anthropic's
         "display_name": name,
         "created_at": datetime.fromtimestamp(server.started_s, UTC).isoformat(timespec="seconds"),
         "created": int(server.started_s),
@@ -37,17 +37,17 @@ def _card(server: ServerContext, name: str) -> dict[str, Any]:
 async def models(request: Request) -> Response:
     server = server_of(request)
     names = server.names
-    blocks = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-    return json_response({"object": "list", "data": [_card(server, name) for name in names], **blocks})
+    paging = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return json_response({"object": "list", "data": [_model_card(server, name) for name in names], **paging})
 
 
 async def model(request: Request) -> Response:
     server = server_of(request)
-    return json_response(_card(server, server.check_model(request.path_params["name"])))
+    return json_response(_model_card(server, server.check_model(request.path_params["name"])))
 
 
 async def health(request: Request) -> Response:
-    """200 while requests are taken; 503 while the server drains, and when the engine is silent or has died."""
+    """Return 200 while the server accepts requests, and 503 while it drains or its engine is silent or dead."""
     server = server_of(request)
     if server.engine.cause is not None:
         return json_response({"status": "dead", "cause": server.engine.cause}, 503)
@@ -64,7 +64,10 @@ async def version(request: Request) -> Response:
 
 
 def spread(histogram: Histogram, unit: float = 1) -> dict[str, float] | None:
-    """Percentiles of the newest values, and how many there have been; None before the first."""
+    """Return percentiles of the newest values and the count of all, or None without values.
+
+    The percentiles are multiplied by `unit`.
+    """
     found = histogram.percentiles(50, 90, 99, 100)
     if found is None:
         return None
@@ -73,7 +76,7 @@ def spread(histogram: Histogram, unit: float = 1) -> dict[str, float] | None:
 
 
 def _requests(engine: AsyncEngine, client: ApiClient, found: EngineStats) -> dict[str, Any]:
-    """Count the requests that the client may see; those of others are sums."""
+    """Count the requests of the client. Those of other clients appear as sums."""
     load, admission, totals = found.load, engine.admission, engine.account.of(client.sees)
     counts: dict[str, Any] = {
         "waiting": load.waiting,
@@ -92,8 +95,10 @@ def _requests(engine: AsyncEngine, client: ApiClient, found: EngineStats) -> dic
 
 
 async def stats(request: Request) -> Response:
-    """Figures for people. Sizes in blocks and tokens, times in seconds unless they are named in ms. A client that is no
-    admin sees its own requests, and those of others as sums."""
+    """Return the server's statistics. Sizes are in blocks and tokens, times in seconds unless the name ends in `_ms`.
+
+    A client that is no admin sees its own requests, and the sums of those of other clients.
+    """
     server, client = server_of(request), client_of(request)
     engine = server.engine
     found = await engine.stats(client.sees)

@@ -79,7 +79,7 @@ class LarkGrammar:
 
 
 def _quoted(text: str) -> str:
-    """Quote a Lark string. The percent sign is escaped because Quire searches grammars for `%json`."""
+    """Write `text` as a Lark string. The percent sign is escaped because Quire searches grammars for `%json`."""
     return json.dumps(text, ensure_ascii=False).replace("%", "\\u0025") if text else ""
 
 

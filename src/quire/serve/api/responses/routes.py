@@ -23,7 +23,7 @@ async def create_response(request: Request) -> Response:
     if (previous_id := body.previous_response_id) is not None:
         previous = server.responses.get(client, previous_id)
         if previous is None:
-            message = f"previous_response_id: there is no response {previous_id[:128]!r}, or not any more"
+            message = f"previous_response_id: the response {previous_id[:128]!r} does not exist or is no longer stored"
             raise ApiError(400, message, "previous_response_id", "previous_response_not_found")
     chat, more = await server.engine.in_thread(client, _chat_of, body, previous)
 
@@ -52,13 +52,15 @@ def _stored(request: Request) -> StoredResponse:
 
 
 def _missing(response_id: str) -> ApiError:
-    return ApiError(404, f"there is no response {response_id[:128]!r}, or not any more", code="not_found")
+    return ApiError(
+        404, f"the response {response_id[:128]!r} does not exist or is no longer stored", code="not_found"
+    )
 
 
 async def get_response(request: Request) -> Response:
     found = _stored(request)
     if request.query_params.get("stream", "false") not in ("false", "0"):
-        raise bad_request("stream is not available for a response that is there already", "stream")
+        raise bad_request("stream is not available for a stored response: set it to false", "stream")
     return Response(found.response, media_type="application/json")
 
 
@@ -71,4 +73,4 @@ async def delete_response(request: Request) -> Response:
 
 async def cancel_response(request: Request) -> Response:
     _stored(request)
-    raise bad_request("only responses in the background can be cancelled, which Quire has none of")
+    raise bad_request("only background responses can be cancelled, and Quire does not support those")

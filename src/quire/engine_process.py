@@ -16,7 +16,7 @@ from quire.core.engine import Engine
 from quire.core.live_state import live_of
 from quire.core.stats import figures_of, load_of, stats_of
 from quire.frontend.client import ipc as msg
-from quire.frontend.client.base import describe, refusal
+from quire.frontend.client.base import error_text, refused_output
 from quire.frontend.client.channel import Channel
 from quire.start import start_engine
 from quire.types import EngineInfo, QuireError, RequestError
@@ -49,7 +49,7 @@ def main(file: int, parent: int) -> int:
         return 1
     except Exception as error:
         kind = type(error).__name__ if isinstance(error, QuireError) else "EngineDead"
-        channel.send(msg.encode(msg.EngineFailed(kind, describe(error))))
+        channel.send(msg.encode(msg.EngineFailed(kind, error_text(error))))
         channel.settle(_LAST_WORDS_S)
         if not isinstance(error, QuireError):
             raise
@@ -85,7 +85,7 @@ def serve(engine: Engine, channel: Channel, parent: int) -> None:
                     try:
                         engine.add(request)
                     except RequestError as error:
-                        refused.append(refusal(request, error))
+                        refused.append(refused_output(request, error))
                 case msg.Abort(ids):
                     for request_id in ids:
                         engine.abort(request_id)

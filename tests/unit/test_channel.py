@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from quire.frontend.client import ipc
-from quire.frontend.client.base import refusal
+from quire.frontend.client.base import refused_output
 from quire.frontend.client.channel import Channel
 from quire.types import (
     EngineLoad,
@@ -87,7 +87,7 @@ def test_last_words_are_read_before_the_end(ends: tuple[Channel, Channel]) -> No
 def test_a_refusal_keeps_field_and_code_across_processes(ends: tuple[Channel, Channel]) -> None:
     engine, client = ends
     error = RequestError("prompt has 9 tokens", param="prompt", code="context_length_exceeded")
-    outputs = [refusal(EngineRequest("r", [1], SamplingParams()), error)]
+    outputs = [refused_output(EngineRequest("r", [1], SamplingParams()), error)]
     engine.send(ipc.encode(ipc.Outputs(outputs, EngineLoad(), Figures())))
     message = ipc.decode_to_client(received(client, 1)[0])
     assert isinstance(message, ipc.Outputs)

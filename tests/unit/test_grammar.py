@@ -4,6 +4,7 @@ against decoding one request after the other."""
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import threading
@@ -36,7 +37,7 @@ from quire.grammar.checker_process import Verdict
 from quire.grammar.compiler import CheckedGrammar, Compiler
 from quire.grammar.library import LibraryGrammar
 from quire.grammar.mask_threads import MaskThreads
-from quire.grammar.matching import BYTES, Vocabulary, compiled, grammar_text
+from quire.grammar.matching import BYTES, Vocabulary, build_matcher, grammar_text
 from quire.types import (
     EngineOutput,
     EngineRequest,
@@ -156,7 +157,7 @@ def reference(request: EngineRequest, max_model_len: int, vocabulary: Vocabulary
     """Tokens and finish reason, one request alone, the rules for the end written once more."""
     assert request.grammar is not None
     try:
-        matcher = compiled(vocabulary, request.grammar, grammar_text(request.grammar))
+        matcher = build_matcher(vocabulary, request.grammar, grammar_text(request.grammar))
     except RequestError:
         return [], "error"
     h, out = -1, []
@@ -391,7 +392,7 @@ def test_the_cache_is_bounded() -> None:
 def test_choices_are_taken_literally(texts: list[str], vocabulary: Vocabulary) -> None:
     spec = GrammarSpec("choice", json.dumps(texts))
     bytes_only = Vocabulary(BYTES)
-    matcher = compiled(bytes_only, spec, grammar_text(spec))
+    matcher = build_matcher(bytes_only, spec, grammar_text(spec))
     for text in [*texts, "zz", "a" * 3]:
         copy, tokens = matcher.deep_copy(), list(text.encode())
         accepted = copy.try_consume_tokens(tokens) == len(tokens) and copy.is_accepting()
@@ -436,7 +437,7 @@ def test_classes_are_those_of_ecmascript(regex: str, taken: str, refused: str) -
                 else StructuredOutputsParams(regex=regex)
             )
             spec = grammar_spec(params)
-            matcher = compiled(bytes_only, spec, grammar_text(spec))
+            matcher = build_matcher(bytes_only, spec, grammar_text(spec))
             written = json.dumps(text, ensure_ascii=False) if json_schema else text
             count = matcher.try_consume_tokens(list(written.encode()))
             whole = count == len(written.encode()) and matcher.is_accepting()
@@ -530,7 +531,9 @@ def test_an_answer_that_exhausts_its_lexer_ends_with_an_error(
     byte_vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not an answer that is complete, and the next one with this spec begins anew."""
-    monkeypatch.setattr(CheckedGrammar, "matcher", lambda g, n: compiled(g.vocabulary, g.spec, g.text, 60))
+    monkeypatch.setattr(
+        CheckedGrammar, "matcher", lambda g, n: build_matcher(g.vocabulary, g.spec, g.text, 60)
+    )
     spec = GrammarSpec("regex", "a{0,500}")  # complete at every place
     for _ in range(2):
         answer, written = answer_to(byte_vocabulary, spec), 0
@@ -629,9 +632,14 @@ def test_a_step_does_not_wait_for_a_slow_mask(monkeypatch: pytest.MonkeyPatch) -
     engine.close()
 
 
-def test_more_stuck_masks_than_threads_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("cores", "stuck_masks"), [(2, 2), (16, 12)])
+def test_more_stuck_masks_than_threads_delay_nobody(
+    cores: int, stuck_masks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread per two cores does masks, and at most one more per core replaces those that are stuck."""
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
     gate = threading.Event()
-    stuck = [threading.Event() for _ in range(12)]
+    stuck = [threading.Event() for _ in range(stuck_masks)]
 
     class Stuck:
         def __init__(self, event: threading.Event) -> None:
@@ -699,7 +707,7 @@ def test_the_end_is_not_what_the_grammar_writes_with_the_same_token(vocabulary: 
 
 def test_consuming_slowly_releases_the_gil(byte_vocabulary: Vocabulary) -> None:
     spec = GrammarSpec("regex", "ab")
-    matcher = compiled(byte_vocabulary, spec, grammar_text(spec))
+    matcher = build_matcher(byte_vocabulary, spec, grammar_text(spec))
     consumer = matching.DetachedConsumer(byte_vocabulary)
     assert consumer.consume(matcher, ord("a")) and not consumer.consume(matcher, ord("a"))
     assert matcher.is_error()

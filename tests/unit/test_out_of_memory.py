@@ -19,7 +19,7 @@ PROMPT = list(range(5, 45))
 
 
 def engine_of(llm: LLM) -> Any:
-    return llm._client.engine  # type: ignore[attr-defined]
+    return llm.client.engine  # type: ignore[attr-defined]
 
 
 def greedy(name: str, prompt: list[int] = PROMPT, tokens: int = 8) -> EngineRequest:
@@ -171,7 +171,7 @@ def test_what_is_reserved_covers_what_a_step_takes() -> None:
     """All rows with penalties and log-probabilities, over a prompt that is scored."""
     with LLM("demo", device="cuda", max_num_seqs=256, kv_cache_memory=1 << 28) as llm:
         engine = engine_of(llm)
-        reserved = llm._client.info.reserved_bytes  # type: ignore[attr-defined]
+        reserved = llm.client.info.reserved_bytes  # type: ignore[attr-defined]
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

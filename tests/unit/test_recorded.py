@@ -22,7 +22,7 @@ LONG = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 
 
 def launcher_of(llm: LLM) -> object:
-    return llm._client.engine.executor._runner._launcher  # type: ignore[attr-defined]
+    return llm.client.engine.executor._runner._launcher  # type: ignore[attr-defined]
 
 
 def answers(llm: LLM, params: SamplingParams = LONG) -> list[list[int]]:

@@ -392,7 +392,7 @@ def test_nesting_has_a_limit(depth: int, begin: str, end: str) -> None:
     if depth <= 63:
         assert decode_object(body)
     else:
-        with pytest.raises(ApiError, match="nested more than 64 deep"):
+        with pytest.raises(ApiError, match="nested more than 64 levels deep"):
             decode_object(body)
 
 
@@ -411,6 +411,6 @@ def test_warnings_are_short_and_few() -> None:
 def test_texts_that_are_much_too_long_are_not_tokenised() -> None:
     check_length(TOKENIZER, "word " * 2000, 2048)  # may be too long: the tokenizer will say
     for text in ("x" * 5_000_000, " " * 5_000_000, "word " * 1_000_000):
-        with pytest.raises(RequestError, match=re.escape("more than 2048 tokens, which is max_model_len")):
+        with pytest.raises(RequestError, match=re.escape("more than 2048 tokens, the limit (max_model_len)")):
             check_length(TOKENIZER, text, 2048)
     check_length(TOKENIZER, "word " * 20_000, 41_000)

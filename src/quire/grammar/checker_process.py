@@ -179,13 +179,13 @@ def _limit_memory() -> None:
 
 
 def _verdict(vocabulary: object, check: Check) -> Verdict:
-    from quire.grammar.matching import Vocabulary, compiled, grammar_text, try_out
+    from quire.grammar.matching import Vocabulary, build_matcher, grammar_text, try_out
 
     assert isinstance(vocabulary, Vocabulary)
     spec, before = check.spec, _peak_bytes()
     try:
         text = grammar_text(spec)
-        try_out(compiled(vocabulary, spec, text), vocabulary, spec)
+        try_out(build_matcher(vocabulary, spec, text), vocabulary, spec)
         return Verdict(check.id, text, _peak_bytes() - before)
     except RequestError as error:
         return Verdict(check.id, error=str(error))

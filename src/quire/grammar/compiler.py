@@ -48,9 +48,9 @@ class CheckedGrammar:
     def matcher(self, max_lexer_states: int) -> LLMatcher:
         """Build a matcher that shares nothing with any other. Takes 1 to 80 ms, mostly with the GIL released."""
         # Imported here: without structured output the library is not loaded.
-        from quire.grammar.matching import compiled
+        from quire.grammar.matching import build_matcher
 
-        return compiled(self.vocabulary, self.spec, self.text, max_lexer_states)
+        return build_matcher(self.vocabulary, self.spec, self.text, max_lexer_states)
 
 
 class Compiler:
@@ -62,7 +62,7 @@ class Compiler:
         self._cache: OrderedDict[GrammarSpec, Future[CheckedGrammar]] = OrderedDict()
         self._jobs: ClientQueue[tuple[GrammarSpec, Future[CheckedGrammar]]] = ClientQueue(_THREADS)
         self._threads: list[threading.Thread] = []
-        self.news = threading.Event()  # something has been checked, or another thread has set it
+        self.wakeup = threading.Event()  # something has been checked, or another thread has set it
         self._loading = threading.Lock()
         self._vocabulary: Vocabulary | None = None
 
@@ -83,8 +83,8 @@ class Compiler:
 
     def wait(self, timeout_s: float) -> None:
         """Wait until there is news since the last call, for `timeout_s` at most."""
-        self.news.wait(timeout_s)
-        self.news.clear()
+        self.wakeup.wait(timeout_s)
+        self.wakeup.clear()
 
     def close(self) -> None:
         self._jobs.close()
@@ -119,7 +119,7 @@ class Compiler:
             with self._lock:
                 self._cache.pop(spec, None)
             future.set_exception(error)
-        self.news.set()
+        self.wakeup.set()
 
     def _compile(self, spec: GrammarSpec) -> CheckedGrammar:
         vocabulary = self._load_vocabulary()  # while the helper process makes its own

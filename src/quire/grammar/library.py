@@ -34,7 +34,7 @@ class LibraryGrammar:
         patience_s: longest wait of a step for its masks.
         """
         self._compiler, self._vocab_size = compiler, vocab_size
-        self._threads = MaskThreads(compiler.news, patience_s)
+        self._threads = MaskThreads(compiler.wakeup, patience_s)
         # Requests whose grammar is being checked, or that wait for memory.
         self._requests: dict[str, tuple[EngineRequest, Future[CheckedGrammar]]] = {}
         self._answers: dict[str, GrammarAnswer] = {}

@@ -93,7 +93,7 @@ def grammar_text(spec: GrammarSpec) -> str:
     return json.dumps({"grammars": grammars})
 
 
-def compiled(
+def build_matcher(
     vocabulary: Vocabulary, spec: GrammarSpec, text: str, max_lexer_states: int = LEXER_STATES
 ) -> LLMatcher:
     """Build a matcher at the beginning of a text.

@@ -107,8 +107,8 @@ def test_what_keeps_a_server_from_starting(tmp_path: Path) -> None:
         (("--chat-template", "{{ oops("), "chat_template: the chat template is not valid Jinja (line 1)"),
         (("--host", "256.0.0.1"), "choose another --host"),
         (("--model", "demo-draft"), "two models are named, demo and --model demo-draft"),
-        (("--api-key", ""), "api_key is empty"),
-        (("--api-key", "schlüssel"), "beyond printable ASCII"),
+        (("--api-key", ""), "api_key must not be empty"),
+        (("--api-key", "schlüssel"), "other than printable ASCII"),
         (("--served-model-name", ""), "served_model_name must not be empty"),
         (("--request-timeout", "0"), "request_timeout must be greater than 0"),
     ],
@@ -140,7 +140,7 @@ def test_config_file_and_flags(tmp_path: Path) -> None:
                 yield b" " * 100
 
         assert server.post_bytes(CHAT, pieces()).status_code == 413
-        assert "this machine only; --host 0.0.0.0 opens it" in server.output
+        assert "this machine only; use --host 0.0.0.0" in server.output
 
 
 def test_keys(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_keys(tmp_path: Path) -> None:
             assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
             assert answer.headers["x-request-id"]
             wrong = headers.get("x-api-key") or "Bearer" in headers.get("Authorization", "")
-            says = "the API key is not one of" if wrong else "send it as `Authorization: Bearer KEY`"
+            says = "the API key is not one of" if wrong else "send the header `Authorization: Bearer KEY`"
             assert says in answer.json()["error"]["message"]
         for path in ("/stats", "/v1/models", "/version", "/nowhere"):
             assert server.http.get(path).status_code == 401

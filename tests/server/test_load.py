@@ -116,7 +116,7 @@ def test_a_client_that_does_not_read_is_dropped() -> None:
             assert stats["blocks"]["used"] == 0
             grown = psutil.Process(server.process.pid).memory_info().rss - before
             assert grown < 400 << 20
-            server.wait_for(lambda: "a client did not read for 1 s: dropped" in server.output)
+            server.wait_for(lambda: "disconnected a client that did not read for 1 s" in server.output)
             client.settimeout(20)
             received = bytearray()
             with contextlib.suppress(ConnectionError):

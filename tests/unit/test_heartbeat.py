@@ -20,7 +20,7 @@ class Engine:
         """Let time pass; the longest silence that was reported meanwhile."""
         worst = 0.0
         for _ in range(seconds):
-            self.heartbeat.look()
+            self.heartbeat.check()
             self.now_s += 1
             self.cpu_s += 0.5 if works else 0.001
             if answers:

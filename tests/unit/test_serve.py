@@ -227,7 +227,7 @@ def test_keys(tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
             load_keys([], "", str(file))
     for flags in ([""], ["fine", " "]):  # as --api-key "$UNSET" gives it
-        with pytest.raises(ConfigError, match="api_key is empty"):
+        with pytest.raises(ConfigError, match="api_key must not be empty"):
             load_keys(flags, "", None)
     file.write_text("schlüssel\n")
     for arguments in (
@@ -236,7 +236,7 @@ def test_keys(tmp_path: Path) -> None:
         ([], "", str(file)),
         (["a\tb"], "", None),
     ):
-        with pytest.raises(ConfigError, match="beyond printable ASCII") as error:
+        with pytest.raises(ConfigError, match="other than printable ASCII") as error:
             load_keys(*arguments)
         assert "schl" not in str(error.value)  # a key is not shown
     assert (
@@ -288,7 +288,7 @@ def test_keys_of_one_name_are_one_client(tmp_path: Path) -> None:
     assert keys.client("old") == keys.client("new") and keys.total_weight == 3
     for line in ("new name=team", "new name=team weight=2 admin"):
         file.write_text(f"old name=team weight=2\n{line}\n")
-        with pytest.raises(ConfigError, match="'team' are one client"):
+        with pytest.raises(ConfigError, match="'team' belong to one client"):
             load_keys([], "", str(file))
 
 

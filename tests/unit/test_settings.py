@@ -127,7 +127,7 @@ def test_help_says_the_defaults() -> None:
     add_flags(parser, "engine", EngineConfig)
     text = " ".join(parser.format_help().split())
     for said in (
-        "0 takes a free one and prints it (default: 8000)",
+        "0 picks a free port and prints it (default: 8000)",
         "(default: 127.0.0.1)",
         "live view at / (default: on)",
         "--dtype {auto,float32,bfloat16,float16} number format of weights and activations; auto follows the checkpoint "

@@ -1,4 +1,4 @@
-"""The application: routes, and the layers around them. Others add a route by adding a line here."""
+"""The ASGI application: the table of routes and the layers around them."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from quire.types import QuireError
 
 
 def routes() -> list[Route]:
+    """Return the routes of the APIs, without the web page."""
     post, get = ["POST"], ["GET"]
     return [
         Route("/v1/chat/completions", chat_completions, methods=post),
@@ -62,6 +63,7 @@ def routes() -> list[Route]:
 
 
 def build_app(server: ServerContext, keys: ApiKeys) -> ASGIApp:
+    """Build the application: routes, error handlers, request middleware and, if origins are allowed, CORS."""
     handlers: dict[Any, Any] = {HTTPException: _http_error, ApiError: _error, QuireError: _error, 500: _error}
     settings = server.settings
     page = (
@@ -94,11 +96,11 @@ async def _error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own: no such route, or not with this method."""
+    """Answer an error that Starlette raises: an unknown route, or a wrong method."""
     assert isinstance(error, HTTPException)
     message = {
-        404: f"there is no {request.method} {request.url.path[:128]}",
-        405: f"{request.url.path[:128]} does not take {request.method}",
+        404: f"no route for {request.method} {request.url.path[:128]}; GET /openapi.json lists the routes",
+        405: f"{request.url.path[:128]} does not accept {request.method}",
     }.get(error.status_code, error.detail)
     found = ApiError(error.status_code, message, headers=dict(error.headers or {}))
     return error_response(found, request.scope)

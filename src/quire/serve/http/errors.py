@@ -86,12 +86,17 @@ def as_api_error(error: Exception) -> ApiError:
             return error
         case RequestError():
             message = str(error) + (_TOO_LONG_WORDS if error.code == _TOO_LONG else "")
-            return ApiError(400, message, error.param, error.code)
+            return ApiError(400, message, _field_of(error.param), error.code)
         case Overloaded():
             return overloaded(str(error), 1)
         case EngineDead():
             return ApiError(500, str(error), code="engine_dead")
     return ApiError(500, f"an error inside the server: {type(error).__name__}", code="internal_error")
+
+
+def _field_of(path: str | None) -> str | None:
+    """Return the request field of a path such as messages[2].content."""
+    return path and path.partition("[")[0].partition(".")[0]
 
 
 # The engine calls the prompt `prompt` or `messages` and a constraint on the output `structured_outputs`. The fields

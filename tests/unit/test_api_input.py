@@ -1,4 +1,4 @@
-"""Requests of the other APIs as chats, responses that are kept, and answers as blocks."""
+"""Requests of the other APIs converted into chats, stored responses, and answers as content blocks."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ thing = st.dictionaries(st.sampled_from(KEYS), value, max_size=6)
 def test_any_messages(
     given: list[dict[str, Any]], system: Any, tools: list[dict[str, Any]], other: dict[str, Any]
 ) -> None:
-    """Nothing but an error that names what is wrong, or messages that templates can read."""
+    """Random input gives either an error that names the field or messages that templates can read."""
     try:
         chat, _ = chat_of_messages(
             MessagesRequest(
@@ -104,7 +104,7 @@ def test_any_items(given: list[dict[str, Any]], tools: list[dict[str, Any]], oth
 
 
 def test_many_small_pieces_are_put_together_at_once() -> None:
-    """And not each to all before it, which takes minutes for a body of megabytes."""
+    """The time is linear in the number of neighbours; quadratic time is minutes for a body of megabytes."""
     began = time.process_time()
     says = [{"role": "user", "content": "x" * 20}] * 200_000
     chat, _ = chat_of_messages(MessagesRequest(messages=says, max_tokens=1))
@@ -116,7 +116,7 @@ def test_many_small_pieces_are_put_together_at_once() -> None:
 
 
 def as_blocks(chat: list[dict[str, Any]]) -> MessagesRequest:
-    """A chat of test_chat_template as a client of Anthropic's API sends it."""
+    """Return a chat of test_chat_template in the form of Anthropic's API."""
     found: list[dict[str, Any]] = []
     for message in [m for m in chat if m["role"] != "system"]:
         content: Any = message["content"]
@@ -134,7 +134,7 @@ def as_blocks(chat: list[dict[str, Any]]) -> MessagesRequest:
 
 
 def as_items(chat: list[dict[str, Any]]) -> ResponsesRequest:
-    """The same, for OpenAI's Responses API."""
+    """Return a chat of test_chat_template in the form of OpenAI's Responses API."""
     found: list[dict[str, Any]] = []
     for message in [m for m in chat if m["role"] != "system"]:
         if message["role"] == "tool":

@@ -1,4 +1,4 @@
-"""Thoughts apart from answers, however the text is cut."""
+"""The parser of reasoning, for every way to cut the text."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_thoughts_however_cut(text: str, inside: bool, wanted: tuple[str, str]) 
 
 @pytest.mark.parametrize("text, inside, wanted", CASES)
 def test_tokens_of_thoughts(text: str, inside: bool, wanted: tuple[str, str]) -> None:
-    """The last one is that which completes the closing mark."""
+    """The last reasoning token is the one that completes the closing mark."""
     ids = TOKENIZER.encode(text, add_special_tokens=False)
     count = count_reasoning_tokens(THINK, inside, TOKENIZER, ids)
     if not (inside or text.lstrip().startswith("<think>")):

@@ -1,4 +1,4 @@
-"""Streams: who is told what is new, and when; and chunks of which only the text is encoded anew."""
+"""Streams: when new output wakes or calls the waiting route; and chunk templates, which encode only the text."""
 
 from __future__ import annotations
 

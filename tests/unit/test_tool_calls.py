@@ -1,4 +1,4 @@
-"""Calls of tools in the text of answers: every format, every way to cut the text, and nothing lost."""
+"""Parsers of tool calls: every format, every way to cut the text, and no text lost."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def read(found: list[ParserEvent]) -> Found:
 
 
 def same_however_cut(form: str, text: str, hold: bool = True, single: bool = False) -> Found:
-    """What is in `text`, after comparing every split in two, single characters, and random pieces."""
+    """Return the events of `text`, checked to be the same for every split in two, single characters and random pieces."""
     whole = events(form, [text], hold, single)
     cuts = [[text[:at], text[at:]] for at in range(1, len(text))] + [list(text)]
     rng = random.Random(0)
@@ -114,7 +114,7 @@ GOOD: list[tuple[str, str, Found]] = [
     ],
 )
 def test_what_turns_out_to_be_no_call_is_not_counted(form: str, broken: str, good: str, single: bool) -> None:
-    """The call behind it is the first: clients put the pieces of calls together by their index."""
+    """The call after it has index 0: clients join the pieces of calls by index."""
     assert same_however_cut(form, f"{broken}\n{good}", single=single) == (broken, [CALL])
 
 
@@ -193,7 +193,7 @@ def test_calls_that_are_not_held_come_as_they_are_written() -> None:
 
 @pytest.mark.parametrize("form", ["hermes", "mistral"])
 def test_an_answer_that_is_cut_off_in_a_call_that_was_told(form: str) -> None:
-    """What came of the arguments is told as it is, as with OpenAI."""
+    """Arguments that were cut off are returned as they are, as in OpenAI's API."""
     head = {"hermes": '<tool_call>{"name": "weather", "arguments": ', "mistral": "[TOOL_CALLS]weather[ARGS]"}[
         form
     ]
@@ -236,7 +236,7 @@ def test_any_text(form: str, parts: list[str], hold: bool, data: st.DataObject) 
 
 
 def test_long_texts_take_linear_time() -> None:
-    """Nothing is searched again and again; the bound is loose, for machines are busy."""
+    """No text is searched repeatedly. The bound is loose because machines are busy."""
     for text in (
         "<tool_call>" * 20_000,
         '<tool_call>{"name": "' * 10_000,

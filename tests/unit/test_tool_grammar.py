@@ -1,4 +1,4 @@
-"""Grammars of forced calls: what they allow is what the parsers read."""
+"""Grammars of tool calls: the parsers read every text that they allow."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOOLS = [
 
 
 class Marks(NoTokenizer):
-    """Bytes, and then `special` as special tokens."""
+    """A tokenizer whose tokens are bytes, followed by the special tokens."""
 
     def __init__(self, special: list[str]) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def form_of(
 
 
 class Writer:
-    """Writes texts that a constraint allows, token by token."""
+    """A writer of texts that a constraint allows, token by token."""
 
     def __init__(self, form: AnswerForm, special: bool = False) -> None:
         matching = pytest.importorskip("quire.grammar.matching", reason="this version has no grammars")
@@ -78,7 +78,7 @@ class Writer:
         return all(matcher.consume_token(token) for token in self.ids(text)) and matcher.is_accepting()
 
     def random(self, seed: int, most: int = 400) -> str | None:
-        """None if it did not come to an end."""
+        """Return a random text that the constraint allows, or None if it did not end."""
         rng, matcher, found = random.Random(seed), self._start.deep_copy(), b""
         for _ in range(most):
             mask = matcher.compute_bitmask()
@@ -92,7 +92,7 @@ class Writer:
 
 
 def read(form: AnswerForm, text: str) -> tuple[str, str, list[tuple[str, str]]]:
-    """Reasoning, content, calls."""
+    """Return the reasoning, the content and the calls of a text."""
     parser = form.make_parser()
     found = merge_events(parser.feed(text) + parser.finish())
     calls = [(e.name, "".join(a.text for a in found if isinstance(a, Arguments) and a.index == e.index))

@@ -45,7 +45,7 @@ class AnswerForm:
     Attributes:
         make_parser: returns a new parser for one choice.
         constraint: what the whole text must be, or None.
-        count_reasoning: counts the reasoning tokens among a choice's ids; None if no reasoning is told apart.
+        count_reasoning: counts the reasoning tokens among a choice's ids; None if reasoning is not parsed.
         show_special: whether special tokens stay in the text because the parser needs them.
     """
 
@@ -75,32 +75,32 @@ class AnswerForms:
         use: ToolUse,
         template: str,
         prompt: str,
-        wanted: StructuredOutputsParams | None,
+        structured: StructuredOutputsParams | None,
     ) -> AnswerForm:
         """Choose the form of the answers to one prompt.
 
         Args:
             chat: the request.
             use: its tools, checked.
-            template: the chat template that rendered the prompt. It tells which format the model writes.
+            template: the chat template that rendered the prompt. It shows which format the model writes.
             prompt: the rendered prompt.
-            wanted: the structured output that the request asks for, or None.
+            structured: the constraint that the request sets, or None.
 
         Raises:
             ApiError: 400 for fields that exclude each other.
         """
         tools = choose_format(self.tool_parser, template) if use.choice != "none" else None
         if use.forced:
-            _check_forced(use, tools, wanted)
+            _check_forced(use, tools, structured)
         reasoning = choose_reasoning(self.reasoning_parser, template)
-        if chat.separate_reasoning is False or (wanted is not None and wanted.grammar is not None):
+        if chat.separate_reasoning is False or (structured is not None and structured.grammar is not None):
             reasoning = None
         inside = reasoning is not None and reasoning.opened_by(prompt)
         special = self._special(tools, reasoning)
-        constraint = wanted
+        constraint = structured
         if tools is not None or inside:
             constraint = _constraint(
-                use, tools, reasoning, inside, prompt, wanted, LarkGrammar(special), template
+                use, tools, reasoning, inside, prompt, structured, LarkGrammar(special), template
             )
         guarded = constraint is not None and use.choice != "none"
 
@@ -119,21 +119,21 @@ class AnswerForms:
     def _special(self, tools: ToolFormat | None, reasoning: ReasoningMarks | None) -> dict[str, int]:
         """Return the ids of the marks that are special tokens of the model."""
         marks = [*(tools.marks if tools else ()), *((reasoning.begin, reasoning.end) if reasoning else ())]
-        found = {mark: self.tokenizer.token_id(mark) for mark in marks}
+        ids = {mark: self.tokenizer.token_id(mark) for mark in marks}
         return {
             mark: token
-            for mark, token in found.items()
+            for mark, token in ids.items()
             if token is not None and self.tokenizer.is_special(token)
         }
 
 
-def _check_forced(use: ToolUse, tools: ToolFormat | None, wanted: StructuredOutputsParams | None) -> None:
+def _check_forced(use: ToolUse, tools: ToolFormat | None, structured: StructuredOutputsParams | None) -> None:
     if tools is None:
         raise bad_request(
             "tool_choice must be none or auto: this server parses no tool calls (--tool-call-parser none)",
             "tool_choice",
         )
-    if wanted is not None:
+    if structured is not None:
         raise bad_request(
             "tool_choice forces a tool call, which excludes response_format and structured_outputs",
             "tool_choice",
@@ -146,17 +146,17 @@ def _constraint(
     reasoning: ReasoningMarks | None,
     inside: bool,
     prompt: str,
-    wanted: StructuredOutputsParams | None,
+    structured: StructuredOutputsParams | None,
     lark: LarkGrammar,
     template: str,
 ) -> StructuredOutputsParams | None:
-    """Return the constraint on the whole text, reasoning and calls included; None if it is free."""
+    """Build the constraint on the whole text, reasoning and calls included; None if the text is free."""
     body = None
-    if wanted is not None:
-        body = constraint_expression(lark, wanted)
+    if structured is not None:
+        body = constraint_expression(lark, structured)
         if body is None:
             if tools is None:
-                return wanted
+                return structured
             raise bad_request(
                 "structured_outputs.grammar cannot be combined with tools: set tool_choice to none",
                 "structured_outputs",

@@ -88,7 +88,7 @@ class ReasoningParser(IncrementalParser):
     """The parser of reasoning. The text after the reasoning goes through another parser, `inner`."""
 
     def __init__(self, marks: ReasoningMarks, inside: bool, inner: TextParser) -> None:
-        """Create a parser; `inside` tells it that the prompt opened the reasoning."""
+        """Create a parser; `inside` says that the prompt opened the reasoning."""
         super().__init__()
         self._marks, self._inside, self._inner = marks, inside, inner
 

@@ -42,7 +42,7 @@ Choice = TypeVar("Choice", ChunkChoice, CompletionChoice)
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A request that the engine works on."""
+    """A request that the engine is generating for."""
 
     server: ServerContext
     model: str  # its name in the answer
@@ -60,7 +60,7 @@ class OpenChat(OpenRequest):
     form: AnswerForm
 
     def reasoning_tokens(self) -> int | None:
-        """Count the reasoning tokens of all choices. None if the answer's form tells no reasoning apart."""
+        """Count the reasoning tokens of all choices. None if reasoning is not parsed."""
         count = self.form.count_reasoning
         if count is None:
             return None
@@ -114,7 +114,7 @@ class ApiAnswer(ABC):
 
 
 class ChunkedAnswer(ApiAnswer, Generic[Choice]):
-    """An answer whose stream consists of chunks, each with a piece of one choice. Owns the templates of its chunks."""
+    """An answer whose stream consists of chunks, each with a piece of one choice. Owns the chunks' templates."""
 
     def __init__(self, opened: OpenRequest, answer_id: str, options: StreamOptions | None) -> None:
         super().__init__(opened)
@@ -127,7 +127,7 @@ class ChunkedAnswer(ApiAnswer, Generic[Choice]):
 
     @abstractmethod
     def _usage(self, final: bool = True) -> Usage:
-        """Return the tokens counted so far; while not `final`, only what takes no time to count."""
+        """Return the usage so far. Counting reasoning tokens takes time, so only the `final` usage includes them."""
 
     @abstractmethod
     def _new_chunk(self, choices: Sequence[Choice]) -> ChatChunk | CompletionResponse:

@@ -140,18 +140,20 @@ class CompletionAnswer(ChunkedAnswer[CompletionChoice]):
     ) -> CompletionLogprobs | None:
         if answer.logprobs is None:
             return None
-        found = completion_logprobs(answer.token_ids, answer.logprobs, offset, self._tokenizer, self._as_ids)
+        logprobs = completion_logprobs(
+            answer.token_ids, answer.logprobs, offset, self._tokenizer, self._as_ids
+        )
         if self._completion.echo and output.prompt_logprobs is not None:
             prompt = completion_logprobs(
                 output.prompt_token_ids, output.prompt_logprobs, 0, self._tokenizer, self._as_ids
             )
-            found = CompletionLogprobs(
-                prompt.text_offset + found.text_offset,
-                prompt.token_logprobs + found.token_logprobs,
-                prompt.tokens + found.tokens,
-                prompt.top_logprobs + found.top_logprobs,
+            logprobs = CompletionLogprobs(
+                prompt.text_offset + logprobs.text_offset,
+                prompt.token_logprobs + logprobs.token_logprobs,
+                prompt.tokens + logprobs.tokens,
+                prompt.top_logprobs + logprobs.top_logprobs,
             )
-        return found
+        return logprobs
 
     def chunks(self, deltas: list[ChoiceDelta]) -> list[bytes]:
         events = []

@@ -1,4 +1,4 @@
-"""A conversation on its way to the engine: check it, render its prompt, open the request. Every chat API starts here."""
+"""The common start of all chat APIs: check the conversation, render its prompt, send it to the engine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ async def open_chat(
     Args:
         request: the HTTP request.
         chat: the conversation, in the form of OpenAI's chats.
-        warnings: what to tell the client with the answer; this function appends to it.
+        warnings: warnings for the answer; this function appends to them.
         must_fit: refuse a chat whose prompt leaves less room than the answer may take. Otherwise the answer ends
             where the context does, and a warning says so.
 

@@ -66,19 +66,19 @@ def completion_logprobs(
         tokenizer: gives the texts of tokens.
         as_ids: write tokens as `token_id:N`.
     """
-    found = CompletionLogprobs([], [], [], [])
+    logprobs = CompletionLogprobs([], [], [], [])
     for token, entry in zip(tokens, entries):
         text = tokenizer.token_text(token)
-        found.text_offset.append(offset)
+        logprobs.text_offset.append(offset)
         offset += len(text)
-        found.tokens.append(f"token_id:{token}" if as_ids else text)
-        found.token_logprobs.append(None if entry is None else _value(entry[token]))
+        logprobs.tokens.append(f"token_id:{token}" if as_ids else text)
+        logprobs.token_logprobs.append(None if entry is None else _value(entry[token]))
         top: dict[str, float] = {}
         for other, logprob in (entry or {}).items():
             name = _text(other, logprob, as_ids)
             top[name] = max(top.get(name, _LOWEST), _value(logprob))
-        found.top_logprobs.append(None if entry is None else top)
-    return found
+        logprobs.top_logprobs.append(None if entry is None else top)
+    return logprobs
 
 
 def prompt_logprobs(entries: Sequence[Entry | None]) -> list[Any]:

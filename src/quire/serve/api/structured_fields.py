@@ -33,21 +33,21 @@ def structured_outputs(request: SamplingFields) -> StructuredOutputsParams | Non
     Raises:
         ApiError: 400 for an unknown kind, a value of the wrong type, or more than one constraint.
     """
-    found: list[tuple[str, StructuredOutputsParams]] = []
+    constraints: list[tuple[str, StructuredOutputsParams]] = []
     if request.response_format is not None:
         constraint = _response_format(request.response_format)
         if constraint is not None:
-            found.append(("response_format", constraint))
+            constraints.append(("response_format", constraint))
     if request.structured_outputs is not None:
-        found.append(("structured_outputs", _structured(request.structured_outputs)))
+        constraints.append(("structured_outputs", _structured(request.structured_outputs)))
     for name, kind in _GUIDED.items():
         value = getattr(request, name)
         if value is not None:
-            found.append((name, _checked(name, {kind: value})))
-    if len(found) > 1:
-        names = " and ".join(name for name, _ in found)
-        raise bad_request(f"only one field for structured output can be set, got {names}", found[1][0])
-    return found[0][1] if found else None
+            constraints.append((name, _checked(name, {kind: value})))
+    if len(constraints) > 1:
+        names = " and ".join(name for name, _ in constraints)
+        raise bad_request(f"only one field for structured output can be set, got {names}", constraints[1][0])
+    return constraints[0][1] if constraints else None
 
 
 def _response_format(given: dict[str, Any]) -> StructuredOutputsParams | None:

@@ -68,29 +68,29 @@ def spread(histogram: Histogram, unit: float = 1) -> dict[str, float] | None:
 
     The percentiles are multiplied by `unit`.
     """
-    found = histogram.percentiles(50, 90, 99, 100)
-    if found is None:
+    values = histogram.percentiles(50, 90, 99, 100)
+    if values is None:
         return None
     names = ("p50", "p90", "p99", "max")
-    return {**{name: round(x * unit, 3) for name, x in zip(names, found)}, "count": histogram.count}
+    return {**{name: round(x * unit, 3) for name, x in zip(names, values)}, "count": histogram.count}
 
 
-def _requests(engine: AsyncEngine, client: ApiClient, found: EngineStats) -> dict[str, Any]:
+def _requests(engine: AsyncEngine, client: ApiClient, engine_stats: EngineStats) -> dict[str, Any]:
     """Count the requests of the client. Those of other clients appear as sums."""
-    load, admission, totals = found.load, engine.admission, engine.account.of(client.sees)
+    load, admission, totals = engine_stats.load, engine.admission, engine.account.of(client.sees)
     counts: dict[str, Any] = {
         "waiting": load.waiting,
         "waiting_tokens": load.waiting_tokens,
-        "wait_reason": found.wait_reason,
+        "wait_reason": engine_stats.wait_reason,
         "active": load.running,
         "open": admission.open_of(client.sees),
         "completed": totals.completed,
         "rejected": admission.rejected_of(client.sees),
-        "aborted": found.totals["aborted"] if client.admin else totals.aborted,
-        "not_finite": found.totals["not_finite"],
+        "aborted": engine_stats.totals["aborted"] if client.admin else totals.aborted,
+        "not_finite": engine_stats.totals["not_finite"],
     }
     if not client.admin:
-        counts["others"] = {"waiting": found.others.waiting, "active": found.others.running}
+        counts["others"] = {"waiting": engine_stats.others.waiting, "active": engine_stats.others.running}
     return counts
 
 
@@ -101,20 +101,20 @@ async def stats(request: Request) -> Response:
     """
     server, client = server_of(request), client_of(request)
     engine = server.engine
-    found = await engine.stats(client.sees)
-    totals, account = found.totals, engine.account
+    engine_stats = await engine.stats(client.sees)
+    totals, account = engine_stats.totals, engine.account
     queried = totals["queried_tokens"]
     return json_response(
         {
             "model": server.names[0],
             "uptime_s": round(time.time() - server.started_s, 3),
-            "requests": _requests(engine, client, found),
+            "requests": _requests(engine, client, engine_stats),
             "blocks": {
-                "total": found.blocks,
-                "used": found.blocks - found.free_blocks,
-                "free": found.free_blocks,
-                "cached": found.cached_blocks,
-                "tokens_per_block": found.block_size,
+                "total": engine_stats.blocks,
+                "used": engine_stats.blocks - engine_stats.free_blocks,
+                "free": engine_stats.free_blocks,
+                "cached": engine_stats.cached_blocks,
+                "tokens_per_block": engine_stats.block_size,
                 "evictions": totals["evictions"],
                 "preemptions": totals["preemptions"],
                 "preemptions_for_other_keys": totals["yielded"],
@@ -126,7 +126,7 @@ async def stats(request: Request) -> Response:
                 "computed": totals["computed_tokens"],
                 "generated": totals["generated_tokens"],
                 "hit_rate": round(totals["cached_tokens"] / queried, 4) if queried else 0.0,
-                "by_client": found.served_tokens,
+                "by_client": engine_stats.served_tokens,
             },
             "latency_ms": {
                 "ttft": spread(account.ttft_s, 1000),
@@ -139,7 +139,7 @@ async def stats(request: Request) -> Response:
                 "tokens": spread(account.step_tokens),
                 "step_ms": spread(account.step_s, 1000),
             },
-            "last_step": found.last_step,
+            "last_step": engine_stats.last_step,
             "start_up_s": engine.info.phases_s,
             "engine": asdict(engine.info),
         }

@@ -35,7 +35,7 @@ class ApiError(Exception):
         status: the HTTP status.
         message: one sentence for the user; it is cut if it repeats too much of what a client sent.
         param: the request field at fault, or None.
-        code: a word by which programs tell this error from others, or None.
+        code: a word that identifies the kind of error to programs, or None.
         headers: headers for the response.
     """
 
@@ -74,7 +74,7 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 
 def overloaded(message: str, retry_after_s: float) -> ApiError:
-    """Return an error with status 503 that tells the client to try again after `retry_after_s`, in whole seconds."""
+    """Return an error with status 503 and the whole seconds after which the client may retry."""
     headers = {"Retry-After": str(max(1, round(retry_after_s)))}
     return ApiError(503, message, code="overloaded", headers=headers)
 

@@ -93,10 +93,11 @@ class CallParser(JsonReader):
     def _accept(self) -> None:
         """Emit the events held for a call that is complete."""
         for event in self._held:
-            self._emit_if_wanted(event)
+            self._emit_unless_extra(event)
         self._consumed, self._held = [], []
 
-    def _emit_if_wanted(self, event: ParserEvent) -> None:
+    def _emit_unless_extra(self, event: ParserEvent) -> None:
+        """Emit an event, unless it belongs to a call after the only one allowed."""
         if not (isinstance(event, (ToolCall, Arguments)) and self._options.single and event.index > 0):
             self._events.append(event)
 
@@ -117,7 +118,7 @@ class CallParser(JsonReader):
             self._held.append(event)
         else:
             self._consumed = []
-            self._emit_if_wanted(event)
+            self._emit_unless_extra(event)
 
     def _call(self) -> ParserSteps[None]:
         """Read an object with a name and, before or after it, arguments; missing arguments are empty."""

@@ -18,7 +18,7 @@ class ToolFormat:
         name: its name in `--tool-call-parser`.
         parser: the class of its parser.
         matches: returns whether a chat template asks for this format.
-        shape: returns the shape of calls, by chat template and whether only one call is allowed.
+        shape: returns the shape of calls for a chat template; its second argument allows one call only.
         marks: texts that the parser must see even if they are special tokens.
         make_id: returns a new id for a call.
     """

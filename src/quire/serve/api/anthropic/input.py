@@ -110,19 +110,19 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def _messages(request: CountTokensRequest) -> list[ChatMessageDict]:
-    found: list[ChatMessageDict] = []
+    messages: list[ChatMessageDict] = []
     if request.system:
-        found.append({"role": "system", "content": _texts(request.system, "system")})
+        messages.append({"role": "system", "content": _texts(request.system, "system")})
     names: dict[str, str] = {}  # function names by call id
     for i, message in enumerate(request.messages):
         role, where = message.get("role"), f"messages[{i}]"
         if role not in ("user", "assistant", "system"):
             raise bad_request(f"{where}.role must be user or assistant, got {str(role)[:64]!r}", "messages")
         blocks = _blocks(message.get("content"), role, f"{where}.content")
-        found += _results(blocks, names, where) + _message(role, blocks, names, where)
+        messages += _results(blocks, names, where) + _message(role, blocks, names, where)
     if not request.messages:
         raise bad_request("messages must hold at least one message", "messages")
-    return _merge_turns(found)
+    return _merge_turns(messages)
 
 
 def _merge_turns(messages: list[ChatMessageDict]) -> list[ChatMessageDict]:
@@ -179,16 +179,16 @@ def _block_text(block: dict[str, Any], where: str) -> str:
 
 def _results(blocks: Sequence[dict[str, Any]], names: dict[str, str], where: str) -> list[ChatMessageDict]:
     """Return the tool results among the blocks as messages. They precede the user's text in the same message."""
-    found = []
+    results = []
     for i, block in enumerate(blocks):
         if block["type"] == "tool_result":
             at = f"{where}.content[{i}]"
             call = _text(block, "tool_use_id", at)
             content = _texts(block.get("content") or "", "tool_result", f"{at}.content")
-            found.append({"role": "tool", "tool_call_id": call, "content": content})
+            results.append({"role": "tool", "tool_call_id": call, "content": content})
             if call in names:
-                found[-1]["name"] = names[call]
-    return found
+                results[-1]["name"] = names[call]
+    return results
 
 
 def _message(

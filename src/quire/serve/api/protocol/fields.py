@@ -119,7 +119,7 @@ class Usage(msgspec.Struct, kw_only=True):
 def usage_of(
     prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int | None = None
 ) -> Usage:
-    """Return the usage of a request. `reasoning_tokens` is None if no reasoning is told apart."""
+    """Return the usage of a request. `reasoning_tokens` is None if reasoning is not parsed."""
     details = UNSET if reasoning_tokens is None else {"reasoning_tokens": reasoning_tokens}
     return Usage(
         prompt_tokens=prompt_tokens,

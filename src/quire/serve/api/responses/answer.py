@@ -62,8 +62,8 @@ class ResponseAnswer(BlockAnswer):
             tokenizer = self._opened.server.engine.tokenizer
             as_ids = bool(chat.return_tokens_as_token_ids)
             top = chat.top_logprobs or 0
-            found = chat_logprobs(output.token_ids, output.logprobs, top, tokenizer, as_ids)
-            self._held += found.content or []
+            logprobs = chat_logprobs(output.token_ids, output.logprobs, top, tokenizer, as_ids)
+            self._held += logprobs.content or []
         changes = self._blocks.add(output)
         cut = output.finish_reason == "length"
         events = []

@@ -137,46 +137,48 @@ def messages_of(
     Raises:
         ApiError: 400 for an item of a type that Quire does not support.
     """
-    found: list[ConversationDict] = []
+    messages: list[ConversationDict] = []
     names = {call["id"]: call["function"]["name"] for m in history for call in m.get("tool_calls", ())}
     for i, item in enumerate(items):
         where = f"input[{i}]"
         match item.get("type", "message"):
             case "message":
-                _add_message(found, item, where)
+                _add_message(messages, item, where)
             case "reasoning":
                 thought = _texts(item.get("content") or [], f"{where}.content", ("reasoning_text",))
-                _assistant_message(found, "content", "tool_calls").setdefault("thoughts", []).extend(thought)
+                _assistant_message(messages, "content", "tool_calls").setdefault("thoughts", []).extend(
+                    thought
+                )
             case "function_call":
                 call = _call(item, where)
                 names[call["id"]] = call["function"]["name"]
-                _assistant_message(found).setdefault("tool_calls", []).append(call)
+                _assistant_message(messages).setdefault("tool_calls", []).append(call)
             case "function_call_output":
                 call_id = _text(item, "call_id", where)
                 output = _texts(item.get("output"), f"{where}.output", _TEXTS)
-                found.append({"role": "tool", "tool_call_id": call_id, "content": "\n".join(output)})
+                messages.append({"role": "tool", "tool_call_id": call_id, "content": "\n".join(output)})
                 if call_id in names:
-                    found[-1]["name"] = names[call_id]
+                    messages[-1]["name"] = names[call_id]
             case other:
                 raise bad_request(
                     f"{where} has type {str(other)[:64]!r}; Quire takes message, reasoning, function_call and "
                     "function_call_output",
                     "input",
                 )
-    for message in found:
+    for message in messages:
         if "thoughts" in message:
             message["reasoning_content"] = "".join(message.pop("thoughts"))
-    return found
+    return messages
 
 
-def _assistant_message(found: list[ConversationDict], *without: str) -> ConversationDict:
+def _assistant_message(messages: list[ConversationDict], *without: str) -> ConversationDict:
     """Return the assistant's message that the next item joins: the last one unless it has one of the keys `without`."""
-    if not found or found[-1]["role"] != "assistant" or any(found[-1].get(name) for name in without):
-        found.append({"role": "assistant", "content": ""})
-    return found[-1]
+    if not messages or messages[-1]["role"] != "assistant" or any(messages[-1].get(name) for name in without):
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
 
 
-def _add_message(found: list[ConversationDict], item: dict[str, Any], where: str) -> None:
+def _add_message(messages: list[ConversationDict], item: dict[str, Any], where: str) -> None:
     role = item.get("role")
     if role not in ("user", "assistant", "system", "developer"):
         raise bad_request(
@@ -184,9 +186,9 @@ def _add_message(found: list[ConversationDict], item: dict[str, Any], where: str
         )
     content = "\n".join(_texts(item.get("content"), f"{where}.content", _TEXTS))
     if role == "assistant":
-        _assistant_message(found, "content", "tool_calls")["content"] = content
+        _assistant_message(messages, "content", "tool_calls")["content"] = content
     else:
-        found.append({"role": role, "content": content})
+        messages.append({"role": role, "content": content})
 
 
 def _texts(content: Any, where: str, kinds: tuple[str, ...]) -> list[str]:
@@ -194,7 +196,7 @@ def _texts(content: Any, where: str, kinds: tuple[str, ...]) -> list[str]:
         return [content]
     if not isinstance(content, list):
         raise bad_request(f"{where} must be a string or a list of parts", "input")
-    found = []
+    texts = []
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in kinds:
@@ -202,8 +204,8 @@ def _texts(content: Any, where: str, kinds: tuple[str, ...]) -> list[str]:
                 f"{where}[{i}] has type {str(kind)[:64]!r}; Quire takes parts of text: {', '.join(kinds)}",
                 "input",
             )
-        found.append(_text(part, "refusal" if kind == "refusal" else "text", f"{where}[{i}]"))
-    return found
+        texts.append(_text(part, "refusal" if kind == "refusal" else "text", f"{where}[{i}]"))
+    return texts
 
 
 def _call(item: dict[str, Any], where: str) -> dict[str, Any]:

@@ -45,10 +45,10 @@ def _chat_of(body: ResponsesRequest, previous: StoredResponse | None) -> tuple[C
 
 def _stored(request: Request) -> StoredResponse:
     response_id = request.path_params["response_id"]
-    found = server_of(request).responses.get(client_of(request), response_id)
-    if found is None:
+    stored = server_of(request).responses.get(client_of(request), response_id)
+    if stored is None:
         raise _missing(response_id)
-    return found
+    return stored
 
 
 def _missing(response_id: str) -> ApiError:
@@ -58,10 +58,10 @@ def _missing(response_id: str) -> ApiError:
 
 
 async def get_response(request: Request) -> Response:
-    found = _stored(request)
+    stored = _stored(request)
     if request.query_params.get("stream", "false") not in ("false", "0"):
         raise bad_request("stream is not available for a stored response: set it to false", "stream")
-    return Response(found.response, media_type="application/json")
+    return Response(stored.response, media_type="application/json")
 
 
 async def delete_response(request: Request) -> Response:

@@ -47,9 +47,9 @@ class _ClientResponses:
         self.size += stored.size
 
     def pop(self, response_id: str) -> StoredResponse | None:
-        found = self.stored.pop(response_id, None)
-        self.size -= found.size if found is not None else 0
-        return found
+        stored = self.stored.pop(response_id, None)
+        self.size -= stored.size if stored is not None else 0
+        return stored
 
     def drop_oldest(self) -> None:
         self.pop(next(iter(self.stored)))
@@ -89,10 +89,10 @@ class ResponseStore:
     def get(self, client: ApiClient, response_id: str) -> StoredResponse | None:
         """Return a response of this client and mark it as used; None if there is none."""
         shelf = self._by_client.get(client.name)
-        found = shelf.stored.get(response_id) if shelf is not None else None
-        if shelf is not None and found is not None:
+        stored = shelf.stored.get(response_id) if shelf is not None else None
+        if shelf is not None and stored is not None:
             shelf.stored.move_to_end(response_id)
-        return found
+        return stored
 
     def delete(self, client: ApiClient, response_id: str) -> bool:
         """Delete a response of this client; return whether there was one."""

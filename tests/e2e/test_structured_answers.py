@@ -205,8 +205,7 @@ def test_leaving_while_a_grammar_is_compiled(llm: LLM) -> None:
 def test_nothing_starts_without_need(folder: Path) -> None:
     with LLM(str(folder)) as llm:
         llm.generate("x", SamplingParams(max_tokens=3), use_tqdm=False)
-        compiler = llm.client.engine.grammar._compiler
-        assert compiler._source._process is None and not compiler._threads
+        assert not llm.client.engine.grammar.started
 
 
 # ---------------------------------------------------------------------------------- the demo model
@@ -239,7 +238,7 @@ def test_a_grammar_that_is_too_slow_ends_its_request_alone(llm: LLM, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr("quire.grammar.answer.MASK_LIMIT_S", 0.0)
         with pytest.raises(
-            RequestError, match="the answer cannot go on: its grammar is too slow: one mask took"
+            RequestError, match="the answer cannot continue: its grammar is too slow: one mask took"
         ):
             llm.generate("x", asked, use_tqdm=False)
     assert len(texts(llm, "x", asked)[0]) == 20

@@ -234,7 +234,7 @@ def random_run(seed: int, vocabulary: Vocabulary) -> Engine:
             assert got[name] == want[: len(got[name])]
         else:
             assert (got[name], ended[name]) == (want, reason), (seed, name, request.grammar)
-    assert not grammar._answers and not grammar._requests and not grammar._by_slot
+    assert grammar.idle
     engine.close()
     return engine
 
@@ -365,7 +365,7 @@ def test_one_clients_specs_do_not_hold_up_another() -> None:
     gate.set()
     for future in slow:
         future.result(10)
-    assert not compiler._jobs._lines
+    assert not compiler.num_queued
     compiler.close()
 
 
@@ -484,7 +484,7 @@ def write(answer: GrammarAnswer, text: bytes, every: int = 1) -> None:
         assert allows(answer, part[0]), (i, text[i : i + 9])
         answer.use()
         assert answer.accepts(EngineOutput("r", part[:1]))
-        answer._tokens += part[1:]
+        answer.tokens += part[1:]
     answer.work()
     assert answer.error is None, answer.error
 
@@ -602,7 +602,7 @@ def test_a_step_does_not_wait_for_a_slow_mask(monkeypatch: pytest.MonkeyPatch) -
     work = GrammarAnswer.work
 
     def slow(answer: GrammarAnswer) -> None:
-        if answer.request_id == "slow" and len(answer._tokens) == 2 and not begun.is_set():
+        if answer.request_id == "slow" and len(answer.tokens) == 2 and not begun.is_set():
             begun.set()
             assert gate.wait(60)
         work(answer)
@@ -683,7 +683,7 @@ def test_memory_of_matchers_is_bounded() -> None:
     while engine.has_work:
         for output in engine.step():
             got.setdefault(output.id, []).extend(output.token_ids)
-        together = max(together, len(engine.grammar._answers))
+        together = max(together, engine.grammar.num_answers)
     assert together == 1 and set(got) == {"a", "b"} and all(got.values())
 
 

@@ -178,8 +178,8 @@ class JsonBackend:
                 self._tokenizer.add_tokens([AddedToken(piece, normalized=False, special=special)])
 
 
-# Appended to a serialized SentencePiece model, this sets normalizer_spec.add_dummy_prefix to false. In a protocol buffer
-# later fields win: field 3 (normalizer_spec), length 2, its field 3 (add_dummy_prefix), value 0.
+# Appended to a serialized SentencePiece model, this sets normalizer_spec.add_dummy_prefix to false. Later fields of a
+# protocol buffer win: field 3 (normalizer_spec), length 2, its field 3 (add_dummy_prefix), value 0.
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
 

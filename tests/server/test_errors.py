@@ -1,4 +1,4 @@
-"""Requests with errors: the answer is always a 4xx in OpenAI's form that names the field, and the server keeps serving."""
+"""Requests with errors: each gets a 4xx in OpenAI's form that names the field, and the server keeps serving."""
 
 from __future__ import annotations
 

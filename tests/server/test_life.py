@@ -1,4 +1,4 @@
-"""From start to end: flags, keys, TLS, and every way in which a server stops."""
+"""The life of a server: flags, keys, TLS, and every way to stop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def quire(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 class Background:
-    """A request in a thread of its own."""
+    """A request in a separate thread."""
 
     def __init__(self, server: Server, body: dict) -> None:
         self._server, self._body = server, body
@@ -43,9 +43,11 @@ class Background:
         return self.response
 
 
-class Told:
-    """What a server says of itself, and to a request, when its health is no longer good: asked in a thread of its
-    own, for it soon says nothing any more."""
+class UnhealthyAnswers:
+    """The answers of /health and of a request once the server is unhealthy.
+
+    They are collected in a thread, because the server answers only for a short time after that.
+    """
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -64,7 +66,7 @@ class Told:
 
 
 def wait_until_active(server: Server, count: int) -> None:
-    """Until `count` requests run and have got some tokens."""
+    """Wait until `count` requests run and have some tokens."""
 
     def active() -> bool:
         stats = server.stats()
@@ -165,7 +167,7 @@ def test_keys(tmp_path: Path) -> None:
             assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
             assert answer.headers["x-request-id"]
             wrong = headers.get("x-api-key") or "Bearer" in headers.get("Authorization", "")
-            says = "the API key is not one of" if wrong else "send the header `Authorization: Bearer KEY`"
+            says = "the API key is not accepted" if wrong else "send the header `Authorization: Bearer KEY`"
             assert says in answer.json()["error"]["message"]
         for path in ("/stats", "/v1/models", "/version", "/nowhere"):
             assert server.http.get(path).status_code == 401
@@ -272,7 +274,7 @@ def test_a_dead_engine_fails_every_request_and_ends_the_server() -> None:
         streamed = Background(server, {**LONG, "max_tokens": 1000, "stream": True})
         whole = Background(server, {**LONG, "max_tokens": 1000})
         wait_until_active(server, 2)
-        told = Told(server)
+        told = UnhealthyAnswers(server)
         subprocess.run(["kill", "-9", str(server.engine_pid())], check=True)
         *chunks, error, done = events(streamed.result())
         assert chunks and "exit code -9" in error["error"]["message"] and done == "[DONE]"

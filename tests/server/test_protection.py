@@ -1,4 +1,4 @@
-"""A server protects its clients from web pages, and itself from readers and engines that stall."""
+"""Protection of clients against other sites' web pages, and of the server against stalled readers and engines."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_a_large_number_of_elements_is_refused_quickly(dry: Server) -> None:
 
 
 def test_stalled_readers_and_engines() -> None:
-    """Standard output is a pipe that nobody reads; then the engine process is stopped."""
+    """Standard output is a pipe that is not read; then the engine process is suspended."""
     command = [sys.executable, "-m", "quire", "serve", "demo", "--dry-run", "--port", "0", "--log-requests"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     try:
@@ -104,7 +104,7 @@ def test_stalled_readers_and_engines() -> None:
             assert process.poll() is None and time.monotonic() < deadline_s
             time.sleep(0.05)
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as http:
-            for _ in range(800):  # lines of 100 bytes: more than a pipe holds
+            for _ in range(800):  # lines of 100 bytes: more than a pipe's buffer
                 assert http.get("/nowhere").status_code == 404
             engine = engine_of(process.pid)
             engine.send_signal(signal.SIGSTOP)

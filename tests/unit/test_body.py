@@ -1,4 +1,4 @@
-"""Request bodies: measured without being decoded, limited in size, elements, memory and time."""
+"""Request bodies: measured without decoding, limited in size, elements, memory and time."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VALUES = st.recursive(
 
 
 def elements(value: Any) -> int:
-    """Strings, keys included, lists and objects."""
+    """Count the strings (keys included), lists and objects in a value."""
     if isinstance(value, dict):
         return 1 + len(value) + sum(map(elements, value.values()))
     if isinstance(value, list):
@@ -64,7 +64,7 @@ def test_a_meter_counts_what_is_decoded_however_it_is_cut(value: Any, escaped: b
     meter = JsonMeter()
     for start in range(0, len(text), size):
         meter.feed(text[start : start + size])
-    # A quote that is cut off from its partner is rounded up.
+    # A string that is cut in two counts as one more.
     assert elements(value) <= meter.elements <= elements(value) + len(text) // size
     assert (meter.commas, meter.seen) == (commas(value), len(text))
     whole = JsonMeter()
@@ -76,7 +76,7 @@ def test_a_meter_counts_what_is_decoded_however_it_is_cut(value: Any, escaped: b
 
 
 def test_what_comes_before_a_syntax_error_is_counted() -> None:
-    """A decoder stops at the error, so nothing behind it costs anything."""
+    """A decoder stops at the error, so the text after it costs nothing."""
     meter = JsonMeter()
     meter.feed(b'[[],[],\\"[],')
     assert meter.elements >= 3
@@ -89,7 +89,7 @@ def read(
     wait_s: float = 0.0,
     scope: dict[str, Any] | None = None,
 ) -> Any:
-    """What the route gets for a body that arrives in `pieces`, `wait_s` apart."""
+    """Read a body that arrives in `pieces`, `wait_s` apart, and return what a route gets."""
 
     async def arriving() -> AsyncIterator[dict[str, Any]]:
         for i, piece in enumerate(pieces):
@@ -134,7 +134,7 @@ def test_a_million_token_ids_fit_into_a_context_of_a_million() -> None:
 
 
 def test_elements_are_refused_while_the_body_still_arrives() -> None:
-    """Else a client makes the server keep and decode all of it."""
+    """Otherwise a client could make the server store and decode the whole body."""
     piece = b"[]," * 100_000
     bodies, scope = BodyReader(16 << 20, 65536, 2048), {}
     pieces = [b'{"a":[', *[piece] * 40]

@@ -1,4 +1,4 @@
-"""Clients take turns in the tokenizer's threads: a burst of one does not hold up another, however slow its work is."""
+"""Clients take turns in the tokenizer threads: a burst of one does not delay another, however slow its work is."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_clients_take_turns_by_the_time_that_their_work_takes() -> None:
         clients = [
             ALPHA,
             *(ApiClient(f"other{i}") for i in range(4)),
-        ]  # they hold the thread and all spare ones
+        ]  # they occupy the thread and all spare ones
         held = [task for client in clients for task in start(pool, client, lambda: gate.wait(20))]
         await asyncio.sleep(0.01)
 

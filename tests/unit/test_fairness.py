@@ -1,4 +1,4 @@
-"""What one client asks for in large numbers is taken in pieces, so that others do not wait for all of it."""
+"""Large requests of one client are processed in pieces, so that other clients do not wait for all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from quire.serve.http.stream import complete_response
 
 
 class SlowIntake:
-    """An engine that is never done, and needs a while to take in a request."""
+    """An engine that never finishes and takes a while to add a request."""
 
     has_work = True
 

@@ -1,4 +1,4 @@
-"""Signs of life of the engine process: what is reported as overdue, and what is not."""
+"""The heartbeat of the engine process: which silences are reported as overdue."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from quire.serve.engine_heartbeat import Heartbeat
 
 
 class Engine:
-    """A process under a clock of its own: `run` lets time pass, in which it uses CPU time and answers or not."""
+    """A simulated process with its own clock: during `run` it may use CPU time and may answer."""
 
     def __init__(self) -> None:
         self.now_s = self.cpu_s = 0.0
@@ -17,7 +17,7 @@ class Engine:
         self.asked += 1
 
     def run(self, seconds: int, answers: bool, works: bool = False) -> float:
-        """Let time pass; the longest silence that was reported meanwhile."""
+        """Advance the clock and return the longest silence reported meanwhile."""
         worst = 0.0
         for _ in range(seconds):
             self.heartbeat.check()

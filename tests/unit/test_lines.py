@@ -1,4 +1,4 @@
-"""Lines of the server: written by a thread, dropped and counted when nobody reads them."""
+"""Log lines: written by a thread, dropped and counted if the output is not read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.serve.settings import ServeConfig
 
 @pytest.fixture
 def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
-    """Both ends of a pipe that stands for standard output and error."""
+    """Return both ends of a pipe that replaces standard output and standard error."""
     monkeypatch.setattr(lines_module, "_REPORT_S", 0.02)
     read, write = os.pipe()
     real = os.write

@@ -1,10 +1,11 @@
-"""The live view's data: steps, requests and blocks as they are, bounded, and at nobody's cost when nobody looks."""
+"""The data of the live view: correct and bounded steps, requests and blocks, collected only for open viewers."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ from quire.serve.async_engine import AsyncEngine
 from quire.serve.http.auth import ANYONE, ApiClient
 from quire.serve.http.errors import ApiError
 from quire.serve.observe.live import LiveStream
-from quire.serve.observe.live_view import LiveView, LiveViews
+from quire.serve.observe.live_view import KEPT_STEPS, LiveView, LiveViews
 from quire.serve.settings import ServeConfig
 from quire.types import EngineDead, EngineLive, EngineRequest, SamplingParams
 from quire.worker.echo_executor import EchoExecutor
@@ -74,12 +75,12 @@ def test_requests_that_run_and_wait() -> None:
     assert (first.state, first.prompt, first.limit, first.client) == ("decode", 9, 40, "alpha")
     assert first.generated > 0 and first.blocks == len(host.scheduler.running[0].blocks) and first.slot == 0
     assert found.waiting[0].slot == -1 and found.waiting[0].blocks == 0
-    msg.decode_to_client(msg.encode(msg.Live(found)))  # it can travel
+    msg.decode_to_client(msg.encode(msg.Live(found)))  # it can be encoded
 
 
 def test_the_map_of_blocks_agrees_with_the_books() -> None:
     host = engine(max_num_seqs=4)
-    start = list(range(1, 17))  # four blocks that all share
+    start = list(range(1, 17))  # four blocks shared by all requests
     host.add(request("a", [*start, 50], 12))
     while host.has_work:
         host.step()
@@ -152,7 +153,7 @@ def test_steps_in_flight_are_not_told_yet() -> None:
     host = engine()
     host.add(request("a", [7] * 9))
     host.step()
-    assert len(host.log) == 1 and look(host).steps == []  # it is in flight
+    assert len(host.log) == 1 and look(host).steps == []  # the step is in flight
     host.step()
     assert [s.step for s in look(host).steps] == [0]
 
@@ -190,7 +191,7 @@ def test_looking_changes_nothing() -> None:
 
 
 class Asked:
-    """An engine that is asked: counts, and answers as told."""
+    """A fake engine that counts polls and returns prepared answers."""
 
     def __init__(self, host: Engine) -> None:
         self.host, self.count, self.dead = host, 0, False
@@ -247,7 +248,28 @@ def test_many_look_at_the_price_of_one_and_each_step_comes_once() -> None:
     asyncio.run(scene())
 
 
-def test_a_slow_viewer_skips_states_and_nothing_grows() -> None:
+def test_a_view_keeps_a_bounded_number_of_steps() -> None:
+    async def scene() -> None:
+        host = engine()
+        host.add(request("a", [7] * 9, 10))
+        host.step()
+        host.step()
+        state = look(host)
+        steps = [replace(state.steps[0], step=number) for number in range(3 * KEPT_STEPS)]
+
+        async def ask(since: int) -> EngineLive:
+            return replace(state, steps=steps)
+
+        view = LiveView(ask)
+        (_, events), _ = await view.next_events(view.enter())
+        numbers = [step["step"] for step in as_json(events)]
+        assert numbers == list(range(2 * KEPT_STEPS, 3 * KEPT_STEPS))
+        view.leave()
+
+    asyncio.run(scene())
+
+
+def test_a_slow_viewer_skips_states() -> None:
     async def scene() -> None:
         asked = started()
         view = LiveView(asked, interval_s=0.0001)
@@ -256,9 +278,8 @@ def test_a_slow_viewer_skips_states_and_nothing_grows() -> None:
         async with asyncio.timeout(30):
             while asked.count < 10:
                 await asyncio.sleep(0.001)
-        (_, steps), _ = await view.next_events(seen)  # all it missed, at once
+        (_, steps), _ = await view.next_events(seen)  # all missed steps at once
         assert len(as_json(steps)) > 5
-        assert view._steps.maxlen is not None  # what is kept has a bound
         view.leave()
 
     asyncio.run(scene())
@@ -321,14 +342,16 @@ def test_a_stream_ends_when_its_viewer_leaves_or_does_not_read() -> None:
     left = asyncio.run(scene(leaves=True, reads=True))
     assert len(left) > 5 and b"event: state" in left[-1]["body"]
     deaf = asyncio.run(scene(leaves=False, reads=False))
-    assert len(deaf) == 3 and all(message.get("more_body", True) for message in deaf)  # so it is cut off
+    assert len(deaf) == 3 and all(
+        message.get("more_body", True) for message in deaf
+    )  # the connection is closed
 
 
 def test_an_answer_that_nobody_waits_for_any_more_is_not_the_next_ones() -> None:
     class Process:
-        pid = os.getpid()
+        """A fake engine process that answers on demand."""
 
-        """Answers when it is told to."""
+        pid = os.getpid()
 
         def __init__(self) -> None:
             self.answers: asyncio.Queue[msg.ToClient] = asyncio.Queue()
@@ -343,7 +366,7 @@ def test_an_answer_that_nobody_waits_for_any_more_is_not_the_next_ones() -> None
     async def scene() -> None:
         process = Process()
         server = AsyncEngine(EngineConfig(), ServeConfig(), process)  # type: ignore[arg-type]
-        receiving = asyncio.ensure_future(server._receive())
+        receiving = asyncio.ensure_future(server.receive_messages())
         left, stays = asyncio.ensure_future(server.live(7)), asyncio.ensure_future(server.live(-1))
         await asyncio.sleep(0)
         left.cancel()
@@ -377,7 +400,7 @@ def test_each_client_looks_at_its_own() -> None:
         for view, one in seen:
             await view.next_events(one)
         assert sorted(asked, key=str) == [None, "anna", "bert"]
-        with pytest.raises(ApiError):  # one client's viewers leave room to others
+        with pytest.raises(ApiError):  # the viewers of one client leave room for others
             for _ in range(1000):
                 views.of(anna).enter()
         views.of(bert).enter()

@@ -36,7 +36,7 @@ from quire.serve.answer.parser import (
 from quire.serve.api.protocol.chat import ChatRequest
 from quire.serve.api.structured_fields import structured_outputs
 from quire.serve.api.tokens import detokenize, tokenize
-from quire.serve.async_engine import AsyncEngine
+from quire.serve.async_engine import prefix_salt
 from quire.serve.client_threads import ClientThreads
 from quire.serve.http.auth import ANYONE, ApiClient, ApiKeys, bearer, load_keys
 from quire.serve.http.body import BodyReader
@@ -294,7 +294,7 @@ def test_keys_of_one_name_are_one_client(tmp_path: Path) -> None:
 
 def test_the_prefix_cache_is_salted_by_key() -> None:
     def salt(client: ApiClient, given: str, **settings: bool) -> str:
-        return AsyncEngine._salt(SimpleNamespace(settings=ServeConfig(**settings)), client, given)  # type: ignore[arg-type]
+        return prefix_salt(client, given, ServeConfig(**settings).share_prefix_cache)
 
     given = ["", "x", "a", "a\n", "\n"]
     salts = {salt(ApiClient(name), one) for name in ("a", "b", "ab") for one in given}

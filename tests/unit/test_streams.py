@@ -1,4 +1,4 @@
-"""Streams: when new output wakes or calls the waiting route; and chunk templates, which encode only the text."""
+"""Streams: delivery of new output to generations, and chunk templates."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def read(found: list[ParserEvent]) -> Found:
 
 
 def same_however_cut(form: str, text: str, hold: bool = True, single: bool = False) -> Found:
-    """Return the events of `text`, checked to be the same for every split in two, single characters and random pieces."""
+    """Return the events of `text`, checked to be the same for all splits in two and for random pieces."""
     whole = events(form, [text], hold, single)
     cuts = [[text[:at], text[at:]] for at in range(1, len(text))] + [list(text)]
     rng = random.Random(0)

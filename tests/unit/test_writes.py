@@ -1,4 +1,4 @@
-"""Writes that are gathered reach each connection in order, whole, and before it closes."""
+"""Gathered writes reach each connection in order, complete, and before it closes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from quire.serve.http.writes import BodyWriter, GatheringTransport, WriteSchedul
 
 
 class Recorder(asyncio.Transport):
-    """Keeps what is written, in one list for all connections."""
+    """A transport that records its writes in a list shared by all connections."""
 
     def __init__(self, name: str, log: list[tuple[str, bytes]]) -> None:
         super().__init__()

@@ -6,7 +6,7 @@ with the cause and `died` is set.
 
     route --prepare()--> threads: template, tokens, checks --submit()--> engine process
       ^                                                                     |
-      +-- Generation.wait() <-- OutputAssembler <-- _receive(): one message per step
+      +-- Generation.wait() <-- OutputAssembler <-- receive_messages(): one message per step
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class AsyncEngine:
             settings.max_waiting, settings.max_waiting_tokens, self.info.max_num_seqs, self._total_weight
         )
         self.account = RequestAccounts(self.info.max_model_len)
-        self._receiver = asyncio.ensure_future(self._receive())
+        self._receiver = asyncio.ensure_future(self.receive_messages())
         self._heartbeat_task = asyncio.ensure_future(self.heartbeat.run())
 
     async def in_thread(self, client: ApiClient, work: Callable[..., T], *args: object) -> T:
@@ -193,8 +193,7 @@ class AsyncEngine:
             total += len(prepared[-1].state.prompt_token_ids)
             if total > most:
                 raise RequestError(
-                    f"prompt must have at most {most} tokens over all prompts of a request, got {total} so far",
-                    param="prompt",
+                    f"prompt: all prompts of a request together must have at most {most} tokens, got {total} so far"
                 )
         return prepared
 
@@ -206,7 +205,7 @@ class AsyncEngine:
                 prompt = last_tokens(self.tokenizer, prompt, job.keep_last, job.add_special_tokens)
             assert isinstance(prompt, list)
             prompt = prompt[-job.keep_last :]
-        salt = self._salt(client, job.cache_salt)
+        salt = prefix_salt(client, job.cache_salt, self.settings.share_prefix_cache)
         requests = self.processor.process(
             name, prompt, job.params, job.priority, salt, job.add_special_tokens, job.pooling
         )
@@ -220,12 +219,6 @@ class AsyncEngine:
         return PreparedRequest(
             RequestState(name, text, requests, self.tokenizer, arrival_s), requests, frames
         )
-
-    def _salt(self, client: ApiClient, given: str) -> str:
-        """Return the salt that separates cached prefixes: the client's name and the request's own salt."""
-        if self.settings.share_prefix_cache or client == ANYONE:
-            return given
-        return f"{client.name}\n{given}"  # names contain no line feed
 
     def _close(self, generation: Generation, client: ApiClient, choices: int) -> None:
         """Remove an ended generation. Its requests are aborted: slots and blocks are free before the next step."""
@@ -241,7 +234,8 @@ class AsyncEngine:
 
     # ----------------------------------------------------------------------------- outputs back
 
-    async def _receive(self) -> None:
+    async def receive_messages(self) -> None:
+        """Handle the messages of the engine process until it dies. Started by `start`."""
         yielded_s = time.monotonic()
         try:
             while True:
@@ -268,8 +262,8 @@ class AsyncEngine:
                     case msg.Pong():
                         self.heartbeat.beat()
                     case msg.Live(live):
-                        if not (live_waits := self._live.popleft()).done():  # it may be cancelled
-                            live_waits.set_result(live)
+                        if not (viewer := self._live.popleft()).done():  # it may be cancelled
+                            viewer.set_result(live)
         except Exception as error:  # any error must reach the open requests
             self._die(str(error) if isinstance(error, EngineDead) else f"the engine stopped: {error!r}")
 
@@ -280,9 +274,8 @@ class AsyncEngine:
             generation = self._open.get(name)
             if generation is None:
                 continue
-            if (error := state.error) is not None:
-                status = 500 if error.internal else 400
-                generation.fail(ApiError(status, error.message, error.param, error.code))
+            if state.error is not None:
+                generation.fail(ApiError(500 if state.internal else 400, state.error))
             else:
                 generation.changed(state)
 
@@ -352,3 +345,16 @@ class AsyncEngine:
                 task.cancel()
         await self._process.close(kill)
         self._threads.close()
+
+
+def prefix_salt(client: ApiClient, salt: str, shared: bool) -> str:
+    """Return the salt of a request's cached prefixes; requests with different salts share none.
+
+    Args:
+        client: owner of the request.
+        salt: the request's `cache_salt`.
+        shared: whether clients share cached prefixes.
+    """
+    if shared or client == ANYONE:
+        return salt
+    return f"{client.name}\n{salt}"  # names contain no line feed

@@ -1,8 +1,8 @@
 """The interface of parsers, which split a model's text into content, reasoning and tool calls.
 
 Each choice has its own parser, fed with text as it is generated. Streams and whole answers use the same parsers, so
-they cannot differ. A parser may hold text back until it can classify it, and must emit the rest at `finish`. `PlainText`
-is the parser of models and requests without reasoning and tools.
+they cannot differ. A parser may hold text back until it can classify it, and must emit the rest at `finish`.
+`PlainText` is the parser of models and requests without reasoning and tools.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The parser that separates a model's reasoning, `<think>...</think>`, from its answer.
 
-Reasoning comes first or not at all; tags further on are text. A chat template may write the opening tag into the prompt:
-the answer then starts inside the reasoning. White space around reasoning is formatting and is dropped. Reasoning without
-a closing tag extends to the end.
+Reasoning comes first or not at all; tags further on are text. A chat template may write the opening tag into the
+prompt: the answer then starts inside the reasoning. White space around reasoning is formatting and is dropped.
+Reasoning without a closing tag extends to the end.
 """
 
 from __future__ import annotations

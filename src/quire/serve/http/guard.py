@@ -57,8 +57,8 @@ class Guard:
         if self._is_foreign(headers) and not _opens_page(scope, headers):
             shown = headers.get("origin", "another site")[:128]
             raise _forbidden(
-                f"requests from pages of {shown} are not accepted; start the server with --allowed-origins to allow"
-                " them"
+                f"requests from pages of {shown} are not accepted; "
+                "start the server with --allowed-origins to accept them"
             )
 
     def _knows(self, name: str) -> bool:

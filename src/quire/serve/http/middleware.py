@@ -65,7 +65,7 @@ class RequestMiddleware:
                     raise _unauthorized(headers)
                 scope["client_key"] = client
             await self._app(scope, receive, named)
-        except ClientDisconnect:  # while it sent its body: nobody receives an answer
+        except ClientDisconnect:  # while it sent its body, so no answer can be sent
             pass
         except Exception as error:
             found = as_api_error(error)

@@ -82,6 +82,11 @@ class RequestAccounts:
         self.clients: dict[str, ClientTotals] = {}  # by name
         self._tracks: dict[str, RequestTrack] = {}
 
+    @property
+    def open_ids(self) -> list[str]:
+        """Return the ids of the engine requests that have not ended in the engine."""
+        return list(self._tracks)
+
     def open(self, requests: Iterable[EngineRequest], arrival_s: float) -> list[RequestTrack]:
         """Create tracks for engine requests that are about to be sent; their HTTP request arrived at `arrival_s`."""
         sent_s = time.monotonic()

@@ -18,7 +18,7 @@ from quire.serve.http.errors import ApiError, as_api_error, overloaded
 from quire.serve.http.wire import encode
 from quire.types import EngineLive, LiveStep
 
-_KEPT_STEPS = 512
+KEPT_STEPS = 512
 _MAX_VIEWERS = 64
 
 
@@ -57,7 +57,7 @@ class LiveView:
     def __init__(self, ask: Callable[[int], Awaitable[EngineLive]], interval_s: float = 0.25) -> None:
         """Start without viewers; `ask(step)` returns the engine's state and its steps after number `step`."""
         self._ask, self._interval_s = ask, interval_s
-        self._steps: deque[LiveStep] = deque(maxlen=_KEPT_STEPS)
+        self._steps: deque[LiveStep] = deque(maxlen=KEPT_STEPS)
         self._state = b""
         self._version = 0
         self._viewers = 0

@@ -1,4 +1,4 @@
-"""Templates run in helper processes: hostile ones end in a clean error, and nothing else notices them."""
+"""Templates run in helper processes: hostile ones end in a clean error, without an effect on other renderings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOUBLED = "{% set n = namespace(x=[1]) %}{% for i in range(LEVELS) %}{% set n.x 
 
 
 def doubled(levels: int, then: str) -> str:
-    """A list that holds itself twice, and so on: small in memory, and as large as 2 ** levels to look at."""
+    """Build nested lists that hold the next level twice: small in memory, but 2 ** levels items when traversed."""
     return DOUBLED.replace("LEVELS", str(levels)) + then
 
 
@@ -104,20 +104,20 @@ def renderer() -> Iterator[TemplateRenderer]:
 
 
 def pids(found: TemplateRenderer) -> list[int]:
-    return found._pool.pids()
+    return found.pids()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def short_limits() -> Iterator[None]:
-    before = renderer_module._CPU_S
-    renderer_module._CPU_S = 0.3  # before the module's processes start
+    before = renderer_module.CPU_S
+    renderer_module.CPU_S = 0.3  # before the module's processes start
     yield
-    renderer_module._CPU_S = before
+    renderer_module.CPU_S = before
 
 
 @pytest.mark.parametrize("source", HOSTILE, ids=lambda s: f"{s[:50]}-{len(s)}")
 def test_hostile_and_broken_templates_end(source: str, renderer: TemplateRenderer) -> None:
-    """In an error, or in a text where they stay within the limits. The next rendering is as ever."""
+    """Hostile templates end in an error, or in a text if they stay within the limits. The next rendering works."""
     try:
         text = renderer.render(source, VARIABLES)
         assert len(text) <= 16_000_000
@@ -128,7 +128,7 @@ def test_hostile_and_broken_templates_end(source: str, renderer: TemplateRendere
 
 
 def test_an_attack_slows_no_other_rendering(renderer: TemplateRenderer) -> None:
-    """Two processes: one is busy with what never ends, the other one answers."""
+    """One of two processes runs an endless template, and the other one answers."""
     renderer.render("{{ 1 }}", {})
     attack = threading.Thread(target=lambda: outcome(renderer, "{{ 7 ** 999999999 }}"))
     attack.start()
@@ -157,7 +157,7 @@ def test_a_template_that_exceeds_limits_again_is_refused_at_once(renderer: Templ
 
 
 def test_long_messages_do_not_bring_a_template_into_disrepute(renderer: TemplateRenderer) -> None:
-    """Else a client could have the server's own template refused, with a conversation that takes too long."""
+    """Otherwise a client could block the server's template with a conversation that takes too long."""
     source = "{% for a in x %}{% for b in x %}{% for c in x %}{% endfor %}{% endfor %}{% endfor %}fine"
     for _ in range(3):
         assert "processor time" in outcome(renderer, source, {"x": list(range(10_000))})
@@ -165,7 +165,7 @@ def test_long_messages_do_not_bring_a_template_into_disrepute(renderer: Template
 
 
 def test_memory_is_limited_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renderer_module, "_CPU_S", 4)
+    monkeypatch.setattr(renderer_module, "CPU_S", 4)
     renderer = TemplateRenderer()
     said = outcome(renderer, "{% set x = 'a' * 10 ** 9 %}{{ x | length }}")
     assert "MiB of memory" in said
@@ -189,8 +189,8 @@ def test_a_process_that_dies_is_replaced(renderer: TemplateRenderer) -> None:
 def test_a_process_that_hangs_is_killed_at_the_deadline(
     renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a platform whose kernel limits no processor time."""
-    monkeypatch.setattr(renderer_module, "_WALL_S", 0.2)
+    """The deadline suffices where the kernel does not limit processor time."""
+    monkeypatch.setattr(renderer_module, "WALL_S", 0.2)
     renderer.render("{{ 1 }}", {})
     for pid in pids(renderer):
         psutil.Process(pid).suspend()
@@ -236,7 +236,7 @@ def test_texts_of_any_kind_pass() -> None:
 def test_no_process_outlives_its_parent(end: str) -> None:
     code = (
         "from quire.frontend.templates.renderer import TemplateRenderer; import threading, time; renderer = TemplateRenderer(); "
-        "renderer.render('{{ 1 }}', {}); print(*renderer._pool.pids(), flush=True); "
+        "renderer.render('{{ 1 }}', {}); print(*renderer.pids(), flush=True); "
         "threading.Thread(target=lambda: renderer.render('{{ 7 ** 999999999 }}', {}), daemon=True).start(); "
         f"time.sleep(0.1); {end}"
     )

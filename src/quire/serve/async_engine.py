@@ -193,7 +193,8 @@ class AsyncEngine:
             total += len(prepared[-1].state.prompt_token_ids)
             if total > most:
                 raise RequestError(
-                    f"prompt: all prompts of a request together must have at most {most} tokens, got {total} so far"
+                    f"prompt must have at most {most} tokens over all prompts of a request, got {total} so far",
+                    param="prompt",
                 )
         return prepared
 

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 from quire.kernels.matmul import gemv as gemv_kernels
 from quire.kernels.matmul import skinny as skinny_kernels
 from quire.kernels.matmul.gemv import gemv, norm_gemv
-from quire.kernels.matmul.skinny import BLOCK_N, is_small, skinny, whole
+from quire.kernels.matmul.skinny import BLOCK_N, is_small, skinny, small_weight_product
 from quire.quant.base import PlainMatmul
 from quire.quant.few_rows import FewRowsMatmul
 
@@ -169,7 +169,7 @@ def test_whole(device: torch.device, dtype: torch.dtype, outputs: int, inputs: i
     if not is_small(weight):
         pytest.skip("not the way for so large a weight")
     bias = values(outputs, **kind, seed=3) if rows == 3 else None
-    assert_close(whole(x, weight, bias), product(x, weight, bias))
+    assert_close(small_weight_product(x, weight, bias), product(x, weight, bias))
 
 
 @pytest.mark.parametrize(

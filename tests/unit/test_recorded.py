@@ -83,7 +83,7 @@ def test_recording_is_of_one_thread() -> None:
         other.join()
         return kernels.rms_norm(x, weight, 1e-6)
 
-    y, again = kernels.record(work)
+    y, again = kernels.capture(work)
     wanted = y.clone()
     y.zero_()
     again()

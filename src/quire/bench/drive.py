@@ -67,7 +67,7 @@ class Bench:
         check_fits(work, self.info)
         arrivals_s = arrivals_s or [0.0] * len(work)
         served = [ServedRequest(len(ids), at) for (ids, _), at in zip(work, arrivals_s)]
-        waiting = deque((ids, answer(params, count), one) for (ids, count), one in zip(work, served))
+        waiting = deque((ids, answer_params(params, count), one) for (ids, count), one in zip(work, served))
         running: dict[str, ServedRequest] = {}
         steps: list[StepRecord] = []
         limit = max_concurrency or math.inf
@@ -144,7 +144,7 @@ def check_fits(work: Workload, info: EngineInfo) -> None:
         )
 
 
-def answer(params: dict[str, Any], count: int) -> SamplingParams:
+def answer_params(params: dict[str, Any], count: int) -> SamplingParams:
     """Asks for exactly `count` tokens, chosen as the fields `params` say."""
     return SamplingParams(**{**params, "max_tokens": count, "ignore_eos": True})
 

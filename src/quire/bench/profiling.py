@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from quire.bench.drive import Bench, answer, synchronize
+from quire.bench.drive import Bench, answer_params, synchronize
 from quire.bench.kernel_table import KernelRow, busy_and_span_us, events_of, tables
 from quire.bench.load.workloads import Workload, shifted
 from quire.bench.metrics import limits
@@ -27,15 +27,15 @@ from quire.types import ConfigError
 
 SETTLING = 4  # decode steps before the first that counts
 
-StopCondition = Callable[[list[StepRecord]], bool]
+StartCondition = Callable[[list[StepRecord]], bool]
 
 
-def after(steps: int) -> StopCondition:
+def after(steps: int) -> StartCondition:
     """Begin behind so many steps."""
     return lambda records: len(records) >= steps
 
 
-def decoding(rows: int) -> StopCondition:
+def decoding(rows: int) -> StartCondition:
     """Begin when all `rows` requests have made some steps of one token each."""
 
     def ready(records: list[StepRecord]) -> bool:
@@ -68,7 +68,7 @@ class Profile:
 
 
 def run_profile(
-    bench: Bench, work: Workload, params: dict[str, Any], ready: StopCondition, steps: int, trace_file: Path
+    bench: Bench, work: Workload, params: dict[str, Any], ready: StartCondition, steps: int, trace_file: Path
 ) -> Profile:
     """Profile up to `steps` steps from the moment that `ready` says, and keep the trace (.json or .json.gz)."""
     vocab = bench.info.vocab_size
@@ -102,13 +102,13 @@ def _window(
     bench: Bench,
     work: Workload,
     params: dict[str, Any],
-    ready: StopCondition,
+    ready: StartCondition,
     steps: int,
     around: AbstractContextManager[Any],
 ) -> tuple[list[StepRecord], float]:
     """Serve `work` until `ready`, then run up to `steps` steps inside of `around`: their records and seconds."""
     engine, device = bench.client.engine, bench.info.device
-    names = [bench.add(ids, answer(params, count)) for ids, count in work]
+    names = [bench.add(ids, answer_params(params, count)) for ids, count in work]
     before: list[StepRecord] = []
     while engine.has_work and not ready(before):
         bench.poll(before)

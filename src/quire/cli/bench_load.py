@@ -114,6 +114,6 @@ class RequestPlan:
         )
 
     def _asks_of(self, work: Workload) -> list[BenchRequest]:
-        from quire.bench.load.datasets import asks_of
+        from quire.bench.load.datasets import to_requests
 
-        return asks_of(work, self._tokenizer if self._is_chat else None)
+        return to_requests(work, self._tokenizer if self._is_chat else None)

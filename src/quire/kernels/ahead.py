@@ -21,7 +21,7 @@ _THREADS = 16
 
 
 @contextlib.contextmanager
-def side_by_side(device: torch.device, threads: int = _THREADS) -> Iterator[list[str]]:
+def background_compilation(device: torch.device, threads: int = _THREADS) -> Iterator[list[str]]:
     """Compile the kernels that this thread launches inside the context, and run none of them.
 
     Results inside mean nothing, but no index in them can be out of range, because fresh memory is zeroed.

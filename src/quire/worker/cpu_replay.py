@@ -89,7 +89,7 @@ class CpuReplay:
         """Run the step, and keep its calls if they are all there is to it."""
         fixed = self._static(batch)
         with _Operators() as operators:
-            logits, again = self._kernels.record(lambda: self._model.logits(self._model(fixed)))
+            logits, again = self._kernels.capture(lambda: self._model.logits(self._model(fixed)))
         self._computes_in_torch = bool(operators.names)
         if not self._computes_in_torch:
             self._recordings[rows] = _CapturedStep(fixed, logits, again)

@@ -62,18 +62,18 @@ class Worker:
         if not available(self.device) or config.kv_layout != "paged":  # elsewhere a single page can be huge
             return
         # Imported here: an installation for CPUs has no Triton.
-        from quire.kernels.ahead import side_by_side
+        from quire.kernels.ahead import background_compilation
 
         rows, per_row = self._largest_step()
         size = self._scratch_size(per_row)
         blocks = self._make_blocks(size)
         eager = self._make_runner(size, blocks, graphs=False)
         usual = self._make_runner(size, blocks, config.cuda_graphs)
-        with side_by_side(self.device) as missing:
+        with background_compilation(self.device) as missing:
             _run(eager, min(rows, 16), per_row)  # as 16 rows, so any other multiple of 16
             self._run_request(usual, size)
         if missing:  # then those of other sizes are not on disk either: better now than while requests wait
-            with side_by_side(self.device):
+            with background_compilation(self.device):
                 self._run_prompt(usual, size, _FEW_TOKENS)
                 for few in _ROWS_WITH_KERNELS:
                     if few <= rows:

@@ -76,7 +76,7 @@ def _ids(r: random.Random, vocab: int, count: int) -> list[int]:
     return [r.randrange(vocab) for _ in range(count)]
 
 
-def asks_of(work: Workload, tokenizer: Tokenizer | None = None) -> list[BenchRequest]:
+def to_requests(work: Workload, tokenizer: Tokenizer | None = None) -> list[BenchRequest]:
     """Requests for `work`: as token ids or, if there is a tokenizer, as text."""
     found = []
     for number, (ids, output_len) in enumerate(work):
@@ -92,21 +92,21 @@ def sharegpt(
     recorded one, or `output_len` tokens. Very short and long ones are left out, as in vLLM's benchmark."""
     conversations = [found for entry in _entries(path) if len(found := _turns(entry)) >= 2]
     random.Random(seed).shuffle(conversations)
-    asks: list[BenchRequest] = []
+    requests: list[BenchRequest] = []
     for question, reply, *_ in conversations:
-        if len(asks) == count:
+        if len(requests) == count:
             break
         prompt_len = len(tokenizer.encode(question))
         wanted = output_len or len(tokenizer.encode(reply, False))
         most_in, most = _MOST_TOKENS
         if min(prompt_len, wanted) >= _LEAST_TOKENS and prompt_len <= most_in and prompt_len + wanted <= most:
-            asks.append(BenchRequest(len(asks), question, prompt_len, wanted))
-    if not asks:
+            requests.append(BenchRequest(len(requests), question, prompt_len, wanted))
+    if not requests:
         raise ConfigError(
             f"{path} holds no conversation that could be sent: a ShareGPT file is a list of objects with "
             '"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]'
         )
-    return repeated(asks, count)
+    return repeated(requests, count)
 
 
 def _turns(entry: Any) -> list[str]:
@@ -117,18 +117,18 @@ def _turns(entry: Any) -> list[str]:
 
 def custom(path: Path, count: int, tokenizer: Tokenizer | None, output_len: int) -> list[BenchRequest]:
     """JSON lines with "prompt" and, if they like, "output_tokens"."""
-    asks: list[BenchRequest] = []
+    requests: list[BenchRequest] = []
     for entry in _entries(path):
         prompt = entry.get("prompt") if isinstance(entry, dict) else None
         if not isinstance(prompt, str) or not prompt:
             raise ConfigError(f'{path} must hold JSON lines with a "prompt" that is text')
         prompt_len = len(tokenizer.encode(prompt)) if tokenizer else len(prompt.split())
-        asks.append(
-            BenchRequest(len(asks), prompt, prompt_len, int(entry.get("output_tokens") or output_len))
+        requests.append(
+            BenchRequest(len(requests), prompt, prompt_len, int(entry.get("output_tokens") or output_len))
         )
-    if not asks:
+    if not requests:
         raise ConfigError(f"{path} holds no prompts")
-    return repeated(asks, count)
+    return repeated(requests, count)
 
 
 def _entries(path: Path) -> Iterator[Any]:
@@ -145,7 +145,10 @@ def _entries(path: Path) -> Iterator[Any]:
         raise ConfigError(f"{path} is neither JSON nor JSON lines: {error}") from None
 
 
-def repeated(asks: Sequence[BenchRequest], count: int, skip: int = 0) -> list[BenchRequest]:
+def repeated(requests: Sequence[BenchRequest], count: int, skip: int = 0) -> list[BenchRequest]:
     """`count` requests from place `skip` on, from the beginning again where they run out."""
-    chosen = (asks[(skip + i) % len(asks)] for i in range(count))
-    return [BenchRequest(i, ask.prompt, ask.prompt_len, ask.output_len) for i, ask in enumerate(chosen)]
+    chosen = (requests[(skip + i) % len(requests)] for i in range(count))
+    return [
+        BenchRequest(i, request.prompt, request.prompt_len, request.output_len)
+        for i, request in enumerate(chosen)
+    ]

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from quire.bench.load.datasets import BenchRequest
 from quire.bench.run import Run, ServedRequest
-from quire.bench.server.http import Http
+from quire.bench.server.http import HttpClient
 from quire.types import ConfigError
 
 T = TypeVar("T")
@@ -43,14 +43,14 @@ class ServerTarget:
     def is_chat(self) -> bool:
         return self.endpoint.rstrip("/").endswith("chat/completions")
 
-    def body(self, ask: BenchRequest) -> bytes:
+    def body(self, request: BenchRequest) -> bytes:
         body: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
         if self.is_chat:
-            body["messages"] = [{"role": "user", "content": ask.prompt}]
-            body["max_completion_tokens"] = ask.output_len
+            body["messages"] = [{"role": "user", "content": request.prompt}]
+            body["max_completion_tokens"] = request.output_len
         else:
-            body["prompt"] = ask.prompt
-            body["max_tokens"] = ask.output_len
+            body["prompt"] = request.prompt
+            body["max_tokens"] = request.output_len
         return msgspec.json.encode({**body, **self.fields})
 
 
@@ -134,7 +134,7 @@ class LoadClient:
         target = self.target
         try:
             headers = {"Content-Type": "application/json", **target.headers}
-            self._http = Http(target.base_url, headers, target.insecure)
+            self._http = HttpClient(target.base_url, headers, target.insecure)
         except ValueError as error:
             raise ConfigError(str(error)) from None
         return self
@@ -160,11 +160,11 @@ class LoadClient:
         except msgspec.MsgspecError:
             return None
 
-    async def send(self, ask: BenchRequest, served: ServedRequest, clock: Callable[[], float]) -> None:
+    async def send(self, request: BenchRequest, served: ServedRequest, clock: Callable[[], float]) -> None:
         """One request, from now to its end; whatever goes wrong is `served.error`."""
         target, answer = self.target, AnswerReader(served, self.target.is_chat)
-        headers = {"X-Request-Id": f"{target.id_prefix}{ask.number}"} if target.id_prefix else {}
-        body = target.body(ask)
+        headers = {"X-Request-Id": f"{target.id_prefix}{request.number}"} if target.id_prefix else {}
+        body = target.body(request)
         served.start_s = clock()
         try:
             async with asyncio.timeout(_TIMEOUT_S):
@@ -181,34 +181,36 @@ class LoadClient:
 
     async def run(
         self,
-        asks: Sequence[BenchRequest],
+        requests: Sequence[BenchRequest],
         arrivals_s: Sequence[float],
         max_concurrency: int | None = None,
         show_progress: bool = False,
     ) -> Run:
         """Send request i at `arrivals_s[i]` (ascending), at most `max_concurrency` at once; wait for the last."""
-        served = [ServedRequest(ask.prompt_len, at) for ask, at in zip(asks, arrivals_s)]
-        places = asyncio.Semaphore(max_concurrency or len(asks))
-        bar = tqdm(total=len(asks), desc="Serving", unit="req", disable=not show_progress, dynamic_ncols=True)
+        served = [ServedRequest(request.prompt_len, at) for request, at in zip(requests, arrivals_s)]
+        places = asyncio.Semaphore(max_concurrency or len(requests))
+        bar = tqdm(
+            total=len(requests), desc="Serving", unit="req", disable=not show_progress, dynamic_ncols=True
+        )
         begin_s, begin_processor_s = time.perf_counter(), time.process_time()
 
         def clock() -> float:
             return time.perf_counter() - begin_s
 
-        async def one(ask: BenchRequest, result: ServedRequest) -> None:
+        async def one(request: BenchRequest, result: ServedRequest) -> None:
             try:
-                await self.send(ask, result, clock)
+                await self.send(request, result, clock)
             finally:
                 places.release()
                 bar.update()
 
         with bar:
             async with asyncio.TaskGroup() as tasks:
-                for ask, result in zip(asks, served):
+                for request, result in zip(requests, served):
                     if (early_s := result.start_s - clock()) > 0:
                         await asyncio.sleep(early_s)
                     await places.acquire()
-                    tasks.create_task(one(ask, result))
+                    tasks.create_task(one(request, result))
         return Run(served, [], begin_s, time.process_time() - begin_processor_s)
 
 

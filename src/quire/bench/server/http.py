@@ -14,10 +14,10 @@ from urllib.parse import urlsplit
 
 import httptools
 
-Take = Callable[[bytes], None]
+DataCallback = Callable[[bytes], None]
 
 
-class Http:
+class HttpClient:
     """Connections to the server at `base_url`, which may hold a path that is put in front of all others."""
 
     def __init__(self, base_url: str, headers: dict[str, str], insecure: bool = False) -> None:
@@ -33,7 +33,12 @@ class Http:
         self._idle: list[_ClientConnection] = []
 
     async def request(
-        self, method: str, path: str, headers: dict[str, str], body: bytes = b"", take: Take | None = None
+        self,
+        method: str,
+        path: str,
+        headers: dict[str, str],
+        body: bytes = b"",
+        take: DataCallback | None = None,
     ) -> tuple[int, bytes]:
         """Status and body of the answer. With status 200 the body goes to `take`, if there is one, piece by piece.
 
@@ -82,7 +87,7 @@ class _ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
-    async def exchange(self, request: bytes, take: Take | None) -> tuple[int, bytes]:
+    async def exchange(self, request: bytes, take: DataCallback | None) -> tuple[int, bytes]:
         self._parser = httptools.HttpResponseParser(self)
         self._take, self._status, self._complete = take, 0, False
         self._pieces: list[bytes] = []  # of the body, not handed over

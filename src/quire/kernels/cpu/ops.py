@@ -151,7 +151,7 @@ class CpuKernels:
         if tape is not None:
             tape.append((function, arguments, used))
 
-    def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+    def capture(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
         """The result of `work`, and what does its calls of kernels again, on the same memory."""
         tape: list[Any] = []
         self._thread.tape = tape

@@ -90,7 +90,7 @@ def is_small(weight: torch.Tensor) -> bool:
     return weight.nbytes <= _SMALL_BYTES and weight.shape[1] <= _SMALL_INPUTS
 
 
-def whole(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def small_weight_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [rows, inputs], contiguous, at most 16 rows, times a small weight [outputs, inputs], plus bias."""
     (rows, inputs), outputs = x.shape, weight.shape[0]
     y = torch.empty(rows, outputs, device=x.device, dtype=x.dtype)

@@ -136,7 +136,7 @@ def _list(
 
 
 @triton.jit
-def _asked(total, top_p):
+def _needed_mass(total, top_p):
     """The mass that top_p asks for. A part in 10^6 is forgiven, as in sampling/filters.py."""
     asked = total.to(tl.float64) * (top_p - 1e-6)
     floor = asked.to(tl.int64)
@@ -177,7 +177,7 @@ def _draw_few(at, scale, listed, count, top, whole, top_k, top_p, all_mass, k0, 
     if top_p < 1:
         listed_mass = tl.sum(tl.where(kept, mass, 0), 0)
         exact = (top_k > 0) | whole
-        asked = _asked(tl.where(exact, listed_mass, all_mass), top_p)
+        asked = _needed_mass(tl.where(exact, listed_mass, all_mass), top_p)
         slack = _slack(asked, exact)
         kept &= above_mass < asked + slack
         _, token = best_of(tl.where(kept, score, NEVER), ids)
@@ -207,7 +207,7 @@ def _draw_many(
             cut = tl.maximum(lo, _search(x, top_k, key_of(lo), key_of(top) + 1))
         weight = tl.where(x >= cut, mass_of(x, top), 0)
         listed_mass, exact = tl.sum(weight, 0), (top_k > 0) | whole
-        need = _asked(tl.where(exact, listed_mass, all_mass), top_p)
+        need = _needed_mass(tl.where(exact, listed_mass, all_mass), top_p)
         slack = _slack(need, exact)
         right &= listed_mass >= need + slack
     score = tl.where(x >= cut, x + gumbel_of(uniform(ids, k0, k1)), NEVER)
@@ -233,7 +233,7 @@ def _draw_partial(
 ):  # fmt: skip
     """Of top_k and top_p at most one is on; the sums are of tokens or of masses."""
     counts = top_k > 0
-    asked = tl.where(counts, tl.minimum(top_k, vocab + 1) << 40, _asked(from_floor, top_p))
+    asked = tl.where(counts, tl.minimum(top_k, vocab + 1) << 40, _needed_mass(from_floor, top_p))
     slack = _slack(asked, counts)
     right = (counts == 0) & (top_p >= 1)
     right |= (from_hi + slack < asked) & (whole | (from_lo >= asked + slack))
@@ -245,7 +245,7 @@ def _draw_partial(
     going = right & ((value > rival) | ((value == rival) & (token < rival_id)))
     need = top_k
     if going & (counts == 0):
-        need = _asked(_weigh_row(at, vocab, scale, top, floor, NEVER, False, BLOCK), top_p)
+        need = _needed_mass(_weigh_row(at, vocab, scale, top, floor, NEVER, False, BLOCK), top_p)
     while going:
         at_winner = tl.max(tl.where(ids == token, x, NEVER), 0)
         kept = _weigh_row(at, vocab, scale, top, floor, at_winner, counts, BLOCK) < need
@@ -306,7 +306,7 @@ def _draw_from_row(at, vocab, scale, top, cut, top_k, top_p, floor, k0, k1, BLOC
                 high = tl.where(reached == top_k, middle + 1, tl.where(reached >= top_k, high, middle))
             t = tl.maximum(floor, float_of(low))
             cut = t
-        need = _asked(_weigh_row(at, vocab, scale, top, t, NEVER, False, BLOCK), top_p)
+        need = _needed_mass(_weigh_row(at, vocab, scale, top, t, NEVER, False, BLOCK), top_p)
     token = tl.full([], 0, tl.int32)
     if (top_p < 1) & (need <= _ONE):  # one token of the largest logit is enough: the first
         cut = tl.full([], INF, tl.float32)

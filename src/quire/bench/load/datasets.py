@@ -72,7 +72,7 @@ def prefix_repetition(
     *,
     seed: int = 0,
 ) -> Workload:
-    """Generate prompts with `num_prefixes` different prefixes, each shared by count / num_prefixes prompts, shuffled."""
+    """Generate prompts with `num_prefixes` prefixes, each shared by count / num_prefixes prompts, shuffled."""
     r = random.Random(seed)
     prefixes = [_ids(r, vocab, prefix_len) for _ in range(num_prefixes)]
     work: Workload = [

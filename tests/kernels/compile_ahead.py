@@ -1,6 +1,8 @@
 # ruff: noqa: E402  (imports that must follow a patch)
-"""Kernels inside `background_compilation` are compiled in its threads, once each, and only other threads launch any: run by
-test_ahead.py in a process of its own, for Hopper, without a GPU."""
+"""Check that `background_compilation` compiles each kernel once, in its threads, and that only other threads launch.
+
+test_ahead.py runs this in a separate process, for Hopper, without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ x, weight = torch.ones(3, 1234), torch.ones(1234)
 
 
 def in_threads(*works: Callable[[], object]) -> None:
-    """Run all at once, in threads that have the works' names."""
+    """Run all functions at once, in threads with the functions' names."""
     threads = [threading.Thread(target=work, name=work.__name__) for work in works]
     for thread in threads:
         thread.start()

@@ -1,4 +1,4 @@
-"""Compiling side by side: kernels are compiled once, and not run; nothing is left behind."""
+"""Parallel compilation: kernels are compiled once and not run, and nothing remains changed afterwards."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_an_error_inside_ends_it() -> None:
 
 
 def test_every_kernel_that_is_launched_is_made_by_our_decorator() -> None:
-    """Else a launch of it inside `background_compilation` would run."""
+    """Otherwise a launch of it inside `background_compilation` would run."""
     folder = Path(jit.__file__).parent
     trees = [ast.parse(path.read_text()) for path in sorted(folder.rglob("*.py"))]
     launched = {

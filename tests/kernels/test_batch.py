@@ -1,4 +1,4 @@
-"""The kernels at both ends of a step against their plain twins: the same batches, the same columns."""
+"""The first and last kernel of a step against their torch references: the same batches, the same slot columns."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class NoAttention:
 
 
 class Side:
-    """Columns with one of the two batchers."""
+    """Slot columns with one of the two batchers."""
 
     def __init__(self, kernels: bool, device: str, keeps_kv: bool) -> None:
         self.device = torch.device(device)
@@ -59,7 +59,10 @@ class Side:
 
 
 def random_plan(rng: random.Random, step: int, known: dict[int, list[int]]) -> StepPlan:
-    """Some slots get new owners, some run a chunk or one token. `known`: [tokens, computed] by slot."""
+    """Make a random plan: some slots get new requests, some run a chunk or one token.
+
+    `known` holds [tokens, computed tokens] by slot.
+    """
     admits = []
     for slot in range(SLOTS):
         if rng.random() < (0.2 if slot in known else 0.5):
@@ -148,7 +151,7 @@ def test_steps_are_those_of_the_plain_twin(device: str, keeps_kv: bool) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("one_each", [True, False])
 def test_padding_changes_nothing(device: str, one_each: bool) -> None:
-    """A header padded with dummy rows: the real part of the batch is the same, and no column of a slot moves."""
+    """Dummy rows at the end of a header change neither the real part of the batch nor any slot column."""
     rng = random.Random(5)
     side, exact = Side(True, device, True), Side(True, device, True)
     known: dict[int, list[int]] = {}
@@ -182,7 +185,7 @@ def test_padding_changes_nothing(device: str, one_each: bool) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_tokens_arrive_after_a_step_that_failed_half_way(device: str) -> None:
-    """The host had gone on to the next row of pinned memory, the device had not."""
+    """The host has advanced to the next row of pinned memory, the device has not."""
     rng, side = random.Random(3), Side(True, device, True)
     plan = random_plan(rng, 0, {})
     assert isinstance(side.batcher, KernelBatcher) and len(plan.slots)

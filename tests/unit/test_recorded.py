@@ -112,7 +112,7 @@ def test_a_compiler_that_fails_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setattr(build, "_FLAGS", ["-no-such-flag"])
+    monkeypatch.setattr(build, "FLAGS", ["-no-such-flag"])
     with caplog.at_level(logging.WARNING):
         assert build.open_library() is None
     assert "the C compiler failed" in caplog.text and "no-such-flag" in caplog.text

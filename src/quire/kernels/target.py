@@ -50,14 +50,15 @@ class Target:
 
 
 INTERPRETER = Target("interpreter", 80, 232_448, 132)  # Triton's interpreter on a CPU, for tests
-_TARGETS = {torch.device("cpu"): INTERPRETER}
+# The properties of each device in use; tests override entries.
+KNOWN_TARGETS = {torch.device("cpu"): INTERPRETER}
 
 
 def target_of(device: torch.device) -> Target:
     """Return the properties of `device`, which are read from the driver once."""
-    target = _TARGETS.get(device)
+    target = KNOWN_TARGETS.get(device)
     if target is None:
-        target = _TARGETS[device] = _ask(device)
+        target = KNOWN_TARGETS[device] = _ask(device)
     return target
 
 

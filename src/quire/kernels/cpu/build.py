@@ -21,7 +21,7 @@ log = logging.getLogger("quire")
 
 SOURCE = Path(__file__).with_name("step.c")
 # No -ffast-math: results must not depend on the compiler's choices, and rows can hold infinities.
-_FLAGS = ["-O2", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC"]
+FLAGS = ["-O2", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC"]
 # Tried in turn: on some architectures clang takes -mcpu instead of -march, and on others neither.
 _PROCESSOR_FLAGS: tuple[list[str], ...] = (["-march=native"], ["-mcpu=native"], [])
 _COMPILERS = ("cc", "gcc", "clang")
@@ -77,7 +77,7 @@ def _compiled() -> Path:
     facts = [
         SOURCE.read_text(),
         os.path.realpath(compiler),
-        *_FLAGS,
+        *FLAGS,
         str(_PROCESSOR_FLAGS),
         platform.machine(),
         _processor(),
@@ -116,7 +116,7 @@ def _run_compiler(compiler: str, output: str) -> None:
     """Compile for this processor, or else for its architecture. Raise SubprocessError or OSError."""
     for flags in _PROCESSOR_FLAGS:
         done = subprocess.run(
-            [compiler, *flags, *_FLAGS, str(SOURCE), "-o", output, "-lm"],
+            [compiler, *flags, *FLAGS, str(SOURCE), "-o", output, "-lm"],
             capture_output=True, text=True, timeout=_TIMEOUT_S,
         )  # fmt: skip
         if done.returncode == 0:

@@ -136,7 +136,7 @@ class CpuKernels:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         check_layout(library)
-        self._library = library
+        self.library = library
         self._thread = threading.local()  # attribute `tape`: the calls captured so far, or None
         # For profilers: makes the context that a call runs in, from its name.
         self.span: Callable[[str], AbstractContextManager[Any]] | None = None
@@ -186,7 +186,7 @@ class CpuKernels:
         calls = (CCall * len(tape))(
             *(CCall(ctypes.cast(function, c_void_p), address(arguments)) for function, arguments, _ in tape)
         )
-        replay = self._library.replay
+        replay = self.library.replay
         replay.argtypes = [_P, _N]
 
         def again() -> None:

@@ -225,7 +225,7 @@ def skinny(
     y = torch.empty(rows, outputs, device=x.device, dtype=x.dtype)
     tiles = triton.cdiv(outputs, BLOCK_N)
     target = target_of(x.device)
-    splits, each = _split(tiles, inputs, _PROGRAMS * target.sms)
+    splits, each = split_inputs(tiles, inputs, _PROGRAMS * target.sms)
     parts = y
     if splits > 1:
         parts = torch.empty(tiles * splits * BLOCK_N * MOST_ROWS, device=x.device, dtype=torch.float32)
@@ -255,7 +255,7 @@ def skinny(
     return y
 
 
-def _split(tiles: int, inputs: int, programs: int) -> tuple[int, int]:
+def split_inputs(tiles: int, inputs: int, programs: int) -> tuple[int, int]:
     """Return (splits, inputs per split) for about `programs` programs, with at least two iterations each."""
     steps = triton.cdiv(inputs, _BLOCK_K)
     wanted = max(1, min(programs // tiles, steps // 2))

@@ -74,7 +74,7 @@ def add_norm(tokens: int, hidden: int) -> Case:
 
 
 def heads(tokens: int, hidden: int) -> Case:
-    """Time the head kernels, as in Qwen3: 16 + 2 * 8 heads of 128 for a hidden size of 1024, 32 + 2 * 8 for 4096."""
+    """Return the case of heads as in Qwen3: 16 + 2 * 8 heads of 128 for a hidden size of 1024, 32 + 2 * 8 for 4096."""
     q, kv, dim = (16 if hidden == 1024 else 32), 8, 128
     table = Rope(RopeParams(theta=1e6), dim, 4096, CUDA, DTYPE).table
     weight = randn(q + kv, dim)

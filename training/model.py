@@ -1,7 +1,7 @@
 """A compact Qwen3-shaped transformer for training and for a reference decode.
 
-Parameter names are those of Hugging Face's `Qwen3ForCausalLM`, so `state_dict` needs no conversion. Training uses packed
-rows: `documents` holds the document number of each token, and attention stays inside a document. Decoding uses
+Parameter names are those of Hugging Face's `Qwen3ForCausalLM`, so `state_dict` needs no conversion. Training uses
+packed rows: `documents` holds the document number of each token, and attention stays inside a document. Decoding uses
 right-padded rows with one length each.
 """
 

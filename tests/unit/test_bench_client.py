@@ -1,4 +1,4 @@
-"""What the client of `quire bench serve` sends, and what it makes of a stream."""
+"""The client of `quire bench serve`: the requests that it sends, and how it reads a stream."""
 
 from __future__ import annotations
 

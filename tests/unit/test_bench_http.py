@@ -1,4 +1,4 @@
-"""The HTTP of the load client: bodies in every framing, cut anywhere, and what is no answer."""
+"""The HTTP of the load client: bodies in every framing, split anywhere, and invalid responses."""
 
 from __future__ import annotations
 
@@ -20,8 +20,10 @@ REFUSED = b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\n\r\nfull"
 async def served(
     answers: list[bytes], size: int, work: Callable[[HttpClient], Coroutine[Any, Any, None]]
 ) -> list[bytes]:
-    """Does `work` with a server that gives these answers in pieces of `size`; the requests that came, and how many
-    connections they came by."""
+    """Run `work` against a server that sends these answers in pieces of `size` bytes.
+
+    Return the requests that the server received, and the number of connections.
+    """
     requests: list[bytes] = []
     left = list(answers)
 

@@ -61,13 +61,13 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
         return min(times)
     calls, times = 10, []
     for _ in range(_ROUNDS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
         for _ in range(calls):
             run()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) / 1e3 / calls)
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last) / 1e3 / calls)
     return min(times)
 
 

@@ -1,4 +1,4 @@
-"""Hostile requests, one class of defect each, for `attacks.py`."""
+"""The hostile requests of attacks.py, one for each class of defect."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ MIB = 1 << 20
 
 @dataclass(frozen=True)
 class Attack:
-    """One kind of request, sent again and again.
+    """A kind of request that the attacker repeats.
 
-    `body` builds the bytes once, in the attacker's process. `at_once` requests are open at a time.
+    `body` builds the bytes once, in the attacker's process. `at_once` requests are open at the same time.
     """
 
     name: str

@@ -1,14 +1,14 @@
 """Attack a server and measure what its other clients notice.
 
-    python benchmarks/attacks.py                                   # every attack, one after the other
+    python benchmarks/attacks.py                                   # run every attack, one after the other
     python benchmarks/attacks.py --only templates:sum --json out.json
 
-Starts `quire serve demo` with two API keys. Victims with one key stream completions all the time, `/health` is
-polled, and an attacker in a process of its own sends one kind of hostile request with the other key. The table
-shows, before and during each attack, the victims' inter-token gaps, their slowest first token, the slowest
-`/health`, and the peak memory of the API process. Exits with 1 if a limit is exceeded.
+Starts `quire serve demo` with two API keys. Victims with one key stream completions continuously and `/health` is
+polled, while an attacker in a separate process sends one kind of hostile request with the other key. The table shows,
+before and during each attack, the victims' inter-token latency, their slowest first token, the slowest `/health`, and
+the peak memory of the API process. Exits with 1 if a limit is exceeded.
 
-The attacker runs at the lowest priority, because a real one has a machine of its own.
+The attacker runs at the lowest priority, because a real one has its own machine.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ ANSWER_TIMEOUT_S = 60.0
 
 
 @dataclass
-class Watched:
-    """What victims and `/health` saw in one interval. Times in seconds."""
+class Observations:
+    """The latencies of the victims and of `/health` in one interval, in seconds."""
 
     gaps_s: list[float] = field(default_factory=list)
     first_s: list[float] = field(default_factory=list)
@@ -52,10 +52,10 @@ class Watched:
 
 @dataclass
 class Outcome:
-    """One row of the table."""
+    """A row of the table."""
 
     attack: str
-    answers: dict[str, int]  # what the attacker got: HTTP status or error -> count
+    answers: dict[str, int]  # the attacker's answers: HTTP status or error -> count
     base_gap_p99_ms: float
     base_gap_max_ms: float
     gap_p99_ms: float
@@ -109,18 +109,18 @@ class Server:
             self._folder.cleanup()
 
 
-class Watch:
-    """Victims that stream and a poll of `/health`, all writing to the current `Watched`."""
+class Observer:
+    """Streaming victims and a poll of `/health`, which all write to the current `Observations`."""
 
     def __init__(self, url: str, session: aiohttp.ClientSession, victims: int) -> None:
         self._url, self._session = url, session
-        self.seen = Watched()
+        self.seen = Observations()
         self._tasks = [asyncio.create_task(self._victim(i)) for i in range(victims)]
         self._tasks.append(asyncio.create_task(self._health()))
 
-    async def interval(self, seconds: float) -> Watched:
-        """Return what is seen in the next `seconds`."""
-        self.seen = Watched()
+    async def interval(self, seconds: float) -> Observations:
+        """Return the observations of the next `seconds`."""
+        self.seen = Observations()
         await asyncio.sleep(seconds)
         return self.seen
 
@@ -175,13 +175,13 @@ class Watch:
 
 
 def percentile_ms(values_s: list[float], share: float) -> float:
-    """Return a percentile in milliseconds; without values, infinity: nothing arrived."""
+    """Return a percentile in milliseconds, or infinity if nothing arrived."""
     ordered = sorted(values_s)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))] * 1e3 if ordered else float("inf")
 
 
-async def measure(server: Server, watch: Watch, attack: Attack, seconds: float) -> Outcome:
-    """Watch a quiet interval, then one under attack that lasts until the attacker ends."""
+async def measure(server: Server, watch: Observer, attack: Attack, seconds: float) -> Outcome:
+    """Observe an interval without attack, then one with it that lasts until the attacker ends."""
     base = await watch.interval(3)
     server.reset_peak()
     command = [
@@ -195,9 +195,9 @@ async def measure(server: Server, watch: Watch, attack: Attack, seconds: float) 
         str(seconds),
     ]
     process = await asyncio.create_subprocess_exec(*command, stdout=subprocess.PIPE)
-    watch.seen = Watched()
+    watch.seen = Observations()
     output, _ = await process.communicate()
-    await asyncio.sleep(1)  # what the attack left behind still counts
+    await asyncio.sleep(1)  # the aftermath of the attack counts too
     seen = watch.seen
     outcome = Outcome(
         attack.name,
@@ -249,7 +249,7 @@ async def defend(server: Server, attacks: list[Attack], seconds: float, victims:
     """Run all attacks against one server; a server that has died ends the run."""
     timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
-        watch = Watch(server.url, session, victims)
+        watch = Observer(server.url, session, victims)
         outcomes = []
         await watch.interval(2)
         for attack in attacks:
@@ -288,11 +288,11 @@ async def attack_server(url: str, attack: Attack, seconds: float) -> Counter[str
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", help="names of attacks, or their beginnings")
+    parser.add_argument("--only", nargs="+", help="names of attacks, or prefixes of names")
     parser.add_argument("--seconds", type=float, default=8, help="duration of each attack")
-    parser.add_argument("--victims", type=int, default=4, help="streams of the other client")
+    parser.add_argument("--victims", type=int, default=4, help="concurrent streams of the victims")
     parser.add_argument("--json", type=Path, help="write the outcomes to this file")
-    parser.add_argument("--server", nargs="*", default=[], help="more flags of quire serve, without --")
+    parser.add_argument("--server", nargs="*", default=[], help="additional flags of quire serve, without --")
     parser.add_argument("--url", help=argparse.SUPPRESS)
     parser.add_argument("--attacker", help=argparse.SUPPRESS)
     args = parser.parse_args()

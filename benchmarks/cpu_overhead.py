@@ -1,9 +1,9 @@
-"""What a decode step costs on a CPU beyond the model: scheduling, batch, sampling, booking.
+"""Overhead of a decode step on a CPU: everything but the model, from scheduling and batch to sampling and results.
 
     python benchmarks/cpu_overhead.py [--batch 1 8]
 
-The engine and its device side are the real ones; the model answers at once, with logits for 151,936 tokens in
-bfloat16. Milliseconds per step, one thread: the best and the median, for greedy and sampled rows.
+Engine and worker are the real ones, but the model returns at once, with bfloat16 logits of 151,936 tokens. Prints
+milliseconds per step with one thread, the best and the median, for greedy and sampled rows.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ WANTS: dict[str, dict[str, Any]] = {
 }
 
 
-class Instant:
-    """A model of the right shapes that computes nothing."""
+class InstantModel:
+    """A model that returns tensors of the right shapes without computing them."""
 
     def __init__(self, spec: ModelSpec, rows: int, backend: ReferenceAttention) -> None:
         env = Env(None, Parallel(), backend, torch.device("cpu"), torch.bfloat16)  # type: ignore[arg-type]
@@ -66,7 +66,7 @@ def make_engine(rows: int) -> Engine:
     config = EngineConfig(model="", max_model_len=LENGTH, max_num_seqs=rows, cpu_threads=1).resolved(
         0, LENGTH
     )
-    model = Instant(spec, rows, backend)
+    model = InstantModel(spec, rows, backend)
     memory = memory_planner(config, spec, torch.bfloat16, cpu, explicit_len=True)
     worker = Worker(model, backend, memory, launch_options(config, depth=2))
     blocks = rows * LENGTH // BLOCK

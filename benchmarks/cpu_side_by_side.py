@@ -1,15 +1,14 @@
-"""Quire, `transformers` and llama.cpp on a CPU, side by side in one run: decode and prefill.
+"""Decode and prefill throughput of Quire, `transformers` and llama.cpp on a CPU, side by side in one run.
 
     python benchmarks/cpu_side_by_side.py [--shape Qwen3-0.6B] [--dtype bfloat16] [--batch 1 8]
 
-All engines get the same prompts (token ids) and dtype, as many threads as torch takes by default, and decode
-greedily without stopping. Decode is tokens per second after the first; prefill is prompt tokens per second
-up to the first new token. torch is imported first, so its threads wait for each other as torch has it by default and
-not as Quire asks for (GOMP_SPINCOUNT, config.py). Engines take turns in every round, and the best round counts: on a shared machine
-look at the ratios.
+All engines get the same prompts (token ids), dtype and number of threads (torch's default), and decode greedily
+without stopping. Decode is tokens per second after the first token; prefill is prompt tokens per second up to the first
+token. torch is imported first, so its threads wait with torch's default settings instead of Quire's (GOMP_SPINCOUNT,
+config.py). Engines take turns in every round, and the best round counts. On a shared machine, compare the ratios.
 
-llama.cpp takes part when `llama_cpp` can be imported (`pip install llama-cpp-python`, which compiles it; it is
-no dependency of Quire). It reads a GGUF file of the same shape with random weights, written for the run.
+llama.cpp takes part if `llama_cpp` can be imported (`pip install llama-cpp-python` compiles it; Quire does not depend
+on it). It reads a GGUF file of the same shape with random weights, which is written for the run.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from shapes import SHAPES
 import quire
 from quire import LLM, SamplingParams
 
-# Else transformers takes the kernels.py beside this file for the package of that name.
+# Otherwise transformers mistakes the kernels.py in this folder for the package of that name.
 sys.path.remove(str(Path(__file__).resolve().parent))
 
 THREADS = torch.get_num_threads()  # Quire changes it from step to step
@@ -45,7 +44,7 @@ def prompts(batch: int, length: int) -> list[list[int]]:
 
 class Engine(Protocol):
     def run(self, batch: int, length: int, tokens: int) -> tuple[float, float]:
-        """`tokens` new tokens for each prompt: seconds to the first ones, seconds for all after them."""
+        """Generate `tokens` tokens per prompt. Return the seconds to the first ones, and those for the rest."""
         ...
 
     def close(self) -> None: ...
@@ -98,7 +97,7 @@ class Transformers:
 
 
 class LlamaCpp:
-    """llama.cpp's own decode loop, by token id through its C interface."""
+    """llama.cpp's decode loop on token ids, through its C interface."""
 
     def __init__(self, folder: Path, dtype: str, threads: int) -> None:
         import llama_cpp
@@ -139,7 +138,7 @@ class LlamaCpp:
         return times[0], sum(times[1:])
 
     def _fill(self, feed: Any, rows: list[list[int]], start: int) -> list[int]:
-        """The rows one after the other, from position `start` on; returns where the logits are asked for."""
+        """Fill the batch row by row, from position `start` on, and return the indices that need logits."""
         at, last = 0, []
         for row, ids in enumerate(rows):
             for offset, token in enumerate(ids):
@@ -160,7 +159,7 @@ class LlamaCpp:
 
 
 def write_gguf(path: Path, config: dict[str, Any], dtype: str) -> None:
-    """A GGUF file of the config's shape with random weights and without a tokenizer."""
+    """Write a GGUF file of the config's shape, with random weights and without a tokenizer."""
     import gguf
 
     hidden, heads, kv_heads = (
@@ -225,7 +224,7 @@ ENGINES: dict[str, Callable[[Path, str, int], Engine]] = {
 
 
 def measure(engines: dict[str, Engine], batch: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """The best rates of the rounds, one row for decode and one for prefill."""
+    """Return the best rates of all rounds, one row for decode and one for prefill."""
     decode, prefill = (dict.fromkeys(engines, 0.0) for _ in range(2))
     for _ in range(args.rounds):
         for name, engine in engines.items():

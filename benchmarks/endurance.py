@@ -1,11 +1,12 @@
-"""Many clients for a long time, some of whom leave or read slowly: every request must end exactly once.
+"""Endurance test: many clients for a long time, some of which disconnect or read slowly.
 
     python benchmarks/endurance.py --clients 1 8 32 128 512 --seconds 60
 
-Each client sends one streamed request after the other to `quire serve` on 127.0.0.1. One in five leaves in the
-middle of its answer, one in twenty before it begins, one in ten reads slowly through a small buffer; the others
-read to the end and check what they read. After each number of clients the server must be idle with all blocks
-free. Prints one line for each; exits with 1 if anything was lost, came twice or stayed behind.
+Each client sends one streamed request after the other to `quire serve` on 127.0.0.1. Every request must end exactly
+once. One in five clients disconnects during its answer, one in twenty before the first token, and one in ten reads
+slowly through a small buffer; the others read to the end and check the stream. After each number of clients the server
+must be idle with all blocks free. Prints one line per number of clients. Exits with 1 if anything was lost, arrived
+twice or was not released.
 
     python benchmarks/endurance.py --clients 32 --seconds 1800 --engine-limit-mib 800 --api-limit-mib 500
 
@@ -63,7 +64,7 @@ MOST_GROWTH_MIB = 32.0
 
 @dataclass
 class Level:
-    """What came of one number of clients. `wrong` says what must not happen."""
+    """The results of one number of clients. `wrong` lists the violations."""
 
     clients: int
     sent: int = 0
@@ -71,7 +72,7 @@ class Level:
     tokens: int = 0
     first_s: list[float] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
-    rss_mib: list[tuple[float, float]] = field(default_factory=list)  # of API and engine process
+    rss_mib: list[tuple[float, float]] = field(default_factory=list)  # of the API and the engine process
     rss_at_s: list[float] = field(default_factory=list)  # when
 
     def sample(self, server: Server, began_s: float) -> None:
@@ -79,7 +80,7 @@ class Level:
         self.rss_mib.append(server.rss_mib())
 
     def check_memory(self, api_limit_mib: float, engine_limit_mib: float) -> None:
-        """Note as wrong what exceeds its limit, and an engine process that still grows when it should not."""
+        """Add a violation for a process above its limit, and for an engine process that grows after settling."""
         for name, number, limit in (("API", 0, api_limit_mib), ("engine", 1, engine_limit_mib)):
             if (most := max(rss[number] for rss in self.rss_mib)) > limit:
                 self.wrong.append(f"{name} process at {most:.0f} MiB, limit {limit:.0f}")
@@ -114,7 +115,7 @@ class Server:
 
 
 def small_buffer(address: tuple[Any, ...]) -> socket.socket:
-    """For clients that read slowly: what they have not read does not disappear in the kernel."""
+    """Make a socket with a small receive buffer, so that unread data of a slow client reaches the server's buffers."""
     family, kind, proto, _, _ = address
     made = socket.socket(family, kind, proto)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -123,7 +124,7 @@ def small_buffer(address: tuple[Any, ...]) -> socket.socket:
 
 
 def request(r: random.Random, kind: str) -> tuple[str, dict[str, Any]]:
-    """Route and body."""
+    """Return the route and body of a random request."""
     words = r.randint(300, 1200) if r.random() < LONG else r.randint(1, 60)
     text = " ".join(r.choice(WORDS) for _ in range(words))
     body: dict[str, Any] = {
@@ -146,7 +147,7 @@ def request(r: random.Random, kind: str) -> tuple[str, dict[str, Any]]:
 
 
 def check(body: dict[str, Any], data: bytes, level: Level) -> str:
-    """How a whole stream ended; what is wrong with it goes to the level."""
+    """Return how a complete stream ended, and add its violations to the level."""
     events = [event.removeprefix(b"data: ") for event in data.split(b"\n\n") if event]
     if not events or events[-1] != b"[DONE]" or events.count(b"[DONE]") != 1:
         level.wrong.append(f"a stream ended with {data[-80:]!r}")
@@ -165,7 +166,7 @@ def check(body: dict[str, Any], data: bytes, level: Level) -> str:
 
 
 async def one(sessions: dict[bool, aiohttp.ClientSession], url: str, r: random.Random, level: Level) -> str:
-    """Send one request; how it ended."""
+    """Send one request and return how it ended."""
     (kind,) = r.choices(list(KINDS), list(KINDS.values()))
     path, body = request(r, kind)
     patience_s = r.uniform(0, 0.05) if kind == "leaves at once" else 300
@@ -215,7 +216,7 @@ async def client(
 
 
 async def idle(session: aiohttp.ClientSession, url: str, level: Level) -> dict[str, Any]:
-    """The figures once nothing is open; what stays behind goes to the level."""
+    """Wait until no request is open and return the metrics; add what was not released to the level."""
     deadline_s = time.monotonic() + IDLE_S
     while True:
         async with session.get(url + "/stats") as answer:
@@ -240,7 +241,7 @@ async def run(
     api_limit_mib: float = math.inf,
     engine_limit_mib: float = math.inf,
 ) -> list[Level]:
-    """Each number of clients for `seconds`. Memory is printed as it goes if the engine process has a limit."""
+    """Run each number of clients for `seconds`. Print memory samples if the engine process has a limit."""
     levels = []
     fast = aiohttp.TCPConnector(limit=0)
     slow = aiohttp.TCPConnector(limit=0, socket_factory=small_buffer)
@@ -295,8 +296,12 @@ def main() -> int:
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 128, 512])
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--api-limit-mib", type=float, default=math.inf, help="of the API process")
-    parser.add_argument("--engine-limit-mib", type=float, default=math.inf, help="of the engine process")
+    parser.add_argument(
+        "--api-limit-mib", type=float, default=math.inf, help="memory limit of the API process in MiB"
+    )
+    parser.add_argument(
+        "--engine-limit-mib", type=float, default=math.inf, help="memory limit of the engine process in MiB"
+    )
     parser.add_argument(
         "--server", nargs="*", default=["demo"], help="model and flags of quire serve, without --"
     )

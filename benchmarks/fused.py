@@ -1,10 +1,10 @@
-"""Microseconds and bandwidth of each fused kernel and of its plain torch twin, by CUDA graph replay.
+"""Microseconds and bandwidth of each fused kernel and of its torch reference, by CUDA graph replay.
 
     python benchmarks/fused.py [--sweep]
 
-A graph holds many calls over several sets of inputs, together larger than the L2 cache unless a set is
-tiny (as it is in decoding, where the cache holds it too). Bytes are those that must move: each input
-read once, each output written once. `--sweep` also tries other block sizes and numbers of warps.
+A graph holds many calls over several sets of inputs. Together they are larger than the L2 cache, unless a set is tiny
+(as in decoding, where the cache holds it too). Bytes count each input read once and each output written once. `--sweep`
+also tries other block sizes and numbers of warps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Call = Callable[[], object]
 
 
 def microseconds(calls: list[Call]) -> float:
-    """Median time of one call, from replays of a graph that holds each of them several times."""
+    """Return the median time of one call, from replays of a graph that holds each call several times."""
     rounds = max(1, 48 // len(calls))
     for call in calls:
         call()
@@ -74,7 +74,7 @@ def add_norm(tokens: int, hidden: int) -> Case:
 
 
 def heads(tokens: int, hidden: int) -> Case:
-    """Heads as in Qwen3: 16 + 2 * 8 of 128 for a hidden size of 1024, 32 + 2 * 8 for 4096."""
+    """Return the case of heads as in Qwen3: 16 + 2 * 8 heads of 128 for a hidden size of 1024, 32 + 2 * 8 for 4096."""
     q, kv, dim = (16 if hidden == 1024 else 32), 8, 128
     table = Rope(RopeParams(theta=1e6), dim, 4096, CUDA, DTYPE).table
     weight = randn(q + kv, dim)
@@ -115,7 +115,7 @@ def cases() -> Iterator[tuple[str, int, int, Case]]:
 
 
 def sweep(name: str, module: ModuleType, attribute: str, options: tuple, make: Callable[[], Case]) -> None:
-    """Times with `module.attribute` set to each of the options in turn."""
+    """Time the calls with `module.attribute` set to each option in turn."""
     kept = getattr(module, attribute)
     times = []
     for option in options:

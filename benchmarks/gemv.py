@@ -1,10 +1,10 @@
-"""How fast products with few rows read their weights, ours against F.linear, by CUDA graph replay.
+"""Bandwidth of reading weights in products with few rows: Quire's kernels against F.linear, by CUDA graph replay.
 
     python benchmarks/gemv.py [--models qwen3-0.6b,llama-3.1-8b] [--json FILE]
 
-A graph holds calls over several weights, together larger than the L2 cache, one after the other as a model
-makes them. Then all products of a model's layers at batch 1: as fused kernels, as products of our own between
-separate kernels, and as F.linear between them. Shares are of the 4.3 TB/s that an H200 reads.
+A graph holds calls over several weights, together larger than the L2 cache, one after the other as in a model. A second
+table times all products of a model's layers at batch 1: as fused kernels, as Quire's products between separate kernels,
+and as F.linear between separate kernels. Shares refer to the measured 4.3 TB/s of an H200.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ROWS = (1, 2, 4, 8, 16, 32, 64)
 
 
 def seconds(calls: list[Call], replays: int = 7) -> float:
-    """Median time of a replay of the calls, captured one after the other."""
+    """Return the median time of a replay of the calls, captured one after the other."""
     for call in calls[:1]:
         call()
     torch.cuda.synchronize()
@@ -83,7 +83,7 @@ def randn(*shape: int) -> Tensor:
 
 
 class Weights:
-    """Views into one buffer, handed out in turn."""
+    """Weights that are views into one buffer, used in turn."""
 
     def __init__(self, size_bytes: int) -> None:
         self.buffer = torch.empty(size_bytes // DTYPE.itemsize, device="cuda", dtype=DTYPE).normal_(0, 0.02)
@@ -105,7 +105,7 @@ class Weights:
 
 
 def product(weights: Weights, outputs: int, inputs: int, rows: int) -> tuple[float, float, float]:
-    """Seconds of ours and of F.linear, and the relative error of ours."""
+    """Return the seconds of Quire's kernel and of F.linear, and the relative error of Quire's kernel."""
     several, x = weights.several(outputs, inputs), randn(rows, inputs)
     ours = [FewRowsMatmul(weight, None) for weight in several]
     wanted = F.linear(x.float(), several[0].float())
@@ -123,7 +123,7 @@ def linear(matmul: FewRowsMatmul) -> Callable[[Tensor], Tensor]:
 
 
 def chain(weights: Weights, shape: Shape, way: str) -> tuple[float, int]:
-    """Seconds of the products of all layers at batch 1 with what is between them but attention; bytes of weights."""
+    """Return the seconds of all layers at batch 1 without attention, and the bytes of their weights."""
     sizes = shape.products()
     layers = [
         {name: FewRowsMatmul(weights.take(*sizes[name]), None) for name in ("qkv", "o", "gate_up", "down")}
@@ -165,7 +165,7 @@ def chain(weights: Weights, shape: Shape, way: str) -> tuple[float, int]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", default=",".join(SHAPES))
-    parser.add_argument("--json", type=Path, help="where to write all figures")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
     args = parser.parse_args()
     weights = Weights(2 << 30)
     records: list[dict[str, object]] = []

@@ -1,13 +1,13 @@
-"""Every row of the table that Quire is measured by on one NVIDIA H200, next to vLLM, SGLang and the floor.
+"""The performance table of Quire on one NVIDIA H200, compared with vLLM, SGLang and the machine's limit.
 
     python benchmarks/h200_table.py [--models Qwen3-0.6B ...] [--workloads nano ...] [--eager] [--out FILE]
 
-Random weights in the true shapes, bfloat16, token ids in and out, no end-of-sequence stop, one process,
-max_model_len 4096, all else default. Each figure is the better of two runs, and the prompts of each run are
-new to the prefix cache; `prefix` shares within a run. `startup` is a fresh process on a checkpoint that was
-just written. Sampled rows must reach 95 % of greedy ones. The floor is the least time in which the machine, as measured at the beginning, could have made
-the very steps of the run (src/quire/bench/cost.py). The file is written after each row; rows that it already
-holds are kept unless they are run again.
+Models have random weights in their true shapes and run in bfloat16, in one process, with token ids in and out, without
+an end-of-sequence stop, with max_model_len 4096 and otherwise default settings. Each figure is the better of two runs.
+The prompts of each run are new to the prefix cache; those of `prefix` share a prefix within a run. `startup` is a fresh
+process on a checkpoint that was just written. Sampled rows must reach 95 % of greedy ones. The floor is the least time
+of the run's steps on the machine, whose limits are measured first (src/quire/bench/cost.py). The file is written after
+each row; it keeps the rows that are not run again.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ EAGER = {"attention": "reference", "cuda_graphs": False}
 
 @dataclass(frozen=True)
 class Anchor:
-    """What must be reached, and what vLLM 0.24 and SGLang 0.5.16 reached on the same kind of machine."""
+    """The target of a row, and the results of vLLM 0.24 and SGLang 0.5.16 on the same kind of machine."""
 
     target: float | None = None
     vllm: float | None = None
@@ -71,11 +71,11 @@ ANCHORS = {
     ("Llama-3.1-8B", "prefill"): Anchor(43_500, 40_167, 40_966),
     ("Llama-3.1-8B", "prefix"): Anchor(1.15, 1.521, 1.421),
 }
-UNITS = {"prefix": "s", "startup": "s", "prefill": "tok/s in all"}  # others: output tokens a second
+UNITS = {"prefix": "s", "startup": "s", "prefill": "tok/s in all"}  # others: output tokens per second
 
 
 class Results:
-    """The rows by model and workload, on disk after each."""
+    """The rows by model and workload, written to disk after each row."""
 
     def __init__(self, path: Path, machine: Machine) -> None:
         self.path = path
@@ -119,7 +119,7 @@ def line_of(row: dict[str, Any]) -> str:
 
 
 def measure_start(results: Results, model: str, settings: dict[str, Any]) -> None:
-    """Twice: the first start also fills the caches of compiled kernels."""
+    """Measure the start twice, because the first one also fills the caches of compiled kernels."""
     with tempfile.TemporaryDirectory() as folder:
         write_checkpoint(Path(folder), SHAPES[model])
         starts = [start_up({"model": folder, **settings}) for _ in range(2)]
@@ -130,7 +130,7 @@ def measure_start(results: Results, model: str, settings: dict[str, Any]) -> Non
 def measure_load(
     bench: Bench, workload: str, params: dict[str, Any], shifts: Iterator[int], runs: int
 ) -> dict[str, Any]:
-    """Figures of the best run, and the seconds of all."""
+    """Return the figures of the best run, and the seconds of all runs."""
     work = WORKLOADS[workload](VOCAB, None)
     found = []
     for _ in range(runs):
@@ -172,7 +172,7 @@ def measure_model(results: Results, model: str, workloads: list[str], args: argp
                         greedy = value
                     results.put(model, name, value, figures)
     del bench
-    gc.unfreeze()  # the engine froze what it was made of
+    gc.unfreeze()  # the engine had frozen its objects
     gc.collect()
     torch.cuda.empty_cache()
 

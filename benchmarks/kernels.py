@@ -1,11 +1,11 @@
-"""Attention kernels on one GPU: gigabytes and operations per second against what the device can do.
+"""Attention kernels on one GPU: bandwidth and operations per second, compared with the device's limits.
 
     python benchmarks/kernels.py [--sweep] [--json FILE]
 
-Each case runs as a CUDA graph over several layers' caches, together larger than the L2 cache, so launches
-cost nothing and every byte comes from device memory. `--sweep` times candidate tiles beside the chosen one.
-Bytes are the keys and values read once; operations are those of the causal half of the score matrix.
-Rows of a decode case have block tables for 4,096 tokens whatever their length, as in a captured graph.
+Each case runs as a CUDA graph over the caches of several layers, together larger than the L2 cache. So launches cost
+nothing and every byte comes from device memory. `--sweep` also times candidate tiles. Bytes count keys and values once;
+operations are those of the causal half of the score matrix. Rows of a decode case have block tables for 4,096 tokens
+whatever their length, as in a captured graph.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LONG_TILES: dict[int, list[tuple[int, int, int, int, int | None]]] = {  # the fi
 
 @dataclass
 class Work:
-    """Pages of some layers, and rows of known lengths; all their tokens are new, or only the last."""
+    """The KV blocks of some layers, and rows of known lengths of which all tokens are new, or only the last."""
 
     name: str
     lens: list[int]
@@ -88,7 +88,7 @@ class Work:
         self.slots = torch.arange(len(self.lens), device="cuda")
 
     def short(self, splits: int | None = None, tile: Tile | None = None, turn: bool = False) -> float:
-        """With `turn` also what comes first in a layer: norm and rotation of heads, writing of k and v."""
+        """Run attention; with `turn` also the norm and rotation of heads and the writing of k and v before it."""
         if splits is None:
             reach = self.table.shape[1] * BLOCK_SIZE
             splits = num_splits(
@@ -145,7 +145,7 @@ class Work:
 
 
 def seconds(run: Callable[[], object], replays: int = 12) -> float:
-    """Median time of a replay of `run` captured in a graph."""
+    """Return the median time of a replay of `run`, captured in a graph."""
     run()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -197,7 +197,7 @@ def prefill(name: str, lens: list[int], sweep: bool, dim: int = 128) -> None:
 
 
 def attempt(run: Callable[[], float]) -> float:
-    """A candidate may need more shared memory than there is."""
+    """Time a candidate tile, which may need more shared memory than the device has."""
     try:
         return run()
     except Exception as error:
@@ -207,8 +207,8 @@ def attempt(run: Callable[[], float]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sweep", action="store_true", help="time candidate tiles as well")
-    parser.add_argument("--json", help="file for the results")
+    parser.add_argument("--sweep", action="store_true", help="also time candidate tiles")
+    parser.add_argument("--json", help="write the results to this file")
     args = parser.parse_args()
     sweep, rng = args.sweep, random.Random(0)
     many = [rng.randint(425, 1275) for _ in range(256)]

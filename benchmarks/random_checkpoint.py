@@ -1,8 +1,9 @@
-"""Writes a checkpoint of a Llama or Qwen3 shape with made-up weights, to time starts from a disk.
+"""Write a checkpoint of a Llama or Qwen3 shape with random weights, to time starts from disk.
 
     python benchmarks/random_checkpoint.py Llama-3.1-8B FOLDER
 
-Names, shapes and shards are those of the real one; the values are one stretch of normal numbers, repeated.
+Names, shapes and shards are those of the real checkpoint. The values are one stretch of normally distributed numbers,
+repeated.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _STRETCH = 1 << 24  # values
 
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
-    """Tensors of the checkpoint by name."""
+    """Return the shapes of the checkpoint's tensors by name."""
     hidden, width = config["hidden_size"], config["intermediate_size"]
     dim = config.get("head_dim", hidden // config["num_attention_heads"])
     queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
@@ -41,7 +42,7 @@ def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
 
 
 def write_checkpoint(folder: Path, config: dict[str, Any]) -> None:
-    """config.json and bfloat16 safetensors shards with their index, into an existing folder."""
+    """Write config.json and bfloat16 safetensors shards with their index to an existing folder."""
     values = torch.randn(_STRETCH, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
     stretch = memoryview(values.view(torch.uint8).numpy())
     shards: list[dict[str, list[int]]] = [{}]

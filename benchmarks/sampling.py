@@ -1,10 +1,10 @@
-"""Microseconds to choose a token for each row, by CUDA graph replay, for all kinds of sampling parameters.
+"""Microseconds to sample a token for each row, by CUDA graph replay, for all kinds of sampling parameters.
 
     python benchmarks/sampling.py [--json PATH]
 
-Logits are bfloat16: `flat` is what a model with random weights gives (normal, sigma 0.64), `peaked` what a
-trained one gives (Zipf, most of the mass in a few hundred tokens). Each call is one captured `choose` for
-so many rows of one kind, over several sets of logits; bytes are those of one reading of the logits.
+Logits are bfloat16. `flat` logits resemble those of a model with random weights (normal, sigma 0.64), `peaked` ones
+those of a trained model (Zipf, most of the mass in a few hundred tokens). Each call is one captured `choose` for rows
+of one kind, over several sets of logits. Bytes are those of one read of the logits.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def measure(name: str, rows: int, vocab: int, sets: list[Tensor]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, help="also write the figures there")
+    parser.add_argument("--json", type=Path, help="also write the figures to this file")
     args = parser.parse_args()
     results = []
     print(f"{'logits':8s}{'vocab':>8s}{'rows':>6s}  " + "".join(f"{name:>22s}" for name in KINDS))

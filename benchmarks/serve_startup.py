@@ -16,7 +16,10 @@ import urllib.request
 
 
 def start(model: str) -> dict[str, float]:
-    """One server's phases, in seconds since its process was started or, for `engine_*`, of the phase itself."""
+    """Start a server and return the times of its phases in seconds.
+
+    Times count from the start of the process, except those of `engine_*`, which are durations.
+    """
     began_s = time.perf_counter()
     command = [sys.executable, "-m", "quire", "serve", model, "--port", "0"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -1,17 +1,17 @@
-"""What the server costs over the engine alone: the same work through both, in turns, on the same machine.
+"""Overhead of the server over the engine alone: both serve the same load, in turn, on the same machine.
 
     python benchmarks/server_overhead.py --model demo --streams 64
 
 Three runs make a round:
 
-alone    `quire bench throughput`: the engine in one process, prompts are ids, no text
-served   `quire bench serve` with as many streams: text is made, and client, API process and engine process share
+alone    `quire bench throughput`: the engine in one process, with token ids as prompts and without detokenization
+served   `quire bench serve` with as many streams: with detokenization, and client, API process and engine process share
          the processor
-beside   the engine alone again, beside a process that takes as much of the processor as the client did, in a burst
-         for each step. A client on another machine would take nothing: served / beside is what the server costs
+beside   the engine alone, next to a process that uses as much processor time as the client did, in a burst for each
+         step. A client on another machine would use none, so served / beside is the cost of the server
 
-Ratios are of medians. On a machine that others use too they say little; what depends less on them is the processor
-time of each process, read from the operating system. (The client's is its own count, from the first request on.)
+Ratios are those of medians. They say little on a shared machine. The processor time of each process, read from the
+operating system, depends less on the load of others. (The client reports its own time, from the first request on.)
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Server:
         (self._engine,) = (p for p in self._api.children() if "quire.engine_process" in p.cmdline())
 
     def processor_s(self) -> dict[str, float]:
-        """Processor seconds so far of each process."""
+        """Return the processor seconds of each process so far."""
         parts = {"api": self._api, "engine": self._engine}
         return {name: sum(process.cpu_times()[:2]) for name, process in parts.items()}
 
@@ -70,7 +70,7 @@ while True:
 
 @contextlib.contextmanager
 def burner(burst_s: float, step_s: float) -> Iterator[None]:
-    """A process that takes `burst_s` of the processor once a step."""
+    """Run a process that uses the processor for `burst_s` once per step."""
     pause_s = max(step_s - burst_s, 0.0005)
     process = subprocess.Popen([sys.executable, "-c", _BURNER, str(burst_s), str(pause_s)])
     try:
@@ -81,7 +81,7 @@ def burner(burst_s: float, step_s: float) -> Iterator[None]:
 
 
 def run(command: list[str]) -> dict[str, Any]:
-    """The result of a benchmark."""
+    """Run a benchmark and return its result."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.json"
         subprocess.run([*command, "--output-json", str(file)], check=True, stdout=subprocess.DEVNULL)
@@ -129,7 +129,7 @@ def main() -> None:
 def one_round(
     server: Server, alone: list[str], load: list[str], args: argparse.Namespace, seed: int
 ) -> dict[str, float]:
-    """Tokens per second of the three runs, and microseconds of the processor per token that was served."""
+    """Return the tokens per second of the three runs, and the processor microseconds per served token."""
     first = run(alone)
     before = server.processor_s()
     more = ["--temperature", "0", "--seed", str(seed), "--backend", args.backend]

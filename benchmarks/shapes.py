@@ -1,4 +1,4 @@
-"""Configs of the models that the benchmarks run with random weights in their true shapes."""
+"""Configurations of the models that benchmarks run with random weights in the true shapes."""
 
 from __future__ import annotations
 

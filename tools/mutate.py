@@ -3,10 +3,10 @@
     python tools/mutate.py --count 100 --seed 0             # random mutants over all packages
     python tools/mutate.py --package core --count 20
 
-A mutant is the source tree with one change: a comparison, an arithmetic or logical operator, a constant, a
-condition, or a call that is dropped. It is *killed* if the package's tests fail or exceed the time limit, and
-*survives* otherwise. Survivors are printed as file, line, and the line before and after. Code that needs a GPU is
-left out, because its tests cannot run here.
+A mutant is the source tree with one change: another comparison, arithmetic or logical operator, another constant,
+a negated condition, or a dropped call. It is *killed* if the package's tests fail or exceed the time limit, and
+*survives* otherwise. Every mutant is printed with its file, its line, and the line before and after. Classes that
+need a GPU are not mutated, because their tests do not run here.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 
-# The tests that a change in a package must fail, the fastest first.
+# The tests that must fail when a package is mutated, fastest first. Paths are relative to tests/.
 TESTS = {
-    "core": ["unit/test_scheduler.py", "unit/test_waiting.py", "unit/test_shared.py", "unit/test_clocks.py",
-             "unit/test_live.py", "e2e/test_llm.py"],
+    "core": ["unit/test_scheduler.py", "unit/test_waiting.py", "unit/test_shared.py", "unit/test_shares.py",
+             "unit/test_clocks.py", "unit/test_live.py", "e2e/test_llm.py"],
     "worker": ["unit/test_sizing.py", "unit/test_worker.py", "unit/test_graphs.py", "unit/test_recorded.py",
                "unit/test_scheduler.py", "e2e/test_llm.py"],
     "sampling": ["unit/test_sampling.py", "unit/test_sampling_on_cpu.py"],
@@ -106,7 +106,7 @@ def code_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def changes(node: ast.AST, source: str, offsets: Offsets) -> Iterator[tuple[int, int, str]]:
-    """Yield (start, end, replacement) for what can be changed at a node."""
+    """Yield a (start, end, replacement) for each mutation of a node."""
     match node:
         case ast.Compare(left=left, ops=[op], comparators=[right]):
             yield between(left, right, op, source, offsets)
@@ -131,7 +131,7 @@ def changes(node: ast.AST, source: str, offsets: Offsets) -> Iterator[tuple[int,
 def between(
     left: ast.expr, right: ast.expr, op: ast.AST, source: str, offsets: Offsets
 ) -> tuple[int, int, str]:
-    """Replace the operator between two operands; parentheses around them stay."""
+    """Return the (start, end, replacement) that swaps the operator between two operands, parentheses untouched."""
     start, end = offsets.span(left)[1], offsets.span(right)[0]
     text = source[start:end]
     sign = operator_text(op)
@@ -140,7 +140,7 @@ def between(
 
 
 def operator_text(op: ast.AST) -> str:
-    """Return how an operator is written."""
+    """Return the source text of an operator."""
     if isinstance(op, ast.boolop):
         return "and" if isinstance(op, ast.And) else "or"
     left, right = ast.Name("a"), ast.Name("b")

@@ -1,10 +1,10 @@
 """Measure how the code base reads: docstrings, names, layout and size.
 
-    python tools/readability.py              # the table
-    python tools/readability.py --offenders  # with every place that a measure counts
+    python tools/readability.py              # print the table
+    python tools/readability.py --offenders  # and list every place that a measure counts
 
-`tests/unit/test_readability.py` holds the limits. The standard for function docstrings is PEP 257's: the first
-word is a verb in the imperative mood.
+`tests/unit/test_readability.py` holds the limits. Function docstrings follow PEP 257: the first word is a verb in
+the imperative mood.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src" / "quire"
+ENGINE = (
+    "__init__", "attention", "build", "config", "core", "files", "kernels", "layers", "llm", "models", "parallel",
+    "quant", "sampling", "types", "worker",
+)  # fmt: skip
 
 WORDS = """
     abort accept accumulate activate add adapt admit advance aggregate align allocate allow annotate answer append apply
@@ -50,11 +54,13 @@ WORDS = """
     watch weigh widen wire withdraw work wrap write yield zero
     """
 VERBS = frozenset(WORDS.split())
+# Names with a leading underscore that are public, of ctypes structures and of named tuples.
+PUBLIC = frozenset({"_fields_", "_fields", "_replace", "_asdict", "_make"})
 
 
 @dataclass
 class Measure:
-    """One row of the table: `hits` of `total`, and where they are."""
+    """A row of the table: the number of hits, the number of candidates, and the places of the hits."""
 
     name: str
     total: int = 0
@@ -108,7 +114,8 @@ def docstrings() -> list[Measure]:
 
 def kernel(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Return whether a function is a Triton kernel, whose docstring begins with its shapes."""
-    return any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
+    decorators = [ast.unparse(decorator).partition("(")[0] for decorator in node.decorator_list]
+    return any(decorator in ("triton.jit", "kernel") for decorator in decorators)
 
 
 def names() -> list[Measure]:
@@ -154,7 +161,7 @@ def private_reads() -> Measure:
     reads = Measure("reads of private attributes in tests")
     for path, tree in python_files(ROOT / "tests"):
         for node in ast.walk(tree):
-            if not isinstance(node, ast.Attribute) or not node.attr.startswith("_"):
+            if not isinstance(node, ast.Attribute) or not node.attr.startswith("_") or node.attr in PUBLIC:
                 continue
             owner = node.value.id if isinstance(node.value, ast.Name) else ""
             if not node.attr.startswith("__") and owner not in ("self", "cls"):
@@ -182,15 +189,16 @@ def lines_of_code(source: str, tree: ast.Module) -> set[int]:
         if token.type not in skipped and token.type != tokenize.ENDMARKER:
             used.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list) and body and isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
-            first = body[0]
-            if ast.get_docstring(node) is not None:
-                used.difference_update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
+        if not isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            continue
+        if ast.get_docstring(node) is not None:
+            first = node.body[0]
+            used.difference_update(range(first.lineno, (first.end_lineno or first.lineno) + 1))
     return used
 
 
 def measures() -> list[Measure]:
+    """Return all measures in the order of the table."""
     return [*docstrings(), *names(), folders(), private_reads()]
 
 
@@ -204,9 +212,9 @@ def main() -> None:
         for place in measure.places if args.offenders else ():
             print(f"    {place}")
     lines = code_lines()
-    print(
-        f"lines of code {sum(lines.values()):,}: " + ", ".join(f"{k} {v:,}" for k, v in sorted(lines.items()))
-    )
+    engine = sum(lines.get(part, 0) for part in ENGINE)
+    print(f"lines of code {sum(lines.values()):,}, of these engine, models and kernels {engine:,}: ", end="")
+    print(", ".join(f"{part} {count:,}" for part, count in sorted(lines.items())))
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""How the embedded demo model is made: world, tokenizer, model, training, evaluation."""
+"""Training of the built-in demo model: synthetic world, tokenizer, model, training loop and evaluation."""

@@ -1,8 +1,7 @@
-"""The chat format: how messages become text, and which of it the model has to learn to write.
+"""The chat format: the text of messages, and the loss weight of each part of it.
 
-`render` writes exactly what `CHAT_TEMPLATE` writes (a test compares them), split into
-segments with a loss weight each: text that the model will be asked to produce counts in
-full, stories and questions that it only reads count little.
+`render` writes exactly the text of `CHAT_TEMPLATE` (a test compares them), split into segments with a loss weight each.
+Text that the model must produce has full weight; stories and questions that it only reads have a low weight.
 """
 
 from __future__ import annotations
@@ -75,7 +74,7 @@ def call_text(name: str, arguments: dict[str, Any]) -> str:
 def render(
     messages: list[Message], tools: list[dict[str, Any]] | None = None, prompt: bool = False
 ) -> list[Segment]:
-    """Segments of a conversation; `prompt` ends it where the assistant is to write."""
+    """Return the segments of a conversation; with `prompt` they end where the assistant's answer begins."""
     read, segments = [], []
     system = messages[0]["content"] if messages[0]["role"] == "system" else ""
     if tools:

@@ -1,8 +1,7 @@
-"""Endless packed rows from worker processes, in an order that the number of workers fixes.
+"""An endless stream of packed rows from worker processes, in an order that depends only on the number of workers.
 
-Worker w of W makes documents w, w + W, w + 2 W, ...; the trainer takes one batch from each
-worker in turn, so the same seeds give the same batches on any machine. No document is cut,
-and none is seen twice.
+Worker w of W generates documents w, w + W, w + 2 W, and so on. The trainer takes one batch from each worker in turn, so
+the same seeds give the same batches on any machine. No document is truncated, and none occurs twice.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ def encode(tokenizer: Tokenizer, seeds: list[int]) -> list[tuple[np.ndarray, np.
             piece = next(encoded).ids
             ids += piece
             weights += [weight] * len(piece)
-        weights[0] = 0.0  # nothing before it tells which document comes
+        weights[0] = 0.0  # nothing before the first token predicts it
         if len(ids) <= ROW:
             result.append((np.array(ids, np.uint16), np.array(weights, np.float16)))
     return result
 
 
 def pack(documents: list[tuple[np.ndarray, np.ndarray]], padding: int) -> Batch:
-    """Best fit, longest first: rows come out about 98 % full."""
+    """Pack documents into rows by best fit, longest first, which fills about 98 % of a row."""
     rows: list[list[int]] = []
     room: list[int] = []
     for i in sorted(range(len(documents)), key=lambda i: -len(documents[i][0])):
@@ -109,10 +108,10 @@ def _work(queue: mp.Queue[Batch], tokenizer_file: Path, worker: int, workers: in
 
 
 class Loader:
-    """Owns the worker processes; `close` ends them.
+    """The batches of all worker processes, which it owns; `close` ends them.
 
-    A thread for each worker keeps two batches at hand, in pinned memory for a GPU, so that
-    neither the pipe nor the pinning holds up the training loop.
+    A thread per worker keeps two batches ready, in pinned memory for a GPU, so that neither the pipe nor the pinning
+    delays the training loop.
     """
 
     def __init__(self, tokenizer_file: Path, workers: int, rows: int, pin: bool) -> None:
@@ -131,7 +130,7 @@ class Loader:
             self.processes.append(process)
 
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
-        """Tokens, weights and documents of one batch after another."""
+        """Yield the tokens, weights and document numbers of each batch."""
         while True:
             for ready in self.ready:
                 yield ready.get(timeout=60)

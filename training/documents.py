@@ -1,8 +1,8 @@
 """Training documents and evaluation dialogues: each task of the demo model in one function.
 
-A task returns a `Dialogue`. Training renders all of it; evaluation cuts it before an
-assistant message and compares what the model writes there. Everything follows from the
-seed: training seeds lie below `EVALUATION_SEED`, evaluation seeds above.
+A task returns a `Dialogue`. Training renders all of it. Evaluation cuts it before an assistant message and compares
+the model's answer with that message. A dialogue depends only on its seed: training seeds are below `EVALUATION_SEED`,
+evaluation seeds are not.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ SMALL_TALK = (
         "I do not know that. I only know the stories that you show me, and small sums.",
     ),
 )
-# How a prompt may join a story and what is asked about it.
+# Ways for a prompt to join a story and a question about it.
 JOINS = (
     "{s}\n\n{q}",
     "{s}\n\n{q}",
@@ -85,7 +85,7 @@ class Dialogue:
         return [*render(self.messages, self.tools), (END_OF_TEXT, READ_WEIGHT)]
 
     def cut(self, index: int) -> str:
-        """The prompt whose right continuation is assistant message `index`."""
+        """Return the prompt whose correct continuation is assistant message `index`."""
         return "".join(text for text, _ in render(self.messages[:index], self.tools, prompt=True))
 
 
@@ -102,7 +102,7 @@ def opening(rng: Random) -> list[Message]:
 
 
 def ask_about(rng: Random, text: str, questions: list[Question]) -> list[Message]:
-    """The story with the first question, then the other questions as later turns."""
+    """Return a dialogue with the story and the first question, then the other questions as later turns."""
     messages = opening(rng)
     for i, q in enumerate(questions):
         asked = q.text if i else rng.choice(JOINS).format(s=text, q=q.text)
@@ -116,7 +116,7 @@ def story_questions(rng: Random, pool: Pool) -> Dialogue:
 
 
 def long_questions(rng: Random, pool: Pool) -> Dialogue:
-    """Several stories in one prompt, with questions about any of them."""
+    """Return a dialogue with several stories in one prompt, and questions about any of them."""
     stories = [Story(rng, pool, length=rng.randint(3, 6)) for _ in range(rng.randint(3, 11))]
     titled = rng.random() < 0.5
     parts = [f"Story {i}\n{s.text}" if titled else s.text for i, s in enumerate(stories, 1)]
@@ -228,7 +228,7 @@ def bare_story(rng: Random, pool: Pool) -> list[Segment]:
 
 
 def told_story(rng: Random, pool: Pool) -> Dialogue:
-    """A story on request, with questions about it afterwards."""
+    """Return a dialogue with a story on request, and questions about it."""
     wish, parts = Wish(), []
     wish.name = pool.name() if rng.random() < 0.8 else None
     if not pool.new_names:
@@ -318,7 +318,7 @@ def small_talk(rng: Random, pool: Pool) -> Dialogue:
     messages = opening(rng)
     for asks, answer in rng.sample(SMALL_TALK, rng.randint(1, 3)):
         messages += [user(rng.choice(asks)), assistant(answer, "talk")]
-    if rng.random() < 0.3:  # a question about a story that nobody has told
+    if rng.random() < 0.3:  # a question about a story that is not in the dialogue
         way = rng.choice(QUESTIONS[rng.choice(ABOUT_PERSON)][0])
         messages += [user(way.format(p=pool.name())), assistant(SMALL_TALK[-1][1], "talk")]
     return Dialogue("talk", messages)
@@ -367,7 +367,7 @@ def training_document(seed: int) -> list[Segment]:
 
 
 def parse_json(text: str) -> Any:
-    """The value, or None where the text is no JSON."""
+    """Return the value of a JSON text, or None if it is invalid."""
     try:
         return json.loads(text)
     except json.JSONDecodeError:

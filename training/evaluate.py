@@ -1,9 +1,9 @@
-"""Exact answers on held-out worlds, and how often the draft model agrees with the base model.
+"""Exact-answer accuracy on held-out worlds, and the agreement of the draft model with the base model.
 
-Every case is a prompt that ends where the assistant writes, with the right earlier turns
-before it. The text may come from anywhere: `check` needs only a function from prompts to
-texts. Two sets of worlds: "new worlds" never occur in training (other seeds, held-out towns
-and pairs of words); "new names" has held-out names of people and animals as well.
+Every case is a prompt with the correct earlier turns, which ends where the assistant's answer begins. `check` needs
+only a function from prompts to texts, so any engine can be evaluated. There are two sets of worlds. "new worlds" never
+occur in training: they have other seeds, held-out towns and held-out pairs of words. "new names" also has held-out
+names of people and animals.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from training.documents import EVALUATION_SEED, make_dialogue, parse_json
 
 Generate = Callable[[list[str]], list[str]]
 MAX_TOKENS = 256
-LONGEST_PROMPT = 6000  # characters, about 1,850 tokens: the answer has to fit as well
+LONGEST_PROMPT = 6000  # characters, about 1,850 tokens; the answer must fit too
 # task -> dialogues in each set of worlds
 SIZES = {
     "story": 400,
@@ -55,7 +55,7 @@ def cases(worlds: str, share: float = 1.0) -> list[Case]:
             dialogue = make_dialogue(task, seed, new_names, new_pairs)
             for at, message in enumerate(dialogue.messages):
                 if message["role"] != "assistant" or message["kind"] == "write":
-                    continue  # a freely written story has no one right text
+                    continue  # a free story has no single correct text
                 calls = [
                     call_text(c["function"]["name"], c["function"]["arguments"])
                     for c in message.get("tool_calls", [])
@@ -161,7 +161,7 @@ def quire_engine(folder: Path) -> Generate:
 
 
 def agreement(base: Path, draft: Path, found: list[Case], device: str) -> dict[str, float]:
-    """Share of the right answers' tokens for which both models' likeliest tokens are the same."""
+    """Return the share of the correct answers' tokens at which both models have the same most likely token."""
     import torch
     from tokenizers import Tokenizer
 

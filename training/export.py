@@ -1,4 +1,4 @@
-"""Writes and reads a model folder in the ordinary Hugging Face layout."""
+"""Writing and reading of a model folder in the Hugging Face layout."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _write_json(file: Path, value: object) -> None:
 
 
 def save_model(model: Model, folder: Path, tokenizer_folder: Path, shards: int) -> None:
-    """Weights in bfloat16 over `shards` files; one file gets the plain name and no index."""
+    """Write the weights in bfloat16 to `shards` files; a single file has the plain name and no index."""
     folder.mkdir(parents=True, exist_ok=True)
     tokenizer = Tokenizer.from_file(str(tokenizer_folder / "tokenizer.json"))
     end_of_text, turn_end = tokenizer.token_to_id(END_OF_TEXT), tokenizer.token_to_id(TURN_END)

@@ -1,9 +1,8 @@
 """Words of the synthetic world, and the rule that keeps some of them out of training.
 
-Names, towns, (adjective, place) pairs, and finds (this object in this colour at this place)
-whose checksum falls in one eighth of the range never occur in training documents; evaluation
-can ask for exactly those.
-Everything here is a constant or a pure function of the random generator passed in.
+Names, towns, (adjective, place) pairs and finds (an object in a colour at a place) whose checksum falls in one eighth
+of the range never occur in training documents. Evaluation can draw exactly those. Everything in this module is a
+constant or a pure function of the given random generator.
 """
 
 # ruff: noqa: SIM905 - long word lists read better as text that is split
@@ -93,7 +92,7 @@ NUMBER_WORDS = "zero one two three four five six seven eight nine ten eleven twe
 
 
 def held_out(text: str) -> bool:
-    """Whether this name or pair of words belongs to evaluation only."""
+    """Return whether a name or pair of words is reserved for evaluation."""
     return crc32(text.encode()) % 8 == 0
 
 
@@ -102,7 +101,7 @@ def with_article(phrase: str) -> str:
 
 
 def number_text(rng: Random, n: int) -> str:
-    """A number as a story writes it: small ones mostly in words."""
+    """Write a number as in a story: small ones mostly in words."""
     return NUMBER_WORDS[n] if n <= 12 and rng.random() < 0.7 else str(n)
 
 
@@ -121,9 +120,9 @@ def composed_name(rng: Random) -> str:
 
 
 class Pool:
-    """Draws words for one document, each at most once, so that a question has one answer.
+    """The words of one document, each drawn at most once, so that a question has one answer.
 
-    `new_names` and `new_pairs` say on which side of the held-out rule names, and all the rest, lie.
+    `new_names` selects held-out names, `new_pairs` held-out towns, pairs and finds.
     """
 
     def __init__(self, rng: Random, new_names: bool = False, new_pairs: bool = False) -> None:
@@ -193,7 +192,7 @@ class Pool:
         raise AssertionError
 
     def thing(self, place: str = "") -> tuple[str, str]:
-        """(colour, noun) of an object; with `place`, one whose being found there is on the right side."""
+        """Draw the (colour, noun) of an object; with `place`, one whose find there obeys `new_pairs`."""
         while True:
             colour, noun = self.rng.choice(COLOURS), self.rng.choice(OBJECTS)
             if self.tidy and colour in self.used:

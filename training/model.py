@@ -1,8 +1,8 @@
 """A compact Qwen3-shaped transformer for training and for a reference decode.
 
-Parameter names are those of Hugging Face's `Qwen3ForCausalLM`, so `state_dict` saves as is.
-Training runs packed rows: `documents` numbers the document of each token, and attention
-stays inside a document. Decoding keeps right-padded rows with one length each.
+Parameter names are those of Hugging Face's `Qwen3ForCausalLM`, so `state_dict` needs no conversion. Training uses
+packed rows: `documents` holds the document number of each token, and attention stays inside a document. Decoding uses
+right-padded rows with one length each.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Shape:
 
 BASE = Shape(hidden=384, layers=7, heads=8, kv_heads=2, intermediate=768)
 DRAFT = Shape(hidden=128, layers=4, heads=2, kv_heads=1, intermediate=384)
-TINY = Shape(hidden=64, layers=2, heads=2, kv_heads=1, intermediate=128)  # for trying the scripts out
+TINY = Shape(hidden=64, layers=2, heads=2, kv_heads=1, intermediate=128)  # to try the scripts
 
 
 class RMSNorm(nn.Module):
@@ -52,7 +52,7 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary position in the half-split order of Qwen and Llama."""
+    """Apply the rotary position embedding in the half-split order of Qwen and Llama."""
     a, b = x.chunk(2, dim=-1)
     return (x * cos + torch.cat((-b, a), dim=-1) * sin).to(x.dtype)
 
@@ -110,7 +110,7 @@ class Body(nn.Module):
 
 
 class Model(nn.Module):
-    """The output matrix is the embedding (tied), so there is no `lm_head` parameter."""
+    """The transformer. The output matrix is the tied embedding, so there is no `lm_head` parameter."""
 
     cos: Tensor
     sin: Tensor
@@ -141,7 +141,7 @@ class Model(nn.Module):
         return self.model.norm(x)
 
     def forward(self, tokens: Tensor, attend: Attend, state: Any = None) -> Tensor:
-        """Final features [batch, length, hidden] of rows that start at position 0."""
+        """Return the final features [batch, length, hidden] of rows that start at position 0."""
         cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
         return self.features(tokens, cos, sin, attend, [state] * self.shape.layers)
 
@@ -162,7 +162,7 @@ def flex(q: Tensor, k: Tensor, v: Tensor, mask: Any) -> Tensor:
 
 
 def document_attention(documents: Tensor) -> tuple[Attend, Any]:
-    """Causal attention inside each document; `documents` [batch, length] numbers them."""
+    """Compute causal attention inside each document; `documents` [batch, length] holds document numbers."""
     if documents.device.type == "cpu":
         same = documents[:, None, :, None] == documents[:, None, None, :]
         return masked, same & torch.ones(same.shape[-2:], dtype=torch.bool).tril()
@@ -195,7 +195,7 @@ def extend_cache(q: Tensor, k: Tensor, v: Tensor, state: tuple[Tensor, Tensor, T
 def greedy(
     model: Model, prompts: list[list[int]], max_tokens: int, stop: set[int], batch: int = 128
 ) -> list[list[int]]:
-    """The most likely continuation of each prompt, without the stop token."""
+    """Decode each prompt greedily and return the continuations without the stop token."""
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     results: list[list[int]] = [[] for _ in prompts]
     for start in range(0, len(order), batch):

@@ -1,4 +1,4 @@
-"""Everything in one command: tokenizer, both models, evaluation. `python -m training.run --out DIR`."""
+"""Train the tokenizer and both models, and evaluate them, in one command: `python -m training.run --out DIR`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """A byte-level BPE tokenizer of 2,048 tokens, trained on the generator's text.
 
-Any text encodes, because all 256 bytes are tokens. Digits are split one by one, so that sums
-work digit by digit. The tags of tool calls are single tokens but ordinary text: decoding
-keeps them. Run as `python -m training.tokenizer --out DIR`.
+It encodes any text, because all 256 bytes are tokens. Each digit is a token, so that the model can add digit by digit.
+The tags of tool calls are single tokens but not special ones, so decoding keeps them. Run it as
+`python -m training.tokenizer --out DIR`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from training.documents import training_document
 VOCABULARY = 2048
 SPECIAL = (END_OF_TEXT, TURN_START, TURN_END)
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>")
-# The pattern of GPT-style tokenizers, with digits one by one.
+# The pattern of GPT-style tokenizers, with single digits.
 PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 TOKENIZER_SEED = 1 << 39  # documents from here on; training counts up from 0 and never gets here
 

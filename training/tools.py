@@ -1,7 +1,7 @@
 """Tool-call dialogues: a request, the call in a `<tool_call>` tag, the response, the answer.
 
-Known tools have natural requests. Made-up tools (a random verb and noun, random parameters)
-are asked for by name, so that the model reads the list of tools instead of reciting it.
+Known tools have natural requests. Random tools (a random verb and noun, random parameters) are requested by name, so
+that the model learns to read the list of tools instead of memorizing it.
 """
 
 # ruff: noqa: SIM905 - long word lists read better as text that is split
@@ -21,7 +21,7 @@ NO_TOOL = "I have no tool for that."
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """One request, the call it asks for, what the tool returns, and what to say then."""
+    """A request, the tool call for it, the tool's result, and the final answer."""
 
     ask: str
     arguments: dict[str, Any]

@@ -1,9 +1,8 @@
-"""Trains the base model and the draft model together, on the same batches.
+"""Train the base model and the draft model together, on the same batches.
 
-The draft learns from the text and from the base model's distribution, which makes it agree
-with the base model more often. Matrices inside the layers are trained with Muon, the
-embedding and the norms with AdamW. Progress, and with it the learning rate, follows the step
-number; if the time limit is nearer than the last step, it follows the clock.
+The draft model learns from the text and from the base model's distribution, which makes it agree with the base model
+more often. Muon trains the matrices inside the layers, AdamW the embedding and the norms. The learning rate follows the
+step number, or the clock if the time limit is nearer than the last step.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ SEED = 1
 
 
 def orthogonalise(g: Tensor) -> Tensor:
-    """Newton-Schulz iteration towards the nearest orthogonal matrix, for a stack of matrices."""
+    """Approximate the nearest orthogonal matrix of each matrix of a stack by Newton-Schulz iteration."""
     x = g.bfloat16() if g.is_cuda else g
     tall = x.shape[-2] > x.shape[-1]
     x = x.mT if tall else x
@@ -41,7 +40,7 @@ def orthogonalise(g: Tensor) -> Tensor:
 
 
 class Muon:
-    """Momentum, then an orthogonal update; matrices of one shape go through together."""
+    """The Muon optimizer: momentum, then an orthogonal update. Matrices of equal shape are updated together."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.groups: dict[torch.Size, list[nn.Parameter]] = {}
@@ -62,7 +61,7 @@ class Muon:
 
 
 class Trainer:
-    """One model with its two optimizers."""
+    """A model with its two optimizers."""
 
     def __init__(self, shape: Shape, device: str) -> None:
         self.model = Model(shape).to(device)
@@ -74,7 +73,7 @@ class Trainer:
         )
         if device == "cuda":
             for layer in self.model.model.layers:
-                layer.compile()  # one layer's code serves all of them
+                layer.compile()  # all layers share the compiled code
 
     def update(self, loss: Tensor, scale: float) -> None:
         loss.backward()
@@ -91,7 +90,7 @@ def hard_loss(logits: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
 
 
 def soft_loss(logits: Tensor, teacher: Tensor, weights: Tensor) -> Tensor:
-    """Cross entropy against the teacher's distribution."""
+    """Compute the cross entropy against the teacher's distribution."""
     p = teacher.float().softmax(-1)
     loss = -(p * logits.float().log_softmax(-1)).sum(-1)
     return (loss * weights).sum() / weights.sum()
@@ -175,7 +174,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=48, help="rows of 2,048 tokens in a batch")
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="two very small models, to try the script out")
+    parser.add_argument("--tiny", action="store_true", help="train two very small models, to try the script")
     args = parser.parse_args()
     shapes = (TINY, TINY) if args.tiny else (BASE, DRAFT)
     args.out.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
 """Short stories about a small world, with every question that the story answers.
 
-A `Story` writes sentences and keeps the facts that they state, so each question's answer is
-known without reading the text. Within a document no name, place or object occurs in two
-roles (see `Pool`), which keeps every question unambiguous. All randomness comes from `rng`.
+A `Story` writes sentences and stores the facts that they state, so the answer to each question is known without reading
+the text. Within a document no name, place or object occurs in two roles (see `Pool`), which keeps every question
+unambiguous. All randomness comes from `rng`.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ QUESTIONS: dict[str, tuple[tuple[str, ...], str, str]] = {
         "people",
     ),
 }
-# Questions about a person that need only the name, and so can be asked when nothing was said.
+# Questions about a person that need only the name, so they can be asked even if the story says nothing.
 ABOUT_PERSON = ("job", "town", "age", "food", "friend", "feel")
 # Kinds whose second way to ask names the person alone.
 UNPLACED = ("find_what", "buy_what", "meet_who")
@@ -193,12 +193,12 @@ class Question:
     kind: str
     text: str
     answer: str
-    value: str  # the shortest right answer
+    value: str  # the shortest correct answer
 
 
 @dataclass(slots=True)
 class Wish:
-    """What a requested story has to contain; None leaves the choice to the story."""
+    """The required contents of a requested story; None leaves the choice to the story."""
 
     name: str | None = None
     place: str | None = None
@@ -208,7 +208,7 @@ class Wish:
 
 
 class Story:
-    """One story: its sentences, and the facts they state."""
+    """A story: its sentences, and the facts that they state."""
 
     def __init__(self, rng: Random, pool: Pool, length: int | None = None, wish: Wish | None = None) -> None:
         self.rng = rng
@@ -450,7 +450,7 @@ class Story:
         self.open_finds.append({**slots, "holder": p, "gifts": "0", "had": p})
 
     def hand_over(self) -> None:
-        """A found thing is given on, or put somewhere, which ends its travels."""
+        """Write that a found object is passed on, or put somewhere, after which it does not move again."""
         if not self.open_finds:
             return
         item = self.rng.choice(self.open_finds)
@@ -580,7 +580,7 @@ class Story:
             self.record(q)
 
     def layout(self) -> str:
-        """Sentences joined to paragraphs."""
+        """Join the sentences to paragraphs."""
         parts = [self.sentences[0]]
         for sentence in self.sentences[1:]:
             parts.append(("\n\n" if self.rng.random() < 0.12 else " ") + sentence)
@@ -589,7 +589,7 @@ class Story:
     # -- questions ---------------------------------------------------------------------------
 
     def questions(self, count: int, nameless: bool = True, unknown: float = 0.12) -> list[Question]:
-        """Up to `count` different questions; about the share `unknown` has no answer in the story."""
+        """Draw up to `count` different questions, of which about the share `unknown` has no answer in the story."""
         rng = self.rng
         candidates = [f for f in self.facts if (nameless or f[0] not in NAMELESS)]
         # Draw kinds evenly, so that rare kinds are practised as often as common ones.
@@ -613,7 +613,7 @@ class Story:
         return Question(kind, self.rng.choice(ways).format_map(slots), answer.format_map(slots), slots[slot])
 
     def once(self, kind: str, slots: dict[str, str]) -> bool:
-        """Whether this person did this kind of thing only once; a meeting counts for both."""
+        """Return whether this person did this kind of thing only once; a meeting counts for both persons."""
         p = slots.get("p")
         return (
             sum(
@@ -623,7 +623,7 @@ class Story:
         )
 
     def unknown_question(self, nameless: bool) -> Question:
-        """A question about somebody in the story, or nobody in it, that the story leaves open."""
+        """Draw a question without an answer in the story, about a person in the story or another one."""
         rng = self.rng
         if nameless and self.weather is None and rng.random() < 0.1:
             return Question("unknown", rng.choice(QUESTIONS["weather"][0]), DOES_NOT_SAY, "")
@@ -648,7 +648,7 @@ class Story:
 
 
 def worked_sum(terms: str) -> str:
-    """'5 + 3 - 2' -> '5 + 3 - 2 = 8 - 2 = 6': one operation at a time, left to right."""
+    """Solve a sum one operation at a time, left to right: '5 + 3 - 2' -> '5 + 3 - 2 = 8 - 2 = 6'."""
     tokens, steps = terms.split(), [terms]
     while len(tokens) > 1:
         a, operator, b = int(tokens[0]), tokens[1], int(tokens[2])

@@ -1,4 +1,4 @@
-"""The table of benchmarks/h200_table.py, run on a tiny shape, so that a GPU's time is not spent on finding typos."""
+"""benchmarks/h200_table.py on a tiny shape, so that mistakes show before GPU time is spent."""
 
 from __future__ import annotations
 

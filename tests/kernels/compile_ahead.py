@@ -1,6 +1,8 @@
 # ruff: noqa: E402  (imports that must follow a patch)
-"""Kernels inside `side_by_side` are compiled in its threads, once each, and only other threads launch any: run by
-test_ahead.py in a process of its own, for Hopper, without a GPU."""
+"""Check that `background_compilation` compiles each kernel once, in its threads, and that only other threads launch.
+
+test_ahead.py runs this in a separate process, for Hopper, without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,14 @@ driver.set_active(hopper)
 torch.cuda.set_device = lambda device: None
 
 from quire.kernels import activation, norm
-from quire.kernels.ahead import side_by_side
+from quire.kernels.ahead import background_compilation
 
 CPU = torch.device("cpu")
 x, weight = torch.ones(3, 1234), torch.ones(1234)
 
 
 def in_threads(*works: Callable[[], object]) -> None:
-    """Run all at once, in threads that have the works' names."""
+    """Run all functions at once, in threads with the functions' names."""
     threads = [threading.Thread(target=work, name=work.__name__) for work in works]
     for thread in threads:
         thread.start()
@@ -32,7 +34,7 @@ def in_threads(*works: Callable[[], object]) -> None:
 
 
 def build() -> list[str]:
-    with side_by_side(CPU, threads=2) as missing:
+    with background_compilation(CPU, threads=2) as missing:
         for _ in range(3):
             assert not norm.rms_norm(x, weight, 1e-6).any()
             assert not norm.add_rms_norm(x, x, weight, 1e-6)[1].any()
@@ -51,7 +53,7 @@ print("not on disk", *found)
 assert not hopper.launches
 
 # A thread launches what it launches while another is inside, also what the other has begun to compile.
-with side_by_side(CPU, threads=2):
+with background_compilation(CPU, threads=2):
     in_threads(generate)
     norm.layer_norm(x, weight, weight, 1e-6)
     in_threads(lambda: norm.layer_norm(x, weight, weight, 1e-6))

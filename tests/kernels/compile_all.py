@@ -1,13 +1,13 @@
-"""Compile every kernel as its wrapper would launch it, for GPUs that need not be there, and check what it takes.
+"""Compile every kernel as its wrapper launches it, for GPUs that are not present, and check its shared memory.
 
     python tests/kernels/compile_all.py [--targets 75,90,...] [--models NAME,...] [--dtypes half,float32]
                                         [--kernels NAME,...] [--sample] [--binary]
 
-Prints the largest shared memory of a program by model and target. Exits with 1 if a kernel does not compile or takes
-more than the target has. `--sample` takes the first of a kernel's variants in each model. Without `--binary`
-compilation stops in front of the assembler: shared memory is known by then.
+Prints the largest shared memory of a program by model and target. Exits with 1 if a kernel does not compile or needs
+more shared memory than the target has. `--sample` takes only the first variant of each kernel in each model. Without
+`--binary`, compilation stops before the assembler, when shared memory is already known.
 
-A driver that only names its target stands in for the device, and launches are noted instead of made.
+A driver that only names its target replaces the device, and launches are recorded instead of run.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def attention(model: Shapes, dtype: torch.dtype, target: Target) -> None:
     queries = max(short.SHORT_ROWS // group, 1)
     partial_sums = shared.attend_shared(q, keys, values, ints(rows, 4)[:, 3], table, slots, 0.1, cap)
     attend = partial(short.attend_short, q, keys, values, out, lens)
-    for window in dict.fromkeys((model.window, None)):  # first what takes most, for a sample
+    for window in dict.fromkeys((model.window, None)):  # the largest variant first, for a sample
         attend(starts, table, slots, 0.1, window, cap, queries, 64)
         for splits in (1, 64):
             attend(None, table, slots, 0.1, window, cap, 1, splits)
@@ -102,7 +102,7 @@ def attention(model: Shapes, dtype: torch.dtype, target: Target) -> None:
         tiles = long.list_tiles(starts, lens, slots, 9, queries, per_tile, kv_heads)
         long.attend_long(q, keys, values, out, table, tiles, 0.1, window, cap)
     attend(None, table, slots, 0.1, None, cap, 1, 1, partial_sums)
-    many = 4 * target.sms // kv_heads  # rows for which the buffers of a program are smaller
+    many = 4 * target.sms // kv_heads  # with this many rows the buffers of a program are smaller
     short.attend_short(
         zeros(many, heads, dim),
         keys,
@@ -129,7 +129,7 @@ def layers(model: Shapes, dtype: torch.dtype, target: Target) -> None:
 
 
 def few_rows(model: Shapes, dtype: torch.dtype, target: Target) -> None:
-    """The products of a layer, for the numbers of rows that `FewRowsMatmul` does not leave to torch."""
+    """Launch the products of a layer, for the numbers of rows that `FewRowsMatmul` runs itself."""
     zeros = partial(torch.zeros, dtype=dtype)
     qkv, attended = (model.heads + 2 * model.kv_heads) * model.dim, model.heads * model.dim
     gates = 1 if model.kind is None else 2
@@ -206,12 +206,12 @@ PARTS: tuple[Callable[[Shapes, torch.dtype, Target], None], ...] = (
 
 @dataclass(slots=True)
 class Launches:
-    """Distinct kernels that were launched: where from, and what the compiler needs to know."""
+    """The distinct kernels that were launched, by model, with the arguments of their compilation."""
 
     kernels: dict[tuple[str, str], tuple[Any, str]] = field(default_factory=dict)
     by_model: dict[str, set[tuple[str, str]]] = field(default_factory=dict)
     model: str = ""
-    fresh: Callable[[str], bool] = lambda name: True  # whether a launch of the kernel of this name is wanted
+    fresh: Callable[[str], bool] = lambda name: True  # whether to record a launch of the kernel of this name
 
     def note(self, **launch: Any) -> bool:
         kernel = launch["fn"].jit_function
@@ -219,19 +219,19 @@ class Launches:
             name = (kernel.__name__, launch["key"])
             self.kernels[name] = kernel, launch["compile"]["specialization_data"]
             self.by_model.setdefault(self.model, set()).add(name)
-        return True  # which keeps Triton from compiling
+        return True  # tells Triton not to compile
 
 
 @contextmanager
 def noted(target: Target, capability: int) -> Iterator[Launches]:
-    """Inside, kernels are sized for `target` and noted instead of launched, for a device of this capability."""
+    """Record launches instead of running them, with tile sizes for `target`, for a device of this capability."""
     driver.set_active(TargetDriver(capability))
     launches, launch = Launches(), jit.JITFunction.run
 
     def run(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         return launch(self, *args, grid=grid, warmup=True, **options)
 
-    targets._TARGETS[CPU] = target
+    targets.KNOWN_TARGETS[CPU] = target
     jit.JITFunction.run, knobs.runtime.jit_cache_hook = run, launches.note
     try:
         yield launches
@@ -240,7 +240,7 @@ def noted(target: Target, capability: int) -> Iterator[Launches]:
 
 
 def stop_at_assembler(backend: Any = None, stages: Any = None, *_: Any) -> tuple[str, str] | None:
-    """Replace the stages behind LLVM's code by empty ones. Without arguments: what tells such kernels from others."""
+    """Replace the compiler stages after LLVM by empty ones. Without arguments, return the cache key of such kernels."""
     if stages is None:
         return "unassembled", "unassembled"
 
@@ -263,19 +263,19 @@ def compile_one(item: tuple[tuple[str, str], tuple[Any, str]]) -> Compiled:
     (name, _), (kernel, data) = item
     try:
         return Compiled(name, kernel.preload(data).metadata.shared)
-    except Exception as error:  # whatever the compiler says
+    except Exception as error:  # any error of the compiler
         return Compiled(name, error=f"{type(error).__name__}: {error}"[:300])
 
 
 def dtype_of(name: str, target: Target) -> torch.dtype:
-    """`half` is the 16-bit format that the target takes for a checkpoint in bfloat16."""
+    """Return the dtype of a name; `half` is the 16-bit dtype that the target uses for a bfloat16 checkpoint."""
     if name == "half":
         return torch.bfloat16 if target.has_bf16 else torch.float16
     return torch.float32
 
 
 def chosen(kernels: str, sample: bool) -> Callable[[str], bool]:
-    """Whether a kernel of this name is one of `kernels` (empty: all), and with `sample` has not been asked for."""
+    """Return a filter of kernel names: those of `kernels` (empty: all), and with `sample` each only once."""
     wanted, seen = set(kernels.split(",")) - {""}, set[str]()
 
     def fresh(name: str) -> bool:
@@ -290,7 +290,7 @@ def chosen(kernels: str, sample: bool) -> Callable[[str], bool]:
 def compile_for(
     target: Target, capability: int, models: list[str], args: argparse.Namespace
 ) -> dict[str, list[Compiled]]:
-    """What became of the kernels of each model."""
+    """Compile the kernels of each model and return the results."""
     with noted(target, capability) as launches:
         for name in models:
             launches.model = name
@@ -319,7 +319,7 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--dtypes", default="half,float32", help="half, float32 or both")
     parser.add_argument("--kernels", default="")
-    parser.add_argument("--tiles-of", type=int, help="take the sizes of kernels from this target")
+    parser.add_argument("--tiles-of", type=int, help="use the tile sizes of this target")
     parser.add_argument("--sample", action="store_true")
     parser.add_argument("--binary", action="store_true")
     parser.add_argument("--threads", type=int, default=2)

@@ -1,4 +1,4 @@
-"""Without a GPU the kernels run in Triton's interpreter, which has to be chosen before Triton is imported."""
+"""Select Triton's interpreter if there is no GPU. This must happen before Triton is imported."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-/* Runs every function of step.c (-DSTEP: its path) on made-up numbers, on "threads" that run one after the other, and
-   prints the results: what another processor prints must be the same up to roundings. Run by test_cpu_library.py. */
+/* Run every function of step.c (-DSTEP: its path) on pseudo-random numbers and print the results. Results of another
+   processor must be equal up to rounding. "Threads" run one after the other. test_cpu_library.py runs this program. */
 
 #include STEP
 #include <stdio.h>
@@ -10,7 +10,7 @@ static int thread;
 static int number(void) { return thread; }
 static int all_threads(void) { return THREADS; }
 static void run_in_turn(void (*part)(void *), void *job, unsigned threads, unsigned flags) {
-    (void)threads, (void)flags; /* one thread asked for: the others find no part left, or the same one again */
+    (void)threads, (void)flags; /* if one thread was requested, the others find no work left, or repeat the same work */
     for (thread = 0; thread < THREADS; thread++) part(job);
     thread = 0;
 }

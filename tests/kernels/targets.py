@@ -1,4 +1,4 @@
-"""The GPUs that kernels are compiled for, and a driver that only names one: kernels compile without the device."""
+"""The GPUs that kernels are compiled for, and a driver that names one, so that kernels compile without the device."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ TARGETS = {
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, device: torch.device, **changes: Any) -> Target:
-    """Let kernels believe for a test that `device` has other properties."""
+    """Override properties of `device` for a test, and return its target."""
     changed = replace(target_of(device), **changes)
-    monkeypatch.setitem(targets._TARGETS, device, changed)
+    monkeypatch.setitem(targets.KNOWN_TARGETS, device, changed)
     return changed
 
 
 class TargetDriver:
-    """Stands in for the driver of a GPU with this compute capability."""
+    """A fake driver of a GPU with this compute capability."""
 
     def __init__(self, capability: int) -> None:
         self._target = GPUTarget("cuda", capability, 32)
@@ -56,7 +56,7 @@ class TargetDriver:
 
 
 class CountingDriver(TargetDriver):
-    """Also loads and "launches" compiled kernels, and counts the launches by the names of thread and kernel."""
+    """A fake driver that loads and "launches" compiled kernels, and counts launches by thread and kernel name."""
 
     def __init__(self, capability: int) -> None:
         super().__init__(capability)

@@ -1,4 +1,4 @@
-"""Compiling side by side: kernels are compiled once, and not run; nothing is left behind."""
+"""Parallel compilation: kernels are compiled once and not run, and nothing remains changed afterwards."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from torch.overrides import _get_current_function_mode
 from triton import knobs
 
 from quire.kernels import jit, norm
-from quire.kernels.ahead import side_by_side
+from quire.kernels.ahead import background_compilation
 
 CPU = torch.device("cpu")
 
 
 def test_fresh_memory_is_zeroed_inside_and_only_in_that_thread() -> None:
     elsewhere: list[bool] = []
-    with side_by_side(CPU):
+    with background_compilation(CPU):
         x = torch.empty(1000, dtype=torch.int64)
         assert not any(y.any() for y in (x, torch.empty_like(x), x.new_empty(1000)))
         thread = threading.Thread(target=lambda: elsewhere.append(_get_current_function_mode() is None))
@@ -37,14 +37,14 @@ def test_fresh_memory_is_zeroed_inside_and_only_in_that_thread() -> None:
 
 
 def test_an_error_inside_ends_it() -> None:
-    with pytest.raises(KeyError), side_by_side(CPU):
+    with pytest.raises(KeyError), background_compilation(CPU):
         raise KeyError("inside")
-    with side_by_side(CPU):  # another can begin
+    with background_compilation(CPU):  # another can begin
         pass
 
 
 def test_every_kernel_that_is_launched_is_made_by_our_decorator() -> None:
-    """Else a launch of it inside `side_by_side` would run."""
+    """Otherwise a launch of it inside `background_compilation` would run."""
     folder = Path(jit.__file__).parent
     trees = [ast.parse(path.read_text()) for path in sorted(folder.rglob("*.py"))]
     launched = {
@@ -92,12 +92,12 @@ def test_kernels_are_compiled_once_and_not_run(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", note)
     x, weight = torch.randn(3, 1234, device=device), torch.randn(1234, device=device)  # a width of no model
-    with side_by_side(device):
+    with background_compilation(device):
         for _ in range(3):
             assert not norm.rms_norm(x, weight, 1e-6).any()
             assert not norm.add_rms_norm(x, x, weight, 1e-6)[1].any()
     assert len(compiled) == 2
-    with side_by_side(device):  # nor are those that are compiled
+    with background_compilation(device):  # nor are those that are compiled
         assert not norm.rms_norm(x, weight, 1e-6).any()
     expected = torch.nn.functional.rms_norm(x, (1234,), weight, 1e-6)
     assert torch.allclose(norm.rms_norm(x, weight, 1e-6), expected, atol=1e-4)

@@ -1,7 +1,7 @@
-"""Kernels compile for the GPUs that Quire supports and fit in their shared memory, without any of them.
+"""Kernels compile for all supported GPUs and fit in their shared memory; none of these GPUs is needed.
 
-The interpreter, in which the other tests run without a GPU, accepts more than the compiler does. This is a sample:
-compile_all.py as a command goes through all models and variants.
+Without a GPU the other tests run in Triton's interpreter, which accepts more than the compiler. These tests take a
+sample; the command compile_all.py covers all models and variants.
 """
 
 from __future__ import annotations

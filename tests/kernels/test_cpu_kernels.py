@@ -1,4 +1,4 @@
-"""The kernels of a CPU against their twins in plain torch, on odd sizes and on those of models."""
+"""The CPU kernels against their references in plain torch, with odd sizes and with those of models."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def values(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
 
 
 def assert_close(got: Tensor, wanted: Tensor) -> None:
-    """Equal up to roundings (of products with up to 4 times the result, as in the tails of gelu)."""
+    """Assert equality up to rounding (of products up to 4 times the result, as in the tails of gelu)."""
     assert got.dtype == wanted.dtype and got.shape == wanted.shape
     ulp = torch.finfo(wanted.dtype).eps
     torch.testing.assert_close(got.float(), wanted.float(), rtol=4 * ulp, atol=64 * ulp, equal_nan=True)
@@ -91,7 +91,7 @@ def test_gated(kernels: CpuKernels, dtype: torch.dtype, kind: str, rows: int, wi
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
 def test_what_is_no_number_stays_so(kernels: CpuKernels, dtype: torch.dtype, kind: str) -> None:
-    """Else a broken weight would look like an answer."""
+    """Otherwise a broken weight would produce a plausible answer."""
     x = torch.ones(1, 40, dtype=dtype)
     x[0, 3] = float("nan")
     assert kernels.gated(x, kind).isnan().nonzero().tolist() == [[0, 3]]
@@ -168,7 +168,7 @@ def test_attention(
 
 
 def test_attention_without_rotation(kernels: CpuKernels) -> None:
-    """As in GPT-2: the reference's way, though the plan was left to the kernel."""
+    """A model without rotary embedding, such as GPT-2, uses the reference although the kernel made the plan."""
     backend = CpuAttention(kernels)
     case = make_case(random.Random(1), backend, Layer(4, 4, 16, 0.25), [(9, 1), (30, 1)], 4)
     assert case.batch.attn is None
@@ -236,7 +236,7 @@ def test_product_after_a_norm(
 
 @pytest.mark.parametrize("weight", [torch.zeros(384, 384), torch.ones(384, 384)])
 def test_a_form_that_is_not_clear_is_not_used(kernels: CpuKernels, weight: Tensor) -> None:
-    """Any order of such weights looks right."""
+    """A constant weight matches every layout, so none is certain."""
     made = pack(weight, None, kernels)
     assert made is not None
     close_product(made(torch.ones(2, 384)), PlainMatmul(weight, None)(torch.ones(2, 384)), 384)

@@ -1,4 +1,4 @@
-"""The library of C kernels: its structures are those of ops.py, and it is right on other processors and compilers."""
+"""The library of C kernels: its structures match ops.py, and it is correct on other processors and compilers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 from quire.kernels.cpu import build, compiled_kernels, ops
 
 CHECK = Path(__file__).with_name("step_check.c")
-# What the build calls it, how to compile a program for it, and how to run that here.
+# The compiler, its flags for a program, and the command that runs the program here.
 ARM = ("aarch64-linux-gnu-gcc", ["-static"], ["qemu-aarch64"])
 CLANG = ("clang", [], [])
 
@@ -25,7 +25,7 @@ CLANG = ("clang", [], [])
 def library() -> ctypes.CDLL:
     if compiled_kernels() is None:
         pytest.skip("no C compiler")
-    return compiled_kernels()._library  # type: ignore[union-attr]
+    return compiled_kernels().library  # type: ignore[union-attr]
 
 
 def test_the_structures_match() -> None:
@@ -52,10 +52,10 @@ def test_a_structure_that_does_not_match_is_refused(
 
 
 def results(folder: Path, compiler: str, flags: list[str], run: list[str]) -> dict[str, np.ndarray]:
-    """The numbers that step_check.c prints, by name."""
+    """Compile and run step_check.c, and return the numbers that it prints by name."""
     program = folder / f"check-{compiler}"
     source = f'-DSTEP="{build.SOURCE}"'
-    flags = [*flags, *(flag for flag in build._FLAGS if flag not in ("-O2", "-shared", "-fPIC"))]
+    flags = [*flags, *(flag for flag in build.FLAGS if flag not in ("-O2", "-shared", "-fPIC"))]
     flags += ["-O1", "-Wno-psabi"]  # half the time
     subprocess.run([compiler, *flags, source, str(CHECK), "-o", str(program), "-lm"], check=True)
     printed = subprocess.run([*run, str(program)], check=True, capture_output=True, text=True).stdout
@@ -85,7 +85,7 @@ def test_the_kernels_on_another_processor_or_compiler(
 
 
 def fake_compiler(folder: Path, refused: str) -> str:
-    """A compiler that does not know flags that begin so, and otherwise is cc."""
+    """Make a compiler that refuses flags with this prefix and otherwise runs cc."""
     path = folder / "fake-cc"
     path.write_text(
         f'#!/bin/sh\nfor a; do case "$a" in {refused}*) echo "no $a" >&2; exit 1;; esac; done\nexec cc "$@"\n'
@@ -101,7 +101,7 @@ def test_a_compiler_that_does_not_know_the_processor(
     library()
     monkeypatch.setattr(build, "_COMPILERS", (fake_compiler(tmp_path, refused),))
     monkeypatch.setattr(build, "_FOLDERS", (str(tmp_path / "made"),))
-    monkeypatch.setattr(build, "_FLAGS", ["-O0", *build._FLAGS[1:]])  # sooner
+    monkeypatch.setattr(build, "FLAGS", ["-O0", *build.FLAGS[1:]])  # sooner
     made = build.open_library()
     assert made is not None
     ops.CpuKernels(made)

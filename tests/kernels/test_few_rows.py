@@ -1,6 +1,7 @@
-"""Products with few rows against plain torch in float32: alone, and with the norm, gate and residual taken in.
+"""Products with few rows against plain torch in float32, alone and fused with norm, activation and residual.
 
-Off a GPU the kernels run in Triton's interpreter on small odd sizes; on one, on real sizes and captured.
+Without a GPU the kernels run in Triton's interpreter with small odd sizes. On a GPU they run with real sizes, and in
+CUDA graphs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ pytest.importorskip("triton")
 from quire.kernels.matmul import gemv as gemv_kernels
 from quire.kernels.matmul import skinny as skinny_kernels
 from quire.kernels.matmul.gemv import gemv, norm_gemv
-from quire.kernels.matmul.skinny import BLOCK_N, is_small, skinny, whole
+from quire.kernels.matmul.skinny import BLOCK_N, is_small, skinny, small_weight_product
 from quire.quant.base import PlainMatmul
 from quire.quant.few_rows import FewRowsMatmul
 
@@ -56,18 +57,18 @@ def values(*shape: int, device: torch.device, dtype: torch.dtype, seed: int = 0)
 
 
 def weight_of(rows: int, cols: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """Products with it are about as large as what is multiplied."""
+    """Make a weight whose products are about as large as their inputs."""
     return values(rows, cols, device=device, dtype=dtype, seed=7) / cols**0.5
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """In fp32, rounded once."""
+    """Compute the product in fp32, rounded once."""
     y = x.float() @ weight.float().t()
     return (y if bias is None else y + bias.float()).to(x.dtype)
 
 
 def assert_close(got: Tensor, wanted: Tensor, roundings: int = 1) -> None:
-    """Equal up to the order of an fp32 sum: so many roundings may fall to the other side."""
+    """Assert equality up to the order of an fp32 sum, which changes a few roundings."""
     assert got.dtype == wanted.dtype and got.shape == wanted.shape
     ulp = torch.finfo(wanted.dtype).eps
     if got.device == CPU and wanted.dtype == torch.bfloat16:
@@ -169,7 +170,7 @@ def test_whole(device: torch.device, dtype: torch.dtype, outputs: int, inputs: i
     if not is_small(weight):
         pytest.skip("not the way for so large a weight")
     bias = values(outputs, **kind, seed=3) if rows == 3 else None
-    assert_close(whole(x, weight, bias), product(x, weight, bias))
+    assert_close(small_weight_product(x, weight, bias), product(x, weight, bias))
 
 
 @pytest.mark.parametrize(
@@ -192,9 +193,9 @@ def test_a_row_does_not_depend_on_the_others(
 
 @pytest.mark.parametrize("steps", range(1, 60))
 def test_every_program_has_inputs(steps: int) -> None:
-    """One without would end without having waited for the kernel before."""
+    """A program without inputs would end without waiting for the previous kernel."""
     for tiles in (1, 7, 64, 132, 133, 300):
-        splits, each = skinny_kernels._split(tiles, steps * 256 - 16, 264)
+        splits, each = skinny_kernels.split_inputs(tiles, steps * 256 - 16, 264)
         assert (splits - 1) * each < steps * 256 - 16 <= splits * each
 
 
@@ -220,7 +221,7 @@ def test_matmul_for_any_number_of_rows(
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize(("rows", "small"), [(1, True), (2, True), (8, True), (8, False)])
 def test_a_chain_in_a_graph(rows: int, small: bool) -> None:
-    """Kernels that start before the one before has ended give, in a graph, what they give one by one."""
+    """Kernels that start before the previous one has ended compute the same in a graph as one by one."""
     kind: Any = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
     up, down = (weight_of(6144, 1024, **kind), weight_of(1024, 3072, **kind))
     first, second = FewRowsMatmul(up, None), FewRowsMatmul(down, None)

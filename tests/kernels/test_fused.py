@@ -1,6 +1,7 @@
-"""The fused kernels against their twins, the plain torch code of the layers.
+"""The fused kernels against their references, the plain torch code of the layers.
 
-Off a GPU they run in Triton's interpreter on small odd sizes; on one, on real sizes and under graph capture.
+Without a GPU they run in Triton's interpreter with small odd sizes. On a GPU they run with real sizes, and in CUDA
+graphs.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled ker
 
 
 def cases(small: list, real: list) -> list:
-    """(device, dtype, *shape): small shapes in the interpreter, real ones on a GPU."""
+    """Return cases of (device, dtype, *shape): small shapes in the interpreter, real ones on a GPU."""
     off = [pytest.param(CPU, dtype, *shape, marks=interpreted) for dtype in DTYPES for shape in small]
     on = [
         pytest.param(torch.device("cuda"), dtype, *shape, marks=on_gpu) for dtype in DTYPES for shape in real
@@ -40,7 +41,7 @@ def values(*shape: int, device: torch.device, dtype: torch.dtype, seed: int = 0)
 
 
 def assert_close(got: Tensor, wanted: Tensor, equal: bool = False) -> None:
-    """Equal, or different by a rounding here and there (and in the tails of gelu, where torch cancels)."""
+    """Assert equality up to a few roundings (and the tails of gelu, where torch suffers cancellation)."""
     assert got.dtype == wanted.dtype and got.shape == wanted.shape
     ulp = torch.finfo(wanted.dtype).eps
     if got.device == CPU and wanted.dtype == torch.bfloat16:  # the interpreter cuts it off, unrounded
@@ -145,7 +146,7 @@ def test_gated(device: torch.device, dtype: torch.dtype, rows: int, width: int, 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_everything_can_be_captured() -> None:
-    """A graph that holds every kernel gives, on new inputs, what the kernels give outside of it."""
+    """A graph with every kernel computes the same on new inputs as the kernels outside of it."""
     device, dtype = torch.device("cuda"), torch.bfloat16
     x, residual = (values(8, 1024, device=device, dtype=dtype, seed=seed) for seed in (1, 2))
     weight = values(1024, device=device, dtype=dtype, seed=3)

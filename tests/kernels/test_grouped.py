@@ -1,4 +1,4 @@
-"""The grouped product against its plain twin, and MoE layers on it: in Triton's interpreter, and on a GPU."""
+"""The grouped product against its torch reference, and MoE layers with it, in Triton's interpreter and on a GPU."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_the_library_multiplies_only_where_it_does_not_wait(
     capability: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     device = torch.device("cuda", 0)
-    monkeypatch.setitem(targets._TARGETS, device, TARGETS[capability])
+    monkeypatch.setitem(targets.KNOWN_TARGETS, device, TARGETS[capability])
     targets.log_choice.cache_clear()
     with caplog.at_level(logging.WARNING):
         picked = {pick_product(device, dtype, 64, 96) for _ in range(3)}

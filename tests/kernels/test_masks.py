@@ -1,4 +1,4 @@
-"""The kernel that applies grammar masks, against its twin in plain torch."""
+"""The kernel for grammar masks against its reference in plain torch."""
 
 from __future__ import annotations
 

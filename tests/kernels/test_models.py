@@ -1,4 +1,4 @@
-"""Whole models with the kernels in their layers and without: the same logits, family by family."""
+"""Models with and without the kernels in their layers compute the same logits, for each family."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ ROWS = [[5, 17, 3, 88, 42, 9, 61], [1, 60, 33]]
 
 
 class WideCheckpoint(DummyCheckpoint):
-    """Weights so large that a wrong layer moves the logits."""
+    """Make weights so large that a wrong layer changes the logits."""
 
     STD = 0.3
 
@@ -95,7 +95,7 @@ def paged_logits(
     kernels: Kernels | None,
     dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
-    """The prompts of ROWS, and then two tokens one by one, over blocks of 4 tokens."""
+    """Run the prompts of ROWS, then two single tokens, with blocks of 4 tokens."""
     model, spec = (
         build(family, attention, device, kernels, dtype),
         ModelSpec.from_config({**BASE, **FAMILIES[family]}),
@@ -158,7 +158,7 @@ def test_the_kernels_change_nothing(family: str, device: str) -> None:
 @pytest.mark.parametrize("count", [1, 3])
 @on_either
 def test_few_rows_change_nothing(family: str, count: int, device: str) -> None:
-    """In half precision, where few rows have kernels of their own: no further from fp32 than plain torch is."""
+    """In half precision, where few rows use special kernels, logits are as close to fp32 as those of plain torch."""
     rows = [[token] for token in ROWS[0][:count]]
     right = logits_of(family, torch.device(device), None, rows)
     plain, few = (

@@ -1,4 +1,4 @@
-"""A GPU that takes itself for another: the tiles, fallbacks and graphs of that one, from kernels to whole engines."""
+"""A GPU with the properties of another one: its tiles, fallbacks and graphs, from kernels to engines."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=[75, 80, 89])
 def other(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    monkeypatch.setitem(targets._TARGETS, torch.device("cuda", 0), TARGETS[request.param])
+    monkeypatch.setitem(targets.KNOWN_TARGETS, torch.device("cuda", 0), TARGETS[request.param])
     return int(request.param)
 
 
@@ -72,7 +72,7 @@ def tokens_of(folder: Path, **settings: Any) -> list[list[int]]:
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 def test_engines(model: str, dtype: str, other: int, tmp_path: Path) -> None:
-    """They start, and in fp32 say what a CPU says."""
+    """Engines start, and in fp32 generate the same tokens as on a CPU."""
     config = {**CONFIG, **SIZES, **MODELS[model], "dtype": "float32"}
     (tmp_path / "config.json").write_text(json.dumps(config))
     if dtype == "bfloat16" and other == 75:

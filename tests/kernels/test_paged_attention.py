@@ -1,5 +1,7 @@
-"""The Triton back end against attention written out in float64: on random ragged batches in Triton's
-interpreter without a GPU, and on many and larger ones compiled."""
+"""The Triton attention backend against plain attention in float64, on random ragged batches.
+
+Without a GPU it runs in Triton's interpreter. On a GPU there are more and larger batches.
+"""
 
 from __future__ import annotations
 
@@ -61,12 +63,12 @@ def compare_packed(rows: Rows, normed: bool, **options: Any) -> None:
 
 @pytest.fixture
 def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few rows fill the device, so that one program has a whole row of a KV head."""
+    """Make a device that few rows fill, so that one program handles an entire row of a KV head."""
     monkeypatch.setattr("quire.attention.triton.num_splits", lambda *_: 1)
 
 
 def drawn(rng: random.Random, largest: int, block_sizes: list[int]) -> dict[str, Any]:
-    """Random sizes of a layer, with heads of at most `largest` dimensions."""
+    """Draw the sizes of a layer, with heads of at most `largest` dimensions."""
     kv_heads = rng.choice([1, 2, 8] if largest > 80 else [1, 2])
     return {
         "heads": kv_heads * rng.choice([1, 2, 3, 4, 7, 8, 16] if largest > 80 else [1, 2, 3, 8]),
@@ -134,7 +136,7 @@ def test_batches_padded_to_bounds_interpreted(seed: int) -> None:
 
 
 def spoil(case: Case, rng: random.Random, packed: bool) -> set[int]:
-    """Make one token's key or value not finite; returns the tokens that see it."""
+    """Make one token's key or value non-finite, and return the tokens that see it."""
     row = rng.randrange(len(case.rows))
     first = sum(new for _, new in case.rows[:row])
     new = case.rows[row][1]
@@ -146,7 +148,7 @@ def spoil(case: Case, rng: random.Random, packed: bool) -> set[int]:
 
 
 def check_spoilt(rows: Rows, seed: int, packed: bool, **options: Any) -> None:
-    """Tokens that see what is not finite become NaN in its heads; no other result changes by a bit."""
+    """Tokens that see a non-finite key or value become NaN in its heads; no other result changes by a bit."""
     rng = random.Random(seed)
 
     def results(case: Case, backend: TritonAttention) -> torch.Tensor:
@@ -274,7 +276,7 @@ def test_packed_heads(seed: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("normed", [False, True])
 @pytest.mark.parametrize("kv_heads", [2, 8])
 def test_one_graph_serves_any_mix_of_rows(kv_heads: int, normed: bool) -> None:
-    """Captured for 600 tokens and 40 rows, of which later steps use some."""
+    """A graph captured for 600 tokens and 40 rows serves smaller steps."""
     mixes: list[Rows] = [
         [(0, 300), (200, 1), (50, 7), (3, 40)],
         [(590, 1)] * 40,
@@ -367,7 +369,7 @@ def test_decode_in_a_graph_follows_the_lengths() -> None:
 def shared_case(
     rng: random.Random, rows: int, prefix: int, apart: int, device: str, dtype: torch.dtype, **sizes: Any
 ) -> tuple[Case, TritonAttention]:
-    """`rows` rows behind `prefix` tokens of shared blocks, and `apart` others among them."""
+    """Make `rows` rows that share blocks of `prefix` tokens, mixed with `apart` other rows."""
     block = sizes["block_size"]
     lens = [(prefix + rng.randrange(90), 1) for _ in range(rows)] + [
         (rng.randrange(200), 1) for _ in range(apart)

@@ -1,7 +1,7 @@
-"""The sampling kernels against the plain torch code of the sampler, which says what they must choose.
+"""The sampling kernels against the sampler's plain torch code, which defines their results.
 
-Off a GPU they run in Triton's interpreter with small sizes in place of the real ones, so that few tokens
-take every path; on one, with the real sizes on real vocabularies, also from a captured graph.
+Without a GPU they run in Triton's interpreter, with smaller constants so that few tokens take every path. On a GPU they
+run with the real constants and vocabularies, also in a captured graph.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="compiled ker
 
 
 def cases(small: list[int], real: list[int]) -> list:
-    """(device, dtype, vocab)"""
+    """Return cases of (device, dtype, vocab)."""
     off = [pytest.param(CPU, dtype, vocab, marks=interpreted) for dtype in DTYPES for vocab in small]
     return off + [pytest.param(GPU, dtype, vocab, marks=on_gpu) for dtype in DTYPES for vocab in real]
 
@@ -90,7 +90,7 @@ class Columns:
 
 
 class Pair:
-    """A sampler with a slot for each of the parameters, and both its ways to choose."""
+    """A sampler with a slot for each set of parameters, and both of its implementations."""
 
     def __init__(self, kinds: list[dict], vocab: int, device: torch.device) -> None:
         self.device, self.kinds = device, kinds
@@ -117,7 +117,7 @@ def normal(rows: int, vocab: int, device: torch.device, dtype: torch.dtype, seed
 
 @pytest.fixture(autouse=True)
 def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the interpreter: sizes with which a few thousand tokens are many."""
+    """Use constants, in the interpreter, that make a few thousand tokens a large vocabulary."""
     if torch.cuda.is_available():
         return
     sizes = dict(GROUP=16, MOST_GROUPS=32, SAMPLES=512, BINS=64, CAPACITY=1024)
@@ -129,7 +129,7 @@ def small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def some(name: str, vocab: int, device: torch.device) -> list[dict]:
-    """All kinds of rows on a GPU; a few, others for each kind of logits, in the slow interpreter."""
+    """All kinds of rows on a GPU; in the slow interpreter a few, which differ by the kind of logits."""
     if device == GPU:
         return KINDS
     rng = np.random.default_rng(list(name.encode()))
@@ -156,7 +156,7 @@ def test_any_mix_of_rows(device: torch.device, dtype: torch.dtype, vocab: int, n
     "kinds", [KINDS[:1], KINDS[1:2], KINDS[2:3], [KINDS[0], KINDS[1], KINDS[10], KINDS[11]]]
 )
 def test_large_batches(device: torch.device, dtype: torch.dtype, vocab: int, kinds: list[dict]) -> None:
-    """Many seeds of a few kinds; the rows without filters also with the launches that serve those alone."""
+    """Many seeds of a few kinds of rows; unfiltered rows also without the launches for filters."""
     rows = 4 if device == CPU else 256
     pair = Pair((kinds * rows)[:rows], vocab, device)
     order = np.random.default_rng(2).permutation(rows).astype(np.int32)
@@ -172,7 +172,7 @@ def test_large_batches(device: torch.device, dtype: torch.dtype, vocab: int, kin
 def test_a_token_does_not_depend_on_the_batch(
     device: torch.device, dtype: torch.dtype, vocab: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Alone, and in a batch so large that a program takes several blocks in turn."""
+    """A row gets the same token alone and in a batch so large that a program handles several blocks."""
     rows, alone = (4, 4) if device == CPU else (256, 24)
     kinds = [KINDS[i] for i in (2, 10, 1, 6, 0, 12)]
     pair = Pair((kinds * rows)[:rows], vocab, device)
@@ -197,7 +197,7 @@ def test_more_rows_than_scratch_are_refused() -> None:
 @pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=on_gpu) for dtype in DTYPES])
 @pytest.mark.parametrize("kind", [dict(), dict(top_k=50), dict(top_p=0.9), dict(top_k=9000), dict(min_p=0.1)])
 def test_draws_have_the_probabilities(dtype: torch.dtype, kind: dict) -> None:
-    """Draws at many positions, counted in buckets of ids, against the mass of what plain torch keeps."""
+    """The frequencies of draws, in buckets of ids, match the mass of the tokens that plain torch keeps."""
     rows, vocab, positions, buckets = 1024, 32768, 16, 64
     pair = Pair([kind] * rows, vocab, GPU)
     logits = normal(1, vocab, GPU, dtype)
@@ -227,7 +227,7 @@ def test_draws_have_the_probabilities(dtype: torch.dtype, kind: dict) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 def test_a_captured_choice_serves_any_requests() -> None:
-    """The graph reads parameters, slots, positions and logits from the device; a replay follows them all."""
+    """A replay follows changes of parameters, slots, positions and logits on the device."""
     rows, vocab = 32, 50257
     pair = Pair((KINDS * rows)[:rows], vocab, GPU)
     logits, slots = normal(rows, vocab, GPU, torch.bfloat16), torch.arange(rows, device=GPU)
@@ -282,7 +282,7 @@ def test_noise_near_its_ends() -> None:
     ],
 )
 def test_penalties(device: torch.device, slots: int, length: int, vocab: int) -> None:
-    """Bit for bit what plain torch computes, also for ids beyond the vocabulary and for reused slots."""
+    """Penalties equal those of plain torch bit for bit, also for ids beyond the vocabulary and for reused slots."""
     rng = np.random.default_rng(8)
     columns = Columns(slots, device)
     drawn = rng.integers(0, vocab + 2, (slots, length), dtype=np.int32)

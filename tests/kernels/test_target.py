@@ -1,4 +1,4 @@
-"""What is chosen for which GPU: tiles, splits, number formats, and what is refused."""
+"""The choices for each GPU: tiles, splits and dtypes, and the settings that it refuses."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ HOPPER = TARGETS[90]
 
 
 def on(monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
-    """Let the first GPU be this one."""
-    monkeypatch.setitem(targets._TARGETS, GPU, target)
+    """Make `target` the first GPU."""
+    monkeypatch.setitem(targets.KNOWN_TARGETS, GPU, target)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

@@ -1,4 +1,4 @@
-"""What the client of `quire bench serve` sends, and what it makes of a stream."""
+"""The client of `quire bench serve`: the requests that it sends, and how it reads a stream."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 from quire.bench.load.arrivals import ramp_times
 from quire.bench.load.datasets import (
     BenchRequest,
-    asks_of,
     custom,
     prefix_repetition,
     random_work,
     repeated,
     sharegpt,
+    to_requests,
 )
 from quire.bench.run import ServedRequest
 from quire.bench.server.client import AnswerReader, ServerTarget
@@ -87,7 +87,7 @@ def test_ramps() -> None:
 
 
 def test_bodies(tokenizer: Tokenizer) -> None:
-    (ask,) = asks_of([([5, 6, 7], 9)])
+    (ask,) = to_requests([([5, 6, 7], 9)])
     body = json.loads(ServerTarget("http://a", fields={"model": "m", "ignore_eos": True}).body(ask))
     assert body == {
         "stream": True,
@@ -97,7 +97,7 @@ def test_bodies(tokenizer: Tokenizer) -> None:
         "model": "m",
         "ignore_eos": True,
     }
-    (ask,) = asks_of([([50, 60, 70], 9)], tokenizer)
+    (ask,) = to_requests([([50, 60, 70], 9)], tokenizer)
     body = json.loads(ServerTarget("http://a", "/v1/chat/completions").body(ask))
     assert body["messages"] == [{"role": "user", "content": tokenizer.decode([50, 60, 70])}]
     assert body["max_completion_tokens"] == 9 and "prompt" not in body

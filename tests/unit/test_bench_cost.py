@@ -1,4 +1,4 @@
-"""Bytes and operations of steps, against figures worked out by hand."""
+"""Bytes and operations of steps against figures computed by hand."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_experts_that_nobody_chose_stay_in_memory() -> None:
     [("Qwen--Qwen3-0.6B", 1.19e9, 112), ("meta-llama--Meta-Llama-3.1-8B", 15.01e9, 128)],
 )
 def test_real_shapes(data: Path, name: str, weights: float, token: int) -> None:
-    """Weights that a step reads, in bytes, and KiB of keys and values of one token."""
+    """The bytes of weights that a step reads, and the KiB of keys and values per token."""
     spec = ModelSpec.from_config(json.loads((data / "configs" / "hf" / f"{name}_config.json").read_text()))
     cost = CostModel(spec, info(spec, "bfloat16")).step([("a", 1023, 1)])
     assert cost.matrix_bytes == pytest.approx(weights, rel=0.01)

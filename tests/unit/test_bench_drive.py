@@ -1,4 +1,4 @@
-"""The open-loop driver and the profiler's window, on a tiny model."""
+"""The open-loop driver and the selected steps of the profiler, on a tiny model."""
 
 from __future__ import annotations
 

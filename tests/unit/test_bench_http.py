@@ -1,4 +1,4 @@
-"""The HTTP of the load client: bodies in every framing, cut anywhere, and what is no answer."""
+"""The HTTP of the load client: bodies in every framing, split anywhere, and invalid responses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import httptools
 import pytest
 
-from quire.bench.server.http import Http
+from quire.bench.server.http import HttpClient
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n4\r\ndefg\r\n0\r\n\r\n"
 SIZED = b"HTTP/1.1 200 OK\r\nContent-Length: 7\r\n\r\nabcdefg"
@@ -18,10 +18,12 @@ REFUSED = b"HTTP/1.1 503 Busy\r\nContent-Length: 4\r\n\r\nfull"
 
 
 async def served(
-    answers: list[bytes], size: int, work: Callable[[Http], Coroutine[Any, Any, None]]
+    answers: list[bytes], size: int, work: Callable[[HttpClient], Coroutine[Any, Any, None]]
 ) -> list[bytes]:
-    """Does `work` with a server that gives these answers in pieces of `size`; the requests that came, and how many
-    connections they came by."""
+    """Run `work` against a server that sends these answers in pieces of `size` bytes.
+
+    Return the requests that the server received, and the number of connections.
+    """
     requests: list[bytes] = []
     left = list(answers)
 
@@ -41,7 +43,7 @@ async def served(
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    http = Http(f"http://127.0.0.1:{port}/base/", {"X-All": "1"})
+    http = HttpClient(f"http://127.0.0.1:{port}/base/", {"X-All": "1"})
     try:
         await work(http)
     finally:
@@ -53,7 +55,7 @@ async def served(
 @pytest.mark.parametrize("size", [1, 5, 1000])
 @pytest.mark.parametrize("answer", [CHUNKED, SIZED, TO_THE_END])
 def test_bodies_come_whole(answer: bytes, size: int) -> None:
-    async def work(http: Http) -> None:
+    async def work(http: HttpClient) -> None:
         pieces: list[bytes] = []
         assert await http.request("POST", "/v1/x", {"X-One": "2"}, b"body", pieces.append) == (200, b"")
         assert b"".join(pieces) == b"abcdefg" and all(pieces)
@@ -71,7 +73,7 @@ def test_bodies_come_whole(answer: bytes, size: int) -> None:
 
 
 def test_other_statuses_are_told_with_their_body() -> None:
-    async def work(http: Http) -> None:
+    async def work(http: HttpClient) -> None:
         pieces: list[bytes] = []
         assert await http.request("POST", "/x", {}, b"", pieces.append) == (503, b"full")
         assert not pieces
@@ -88,7 +90,7 @@ def test_other_statuses_are_told_with_their_body() -> None:
     ],
 )
 def test_what_is_no_answer_is_an_error(answer: bytes, error: type[Exception]) -> None:
-    async def work(http: Http) -> None:
+    async def work(http: HttpClient) -> None:
         with pytest.raises(error):
             await http.request("POST", "/x", {}, b"", lambda data: None)
         with pytest.raises(OSError):
@@ -98,7 +100,7 @@ def test_what_is_no_answer_is_an_error(answer: bytes, error: type[Exception]) ->
 
 
 def test_an_error_of_who_takes_the_pieces_ends_the_request() -> None:
-    async def work(http: Http) -> None:
+    async def work(http: HttpClient) -> None:
         def take(data: bytes) -> None:
             raise ValueError("no")
 
@@ -112,4 +114,4 @@ def test_an_error_of_who_takes_the_pieces_ends_the_request() -> None:
 def test_what_is_no_address() -> None:
     for url in ("localhost:8000", "ftp://a", "http://"):
         with pytest.raises(ValueError, match="http://"):
-            Http(url, {})
+            HttpClient(url, {})

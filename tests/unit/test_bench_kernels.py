@@ -1,4 +1,4 @@
-"""Traces to tables, on traces as torch.profiler writes them."""
+"""Tables of kernels, from traces in the format of torch.profiler."""
 
 from __future__ import annotations
 

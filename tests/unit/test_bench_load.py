@@ -1,4 +1,4 @@
-"""Loads: when requests come, and what recorded ones bring."""
+"""Load generation: arrival times, datasets and traces."""
 
 from __future__ import annotations
 

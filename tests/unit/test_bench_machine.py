@@ -1,4 +1,4 @@
-"""The machine's limits, and where its memory is."""
+"""The machine's limits, and the use of its memory."""
 
 from __future__ import annotations
 

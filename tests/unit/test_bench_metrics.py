@@ -1,4 +1,4 @@
-"""Figures of a run whose times are known."""
+"""The metrics of a run with known times."""
 
 from __future__ import annotations
 

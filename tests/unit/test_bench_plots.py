@@ -1,4 +1,4 @@
-"""Plots are drawn to every format, and their absence is explained."""
+"""Plots in every format, and the error without matplotlib."""
 
 from __future__ import annotations
 

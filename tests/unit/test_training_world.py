@@ -1,4 +1,4 @@
-"""The generator behind the demo model: same seed, same text; answers that the text supports."""
+"""The generator of the demo model's documents: reproducible by seed, with answers that the text supports."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_values_stand_in_the_story() -> None:
 
 
 def test_last_holder_by_reading_the_gifts() -> None:
-    """Follows 'A gave B the cup' sentences without the generator's own records."""
+    """Follow 'A gave B the cup' sentences without the generator's records."""
     gift = re.compile(
         r"(\w+) (?:did not need the \w+ \w+, so \w+ )?gave (?:(?P<to>\w+) the (?P<a>\w+)\.|(?:the (?P<b>\w+)|it) to (?P<to2>\w+))"
     )
@@ -142,7 +142,7 @@ def test_told_stories_are_easy_to_tell_apart() -> None:
 
 
 def test_wishes_come_true() -> None:
-    """A requested story has the person and the thing that it was asked for."""
+    """A requested story has the requested person and object."""
     for seed in SEEDS:
         messages = make_dialogue("write", seed).messages
         asked, told = next((a["content"], b["content"]) for a, b in pairwise(messages) if a["role"] == "user")

@@ -1,9 +1,9 @@
-"""What a step must move and multiply, counted from the model's numbers and the rows of the step log.
+"""The cost model: bytes and operations of a step, computed from the model's shape and the rows of the step log.
 
-A layer does its matrix products and its attention one after the other, so the least time of a step is the
-sum of two roofs (Williams et al., 2009): for each, the larger of bytes / bandwidth and operations / rate.
-Counted bytes are weights, read once a step, and keys and values, moved once for each row that sees them;
-activations and norms are left out. One multiply-add is two operations.
+A layer runs its matrix products and its attention one after the other. So the least time of a step is the sum of two
+rooflines (Williams et al., 2009), each the larger of bytes / bandwidth and operations / rate. Bytes are those of the
+weights, read once per step, and of keys and values, moved once for each row that sees them. Activations and norms are
+not counted. A multiply-add is two operations.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a device was measured to do at most: bytes read, and operations of matrix products, a second."""
+    """The measured limits of a device: memory bandwidth and rate of matrix products, per second."""
 
     device: str
     bytes_per_s: float
     flops_per_s: float
 
     def least_s(self, num_bytes: float, flops: float) -> float:
+        """Return the least time in seconds to move `num_bytes` and compute `flops` at once."""
         return max(num_bytes / self.bytes_per_s, flops / self.flops_per_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Bytes and operations of one step, or of several."""
+    """The bytes and operations of one or more steps."""
 
     matrix_bytes: float
     matrix_flops: float
@@ -51,19 +52,20 @@ class Cost:
         return self.matrix_flops + self.attention_flops
 
     def floor_s(self, machine: Machine) -> float:
-        """Least seconds of one step."""
+        """Return the least time of one step in seconds."""
         matrices = machine.least_s(self.matrix_bytes, self.matrix_flops)
         return matrices + machine.least_s(self.attention_bytes, self.attention_flops)
 
     @staticmethod
     def total(costs: Iterable[Cost]) -> Cost:
+        """Sum the costs of several steps."""
         found = [(c.matrix_bytes, c.matrix_flops, c.attention_bytes, c.attention_flops) for c in costs]
         return Cost(*map(sum, zip(*found))) if found else Cost(0, 0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class MatrixProduct:
-    """One matrix product of a step: bytes of weights that it reads, and its operations."""
+    """A matrix product of a step: the bytes of weights that it reads, and its operations."""
 
     name: str
     bytes: float
@@ -71,21 +73,25 @@ class MatrixProduct:
 
 
 class CostModel:
-    """Counts the steps of one model. Routing to experts is taken as even."""
+    """The cost model of one model. It assumes that tokens are routed evenly to experts."""
 
     def __init__(self, spec: ModelSpec, info: EngineInfo) -> None:
         self._spec = spec
-        self._weight_bytes = info.weight_bytes / info.num_parameters  # of one parameter
-        self._kv_bytes = 2 * spec.num_kv_heads * spec.head_dim * _ITEM_BYTES[info.dtype]  # token and layer
-        self._windows = Counter(spec.windows)  # layers by how many tokens their attention sees
+        self._weight_bytes = info.weight_bytes / info.num_parameters  # per parameter
+        # Per token and layer.
+        self._kv_bytes = 2 * spec.num_kv_heads * spec.head_dim * _ITEM_BYTES[info.dtype]
+        self._windows = Counter(spec.windows)  # number of layers by attention window
 
     def step(self, rows: StepRows) -> Cost:
+        """Compute the cost of a step with these rows."""
         products = self.products(rows)
         return Cost(sum(p.bytes for p in products), sum(p.flops for p in products), *self._attention(rows))
 
     def products(self, rows: StepRows) -> list[MatrixProduct]:
-        """The matrix products of a step, in order. Every row counts as one that samples, and only what samples goes
-        through the last layer behind its attention."""
+        """Return the matrix products of a step in the order of execution.
+
+        Every row is assumed to sample. After the attention of the last layer, only the sampling tokens are computed.
+        """
         spec, tokens = self._spec, sum(n for _, _, n in rows)
         queries = spec.num_heads * spec.head_dim
         keys = spec.num_kv_heads * spec.head_dim
@@ -93,11 +99,11 @@ class CostModel:
         def product(
             name: str, parameters: float, n: int, read: float = 1.0, used: float = 1.0
         ) -> MatrixProduct:
-            """`read` copies of the matrix come from memory, and each of n tokens meets `used` of them."""
+            """Describe a product of which `read` matrices are read, and each of n tokens uses `used` of them."""
             return MatrixProduct(name, read * parameters * self._weight_bytes, 2 * used * parameters * n)
 
         def layer(is_sparse: bool, n: int) -> list[MatrixProduct]:
-            """`n` tokens go on behind its attention."""
+            """Return the products of a layer that computes `n` tokens after its attention."""
             found = [
                 product("qkv", spec.hidden_size * (queries + 2 * keys), tokens),
                 product("o", queries * spec.hidden_size, n),
@@ -122,7 +128,7 @@ class CostModel:
         return [*layers, product("lm_head", head, len(rows))]
 
     def _attention(self, rows: StepRows) -> tuple[float, float]:
-        """Bytes of keys and values, and operations, over all layers."""
+        """Return the bytes of keys and values, and the operations, of all layers."""
         start = np.array([s for _, s, _ in rows], np.int64)
         count = np.array([n for _, _, n in rows], np.int64)
         moved = pairs = 0
@@ -130,11 +136,11 @@ class CostModel:
             reach = window or int((start + count).max())
             moved += layers * int((np.minimum(start, reach) + count).sum())
             pairs += layers * int((_pairs(start + count, reach) - _pairs(start, reach)).sum())
-        # a query and a key cost a dot product and the addition of a weighted value
+        # Each pair of a query and a key costs a dot product and the addition of a weighted value.
         return moved * self._kv_bytes, 4 * self._spec.num_heads * self._spec.head_dim * pairs
 
 
 def _pairs(length: np.ndarray, window: int) -> np.ndarray:
-    """Pairs of a token and one that it sees, itself included, in sequences of `length` tokens."""
+    """Return the number of (query, visible key) pairs of sequences of `length` tokens."""
     inside = np.minimum(length, window)
     return inside * (inside + 1) // 2 + (length - inside) * window

@@ -1,5 +1,7 @@
-"""Drives an engine in this process: requests go in at their times, whatever is still running (open loop),
-and every token is stamped as it comes out. Does for each output what `LLM.generate` does, without text.
+"""Load on an engine in this process.
+
+Requests are added at their arrival times, whatever is still running (open loop), and every token gets a time stamp. The
+work per output is that of `LLM.generate`, without detokenization.
 """
 
 from __future__ import annotations
@@ -33,7 +35,10 @@ _POLL_S = 1.0
 
 
 class Bench:
-    """An engine, its counts and its machine's limits (measured first, unless they are given)."""
+    """An engine under load, with its cost model and its machine's limits.
+
+    The limits are measured before the engine is built, unless they are given.
+    """
 
     def __init__(self, config: EngineConfig, machine: Machine | None = None) -> None:
         self.spec = load_spec(locate_model(config.model, config.revision).path)
@@ -59,15 +64,22 @@ class Bench:
         max_concurrency: int | None = None,
         show_progress: bool = False,
     ) -> Run:
-        """Serve `work`, request i at `arrivals_s[i]` (ascending; default: all at once), and wait for the last.
+        """Serve a workload and wait for its last request. Every answer has exactly the length that `work` gives.
 
-        Answers have exactly the length that the work asks for; raises ConfigError if one does not fit.
-        `max_concurrency` limits the open requests.
+        Args:
+            work: prompts and output lengths.
+            params: sampling parameters of all requests.
+            arrivals_s: arrival time of each request in seconds, ascending; default: all at once.
+            max_concurrency: limit of open requests; default: none.
+            show_progress: whether to show a progress bar on a terminal.
+
+        Raises:
+            ConfigError: if a request does not fit the context.
         """
         check_fits(work, self.info)
         arrivals_s = arrivals_s or [0.0] * len(work)
         served = [ServedRequest(len(ids), at) for (ids, _), at in zip(work, arrivals_s)]
-        waiting = deque((ids, answer(params, count), one) for (ids, count), one in zip(work, served))
+        waiting = deque((ids, answer_params(params, count), one) for (ids, count), one in zip(work, served))
         running: dict[str, ServedRequest] = {}
         steps: list[StepRecord] = []
         limit = max_concurrency or math.inf
@@ -78,16 +90,16 @@ class Bench:
             disable=None if show_progress else True,
             dynamic_ncols=True,
         )
-        held = False  # whether the next request only waits for a place
+        held = False  # whether max_concurrency holds the next request back
         begin = time.monotonic()
         with bar:
             while waiting or running:
                 now = time.monotonic() - begin
                 while waiting and waiting[0][2].start_s <= now and len(running) < limit:
-                    ids, asked, one = waiting.popleft()
+                    ids, sampling, one = waiting.popleft()
                     if held:
                         one.start_s = now
-                    running[self.add(ids, asked)] = one
+                    running[self.add(ids, sampling)] = one
                 held = bool(waiting) and len(running) >= limit
                 if not running:
                     time.sleep(max(waiting[0][2].start_s - now, 0.0))
@@ -99,16 +111,16 @@ class Bench:
         return Run(served, steps, begin)
 
     def add(self, ids: Sequence[int], params: SamplingParams) -> str:
-        """Queue one request; its id."""
+        """Queue a request and return its id."""
         name = str(self._count)
         self._count += 1
-        made = self._processor.process(name, ids, params)
-        self._assembler.add(RequestState(name, None, made, None))
-        self.client.add(made[0])
+        requests = self._processor.process(name, ids, params)
+        self._assembler.add(RequestState(name, None, requests, None))
+        self.client.add(requests[0])
         return name
 
     def poll(self, steps: list[StepRecord]) -> list[EngineOutput]:
-        """Let the engine make a step; records of new steps are added to `steps`."""
+        """Let the engine run a step and return its outputs. Append the records of new steps to `steps`."""
         before = self._log.totals.steps
         outputs = self.client.poll(_POLL_S)
         self._assembler.apply(outputs)
@@ -117,7 +129,7 @@ class Bench:
         return outputs
 
     def settle(self, abort: Sequence[str] = ()) -> None:
-        """Abort requests, and run the engine until nothing is in flight."""
+        """Abort the requests `abort`, and run the engine until no request is left."""
         self.client.abort(list(abort))
         while self.client.engine.has_work:
             self.poll([])
@@ -135,7 +147,7 @@ class Bench:
 
 
 def check_fits(work: Workload, info: EngineInfo) -> None:
-    """Raise ConfigError if a request is longer than the context: it would end before it is as long as asked for."""
+    """Raise ConfigError if a request exceeds the context, which would end its answer early."""
     longest = max(len(ids) + count for ids, count in work)
     if longest > info.max_model_len:
         raise ConfigError(
@@ -144,13 +156,13 @@ def check_fits(work: Workload, info: EngineInfo) -> None:
         )
 
 
-def answer(params: dict[str, Any], count: int) -> SamplingParams:
-    """Asks for exactly `count` tokens, chosen as the fields `params` say."""
+def answer_params(params: dict[str, Any], count: int) -> SamplingParams:
+    """Return sampling parameters with the fields `params` that generate exactly `count` tokens."""
     return SamplingParams(**{**params, "max_tokens": count, "ignore_eos": True})
 
 
 def _book(outputs: list[EngineOutput], running: dict[str, ServedRequest], now_s: float) -> int:
-    """Stamp the tokens of one poll; returns how many requests ended."""
+    """Store the time stamps of the tokens of one poll, and return how many requests finished."""
     ended = 0
     for output in outputs:
         one = running[output.id]
@@ -165,6 +177,6 @@ def _book(outputs: list[EngineOutput], running: dict[str, ServedRequest], now_s:
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has done all that was asked of it."""
+    """Wait until the device has finished all queued work."""
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)

@@ -1,8 +1,8 @@
-"""From a Chrome trace of torch.profiler to a table of kernels, with bytes and operations where they can be counted.
+"""Tables of kernels from a Chrome trace of torch.profiler, with bytes and operations where they can be computed.
 
-A replayed CUDA graph leaves device events without the operators that launched them, so nothing is taken from
-shapes: events are told apart by name, and the matrix products of a step by their order, which is the model's.
-On a CPU the events are torch's operators and our kernels, each without the time of those that it calls.
+A replayed CUDA graph leaves device events without the operators that launched them, so shapes are unknown. Events are
+classified by name, and the matrix products of a step by their order, which the model determines. On a CPU the events
+are torch's operators and the C kernels, each without the time of nested ones.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.bench.cost import Cost, Machine, MatrixProduct
 
 _DEVICE = {"kernel", "gpu_memcpy", "gpu_memset"}
 MATRIX, ATTENTION = "matrix products", "attention"
-# The first pattern that a name matches decides.
+# The first pattern that matches a kernel's name decides its part.
 _PARTS = (
     ("copies", r"memcpy|memset"),
     ("KV write", r"_write_kernel|kv_write|write_kv"),
@@ -29,13 +29,14 @@ _PARTS = (
     ("norms, rotary, activation", r"norm|rotate|rope|gated|silu|gelu|turn_rows|gate_rows"),
 )
 _PATTERNS = [(part, re.compile(pattern, re.IGNORECASE)) for part, pattern in _PARTS]
-_FOLLOWS = re.compile(r"reduce", re.IGNORECASE)  # of a product that was split: belongs to the one before
+# The reduction of a split product, which belongs to the kernel before it.
+_FOLLOWS = re.compile(r"reduce", re.IGNORECASE)
 _INNERMOST = re.compile(r"<[^<>]*>|\([^()]*\)")  # template or call arguments
 
 
 @dataclass(slots=True)
 class TraceEvent:
-    """Something that ran, in microseconds; `self_us` is without the events nested in it."""
+    """An operator or kernel of the trace; `self_us` is its duration without nested events."""
 
     name: str
     start_us: float
@@ -45,25 +46,27 @@ class TraceEvent:
 
 @dataclass(slots=True)
 class KernelRow:
-    """Events of one kind, over all profiled steps. What cannot be counted is 0."""
+    """The events of one kind over all profiled steps. `bytes` and `flops` are 0 where they are unknown."""
 
     name: str
     calls: int = 0
     busy_us: float = 0.0
     bytes: float = 0.0
     flops: float = 0.0
-    least_us: float = 0.0  # time that the machine needs at least
+    least_us: float = 0.0  # on this machine
 
     def count(self, num_bytes: float, flops: float, machine: Machine) -> None:
+        """Add bytes and operations, and the least time that they take."""
         self.bytes += num_bytes
         self.flops += flops
         self.least_us += machine.least_s(num_bytes, flops) * 1e6
 
 
 class KernelTable(dict[str, KernelRow]):
-    """Rows by name, made when an event first needs them."""
+    """Rows by name, created at their first event."""
 
     def add(self, name: str, event: TraceEvent) -> KernelRow:
+        """Add an event to the row `name` and return the row."""
         row = self.setdefault(name, KernelRow(name))
         row.calls += 1
         row.busy_us += event.self_us
@@ -74,12 +77,12 @@ class KernelTable(dict[str, KernelRow]):
 
 
 def part_of(name: str) -> str:
-    """Which part of a step a kernel does, by its name."""
+    """Return the part of a step that a kernel belongs to, by its name."""
     return next((part for part, pattern in _PATTERNS if pattern.search(name)), "other")
 
 
 def events_of(trace: dict[str, Any]) -> list[TraceEvent]:
-    """Device events by start; of a trace without any, the CPU's operators."""
+    """Return the device events of a trace ordered by start, or the CPU's operators if there are none."""
     found = [e for e in trace["traceEvents"] if e.get("ph") == "X"]
     device = [_event(e) for e in found if e.get("cat") in _DEVICE]
     operators = [e for e in found if e.get("cat") == "cpu_op" or e["name"].startswith("quire::")]
@@ -91,7 +94,7 @@ def _event(e: dict[str, Any]) -> TraceEvent:
 
 
 def _self_times(operators: Iterable[dict[str, Any]]) -> list[TraceEvent]:
-    """Operators nest within a thread: take the time of each from the one that called it."""
+    """Subtract the time of each operator from the operator that called it; calls nest within a thread."""
     events: list[TraceEvent] = []
     callers: list[tuple[Any, TraceEvent]] = []  # thread and operator, the innermost last
     for e in sorted(operators, key=lambda e: (e["tid"], e["ts"], -e["dur"])):
@@ -106,7 +109,7 @@ def _self_times(operators: Iterable[dict[str, Any]]) -> list[TraceEvent]:
 
 
 def busy_and_span_us(events: Sequence[TraceEvent]) -> tuple[float, float]:
-    """Time in which at least one event ran, and time from the first's start to the last's end."""
+    """Return the time in which at least one event ran, and the time from the first start to the last end."""
     busy, end = 0.0, events[0].start_us
     for event in events:
         busy += max(event.end_us - max(event.start_us, end), 0.0)
@@ -120,10 +123,15 @@ def tables(
     products: Sequence[Sequence[MatrixProduct]],
     machine: Machine,
 ) -> tuple[list[KernelRow], list[KernelRow], list[KernelRow]]:
-    """Rows by part, by matrix product and by kernel, each with the longest first.
+    """Return rows by part, by matrix product and by kernel, each with the longest first.
 
-    `costs` and `products` are those of the profiled steps. Products are told apart only if the events hold
-    exactly one kernel for each (and reductions behind it).
+    Products are named only if the events hold exactly one kernel for each of them (and its reductions).
+
+    Args:
+        events: the events of the profiled steps, ordered by start.
+        costs: the cost of each profiled step.
+        products: the matrix products of each profiled step.
+        machine: for the least time of each row.
     """
     parts, by_product, kernels = KernelTable(), KernelTable(), KernelTable()
     expected = [product for step in products for product in step]
@@ -152,7 +160,7 @@ def tables(
 
 
 def short_name(name: str) -> str:
-    """A kernel's name without what C++ adds to it: arguments, return type."""
+    """Return a kernel's name without the arguments, template arguments and return type of C++."""
     before, plain = "", name
     while plain != before:
         before, plain = plain, _INNERMOST.sub("", plain)

@@ -1,4 +1,4 @@
-"""What a device can do at most, measured in about a second: bytes read, and matrix operations, a second."""
+"""Measurement of a device's limits, in about a second: memory bandwidth and rate of matrix products."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from quire.bench.cost import Machine
 from quire.worker.executor import device_guard
 from quire.worker.memory.sizing import free_memory
 
-_SIDE = {"cuda": 8192, "cpu": 2048}  # of the matrices that are multiplied
-_BUFFER_BYTES = 1 << 30  # far beyond any cache
+_SIDE = {"cuda": 8192, "cpu": 2048}  # rows and columns of the multiplied matrices
+_BUFFER_BYTES = 1 << 30  # much larger than any cache
 _ROUNDS = 4
 
 
 def measure(device: torch.device, dtype: torch.dtype) -> Machine:
-    """The best of a few rounds; on a device that others use too, that is what they leave.
+    """Measure the limits of a device as the best of a few rounds.
 
-    Bandwidth is the best of a sum and a matrix-vector product over a large buffer and, on a GPU, a copy
-    (bytes read and written); the matrix rate is that of a square product of normal numbers in `dtype`.
+    The bandwidth is the best of a sum, a matrix-vector product and, on a GPU, a copy (bytes read and written) of a
+    large buffer. The matrix rate is that of a square product of normally distributed numbers in `dtype`. If other
+    processes use the device, the result is what they leave.
     """
     with torch.inference_mode(), device_guard(device)():
         found = Machine(_name(device), _bandwidth(device), _matrix_rate(device, dtype))
@@ -35,11 +36,11 @@ def _bandwidth(device: torch.device) -> float:
     rows = torch.ones(size // 4 // 16384, 16384, device=device)
     vector = torch.ones(16384, device=device)
     size = rows.numel() * 4
-    ways = [(size, lambda: rows.sum()), (size, lambda: torch.mv(rows, vector))]
+    operations = [(size, lambda: rows.sum()), (size, lambda: torch.mv(rows, vector))]
     if device.type == "cuda":
         target = torch.empty_like(rows)
-        ways.append((2 * size, lambda: target.copy_(rows)))
-    return max(moved / _seconds(run, device) for moved, run in ways)
+        operations.append((2 * size, lambda: target.copy_(rows)))
+    return max(moved / _seconds(run, device) for moved, run in operations)
 
 
 def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -49,7 +50,7 @@ def _matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _seconds(run: Callable[[], object], device: torch.device) -> float:
-    """Least time of one call. On a GPU each round holds several, so that launching costs nothing."""
+    """Return the least time of one call. On a GPU each round makes several calls, to hide the launch overhead."""
     run()
     if device.type != "cuda":
         times = []
@@ -60,13 +61,13 @@ def _seconds(run: Callable[[], object], device: torch.device) -> float:
         return min(times)
     calls, times = 10, []
     for _ in range(_ROUNDS):
-        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begun.record()
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
         for _ in range(calls):
             run()
-        ended.record()
-        ended.synchronize()
-        times.append(begun.elapsed_time(ended) / 1e3 / calls)
+        last.record()
+        last.synchronize()
+        times.append(first.elapsed_time(last) / 1e3 / calls)
     return min(times)
 
 

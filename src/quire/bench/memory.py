@@ -1,4 +1,4 @@
-"""Where the device's memory is: weights, KV blocks, what a step takes, captured graphs, and what is free."""
+"""The use of the device's memory: weights, KV blocks, activations, captured graphs, and free memory."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from quire.worker.memory.sizing import free_memory
 
 
 def memory_map(info: EngineInfo) -> dict[str, int]:
-    """Bytes by use, adding up to the device's total. To be called after some steps, whose peak it shows.
+    """Return bytes by use, which add up to the device's total memory.
 
-    On a CPU a block takes memory when it is first written, so blocks are part of what the process has.
+    Call it after some steps, because activations are their peak. On a CPU a block takes memory when it is first
+    written, so blocks are counted as memory of the process.
     """
     device = torch.device(info.device)
     free, total = free_memory(device)

@@ -1,8 +1,8 @@
-"""Figures of a run: latencies as percentiles, rates, and the share of the machine's limit that was used.
+"""Metrics of a run: latency percentiles, throughput, and the share of the machine's limit.
 
-Names and definitions are those of `vllm bench serve` and `vllm bench throughput`, so that runs of the two can
-be laid side by side. Latencies are in milliseconds, by metric: ttft (time to first token), tpot (time per
-output token after the first), itl (gaps between tokens), e2el (end to end).
+Names and definitions are those of `vllm bench serve` and `vllm bench throughput`, so that results are comparable.
+Latencies are in milliseconds: ttft (time to first token), tpot (time per output token after the first), itl
+(inter-token latency, the gaps between tokens) and e2el (end-to-end latency).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ HOST_PARTS = ("schedule_s", "launch_s", "wait_s", "retire_s")
 
 
 def percentile(values: Sequence[float], p: float) -> float:
-    """The p-th percentile, linear between neighbours."""
+    """Return the p-th percentile, p from 0 to 100, with linear interpolation."""
     ordered = sorted(values)
     place = (len(ordered) - 1) * p / 100
     low = int(place)
@@ -37,7 +37,7 @@ def percentile(values: Sequence[float], p: float) -> float:
 
 
 def latencies_ms(run: Run) -> dict[str, list[float]]:
-    """By metric: of each request, or of each gap between tokens. Requests of one token have no tpot."""
+    """Return the latencies of all requests by metric; itl has one for each gap. Answers of one token have no tpot."""
     done = run.completed
     return {
         "ttft": [one.ttft_s * 1e3 for one in done],
@@ -48,7 +48,7 @@ def latencies_ms(run: Run) -> dict[str, list[float]]:
 
 
 def summary(found: dict[str, list[float]], percentiles: Sequence[float]) -> dict[str, float | None]:
-    """mean, median, standard deviation and percentiles of each metric; None where there is nothing."""
+    """Return mean, median, standard deviation and percentiles of each metric, or None where there are no values."""
     figures: dict[str, float | None] = {}
     for name, values in found.items():
         figures[f"mean_{name}_ms"] = statistics.fmean(values) if values else None
@@ -60,7 +60,11 @@ def summary(found: dict[str, list[float]], percentiles: Sequence[float]) -> dict
 
 
 def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
-    """`["ttft:500", "tpot:50"]` -> the limits in milliseconds that a good request keeps."""
+    """Parse goodput limits, such as ["ttft:500", "tpot:50"], to milliseconds by metric.
+
+    Raises:
+        ConfigError: if a pair is not ttft:MS, tpot:MS or e2el:MS.
+    """
     limits: dict[str, float] = {}
     for pair in pairs:
         name, _, limit = pair.partition(":")
@@ -74,12 +78,23 @@ def parse_goodput(pairs: Sequence[str]) -> dict[str, float]:
 
 
 def is_good(one: ServedRequest, limits_ms: dict[str, float]) -> bool:
+    """Return whether a request met all goodput limits."""
     took = {"ttft": one.ttft_s, "tpot": one.tpot_s, "e2el": one.e2el_s}
     return all(took[name] * 1e3 <= limit for name, limit in limits_ms.items())
 
 
 def serving(run: Run, percentiles: Sequence[float] = (99,), goodput: Sequence[str] = ()) -> dict[str, Any]:
-    """The figures of a run. Raises RequestError if no request was served."""
+    """Compute the metrics of a run.
+
+    Args:
+        run: the requests and their times.
+        percentiles: of the latencies, 0 to 100.
+        goodput: limits that a good request meets, such as "ttft:500" (milliseconds).
+
+    Raises:
+        RequestError: if every request failed.
+        ConfigError: if `goodput` is invalid.
+    """
     done = run.completed
     if not done:
         raise RequestError(f"no request was served: {run.served[0].error}")
@@ -101,7 +116,7 @@ def serving(run: Run, percentiles: Sequence[float] = (99,), goodput: Sequence[st
         "max_output_tokens_per_s": _peak_rate(done, duration),
         "max_concurrent_requests": peak_concurrency(done),
         **summary(latencies_ms(run), percentiles),
-        # the same by the names of `vllm bench throughput`
+        # The same figures under the names of `vllm bench throughput`.
         "elapsed_time": duration,
         "num_requests": len(done),
         "total_num_tokens": tokens_in + tokens_out,
@@ -111,10 +126,16 @@ def serving(run: Run, percentiles: Sequence[float] = (99,), goodput: Sequence[st
 
 
 def limits(steps: Sequence[StepRecord], seconds: float, costs: CostModel, machine: Machine) -> dict[str, Any]:
-    """How near `steps`, which took `seconds`, came to what the machine can do.
+    """Compare the duration of steps with the machine's limits.
 
-    `floor_s` is the least time that these very steps could have taken (bench/cost.py), `share_of_limit` its
-    part of the real one. mbu and mfu are bandwidth and operations used, as parts of what was measured.
+    In the result, `floor_s` is the least time of these steps (bench/cost.py) and `share_of_limit` is floor_s / seconds.
+    `mbu` and `mfu` are the used shares of the measured bandwidth and matrix rate.
+
+    Args:
+        steps: the records of the steps.
+        seconds: their total duration.
+        costs: the model's cost model.
+        machine: the measured limits.
     """
     each = [costs.step(record.rows) for record in steps]
     cost, floor_s = Cost.total(each), sum(one.floor_s(machine) for one in each)
@@ -135,7 +156,7 @@ def limits(steps: Sequence[StepRecord], seconds: float, costs: CostModel, machin
 
 
 def peak_concurrency(done: Sequence[ServedRequest]) -> int:
-    """The most requests that were open at once."""
+    """Return the largest number of requests that were open at once."""
     changes = [(one.start_s, 1) for one in done] + [(one.token_times_s[-1], -1) for one in done]
     running = most = 0
     for _, change in sorted(changes):
@@ -145,7 +166,7 @@ def peak_concurrency(done: Sequence[ServedRequest]) -> int:
 
 
 def rates(times_s: Sequence[float], width_s: float, duration_s: float) -> list[float]:
-    """Events a second in each stretch of `width_s`, from 0 to `duration_s`."""
+    """Return the events per second in each interval of `width_s`, from 0 to `duration_s`."""
     counts = [0] * max(math.ceil(duration_s / width_s), 1)
     for at in times_s:
         counts[min(int(at / width_s), len(counts) - 1)] += 1
@@ -153,8 +174,10 @@ def rates(times_s: Sequence[float], width_s: float, duration_s: float) -> list[f
 
 
 def _peak_rate(done: Sequence[ServedRequest], duration_s: float) -> float:
-    """Tokens in the best second (of a run that is shorter: in all of it). Tokens of one piece come together, and
-    those of an answer are taken to be spread evenly over its pieces."""
+    """Return the tokens per second in the best second, or in the whole of a shorter run.
+
+    The tokens of an answer are assumed to be spread evenly over the pieces of its stream.
+    """
     width_s = min(1.0, duration_s)
     best = [0.0] * max(math.ceil(duration_s / width_s), 1)
     for one in done:

@@ -1,7 +1,6 @@
-"""What `quire bench throughput` and `latency` measure: a load, or batches one after the other.
+"""The measurements of `quire bench throughput` (a load) and `quire bench latency` (batches one after the other).
 
-Prompts of warm-up runs and of different batches are different, so that the prefix cache finds nothing that
-the work itself does not share.
+Warm-up runs and batches have different prompts, so that the prefix cache finds only what the workload itself shares.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 
 @dataclass(slots=True)
 class OfferedLoad:
-    """Requests, when each comes (seconds, ascending), and how many may be open at once (None: all)."""
+    """A workload, the arrival times of its requests (seconds, ascending), and the limit of open requests."""
 
     work: Workload
     arrivals_s: list[float]
@@ -33,7 +32,10 @@ class OfferedLoad:
 def throughput(
     bench: Bench, load: OfferedLoad, params: dict[str, Any], warmups: int, show_progress: bool
 ) -> Run:
-    """Serve the load, after `warmups` times with other prompts and without waiting for arrivals."""
+    """Serve the load and return its run.
+
+    Before that, serve it `warmups` times with other prompts and without waiting for arrivals.
+    """
     for i in range(warmups):
         bench.run(shifted(load.work, bench.info.vocab_size, i + 1), params)
     return bench.run(load.work, params, load.arrivals_s, load.max_concurrency, show_progress)
@@ -48,7 +50,20 @@ def latency(
     iterations: int,
     params: dict[str, Any],
 ) -> dict[str, Any]:
-    """Seconds from a batch's start to its last token, over `iterations` batches."""
+    """Measure the time from a batch's start to its last token.
+
+    Args:
+        bench: the engine.
+        batch_size: requests per batch.
+        input_len: tokens per prompt.
+        output_len: tokens per answer.
+        warmup: batches to run before the measurement.
+        iterations: batches to measure.
+        params: sampling parameters of all requests.
+
+    Returns:
+        The result by the names of `vllm bench latency`; times in seconds.
+    """
     runs: list[Run] = []
     shown = f"Batch of {batch_size}"
     for i in tqdm(range(warmup + iterations), desc=shown, unit="batch", disable=None, dynamic_ncols=True):

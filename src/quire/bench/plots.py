@@ -1,4 +1,4 @@
-"""Plots of results, as PNG, SVG or PDF by the file's suffix. Needs matplotlib (`pip install quire[bench]`)."""
+"""Plots of results as PNG, SVG or PDF, by the file's suffix. Needs matplotlib (`pip install 'quire[bench]'`)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from quire.types import ConfigError
 
 _SUFFIXES = (".png", ".svg", ".pdf")
 _BLUE, _ORANGE, _GREY = "#1f5fa8", "#d9711c", "#8a8a8a"
-_MARKED = (50, 90, 99)  # percentiles that are written beside a curve
-_BINS = 60  # of a timeline
+_MARKED = (50, 90, 99)  # percentiles labelled on a curve
+_BINS = 60  # intervals of a timeline
 
 
 def check_plot(path: Path) -> None:
-    """Raise ConfigError, before anything runs, if a plot could not be drawn there."""
+    """Raise ConfigError if `path` has no supported suffix or matplotlib is missing. Call it before a run."""
     if path.suffix not in _SUFFIXES:
         raise ConfigError(f"plot must end in {', '.join(_SUFFIXES)}, got {path.name!r}")
     _figure_class()
@@ -33,7 +33,7 @@ def _figure_class() -> Any:
 
 
 def plot_serving(run: Run, title: str, path: Path) -> None:
-    """Percentiles of TTFT and ITL, and what the engine did over time."""
+    """Plot the percentiles of TTFT and ITL, and tokens and requests over time."""
     figure = _figure_class()(figsize=(11, 7), layout="constrained")
     (ttft, itl), (tokens, requests) = figure.subplots(2, 2)
     found = latencies_ms(run)
@@ -45,7 +45,7 @@ def plot_serving(run: Run, title: str, path: Path) -> None:
 
 
 def plot_sweep(batches: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """Throughput and latencies against the batch size; `batches` are results of `latency`, ascending."""
+    """Plot throughput and latencies over the batch size; `batches` are results of `latency`, ascending."""
     figure = _figure_class()(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     sizes = [found["batch_size"] for found in batches]
@@ -65,12 +65,14 @@ def plot_sweep(batches: Sequence[dict[str, Any]], title: str, path: Path) -> Non
 
 
 def plot_users(levels: Sequence[dict[str, Any]], title: str, path: Path) -> None:
-    """Throughput and latencies against the number of users; `levels` are results of `serving`, ascending."""
+    """Plot throughput and latencies over the number of users; `levels` are results of `serving`, ascending."""
     figure = _figure_class()(figsize=(11, 4.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     users = [found["max_concurrency"] for found in levels]
     rate = [found["output_throughput"] for found in levels]
-    left.plot(users, [rate[0] * n / users[0] for n in users], color=_GREY, linestyle="--", label="as for one")
+    left.plot(
+        users, [rate[0] * n / users[0] for n in users], color=_GREY, linestyle="--", label="linear scaling"
+    )
     left.plot(users, rate, color=_BLUE, marker="o", label="measured")
     for n, value in zip(users, rate):
         text = f"{value:,.0f}"
@@ -91,13 +93,13 @@ def _latencies(axes: Any, places: Sequence[int], found: Sequence[dict[str, Any]]
         ("median_itl_ms", "median ITL", _BLUE, "-"),
     ):
         values = [one.get(name) for one in found]
-        if None not in values:  # one token out has no gaps
+        if None not in values:  # answers of one token have no inter-token latency
             axes.plot(places, values, color=color, linestyle=line, marker="o", label=label)
     axes.set(title="Latency", ylabel="ms")
 
 
 def _against(both: Sequence[Any], places: Sequence[int], label: str) -> None:
-    """Logarithmic axes with a tick at each of `places`."""
+    """Set logarithmic axes with a tick at each of `places`."""
     for axes in both:
         _grid(axes)
         _log_scale(axes)
@@ -108,11 +110,11 @@ def _against(both: Sequence[Any], places: Sequence[int], label: str) -> None:
 
 
 def _percentiles(axes: Any, values: Sequence[float], title: str) -> None:
-    """The value below which each share of the requests, or of the gaps, lies."""
+    """Plot `values` over their percentiles."""
     axes.set(title=title, xlabel="percentile", ylabel="ms", xlim=(0, 100))
     _grid(axes)
     if not values:
-        axes.text(50, 0.5, "nothing to show", ha="center", color=_GREY)
+        axes.text(50, 0.5, "no data", ha="center", color=_GREY)
         return
     ordered = sorted(values)
     places = [100 * i / max(len(ordered) - 1, 1) for i in range(len(ordered))]
@@ -121,7 +123,7 @@ def _percentiles(axes: Any, values: Sequence[float], title: str) -> None:
         value = percentile(ordered, p)
         axes.plot([p], [value], "o", color=_ORANGE)
         text = f"P{p}: {value:,.0f} ms" if value >= 100 else f"P{p}: {value:.3g} ms"
-        lift = 5 if p < 99 else 13  # the last two often lie close together
+        lift = 5 if p < 99 else 13  # P90 and P99 are often close together
         axes.annotate(text, (p, value), (-6, lift), textcoords="offset points", ha="right", fontsize=8)
     low = percentile(ordered, 1)
     if 0 < 20 * low < ordered[-1]:
@@ -159,9 +161,9 @@ def _requests_over_time(axes: Any, run: Run) -> None:
         axes.step(times, [r.running for r in run.steps], color=_BLUE, where="post", label="running")
         axes.step(times, [r.waiting for r in run.steps], color=_ORANGE, where="post", label="waiting")
     else:
-        open_ones, begun = _open_over_time(run)
-        axes.step(*open_ones, color=_ORANGE, where="post", label="open")
-        axes.step(*begun, color=_BLUE, where="post", label="answer has begun")
+        open_requests, streaming = _open_over_time(run)
+        axes.step(*open_requests, color=_ORANGE, where="post", label="open")
+        axes.step(*streaming, color=_BLUE, where="post", label="streaming")
     axes.set(title="Requests", xlabel="s", xlim=(0, run.duration_s), ylim=(0, None))
     axes.yaxis.get_major_locator().set_params(integer=True)
     _grid(axes)
@@ -172,7 +174,7 @@ Curve = tuple[list[float], list[int]]
 
 
 def _open_over_time(run: Run) -> tuple[Curve, Curve]:
-    """Requests that are open, and of them those whose answer has begun, as a client sees them."""
+    """Return the number of open requests over time, and of those that have received a token."""
 
     def curve(begins: list[float]) -> Curve:
         ends = [one.token_times_s[-1] for one in run.completed]
@@ -185,7 +187,7 @@ def _open_over_time(run: Run) -> tuple[Curve, Curve]:
 
 
 def _log_scale(axes: Any) -> None:
-    """A logarithmic y axis with plain numbers."""
+    """Set a logarithmic y axis with plain numbers."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
     axes.set_yscale("log")

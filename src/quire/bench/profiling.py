@@ -1,7 +1,7 @@
-"""Some steps of an engine under torch.profiler, and the same steps without it, for true times.
+"""Profiles of selected steps under torch.profiler, and the times of the same steps without it.
 
-Three passes over the same load, with other prompts each: one to compile, capture and tune, one timed, one
-profiled. Each runs up to the chosen steps, lets the device finish, and then runs those.
+There are three passes over the same load, each with other prompts: one to compile, capture and tune, one timed, and one
+profiled. Each pass runs until the selected steps, waits for the device, and then runs these steps.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from quire.bench.drive import Bench, answer, synchronize
+from quire.bench.drive import Bench, answer_params, synchronize
 from quire.bench.kernel_table import KernelRow, busy_and_span_us, events_of, tables
 from quire.bench.load.workloads import Workload, shifted
 from quire.bench.metrics import limits
@@ -25,18 +25,18 @@ from quire.core.steplog import StepRecord
 from quire.kernels.cpu import compiled_kernels
 from quire.types import ConfigError
 
-SETTLING = 4  # decode steps before the first that counts
+SETTLING = 4  # decode steps before the first selected one
 
-StopCondition = Callable[[list[StepRecord]], bool]
+StartCondition = Callable[[list[StepRecord]], bool]
 
 
-def after(steps: int) -> StopCondition:
-    """Begin behind so many steps."""
+def after(steps: int) -> StartCondition:
+    """Return a condition that starts the profile after `steps` steps."""
     return lambda records: len(records) >= steps
 
 
-def decoding(rows: int) -> StopCondition:
-    """Begin when all `rows` requests have made some steps of one token each."""
+def decoding(rows: int) -> StartCondition:
+    """Return a condition that starts the profile after some steps in which all `rows` requests decode."""
 
     def ready(records: list[StepRecord]) -> bool:
         last = records[-SETTLING:]
@@ -49,13 +49,13 @@ def decoding(rows: int) -> StopCondition:
 
 @dataclass(slots=True)
 class Profile:
-    """The chosen steps. `timed` is of the pass without the profiler: see bench/metrics.py:limits."""
+    """The result of a profile. The step times are those of the pass without the profiler."""
 
-    on_gpu: bool  # events are the device's; else they are the operators of the CPU
-    timed: dict[str, Any]
+    on_gpu: bool  # whether the events are the device's; otherwise they are the CPU's operators
+    timed: dict[str, Any]  # see bench/metrics.py:limits
     step_s: float
-    busy_s: float  # of the device, a step, profiled
-    idle_share: float  # of the time from the first device event to the last, profiled
+    busy_s: float  # of the device, per profiled step
+    idle_share: float  # of the time from the first device event to the last
     parts: list[KernelRow]
     products: list[KernelRow]
     kernels: list[KernelRow]
@@ -63,14 +63,26 @@ class Profile:
 
     @property
     def total_us(self) -> float:
-        """Of all events."""
+        """The duration of all events."""
         return sum(row.busy_us for row in self.parts)
 
 
 def run_profile(
-    bench: Bench, work: Workload, params: dict[str, Any], ready: StopCondition, steps: int, trace_file: Path
+    bench: Bench, work: Workload, params: dict[str, Any], ready: StartCondition, steps: int, trace_file: Path
 ) -> Profile:
-    """Profile up to `steps` steps from the moment that `ready` says, and keep the trace (.json or .json.gz)."""
+    """Profile up to `steps` steps of a load, and save the trace.
+
+    Args:
+        bench: the engine.
+        work: the load, which is served three times with different prompts.
+        params: sampling parameters of all requests.
+        ready: says, from the records of the steps so far, whether to start the profile.
+        steps: the most steps to profile.
+        trace_file: where to save the trace, .json or .json.gz.
+
+    Raises:
+        ConfigError: if the load ends before `ready`.
+    """
     vocab = bench.info.vocab_size
     _window(bench, work, params, ready, steps, nullcontext())
     records, seconds = _window(bench, shifted(work, vocab, 1), params, ready, steps, nullcontext())
@@ -102,13 +114,13 @@ def _window(
     bench: Bench,
     work: Workload,
     params: dict[str, Any],
-    ready: StopCondition,
+    ready: StartCondition,
     steps: int,
     around: AbstractContextManager[Any],
 ) -> tuple[list[StepRecord], float]:
-    """Serve `work` until `ready`, then run up to `steps` steps inside of `around`: their records and seconds."""
+    """Serve `work` until `ready`, then run up to `steps` steps inside `around`. Return their records and seconds."""
     engine, device = bench.client.engine, bench.info.device
-    names = [bench.add(ids, answer(params, count)) for ids, count in work]
+    names = [bench.add(ids, answer_params(params, count)) for ids, count in work]
     before: list[StepRecord] = []
     while engine.has_work and not ready(before):
         bench.poll(before)
@@ -141,7 +153,7 @@ def _profiler(device: str, trace_file: Path) -> Iterator[None]:
 
 @contextmanager
 def _visible_kernels(device: str) -> Iterator[None]:
-    """Those of a CPU are no operators of torch: each gets a span of its own."""
+    """Show the C kernels of a CPU in the profile. They are no torch operators, so each call gets its own span."""
     kernels = compiled_kernels() if device == "cpu" else None
     if kernels is None:
         yield

@@ -1,4 +1,4 @@
-"""How results are shown and kept: the printed blocks that users of vLLM know, and JSON files."""
+"""Output of results: text in the format of vLLM's benchmarks, and JSON files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WIDTH = 50
 
 
 def print_serving(found: dict[str, Any], metrics: Sequence[str], percentiles: Sequence[float]) -> None:
-    """The block of `vllm bench serve`."""
+    """Print the block of `vllm bench serve`."""
     _heading(" Serving Benchmark Result ", "=")
     rows: list[tuple[str, Any]] = [
         ("Successful requests:", found["completed"]),
@@ -39,15 +39,20 @@ def print_serving(found: dict[str, Any], metrics: Sequence[str], percentiles: Se
             continue
         _heading(METRICS[name], "-")
         label = name.upper()
-        _rows([(f"Mean {label} (ms):", found[f"mean_{name}_ms"]), (f"Median {label} (ms):", found[f"median_{name}_ms"])])  # fmt: skip
+        _rows(
+            [
+                (f"Mean {label} (ms):", found[f"mean_{name}_ms"]),
+                (f"Median {label} (ms):", found[f"median_{name}_ms"]),
+            ]
+        )
         _rows([(f"P{p:g} {label} (ms):", found[f"p{p:g}_{name}_ms"]) for p in percentiles])
-    if "share_of_limit" in found:  # of an engine in this process; a server's is not known
+    if "share_of_limit" in found:  # known only for an engine in this process
         print_limits(found)
     print("=" * _WIDTH)
 
 
 def print_limits(found: dict[str, Any]) -> None:
-    """The share of the machine's measured limit."""
+    """Print the share of the machine's measured limit."""
     machine = found["machine"]
     _heading("Share of the Machine's Limit", "-")
     _rows(
@@ -63,7 +68,7 @@ def print_limits(found: dict[str, Any]) -> None:
 
 
 def print_throughput(found: dict[str, Any]) -> None:
-    """The lines of `vllm bench throughput`."""
+    """Print the lines of `vllm bench throughput`."""
     print(
         f"Throughput: {found['requests_per_second']:.2f} requests/s, {found['tokens_per_second']:.2f} total tokens/s, "
         f"{found['output_throughput']:.2f} output tokens/s"
@@ -74,7 +79,7 @@ def print_throughput(found: dict[str, Any]) -> None:
 
 
 def print_latency(found: dict[str, Any]) -> None:
-    """The lines of `vllm bench latency`."""
+    """Print the lines of `vllm bench latency`."""
     print(f"Avg latency: {found['avg_latency']} seconds")
     for p, seconds in found["percentiles"].items():
         print(f"{p}% percentile latency: {seconds} seconds")
@@ -82,7 +87,7 @@ def print_latency(found: dict[str, Any]) -> None:
 
 
 def print_sweep(batches: Sequence[dict[str, Any]]) -> None:
-    """One line per batch size."""
+    """Print one line per batch size."""
     print(
         f"{'batch':>6}{'latency s':>11}{'out tok/s':>11}{'TTFT ms':>9}{'ITL ms':>9}{'P99 ITL':>9}{'of limit':>10}"
     )
@@ -95,7 +100,7 @@ def print_sweep(batches: Sequence[dict[str, Any]]) -> None:
 
 
 def print_users(levels: Sequence[dict[str, Any]]) -> None:
-    """One line per number of users."""
+    """Print one line per number of users."""
     print(
         f"{'users':>6}{'req/s':>9}{'out tok/s':>11}{'TTFT ms':>9}{'P99':>9}{'TPOT ms':>9}{'P99':>9}"
         f"{'ITL ms':>9}{'P99':>9}{'failed':>8}"
@@ -113,7 +118,7 @@ def print_users(levels: Sequence[dict[str, Any]]) -> None:
 
 
 def details(run: Run) -> dict[str, list[Any]]:
-    """What each request did, by the names of `vllm bench serve --save-detailed`; seconds."""
+    """Return the figures of each request by the names of `vllm bench serve --save-detailed`, times in seconds."""
     found: dict[str, list[Any]] = {
         "input_lens": [one.prompt_len for one in run.served],
         "output_lens": [one.output_len for one in run.served],
@@ -128,15 +133,23 @@ def details(run: Run) -> dict[str, list[Any]]:
 
 
 def result_name(found: dict[str, Any], kind: str) -> str:
-    """A file name for a result: what was run, how fast requests came, on which model, and when."""
+    """Return a file name for a result, made of its label, request rate, model and time."""
     model = str(found["model_id"]).rstrip("/").split("/")[-1]
     rate = f"-{found['request_rate']}qps" if "request_rate" in found else ""
     return f"{found.get('label') or kind}{rate}-{model}-{datetime.now():%Y%m%d-%H%M%S}.json"
 
 
 def save(path: Path, found: dict[str, Any], append: bool = False) -> None:
-    """Write a result as JSON, making its folder if need be; `append`: as a further line of JSON lines. Raises
-    ConfigError if that is impossible."""
+    """Write a result as JSON, and create its folder if necessary.
+
+    Args:
+        path: the file.
+        found: the result.
+        append: whether to append it as one line (JSON lines) instead of replacing the file.
+
+    Raises:
+        ConfigError: if the file cannot be written.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a" if append else "w", encoding="utf-8") as file:
@@ -150,7 +163,7 @@ def _heading(text: str, line: str) -> None:
 
 
 def _rows(rows: Sequence[tuple[str, Any]]) -> None:
-    """Label and number; a None is left out."""
+    """Print labels and values, without those that are None."""
     for label, value in rows:
         if value is not None:
             print(f"{label:<40} {value:<10.2f}" if isinstance(value, float) else f"{label:<40} {value:<10}")

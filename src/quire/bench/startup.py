@@ -1,6 +1,6 @@
-"""Seconds from the start of a fresh Python process to the first token, by phase.
+"""Measurement of the start-up time: from the start of a fresh Python process to the first token, by phase.
 
-Run as a program with settings as JSON, it is that process: it reports on standard output when it has a token.
+Run as a program with the settings as JSON, this module is that process. It prints its times after the first token.
 """
 
 from __future__ import annotations
@@ -18,24 +18,34 @@ _PROMPT = list(range(10, 138))
 
 
 def start_up(settings: dict[str, Any]) -> dict[str, float]:
-    """Start an engine with `settings` (fields of EngineConfig) and ask for one token.
+    """Start an engine in a fresh process and generate one token.
 
-    Returns seconds: `total`, and its parts: the engine's phases, beginning with `import`, and `first_token` (from
-    the finished engine to the token). Raises EngineDead if the process fails; its words are on standard error.
+    Args:
+        settings: fields of EngineConfig.
+
+    Returns:
+        Seconds: `total`; the engine's phases, the first of which is `import`; and `first_token`, from the finished
+        engine to the token.
+
+    Raises:
+        EngineDead: if the process fails; its error message is on standard error.
     """
     command = [sys.executable, "-m", "quire.bench.startup", json.dumps(settings)]
     begin = time.perf_counter()
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            # past what libraries print
+            # Skip the output of libraries.
             line = next((line for line in process.stdout if line.startswith("{")), "")
-        except BaseException:  # Ctrl-C, which in a terminal reaches the process, too
+        except BaseException:  # Ctrl-C, which in a terminal reaches the other process too
             process.kill()
             raise
         total = time.perf_counter() - begin
     if not line:
-        raise EngineDead(f"the fresh process ended with exit code {process.returncode} and no token")
+        raise EngineDead(
+            f"the new process ended with exit code {process.returncode} before its first token; "
+            "its error message is above"
+        )
     return {"total": total, **json.loads(line)}
 
 
@@ -55,7 +65,7 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who waits for us says so
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles Ctrl-C
     try:
         _main()
     except QuireError as error:

@@ -119,6 +119,6 @@ class RequestPlan:
         )
 
     def _to_requests(self, work: Workload) -> list[BenchRequest]:
-        from quire.bench.load.datasets import asks_of
+        from quire.bench.load.datasets import to_requests
 
-        return asks_of(work, self._tokenizer if self._is_chat else None)
+        return to_requests(work, self._tokenizer if self._is_chat else None)

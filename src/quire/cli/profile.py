@@ -16,7 +16,7 @@ from quire.types import ConfigError, EngineInfo, SamplingParams
 if TYPE_CHECKING:
     from quire.bench.cost import Machine
     from quire.bench.kernel_table import KernelRow
-    from quire.bench.profiling import Profile, StopCondition
+    from quire.bench.profiling import Profile, StartCondition
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +86,7 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"cannot write {args.trace_file}: {error.strerror}") from None
 
 
-def _load(args: argparse.Namespace, info: EngineInfo) -> tuple[Workload, StopCondition, str]:
+def _load(args: argparse.Namespace, info: EngineInfo) -> tuple[Workload, StartCondition, str]:
     """Return the requests, the condition that starts the profile, and a title.
 
     Raises:

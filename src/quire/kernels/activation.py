@@ -1,6 +1,6 @@
-"""act(gate) * up over packed rows gate|up, in one pass: the middle of a gated MLP.
+"""The activation of a gated MLP: act(gate) * up over packed rows gate|up, in one pass.
 
-The activation is computed in fp32 and rounded before the product, as two torch calls would round it.
+The activation is computed in fp32 and rounded before the product, exactly as two torch calls round it.
 """
 
 from __future__ import annotations
@@ -52,7 +52,12 @@ def _gated(
 
 
 def gated(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
-    """gate_up [rows, 2 * width], contiguous -> [rows, width]; kind: silu, gelu, gelu_tanh or relu."""
+    """Return act(gate) * up [rows, width] of the contiguous `gate_up` [rows, 2 * width].
+
+    Args:
+        gate_up: gate in the first half of the columns, up in the second.
+        kind: the activation: silu, gelu, gelu_tanh or relu.
+    """
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, device=gate_up.device, dtype=gate_up.dtype)
     grid = (rows, triton.cdiv(width, _BLOCK))

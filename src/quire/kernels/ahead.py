@@ -1,7 +1,7 @@
-"""Compiling kernels side by side: a step whose kernels are compiled in the background, and none of them run.
+"""Parallel compilation of the kernels of a step, before the first step runs.
 
-Compiling the kernels of a step one after the other, each when it is first launched, takes seconds; most of
-that is spent outside the interpreter, so threads divide it among themselves.
+Compiling kernels one after the other at their first launch takes seconds. Most of that time is spent outside the
+Python interpreter, so a pool of threads shortens it.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ _THREADS = 16
 
 
 @contextlib.contextmanager
-def side_by_side(device: torch.device, threads: int = _THREADS) -> Iterator[list[str]]:
-    """Compile the kernels that this thread launches inside the context, and run none of them.
+def background_compilation(device: torch.device, threads: int = _THREADS) -> Iterator[list[str]]:
+    """Compile the kernels that this thread launches in the context, without running any of them.
 
-    Results inside mean nothing, but no index in them can be out of range, because fresh memory is zeroed.
-    (A kernel that is already compiled is not run either: it would read what others, which are not, have not
-    written.) Leaving the context waits until everything is compiled and loaded. A kernel that cannot be
-    compiled is left for its first real launch, which says why. Other threads launch kernels as ever, and may
-    enter a context of their own.
+    Inside this context a kernel launch only triggers its compilation in the background. Results are meaningless, but
+    no index in them is out of range, because new tensors are zeroed. A kernel that is already compiled does not run
+    either: its inputs were not computed. Leaving the context waits until every kernel is compiled and loaded. A kernel
+    that fails to compile raises at its first real launch. Other threads launch kernels as usual, and may enter this
+    context too.
+
+    Args:
+        device: the CUDA device that kernels are loaded onto.
+        threads: number of compiling threads.
 
     Yields:
-        A list that holds, at the end, the names of the kernels that were not found on disk.
+        A list that holds, after the context, the names of the kernels that were not in the cache on disk.
     """
     with ThreadPoolExecutor(threads, "compile", torch.cuda.set_device, (device,)) as pool:
         compiling = _Compiling(pool)
@@ -40,7 +44,7 @@ def side_by_side(device: torch.device, threads: int = _THREADS) -> Iterator[list
 
 
 class _Compiling(triton.AsyncCompileMode):
-    """Launches of this thread have `pool` compile their kernels and load them onto the device."""
+    """A mode in which the launches of this thread have `pool` compile and load their kernels."""
 
     def __init__(self, pool: Executor) -> None:
         super().__init__(pool, ignore_errors=True)
@@ -61,12 +65,12 @@ class _Compiling(triton.AsyncCompileMode):
     def _load(self, compiled: Any) -> Any:
         if compiled.src.compiled:
             self.missing.append(compiled.src.name)
-        _ = compiled.run  # reading it builds the launcher and loads the code
+        _ = compiled.run  # reading this property builds the launcher and loads the code
         return compiled
 
 
 class _Zeroed(TorchFunctionMode):
-    """Fresh memory of this thread is zeros, so that what a kernel should have written is at least valid."""
+    """A mode in which new tensors of this thread are zeros, so that results of skipped kernels are valid indices."""
 
     _FRESH = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
 

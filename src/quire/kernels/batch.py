@@ -1,10 +1,9 @@
-"""The ends of a step on the device: from the header of a plan to the tensors that a model reads, and from
-sampled tokens to the slot columns.
+"""The first and the last kernel of a step: `prepare` builds the batch tensors, `advance` stores the sampled tokens.
 
-The header is int32 [rows, 4]: slot, new tokens, whether the row samples, and tokens in blocks that rows
-share, which is for attention. Everything else comes from the
-columns, so a captured graph serves every batch of its shape: rows without tokens are padding, and so is
-every row of the last slot, the dummy, whose columns never change.
+The batch header is int32 [rows, 4]. Its columns are the request slot, the number of new tokens, whether the row
+samples, and the number of tokens in blocks that rows share (read by attention only). All other inputs come from the
+slot columns, so a captured graph serves every batch of its shape. Rows without tokens are padding, and so is every
+row of the last slot, the dummy slot, whose columns never change.
 """
 
 from __future__ import annotations
@@ -15,8 +14,14 @@ import triton.language as tl
 
 from quire.kernels.jit import kernel
 
-_ROWS = 128  # rows of one program of `advance`
-_TOKENS = 256  # of one row at a time
+_ROWS = 128  # rows per program of `advance`
+_TOKENS = 256  # tokens of a row per iteration of `prepare`
+
+# Columns of the batch header; the fourth one is read by attention.
+_HEADER_WIDTH = tl.constexpr(4)
+_SLOT = tl.constexpr(0)
+_NEW_TOKENS = tl.constexpr(1)
+_SAMPLES = tl.constexpr(2)
 
 
 @kernel(do_not_specialize=["rows", "total"])
@@ -26,14 +31,17 @@ def _prepare_kernel(
     rows, total, max_len, max_blocks, block_size, turns,
     ONES: tl.constexpr, ROWS_PAD: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows + 1,): a row each, and the padding behind the last token. ONES: each row has one token."""
+    """Grid (rows + 1,): one program per row, and one for the padding after the last token.
+
+    ONES: each row has one token.
+    """
     row = tl.program_id(0)
     if row == 0:
         tl.store(turn, (tl.load(turn) + 1) % turns)
     begin = row
     if not ONES:
         before = tl.arange(0, ROWS_PAD)
-        begin = tl.sum(tl.load(header + 4 * before + 1, mask=before < row, other=0), 0)
+        begin = tl.sum(tl.load(header + _HEADER_WIDTH * before + _NEW_TOKENS, mask=before < row, other=0), 0)
     tl.store(query_start + row, begin)
     if row == rows:
         for start in range(begin, total, TOKENS):
@@ -43,8 +51,8 @@ def _prepare_kernel(
             tl.store(positions + at, tl.zeros([TOKENS], tl.int64), mask=inside)
             tl.store(kv_slots + at, tl.full([TOKENS], -1, tl.int64), mask=inside)
         return
-    slot = tl.load(header + 4 * row).to(tl.int64)
-    n = tl.load(header + 4 * row + 1)
+    slot = tl.load(header + _HEADER_WIDTH * row + _SLOT).to(tl.int64)
+    n = tl.load(header + _HEADER_WIDTH * row + _NEW_TOKENS)
     computed = tl.load(num_computed + slot)
     tl.store(slots + row, slot)
     tl.store(seq_lens + row, tl.where(n > 0, computed + n, 0))
@@ -81,12 +89,26 @@ def prepare(
     logit_index: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
-    """Fill the batch tensors of `rows` rows and `total` token places from `header` and the columns.
+    """Fill the batch tensors of `rows` rows and `total` tokens from `header` and the slot columns.
 
-    tokens int32 [slots, len], num_computed int32 [slots], block_table int32 [slots, blocks]. Written:
-    input_ids, positions, kv_slots int64 [total] (kv slot -1: padding), query_start int32 [rows + 1],
-    seq_lens int32 [rows] (0: no new token), logit_index and slots int64 [rows]. `turn` int32 [1] counts
-    the steps, modulo `turns`.
+    Args:
+        header: int32 [rows or more, 4], the batch header.
+        rows: number of rows, padding included.
+        total: number of tokens, padding included.
+        ones: whether every row has exactly one token.
+        tokens: int32 [slots, length], the token ids of each slot.
+        num_computed: int32 [slots], tokens of each slot that have KV entries.
+        block_table: int32 [slots, blocks].
+        block_size: tokens per block.
+        turn: int32 [1], the step counter modulo `turns`; incremented.
+        turns: number of rows of the ring of sampled tokens.
+        input_ids: written, int64 [total]; 0 for padding.
+        positions: written, int64 [total]; 0 for padding.
+        kv_slots: written, int64 [total]: block * block_size + offset, or -1 for padding.
+        query_start: written, int32 [rows + 1].
+        seq_lens: written, int32 [rows]; 0 for a row without new tokens.
+        logit_index: written, int64 [rows]: the index of each row's last token.
+        slots: written, int64 [rows].
     """
     _prepare_kernel[(rows + 1,)](
         header, tokens, num_computed, block_table, turn,
@@ -103,16 +125,17 @@ def _advance_kernel(
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = row < rows
-    slot = tl.load(header + 4 * row, mask=inside, other=0)
+    slot = tl.load(header + _HEADER_WIDTH * row + _SLOT, mask=inside, other=0)
     real = inside & (slot != dummy)
     if KEEPS_KV:
-        n = tl.load(header + 4 * row + 1, mask=real, other=0)
+        n = tl.load(header + _HEADER_WIDTH * row + _NEW_TOKENS, mask=real, other=0)
         computed = tl.load(num_computed + slot, mask=real, other=0)
         tl.store(num_computed + slot, computed + n, mask=real)
-    samples = real & (tl.load(header + 4 * row + 2, mask=real, other=0) != 0)
+    samples = real & (tl.load(header + _HEADER_WIDTH * row + _SAMPLES, mask=real, other=0) != 0)
     token = tl.load(sampled + row, mask=inside, other=0)
     length = tl.load(num_tokens + slot, mask=samples, other=0)
-    known = tl.maximum(token, 0)  # a failure is told to the host; a step in flight reads a token all the same
+    # The host learns of a failure, but a step in flight still reads a valid token.
+    known = tl.maximum(token, 0)
     tl.store(tokens + slot.to(tl.int64) * max_len + length, known, mask=samples)
     tl.store(num_tokens + slot, length + 1, mask=samples)
     tl.store(ring + tl.load(turn) * ring_row + row, token, mask=inside)
@@ -130,10 +153,19 @@ def advance(
     dummy: int,
     keeps_kv: bool,
 ) -> None:
-    """After a step: its KV entries are written, and each sampling row has one more token.
+    """Update the slot columns after a step: count its KV entries, and append the token of each row that samples.
 
-    sampled int32 [rows] (negative: a failure, see types/plan.py) also goes to row `turn` of `ring` int32 [turns, most rows], which may be pinned
-    memory of the host. With `keeps_kv` off the columns of KV entries stay as they are.
+    Args:
+        header: int32 [rows or more, 4], the batch header.
+        rows: number of rows.
+        sampled: int32 [rows]; negative for a failure (types/plan.py).
+        tokens: updated, int32 [slots, length].
+        num_tokens: updated, int32 [slots], tokens of each slot that are known.
+        num_computed: updated, int32 [slots], tokens of each slot that have KV entries.
+        turn: int32 [1], the row of `ring` to write.
+        ring: written, int32 [turns, most rows], a copy of `sampled`; may be pinned host memory.
+        dummy: the slot of padding rows, whose columns are not updated.
+        keeps_kv: whether the step wrote KV entries; if not, `num_computed` stays unchanged.
     """
     _advance_kernel[(triton.cdiv(rows, _ROWS),)](
         header, sampled, tokens, num_tokens, num_computed, turn, ring,

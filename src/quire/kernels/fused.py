@@ -1,4 +1,4 @@
-"""The set `Kernels` on a GPU."""
+"""The `Kernels` of a GPU."""
 
 from quire.kernels import lookup
 from quire.kernels.activation import gated

@@ -1,7 +1,7 @@
-"""`kernel`, the decorator of Triton kernels that are launched. Functions that kernels call stay `triton.jit`.
+"""`kernel`, the decorator of Triton kernels. Functions that kernels call are decorated with `triton.jit`.
 
-Triton keeps compiled kernels in one table per process. Here threads may share it: one can generate while another
-builds an engine, which launches kernels only to have them compiled (kernels/ahead.py).
+Triton keeps the compiled kernels of a process in one table. These classes let threads share it: one thread can
+generate while another builds an engine, which launches kernels only to compile them (kernels/ahead.py).
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
 
 _loading = threading.Lock()
-_thread = threading.local()  # its `compile_only`: whether launches of this thread only compile
+_thread = threading.local()  # attribute `compile_only`: whether launches of this thread only compile
 
 
 def kernel(function: Any = None, **options: Any) -> Any:
-    """Make a kernel as `triton.jit` does, with the same options."""
+    """Compile a function as a launchable kernel; takes the options of `triton.jit`."""
     if function is None:
         return functools.partial(kernel, **options)
     make = triton.jit if knobs.runtime.interpret else Kernel
@@ -28,12 +28,12 @@ def kernel(function: Any = None, **options: Any) -> Any:
 
 
 def compile_only(on: bool) -> None:
-    """Choose whether kernels that this thread launches are compiled and not run."""
+    """Set whether launches of this thread compile their kernels without running them."""
     _thread.compile_only = on
 
 
 class Kernel(JITFunction):
-    """A kernel whose launches only compile it in threads that ask for that."""
+    """A Triton kernel that respects `compile_only`."""
 
     def create_binder(self) -> Any:
         binder = super().create_binder()
@@ -48,7 +48,7 @@ class Kernel(JITFunction):
 class Source(ASTSource):
     """The source of a kernel for one set of argument types."""
 
-    compiled = False  # True: it was not found on disk
+    compiled = False  # whether it had to be compiled, because the cache on disk did not hold it
 
     def make_ir(self, *args: Any, **kwargs: Any) -> Any:
         self.compiled = True
@@ -56,11 +56,11 @@ class Source(ASTSource):
 
 
 class _SharedKernel(CompiledKernel):
-    """Compiled code that several threads may launch for the first time at once."""
+    """A compiled kernel whose first launch may happen in several threads at once."""
 
     @property
     def run(self) -> Any:
-        if self.function is None:  # set after `_run`, which a second thread would find without it
+        if self.function is None:  # Triton sets it after `_run`, so a second thread could see `_run` alone
             with _loading:
                 self._init_handles()
         return self._run

@@ -1,7 +1,7 @@
-"""RMSNorm and LayerNorm over rows, alone or with the addition of the residual in front, in one pass.
+"""RMSNorm and LayerNorm over rows, optionally fused with the addition of the residual before them.
 
-One program per row. Arithmetic is in fp32. The sum is rounded to its dtype before the norm, so that
-the norm sees what the next layer gets as the residual; the normed value is rounded once, at the end.
+Each program handles one row, in fp32. The sum is rounded to its dtype before the norm, so the norm sees the value
+that the next layer gets as its residual. The normed value is rounded once, at the end.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def _norm(
     total,  # [rows, WIDTH], x + residual, written if ADD
     eps,
     ADD: tl.constexpr,
-    CENTRED: tl.constexpr,  # LayerNorm: less the mean, plus the bias
+    CENTRED: tl.constexpr,  # LayerNorm: subtract the mean, add the bias
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -54,24 +54,29 @@ def _norm(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [rows, width], contiguous; the weight may have another dtype than x."""
+    """Return the RMS norm of the contiguous x [rows, width]; `weight` [width] may have another dtype than x."""
     return _run(x, None, weight, None, eps)[0]
 
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The normed sum, and the sum, in fresh memory: a caller may still hold the old residual."""
+    """Return the RMS norm of x + residual, and that sum.
+
+    Both are new tensors, because a caller may still hold the old residual.
+    """
     return _run(x, residual, weight, None, eps)
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the LayerNorm of the contiguous x [rows, width]."""
     return _run(x, None, weight, bias, eps)[0]
 
 
 def add_layer_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the LayerNorm of x + residual, and that sum, as new tensors."""
     return _run(x, residual, weight, bias, eps)
 
 
@@ -82,7 +87,7 @@ def _run(
     bias: torch.Tensor | None,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Eight elements a thread: 16-byte accesses in half precision, and few steps to the row's sum."""
+    """Launch the kernel with eight elements per thread: 16-byte accesses in half precision, and a short reduction."""
     width, pdl = x.shape[-1], target_of(x.device).has_dependent_launch
     block = triton.next_power_of_2(width)
     normed = torch.empty_like(x)

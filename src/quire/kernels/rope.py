@@ -1,11 +1,12 @@
-"""The norm of each q and k head (where the model has it) and their rotation, on packed q|k|v in one pass.
+"""Rotary position embedding of packed q|k|v, fused with the norm of each q and k head where the model has one.
 
-A program takes HEADS heads of one token and holds each as two halves, a and b, that turn against each
-other: (a, b) -> (a cos - b sin, b cos + a sin). cos and sin are read from the table at the token's
-position. Rounding is that of the plain code: the normed value and the product with cos are rounded.
+A program handles HEADS heads of one token. It holds each head as two halves, a and b, and rotates them:
+(a, b) -> (a cos - b sin, b cos + a sin). cos and sin come from the table at the token's position. Values are
+rounded where the torch reference rounds: after the norm and after the product with cos.
 
-Heads turn in place, or (`norm_rotate_store`) only the queries do: turned keys, and the values as they are,
-go straight into their blocks. Values in blocks are always finite (kernels/attention/kv_write.py says why).
+`norm_rotate_` rotates heads in place. `norm_rotate_store` rotates only the queries in place, and writes the rotated
+keys and the unchanged values directly into their blocks. Values in blocks are always finite
+(kernels/attention/kv_write.py says why).
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ _HEADS = 8  # heads per program
 
 @kernel
 def _norm_rotate(
-    qkv,  # [tokens, STRIDE]: TURNED heads of DIM that turn in place, then KV_HEADS of k and of v
+    qkv,  # [tokens, STRIDE]: TURNED heads of DIM to rotate in place, then KV_HEADS of k and of v
     positions,  # int64 [tokens]
     table,  # [positions, DIM]: cos | sin
     weight,  # [TURNED + KV_HEADS, DIM], read if NORM
     keys,  # blocks [block, kv head, token, DIM]
     values,
-    slots,  # int64 [tokens]: block * BLOCK_SIZE + token in block, negative: not stored
+    slots,  # int64 [tokens]: block * BLOCK_SIZE + offset in block; negative: do not store
     eps,
     block_stride,
     head_stride,
@@ -37,14 +38,14 @@ def _norm_rotate(
     NORM: tl.constexpr,
     STRIDE: tl.constexpr,
     TURNED: tl.constexpr,
-    KV_HEADS: tl.constexpr,  # 0: nothing goes into blocks
+    KV_HEADS: tl.constexpr,  # 0: store nothing
     DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,  # of half a head, a power of two
+    BLOCK: tl.constexpr,  # half a head, rounded up to a power of two
     PDL: tl.constexpr,
 ) -> None:
-    """Grid (tokens, programs for q, then those for k, then those for v)."""
+    """Grid (tokens, programs for q, then for k, then for v)."""
     HALF: tl.constexpr = DIM // 2
     Q_PARTS: tl.constexpr = (TURNED + HEADS - 1) // HEADS
     KV_PARTS: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
@@ -58,7 +59,7 @@ def _norm_rotate(
         inside = (head < tl.where(to_block, KV_HEADS, TURNED)) & (at < HALF)
         source = head + tl.where(to_block, TURNED, 0)
         dtype = qkv.dtype.element_ty
-        if NORM:  # weights do not change: they can be read before the wait
+        if NORM:  # weights do not change, so they can be read before the wait
             wa = tl.load(weight + source * DIM + at, mask=inside, other=0.0).to(tl.float32)
             wb = tl.load(weight + source * DIM + at + HALF, mask=inside, other=0.0).to(tl.float32)
         if PDL:
@@ -82,7 +83,7 @@ def _norm_rotate(
             slot = tl.load(slots + token)
             block = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * token_stride
             to = keys + block + head * head_stride + at
-            value = place + KV_HEADS * DIM  # of the same head
+            value = place + KV_HEADS * DIM  # the value of the same head
             finite = is_finite(new_a) & is_finite(new_b)
             finite &= is_finite(tl.load(value, mask=inside, other=0.0))
             finite &= is_finite(tl.load(value + HALF, mask=inside, other=0.0))
@@ -114,9 +115,15 @@ def norm_rotate_(
     eps: float,
     turned: int,
 ) -> None:
-    """Norm (if there is a `weight` [turned, dim]) and turn the first `turned` heads of each row of `qkv`.
+    """Normalize and rotate the first `turned` heads of each row of `qkv`, in place.
 
-    qkv [tokens, heads * dim], contiguous; positions int64 [tokens]; table [positions, dim].
+    Args:
+        qkv: [tokens, heads * dim], contiguous.
+        positions: int64 [tokens].
+        table: [positions, dim], cos in the first half of the columns, sin in the second.
+        weight: of an RMS norm of each head, [turned, dim], or None for no norm.
+        eps: of the norm.
+        turned: number of heads to rotate; the heads after them stay unchanged.
     """
     _launch(qkv, positions, table, weight, eps, turned, None, None, positions)
 
@@ -131,11 +138,20 @@ def norm_rotate_store(
     values: torch.Tensor,
     slots: torch.Tensor,
 ) -> torch.Tensor:
-    """Norm and turn q and k of packed q|k|v; k and v go into the blocks at `slots` (negative: skipped).
+    """Normalize and rotate q and k of packed q|k|v, and write k and v into their blocks.
 
-    qkv [tokens, (heads + 2 kv heads) * dim], contiguous, of which q is overwritten and k is left as it was;
-    weight [heads + kv heads, dim] or None; keys, values [block, kv head, token, dim] of equal strides; slots
-    int64 [tokens]. Returns q, a view [tokens, heads, dim].
+    Args:
+        qkv: [tokens, (heads + 2 * kv heads) * dim], contiguous; q is overwritten, k stays unchanged.
+        positions: int64 [tokens].
+        table: [positions, dim], cos in the first half of the columns, sin in the second.
+        weight: of an RMS norm of each head, [heads + kv heads, dim], or None for no norm.
+        eps: of the norm.
+        keys: [blocks, kv heads, block size, dim].
+        values: the same shape and strides as `keys`.
+        slots: int64 [tokens]: block * block size + offset in block; negative to store nothing.
+
+    Returns:
+        The rotated queries, a view [tokens, heads, dim] of `qkv`.
     """
     dim, kv_heads = keys.shape[3], keys.shape[1]
     heads = qkv.shape[1] // dim - 2 * kv_heads

@@ -1,7 +1,7 @@
-"""`Target`: the properties of a GPU that kernels and their sizes are chosen by.
+"""`Target`: the properties of a GPU that decide which kernels run and with which tile sizes.
 
-Tuned sizes are those of Hopper (132 multiprocessors, 232,448 bytes of shared memory per program). On any other
-GPU the same rules apply to its own figures, and the first tile that fits is taken.
+Sizes are tuned for Hopper (132 multiprocessors, 232,448 bytes of shared memory per program). Other GPUs follow the
+same rules with their own figures, and take the first tile that fits.
 """
 
 from __future__ import annotations
@@ -14,14 +14,16 @@ import torch
 
 log = logging.getLogger("quire")
 
-OLDEST = 75  # compute capability that kernels are compiled for: Turing
+OLDEST = 75  # the lowest compute capability that kernels support, 7.5: Turing
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
+    """The properties of one GPU."""
+
     name: str
     capability: int  # 90 is compute capability 9.0
-    shared_bytes: int  # most shared memory of one program (per block, opt-in)
+    shared_bytes: int  # limit of shared memory per program (CUDA's opt-in limit per block)
     sms: int  # multiprocessors
 
     @property
@@ -30,32 +32,33 @@ class Target:
 
     @property
     def has_matrix_units(self) -> bool:
-        """Whether Triton multiplies matrices on them. It does not use those of Turing."""
+        """Whether Triton uses the matrix units. It does not use Turing's."""
         return self.capability >= 80
 
     @property
     def has_dependent_launch(self) -> bool:
-        """Whether a kernel may start before the one before it has ended: Hopper and later."""
+        """Whether a kernel may start before the previous one has ended (PDL): Hopper and later."""
         return self.capability >= 90
 
     @property
     def has_grouped_mm(self) -> bool:
-        """Whether torch's `grouped_mm` multiplies bf16 without waiting for the device: Hopper and B200."""
+        """Whether torch's `grouped_mm` runs bf16 without synchronizing with the device: Hopper and B200."""
         return self.capability // 10 in (9, 10)
 
     def __str__(self) -> str:
         return f"{self.name} (compute capability {self.capability // 10}.{self.capability % 10})"
 
 
-INTERPRETER = Target("interpreter", 80, 232_448, 132)  # of the kernels on a CPU, for tests
-_TARGETS = {torch.device("cpu"): INTERPRETER}
+INTERPRETER = Target("interpreter", 80, 232_448, 132)  # Triton's interpreter on a CPU, for tests
+# The properties of each device in use; tests override entries.
+KNOWN_TARGETS = {torch.device("cpu"): INTERPRETER}
 
 
 def target_of(device: torch.device) -> Target:
-    """The target that `device` is. The driver is asked once."""
-    target = _TARGETS.get(device)
+    """Return the properties of `device`, which are read from the driver once."""
+    target = KNOWN_TARGETS.get(device)
     if target is None:
-        target = _TARGETS[device] = _ask(device)
+        target = KNOWN_TARGETS[device] = _ask(device)
     return target
 
 
@@ -73,5 +76,5 @@ def _ask(device: torch.device) -> Target:
 
 @cache
 def log_choice(message: str) -> None:
-    """Say what replaces a kernel: one line for all layers of all engines of a process."""
+    """Log which implementation replaces a kernel, once per process however many layers do it."""
     log.warning(message)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.matmul.gemv import gemv, most_rows, norm_gemv
-from quire.kernels.matmul.skinny import BLOCK_N, MOST_ROWS, is_small, skinny, whole
+from quire.kernels.matmul.skinny import BLOCK_N, MOST_ROWS, is_small, skinny, small_weight_product
 from quire.kernels.target import log_choice, target_of
 from quire.quant.base import FusingMatmul, NormedProduct
 
@@ -45,7 +45,7 @@ class FewRowsMatmul(FusingMatmul):
         if rows <= self.fused_rows:
             return gemv(x, self.weight, self.bias)
         if self.is_small:
-            return whole(x, self.weight, self.bias)
+            return small_weight_product(x, self.weight, self.bias)
         return skinny(x, self.weight, self.bias, self.arrived)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,7 @@ class CpuReplay:
         """Run the step and return its logits. Keep its kernel calls if they are all that it computes."""
         static = replace(batch, **{name: getattr(batch, name).clone() for name in _COPIED})
         with _TorchOperators() as operators:
-            logits, replay = self._kernels.record(lambda: self._model.logits(self._model(static)))
+            logits, replay = self._kernels.capture(lambda: self._model.logits(self._model(static)))
         self._computes_in_torch = bool(operators.names)
         if not self._computes_in_torch:
             self.captured[rows] = CapturedStep(static, logits, replay)

@@ -80,18 +80,18 @@ class Worker:
         ):  # in other layouts a single block can be huge
             return
         # Imported here: an installation for CPUs has no Triton.
-        from quire.kernels.ahead import side_by_side
+        from quire.kernels.ahead import background_compilation
 
         rows, per_row = self.largest_step()
         size = self.scratch_size()
         blocks = self.make_blocks(size)
         eager = self.make_runner(size, blocks, graphs=False)
         usual = self.make_runner(size, blocks, self._options.cuda_graphs)
-        with side_by_side(self.device) as missing:
+        with background_compilation(self.device) as missing:
             run_step(eager, min(rows, 16), per_row)  # any other multiple of 16 rows uses the same kernels
             self._run_request(usual, size)
         if missing:  # then those of other sizes are not on disk either: better now than while requests wait
-            with side_by_side(self.device):
+            with background_compilation(self.device):
                 self._run_prompt(usual, size, _SHORT_PROMPT_TOKENS)
                 for count in _KERNEL_ROW_COUNTS:
                     if count <= rows:

@@ -1,1 +1,1 @@
-"""What engines are asked, and when: workloads, datasets, traces, arrival times."""
+"""Load generation: workloads, datasets, traces and arrival times."""

@@ -1,4 +1,4 @@
-"""When requests come: at a rate, steady or growing, with gamma-distributed gaps; or all at once."""
+"""Arrival times of requests: all at once, or with gamma-distributed gaps at a constant or changing rate."""
 
 from __future__ import annotations
 
@@ -8,10 +8,16 @@ from itertools import accumulate
 
 
 def arrival_times(count: int, rate: float = math.inf, burstiness: float = 1.0, seed: int = 0) -> list[float]:
-    """Seconds from the start at which `count` requests come, `rate` a second; an infinite rate: all at 0.
+    """Draw arrival times at a constant rate, in seconds from the start.
 
-    Gaps are gamma distributed with shape `burstiness`: 1 is a Poisson process, less comes in bursts, more
-    comes evenly. As in vLLM, they are scaled so that the last request comes at count / rate exactly.
+    As in vLLM, gaps are scaled so that the last request arrives at exactly count / rate.
+
+    Args:
+        count: number of requests.
+        rate: requests per second; infinite for all at 0.
+        burstiness: shape of the gamma distribution of gaps. 1 is a Poisson process; lower values are burstier, higher
+            values more even.
+        seed: of the random numbers.
     """
     if math.isinf(rate):
         return [0.0] * count
@@ -24,8 +30,16 @@ def arrival_times(count: int, rate: float = math.inf, burstiness: float = 1.0, s
 def ramp_times(
     count: int, start_rate: float, end_rate: float, strategy: str, burstiness: float = 1.0, seed: int = 0
 ) -> list[float]:
-    """The same for a rate that grows (or falls) from `start_rate` to `end_rate` over the requests: by the same
-    difference from each to the next (`linear`), or by the same factor (`exponential`)."""
+    """Draw arrival times at a rate that changes from `start_rate` to `end_rate`, in seconds from the start.
+
+    Args:
+        count: number of requests.
+        start_rate: requests per second at the first request.
+        end_rate: requests per second at the last request.
+        strategy: `linear` changes the rate by the same difference at each request, `exponential` by the same factor.
+        burstiness: shape of the gamma distribution of gaps (see `arrival_times`).
+        seed: of the random numbers.
+    """
     draw = random.Random(seed)
     gaps = []
     for i in range(count):

@@ -1,7 +1,7 @@
-"""What a server is asked: made-up prompts, recorded conversations, or files of prompts.
+"""Datasets of requests: random prompts, recorded conversations, and files of prompts.
 
-Made-up prompts are token ids, so that they have exactly the length that was asked for; a chat, which takes
-text only, gets what a tokenizer makes of them, and may count a few tokens more or less.
+Random prompts are token ids, so they have exactly the requested length. A chat endpoint takes only text, so it gets the
+decoded ids and may count a few tokens more or less.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from quire.bench.load.workloads import Workload
 from quire.frontend.tokenizer.tokenizer import Tokenizer
 from quire.types import ConfigError
 
-_MOST_TOKENS = (1024, 2048)  # of a ShareGPT prompt, and of prompt and answer, as in vLLM's benchmark
+# Limits of a ShareGPT prompt, and of prompt and answer together, as in vLLM's benchmark.
+_MOST_TOKENS = (1024, 2048)
 _LEAST_TOKENS = 4
 
 
 @dataclass(slots=True)
 class BenchRequest:
-    """One request. `prompt_len` is in tokens, as far as it is known before the server says it."""
+    """A request of a load. `prompt_len` is in tokens, an estimate until the server reports it."""
 
     number: int
     prompt: str | Sequence[int]
@@ -41,8 +42,17 @@ def random_work(
     prefix_len: int = 0,
     seed: int = 0,
 ) -> Workload:
-    """Random ids. Lengths are uniform within `range_ratio` (0 to below 1) around those given; all prompts begin with the
-    same `prefix_len` tokens."""
+    """Generate prompts of random token ids.
+
+    Args:
+        vocab: number of token ids to draw from.
+        count: number of requests.
+        input_len: mean length of a prompt in tokens, without the prefix.
+        output_len: mean length of an answer in tokens.
+        range_ratio: lengths are uniform between (1 - range_ratio) and (1 + range_ratio) times the mean; 0 to below 1.
+        prefix_len: length of a prefix that all prompts share, in tokens.
+        seed: of the random numbers.
+    """
     r = random.Random(seed)
 
     def length(mean: int) -> int:
@@ -62,7 +72,7 @@ def prefix_repetition(
     *,
     seed: int = 0,
 ) -> Workload:
-    """Prompts of which `count / num_prefixes` each share a prefix, shuffled."""
+    """Generate prompts with `num_prefixes` prefixes, each shared by count / num_prefixes prompts, shuffled."""
     r = random.Random(seed)
     prefixes = [_ids(r, vocab, prefix_len) for _ in range(num_prefixes)]
     work: Workload = [
@@ -76,8 +86,8 @@ def _ids(r: random.Random, vocab: int, count: int) -> list[int]:
     return [r.randrange(vocab) for _ in range(count)]
 
 
-def asks_of(work: Workload, tokenizer: Tokenizer | None = None) -> list[BenchRequest]:
-    """Requests for `work`: as token ids or, if there is a tokenizer, as text."""
+def to_requests(work: Workload, tokenizer: Tokenizer | None = None) -> list[BenchRequest]:
+    """Convert a workload to requests with token ids or, given a tokenizer, with text."""
     found = []
     for number, (ids, output_len) in enumerate(work):
         prompt = list(ids) if tokenizer is None else tokenizer.decode(list(ids)) or "."
@@ -88,25 +98,37 @@ def asks_of(work: Workload, tokenizer: Tokenizer | None = None) -> list[BenchReq
 def sharegpt(
     path: Path, count: int, tokenizer: Tokenizer, output_len: int | None = None, seed: int = 0
 ) -> list[BenchRequest]:
-    """The first question of each conversation of a ShareGPT file, in random order; the answer is as long as the
-    recorded one, or `output_len` tokens. Very short and long ones are left out, as in vLLM's benchmark."""
+    """Read requests from a ShareGPT file: the first question of each conversation, in random order.
+
+    Very short and very long conversations are skipped, as in vLLM's benchmark.
+
+    Args:
+        path: the file, a JSON list or JSON lines.
+        count: number of requests; the conversations repeat if there are fewer.
+        tokenizer: for the lengths of prompts and answers.
+        output_len: tokens per answer; None for the length of the recorded answer.
+        seed: of the order.
+
+    Raises:
+        ConfigError: if the file cannot be read or holds no suitable conversation.
+    """
     conversations = [found for entry in _entries(path) if len(found := _turns(entry)) >= 2]
     random.Random(seed).shuffle(conversations)
-    asks: list[BenchRequest] = []
+    requests: list[BenchRequest] = []
     for question, reply, *_ in conversations:
-        if len(asks) == count:
+        if len(requests) == count:
             break
         prompt_len = len(tokenizer.encode(question))
         wanted = output_len or len(tokenizer.encode(reply, False))
         most_in, most = _MOST_TOKENS
         if min(prompt_len, wanted) >= _LEAST_TOKENS and prompt_len <= most_in and prompt_len + wanted <= most:
-            asks.append(BenchRequest(len(asks), question, prompt_len, wanted))
-    if not asks:
+            requests.append(BenchRequest(len(requests), question, prompt_len, wanted))
+    if not requests:
         raise ConfigError(
             f"{path} holds no conversation that could be sent: a ShareGPT file is a list of objects with "
             '"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]'
         )
-    return repeated(asks, count)
+    return repeated(requests, count)
 
 
 def _turns(entry: Any) -> list[str]:
@@ -116,23 +138,33 @@ def _turns(entry: Any) -> list[str]:
 
 
 def custom(path: Path, count: int, tokenizer: Tokenizer | None, output_len: int) -> list[BenchRequest]:
-    """JSON lines with "prompt" and, if they like, "output_tokens"."""
-    asks: list[BenchRequest] = []
+    """Read requests from JSON lines with a "prompt" and an optional "output_tokens".
+
+    Args:
+        path: the file, JSON lines or a JSON list.
+        count: number of requests; the prompts repeat if there are fewer.
+        tokenizer: for the lengths of prompts; None counts words.
+        output_len: tokens per answer where a line has no "output_tokens".
+
+    Raises:
+        ConfigError: if the file cannot be read, holds no prompts, or has a line without one.
+    """
+    requests: list[BenchRequest] = []
     for entry in _entries(path):
         prompt = entry.get("prompt") if isinstance(entry, dict) else None
         if not isinstance(prompt, str) or not prompt:
             raise ConfigError(f'{path} must hold JSON lines with a "prompt" that is text')
         prompt_len = len(tokenizer.encode(prompt)) if tokenizer else len(prompt.split())
-        asks.append(
-            BenchRequest(len(asks), prompt, prompt_len, int(entry.get("output_tokens") or output_len))
+        requests.append(
+            BenchRequest(len(requests), prompt, prompt_len, int(entry.get("output_tokens") or output_len))
         )
-    if not asks:
+    if not requests:
         raise ConfigError(f"{path} holds no prompts")
-    return repeated(asks, count)
+    return repeated(requests, count)
 
 
 def _entries(path: Path) -> Iterator[Any]:
-    """The objects of a JSON list, or of JSON lines. Raises ConfigError if the file is neither."""
+    """Yield the objects of a JSON list or of JSON lines. Raise ConfigError if the file is neither."""
     try:
         text = path.read_text(encoding="utf-8")
         if text.lstrip().startswith("["):
@@ -145,7 +177,10 @@ def _entries(path: Path) -> Iterator[Any]:
         raise ConfigError(f"{path} is neither JSON nor JSON lines: {error}") from None
 
 
-def repeated(asks: Sequence[BenchRequest], count: int, skip: int = 0) -> list[BenchRequest]:
-    """`count` requests from place `skip` on, from the beginning again where they run out."""
-    chosen = (asks[(skip + i) % len(asks)] for i in range(count))
-    return [BenchRequest(i, ask.prompt, ask.prompt_len, ask.output_len) for i, ask in enumerate(chosen)]
+def repeated(requests: Sequence[BenchRequest], count: int, skip: int = 0) -> list[BenchRequest]:
+    """Return `count` requests from index `skip` on, starting again at the first when they run out."""
+    chosen = (requests[(skip + i) % len(requests)] for i in range(count))
+    return [
+        BenchRequest(i, request.prompt, request.prompt_len, request.output_len)
+        for i, request in enumerate(chosen)
+    ]

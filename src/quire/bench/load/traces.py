@@ -1,8 +1,8 @@
-"""Recorded loads: what real services were asked, and when.
+"""Traces of real services: the lengths and arrival times of their requests.
 
-Two formats, told apart by their content. Azure LLM inference traces are CSV: TIMESTAMP (date and time),
-ContextTokens, GeneratedTokens. Mooncake traces are JSON lines: timestamp (milliseconds), input_length,
-output_length, and hash_ids, one for each block of 512 prompt tokens; equal ids are equal blocks.
+There are two formats, recognized by their content. Azure LLM inference traces are CSV with TIMESTAMP (date and time),
+ContextTokens and GeneratedTokens. Mooncake traces are JSON lines with timestamp (milliseconds), input_length,
+output_length and hash_ids, one id for each block of 512 prompt tokens; equal ids mean equal blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ BLOCK = 512  # prompt tokens that a hash id of a Mooncake trace stands for
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request of a trace. `blocks` are the ids of its prompt's blocks, empty if the trace has none."""
+    """A request of a trace. `blocks` holds the ids of the prompt's blocks, or nothing if the trace has no ids."""
 
     at_s: float
     input_len: int
@@ -36,7 +36,7 @@ class TraceRequest:
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """All requests of a trace by time, the first at 0 s. Raises ConfigError if the file is no such trace."""
+    """Read the requests of a trace, ordered by time, the first at 0 s. Raise ConfigError for any other file."""
     try:
         text = path.read_text(encoding="utf-8")
         rows = list(_mooncake(text) if text.lstrip().startswith("{") else _azure(text))
@@ -71,10 +71,22 @@ def _mooncake(text: str) -> Iterable[TraceRequest]:
 def replay(
     rows: list[TraceRequest], vocab: int, max_len: int, count: int | None = None, scale: float = 1.0
 ) -> tuple[Workload, list[float], int]:
-    """The first `count` requests that fit into `max_len` tokens, `scale` times as fast as recorded.
+    """Generate a workload with the lengths, times and shared blocks of a trace.
 
-    Returns the requests, their times in seconds (the first at 0), and how many were left out as too long.
-    Prompts are made up: the tokens of a block follow from its id, those without ids from their place.
+    Prompts are random: the tokens of a block follow from its id, and those of a prompt without ids from its index.
+
+    Args:
+        rows: the requests of the trace, ordered by time.
+        vocab: number of token ids to draw from.
+        max_len: limit of prompt and answer together, in tokens; longer requests are skipped.
+        count: number of requests; None for all.
+        scale: replay the trace this many times as fast as recorded.
+
+    Returns:
+        The workload, the arrival times in seconds (the first at 0), and the number of skipped requests.
+
+    Raises:
+        ConfigError: if no request fits.
     """
     chosen: list[TraceRequest] = []
     too_long = 0
@@ -99,5 +111,5 @@ def replay(
 
 
 def _tokens(vocab: int, count: int, *seed: int) -> array[int]:
-    """`count` token ids that follow from `seed` alone."""
+    """Generate `count` token ids that depend only on `seed`."""
     return array("i", np.random.default_rng(seed).integers(0, vocab, count, np.int32).tobytes())

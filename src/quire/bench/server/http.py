@@ -1,7 +1,8 @@
-"""HTTP/1.1 as a load needs it: bodies are handed over where they are read, once for each read from a connection.
+"""A minimal HTTP/1.1 client for load generation.
 
-Owns the connections to one server. A connection carries one request at a time and is kept for the next one. No
-task waits for a piece and nothing is buffered: the client shares the machine with the server that it measures.
+A connection carries one request at a time and is reused for the next one. Body data goes to a callback directly from
+each read, without buffers and without waking a task, because the client often shares the machine with the server that
+it measures.
 """
 
 from __future__ import annotations
@@ -14,18 +15,26 @@ from urllib.parse import urlsplit
 
 import httptools
 
-Take = Callable[[bytes], None]
+DataCallback = Callable[[bytes], None]
 
 
-class Http:
-    """Connections to the server at `base_url`, which may hold a path that is put in front of all others."""
+class HttpClient:
+    """The connections to one server."""
 
     def __init__(self, base_url: str, headers: dict[str, str], insecure: bool = False) -> None:
-        """`headers` go with each request. `insecure`: certificates are not checked. Raises ValueError for what is no
-        URL."""
+        """Prepare connections to a server; the first request connects.
+
+        Args:
+            base_url: the server; a path in it prefixes the paths of all requests.
+            headers: sent with each request.
+            insecure: whether to skip the check of certificates.
+
+        Raises:
+            ValueError: if `base_url` is no HTTP URL.
+        """
         url = urlsplit(base_url)
         if url.scheme not in ("http", "https") or not url.hostname:
-            raise ValueError(f"{base_url} is no address of a server: it begins with http:// or https://")
+            raise ValueError(f"{base_url} is no address of a server: it must begin with http:// or https://")
         self._host, self._prefix = url.hostname, url.path.rstrip("/")
         self._port = url.port or (443 if url.scheme == "https" else 80)
         self._ssl = _context(insecure) if url.scheme == "https" else None
@@ -33,20 +42,34 @@ class Http:
         self._idle: list[_ClientConnection] = []
 
     async def request(
-        self, method: str, path: str, headers: dict[str, str], body: bytes = b"", take: Take | None = None
+        self,
+        method: str,
+        path: str,
+        headers: dict[str, str],
+        body: bytes = b"",
+        on_data: DataCallback | None = None,
     ) -> tuple[int, bytes]:
-        """Status and body of the answer. With status 200 the body goes to `take`, if there is one, piece by piece.
+        """Send a request and return the status and body of the response.
 
-        Raises OSError without a server or when it closes the connection, httptools.HttpParserError for what is no
-        HTTP, and whatever `take` raises.
+        Args:
+            method: such as GET.
+            path: of the URL, after the base URL.
+            headers: in addition to those of all requests.
+            body: of the request.
+            on_data: receives the body of a response with status 200 in pieces; the returned body is empty then.
+
+        Raises:
+            OSError: if there is no server, or it closes the connection.
+            httptools.HttpParserError: if the response is no HTTP.
+            Exception: whatever `on_data` raises.
         """
         connection = await self._connect()
         lines = [f"{method} {self._prefix}{path} HTTP/1.1"]
         lines += [f"{name}: {value}" for name, value in {**self._headers, **headers}.items()]
         head = "\r\n".join([*lines, f"Content-Length: {len(body)}", "\r\n"]).encode()
         try:
-            found = await connection.exchange(head + body, take)
-        except BaseException:  # what is still to come of the answer must not be taken for the next one
+            found = await connection.exchange(head + body, on_data)
+        except BaseException:  # the rest of this response must not be read as the next one
             connection.close()
             raise
         if not connection.closed:
@@ -62,6 +85,7 @@ class Http:
         return made
 
     def close(self) -> None:
+        """Close the idle connections."""
         while self._idle:
             self._idle.pop().close()
 
@@ -74,7 +98,7 @@ def _context(insecure: bool) -> ssl.SSLContext:
 
 
 class _ClientConnection(asyncio.Protocol):
-    """One exchange after the other. Also what its parser calls back."""
+    """A connection for one exchange at a time. Its `on_` methods are the callbacks of its parser."""
 
     closed = False
     _done: asyncio.Future[tuple[int, bytes]] | None = None
@@ -82,26 +106,27 @@ class _ClientConnection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
 
-    async def exchange(self, request: bytes, take: Take | None) -> tuple[int, bytes]:
+    async def exchange(self, request: bytes, on_data: DataCallback | None) -> tuple[int, bytes]:
+        """Send an encoded request and return the status and body of the response."""
         self._parser = httptools.HttpResponseParser(self)
-        self._take, self._status, self._complete = take, 0, False
-        self._pieces: list[bytes] = []  # of the body, not handed over
-        self._has_end = False  # the body; otherwise it ends with the connection
-        self._stays = False  # the connection, behind this
+        self._on_data, self._status, self._complete = on_data, 0, False
+        self._pieces: list[bytes] = []  # pieces of the body that the callback has not received
+        self._has_end = False  # whether the body has a known end; otherwise it ends with the connection
+        self._stays = False  # whether the connection stays open after this response
         self._done = asyncio.get_running_loop().create_future()
         self._transport.write(request)
         return await self._done
 
     def data_received(self, data: bytes) -> None:
         done = self._done
-        if done is None or done.done():  # nobody asked
+        if done is None or done.done():  # data without a request
             self.close()
             return
         try:
             self._parser.feed_data(data)
-            if self._take is not None and self._status == 200 and self._pieces:
+            if self._on_data is not None and self._status == 200 and self._pieces:
                 pieces, self._pieces = self._pieces, []
-                self._take(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+                self._on_data(pieces[0] if len(pieces) == 1 else b"".join(pieces))
         except Exception as error:
             done.set_exception(error)
             return

@@ -1,1 +1,1 @@
-"""Triton kernels of attention over blocks of the KV cache."""
+"""Triton attention kernels over the blocks of the KV cache."""

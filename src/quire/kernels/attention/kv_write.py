@@ -1,8 +1,8 @@
-"""Writing new keys and values into blocks, for heads that come ready from elsewhere.
+"""Writing of new keys and values into blocks, for models whose heads need no rotation at this point.
 
-Values in blocks are always finite: attention multiplies the values of keys that a query does not see by 0, and
-0 * NaN is NaN. A head whose key or value is not finite is stored as a key of NaN and a value of 0 where it was
-not finite, so exactly the queries that see it become NaN.
+Values in blocks are always finite, because attention multiplies the values of masked keys by 0, and 0 * NaN is NaN.
+If a head's key or value is not finite, its key is stored as NaN and the non-finite elements of its value as 0. So
+exactly the queries that see this key become NaN.
 """
 
 from __future__ import annotations
@@ -49,7 +49,15 @@ def _write_kernel(
 def write_kv(
     k: torch.Tensor, v: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """k, v [tokens, kv heads, dim] (dim contiguous) into the blocks at `slots`; a negative slot is skipped."""
+    """Write k and v into their blocks.
+
+    Args:
+        k: [tokens, kv heads, dim], dim contiguous.
+        v: the same shape as `k`.
+        keys: [blocks, kv heads, block size, dim], dim contiguous.
+        values: the same shape and strides as `keys`.
+        slots: int64 [tokens]: block * block size + offset in block; negative to store nothing.
+    """
     tokens, heads, dim = k.shape
     pdl = target_of(k.device).has_dependent_launch
     _write_kernel[(tokens,)](

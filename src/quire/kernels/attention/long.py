@@ -1,7 +1,7 @@
-"""Attention over blocks for rows with many new tokens, which are tiled as well ("FlashAttention-2", Dao 2023).
+"""Attention over blocks for rows with many new tokens, tiled over queries and keys ("FlashAttention-2", Dao 2023).
 
-A small kernel lists the tiles of a step, once for all layers, from device tensors alone; the list and the
-grid have room for the most tiles there can be, so a captured graph serves any mix of rows.
+A small kernel lists the tiles of a step, once for all layers, from device tensors alone. The list and the grid have
+room for the largest possible number of tiles, so a captured graph serves any mix of rows.
 """
 
 from __future__ import annotations
@@ -14,20 +14,25 @@ from quire.kernels.attention.tile import MASKED, Tile, attend_tile, first_fit, l
 from quire.kernels.jit import kernel
 from quire.kernels.target import Target, target_of
 
-_SEARCH = tl.constexpr(256)  # rows looked at at once
-# Numbers per listed tile: slot, first token in row, the row's start, n, seq_len. n is 0 where there is no tile: so
-# zeros mean none, which is what a list holds that was not written (kernels/ahead.py).
+_SEARCH = tl.constexpr(256)  # rows per iteration of a search
+# A listed tile is a row of _ENTRY int32. _NEW_TOKENS is 0 where there is no tile, so a list of zeros is empty; that
+# is what an unwritten list holds while kernels are compiled (kernels/ahead.py).
 _ENTRY = tl.constexpr(8)
+_SLOT = tl.constexpr(0)
+_FIRST = tl.constexpr(1)  # the tile's first token, counted within its row
+_ROW_START = tl.constexpr(2)  # the row's first token, counted within the batch
+_NEW_TOKENS = tl.constexpr(3)  # of the row
+_SEQ_LEN = tl.constexpr(4)  # of the row, new tokens included
 
 
 @triton.jit
 def _find_tile(query_start, rows, index, QUERIES: tl.constexpr, TOKENS: tl.constexpr):
-    """(row, tile in row counted from its end, or row = rows): the index-th tile of the long rows.
+    """Find the index-th tile of the long rows: (row, tile in row counted from its end). The row is `rows` if none.
 
-    Counting tiles on the device costs one load and a scan, and keeps the batch free of host metadata.
+    Counting tiles on the device costs one load and a scan, and needs no metadata from the host.
     """
     found, before, base = 0, 0, 0
-    while (found == base) & (base < rows):  # every row so far has been passed
+    while (found == base) & (base < rows):  # every row so far is before the tile
         row = base + tl.arange(0, _SEARCH)
         begin = tl.load(query_start + row, mask=row < rows, other=0)
         n = tl.load(query_start + row + 1, mask=row < rows, other=0) - begin
@@ -44,18 +49,19 @@ def _list_kernel(
     tiles, query_start, seq_lens, slots, rows,
     QUERIES: tl.constexpr, TOKENS: tl.constexpr, LONGEST_FIRST: tl.constexpr,
 ):  # fmt: skip
-    """Grid (most tiles). Row by row from each row's end; or over all rows those with the most keys first."""
+    """Grid (most tiles). Order: row by row, each from its end; with LONGEST_FIRST by descending number of keys."""
     index = tl.program_id(0)
     row, back = _find_tile(query_start, rows, index, QUERIES, TOKENS)
     if row >= rows:
-        tl.store(tiles + index * _ENTRY + 3, 0)
+        tl.store(tiles + index * _ENTRY + _NEW_TOKENS, 0)
         return
     token = tl.load(query_start + row)
     n = tl.load(query_start + row + 1) - token
     seq_len = tl.load(seq_lens + row)
     tile = tl.cdiv(n, TOKENS) - 1 - back
     place = index
-    if LONGEST_FIRST:  # after all tiles that end later, and those of rows before that end at the same place
+    # The place is the number of tiles that end later, plus those of earlier rows that end at the same position.
+    if LONGEST_FIRST:
         depth = tile + (seq_len - n) // TOKENS
         place = 0
         for base in range(0, rows, _SEARCH):
@@ -68,11 +74,11 @@ def _list_kernel(
             same = (depth >= older) & (depth - older < count) & (other < row)
             place += tl.sum(later + same.to(tl.int32), 0)
     entry = tiles + place * _ENTRY
-    tl.store(entry, tl.load(slots + row).to(tl.int32))
-    tl.store(entry + 1, tile * TOKENS)
-    tl.store(entry + 2, token)
-    tl.store(entry + 3, n)
-    tl.store(entry + 4, seq_len)
+    tl.store(entry + _SLOT, tl.load(slots + row).to(tl.int32))
+    tl.store(entry + _FIRST, tile * TOKENS)
+    tl.store(entry + _ROW_START, token)
+    tl.store(entry + _NEW_TOKENS, n)
+    tl.store(entry + _SEQ_LEN, seq_len)
 
 
 def list_tiles(
@@ -84,8 +90,20 @@ def list_tiles(
     per_tile: int,
     programs: int,
 ) -> torch.Tensor:
-    """The tiles of `per_tile` tokens of all rows with more than `queries` new tokens, at most `most`. About so many
-    `programs` will have work, which decides their order."""
+    """List the tiles of all rows with more than `queries` new tokens.
+
+    Args:
+        query_start: int32 [rows + 1].
+        seq_lens: int32 [rows].
+        slots: int64 [rows].
+        most: length of the list, at least the number of tiles (see `most_tiles`).
+        queries: rows with this many new tokens or fewer have no tiles.
+        per_tile: tokens per tile.
+        programs: expected number of programs with work, which decides the order of the tiles.
+
+    Returns:
+        int32 [most, 8], to pass to `attend_long`.
+    """
     few = _FEW_PROGRAMS * target_of(seq_lens.device).sms
     tiles = torch.empty(most, _ENTRY.value, dtype=torch.int32, device=seq_lens.device)
     _list_kernel[(most,)](
@@ -103,13 +121,13 @@ def _long_kernel(
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (kv heads, tiles): TOKENS queries of a row, each with the GROUP heads of one KV head."""
+    """Grid (kv heads, tiles). A program handles TOKENS tokens of a row, each with the GROUP heads of one KV head."""
     kv_head = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
     entry = tiles + tl.program_id(1) * _ENTRY
-    slot, tile, token = tl.load(entry), tl.load(entry + 1), tl.load(entry + 2)
-    n, seq_len = tl.load(entry + 3), tl.load(entry + 4)
+    slot, tile, token = tl.load(entry + _SLOT), tl.load(entry + _FIRST), tl.load(entry + _ROW_START)
+    n, seq_len = tl.load(entry + _NEW_TOKENS), tl.load(entry + _SEQ_LEN)
     if n == 0:
         return
     old = seq_len - n  # keys before the row's new tokens
@@ -118,8 +136,8 @@ def _long_kernel(
     query, head = m // GROUP, kv_head * GROUP + m % GROUP
     valid = (tile + query < n) & (m < TOKENS * GROUP)
     query_pos = old + tile + query
-    first = (token + tile).to(tl.int64)  # offsets from the first token fit in 32 bits: fewer registers
-    real = tl.minimum(query, n - 1 - tile)  # a row past the last query repeats it and is not stored
+    first = (token + tile).to(tl.int64)  # offsets from here fit in 32 bits, which saves registers
+    real = tl.minimum(query, n - 1 - tile)  # rows past the last query repeat it and are not stored
     q_tile = load_rows(q + first * q_token, real * q_token + head * q_head, DIM, DIM_PAD)
 
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
@@ -160,9 +178,19 @@ def attend_long(
     soft_cap: float | None = None,
     tile: Tile | None = None,
 ) -> None:
-    """The rows of `tiles`: a list, by `list_tiles`, of tiles of `long_tokens(...)` tokens.
+    """Compute causal attention for the listed tiles and write it to `out`.
 
-    q [tokens, heads, dim] (dim contiguous), out [tokens, heads * dim], table int32 [slots, blocks].
+    Args:
+        q: [tokens, heads, dim], dim contiguous.
+        keys: [blocks, kv heads, block size, dim], dim contiguous.
+        values: the same shape and strides as `keys`.
+        out: written, [tokens, heads * dim].
+        table: the block table, int32 [slots, blocks].
+        tiles: the list from `list_tiles`, with `long_tokens(...)` tokens per tile.
+        scale: factor of the scores q k^T.
+        window: number of keys that a query sees, itself included; None for all.
+        soft_cap: scores x become soft_cap * tanh(x / soft_cap); None for no cap.
+        tile: sizes of a program, for benchmarks; None to choose them.
     """
     heads, dim = q.shape[1:]
     kv_heads = keys.shape[1]
@@ -185,14 +213,17 @@ def attend_long(
 # ------------------------------------------------------------------------------------ sizes of the work
 
 
-# Below so many programs per multiprocessor, about five for each that runs at a time, the last ones decide how long
-# it takes, and the order evens them out; above, tiles of one row that run side by side and share its keys are worth
-# more.
+# Programs per multiprocessor, about five times as many as run at once. With fewer, the last programs decide the
+# duration, and starting the longest first evens it out. With more, running the tiles of a row at the same time, so that
+# they share its keys in the cache, is worth more.
 _FEW_PROGRAMS = 10
 
 
 def long_tile(dim: int, itemsize: int, group: int, target: Target) -> Tile:
-    """The first of each list was measured on an H200 (benchmarks/kernels.py); the others need less shared memory."""
+    """Return the tile for a head size, or a smaller one if it does not fit in shared memory.
+
+    The first tile of each list was tuned on an H200 (benchmarks/kernels.py).
+    """
     tiles = [tile.with_rows(group) for tile in _tiles(pad(dim), itemsize, target)]
     return first_fit(tiles, dim, itemsize, target)
 
@@ -203,17 +234,25 @@ def _tiles(width: int, itemsize: int, target: Target) -> list[Tile]:
         return smallest
     if itemsize == 4:
         return [Tile(64 if width <= 128 else 32, 32, 8, 2), Tile(32, 16, 8, 2), *smallest]
-    if width <= 128:  # so few registers that two programs fit on a multiprocessor: one multiplies
-        return [Tile(128, 64, 8, 3, 128), *smallest]  # while the other takes exponents
+    if width <= 128:
+        # With 128 registers two programs fit on a multiprocessor: one multiplies while the other takes exponents.
+        return [Tile(128, 64, 8, 3, 128), *smallest]
     return [Tile(128, 64, 8, 3), Tile(64, 32, 4, 2), *smallest]
 
 
 def long_tokens(dim: int, itemsize: int, group: int, target: Target) -> int:
-    """New tokens of a row that one tile covers."""
+    """Return the number of new tokens that one tile covers."""
     return long_tile(dim, itemsize, group, target).rows // group
 
 
 def most_tiles(tokens: int, rows: int, queries: int, per_tile: int) -> int:
-    """The most tiles of `per_tile` tokens that rows with more than `queries` of `tokens` in all can have."""
+    """Return the largest number of tiles that a batch can have.
+
+    Args:
+        tokens: new tokens of the batch.
+        rows: rows of the batch.
+        queries: rows with this many new tokens or fewer have no tiles.
+        per_tile: tokens per tile.
+    """
     long_rows = min(rows, tokens // (queries + 1))
     return (tokens + long_rows * (per_tile - 1)) // per_tile

@@ -1,9 +1,9 @@
-"""Attention of many rows over the blocks that they all begin with, in one reading of these blocks.
+"""Attention of many decoding rows over their shared prefix, which is read once for all of them.
 
-A row that decodes behind a shared beginning would read it alone, at two to eight query heads a reading;
-here the query heads of many rows are the rows of one product, as in a prompt. What comes out is the state
-of the softmax at the end of the shared keys, and attend_short goes on from there with each row's own keys
-("Hydragen", Juravsky et al. 2024; "Cascade Inference", Ye et al. 2024).
+Without it, every row reads the shared blocks on its own, and only the two to eight query heads of a KV head share a
+read. Here the query heads of many rows form one matrix product, as in prefill. The result is the state of the online
+softmax after the shared keys. `attend_short` continues from it with each row's own keys ("Hydragen", Juravsky et al.
+2024; "Cascade Inference", Ye et al. 2024).
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from quire.kernels.target import Target, target_of
 
 @dataclass(frozen=True, slots=True)
 class SharedPartial:
-    """The softmax at the end of the shared keys, for rows of which `tokens` [rows] is not 0."""
+    """The state of the online softmax after the shared keys, for the rows whose `tokens` is not 0."""
 
-    tokens: torch.Tensor  # int32 [rows]: shared keys of each row; any stride
+    tokens: torch.Tensor  # int32 [rows], any stride: number of shared keys of each row
     sums: torch.Tensor  # float32 [rows, heads, dim]
-    stats: torch.Tensor  # float32 [rows, heads, 2]: total and top score
+    stats: torch.Tensor  # float32 [rows, heads, 2]: sum of exponentials, and top score
 
 
 @kernel
@@ -36,7 +36,7 @@ def _shared_kernel(
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (kv heads, tiles of TOKENS rows); every row has one token."""
+    """Grid (kv heads, tiles of TOKENS rows). Every row has one token."""
     kv_head, tile = tl.program_id(0), tl.program_id(1)
     heads = tl.num_programs(0) * GROUP
     if PDL:
@@ -50,15 +50,14 @@ def _shared_kernel(
     length = tl.max(mine, 0)
     if length == 0:
         return
-    # all rows that share have the same blocks there: any of them will do
+    # All sharing rows have the same blocks in this range, so any of their tables will do.
     row_table = table + tl.max(tl.where(mine > 0, slot, 0), 0) * table_row
     q_tile = load_rows(q, tl.minimum(row, rows - 1).to(tl.int64) * q_token + head * q_head, DIM, DIM_PAD)
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], MASKED, tl.float32)
-    last = (
-        tl.full([ROWS], 0, tl.int32) + length - 1
-    )  # as if each row's token were the last of the shared ones
+    # Every query is placed at the last shared key, so it sees all of them.
+    last = tl.full([ROWS], 0, tl.int32) + length - 1
     head_keys = keys + kv_head.to(tl.int64) * head_stride
     head_values = values + kv_head.to(tl.int64) * head_stride
     for start in range(0, length, BLOCK_N):
@@ -85,10 +84,18 @@ def attend_shared(
     scale: float,
     soft_cap: float | None = None,
 ) -> SharedPartial:
-    """q [rows, heads, dim] (dim contiguous), one token a row, over the first shared[row] keys of each row.
+    """Compute attention over the first shared[row] keys of each row.
 
-    `shared` int32 [rows] holds one number of whole blocks' tokens, and 0 for rows that do not take part;
-    rows slots[row] (int64 [rows]) of `table` int32 [slots, blocks] name the same blocks for all that do.
+    Args:
+        q: [rows, heads, dim], dim contiguous; one token per row.
+        keys: [blocks, kv heads, block size, dim], dim contiguous.
+        values: the same shape and strides as `keys`.
+        shared: int32 [rows], any stride. The same multiple of the block size for all rows that share the prefix, 0 for
+            the others.
+        table: the block table, int32 [slots, blocks]. Its shared blocks are the same for all rows that share.
+        slots: int64 [rows], the row of `table` of each row.
+        scale: factor of the scores q k^T.
+        soft_cap: scores x become soft_cap * tanh(x / soft_cap); None for no cap.
     """
     rows, heads, dim = q.shape
     kv_heads, block_size = keys.shape[1:3]
@@ -112,6 +119,7 @@ def attend_shared(
 
 
 def shared_tile(dim: int, itemsize: int, group: int, target: Target) -> Tile:
+    """Return the tile for a head size, or a smaller one if it does not fit in shared memory."""
     smallest = [Tile(32, 32, 4, 2), Tile(32, 16, 4, 1), Tile(16, 16, 4, 1)]
     tuned = [Tile(64, 64 if pad(dim) * itemsize <= 256 else 32, 4, 3)] if target.has_matrix_units else []
     return first_fit([tile.with_rows(group) for tile in tuned + smallest], dim, itemsize, target)

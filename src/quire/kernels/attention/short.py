@@ -1,10 +1,9 @@
-"""Attention over blocks for rows with few new tokens: decoding, above all, which is as fast as keys and values
-can be read.
+"""Attention over blocks for rows with few new tokens, above all decoding, which is bound by memory bandwidth.
 
-The query heads of one KV head (times the row's tokens) are the rows of one small product, so every KV byte
-is read once (GQA, Ainslie et al. 2023). While rows are too few to fill the device, the keys of a row are
-shared out among programs, whose partial results a second kernel merges ("Flash-Decoding", Dao et al. 2023).
-All is found from device tensors: a captured graph serves any lengths.
+The query heads of one KV head (times the row's tokens) form one small matrix product, so every KV byte is read once
+(GQA, Ainslie et al. 2023). If the rows are too few to fill the device, the keys of a row are split over several
+programs, and a second kernel merges their partial results ("Flash-Decoding", Dao et al. 2023). Lengths come from
+device tensors, so a captured graph serves any lengths.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ from quire.kernels.attention.tile import MASKED, Tile, attend_tile, first_fit, l
 from quire.kernels.jit import kernel
 from quire.kernels.target import Target, target_of
 
-SHORT_ROWS = 16  # query rows of one program: the least that a matrix unit takes
-_TILE_BYTES = 16384  # of the keys, and of the values, that one step reads
+SHORT_ROWS = 16  # query rows of a program: the minimum of a matrix unit
+_TILE_BYTES = 16384  # size of a tile of keys, and of a tile of values
 _MAX_SPLITS = 256
 _MERGED = 64  # splits whose sums fit in the registers of a merging program
 
 
 @triton.jit
 def _key_range(seq_len, n, window, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
-    """First key, rounded down to a tile, that any of the row's n queries sees, and the tiles from there."""
+    """Return the first key that any of the row's n queries sees, rounded down to a tile, and the tiles from there."""
     first = 0
     if WINDOW:
         first = tl.maximum(seq_len - n + 1 - window, 0) // BLOCK_N * BLOCK_N
@@ -35,19 +34,21 @@ def _key_range(seq_len, n, window, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @kernel
 def _short_kernel(
-    q, keys, values, out, sums, stats, seq_lens, query_start, table, slots, shared, begun_sums, begun_stats,
+    q, keys, values, out, sums, stats, seq_lens, query_start, table, slots, shared, prefix_sums, prefix_stats,
     shared_row, q_token, q_head, block_stride, head_stride, token_stride, table_row, scale, cap, window, splits,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     ONES: tl.constexpr, SPLIT: tl.constexpr, SHARED: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (kv heads, rows, splits). ONES: every row has one token, and query_start is not read.
+    """Grid (kv heads, rows, splits).
 
-    SHARED (with ONES, without splits): a row goes on from what attend_shared has begun.
+    ONES: every row has one token, and query_start is not read.
+    SHARED (with ONES, without splits): a row continues from the state that attend_shared left.
     """
     kv_head, row, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    if PDL:  # and no early start for the next kernel: its programs would take up room that this one needs
+    # No early start of the next kernel: its programs would take up room that this one needs.
+    if PDL:
         tl.extra.cuda.gdc_wait()
     heads = tl.num_programs(0) * GROUP
     token, n = row, 1
@@ -64,7 +65,7 @@ def _short_kernel(
         each = tl.cdiv(tiles, splits) * BLOCK_N
         begin = first + split * each
         end = tl.minimum(begin + each, seq_len)
-        if begin >= end:  # a surplus split, which the merge does not read
+        if begin >= end:  # a split without keys, which the merge does not read
             return
 
     m = tl.arange(0, ROWS)
@@ -72,7 +73,7 @@ def _short_kernel(
     valid = query < n
     dim = tl.arange(0, DIM_PAD)
     query_pos = seq_len - n + query
-    # A row past the last query repeats it, so that loads need no mask; it is not stored.
+    # Rows past the last query repeat it, so that loads need no mask. They are not stored.
     q_offsets = (token + tl.minimum(query, n - 1)).to(tl.int64) * q_token + head * q_head
     q_tile = load_rows(q, q_offsets, DIM, DIM_PAD)
 
@@ -84,9 +85,9 @@ def _short_kernel(
         done = valid & (begin > 0)
         from_state = row.to(tl.int64) * heads + head
         there = done[:, None] & (dim < DIM)[None, :]
-        acc = tl.load(begun_sums + from_state[:, None] * DIM + dim[None, :], mask=there, other=0.0)
-        total = tl.load(begun_stats + from_state * 2, mask=done, other=0.0)
-        top = tl.load(begun_stats + from_state * 2 + 1, mask=done, other=MASKED)
+        acc = tl.load(prefix_sums + from_state[:, None] * DIM + dim[None, :], mask=there, other=0.0)
+        total = tl.load(prefix_stats + from_state * 2, mask=done, other=0.0)
+        top = tl.load(prefix_stats + from_state * 2 + 1, mask=done, other=MASKED)
     head_keys = keys + kv_head.to(tl.int64) * head_stride
     head_values = values + kv_head.to(tl.int64) * head_stride
     row_table = table + slot * table_row
@@ -98,7 +99,7 @@ def _short_kernel(
         )  # fmt: skip
 
     mask = valid[:, None] & (dim < DIM)[None, :]
-    if SPLIT:  # sums [row, query, head, split, dim]; stats [..., 2]: their total and their top score
+    if SPLIT:  # sums [row, query, head, split, dim]; stats [..., 2]: sum of exponentials, and top score
         to = ((row * QUERIES + query) * heads + head) * splits + split
         tl.store(sums + to[:, None] * DIM + dim[None, :], acc, mask=mask)
         tl.store(stats + to * 2, total, mask=valid)
@@ -115,7 +116,7 @@ def _merge_kernel(
     QUERIES: tl.constexpr, DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_N: tl.constexpr, CHUNK: tl.constexpr,
     ONES: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, rows, QUERIES): weighs the splits of one query by their top scores, CHUNK at a time."""
+    """Grid (heads, rows, QUERIES). A program merges the splits of one query, CHUNK at a time."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -166,14 +167,27 @@ def attend_short(
     soft_cap: float | None = None,
     queries: int = 1,
     splits: int = 1,
-    begun: SharedPartial | None = None,
+    prefix: SharedPartial | None = None,
     tile: Tile | None = None,
 ) -> None:
-    """All rows with at most `queries` new tokens; query_start None: every row has exactly one token.
+    """Compute causal attention for all rows with at most `queries` new tokens and write it to `out`.
 
-    q [tokens, heads, dim] (dim contiguous), out [tokens, heads * dim]; the blocks of row r are those of row slots[r]
-    of `table` (slots int64 [rows], table int32 [slots, blocks]). `begun`, for rows of one token in one
-    split: what attend_shared has done of them.
+    Args:
+        q: [tokens, heads, dim], dim contiguous.
+        keys: [blocks, kv heads, block size, dim], dim contiguous.
+        values: the same shape and strides as `keys`.
+        out: written, [tokens, heads * dim].
+        seq_lens: int32 [rows], new tokens included; 0 for padding.
+        query_start: int32 [rows + 1], or None if every row has exactly one token.
+        table: the block table, int32 [slots, blocks].
+        slots: int64 [rows], the row of `table` of each row.
+        scale: factor of the scores q k^T.
+        window: number of keys that a query sees, itself included; None for all.
+        soft_cap: scores x become soft_cap * tanh(x / soft_cap); None for no cap.
+        queries: rows with more new tokens are skipped.
+        splits: programs that the keys of a row are divided among (see `num_splits`).
+        prefix: the result of `attend_shared` for these rows; needs one token per row, one split and no window.
+        tile: sizes of a program, for benchmarks; None to choose them.
     """
     heads, dim = q.shape[1:]
     rows, kv_heads = seq_lens.shape[0], keys.shape[1]
@@ -184,9 +198,9 @@ def attend_short(
     ones = query_start is None
     starts = seq_lens if query_start is None else query_start
     pdl = target.has_dependent_launch
-    assert begun is None or (ones and splits == 1 and window is None)
-    shared, begun_sums, begun_stats = (
-        (starts, out, out) if begun is None else (begun.tokens, begun.sums, begun.stats)
+    assert prefix is None or (ones and splits == 1 and window is None)
+    shared, prefix_sums, prefix_stats = (
+        (starts, out, out) if prefix is None else (prefix.tokens, prefix.sums, prefix.stats)
     )
     sums = stats = out
     if splits > 1:
@@ -194,12 +208,12 @@ def attend_short(
         sums = torch.empty(parts * dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(parts * 2, dtype=torch.float32, device=q.device)
     _short_kernel[(kv_heads, rows, splits)](
-        q, keys, values, out, sums, stats, seq_lens, starts, table, slots, shared, begun_sums, begun_stats,
+        q, keys, values, out, sums, stats, seq_lens, starts, table, slots, shared, prefix_sums, prefix_stats,
         shared.stride(0), q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), table.stride(0),
         factor, cap, window or 0, splits,
         GROUP=group, QUERIES=queries, ROWS=used.rows,
         DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=keys.shape[2], BLOCK_N=used.keys,
-        ONES=ones, SPLIT=splits > 1, SHARED=begun is not None, WINDOW=window is not None,
+        ONES=ones, SPLIT=splits > 1, SHARED=prefix is not None, WINDOW=window is not None,
         CAPPED=soft_cap is not None, PDL=pdl, num_warps=used.warps, num_stages=used.stages, launch_pdl=pdl,
     )  # fmt: skip
     if splits > 1:
@@ -214,7 +228,17 @@ def attend_short(
 
 
 def short_tile(dim: int, itemsize: int, rows: int, programs: int, target: Target) -> Tile:
-    """Of the short kernel for `rows` query rows; the first choice was measured on an H200 (benchmarks/kernels.py)."""
+    """Return the tile for `rows` query rows, or a smaller one if it does not fit in shared memory.
+
+    The first choice was tuned on an H200 (benchmarks/kernels.py).
+
+    Args:
+        dim: head size.
+        itemsize: bytes per element.
+        rows: query heads of a KV head times the tokens of a row.
+        programs: number of programs of the launch.
+        target: the GPU.
+    """
     smaller = [Tile(SHORT_ROWS, 32, 4, 3), Tile(SHORT_ROWS, 16, 4, 1)]
     tuned = [_tuned(pad(dim) * itemsize, programs, target.sms)] if target.has_matrix_units else []
     return first_fit([tile.with_rows(rows) for tile in tuned + smaller], dim, itemsize, target)
@@ -224,13 +248,16 @@ def _tuned(row_bytes: int, programs: int, sms: int) -> Tile:
     if row_bytes == 512:
         return Tile(SHORT_ROWS, 64, 4, 4)
     keys = max(16, min(_TILE_BYTES // row_bytes, 128))
-    # With 4 stages the buffers of a program are half as large, and 5 of them fit on a multiprocessor
-    # instead of 3. That pays when it saves a second, nearly empty wave of programs.
+    # With 4 stages the buffers of a program are half as large, so 5 programs fit on a multiprocessor instead of 3.
+    # That pays where it saves a second, nearly empty wave of programs.
     return Tile(SHORT_ROWS, keys, 2, 4 if 3 * sms < programs <= 5 * sms else 5)
 
 
 def num_splits(rows: int, kv_heads: int, max_len: int, dim: int, itemsize: int, target: Target) -> int:
-    """Programs per row and KV head: enough to fill the device, a power of two so that few kernels exist."""
+    """Return the number of programs per row and KV head that fills the device.
+
+    It is a power of two, so that few variants of the kernel are compiled.
+    """
     programs = rows * kv_heads
     if programs >= 2 * target.sms:
         return 1

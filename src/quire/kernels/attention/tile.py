@@ -1,7 +1,7 @@
-"""What the attention kernels share: one tile of keys, and what follows from the sizes of a head.
+"""The inner step of all attention kernels, and the tile sizes that follow from the size of a head.
 
-Blocks are [block, kv head, token, dim], so a tile of keys of one head is a few contiguous runs. Sums are
-fp32; fp32 inputs are multiplied in full precision.
+Blocks are [block, kv head, token, dim], so a tile of keys of one head is a few contiguous runs. Sums are fp32, and
+fp32 inputs are multiplied in full precision.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import triton.language as tl
 from quire.kernels.target import Target
 
 _LOG2E = 1.4426950408889634
-# A masked score. Finite, so that a tile without any visible key makes no NaN: what it adds to the sums is
-# multiplied by exp2(masked - top) = 0 once a visible key is met. A power of two, so that its product with
-# the scale is exact: a fused multiply-subtract of equal scores is then exactly 0.
+# The score of a masked key. It is finite, so that a tile without any visible key produces no NaN: its contribution to
+# the sums is multiplied by exp2(MASKED - top) = 0 at the first visible key. It is a power of two, so that its product
+# with the scale is exact, and a fused multiply-subtract of equal scores is exactly 0.
 MASKED = tl.constexpr(-(2.0**100))
 
 
 @triton.jit
 def load_rows(base, offsets, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
-    """Rows of DIM numbers at base + offsets, with 0 in their padding."""
+    """Load rows of DIM elements at base + offsets, padded with 0 to DIM_PAD."""
     dim = tl.arange(0, DIM_PAD)
     at = base + offsets[:, None] + dim[None, :]
     if DIM == DIM_PAD:
@@ -38,12 +38,14 @@ def attend_tile(
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over the keys start .. start + BLOCK_N; `table` is the row's, keys and values the head's.
+    """Advance the online softmax over the keys start .. start + BLOCK_N.
 
-    The queries are at positions low_pos .. high_pos: a tile that all of them see whole needs no mask.
+    `table` points to the row's block table, `keys` and `values` to the head. The queries are at positions low_pos ..
+    high_pos; a tile that all of them see entirely needs no mask. Returns the new (acc, total, top).
     """
     pos = start + tl.arange(0, BLOCK_N)
-    there = tl.minimum(pos, end - 1)  # past the end the last key again: no masked loads, and no query sees it
+    # Past the end, load the last key again instead of masking; no query sees it.
+    there = tl.minimum(pos, end - 1)
     block = tl.load(table + there // BLOCK_SIZE)
     offsets = block.to(tl.int64) * block_stride + there % BLOCK_SIZE * token_stride
     k = load_rows(keys, offsets, DIM, DIM_PAD)
@@ -71,40 +73,42 @@ def attend_tile(
 
 @triton.jit
 def capped(scores, scale, cap):
-    """cap * tanh(x), where scale holds the 2 * log2(e) / cap that exp2 needs."""
+    """Return cap * tanh(x), where `scale` includes the 2 * log2(e) / cap that exp2 needs."""
     return cap - 2.0 * cap / (tl.exp2(scores * scale) + 1.0)
 
 
 def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
-    """What q k^T and a capped score are multiplied with, so that exp2 takes the place of exp."""
+    """Return the factors of q k^T and of a capped score that let the kernels use exp2 instead of exp."""
     if soft_cap is None:
         return scale * _LOG2E, 0.0
     return scale * 2 * _LOG2E / soft_cap, soft_cap * _LOG2E
 
 
 def pad(dim: int) -> int:
-    """A head size as the kernels hold it: a power of two that a matrix unit takes."""
+    """Round a head size up to a power of two that a matrix unit takes."""
     return max(16, triton.next_power_of_2(dim))
 
 
 class Tile(NamedTuple):
-    """What one program holds of an attention, and how it is compiled."""
+    """The sizes of an attention program, and its compiler options."""
 
-    rows: int  # queries, each with the heads of one KV head
-    keys: int  # at a time
+    rows: int  # query rows: tokens times the query heads of one KV head
+    keys: int  # per iteration
     warps: int
     stages: int  # of the pipeline that loads keys and values
-    registers: int | None = None  # per thread, at most
+    registers: int | None = None  # limit per thread
 
     def with_rows(self, least: int) -> Tile:
+        """Return the tile with at least `least` query rows."""
         return self._replace(rows=max(self.rows, triton.next_power_of_2(least)))
 
     def shared_bytes(self, dim: int, itemsize: int, target: Target) -> int:
-        """Return an upper bound of the shared memory it takes; on sm90 and sm100, which have twice as much, an estimate.
+        """Return an upper bound of the shared memory that a program takes.
 
-        Matrix units read queries, keys, values and probabilities from there; more than four stages double
-        keys and values. Without matrix units fp32 copies of two factors are there at a time. What the compiler
-        takes is compared with the limit by tests/kernels/compile_all.py.
+        On sm90 and sm100, which have twice as much, it is an estimate. Matrix units read queries, keys, values and
+        probabilities from shared memory; more than four stages double keys and values. Without matrix units, shared
+        memory holds fp32 copies of two factors at a time. tests/kernels/compile_all.py compares the compiler's actual
+        figure with the limit.
         """
         width = pad(dim)
         if not target.has_matrix_units:
@@ -120,9 +124,10 @@ _SPARE_BYTES = 2048  # for reductions across warps
 
 
 def fits(tile: Tile, dim: int, itemsize: int, target: Target) -> bool:
+    """Return whether a program with this tile fits in the shared memory of `target`."""
     return tile.shared_bytes(dim, itemsize, target) <= target.shared_bytes
 
 
 def first_fit(tiles: list[Tile], dim: int, itemsize: int, target: Target) -> Tile:
-    """The first of `tiles` that fits in a program's shared memory; the last, which is the smallest, if none does."""
+    """Return the first of `tiles` that fits in shared memory, or the last one, the smallest, if none does."""
     return next((tile for tile in tiles if fits(tile, dim, itemsize, target)), tiles[-1])

@@ -1,4 +1,4 @@
-"""Kernels of a CPU, in C (step.c): what a step of few rows costs there is mostly calls, and memory read slowly."""
+"""CPU kernels in C (step.c). They cut the two main costs of a small step: call overhead and slow memory reads."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ from quire.kernels.cpu.ops import CpuKernels
 
 @cache
 def compiled_kernels() -> CpuKernels | None:
-    """The kernels; None, with the reason logged once, on a machine that cannot build them."""
+    """Return the kernels, or None on a machine that cannot build them; the reason is logged once."""
     library = open_library()
     return None if library is None else CpuKernels(library)

@@ -1,7 +1,7 @@
-"""The compiled library: built from step.c by the machine's C compiler when first needed, kept in the user's cache.
+"""The compiled library of CPU kernels, built from step.c on first use and kept in the user's cache folder.
 
-Nothing is linked but libc: OpenMP's entry points are taken from the runtime that torch has loaded, since two runtimes
-in one process would each keep threads of their own spinning.
+The library links only libc and libm. It takes OpenMP's entry points from the runtime that torch has loaded, because
+two runtimes in one process would both keep threads spinning.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 log = logging.getLogger("quire")
 
 SOURCE = Path(__file__).with_name("step.c")
-# No -ffast-math: results must not depend on what a compiler finds fast, and rows can hold infinities.
-_FLAGS = ["-O2", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC"]
-# Tried in turn: clang knows this processor by another flag on some architectures, and on others by none.
+# No -ffast-math: results must not depend on the compiler's choices, and rows can hold infinities.
+FLAGS = ["-O2", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC"]
+# Tried in turn: on some architectures clang takes -mcpu instead of -march, and on others neither.
 _PROCESSOR_FLAGS: tuple[list[str], ...] = (["-march=native"], ["-mcpu=native"], [])
 _COMPILERS = ("cc", "gcc", "clang")
 _TIMEOUT_S = 120
@@ -31,7 +31,7 @@ _RUNTIME = ("GOMP_parallel", "omp_get_thread_num", "omp_get_num_threads")
 
 
 def open_library() -> ctypes.CDLL | None:
-    """The library, ready to be called; None, with the reason logged, where it cannot be had."""
+    """Build the library if necessary and load it. Return None, and log the reason, if that is impossible."""
     if sys.platform != "linux":
         log.info("no compiled kernels on this CPU: they need Linux, so PyTorch runs every step")
         return None
@@ -53,7 +53,7 @@ def _reason(error: Exception) -> str:
 
 
 def _openmp() -> ctypes.CDLL:
-    """The OpenMP runtime in this process that GCC's entry points are found in. Raises OSError."""
+    """Return the OpenMP runtime of this process that has GCC's entry points. Raise OSError if there is none."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     loaded = {line.split(maxsplit=5)[5] for line in maps if "/" in line}
     for path in sorted(loaded):
@@ -65,14 +65,19 @@ def _openmp() -> ctypes.CDLL:
 
 
 def _compiled() -> Path:
-    """The shared object for this source, compiler and processor. Raises OSError or SubprocessError."""
+    """Return the shared object for this source, compiler and processor, building it if necessary.
+
+    Raises:
+        OSError: if there is no C compiler, or no folder to write to.
+        SubprocessError: if the compiler fails.
+    """
     compiler = next(filter(None, map(shutil.which, _COMPILERS)), None)
     if compiler is None:
         raise OSError("no C compiler is installed (gcc or clang)")
     facts = [
         SOURCE.read_text(),
         os.path.realpath(compiler),
-        *_FLAGS,
+        *FLAGS,
         str(_PROCESSOR_FLAGS),
         platform.machine(),
         _processor(),
@@ -82,17 +87,17 @@ def _compiled() -> Path:
         try:
             target = _own(Path(folder).expanduser()) / name
             return target if target.exists() else _compile(compiler, target)
-        except (OSError, RuntimeError):  # not ours to write to, or no home at all
+        except (OSError, RuntimeError):  # the folder is not writable, or the user has no home
             continue
-    raise OSError(f"none of {', '.join(_FOLDERS)} can be written to")
+    raise OSError(f"cannot write to any of {', '.join(_FOLDERS)}")
 
 
 def _own(folder: Path) -> Path:
-    """`folder`, made if it is not there. Raises OSError if others could put libraries into it."""
+    """Create `folder` if necessary and return it. Raise OSError if other users could put libraries into it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = folder.stat()
     if found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise OSError(f"{folder} belongs to somebody else, or others may write to it")
+        raise OSError(f"{folder} belongs to another user, or other users may write to it")
     return folder
 
 
@@ -101,17 +106,17 @@ def _compile(compiler: str, target: Path) -> Path:
     os.close(handle)
     try:
         _run_compiler(compiler, half_done)
-        os.replace(half_done, target)  # whole or not at all, whoever else is building it
+        os.replace(half_done, target)  # atomic, even if another process builds it at the same time
     finally:
         Path(half_done).unlink(missing_ok=True)
     return target
 
 
 def _run_compiler(compiler: str, output: str) -> None:
-    """Compile for this processor, or for any of its architecture. Raises SubprocessError or OSError."""
+    """Compile for this processor, or else for its architecture. Raise SubprocessError or OSError."""
     for flags in _PROCESSOR_FLAGS:
         done = subprocess.run(
-            [compiler, *flags, *_FLAGS, str(SOURCE), "-o", output, "-lm"],
+            [compiler, *flags, *FLAGS, str(SOURCE), "-o", output, "-lm"],
             capture_output=True, text=True, timeout=_TIMEOUT_S,
         )  # fmt: skip
         if done.returncode == 0:
@@ -120,6 +125,6 @@ def _run_compiler(compiler: str, output: str) -> None:
 
 
 def _processor() -> str:
-    """What -march=native goes by: a home folder can be shared by machines of different kinds."""
+    """Return the processor's features, which -march=native depends on: machines may share a home folder."""
     with open("/proc/cpuinfo") as file:
         return next((line for line in file if line.startswith(("flags", "Features"))), "")

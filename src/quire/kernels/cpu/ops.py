@@ -1,7 +1,10 @@
-"""The functions of step.c under the names and arguments of the Triton kernels, and what only a CPU has: the product
-with a packed weight, attention for rows of one token, and calls that are recorded to be made again.
+"""Python interface of step.c.
 
-Each function of step.c takes the address of one structure, which here has the same fields and the same name behind a C.
+`CpuKernels` has the names and arguments of the Triton kernels, and three features of the CPU alone: the product with a
+packed weight, attention for rows of one token, and the capture and replay of calls.
+
+Each function of step.c takes the address of one structure. The ctypes structure here has the same fields and the same
+name with a C in front.
 """
 
 from __future__ import annotations
@@ -19,8 +22,8 @@ import torch
 
 KINDS = {"": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
 LANES = 16
-_MOST_PADDING = 64  # inputs
-_SAMPLES = 8  # blocks of a weight whose place in memory is checked
+_MOST_PADDING = 64  # inputs that oneDNN may add to a packed weight
+_SAMPLES = 8  # blocks of a packed weight that are compared with the weight
 _P, _N, _I = c_void_p, c_int64, c_int32
 
 T = TypeVar("T")
@@ -91,28 +94,34 @@ def check_layout(library: ctypes.CDLL) -> None:
         found = ", ".join(
             f"{name} {ours.get(name, 'missing')} here, {theirs.get(name, 'missing')} there" for name in wrong
         )
-        raise RuntimeError(f"the structures of ops.py do not match those of step.c, in bytes: {found}")
+        raise RuntimeError(
+            f"ops.py and step.c disagree on structures (sizes and offsets in bytes): {found}; reinstall quire"
+        )
 
 
 def half(x: torch.Tensor) -> int:
+    """Return 1 for bf16 and 0 for fp32, the `half` field of the structures."""
     assert x.dtype in (torch.bfloat16, torch.float32)
     return int(x.dtype == torch.bfloat16)
 
 
 def pointer(x: torch.Tensor | None) -> int | None:
+    """Return the address of a tensor's memory, or None."""
     return None if x is None else x.data_ptr()
 
 
 def address(struct: ctypes.Structure | None) -> int | None:
+    """Return the address of a structure, or None."""
     return None if struct is None else ctypes.addressof(struct)
 
 
 def norm_struct(weight: torch.Tensor, bias: torch.Tensor | None, eps: float) -> CNorm:
+    """Describe an RMS norm or, with a bias, a LayerNorm. The structure does not keep its tensors alive."""
     return CNorm(weight.data_ptr(), pointer(bias), eps, half(weight))
 
 
 class CFunction(Protocol):
-    """Of step.c: takes the address of its arguments, returns whether memory was short."""
+    """A function of step.c: takes the address of its arguments, returns nonzero if memory ran out."""
 
     __name__: str
 
@@ -120,15 +129,17 @@ class CFunction(Protocol):
 
 
 class CpuKernels:
-    """Tensors are contiguous and in one dtype, fp32 or bf16; the weight of a norm may be in the other."""
+    """The `Kernels` of a CPU.
+
+    The tensors of a call are contiguous and have one dtype, fp32 or bf16; the weight of a norm may have the other.
+    """
 
     def __init__(self, library: ctypes.CDLL) -> None:
         check_layout(library)
-        self._library = library
-        self._thread = threading.local()  # whose `tape` is where calls are noted
-        self.span: Callable[[str], AbstractContextManager[Any]] | None = (
-            None  # what each kernel runs in, for profilers
-        )
+        self.library = library
+        self._thread = threading.local()  # attribute `tape`: the calls captured so far, or None
+        # For profilers: makes the context that a call runs in, from its name.
+        self.span: Callable[[str], AbstractContextManager[Any]] | None = None
         names = ("norm_rows", "gate_rows", "lookup_rows", "turn_rows", "attend_rows", "product")
         for name in names:
             getattr(library, name).argtypes = [_P]
@@ -142,7 +153,16 @@ class CpuKernels:
         ) = (getattr(library, name) for name in names)
 
     def run(self, function: CFunction, arguments: ctypes.Structure, *used: object) -> None:
-        """Call it now, and in every replay if calls are recorded; `used` is what the arguments point to."""
+        """Call `function`, and add the call to the capture of this thread if there is one.
+
+        Args:
+            function: an attribute of this object, such as `product`.
+            arguments: its structure.
+            used: the objects that `arguments` points to, which a capture keeps alive.
+
+        Raises:
+            MemoryError: if there is no memory for the working space.
+        """
         with self.span(f"quire::{function.__name__}") if self.span else _NO_SPAN:
             failed = function(ctypes.addressof(arguments))
         if failed:
@@ -151,8 +171,12 @@ class CpuKernels:
         if tape is not None:
             tape.append((function, arguments, used))
 
-    def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """The result of `work`, and what does its calls of kernels again, on the same memory."""
+    def capture(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
+        """Run `work` and capture its kernel calls.
+
+        Returns:
+            The result of `work`, and a function that replays the calls on the same memory.
+        """
         tape: list[Any] = []
         self._thread.tape = tape
         try:
@@ -162,14 +186,16 @@ class CpuKernels:
         calls = (CCall * len(tape))(
             *(CCall(ctypes.cast(function, c_void_p), address(arguments)) for function, arguments, _ in tape)
         )
-        replay = self._library.replay
+        replay = self.library.replay
         replay.argtypes = [_P, _N]
 
         def again() -> None:
-            if replay(calls, len(tape)):  # the tape keeps what is pointed to
+            if replay(calls, len(tape)):  # `tape` keeps the arguments alive
                 raise MemoryError("no memory for the working space of a step")
 
         return result, again
+
+    # The methods below are those of `quire.kernels.Kernels`, which documents them.
 
     def lookup(self, table: torch.Tensor, ids: torch.Tensor, scale: float | None) -> torch.Tensor:
         rows, width = ids.shape[0], table.shape[1]
@@ -238,9 +264,7 @@ class CpuKernels:
     ) -> None:
         assert qkv.is_contiguous() and table.dtype == qkv.dtype
         dim = table.shape[1]
-        values = (
-            qkv.shape[1] // dim - turned
-        )  # heads that stay as they are, of which there are as many as of k
+        values = qkv.shape[1] // dim - turned  # the heads of v, which stay unchanged; k has as many
         norm = None if weight is None else norm_struct(weight, None, eps)
         heads = CHeads(address(norm), table.data_ptr(), turned - values, values, dim, 0, 0.0, 0.0, half(qkv))
         arguments = CAttend(address(heads), qkv.data_ptr(), positions.data_ptr(), rows=qkv.shape[0])
@@ -249,17 +273,22 @@ class CpuKernels:
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """Where oneDNN keeps a packed weight, in the form that step.c reads: [outputs / block, inputs / v, block, v]."""
+    """The memory of a weight that oneDNN has packed as [outputs / block, inputs / v, block, v], which step.c reads."""
 
     address: int
-    vectors: int  # of 16 outputs in a block
-    padded: int  # inputs, zeros included
+    vectors: int  # of 16 outputs per block
+    padded: int  # inputs, including padding with zeros
 
 
 def find_packed(packed: torch.Tensor, weight: torch.Tensor) -> PackedWeight | None:
-    """How `packed`, oneDNN's form of `weight` [outputs, inputs], lies in memory; None if that is not clear.
+    """Find the memory layout of a packed weight, or return None if it is not certain.
 
-    Nothing promises a form, so some blocks of each possible one are compared with the weight itself.
+    oneDNN does not document its layouts, so this compares some blocks with the weight, for each layout that step.c
+    can read.
+
+    Args:
+        packed: oneDNN's packed form of `weight`.
+        weight: [outputs, inputs].
     """
     if not hasattr(torch.ops.mkldnn, "data_ptr"):  # an older torch
         return None

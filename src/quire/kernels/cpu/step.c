@@ -1,10 +1,10 @@
-/* What a small step costs on a CPU, without what a call of torch costs around it.
+/* Kernels of a small step on a CPU, without the overhead of calls to torch.
 
-   Built by the machine's own C compiler when first needed (see build.py), in the vector extensions that GCC and
-   Clang share, so one text serves every processor. Elements are fp32, or bf16 where `half` is set; all arithmetic is
-   fp32. A function with `half` is inlined twice, once for each. Work is spread by the OpenMP runtime that torch has
-   loaded: `start` gets its entry points. Every row is computed alone and in one order, so results depend neither
-   on the rows beside it nor on the number of threads. */
+   The machine's C compiler builds this file on first use (see build.py). It uses the vector extensions that GCC and
+   Clang share, so one source serves every processor. Elements are fp32, or bf16 if `half` is set; all arithmetic is
+   fp32. A function with a parameter `half` is inlined twice, once for each dtype. The OpenMP runtime that torch has
+   loaded runs the threads; `start` takes its entry points. Every row is computed separately and in a fixed order, so
+   results depend neither on the other rows nor on the number of threads. */
 
 #include <math.h>
 #include <stddef.h>
@@ -18,11 +18,11 @@ typedef uint16_t halves __attribute__((vector_size(32)));
 typedef float vec8 __attribute__((vector_size(32)));
 typedef float vec4 __attribute__((vector_size(16)));
 
-enum { LANES = 16, AHEAD = 2048 /* bytes: how far before its use memory is asked for */ };
+enum { LANES = 16, AHEAD = 2048 /* bytes: the prefetch distance */ };
 enum { NONE, SILU, GELU, GELU_TANH, RELU };
 
 #define INLINE static inline __attribute__((always_inline))
-#define APART static __attribute__((noinline)) /* compiled once, not wherever it is used: it halves the time to build */
+#define APART static __attribute__((noinline)) /* compiled once instead of at every use, which halves the build time */
 #define UNROLL _Pragma("GCC unroll 8")
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 
@@ -38,7 +38,7 @@ void start(void *gomp_parallel, void *omp_get_thread_num, void *omp_get_num_thre
     thread_count = omp_get_num_threads;
 }
 
-/* Memory of the calling thread, kept from call to call; NULL if there is none. */
+/* Return scratch memory of the calling thread, which is kept between calls, or NULL if memory ran out. */
 static float *scratch(size_t floats) {
     static __thread float *memory;
     static __thread size_t size;
@@ -51,14 +51,14 @@ static float *scratch(size_t floats) {
     return memory;
 }
 
-/* `part` in every thread, or in `threads` of them; whether one of them had no memory. */
+/* Run `part` in `threads` threads (0: all of them). Return nonzero if one of them ran out of memory. */
 static int run(void (*part)(void *), void *job, unsigned threads, int32_t *failed) {
     *failed = 0;
     parallel(part, job, threads, 0);
     return *failed;
 }
 
-/* This thread's part of `n` things: [from, to). */
+/* Compute this thread's share [from, to) of `n` items. */
 INLINE void my_part(int64_t n, int64_t *from, int64_t *to) {
     int64_t me = thread_number(), all = thread_count();
     *from = n * me / all;
@@ -68,7 +68,7 @@ INLINE void my_part(int64_t n, int64_t *from, int64_t *to) {
 /* ------------------------------------------------------------------------------------------------ vectors */
 
 INLINE vec select_(bits where, vec a, vec b) { return (vec)((where & (bits)a) | (~where & (bits)b)); }
-INLINE vec larger(vec a, vec b) { return select_((bits)(a < b), b, a); } /* a NaN in a stays */
+INLINE vec larger(vec a, vec b) { return select_((bits)(a < b), b, a); } /* keeps a NaN in a */
 
 INLINE float sum_of(vec v) {
     vec8 eight[2];
@@ -80,7 +80,7 @@ INLINE float sum_of(vec v) {
     return (four[0][0] + four[0][2]) + (four[0][1] + four[0][3]);
 }
 
-/* The first n of 16 elements of `size` bytes. Apart, so that a whole vector is one instruction and no call. */
+/* Copy the first n of 16 elements of `size` bytes. The separate case makes a full vector one instruction. */
 INLINE void copy(void *to, const void *from, int64_t n, int size) {
     if (n >= LANES) memcpy(to, from, LANES * size);
     else memcpy(to, from, n * size);
@@ -88,7 +88,7 @@ INLINE void copy(void *to, const void *from, int64_t n, int size) {
 
 INLINE const void *at(const void *p, int64_t i, int half) { return (const char *)p + i * (half ? 2 : 4); }
 
-/* The first n of 16 elements, and 0 for the rest. */
+/* Load the first n of 16 elements, and 0 for the rest. */
 INLINE vec load(const void *p, int64_t i, int64_t n, int half) {
     if (half) {
         halves h = {0};
@@ -100,7 +100,7 @@ INLINE vec load(const void *p, int64_t i, int64_t n, int half) {
     return v;
 }
 
-/* To the nearest bf16, ties to even, as bits in the upper half of each lane. */
+/* Round to the nearest bf16, ties to even. The result is in the upper half of each lane. */
 INLINE bits rounded_bits(vec v) {
     bits b = (bits)v, nan = (bits)(v != v);
     return ((b + 0x7fff + (b >> 16 & 1)) & ~nan) | (nan & 0x7fc00000);
@@ -117,10 +117,10 @@ INLINE void store(void *p, int64_t i, int64_t n, vec v, int half) {
     }
 }
 
-/* e^x, x at most 88, with a relative error of 2e-7 (Cephes' expf). */
+/* Compute e^x for x up to 88, with a relative error of 2e-7 (Cephes' expf). */
 INLINE vec exp_of(vec x) {
     x = larger(x, (vec){0} - 87.3f);
-    vec n = x * 1.44269504f + 12582912.f; /* adds 2^23 + 2^22: what is left of the fraction is rounded off */
+    vec n = x * 1.44269504f + 12582912.f; /* adding 2^23 + 2^22 rounds to an integer */
     bits exponent = ((bits)n - 0x4b400000 + 127) << 23;
     n -= 12582912.f;
     vec r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -144,14 +144,14 @@ INLINE vec activate(vec x, int kind) {
 
 /* ------------------------------------------------------------------------------------------------ one row */
 
-/* The weights of a norm, in the dtype of the model or in fp32: an RMS norm, or with a bias a LayerNorm. */
+/* An RMS norm or, with a bias, a LayerNorm. `half` is the dtype of its weights, which may differ from the model's. */
 typedef struct {
     const void *weight, *bias;
     float eps;
     int32_t half;
 } Norm;
 
-/* total = x + residual, rounded, which goes to `sum` if there is one; out = its norm, rounded. */
+/* Write the rounded x + residual to `sum` if that is not NULL, and its rounded norm to `out`. */
 APART void norm_row(const void *x, const void *residual, const Norm *norm, int64_t first_weight, int64_t width,
                      void *sum, float *out, int half) {
     vec sums = {0}, squares = {0};
@@ -180,7 +180,7 @@ APART void norm_row(const void *x, const void *residual, const Norm *norm, int64
     }
 }
 
-/* Head `number`, normed if there is a norm, and turned: (a, b) -> (a cos - b sin, b cos + a sin). angle: cos | sin. */
+/* Normalize (if `norm`) and rotate head `number`: (a, b) -> (a cos - b sin, b cos + a sin). angle: cos | sin. */
 APART void turn_head(const void *head, const Norm *norm, int64_t number, const void *angle, int64_t dim, float *work,
                       void *out, int half, int out_half) {
     if (norm) {
@@ -228,7 +228,7 @@ static void norm_rows_part(void *p) {
     if (j->half) norm_rows_as(j, 1); else norm_rows_as(j, 0);
 }
 
-/* y [rows, width] = the norm of x, or of x + residual, which goes to sum. */
+/* y [rows, width] = norm(x), or norm(x + residual) with the sum written to `sum`. */
 int norm_rows(Rows *j) { return run(norm_rows_part, j, j->rows < 4, &j->failed); }
 
 INLINE void gate_rows_as(Rows *j, int half, int kind) {
@@ -261,17 +261,17 @@ INLINE void lookup_rows_as(Rows *j, int half) {
         }
 }
 
-/* y [rows, width] = rows of the table x, whose numbers are in `residual`; times scale, if that is not 0. */
+/* y [rows, width] = rows of the table x at the int64 indices `residual`, times scale if that is not 0. */
 int lookup_rows(Rows *j) {
     if (j->half) lookup_rows_as(j, 1); else lookup_rows_as(j, 0);
     return 0;
 }
 
 typedef struct {
-    const Norm *norms;  /* of each q and k head: [q heads + kv heads, dim]; or NULL */
+    const Norm *norms;  /* of each q and k head, [q heads + kv heads, dim]; or NULL */
     const void *table;  /* [positions, dim]: cos | sin */
-    int64_t heads, kv_heads, dim, window; /* window 0: all keys are seen */
-    float scale, cap;                     /* cap 0: none */
+    int64_t heads, kv_heads, dim, window; /* window 0: every key is visible */
+    float scale, cap;                     /* cap 0: no cap */
     int32_t half;
 } Heads;
 
@@ -280,7 +280,7 @@ typedef struct {
     void *qkv; /* [rows, (heads + 2 kv heads) * dim] */
     const int64_t *positions, *slots;
     const int32_t *lens, *tables; /* [rows], [owners, table_width] */
-    const int64_t *owners; /* [rows]: whose table is the row's */
+    const int64_t *owners; /* [rows]: the row of `tables` of each row */
     void *keys, *values, *out;    /* blocks [slots, kv heads, dim]; [rows, heads * dim] */
     int64_t rows, table_width, block_size, next;
     int32_t failed;
@@ -306,18 +306,18 @@ static void turn_rows_part(void *p) {
     if (j->heads->half) turn_rows_as(j, 1); else turn_rows_as(j, 0);
 }
 
-/* Norm and rotation of the q and k heads of packed rows, in place. */
+/* Normalize and rotate the q and k heads of packed rows, in place. */
 int turn_rows(Attend *j) { return run(turn_rows_part, j, j->rows < 4, &j->failed); }
 
 /* ---------------------------------------------------------------------------------------------- attention */
 
-/* Ask for a head of a token in the run that comes next: runs lie too far apart for the processor to guess. */
+/* Prefetch a head of a token in the next run. Runs are too far apart for the processor's own prefetcher. */
 INLINE void ask_for(const void *next, int64_t i, int64_t dim, int half) {
     for (int64_t line = 0; line < dim * (half ? 2 : 4); line += 64)
         __builtin_prefetch((const char *)at(next, i, half) + line);
 }
 
-/* n tokens that follow each other in a block, for G query heads: scores[g][u] = q[g] . key[u] * scale. */
+/* Score a run (n consecutive tokens of a block) for G query heads: scores[g][u] = q[g] . key[u] * scale. */
 INLINE void score_run(const void *keys, const void *next, int64_t token, int64_t n, const float *q, int64_t wide, int64_t dim, float scale,
                       float *scores, int64_t room, int G, int half) {
     for (int64_t u = 0; u < n; u++) {
@@ -332,7 +332,7 @@ INLINE void score_run(const void *keys, const void *next, int64_t token, int64_t
     }
 }
 
-/* out[g] += sum over u of weights[g][u] * value[u]. */
+/* Add the values of a run: out[g] += sum over u of weights[g][u] * value[u]. */
 INLINE void add_run(const void *values, const void *next, int64_t token, int64_t n, const float *weights, int64_t room, int64_t dim,
                     float *out, int64_t wide, int G, int half) {
     for (int64_t u = 0; u < n; u++) ask_for(next, u * token, dim, half);
@@ -347,7 +347,7 @@ INLINE void add_run(const void *values, const void *next, int64_t token, int64_t
     }
 }
 
-/* scores[0, n) become e^(score - largest), with room for whole vectors; returns their sum. */
+/* Replace scores[0, n) by e^(score - largest) and return their sum. There is room for whole vectors. */
 INLINE float soften(float *scores, int64_t n, float cap) {
     vec most = (vec){0} - INFINITY, total = {0};
     for (int64_t t = n; t % LANES; t++) scores[t] = -INFINITY;
@@ -364,7 +364,7 @@ INLINE float soften(float *scores, int64_t n, float cap) {
     return sum_of(total);
 }
 
-/* One row's kv heads [from, to), with their query heads, over its blocks; the new key and value go into theirs first. */
+/* Write the row's new key and value to its block, then attend for kv heads [from, to) and their query heads. */
 INLINE void attend_heads(Attend *j, int64_t row, int64_t from, int64_t to, float *work, int half) {
     const Heads *h = j->heads;
     int64_t dim = h->dim, group = h->heads / h->kv_heads, wide = (dim + LANES - 1) / LANES * LANES;
@@ -388,7 +388,7 @@ INLINE void attend_heads(Attend *j, int64_t row, int64_t from, int64_t to, float
         memcpy((void *)at(j->values, mine, half), at(packed, (number + h->kv_heads) * dim, half), dim * (half ? 2 : 4));
     }
 
-/* Runs in the order of memory, all heads of each: g counts query heads, of which 4, 2 or 1 share what is read. */
+/* Visit runs in memory order, and all heads of each run. g counts query heads; 4, 2 or 1 of them share a read. */
 #define PLACE(POOL, T) at(POOL, (blocks[(T) / size] * size + (T) % size) * token + from * dim, half)
 #define EACH_RUN(FUNCTION, POOL, ...)                                                                                \
     for (int64_t t = first, n; t < len; t += n) {                                                                    \
@@ -413,7 +413,7 @@ INLINE void attend_heads(Attend *j, int64_t row, int64_t from, int64_t to, float
                   load(out, head * wide + i, LANES, 0) / totals[head], half);
 }
 
-/* A task is a row, or a part of its heads while rows are too few for the threads. */
+/* Threads take tasks in turn. A task is a row, or some heads of a row if there are too few rows for the threads. */
 INLINE void attend_rows_as(Attend *j, int half) {
     const Heads *h = j->heads;
     int64_t parts = j->rows < 2 * thread_count() ? MIN(thread_count(), h->kv_heads) : 1, task;
@@ -432,8 +432,8 @@ static void attend_rows_part(void *p) {
     if (j->heads->half) attend_rows_as(j, 1); else attend_rows_as(j, 0);
 }
 
-/* Norm, rotation, writing and attention for rows of one token each, in any order: no row may attend over what another
-   row writes. The scheduler never puts two such rows into one step. */
+/* Normalize, rotate, write to blocks and attend, for rows of one token each. Rows run in any order, so no row may
+   attend over a key that another row writes. The scheduler never puts two such rows into one step. */
 int attend_rows(Attend *j) {
     j->next = 0;
     return run(attend_rows_part, j, 0, &j->failed);
@@ -447,7 +447,7 @@ typedef struct {
     const void *bias; /* or NULL, as the norm */
     const Norm *norm;
     int64_t inputs, padded, outputs;
-    int32_t vectors, half, kind; /* vectors: of outputs in a block; kind: the weight is gate | up */
+    int32_t vectors, half, kind; /* vectors: per block of outputs; kind: the activation of gate | up */
 } Weight;
 
 typedef struct {
@@ -458,7 +458,7 @@ typedef struct {
     int32_t failed;
 } Product;
 
-/* One block of outputs, V vectors, for R rows of x. */
+/* Compute one block of outputs (V vectors) for R rows of x. */
 INLINE void dots(const char *w, const float *x, int64_t padded, vec acc[8][4], int R, int V, int half) {
     vec a[8][4] = {{{0}}};
     for (int64_t k = 0; k < padded; k += half ? 2 : 1, w += 64 * V) {
@@ -468,7 +468,7 @@ INLINE void dots(const char *w, const float *x, int64_t padded, vec acc[8][4], i
             __builtin_prefetch(w + 64 * v + AHEAD);
             UNROLL for (int r = 0; r < R; r++) {
                 const float *mine = x + r * padded + k;
-                if (half) { /* the lower and the upper half of a lane belong to inputs k and k + 1 */
+                if (half) { /* a lane holds inputs k (lower half) and k + 1 (upper half) */
                     a[r][v] += (vec)(b << 16) * mine[0];
                     a[r][v] += (vec)(b & 0xffff0000) * mine[1];
                 } else {
@@ -480,7 +480,7 @@ INLINE void dots(const char *w, const float *x, int64_t padded, vec acc[8][4], i
     UNROLL for (int r = 0; r < R; r++) UNROLL for (int v = 0; v < V; v++) acc[r][v] = a[r][v];
 }
 
-/* Rows up to the next power of two, of which x has room, so that four forms do. */
+/* Round the rows up to a power of two, so that four variants suffice. x has room for the additional rows. */
 INLINE void dots_of_rows(const char *w, const float *x, int64_t padded, vec acc[8][4], int rows, int V, int half) {
     if (rows > 4 && V <= 2) dots(w, x, padded, acc, 8, V, half);
     else if (rows > 2) dots(w, x, padded, acc, 4, V, half);
@@ -488,7 +488,7 @@ INLINE void dots_of_rows(const char *w, const float *x, int64_t padded, vec acc[
     else dots(w, x, padded, acc, 1, V, half);
 }
 
-/* Results of block `b` for rows [row, row + rows), bias added and rounded. */
+/* Compute block `b` of the outputs for `rows` rows, plus bias, rounded. */
 INLINE void block_of(const Weight *w, int64_t b, const float *x, int rows, vec acc[8][4], int half) {
     const char *packed = (const char *)w->packed + b * w->vectors * LANES * w->padded * (half ? 2 : 4);
     if (w->vectors == 2) dots_of_rows(packed, x, w->padded, acc, rows, 2, half);
@@ -555,8 +555,9 @@ static void product_part(void *p) {
     if (j->weight->half) product_as(j, 1); else product_as(j, 0);
 }
 
-/* y = x W^T + bias, for few rows. With a norm in W: of the norm of x, or of x + residual, which goes to sum.
-   With an activation in W: act(gate) * up, whose width must be a multiple of the block. `add` is added at the end. */
+/* y = x W^T + bias, for few rows.
+   If W has a norm, x is replaced by norm(x), or by norm(x + residual) with the sum written to `sum`.
+   If W has an activation, y = act(gate) * up; its width must be a multiple of the block. `add` is added at the end. */
 int product(Product *j) { return run(product_part, j, 0, &j->failed); }
 
 /* ------------------------------------------------------------------------------------------------- replay */
@@ -566,7 +567,7 @@ typedef struct {
     void *arguments;
 } Call;
 
-/* Calls that were made before, once more. */
+/* Repeat captured calls. Return nonzero if one of them ran out of memory. */
 int replay(const Call *calls, int64_t n) {
     for (int64_t i = 0; i < n; i++)
         if (calls[i].function(calls[i].arguments)) return 1;
@@ -583,7 +584,7 @@ typedef struct {
 #define SIZE(S) {#S, sizeof(S)}
 #define FIELD(S, F) {#S "." #F, offsetof(S, F)}
 
-/* What ops.py compares its structures with when it loads the library. */
+/* ops.py compares its structures with this list when it loads the library. */
 const Layout layout[] = {
     SIZE(Norm), FIELD(Norm, weight), FIELD(Norm, bias), FIELD(Norm, eps), FIELD(Norm, half),
     SIZE(Heads), FIELD(Heads, norms), FIELD(Heads, table), FIELD(Heads, heads), FIELD(Heads, kv_heads),

@@ -1,1 +1,1 @@
-"""Triton kernels of products with few rows."""
+"""Triton matrix products with few rows, and with grouped rows."""

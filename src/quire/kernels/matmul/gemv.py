@@ -1,13 +1,12 @@
-"""y = W x for one or two rows of x: how fast W can be read is all that counts.
+"""Matrix-vector product y = W x for one or two rows of x, which is bound by the bandwidth of reading W.
 
-A program multiplies some rows of W with all of x. It asks for its part of W first, all at once and into
-registers: nothing of that depends on an earlier kernel, so with dependent launch it happens while that one
-still runs. Products are summed in fp32, always in the same order, whatever the other rows hold.
+A program multiplies some rows of W with all of x. It first loads its part of W into registers, all at once. These
+loads depend on no earlier kernel, so with dependent launch they overlap with the previous one. Products are summed
+in fp32, always in the same order, whatever the other rows hold.
 
-What surrounds the product is taken in, since at this size a kernel's start costs as much as its work: in
-front the addition of the residual and the RMSNorm, which every program computes anew (a few KB from the L2
-cache), behind it the gate of an MLP, or the addition of the residual. All of it rounds where separate kernels
-would.
+At this size a kernel's launch costs as much as its work, so neighbouring operations are fused: before the product the
+addition of the residual and the RMSNorm, which every program repeats (a few KB from the L2 cache), and after it the
+activation of a gated MLP or the addition of the residual. Values are rounded where separate kernels round them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ MOST_ROWS = 2
 
 @triton.jit
 def _chunk(weight, row, chunk: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr):
-    """Columns chunk * CHUNK .. of the rows `row`, read once: the first to go from the caches."""
+    """Load a chunk of columns of the rows `row`. They are read once, so the caches may evict them first."""
     k = chunk * CHUNK + tl.arange(0, CHUNK)[None, :]
     at = weight + row.to(tl.int64)[:, None] * K + k
     if (chunk + 1) * CHUNK <= K:
@@ -57,9 +56,9 @@ def _gemv(
     ADD_AFTER: tl.constexpr,
     BIAS: tl.constexpr,
     KIND: tl.constexpr,
-    ROWS: tl.constexpr,  # of the weight, per program
-    CHUNK: tl.constexpr,  # columns
-    DEPTH: tl.constexpr,  # chunks under way at once
+    ROWS: tl.constexpr,  # rows of the weight per program
+    CHUNK: tl.constexpr,  # columns per load
+    DEPTH: tl.constexpr,  # chunks in flight
     PDL: tl.constexpr,
 ) -> None:
     GATED: tl.constexpr = KIND != ""
@@ -71,7 +70,7 @@ def _gemv(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     r = tl.arange(0, ROWS)
-    if GATED:  # gate and up of one output side by side
+    if GATED:  # gate and up of one output are neighbours
         row = tl.minimum(tile * OUTS + r // 2, outputs - 1) + r % 2 * outputs
     else:
         row = tl.minimum(tile * OUTS + r, outputs - 1)
@@ -96,7 +95,7 @@ def _gemv(
     for m in tl.static_range(M):
         if ADD_AFTER:
             beside = tl.load(residual + m * outputs + out, mask=there, other=0.0).to(tl.float32)
-            tl.debug_barrier()  # or the assembler moves the load behind the products, to be waited for there
+            tl.debug_barrier()  # else the assembler moves the load after the products and waits for it there
         stream = ()
         if NORM:
             squares = tl.zeros([CHUNK], tl.float32)
@@ -119,7 +118,7 @@ def _gemv(
             if m == 0 and c + DEPTH < CHUNKS:
                 chunks = _with(chunks, _chunk(weight, row, c + DEPTH, K, CHUNK))
             products += chunks[c].to(tl.float32) * value[None, :]
-        if ADD_BEFORE:  # noqa: SIM102 (the one is known when compiled)
+        if ADD_BEFORE:  # noqa: SIM102 (a compile-time condition)
             if tile == 0:
                 for c in tl.static_range(CHUNKS):
                     k = c * CHUNK + column
@@ -141,8 +140,14 @@ def _gemv(
 def gemv(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """x [1 or 2, inputs], contiguous, times weight [outputs, inputs], plus bias; then plus residual
-    [rows, outputs], if there is one, after rounding."""
+    """Return x @ weight.T + bias, rounded, plus the residual: [rows, outputs].
+
+    Args:
+        x: [1 or 2, inputs], contiguous.
+        weight: [outputs, inputs], contiguous.
+        bias: [outputs], or None.
+        residual: [rows, outputs], or None.
+    """
     y = torch.empty(x.shape[0], weight.shape[0], device=x.device, dtype=x.dtype)
     _launch(x, None, residual, None, 0.0, weight, bias, None, y, x)
     return y
@@ -157,10 +162,20 @@ def norm_gemv(
     bias: torch.Tensor | None,
     kind: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The product of `weight` with the RMS norm of x + residual, and that sum (x itself without a residual).
+    """Return rms_norm(x + residual) @ weight.T + bias, and the sum x + residual.
 
-    x [1 or 2, inputs], contiguous; norm [inputs], its dtype may be another. With a `kind` (silu, gelu,
-    gelu_tanh, relu) the weight is gate|up [2 * outputs, inputs], and the result kind(gate) * up.
+    Args:
+        x: [1 or 2, inputs], contiguous.
+        residual: [rows, inputs], or None.
+        norm: the weight of the norm, [inputs]; its dtype may differ from x.
+        eps: of the norm.
+        weight: [outputs, inputs]; with a `kind` gate|up, [2 * outputs, inputs].
+        bias: one element per row of `weight`, or None.
+        kind: None, or the activation of a gated MLP: silu, gelu, gelu_tanh or relu.
+
+    Returns:
+        The product [rows, outputs], with a `kind` act(gate) * up; and the sum [rows, inputs], which is x itself
+        without a residual.
     """
     outputs = weight.shape[0] if kind is None else weight.shape[0] // 2
     y = torch.empty(x.shape[0], outputs, device=x.device, dtype=x.dtype)
@@ -214,7 +229,7 @@ def _launch(
 
 
 def most_rows(inputs: int) -> int:
-    """The rows of x for which this is the way to multiply."""
+    """Return the largest number of rows of x for which `gemv` is faster than the other products."""
     chunks = triton.cdiv(inputs, _width(inputs, False)[1])
     return MOST_ROWS if chunks <= _MOST_CHUNKS // 2 else 1 if chunks <= _MOST_CHUNKS else 0
 
@@ -222,11 +237,11 @@ def most_rows(inputs: int) -> int:
 def tile(
     rows: int, inputs: int, sms: int, gated: bool = False, normed: bool = False
 ) -> tuple[int, int, int, int]:
-    """(rows, columns of a chunk, chunks under way, warps) of a program for a weight [rows, inputs].
+    """Return (rows, columns per chunk, chunks in flight, warps) of a program for a weight [rows, inputs].
 
-    Measured on an H200 (benchmarks/results). A thread takes 16 bytes at a time and has up to 16 such loads
-    under way. A chunk is what the threads take of a row at once, but behind a norm up to 4096 columns. At
-    least about one program per multiprocessor, if there are rows for so many.
+    The sizes were tuned on an H200 (benchmarks/results). A thread loads 16 bytes at a time and has up to 16 loads in
+    flight. A chunk is what the threads load of a row at once; after a norm it has up to 4096 columns. There is about
+    one program per multiprocessor or more, if the weight has enough rows.
     """
     warps, chunk = _width(inputs, normed)
     chunks = triton.cdiv(inputs, chunk)
@@ -237,15 +252,15 @@ def tile(
 
 
 def _width(inputs: int, normed: bool) -> tuple[int, int]:
-    """(warps, columns of a chunk)"""
+    """Return (warps, columns per chunk)."""
     warps = 4 if inputs <= 4096 else 8 if inputs <= 16384 else 16
     return warps, min(4096 if normed and warps == 4 else 256 * warps, triton.next_power_of_2(inputs))
 
 
 def programs_for(sms: int) -> int:
-    """About one for each multiprocessor: 128 for the 132 of Hopper."""
+    """Round the number of multiprocessors down to a multiple of 16: Hopper has 132, which gives 128."""
     return max(sms - sms % 16, 16)
 
 
-_MOST_CHUNKS = 8  # of a row of W: their loop is unrolled, and two rows of x share what is in registers
-_REGISTERS = 128  # per thread: then 16 warps fit on a multiprocessor
+_MOST_CHUNKS = 8  # per row of W: their loop is unrolled, and two rows of x share the registers
+_REGISTERS = 128  # per thread, so that 16 warps fit on a multiprocessor

@@ -1,8 +1,8 @@
-"""Products of sorted rows, each with the weight of its group: the experts of a MoE layer.
+"""Grouped matrix product, for the experts of a MoE layer: sorted rows, each times the weight of its group.
 
-torch's `grouped_mm` waits for the device except in bf16 on some GPUs (target.py); this never does. The grid has
-room for the most tiles that so many rows can make in so many groups; each program finds its own from the ends of
-the groups, and surplus programs end at once. Sums are fp32 and always in the same order.
+torch's `grouped_mm` synchronizes with the device, except in bf16 on some GPUs (target.py). This kernel never does. The
+grid has room for the largest number of tiles that the rows can form. Each program finds its tile from the ends of the
+groups, and surplus programs end at once. Sums are fp32 and always in the same order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.kernels.target import Target, target_of
 def _grouped(
     x,  # [rows, K], sorted by group
     weight,  # [groups, outputs, K]
-    ends,  # int32 [groups]: of each group's rows
+    ends,  # int32 [groups]: the end of each group's rows
     y,  # [rows, outputs]
     groups,
     outputs,
@@ -60,9 +60,12 @@ def _grouped(
 
 
 def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiply rows ends[g - 1] .. ends[g] of x [rows, inputs] with weight[g].T -> [rows, outputs].
+    """Multiply rows ends[g - 1] .. ends[g] of x by weight[g].T, for each group g: [rows, outputs].
 
-    weight [groups, outputs, inputs], ends int32 [groups], ascending up to the number of rows; all contiguous.
+    Args:
+        x: [rows, inputs], contiguous, sorted by group.
+        weight: [groups, outputs, inputs], contiguous.
+        ends: int32 [groups], ascending up to the number of rows.
     """
     (rows, inputs), (groups, outputs) = x.shape, weight.shape[:2]
     y = torch.empty(rows, outputs, device=x.device, dtype=x.dtype)
@@ -78,5 +81,5 @@ def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -
 
 
 def _block(itemsize: int, target: Target) -> tuple[int, int, int]:
-    """(rows, outputs, inputs) at a time."""
+    """Return the (rows, outputs, inputs) of a tile."""
     return (32, 64, 64) if itemsize == 2 and target.has_matrix_units else (16, 64, 32)

@@ -1,10 +1,10 @@
-"""y = W x for a few rows of x, on the matrix units: how fast W can be read is what counts.
+"""Matrix product y = W x for up to 16 rows of x, on the matrix units; bound by the bandwidth of reading W.
 
-Two kernels. For a small W a program asks for whole rows of W at once, before it waits for the kernel that makes
-x, and each of its warps multiplies some of the columns. For a large W tiles of it come through a pipeline of
-asynchronous copies, which also starts before the wait; where the outputs give too few programs, they split
-the inputs as well, and the last one to arrive sums what the others left. Sums are fp32 and always in the same
-order, so a row's result depends on nothing else in the batch.
+There are two kernels. For a small W, a program loads entire rows of W at once, before it waits for the kernel that
+computes x, and each of its warps multiplies some of the columns. For a large W, tiles come through a pipeline of
+asynchronous copies, which also starts before the wait. If the outputs give too few programs, the inputs are split as
+well, and the last program to arrive sums the partial results. Sums are fp32 and always in the same order, so the
+result of a row does not depend on the rest of the batch.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from quire.kernels.target import target_of
 
 MOST_ROWS = 16
 BLOCK_N = 64  # rows of a large W per program
-_BLOCK_K = 256  # columns per step
-_PROGRAMS = 2  # for each multiprocessor
-_SMALL_BYTES, _SMALL_INPUTS = 16 << 20, 4096  # of a W that whole rows are taken of
-_HELD = 1 << 15  # numbers of such a W per program
+_BLOCK_K = 256  # columns per iteration
+_PROGRAMS = 2  # per multiprocessor
+_SMALL_BYTES, _SMALL_INPUTS = 16 << 20, 4096  # limits of a small W
+_HELD = 1 << 15  # elements of a small W per program
 _WARPS = 4
 
 
@@ -47,10 +47,10 @@ def _whole(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     WARPS: tl.constexpr,
-    COLUMNS: tl.constexpr,  # of a warp, at a time
+    COLUMNS: tl.constexpr,  # per warp and iteration
     PDL: tl.constexpr,
 ) -> None:
-    """Grid (tiles of outputs). Factors are [warp, row, column], so that warps share out the columns."""
+    """Grid (tiles of outputs). Factors are [warp, row, column], so that the columns are divided among the warps."""
     CHUNK: tl.constexpr = WARPS * COLUMNS
     CHUNKS: tl.constexpr = (K + CHUNK - 1) // CHUNK
     tile = tl.program_id(0)
@@ -86,16 +86,22 @@ def _whole(
 
 
 def is_small(weight: torch.Tensor) -> bool:
-    """Whether `whole` is the way to multiply few rows with it; measured on an H200."""
+    """Return whether `small_weight_product` is faster than `skinny` for this weight; measured on an H200."""
     return weight.nbytes <= _SMALL_BYTES and weight.shape[1] <= _SMALL_INPUTS
 
 
-def whole(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [rows, inputs], contiguous, at most 16 rows, times a small weight [outputs, inputs], plus bias."""
+def small_weight_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return x @ weight.T + bias for a small weight: [rows, outputs].
+
+    Args:
+        x: [rows, inputs], contiguous, at most 16 rows.
+        weight: [outputs, inputs], contiguous; `is_small` must hold.
+        bias: [outputs], or None.
+    """
     (rows, inputs), outputs = x.shape, weight.shape[0]
     y = torch.empty(rows, outputs, device=x.device, dtype=x.dtype)
     target = target_of(x.device)
-    # about one program per multiprocessor, if there are outputs for so many, and 64 KB of W in the registers of each
+    # About one program per multiprocessor if there are enough outputs, and 64 KB of W in the registers of each.
     fill = 1 << max((outputs // programs_for(target.sms)).bit_length() - 1, 3)
     block_n = min(32, fill, _HELD // triton.next_power_of_2(inputs))
     pdl = target.has_dependent_launch
@@ -124,7 +130,10 @@ def whole(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> t
 
 @triton.jit
 def _wait(PDL: tl.constexpr):
-    """0, after the wait. An address that holds it cannot be read before, however loads are scheduled."""
+    """Wait for the previous kernel and return 0.
+
+    A load whose address includes this 0 cannot be moved before the wait.
+    """
     if PDL:
         return tl.inline_asm_elementwise(
             "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
@@ -139,21 +148,21 @@ def _skinny(
     weight,  # [outputs, inputs]
     bias,  # [outputs], if BIAS
     y,  # [rows, outputs]
-    parts,  # fp32 [tile, split, BLOCK_N, BLOCK_M], if SPLIT
+    parts,  # float32 [tiles, splits, BLOCK_N, BLOCK_M], if SPLIT
     arrived,  # int32 [tiles], 0 before and after, if SPLIT
     rows,
     outputs,
     inputs,
-    each,  # inputs per program, a multiple of BLOCK_K; every program has some
+    each,  # inputs per program, a multiple of BLOCK_K; no program has none
     BIAS: tl.constexpr,
     SPLIT: tl.constexpr,
-    EVEN: tl.constexpr,  # inputs are a multiple of BLOCK_K
+    EVEN: tl.constexpr,  # the inputs are a multiple of BLOCK_K
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """Grid (tiles of outputs, parts of the inputs)."""
+    """Grid (tiles of outputs, splits of the inputs)."""
     tile, split = tl.program_id(0), tl.program_id(1)
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -174,7 +183,7 @@ def _skinny(
             w = tl.load(row + k, eviction_policy="evict_first")
         else:
             w = tl.load(row + k, mask=k < end, other=0.0, eviction_policy="evict_first")
-        if start == begin:  # here, so that the first loads of W are under way
+        if start == begin:  # after the first loads of W have been issued
             zero = _wait(PDL)
             a = tl.load(from_x + (start + 16 * zero), mask=real & (k < end), other=0.0)
         next_a = tl.load(from_x + (start + BLOCK_K + 16 * zero), mask=real & (k + BLOCK_K < end), other=0.0)
@@ -187,7 +196,7 @@ def _skinny(
         size: tl.constexpr = BLOCK_N * BLOCK_M
         whole = parts + tile * splits * size + tl.arange(0, BLOCK_N)[:, None] * BLOCK_M + m[None, :]
         tl.store(whole + split * size, acc)
-        tl.debug_barrier()  # all of the program's stores, before its arrival is told
+        tl.debug_barrier()  # complete the program's stores before its arrival is counted
         last = tl.atomic_add(arrived + tile, 1, sem="acq_rel") == splits - 1
         if last:
             tl.store(arrived + tile, 0)  # for the next launch
@@ -204,15 +213,19 @@ def _skinny(
 def skinny(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, arrived: torch.Tensor
 ) -> torch.Tensor:
-    """x [rows, inputs], contiguous, at most 16 rows, times any weight [outputs, inputs], plus bias.
+    """Return x @ weight.T + bias: [rows, outputs].
 
-    `arrived` int32, one for every 64 outputs, all 0; it is 0 again when the kernel has ended.
+    Args:
+        x: [rows, inputs], contiguous, at most 16 rows.
+        weight: [outputs, inputs], contiguous.
+        bias: [outputs], or None.
+        arrived: int32 zeros, one for every 64 outputs; zero again when the kernel has ended.
     """
     (rows, inputs), outputs = x.shape, weight.shape[0]
     y = torch.empty(rows, outputs, device=x.device, dtype=x.dtype)
     tiles = triton.cdiv(outputs, BLOCK_N)
     target = target_of(x.device)
-    splits, each = _split(tiles, inputs, _PROGRAMS * target.sms)
+    splits, each = split_inputs(tiles, inputs, _PROGRAMS * target.sms)
     parts = y
     if splits > 1:
         parts = torch.empty(tiles * splits * BLOCK_N * MOST_ROWS, device=x.device, dtype=torch.float32)
@@ -242,8 +255,8 @@ def skinny(
     return y
 
 
-def _split(tiles: int, inputs: int, programs: int) -> tuple[int, int]:
-    """(parts, inputs of each): about `programs` of them, but at least two steps for each."""
+def split_inputs(tiles: int, inputs: int, programs: int) -> tuple[int, int]:
+    """Return (splits, inputs per split) for about `programs` programs, with at least two iterations each."""
     steps = triton.cdiv(inputs, _BLOCK_K)
     wanted = max(1, min(programs // tiles, steps // 2))
     each = triton.cdiv(steps, wanted)

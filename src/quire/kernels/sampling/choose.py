@@ -1,10 +1,10 @@
-"""A token for each row of logits: the best one, a Gumbel-max draw, or a draw among what the filters keep.
+"""Choice of a token for each row of logits: greedy, a Gumbel-max draw, or a draw among the tokens that filters keep.
 
-Two kernels serve greedy rows and plain draws in one reading of the logits: each program of the first finds
-the best token of a span of a row; one program of the second takes the best of a row's spans. Ties go to
-the lowest id. Rows with filters go through both as well (kernels/sampling/filters.py says what for), and two more
-kernels, in which all other rows end at once. What a row wants is read from the slots' parameters on the
-device, so a batch may mix all kinds, and one captured graph serves any mix of so many rows.
+Two kernels serve greedy rows and unfiltered draws in one pass over the logits. Each program of the first kernel finds
+the best token of a span of a row, and one program of the second takes the best of a row's spans. Ties go to the lowest
+id. Rows with filters pass through both kernels too (kernels/sampling/filters.py says why) and through two more, in
+which the other rows end at once. The parameters of a row are read on the device, from its slot, so a batch may mix all
+kinds of rows, and a captured graph serves any mix.
 """
 
 from __future__ import annotations
@@ -17,7 +17,18 @@ import triton.language as tl
 
 from quire.kernels.jit import kernel
 from quire.kernels.sampling import filtered_draw, filters
-from quire.kernels.sampling.filters import BOUNDS, COLLECT, SETTLED, SUMS, WHOLE_ROW
+from quire.kernels.sampling.filters import (
+    BOUNDS,
+    COLLECT,
+    FLOOR,
+    FROM_FLOOR,
+    HIGH,
+    LOW,
+    SETTLED,
+    SUMS,
+    TOP,
+    WHOLE_ROW,
+)
 from quire.kernels.sampling.row import (
     COLUMNS,
     INF,
@@ -40,20 +51,22 @@ from quire.kernels.sampling.row import (
 )
 from quire.kernels.target import target_of
 
-_BLOCK = 1024  # tokens at a time
+_BLOCK = 1024  # tokens per iteration
 _WARPS = 4
-_STAGES = 3  # blocks on their way while one is worked on
-# Programs per multiprocessor, as many as it holds at once; beyond that a program takes several blocks.
+_STAGES = 3  # blocks in flight
+# Programs per multiprocessor: as many as fit at once. A longer row gives each program several blocks.
 _SCANNING = 6
 _COLLECTING = 5  # with _REGISTERS each
-_REGISTERS = 96
-_ROW_WARPS = 16  # of a kernel with one program for a row
+_REGISTERS = 96  # per thread
+_ROW_WARPS = 16  # of a kernel with one program per row
 
 
 @dataclass(slots=True, frozen=True)
 class Scratch:
-    """Device memory that the kernels of a step hand to each other; R rows, V tokens. Holds nothing between
-    steps, so one serves all steps of a stream."""
+    """Device memory that the sampling kernels of a step pass to each other, for R rows.
+
+    It holds nothing between steps, so one object serves all steps of a stream.
+    """
 
     best: torch.Tensor  # float32 [R, spans]
     best_ids: torch.Tensor  # int32 [R, spans]
@@ -67,6 +80,8 @@ class Scratch:
 
     @classmethod
     def empty(cls, rows: int, vocab: int, device: torch.device) -> Scratch:
+        """Allocate scratch memory for at most `rows` rows of `vocab` logits."""
+
         def of(dtype: torch.dtype, *width: int) -> torch.Tensor:
             return torch.empty(rows, *width, dtype=dtype, device=device)
 
@@ -112,7 +127,7 @@ def _scan(
     begin = span * rounds * BLOCK
 
     if is_filtered(table, slot):
-        groups = row.to(tl.int64) * tl.cdiv(vocab, GROUP)  # of the rows before
+        groups = row.to(tl.int64) * tl.cdiv(vocab, GROUP)  # of the previous rows
         weigh = (top_k_of(table, slot) == 0) & (top_p_of(table, slot) < 1)
         filters.survey(
             at, vocab, begin, scale, weigh, rounds, heads + groups, weights + groups, GROUP, BLOCK, STAGES
@@ -121,8 +136,8 @@ def _scan(
         ids = begin + tl.arange(0, BLOCK)
         k0, k1 = keys_of(table, slot, num_tokens)
         record = tl.full([], NEVER, tl.float32)
-        value, token = tl.full([BLOCK], NEVER, tl.float32), ids  # each lane's best, the first of equals
-        sick = tl.zeros([BLOCK], tl.int1)  # lanes that met a NaN or +inf
+        value, token = tl.full([BLOCK], NEVER, tl.float32), ids  # the best of each lane, the first of equals
+        sick = tl.zeros([BLOCK], tl.int1)  # lanes that have seen a NaN or +inf
         for _ in tl.range(rounds, num_stages=STAGES):
             raw = tl.load(at + ids, mask=ids < vocab, other=NEVER)
             sick |= (raw.to(tl.float32) < INF) == 0
@@ -142,7 +157,7 @@ def _scan(
 
 @triton.jit
 def _or_failure(token, top):
-    """The token, unless the row's best, which is INF where a logit is NaN or +inf, allows none."""
+    """Return the token, or the failure that the row's best logit implies; INF stands for a NaN or +inf."""
     return tl.where(top == INF, NOT_FINITE, tl.where(top == NEVER, NO_TOKEN, token))
 
 
@@ -172,7 +187,7 @@ def _settle(
     CAPACITY: tl.constexpr,
     PDL: tl.constexpr,
 ) -> None:
-    """The token of a row without filters; for one with filters, between which bounds its cutoff lies."""
+    """Grid (rows,). Choose the token of a row without filters, or the bounds of the cutoff of a row with filters."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
@@ -203,7 +218,7 @@ def _settle(
         logits + row.to(tl.int64) * stride, vocab, scale_of(table, slot), head, weight, top, floor,
         top_k, top_p, GROUP, SAMPLES, BINS, CAPACITY,
     )  # fmt: skip
-    # A few groups are looked at by the last kernel itself, if it need not know the mass below them.
+    # The last kernel reads a few groups itself, unless it needs the mass below them.
     chosen = (head >= lo).to(tl.int32)
     few = tl.sum(chosen, 0)
     direct = (few <= MOST_GROUPS) & (hi > top)
@@ -211,14 +226,14 @@ def _settle(
     if direct:
         tl.store(groups + row * MOST_GROUPS + tl.cumsum(chosen, 0) - 1, i, mask=chosen > 0)
     elif (top_k == 0) & (top_p >= 1):
-        hi = lo  # min_p alone: everything that is kept is known
-    both = (hi <= top) & (top_k > 0) & (top_p < 1)  # the mass of the top_k tokens is not known
+        hi = lo  # min_p alone: the cutoff is the floor
+    both = (hi <= top) & (top_k > 0) & (top_p < 1)  # the mass of the top_k tokens is unknown
     tl.store(kinds + row, tl.where(direct, few, tl.where(both, WHOLE_ROW, COLLECT)))
-    tl.store(bounds + row * BOUNDS, top)
-    tl.store(bounds + row * BOUNDS + 1, floor)
-    tl.store(bounds + row * BOUNDS + 2, lo)
-    tl.store(bounds + row * BOUNDS + 3, hi)
-    tl.store(sums + row * SUMS, tl.where(direct, (mass * UNIT).to(tl.int64), 0))
+    tl.store(bounds + row * BOUNDS + TOP, top)
+    tl.store(bounds + row * BOUNDS + FLOOR, floor)
+    tl.store(bounds + row * BOUNDS + LOW, lo)
+    tl.store(bounds + row * BOUNDS + HIGH, hi)
+    tl.store(sums + row * SUMS + FROM_FLOOR, tl.where(direct, (mass * UNIT).to(tl.int64), 0))
     for j in tl.static_range(1, SUMS):
         tl.store(sums + row * SUMS + j, tl.zeros([], tl.int64))
 
@@ -232,51 +247,60 @@ def choose(
     tokens: torch.Tensor,
     filtered: bool = True,
 ) -> None:
-    """Into `tokens` int32 [rows]: the token of each row of `logits` [rows, vocab] (last dimension contiguous).
+    """Choose a token for each row of logits and write it to `tokens`.
 
-    `table` int64 [slots, COLUMNS] holds each slot's parameters, floats as the bits of float64; a
-    temperature of 0 asks for the best token. `num_tokens` int32 [slots] is the position of the draw.
-    `filtered` False says that no row has filters, which saves two launches.
+    Args:
+        logits: [rows, vocab], the last dimension contiguous.
+        slots: [rows].
+        table: int64 [slots, COLUMNS], the parameters of each slot; floats as the bits of a float64. A temperature of 0
+            means greedy.
+        num_tokens: int32 [slots], the position of the draw, which seeds its noise.
+        scratch: memory for at least as many rows, and for this vocabulary.
+        tokens: written, int32 [rows]; NOT_FINITE or NO_TOKEN for a row without a valid choice.
+        filtered: whether any row has filters; False saves two launches.
+
+    Raises:
+        ValueError: if `scratch` has too few rows.
     """
     rows, vocab = logits.shape
     if rows > scratch.bounds.shape[0]:
-        raise ValueError(f"{rows} rows of logits, but scratch memory for {scratch.bounds.shape[0]}")
+        raise ValueError(f"{rows} rows of logits, but scratch has memory for {scratch.bounds.shape[0]}")
     assert table.shape[1] == len(COLUMNS)
     target = target_of(logits.device)
     pdl = target.has_dependent_launch
-    how = {"PDL": pdl, "launch_pdl": pdl, **SAME_BITS}
-    # The widest a row can be split, whatever the number of rows: one kernel for every batch size.
+    options = {"PDL": pdl, "launch_pdl": pdl, **SAME_BITS}
+    # The largest number of spans, whatever the number of rows, so that one kernel serves every batch size.
     widest = triton.next_power_of_2(triton.cdiv(vocab, _BLOCK))
-    given = logits, logits.stride(0), vocab, slots, table
+    inputs = logits, logits.stride(0), vocab, slots, table
     s = scratch
     rounds, spans = _split(rows, vocab, _SCANNING * target.sms)
     _scan[(rows, spans)](
-        *given, num_tokens, s.best, s.best_ids, s.heads, s.weights, rounds,
-        GROUP=filters.GROUP, BLOCK=_BLOCK, STAGES=_STAGES, num_warps=_WARPS, **how,
+        *inputs, num_tokens, s.best, s.best_ids, s.heads, s.weights, rounds,
+        GROUP=filters.GROUP, BLOCK=_BLOCK, STAGES=_STAGES, num_warps=_WARPS, **options,
     )  # fmt: skip
     _settle[(rows,)](
-        *given, s.best, s.best_ids, s.heads, s.weights, s.kinds, s.bounds, s.sums, s.groups, tokens, spans,
+        *inputs, s.best, s.best_ids, s.heads, s.weights, s.kinds, s.bounds, s.sums, s.groups, tokens, spans,
         SPANS=widest, GROUP=filters.GROUP, GROUPS=triton.next_power_of_2(triton.cdiv(vocab, filters.GROUP)),
         MOST_GROUPS=filters.MOST_GROUPS, SAMPLES=filters.SAMPLES, BINS=filters.BINS,
-        CAPACITY=filters.CAPACITY, num_warps=_ROW_WARPS, **how,
+        CAPACITY=filters.CAPACITY, num_warps=_ROW_WARPS, **options,
     )  # fmt: skip
     if not filtered:
         return
     rounds, spans = _split(rows, vocab, _COLLECTING * target.sms)
     filters.collect[(rows, spans)](
-        *given, num_tokens, s.kinds, s.bounds, s.sums, s.listed, s.best, s.best_ids, rounds,
-        CAPACITY=filters.CAPACITY, BLOCK=_BLOCK, STAGES=_STAGES, num_warps=_WARPS, maxnreg=_REGISTERS, **how,
+        *inputs, num_tokens, s.kinds, s.bounds, s.sums, s.listed, s.best, s.best_ids, rounds,
+        CAPACITY=filters.CAPACITY, BLOCK=_BLOCK, STAGES=_STAGES, num_warps=_WARPS, maxnreg=_REGISTERS, **options,
     )  # fmt: skip
     filtered_draw.draw[(rows,)](
-        *given, num_tokens, s.kinds, s.bounds, s.sums, s.groups, s.listed, s.best, s.best_ids, tokens, spans,
+        *inputs, num_tokens, s.kinds, s.bounds, s.sums, s.groups, s.listed, s.best, s.best_ids, tokens, spans,
         SPANS=widest, GROUP=filters.GROUP, MOST_GROUPS=filters.MOST_GROUPS, LISTING=filtered_draw.LISTING,
         FEW=filtered_draw.FEW, CAPACITY=filters.CAPACITY, BLOCK=filtered_draw.ROW_BLOCK,
-        num_warps=_ROW_WARPS, **how,
+        num_warps=_ROW_WARPS, **options,
     )  # fmt: skip
 
 
 def _split(rows: int, vocab: int, programs: int) -> tuple[int, int]:
-    """Blocks that a program takes, and programs to a row: about so many programs in all."""
+    """Return the blocks per program, and the programs per row, for about `programs` programs in all."""
     blocks = triton.cdiv(vocab, _BLOCK)
     rounds = triton.cdiv(blocks, max(programs // rows, 1))
     return rounds, triton.cdiv(blocks, rounds)

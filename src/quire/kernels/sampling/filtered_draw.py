@@ -1,19 +1,20 @@
-"""The draw among what filters keep, from the list of tokens in doubt: exact, one program a row.
+"""The exact draw among the tokens that filters keep, from the list of tokens in doubt, with one program per row.
 
-The best score of all listed tokens is the row's if its token is kept, and that is soon known: fewer than
-top_k tokens above it, and less mass than top_p asks for. If it is not, neither is anything below it. So a
-few looks settle what a search for the cutoff would take 32 for.
+The listed token with the best score wins if the filters keep it. That is quick to decide: fewer than top_k tokens
+have a higher logit, and they have less mass than top_p needs. If the token is not kept, no token with a lower logit
+is. So a few checks settle what a search for the cutoff needs 32 iterations for. There are four cases:
 
-    few       complete lists, each token compared with each
-    many      complete lists
-    partial   tokens above the bracket are kept for certain; listed is what scores higher than the best of
-              them (the rival) and may be kept, which mostly is nothing; else one more reading decides
-    whole row where the bracket was wrong or the list overflowed
+    few        The list is complete and short: compare each token with every other.
+    many       The list is complete and long: check one winner after the other.
+    partial    Tokens above the bracket are certainly kept, and the best of them is the rival. The list holds the tokens
+               inside the bracket that score higher than the rival. Usually there are none; otherwise another pass over
+               the row decides.
+    whole row  The bracket was wrong or the list overflowed: search the row.
 
-Where a single token of the largest logit has the mass that top_p asks for, the first of them is the token.
+If one token of the largest logit alone has the mass that top_p needs, the first such token wins.
 
-Masses are integers: their sums do not depend on the order. Sums made in floats, where that saved a reading,
-decide only where they leave no doubt (`slack`).
+Masses are integers, so their sums do not depend on the order. Sums in floats, where they saved a pass, decide only if
+they leave no doubt (`slack`).
 """
 
 from __future__ import annotations
@@ -22,7 +23,21 @@ import triton
 import triton.language as tl
 
 from quire.kernels.jit import kernel
-from quire.kernels.sampling.filters import BOUNDS, SETTLED, SUMS, WHOLE_ROW, append
+from quire.kernels.sampling.filters import (
+    BOUNDS,
+    FLOOR,
+    FROM_FLOOR,
+    FROM_HIGH,
+    FROM_LOW,
+    HIGH,
+    LOW,
+    NUM_LISTED,
+    SETTLED,
+    SUMS,
+    TOP,
+    WHOLE_ROW,
+    append,
+)
 from quire.kernels.sampling.row import (
     INF,
     NEVER,
@@ -41,10 +56,10 @@ from quire.kernels.sampling.row import (
     uniform,
 )
 
-FEW = 128  # tokens that are compared each with each
-LISTING = 64  # groups at a time
+FEW = 128  # tokens of a short list
+LISTING = 64  # groups per iteration
 _ONE = tl.constexpr(1 << 40)  # the mass of one token of the largest logit
-ROW_BLOCK = 4096  # tokens at a time where a whole row is searched
+ROW_BLOCK = 4096  # tokens per iteration of a search of the whole row
 
 
 @kernel(do_not_specialize=["spans"])
@@ -80,8 +95,8 @@ def draw(
     kind = tl.load(kinds + row)
     if kind == SETTLED:
         return
-    top, floor = tl.load(bounds + row * BOUNDS), tl.load(bounds + row * BOUNDS + 1)
-    lo, hi = tl.load(bounds + row * BOUNDS + 2), tl.load(bounds + row * BOUNDS + 3)
+    top, floor = tl.load(bounds + row * BOUNDS + TOP), tl.load(bounds + row * BOUNDS + FLOOR)
+    lo, hi = tl.load(bounds + row * BOUNDS + LOW), tl.load(bounds + row * BOUNDS + HIGH)
     slot = tl.load(slots + row).to(tl.int64)
     scale, top_k, top_p = scale_of(table, slot), top_k_of(table, slot), top_p_of(table, slot)
     k0, k1 = keys_of(table, slot, num_tokens)
@@ -90,11 +105,11 @@ def draw(
     sums += row * SUMS
     if kind > 0:
         own = groups + row * MOST_GROUPS
-        _list(at, vocab, scale, lo, own, kind, listed, sums + 3, GROUP, LISTING, CAPACITY)
-    all_mass = tl.load(sums)
-    count = tl.atomic_add(sums + 3, tl.full([], 0, tl.int64))  # as a load that no cache answers
+        _list(at, vocab, scale, lo, own, kind, listed, sums + NUM_LISTED, GROUP, LISTING, CAPACITY)
+    all_mass = tl.load(sums + FROM_FLOOR)
+    count = tl.atomic_add(sums + NUM_LISTED, tl.full([], 0, tl.int64))  # a load that bypasses the caches
 
-    right, token = kind > kind, tl.full([], 0, tl.int32)  # not yet
+    right, token = kind > kind, tl.full([], 0, tl.int32)  # False: the token is not known yet
     if kind != WHOLE_ROW:
         if hi <= top:
             if count <= FEW:
@@ -104,7 +119,7 @@ def draw(
                 rival, rival_id = best_of(value, value_ids)
                 right, token = _draw_partial(
                     at, vocab, scale, listed, count, top, floor, lo == floor, top_k, top_p,
-                    all_mass, tl.load(sums + 1), tl.load(sums + 2), rival, rival_id, k0, k1, FEW, BLOCK,
+                    all_mass, tl.load(sums + FROM_LOW), tl.load(sums + FROM_HIGH), rival, rival_id, k0, k1, FEW, BLOCK,
                 )  # fmt: skip
         elif count <= FEW:
             right, token = _draw_few(
@@ -125,7 +140,7 @@ def _list(
     at, vocab, scale, lo, groups, count, listed, counter,
     GROUP: tl.constexpr, LISTING: tl.constexpr, CAPACITY: tl.constexpr,
 ):  # fmt: skip
-    """Lists the tokens from lo on of the groups."""
+    """List the tokens of the groups that are at or above `lo`."""
     for begin in range(0, count, LISTING):
         i = begin + tl.arange(0, LISTING)
         group = tl.load(groups + i, mask=i < count, other=vocab)
@@ -136,8 +151,8 @@ def _list(
 
 
 @triton.jit
-def _asked(total, top_p):
-    """The mass that top_p asks for. A part in 10^6 is forgiven, as in sampling/filters.py."""
+def _needed_mass(total, top_p):
+    """Return the mass that top_p needs, with a tolerance of 1e-6 as in sampling/filters.py."""
     asked = total.to(tl.float64) * (top_p - 1e-6)
     floor = asked.to(tl.int64)
     return tl.maximum(floor + (floor.to(tl.float64) < asked).to(tl.int64), 1)
@@ -145,9 +160,9 @@ def _asked(total, top_p):
 
 @triton.jit
 def _first_if_enough(x, ids, top, asked, slack, right, token):
-    """`right` and `token`, but the first token of the largest logit where one of these has the mass asked for.
+    """Replace `token` by the first token of the largest logit if one such token alone has the needed mass.
 
-    Where the mass is not known well enough to tell, and there are several, the list does not decide.
+    If there are several such tokens and the mass is not known precisely enough, `right` becomes False.
     """
     at_top = x == top
     doubtful = (asked + slack > _ONE) & (asked - slack <= _ONE) & (tl.sum(at_top.to(tl.int32), 0) > 1)
@@ -157,13 +172,16 @@ def _first_if_enough(x, ids, top, asked, slack, right, token):
 
 @triton.jit
 def _slack(asked, exact):
-    """By how much it may be wrong, if its total was not exact."""
+    """Return the possible error of the needed mass: 0 if its total was exact."""
     return tl.where(exact, 0, (asked >> 14) + 1)
 
 
 @triton.jit
 def _draw_few(at, scale, listed, count, top, whole, top_k, top_p, all_mass, k0, k1, FEW: tl.constexpr):
-    """Whether the list decides, and the token. `whole`: the list is all that filters other than min_p see."""
+    """Draw from a short, complete list: return whether the list decides, and the token.
+
+    `whole`: the list holds every token that passes min_p.
+    """
     i = tl.arange(0, FEW)
     ids = tl.load(listed + i, mask=i < count, other=0)
     x = load_scaled(at, ids, i < count, scale)
@@ -177,7 +195,7 @@ def _draw_few(at, scale, listed, count, top, whole, top_k, top_p, all_mass, k0, 
     if top_p < 1:
         listed_mass = tl.sum(tl.where(kept, mass, 0), 0)
         exact = (top_k > 0) | whole
-        asked = _asked(tl.where(exact, listed_mass, all_mass), top_p)
+        asked = _needed_mass(tl.where(exact, listed_mass, all_mass), top_p)
         slack = _slack(asked, exact)
         kept &= above_mass < asked + slack
         _, token = best_of(tl.where(kept, score, NEVER), ids)
@@ -193,7 +211,7 @@ def _draw_few(at, scale, listed, count, top, whole, top_k, top_p, all_mass, k0, 
 def _draw_many(
     at, scale, listed, count, top, lo, whole, top_k, top_p, all_mass, k0, k1, CAPACITY: tl.constexpr
 ):
-    """As `_draw_few`."""
+    """Draw from a long, complete list; see `_draw_few`."""
     i = tl.arange(0, CAPACITY)
     ids = tl.load(listed + i, mask=i < count, other=0)
     x = load_scaled(at, ids, i < count, scale)
@@ -207,7 +225,7 @@ def _draw_many(
             cut = tl.maximum(lo, _search(x, top_k, key_of(lo), key_of(top) + 1))
         weight = tl.where(x >= cut, mass_of(x, top), 0)
         listed_mass, exact = tl.sum(weight, 0), (top_k > 0) | whole
-        need = _asked(tl.where(exact, listed_mass, all_mass), top_p)
+        need = _needed_mass(tl.where(exact, listed_mass, all_mass), top_p)
         slack = _slack(need, exact)
         right &= listed_mass >= need + slack
     score = tl.where(x >= cut, x + gumbel_of(uniform(ids, k0, k1)), NEVER)
@@ -231,9 +249,13 @@ def _draw_partial(
     at, vocab, scale, listed, count, top, floor, whole, top_k, top_p, from_floor, from_lo, from_hi,
     rival, rival_id, k0, k1, FEW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Of top_k and top_p at most one is on; the sums are of tokens or of masses."""
+    """Draw among the rival and a partial list: return whether they decide, and the token.
+
+    At most one of top_k and top_p is on. The sums `from_floor`, `from_lo` and `from_hi` count tokens with top_k, and
+    masses with top_p.
+    """
     counts = top_k > 0
-    asked = tl.where(counts, tl.minimum(top_k, vocab + 1) << 40, _asked(from_floor, top_p))
+    asked = tl.where(counts, tl.minimum(top_k, vocab + 1) << 40, _needed_mass(from_floor, top_p))
     slack = _slack(asked, counts)
     right = (counts == 0) & (top_p >= 1)
     right |= (from_hi + slack < asked) & (whole | (from_lo >= asked + slack))
@@ -245,7 +267,7 @@ def _draw_partial(
     going = right & ((value > rival) | ((value == rival) & (token < rival_id)))
     need = top_k
     if going & (counts == 0):
-        need = _asked(_weigh_row(at, vocab, scale, top, floor, NEVER, False, BLOCK), top_p)
+        need = _needed_mass(_weigh_row(at, vocab, scale, top, floor, NEVER, False, BLOCK), top_p)
     while going:
         at_winner = tl.max(tl.where(ids == token, x, NEVER), 0)
         kept = _weigh_row(at, vocab, scale, top, floor, at_winner, counts, BLOCK) < need
@@ -257,8 +279,10 @@ def _draw_partial(
 
 @triton.jit
 def _search(x, need, low, high):
-    """A float t, as keys from `low` on and below `high`, so that top_k keeps x >= t: the most that has as
-    many tokens as needed."""
+    """Return a float t such that top_k = `need` keeps exactly the elements of x that are >= t, by bisection over keys.
+
+    `low` is the smallest key to consider, `high` is one past the largest.
+    """
     while high - low > 1:
         middle = (low + high) >> 1
         reached = tl.sum((x >= float_of(middle)).to(tl.int32), 0)
@@ -269,7 +293,7 @@ def _search(x, need, low, high):
 
 @triton.jit
 def _weigh_row(at, vocab, scale, top, t, above, counts, BLOCK: tl.constexpr):
-    """Number (if `counts`) or mass of the row's tokens with x >= t and x > above."""
+    """Return the number (if `counts`) or the mass of the row's tokens with x >= t and x > above."""
     weight = tl.zeros([BLOCK], tl.int64)
     for begin in range(0, vocab, BLOCK):
         ids = begin + tl.arange(0, BLOCK)
@@ -281,7 +305,7 @@ def _weigh_row(at, vocab, scale, top, t, above, counts, BLOCK: tl.constexpr):
 
 @triton.jit
 def _first_at(at, vocab, scale, top, BLOCK: tl.constexpr):
-    """The first token of the row with the scaled logit `top`."""
+    """Return the first token of the row with the scaled logit `top`."""
     first = tl.full([BLOCK], 0x7FFFFFFF, tl.int32)
     for begin in range(0, vocab, BLOCK):
         ids = begin + tl.arange(0, BLOCK)
@@ -292,7 +316,7 @@ def _first_at(at, vocab, scale, top, BLOCK: tl.constexpr):
 
 @triton.jit
 def _draw_from_row(at, vocab, scale, top, cut, top_k, top_p, floor, k0, k1, BLOCK: tl.constexpr):
-    """The same over the whole row; `cut`: nothing below it is kept."""
+    """Draw from the whole row, of which no token below `cut` is kept."""
     need = tl.where(top_k > 0, top_k, tl.full([], 1, tl.int64) + vocab)
     counts = top_p >= 1
     if top_p < 1:
@@ -306,12 +330,12 @@ def _draw_from_row(at, vocab, scale, top, cut, top_k, top_p, floor, k0, k1, BLOC
                 high = tl.where(reached == top_k, middle + 1, tl.where(reached >= top_k, high, middle))
             t = tl.maximum(floor, float_of(low))
             cut = t
-        need = _asked(_weigh_row(at, vocab, scale, top, t, NEVER, False, BLOCK), top_p)
+        need = _needed_mass(_weigh_row(at, vocab, scale, top, t, NEVER, False, BLOCK), top_p)
     token = tl.full([], 0, tl.int32)
-    if (top_p < 1) & (need <= _ONE):  # one token of the largest logit is enough: the first
+    if (top_p < 1) & (need <= _ONE):  # one token of the largest logit is enough: take the first
         cut = tl.full([], INF, tl.float32)
         token = _first_at(at, vocab, scale, top, BLOCK)
-    above = tl.full([], NEVER, tl.float32)  # only tokens above it may be kept
+    above = tl.full([], NEVER, tl.float32)  # only tokens with a higher logit may be kept
     going = cut < INF
     while going:
         record = tl.full([], NEVER, tl.float32)

@@ -1,4 +1,7 @@
-"""Grammar masks on the device: the logits of tokens whose bit is not set become -inf. Reads bits, writes little."""
+"""Grammar masks on the device: the logits of forbidden tokens become -inf.
+
+The kernel reads only the bits of the mask and writes only the forbidden logits.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import triton.language as tl
 
 from quire.kernels.jit import kernel
 
-_BLOCK = 2048  # tokens of one program: 64 words of bits
+_BLOCK = 2048  # tokens per program: 64 words of bits
 
 
 @kernel
@@ -31,8 +34,13 @@ def _forbid(
 
 
 def apply_masks(logits: torch.Tensor, rows: torch.Tensor, bits: torch.Tensor) -> None:
-    """In place on `logits` [n, vocab] (last dimension contiguous): tokens of row `rows[i]` (int64 [k]) whose bit
-    in `bits[i]` (int32 [k, ceil(vocab / 32)]) is not set become -inf."""
+    """Set the logits of forbidden tokens to -inf, in place.
+
+    Args:
+        logits: [n, vocab], the last dimension contiguous.
+        rows: int64 [k], the rows of `logits` to mask.
+        bits: int32 [k, ceil(vocab / 32)]. Bit t % 32 of word t // 32 is set if token t is allowed.
+    """
     vocab = logits.shape[1]
     grid = (len(rows), triton.cdiv(vocab, _BLOCK))
     _forbid[grid](logits, logits.stride(0), vocab, rows, bits, bits.shape[1], BLOCK=_BLOCK)

@@ -1,8 +1,8 @@
-"""Repetition, presence and frequency penalty in one launch, in time that grows with the tokens of a row.
+"""Repetition, presence and frequency penalty in one launch, in time proportional to the tokens of a row.
 
-A program counts the tokens of its row in a scratch line as long as the vocabulary, then walks over them
-again: whoever exchanges a token's count for 0 penalises that token. So each token is penalised once, with
-its full count, in whatever order the device goes; and the line is all zeros again for the next row.
+A program counts the tokens of its row in a scratch line as long as the vocabulary, then visits them a second time. The
+lane that exchanges a token's count for 0 penalises that token. So each token is penalised exactly once, with its full
+count, in any order of execution, and the line is all zeros again for the next row.
 """
 
 from __future__ import annotations
@@ -14,10 +14,14 @@ from quire.kernels.jit import kernel
 from quire.kernels.sampling.row import SAME_BITS
 
 COLUMNS = ("on", "repetition", "presence", "frequency")
-PROGRAMS = 32  # lines of scratch; each takes its rows in turn
+PROGRAMS = 32  # scratch lines; each program takes several rows in turn
 _BLOCK = 1024
 _WIDTH = tl.constexpr(len(COLUMNS))
-_IN_PROMPT = tl.constexpr(1 << 30)  # beside the count of a token in the output
+_ON = tl.constexpr(COLUMNS.index("on"))
+_REPETITION = tl.constexpr(COLUMNS.index("repetition"))
+_PRESENCE = tl.constexpr(COLUMNS.index("presence"))
+_FREQUENCY = tl.constexpr(COLUMNS.index("frequency"))
+_IN_PROMPT = tl.constexpr(1 << 30)  # flag of a prompt token, added to its count in the output
 
 
 @kernel
@@ -38,10 +42,10 @@ def _penalise(
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
         slot = tl.load(slots + row).to(tl.int64)
         at = table + slot * _WIDTH
-        if tl.load(at) != 0:
-            repetition = tl.load(at + 1).to(tl.float64, bitcast=True).to(tl.float32)
-            presence = tl.load(at + 2).to(tl.float64, bitcast=True).to(tl.float32)
-            frequency = tl.load(at + 3).to(tl.float64, bitcast=True).to(tl.float32)
+        if tl.load(at + _ON) != 0:
+            repetition = tl.load(at + _REPETITION).to(tl.float64, bitcast=True).to(tl.float32)
+            presence = tl.load(at + _PRESENCE).to(tl.float64, bitcast=True).to(tl.float32)
+            frequency = tl.load(at + _FREQUENCY).to(tl.float64, bitcast=True).to(tl.float32)
             known, prompt = tl.load(num_tokens + slot), tl.load(prompt_len + slot)
             own, line = tokens + slot * length, logits + tl.cast(row, tl.int64) * vocab
 
@@ -78,11 +82,16 @@ def penalise(
     prompt_len: torch.Tensor,
     counts: torch.Tensor,
 ) -> None:
-    """Penalises the float32 `logits` [rows, vocab] in place.
+    """Apply the penalties of each row's slot to its logits, in place.
 
-    `table` int64 [slots, COLUMNS] holds the penalties, floats as the bits of float64. `tokens` int32
-    [slots, length] holds prompt and output, `num_tokens` of which are known, `prompt_len` of them prompt.
-    `counts` int32 [programs, vocab] is zero, and zero again afterwards.
+    Args:
+        logits: float32 [rows, vocab], contiguous.
+        slots: [rows].
+        table: int64 [slots, COLUMNS], the penalties of each slot; floats as the bits of a float64.
+        tokens: int32 [slots, length], prompt and output of each slot.
+        num_tokens: int32 [slots], the number of known tokens.
+        prompt_len: int32 [slots], how many of them are the prompt.
+        counts: int32 [programs, vocab], scratch memory of zeros; zero again afterwards.
     """
     rows, vocab = logits.shape
     assert logits.is_contiguous() and table.shape[1] == len(COLUMNS) and counts.shape[1] == vocab

@@ -1,8 +1,8 @@
-"""What the sampling kernels share: a row's parameters, its scaled logits, its noise, and ordered floats.
+"""Functions that the sampling kernels share: a row's parameters, scaled logits, noise, and ordered floats.
 
-The numbers are those of sampling/filters.py and sampling/noise.py. Every kernel that compares them is
-compiled without fused multiply-add (`SAME_BITS`): the scaled logit of a token, and with it its mass, then
-has the same bits wherever it is computed.
+They compute the same numbers as sampling/filters.py and sampling/noise.py. Kernels that compare such numbers are
+compiled without fused multiply-add (`SAME_BITS`), so the scaled logit of a token, and its mass, has the same bits
+wherever it is computed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-# The order of the parameters in a slot's row of the table, eight bytes each.
+# The columns of a slot's row in the parameter table, eight bytes each.
 COLUMNS = ("temperature", "top_k", "top_p", "log_min_p", "seed_low", "seed_high")
 SAME_BITS = {"enable_fp_fusion": False}
 
@@ -18,12 +18,18 @@ LARGEST = tl.constexpr(3.4028234663852886e38)
 LOWEST = tl.constexpr(-3.4028234663852886e38)
 NEVER = tl.constexpr(float("-inf"))
 INF = tl.constexpr(float("inf"))
-# In place of a token, as in types/plan.py: a logit is NaN or +inf; every logit is -inf.
-NOT_FINITE = tl.constexpr(-1)
-NO_TOKEN = tl.constexpr(-2)
+# Results that are not tokens, as in types/plan.py.
+NOT_FINITE = tl.constexpr(-1)  # a logit is NaN or +inf
+NO_TOKEN = tl.constexpr(-2)  # every logit is -inf
 _WIDTH = tl.constexpr(len(COLUMNS))
+_TEMPERATURE = tl.constexpr(COLUMNS.index("temperature"))
+_TOP_K = tl.constexpr(COLUMNS.index("top_k"))
+_TOP_P = tl.constexpr(COLUMNS.index("top_p"))
+_LOG_MIN_P = tl.constexpr(COLUMNS.index("log_min_p"))
+_SEED_LOW = tl.constexpr(COLUMNS.index("seed_low"))
+_SEED_HIGH = tl.constexpr(COLUMNS.index("seed_high"))
 _SIGN_FREE = tl.constexpr((1 << 31) - 1)
-UNIT = tl.constexpr(2.0**40)
+UNIT = tl.constexpr(2.0**40)  # the mass of one token of the largest logit
 
 
 # --------------------------------------------------------------------------------------- parameters
@@ -31,30 +37,31 @@ UNIT = tl.constexpr(2.0**40)
 
 @triton.jit
 def temperature_of(table, slot):
-    """0: greedy."""
-    return tl.load(table + slot * _WIDTH).to(tl.float64, bitcast=True).to(tl.float32)
+    """Return the temperature; 0 means greedy."""
+    return tl.load(table + slot * _WIDTH + _TEMPERATURE).to(tl.float64, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def top_k_of(table, slot):
-    """0: off."""
-    return tl.load(table + slot * _WIDTH + 1)
+    """Return top_k; 0 means off."""
+    return tl.load(table + slot * _WIDTH + _TOP_K)
 
 
 @triton.jit
 def top_p_of(table, slot):
-    """1: off. In float64."""
-    return tl.load(table + slot * _WIDTH + 2).to(tl.float64, bitcast=True)
+    """Return top_p in float64; 1 means off."""
+    return tl.load(table + slot * _WIDTH + _TOP_P).to(tl.float64, bitcast=True)
 
 
 @triton.jit
 def log_min_p_of(table, slot):
-    """-inf: off."""
-    return tl.load(table + slot * _WIDTH + 3).to(tl.float64, bitcast=True).to(tl.float32)
+    """Return the logarithm of min_p; -inf means off."""
+    return tl.load(table + slot * _WIDTH + _LOG_MIN_P).to(tl.float64, bitcast=True).to(tl.float32)
 
 
 @triton.jit
 def is_filtered(table, slot):
+    """Return whether the slot draws with top_k, top_p or min_p."""
     drawn = temperature_of(table, slot) > 0.0
     return drawn & (
         (top_k_of(table, slot) > 0) | (top_p_of(table, slot) < 1) | (log_min_p_of(table, slot) > NEVER)
@@ -63,14 +70,14 @@ def is_filtered(table, slot):
 
 @triton.jit
 def scale_of(table, slot):
-    """What to multiply logits by."""
+    """Return the factor of the logits, 1 / temperature."""
     temperature = temperature_of(table, slot)
     return tl.div_rn(1.0, tl.where(temperature == 0.0, 1.0, temperature))
 
 
 @triton.jit
 def scaled(x, scale):
-    """Logits by the temperature, in float32: nan becomes -inf, +inf the largest finite number."""
+    """Return the logits times `scale` in float32. NaN becomes -inf, +inf the largest finite number."""
     x = x.to(tl.float32) * scale
     x = tl.where(x == x, x, NEVER)
     return tl.minimum(x, LARGEST)
@@ -83,7 +90,7 @@ def load_scaled(at, ids, inside, scale):
 
 @triton.jit
 def mass_of(x, top):
-    """Unnormalised probability as an integer, 2^40 for the top token: sums are exact in any order."""
+    """Return the unnormalised probability as an integer, 2^40 for the top token; sums are exact in any order."""
     return (tl.exp(x - top) * UNIT).to(tl.int64)
 
 
@@ -102,9 +109,9 @@ def mix(x):
 
 @triton.jit
 def keys_of(table, slot, num_tokens):
-    """The two uint32 keys of the row's next draw."""
+    """Return the two uint32 keys of the row's next draw."""
     at = table + slot * _WIDTH
-    low, high = tl.load(at + 4).to(tl.uint32), tl.load(at + 5).to(tl.uint32)
+    low, high = tl.load(at + _SEED_LOW).to(tl.uint32), tl.load(at + _SEED_HIGH).to(tl.uint32)
     position = tl.load(num_tokens + slot).to(tl.uint32)
     k0 = mix(mix(mix(low ^ 0x9E3779B9) ^ high) ^ position)
     k1 = mix(mix(mix(low ^ 0x3C6EF372) ^ high) ^ position)
@@ -113,7 +120,7 @@ def keys_of(table, slot, num_tokens):
 
 @triton.jit
 def log1p_of_minus(u):
-    """log(1 - u) for 0 < u < 1: a series where 1 - u would lose the digits of u."""
+    """Return log(1 - u) for 0 < u < 1, by a series where 1 - u would lose the digits of u."""
     series = tl.fma(u, 1 / 8, 1 / 7)
     series = tl.fma(u, tl.fma(u, series, 1 / 6), 1 / 5)
     series = tl.fma(u, tl.fma(u, series, 1 / 4), 1 / 3)
@@ -135,10 +142,10 @@ def gumbel_of(u):
 
 @triton.jit
 def any_beats(x, u, record):
-    """False if no token's score can exceed the record: as -log1p(-u) >= u, that takes u < exp(x - record).
+    """Return False if no token's score can exceed the record.
 
-    In most blocks of a row there is none, and the two logarithms of the noise are saved. The slack is far
-    beyond the rounding of scores.
+    Because -log1p(-u) >= u, exceeding it takes u < exp(x - record). In most blocks of a row no token does, which saves
+    the two logarithms of the noise. The slack is far larger than the rounding error of a score.
     """
     slack = tl.where(record > NEVER, 1e-3 + tl.abs(record) * 1e-6, 0.0)
     return tl.max((u < tl.exp(x - record + slack)).to(tl.int32), 0) > 0
@@ -146,8 +153,11 @@ def any_beats(x, u, record):
 
 @triton.jit
 def contend(x, ids, k0, k1, record, value, token):
-    """One more block of tokens in a Gumbel-max draw: each lane keeps the best score of its own ids, which
-    ascend, in `value`, and that id in `token`; `record` is the best of all."""
+    """Add a block of tokens to a Gumbel-max draw.
+
+    Each lane keeps the best score of its own ids, which ascend, in `value`, and that id in `token`. `record` is the
+    best score of all lanes.
+    """
     u = uniform(ids, k0, k1)
     if any_beats(x, u, record):
         score = x + gumbel_of(u)
@@ -162,20 +172,20 @@ def contend(x, ids, k0, k1, record, value, token):
 
 @triton.jit
 def key_of(x):
-    """int64 with the order of the float32 `x`."""
+    """Return an int64 that orders like the float32 `x`."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(bits >= 0, bits, bits ^ _SIGN_FREE).to(tl.int64)
 
 
 @triton.jit
 def float_of(key):
-    """The float32 of a key."""
+    """Return the float32 of a key of `key_of`."""
     bits = key.to(tl.int32)
     return tl.where(bits >= 0, bits, bits ^ _SIGN_FREE).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def best_of(value, ids):
-    """The highest value and its id, of equals the lowest."""
+    """Return the highest value and its id, the lowest id of equal values."""
     best = tl.max(value, 0)
     return best, tl.min(tl.where(value == best, ids, 0x7FFFFFFF), 0)

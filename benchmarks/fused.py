@@ -21,7 +21,7 @@ from torch import Tensor
 from quire.kernels import activation, norm, rope
 from quire.layers.mlp import gated
 from quire.layers.norm import after_add, make_rms
-from quire.layers.rope import Rope, rotate
+from quire.layers.rope import Rope, Rotation, rotate
 from quire.layers.rope_params import RopeParams
 
 CUDA, DTYPE = torch.device("cuda"), torch.bfloat16
@@ -80,12 +80,12 @@ def heads(tokens: int, hidden: int) -> Case:
     weight = randn(q + kv, dim)
     plain_norm = make_rms(weight, dim, 1e-6)
     positions = torch.arange(tokens, device=CUDA)
-    cos, sin = (torch.cat((t, t), -1).unsqueeze(1) for t in table[positions].chunk(2, -1))
+    rotation = Rotation(positions, table)
     size = tokens * (q + kv) * dim * 2
     sets = [randn(tokens, (q + 2 * kv) * dim) for _ in copies(2 * size)]
 
     def plain(qkv: Tensor) -> Tensor:
-        return rotate(plain_norm(qkv.view(tokens, -1, dim)[:, : q + kv]), (cos, sin))
+        return rotate(plain_norm(qkv.view(tokens, -1, dim)[:, : q + kv]), rotation)
 
     return (
         2 * size,

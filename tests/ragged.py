@@ -165,7 +165,7 @@ def check_packed(case: Case, backend: AttentionBackend, normed: bool) -> None:
     rope = Rope(RopeParams(theta=10000.0), dim, int(batch.positions.max()) + 1, device, dtype)
     plain = RotaryHeads(heads, kv_heads, dim, norms)
     flat = case.qkv.flatten(1)
-    q, k, v = (x.clone() for x in plain(flat.clone(), rope._expanded(batch.positions)))
+    q, k, v = (x.clone() for x in plain(flat.clone(), rope.lookup(batch.positions)))
     turned = replace(case, q=q, k=k, v=v)
     assert backend.forward_packed
     compare(backend.forward_packed(layer, flat, norms, rope.table, batch), turned)

@@ -130,9 +130,9 @@ def test_rotary_heads(
     rope = Rope(RopeParams(theta=10000.0), dim, 1000, torch.device("cpu"), dtype)
     qkv = values(tokens, (heads + 2 * kv_heads) * dim, dtype=dtype)
     twin = RotaryHeads(heads, kv_heads, dim, norm)
-    wanted = [part.clone() for part in twin(qkv.clone(), rope._expanded(positions))]
+    wanted = [part.clone() for part in twin(qkv.clone(), rope.lookup(positions))]
     for part, wanted_part in zip(
-        RotaryHeads(heads, kv_heads, dim, norm, kernels)(qkv, (positions, rope.table)), wanted
+        RotaryHeads(heads, kv_heads, dim, norm, kernels)(qkv, rope.lookup(positions)), wanted
     ):
         assert_close(part, wanted_part)
 

@@ -118,7 +118,7 @@ def test_rotary_heads(
     positions = torch.arange(tokens, device=device).flip(0) * 7
     rope_table = Rope(RopeParams(theta=10000.0), dim, 1000, device, dtype)
     twin = RotaryHeads(heads, kv_heads, dim, layer_norm)
-    wanted = [part.clone() for part in twin(qkv, rope_table._expanded(positions))]
+    wanted = [part.clone() for part in twin(qkv, rope_table.lookup(positions))]
     rope.norm_rotate_(qkv, positions, rope_table.table, weight, eps, turned)
     got = qkv.view(tokens, -1, dim).split([heads, kv_heads, kv_heads], 1)
     for part, wanted_part in zip(got, wanted):

@@ -18,8 +18,10 @@ from quire.sampling import filters as row_filters
 from quire.sampling.filters import FilterFlags
 from quire.sampling.masks import unpack
 from quire.sampling.noise import gumbel, noise_bits, row_keys
+from quire.sampling.options import check_claims
 from quire.sampling.sampler import Sampler
 from quire.types import NO_TOKEN, NOT_FINITE, EngineRequest, GrammarSpec, SamplingParams, TokenMasks
+from quire.types.sampling import FIELD_OWNERS, check_owners
 
 torch.set_num_threads(1)
 
@@ -328,6 +330,64 @@ def test_rows_without_host_work_are_chosen_from_device_columns_alone(device: str
     assert tokens.tolist() == bench.tokens(logits, [0, 1, 2, 3])
     bench.admit(2, request(SamplingParams(temperature=0, top_k=5)))  # greedy: the filter is void
     assert not bench.sampler.has_filters(slots[:3])
+
+
+# One value of each field that belongs to the sampler, with the parts of the request that it needs.
+CHANGES: dict[str, tuple[dict, dict]] = {
+    "temperature": ({"temperature": 0.0}, {}),
+    "top_k": ({"top_k": 2}, {}),
+    "top_p": ({"top_p": 0.01}, {}),
+    "min_p": ({"min_p": 0.9}, {}),
+    "repetition_penalty": ({"repetition_penalty": 100.0}, {}),
+    "presence_penalty": ({"presence_penalty": 2.0}, {}),
+    "frequency_penalty": ({"frequency_penalty": 2.0}, {}),
+    "seed": ({}, {"seed": 2**40 + 5}),
+    "min_tokens": ({"min_tokens": 16}, {"stop_ids": list(range(VOCAB // 2))}),
+    "logit_bias": ({"logit_bias": {7: 100.0}}, {}),
+    "allowed_token_ids": ({"allowed_token_ids": [7, 9]}, {}),
+    "bad_words": ({}, {"bad_words_ids": [[token] for token in range(VOCAB // 2)]}),
+    "logprobs": ({"logprobs": 1}, {}),
+}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", FIELD_OWNERS["sampler"])
+def test_every_field_of_the_sampler_changes_its_output(name: str, device: str) -> None:
+    """A new field of the sampler needs an entry in `CHANGES`, and has to act by way of a graph as well."""
+    params, parts = CHANGES[name]
+    bench, rows = Bench(device), list(range(SLOTS))
+    for slot in rows:  # the same tokens in all slots, the last ones of them output
+        bench.write(slot, [token % 9 for token in range(40)], prompt_len=30)
+    logits = logits_of(np.random.default_rng(3), 1).div(3).repeat(SLOTS, 1).to(bench.device)
+    logits[:, :9] += 4.0  # the known tokens are likely
+    outputs = []
+    for more, extra in (({}, {}), (params, parts)):
+        for slot in rows:
+            seeded = {"seed": slot, **extra} if "seed" not in extra else {"seed": extra["seed"] + slot}
+            bench.admit(slot, request(SamplingParams(**more), **seeded))
+        outputs.append(bench.sample(logits, rows))
+        if not bench.sampler.needs_host_work(np.array(rows)):
+            tokens = torch.empty_like(outputs[-1].tokens)
+            slots = torch.arange(SLOTS, device=bench.device)
+            bench.sampler.choose(logits, slots, tokens, bench.sampler.has_filters(np.array(rows)))
+            assert torch.equal(tokens, outputs[-1].tokens)
+    default, changed = outputs
+    assert (default.logprobs is None) != (changed.logprobs is None) or not torch.equal(
+        default.tokens, changed.tokens
+    )
+
+
+def test_a_field_needs_exactly_one_owner() -> None:
+    names = [name for listed in FIELD_OWNERS.values() for name in listed]
+    check_owners(names)
+    for wrong in ([*names, "new"], names[1:], [*names, names[0]]):
+        with pytest.raises(TypeError, match="exactly one owner"):
+            check_owners(wrong)
+    owned = FIELD_OWNERS["sampler"]
+    check_claims(owned)
+    for wrong in ([*owned, "stop"], owned[1:], [*owned, owned[0]]):
+        with pytest.raises(TypeError, match="exactly one slot column or logits processor"):
+            check_claims(wrong)
 
 
 def test_several_admissions_before_one_flush() -> None:

@@ -56,7 +56,6 @@ def rotary(attention: Attention, norms: HeadNorm | None, kernels: Kernels | None
     """`attention` over heads that are first normed, if there are norms, and turned to their positions."""
     packed = attention.backend.forward_packed
     if packed and kernels:
-        # a Rotation is then (positions, table), and the batch has the positions
-        return lambda qkv, rotation, batch: packed(attention, qkv, norms, rotation[1], batch)
+        return lambda qkv, rotation, batch: packed(attention, qkv, norms, rotation.table, batch)
     heads = RotaryHeads(attention.num_heads, attention.num_kv_heads, attention.head_dim, norms, kernels)
     return lambda qkv, rotation, batch: attention(*heads(qkv, rotation), batch)

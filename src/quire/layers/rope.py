@@ -1,9 +1,9 @@
-"""Rotary position embeddings (RoFormer, arXiv:2104.09864), with the ways to stretch them.
+"""Rotary position embeddings (RoFormer, arXiv:2104.09864) and the rules that extend their context.
 
-All angles are computed once, in fp32, for every position that can occur. A step looks its positions up
-once (`lookup`); each layer's `RotaryHeads` turns q and k by what was found. Both come in two forms,
-chosen when they are built: by a kernel, which also does the norm of the heads, or by plain torch. Halves
-are rotated against each other, not neighbouring pairs: so do Hugging Face checkpoints store q and k.
+The angles of all positions are computed once, in fp32. A step looks up its positions once (`Rope.lookup`), and
+each layer's `RotaryHeads` rotates q and k by them: with a kernel that also norms the heads, or in plain PyTorch.
+The two halves of a head are rotated against each other, not neighbouring pairs, because Hugging Face checkpoints
+store q and k in that order.
 """
 
 from __future__ import annotations
@@ -17,26 +17,55 @@ from quire.kernels import Kernels
 from quire.layers.norm import HeadNorm
 from quire.layers.rope_params import RopeParams
 
-# One step's angles. Plain: cos and sin, each [tokens, 1, dim]. Fused: positions [tokens], the table.
-Rotation = tuple[torch.Tensor, torch.Tensor]
-_POSITIONS = 1 << 14  # whose angles are computed at once, in fp32
+_POSITIONS = 1 << 14  # positions whose angles are computed at once; bounds the fp32 scratch memory
 QKVHeads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # q, k, v, each [tokens, heads, dim]
 
 
+class Rotation:
+    """The angles of one step's tokens.
+
+    Kernels read `positions` and `table`. Plain PyTorch reads `cos` and `sin`, which are gathered on first use and
+    shared by all layers.
+    """
+
+    __slots__ = ("_cos", "_sin", "positions", "table")
+
+    def __init__(self, positions: torch.Tensor, table: torch.Tensor) -> None:
+        """Take `positions` int64 [tokens] and the `table` [positions, dim] of cosines | sines."""
+        self.positions = positions
+        self.table = table
+        self._cos: torch.Tensor | None = None
+        self._sin: torch.Tensor | None = None
+
+    @property
+    def cos(self) -> torch.Tensor:
+        """Cosines [tokens, 1, dim], the same for both halves of a head."""
+        if self._cos is None:
+            self._gather()
+        assert self._cos is not None
+        return self._cos
+
+    @property
+    def sin(self) -> torch.Tensor:
+        """Sines [tokens, 1, dim], negated for the first half of a head."""
+        if self._sin is None:
+            self._gather()
+        assert self._sin is not None
+        return self._sin
+
+    def _gather(self) -> None:
+        cos, sin = self.table[self.positions].unsqueeze(1).chunk(2, -1)
+        self._cos, self._sin = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+
 class Rope:
-    """cos and sin tables for `max_len` positions."""
+    """Table of the cosines and sines of `max_len` positions, [max_len, dim]: cos | sin."""
 
     def __init__(
-        self,
-        params: RopeParams,
-        dim: int,
-        max_len: int,
-        device: torch.device,
-        dtype: torch.dtype,
-        kernels: Kernels | None = None,
+        self, params: RopeParams, dim: int, max_len: int, device: torch.device, dtype: torch.dtype
     ) -> None:
         frequencies = inverse_frequencies(params, dim).to(device)
-        self.table = torch.empty(max_len, dim, dtype=dtype, device=device)  # cos | sin
+        self.table = torch.empty(max_len, dim, dtype=dtype, device=device)
         for begin in range(0, max_len, _POSITIONS):
             positions = torch.arange(
                 begin, min(begin + _POSITIONS, max_len), dtype=torch.float32, device=device
@@ -44,21 +73,16 @@ class Rope:
             angles = torch.outer(positions, frequencies)  # [positions, dim / 2]
             part = torch.cat((angles.cos(), angles.sin()), -1) * params.attention_factor
             self.table[begin : begin + _POSITIONS] = part
-        # what RotaryHeads needs of a step's tokens; the kernel reads the table itself
-        self.lookup = self._as_it_is if kernels else self._expanded
 
-    def _as_it_is(self, positions: torch.Tensor) -> Rotation:
-        return positions, self.table
-
-    def _expanded(self, positions: torch.Tensor) -> Rotation:
-        cos, sin = self.table[positions].unsqueeze(1).chunk(2, -1)
-        return torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+    def lookup(self, positions: torch.Tensor) -> Rotation:
+        """Return the rotation of a step's `positions`, int64 [tokens]."""
+        return Rotation(positions, self.table)
 
 
 class RotaryHeads:
-    """Packed q|k|v of one layer -> q and k, normed if the layer has a norm and rotated, and v.
+    """Layer step that splits packed q|k|v into heads, norms q and k if there is a norm, and rotates them.
 
-    The result may be views of the argument, overwritten.
+    The results may be views of the argument, which is overwritten.
     """
 
     def __init__(
@@ -66,16 +90,17 @@ class RotaryHeads:
     ) -> None:
         self.dim = dim
         self.sizes = [heads, kv_heads, kv_heads]
-        self.turned = heads + kv_heads
+        self.num_rotated = heads + kv_heads
         self.norm = norm
-        self.turn = self._fused(kernels) if kernels else self._plain
+        self.split = self._fused(kernels) if kernels else self._plain
 
     def __call__(self, qkv: torch.Tensor, rotation: Rotation) -> QKVHeads:
-        return self.turn(qkv, rotation)  # [tokens, (heads + 2 kv heads) * dim]
+        """Return q, k and v as [tokens, heads, dim] from `qkv` [tokens, (heads + 2 kv heads) * dim]."""
+        return self.split(qkv, rotation)
 
     def _plain(self, qkv: torch.Tensor, rotation: Rotation) -> QKVHeads:
         heads, kv_heads, _ = self.sizes
-        qk, v = qkv.view(qkv.shape[0], -1, self.dim).split([self.turned, kv_heads], 1)
+        qk, v = qkv.view(qkv.shape[0], -1, self.dim).split([self.num_rotated, kv_heads], 1)
         if self.norm is not None:
             qk = self.norm(qk)
         q, k = rotate(qk, rotation).split([heads, kv_heads], 1)
@@ -84,26 +109,33 @@ class RotaryHeads:
     def _fused(self, kernels: Kernels) -> Callable[[torch.Tensor, Rotation], QKVHeads]:
         weight, eps = (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
 
-        def turn(qkv: torch.Tensor, rotation: Rotation) -> QKVHeads:
-            kernels.norm_rotate_(qkv, *rotation, weight, eps, self.turned)
+        def split(qkv: torch.Tensor, rotation: Rotation) -> QKVHeads:
+            kernels.norm_rotate_(qkv, rotation.positions, rotation.table, weight, eps, self.num_rotated)
             q, k, v = qkv.view(qkv.shape[0], -1, self.dim).split(self.sizes, 1)
             return q, k, v
 
-        return turn
+        return split
 
 
 def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Turn each head of x [tokens, heads, dim]: (a, b) -> (a cos - b sin, b cos + a sin)."""
-    cos, sin = rotation
-    return (x * cos).addcmul_(x.roll(x.shape[-1] // 2, -1), sin)
+    """Rotate each head of x [tokens, heads, dim]: (a, b) becomes (a cos - b sin, b cos + a sin)."""
+    return (x * rotation.cos).addcmul_(x.roll(x.shape[-1] // 2, -1), rotation.sin)
 
 
 def inverse_frequencies(params: RopeParams, dim: int) -> torch.Tensor:
-    """Angle per position of each pair of dimensions, [dim / 2].
+    """Return the angle per position of each pair of dimensions, float32 [dim / 2].
 
-    default: theta^(-2i/dim). linear: divided by the factor (arXiv:2306.15595). dynamic: default within
-    the original context, which is all that is served. llama3: long waves divided by the factor, short
-    ones kept, smooth between (Llama 3.1). yarn: the same idea over dimensions (arXiv:2309.00071).
+    The rules (`params.kind`):
+
+    - default: theta^(-2i/dim).
+    - linear: default divided by the factor (arXiv:2306.15595).
+    - dynamic: default, because only the original context is served.
+    - llama3: long waves divided by the factor, short ones kept, a ramp between them (Llama 3.1).
+    - yarn: the same ramp over dimensions (arXiv:2309.00071).
+    - divisors: default divided by a given number per dimension.
+
+    Raises:
+        ValueError: if the kind is unknown.
     """
     plain = 1.0 / params.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if params.kind in ("default", "dynamic"):
@@ -122,14 +154,14 @@ def inverse_frequencies(params: RopeParams, dim: int) -> torch.Tensor:
 
 
 def _llama3_keep(params: RopeParams, plain: torch.Tensor) -> torch.Tensor:
-    """1 for waves that fit high_freq_factor times into the original context, 0 below low_freq_factor times."""
+    """Return 1 for waves that fit `high_freq_factor` times into the original context, 0 below `low_freq_factor`."""
     turns = params.original_max_len * plain / (2 * math.pi)
     low, high = params.low_freq_factor, params.high_freq_factor
     return ((turns - low) / (high - low)).clamp(0, 1)
 
 
 def _yarn_keep(params: RopeParams, dim: int) -> torch.Tensor:
-    """1 for dimensions that turn at least beta_fast times in the original context, 0 below beta_slow."""
+    """Return 1 for dimensions that turn at least `beta_fast` times in the original context, 0 below `beta_slow`."""
 
     def dimension(turns: float) -> float:
         return dim * math.log(params.original_max_len / (turns * 2 * math.pi)) / (2 * math.log(params.theta))

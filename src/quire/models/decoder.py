@@ -113,7 +113,7 @@ class DecoderModel:
         prefix = find_prefix(env.weights, "embed_tokens.weight", ("model.", ""))
         self.spec = spec
         self.embed = Embedding(env, prefix + "embed_tokens", spec.vocab_size, spec.hidden_size)
-        self.rope = Rope(spec.rope, spec.head_dim, spec.max_model_len, env.device, env.dtype, env.kernels)
+        self.rope = Rope(spec.rope, spec.head_dim, spec.max_model_len, env.device, env.dtype)
         self.layers = [self.layer_class(env, spec, i, f"{prefix}layers.{i}.") for i in range(spec.num_layers)]
         self.norm = RMSNorm(env, prefix + "norm", spec.hidden_size, spec.norm_eps)
         tied = self.embed if spec.tie_embeddings else None

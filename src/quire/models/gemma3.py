@@ -55,7 +55,7 @@ class Gemma3Model:
             env, prefix + "embed_tokens", spec.vocab_size, spec.hidden_size, spec.embedding_scale
         )
         self.rope, self.local_rope = (
-            Rope(params, spec.head_dim, spec.max_model_len, env.device, env.dtype, env.kernels)
+            Rope(params, spec.head_dim, spec.max_model_len, env.device, env.dtype)
             for params in (spec.rope, spec.local_rope)
         )
         self.layers = [Gemma3Layer(env, spec, i, f"{prefix}layers.{i}.") for i in range(spec.num_layers)]

@@ -8,7 +8,7 @@ up along the way, so overlap, preemption and rejected drafts need no care.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import numpy as np
 import torch
@@ -23,7 +23,9 @@ _PENALTIES = ("on", "repetition", "presence", "frequency")
 
 
 class LogitsProcessor(Protocol):
-    """One feature that edits logits. `add` runs at admission and replaces what the slot had before."""
+    """One feature that edits logits, on behalf of the `SamplingParams` named in `fields`."""
+
+    fields: ClassVar[tuple[str, ...]]
 
     def add(self, slot: int, request: EngineRequest) -> bool:
         """Stage the request's parameters on the host; True if it uses the feature."""
@@ -58,6 +60,8 @@ def _flat(logits: Tensor, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]
 
 class AllowedTokens:
     """allowed_token_ids: every other token is out."""
+
+    fields = ("allowed_token_ids",)
 
     def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -97,6 +101,8 @@ class BadWords:
     out. The tokens before may lie in the prompt.
     """
 
+    fields = ("bad_words",)
+
     def __init__(self, columns: TokenColumns, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._columns = columns
         self._vocab_size = vocab_size
@@ -129,6 +135,8 @@ class MinTokens:
     """min_tokens: no stop token before the output has that many tokens. With a grammar it is the grammar's mask
     that sees to it, because a complete answer must be able to end."""
 
+    fields = ("min_tokens",)
+
     def __init__(self, columns: TokenColumns, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._columns = columns
         self._vocab_size = vocab_size
@@ -156,6 +164,8 @@ class MinTokens:
 class LogitBias:
     """logit_bias: a constant added to the logits of given tokens. The bias travels as float64 bits."""
 
+    fields = ("logit_bias",)
+
     def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
         self._lists = SlotLists(num_slots, device)
@@ -182,6 +192,8 @@ class Penalties:
 
     On a GPU by the kernel of kernels/sampling/penalties.py; `penalise_plain` says what it must do.
     """
+
+    fields = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
     def __init__(self, columns: TokenColumns, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._columns = columns

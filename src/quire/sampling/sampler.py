@@ -27,11 +27,10 @@ from quire.sampling.filters import FilterFlags, kept
 from quire.sampling.logprobs import Logprobs, score
 from quire.sampling.noise import gumbel, row_keys
 from quire.sampling.on_cpu import contenders, draw, highest
+from quire.sampling.options import COLUMN_FIELDS, COLUMN_NAMES, SLOT_COLUMNS, check_claims, is_greedy
 from quire.sampling.processors import all_processors
 from quire.types import NO_TOKEN, NOT_FINITE, EngineRequest, TokenMasks
 
-_COLUMNS = ("temperature", "top_k", "top_p", "log_min_p", "seed_low", "seed_high")
-_GREEDY = 0.0  # as a temperature
 _NONE = -1  # no log-probabilities wanted
 
 
@@ -50,8 +49,10 @@ class SampleOutput:
 class Sampler:
     def __init__(self, columns: TokenColumns, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._columns = columns
-        self._table = SlotTable(_COLUMNS, num_slots, device)
+        self._table = SlotTable(COLUMN_NAMES, num_slots, device)
         self._processors = all_processors(columns, vocab_size, num_slots, device)
+        processed = (name for processor in self._processors for name in processor.fields)
+        check_claims((*COLUMN_FIELDS, "logprobs", *processed))
         self._device = device
         self._vocab_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
         # What each slot uses, on the host.
@@ -66,27 +67,15 @@ class Sampler:
     def admit(self, slot: int, request: EngineRequest) -> None:
         """Stage the parameters of the request that takes `slot`, on the host."""
         params = request.params
-        # Of equal logits top_k keeps all, so a top_k of 1 would be a draw among the best.
-        self._greedy[slot] = greedy = params.greedy or params.top_k == 1
         used = [processor.add(slot, request) for processor in self._processors]
+        self._greedy[slot] = is_greedy(request)
         self._processed[slot] = any(used)
         self._logprobs[slot] = _NONE if params.logprobs is None else params.logprobs
         self._filters.top_k[slot] = max(0, params.top_k)
         self._filters.top_p[slot] = params.top_p < 1
         self._filters.min_p[slot] = params.min_p > 0
         self._masked[slot] = request.grammar is not None
-        low, high = (int(half) for half in np.array([request.seed], dtype=np.int64).view(np.int32))
-        self._table.stage(
-            slot,
-            {
-                "temperature": _GREEDY if greedy else float(params.temperature),
-                "top_k": max(0, params.top_k),
-                "top_p": float(params.top_p),
-                "log_min_p": math.log(params.min_p) if params.min_p > 0 else -math.inf,
-                "seed_low": low,
-                "seed_high": high,
-            },
-        )
+        self._table.stage(slot, {column.name: column.value(request) for column in SLOT_COLUMNS})
 
     def flush(self) -> None:
         """Send what is staged to the device; call before `sample` in every step that admits."""
@@ -137,7 +126,7 @@ class Sampler:
         from quire.kernels.sampling import row
         from quire.kernels.sampling.choose import Scratch, choose
 
-        assert row.COLUMNS == _COLUMNS
+        assert row.COLUMNS == COLUMN_NAMES
         assert (row.NOT_FINITE.value, row.NO_TOKEN.value) == (NOT_FINITE, NO_TOKEN)
         scratch = Scratch.empty(num_slots, vocab_size, self._device)
 

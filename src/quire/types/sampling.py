@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
@@ -164,6 +165,33 @@ FLOAT_RANGES = (
     ("presence_penalty", -2.0, 2.0, False),
     ("frequency_penalty", -2.0, 2.0, False),
 )
+
+# The part of the engine that honours each field. A field that has no owner, or two, fails when this is imported;
+# the sampler checks its own list again when it is built.
+FIELD_OWNERS: dict[str, tuple[str, ...]] = {
+    "sampler": (
+        "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty",
+        "seed", "min_tokens", "logit_bias", "allowed_token_ids", "bad_words", "logprobs",
+    ),
+    "scheduler": ("max_tokens", "stop_token_ids", "prompt_logprobs"),
+    "processor": ("n", "ignore_eos"),
+    "output": (
+        "stop", "include_stop_str_in_output", "detokenize", "skip_special_tokens", "spaces_between_special_tokens",
+    ),
+    "grammar": ("structured_outputs",),
+}  # fmt: skip
+
+
+def check_owners(names: Iterable[str]) -> None:
+    """Raise TypeError unless `FIELD_OWNERS` lists each of the field `names` exactly once, and no other."""
+    owned, given = Counter(name for listed in FIELD_OWNERS.values() for name in listed), Counter(names)
+    if wrong := sorted(name for name in owned | given if owned[name] != given[name]):
+        raise TypeError(
+            f"fields of SamplingParams without exactly one owner in FIELD_OWNERS: {', '.join(wrong)}"
+        )
+
+
+check_owners(f.name for f in fields(SamplingParams))
 
 
 def _as_int(name: str, value: Any) -> int:

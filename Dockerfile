@@ -1,15 +1,15 @@
 # syntax=docker/dockerfile:1
 #
-#   docker build --target cpu  -t quire:cpu  --build-arg TORCH_INDEX=<PyTorch's index of CPU builds> .
+#   docker build --target cpu  -t quire:cpu  --build-arg TORCH_INDEX=<URL of PyTorch's CPU wheels> .
 #   docker build --target cuda -t quire:cuda .
 #   docker run -p 127.0.0.1:8000:8000 quire:cpu demo
 #   docker run -p 127.0.0.1:8000:8000 --gpus all -v quire-cache:/cache quire:cuda Qwen/Qwen3-0.6B
 #
-# What follows the image's name are the model and the flags of `quire serve`.
+# The arguments after the image name are the model and the flags of `quire serve`.
 
 ARG PYTHON=3.12
 
-# ---- what both targets start from
+# ---- base of both targets
 
 FROM python:${PYTHON}-slim-bookworm AS base
 ENV PYTHONUNBUFFERED=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
@@ -17,10 +17,10 @@ RUN python -m venv /opt/quire
 ENV PATH=/opt/quire/bin:$PATH
 WORKDIR /src
 
-# ---- torch first: it is by far the largest part, and seldom changes
+# ---- torch in a separate layer: it is by far the largest part and rarely changes
 
 FROM base AS build-cpu
-# The address of PyTorch's index of CPU builds; without it torch comes with the libraries for GPUs, gigabytes of them.
+# URL of PyTorch's index of CPU wheels. Without it, torch includes several gigabytes of GPU libraries.
 ARG TORCH_INDEX=
 COPY constraints.txt ./
 RUN pip install --no-deps --constraint constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
@@ -35,7 +35,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY src src
 RUN pip install --constraint constraints.txt .
 
-# ---- what runs: no build tools but the C compiler that kernels need on first use, and nobody is root
+# ---- runtime: without root, and without build tools except the C compiler that kernels need on first use
 
 FROM python:${PYTHON}-slim-bookworm AS run
 # hadolint ignore=DL3008
@@ -47,7 +47,7 @@ ENV PATH=/opt/quire/bin:$PATH \
     TRITON_CACHE_DIR=/cache/triton
 WORKDIR /home/quire
 EXPOSE 8000
-# Starting takes as long as it takes to read the model, or to download it.
+# Start-up may have to download the model first.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10m --retries=3 \
     CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
 ENTRYPOINT ["quire", "serve", "--host", "0.0.0.0", "--port", "8000"]

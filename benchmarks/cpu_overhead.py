@@ -17,13 +17,14 @@ import torch
 from shapes import SHAPES
 
 from quire.attention.reference import ReferenceAttention
+from quire.build import launch_options, memory_planner
 from quire.config import EngineConfig
 from quire.core.block_pool import LRU, BlockPool
 from quire.core.engine import Engine
-from quire.core.grammar import NoGrammar
+from quire.core.grammar_interface import NoGrammar
 from quire.core.policy import Policy
 from quire.core.prefix_cache import HashPrefixCache
-from quire.core.request_limits import Limits
+from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog
 from quire.layers.attention import Attention
@@ -32,7 +33,7 @@ from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
 from quire.types import EngineRequest, SamplingParams
 from quire.worker.executor import LocalExecutor, device_guard
-from quire.worker.sizing import KVSize
+from quire.worker.memory.sizing import KVSize
 from quire.worker.worker import Worker
 
 LENGTH, BLOCK = 2048, 16
@@ -62,13 +63,16 @@ class Instant:
 def make_engine(rows: int) -> Engine:
     backend, cpu = ReferenceAttention(), torch.device("cpu")
     spec = ModelSpec.from_config(SHAPES["Qwen3-0.6B"])
-    config = EngineConfig(model="", max_model_len=LENGTH, max_num_seqs=rows, cpu_threads=1)
+    config = EngineConfig(model="", max_model_len=LENGTH, max_num_seqs=rows, cpu_threads=1).resolved(
+        0, LENGTH
+    )
     model = Instant(spec, rows, backend)
-    worker = Worker(config.resolved(False, LENGTH), model, backend, cpu, torch.bfloat16, 2)
+    memory = memory_planner(config, spec, torch.bfloat16, cpu, explicit_len=True)
+    worker = Worker(model, backend, memory, launch_options(config, depth=2))
     blocks = rows * LENGTH // BLOCK
     runner = worker.allocate(KVSize(blocks, BLOCK, 0, LENGTH))
     pool, log = BlockPool(blocks, LRU()), StepLog()
-    limits = Limits(rows, LENGTH, LENGTH, BLOCK)
+    limits = SchedulerLimits(rows, LENGTH, LENGTH, BLOCK)
     scheduler = Scheduler(pool, HashPrefixCache(pool, BLOCK), Policy(), limits, log)
     return Engine(scheduler, LocalExecutor(runner, device_guard(cpu)), NoGrammar(), 2, log)
 

@@ -25,7 +25,7 @@ from quire.frontend.location import locate_model
 from quire.frontend.structured_spec import grammar_spec
 from quire.frontend.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from quire.grammar.checker_process import token_table
-from quire.grammar.matching import Vocabulary, compiled, grammar_text, try_out
+from quire.grammar.matching import Vocabulary, build_matcher, grammar_text, try_out
 from quire.types import RequestError, StructuredOutputsParams
 
 _ORDERS = 120
@@ -46,7 +46,7 @@ class World:
     def matcher(self, schema: Any) -> LLMatcher:
         """Raises RequestError as the engine would."""
         spec = grammar_spec(StructuredOutputsParams(json=json.dumps(schema)))
-        matcher = compiled(self.vocabulary, spec, grammar_text(spec))
+        matcher = build_matcher(self.vocabulary, spec, grammar_text(spec))
         try_out(matcher.deep_copy(), self.vocabulary, spec)
         return matcher
 

@@ -1,6 +1,6 @@
-"""Random ragged batches on shuffled blocks, and attention over them written out row by row in float64:
-the oracle of every attention back end. Also padded to bounds, as captured graphs see them, and with packed
-q|k|v whose heads are still to be normed and turned."""
+"""Random ragged batches on shuffled blocks, and the oracle of all attention back ends: row by row, in float64.
+
+Batches can be padded to bounds, as in captured graphs, and can have packed q|k|v before norms and rotation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Layer:
 
 @dataclass
 class Case:
-    """One layer's inputs on a batch; old_k and old_v are [slots, kv heads, dim], new ones not yet in them."""
+    """One layer's inputs for a batch; old_k and old_v [slots, kv heads, dim] lack the new keys and values."""
 
     layer: Layer
     rows: Rows
@@ -79,7 +79,7 @@ def make_case(
     head_first = backend.kv_shape(2, 3, 5, 7) == (2, 5, 3, 7)
     # q, k and v are slices of one tensor, as a fused projection leaves them.
     qkv = random_tensor(len(positions) + spare_tokens, layer.num_heads + 2 * heads, dim)
-    qkv[len(positions) :] = float("nan")  # so that nobody reads them
+    qkv[len(positions) :] = float("nan")  # NaN, so that reading them shows
     q, k, v = qkv.split([layer.num_heads, heads, heads], 1)
     more = torch.zeros(spare_tokens, dtype=torch.int64)
     positions, kv_slots = torch.cat([positions, more]), torch.cat([kv_slots, more - 1])
@@ -113,7 +113,7 @@ def _blocks(k: torch.Tensor, v: torch.Tensor, head_first: bool) -> tuple[torch.T
 
 
 def oracle(case: Case) -> torch.Tensor:
-    """[tokens, heads * dim] in float64."""
+    """Compute attention in float64, [tokens, heads * dim]."""
     layer, batch, out, at = case.layer, case.batch, [], 0
     group = layer.num_heads // layer.num_kv_heads
     for row, (old, new) in enumerate(case.rows):
@@ -153,7 +153,7 @@ def compare(got: torch.Tensor, case: Case) -> None:
 
 
 def check_packed(case: Case, backend: AttentionBackend, normed: bool) -> None:
-    """`forward_packed` against plain norm, rotation and attention; and the blocks hold what they should."""
+    """Check the results of `forward_packed`, and the keys and values it wrote, against the separate operations."""
     layer, batch, dim = case.layer, case.batch, case.layer.head_dim
     device, dtype = case.q.device, case.q.dtype
     heads, kv_heads = layer.num_heads, layer.num_kv_heads

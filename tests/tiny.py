@@ -1,4 +1,4 @@
-"""A tiny random Qwen3 checkpoint with a byte-level tokenizer, for tests that need a model but not its words."""
+"""A tiny random Qwen3 checkpoint with a byte-level tokenizer, for tests that need any model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEMPLATE = (
 
 
 def write_tiny(folder: Path, seed: int = 0) -> Path:
-    """Write config, weights, tokenizer and chat template; returns the folder."""
+    """Write config, weights, tokenizer and chat template, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
 

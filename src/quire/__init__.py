@@ -1,4 +1,4 @@
-"""Quire: an LLM inference engine that can be read in an afternoon and served the same evening.
+"""Quire, a fast LLM inference engine that you can read.
 
 >>> from quire import LLM, SamplingParams
 >>> LLM("demo").generate(["Once upon a time"], SamplingParams(temperature=0))[0].outputs[0].text
@@ -26,7 +26,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use: `import quire` needs no torch, and helper processes start fast."""
+    """Import a public name on first use, so that `import quire` needs no torch and helper processes start fast."""
     if name not in _HOMES:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -1,4 +1,4 @@
-"""`python -m quire` is the quire command."""
+"""The entry point of `python -m quire`, which is the same as the `quire` command."""
 
 import sys
 

@@ -1,9 +1,10 @@
-"""The composition root: settings in, a finished engine out. The only module that looks at feature
-settings; everything below it is handed objects. Times each phase of the start-up.
+"""The composition root: build an engine from its settings, and time each phase of the start-up.
 
-On a GPU weights are read by threads while this one goes on: memory is measured, blocks are allocated and
-kernels are compiled with whatever the weights hold so far. (`start.py` is the way in for callers that have
-not imported torch.)
+Only this module and `wiring.py` read `EngineConfig` to build an engine; everything below receives objects and values.
+Callers that have not imported torch use `start.py`.
+
+On a GPU background threads read the weights. Meanwhile this thread measures memory, allocates blocks and compiles
+kernels, with whatever the weights hold so far.
 """
 
 from __future__ import annotations
@@ -23,16 +24,8 @@ from quire.attention.base import AttentionBackend
 from quire.attention.cpu import CpuAttention
 from quire.attention.reference import ReferenceAttention
 from quire.config import EngineConfig, triton_interpreted
-from quire.core import policy
-from quire.core.block_pool import FIFO, LRU, BlockPool
 from quire.core.engine import Engine
-from quire.core.grammar import Grammar, NoGrammar
-from quire.core.policy import Policy
-from quire.core.prefix_cache import HashPrefixCache, NoPrefixCache, PrefixCache
-from quire.core.request_limits import Limits
-from quire.core.scheduler import Scheduler
-from quire.core.shared_prefix import CommonBlocks, NoSharedPrefix, SharedPrefix
-from quire.core.steplog import StepLog
+from quire.core.grammar_interface import Grammar, NoGrammar
 from quire.frontend.location import locate_model, locate_tokenizer
 from quire.grammar.checker import Checker
 from quire.grammar.compiler import Compiler
@@ -49,30 +42,28 @@ from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
 from quire.types import ConfigError, EngineInfo
+from quire.wiring import queue_depth, wire_engine
 from quire.worker.executor import DeviceGuard, LocalExecutor, device_guard
-from quire.worker.sizing import (
-    KVSize,
-    check_kv_fits,
-    check_weights_fit,
-    fit_context,
-    gpu_memory,
-    kv_budget,
-    size_kv,
-    with_context,
-)
-from quire.worker.worker import Worker
+from quire.worker.memory.sizing import BlockLayout, KVSize, MemoryPlanner, StepLimits, gpu_memory
+from quire.worker.worker import LaunchOptions, Worker
 
 log = logging.getLogger("quire")
 
-_OVERLAP_DEPTH = 2
-
 
 def build_engine(config: EngineConfig, imports_s: float = 0.0) -> tuple[Engine, EngineInfo]:
-    """Load the model and wire an engine. Raises ConfigError or ModelError with one sentence for the user.
+    """Load the model and build an engine.
 
-    `imports_s`: how long the caller waited for this module; it becomes part of the times.
+    Args:
+        imports_s: seconds that the caller spent importing this module; they are reported as a phase of the start-up.
+
+    Returns:
+        The engine, and its sizes and start-up times.
+
+    Raises:
+        ConfigError: if the settings do not suit the model or the machine.
+        ModelError: if the model cannot be found or read.
     """
-    clock = _Phases(imports_s)
+    clock = _PhaseClock(imports_s)
     path = locate_model(config.model, config.revision).path
     spec = load_spec(path)
     clock.end("config")
@@ -88,33 +79,35 @@ def _build(
     spec: ModelSpec,
     device: torch.device,
     guard: DeviceGuard,
-    clock: _Phases,
+    clock: _PhaseClock,
 ) -> tuple[Engine, EngineInfo]:
     dtype = pick_dtype(config.dtype, spec, device)
-    if (asked_len := config.max_model_len) is not None and asked_len > spec.max_model_len:
+    explicit_len = config.max_model_len
+    if explicit_len is not None and explicit_len > spec.max_model_len:
         raise ConfigError(
-            f"max_model_len {asked_len} exceeds the {spec.max_model_len} positions of {config.model}"
+            f"max_model_len {explicit_len} exceeds the {spec.max_model_len} positions of {config.model}"
         )
     config = config.resolved(gpu_memory(device), spec.max_model_len)
     wanted_len = config.max_model_len or 1
-    config = shortened(config, asked_len, spec, dtype, device)
-    # Tables for positions and columns for tokens are made for the context that can be served.
-    spec = replace(spec, max_model_len=config.max_model_len or 1)
+    memory = memory_planner(config, spec, dtype, device, explicit_len=explicit_len is not None).shortened()
+    # Position tables and token columns are allocated for the context that is served, not for the model's longest.
+    spec = replace(spec, max_model_len=memory.limits.max_model_len)
     kernels = pick_kernels(device, dtype, config.cpu_kernels)
     backend = pick_attention(config.attention, spec, device, dtype, kernels)
     clock.end("device")
 
-    depth = _OVERLAP_DEPTH if config.overlap else 1
-    model, checkpoint = load_model(config, path, spec, backend, kernels, device, dtype)
+    model, checkpoint = load_model(
+        config, path, spec, backend=backend, kernels=kernels, device=device, dtype=dtype
+    )
     with closing(checkpoint):
-        worker = Worker(config, model, backend, device, dtype, depth, kernels)
+        worker = Worker(model, backend, memory, launch_options(config, queue_depth(config)), kernels)
         clock.end("weights")
         worker.compile_kernels()
         clock.end("warm_up")
-        size = plan_kv(config, asked_len, worker, spec, dtype)
+        size = _plan_kv(worker)
         if size.max_model_len < wanted_len:
             log.warning(
-                "max_model_len lowered from %d to %d, for which there is memory",
+                "max_model_len lowered from %d to %d, the longest context that fits into memory",
                 wanted_len,
                 size.max_model_len,
             )
@@ -122,19 +115,65 @@ def _build(
         clock.end("kv_cache")
         if device.type == "cuda":  # a CPU has nothing to compile
             worker.rehearse(runner, size)
-        engine = _wire(
+        engine = wire_engine(
             config,
-            size,
-            LocalExecutor(runner, guard),
-            pick_grammar(config, path, spec.vocab_size),
-            depth,
-            config.shared_prefix and backend.reads_shared,
+            num_blocks=size.num_blocks,
+            block_size=size.block_size,
+            max_model_len=size.max_model_len,
+            executor=LocalExecutor(runner, guard),
+            grammar=pick_grammar(config, path, spec.vocab_size),
+            shares_prefix=config.shared_prefix and backend.reads_shared,
         )
         _freeze_garbage()
         clock.end("warm_up")
         checkpoint.finish()
         clock.end("weights")
     return engine, _describe(config, spec, size, worker, dtype, backend.name, clock.phases_s)
+
+
+def step_limits(config: EngineConfig) -> StepLimits:
+    """Return the limits of steps and requests. `config` is resolved."""
+    return StepLimits(
+        max_num_seqs=config.max_num_seqs or 1,
+        max_num_batched_tokens=config.max_num_batched_tokens or 1,
+        max_model_len=config.max_model_len or 1,
+    )
+
+
+def memory_planner(
+    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, *, explicit_len: bool
+) -> MemoryPlanner:
+    """Return the planner that divides the memory of `device`.
+
+    Args:
+        config: resolved settings.
+        dtype: of weights, activations and KV entries.
+        explicit_len: the user set max_model_len, so a context that does not fit is an error.
+    """
+    return MemoryPlanner(
+        model=config.model,
+        spec=spec,
+        dtype=dtype,
+        device=device,
+        limits=step_limits(config),
+        layout=BlockLayout(
+            paged_size=config.block_size if config.kv_layout == "paged" else None,
+            keeps_kv=config.kv_layout != "none",
+        ),
+        explicit_len=explicit_len,
+        kv_cache_memory=config.kv_cache_memory,
+        memory_utilization=config.memory_utilization,
+    )
+
+
+def launch_options(config: EngineConfig, depth: int) -> LaunchOptions:
+    """Return how the worker launches steps, of which `depth` may be in flight."""
+    return LaunchOptions(
+        depth=depth,
+        cuda_graphs=config.cuda_graphs,
+        cpu_replay=config.cpu_replay,
+        cpu_threads=config.cpu_threads,
+    )
 
 
 def pick_device(name: str) -> torch.device:
@@ -153,20 +192,20 @@ def pick_device(name: str) -> torch.device:
         raise ConfigError(f"device must be auto, cpu, cuda or cuda:N, got {name!r}")
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise ConfigError(f"device {name!r} was asked for, but torch sees no CUDA device here")
+            raise ConfigError(f"device {name!r} needs a CUDA GPU, but torch finds none; use device cpu")
         if (device.index or 0) >= torch.cuda.device_count():
             raise ConfigError(
-                f"device {name!r} was asked for, but there are {torch.cuda.device_count()} GPUs"
+                f"device {name!r} does not exist: this machine has {torch.cuda.device_count()} GPU(s), numbered from 0"
             )
         device = torch.device("cuda", device.index or 0)
         _refuse_unsupported(device)
-        # cuDNN's attention plans anew, for some 50 ms, at every length that it has not seen; rows grow by one.
+        # cuDNN's attention spends some 50 ms on planning for every new length, and rows grow by one token a step.
         torch.backends.cuda.enable_cudnn_sdp(False)
     return device
 
 
 def _refuse_unsupported(device: torch.device) -> None:
-    if torch.version.hip is not None:  # torch calls AMD's GPUs cuda as well
+    if torch.version.hip is not None:  # torch calls AMD GPUs cuda as well
         raise ConfigError(
             f"device {str(device)!r} is an AMD GPU (ROCm {torch.version.hip}), which Quire does not support; "
             "use an NVIDIA GPU or device cpu"
@@ -179,29 +218,29 @@ def _refuse_unsupported(device: torch.device) -> None:
         )
 
 
-def pick_dtype(asked: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
-    """Return the number format of weights and activations; `auto` follows the checkpoint where the device can.
+def pick_dtype(wanted: str, spec: ModelSpec, device: torch.device) -> torch.dtype:
+    """Return the number format of weights and activations; `auto` follows the checkpoint if the device can.
 
-    A GPU without bfloat16 takes float16, or float32 for models whose activations exceed the range of float16. A CPU
-    has no fast path for float16 and takes float32.
+    With `auto`, a GPU without bfloat16 uses float16, or float32 for models whose activations exceed the range of
+    float16. A CPU has no fast path for float16 and uses float32.
 
     Raises:
-        ConfigError: if `asked` is bfloat16 and the device lacks it.
+        ConfigError: if `wanted` is bfloat16 and the device lacks it.
     """
-    name = spec.dtype if asked == "auto" else asked
+    name = spec.dtype if wanted == "auto" else wanted
     if name == "bfloat16" and device.type == "cuda" and not (target := target_of(device)).has_bf16:
         instead = "float32" if spec.family in _WIDE_RANGE else "float16"
-        if asked == "bfloat16":
+        if wanted == "bfloat16":
             raise ConfigError(
                 f"dtype bfloat16 needs an NVIDIA GPU since Ampere, got {target}; use dtype {instead}"
             )
-        log.warning("dtype %s, because %s has no bfloat16", instead, target)
+        log.warning("using dtype %s, because %s has no bfloat16", instead, target)
         name = instead
     if name == "float16" and spec.family in _WIDE_RANGE:
         log.warning("%s models exceed the range of float16; bfloat16 or float32 are safe", spec.family)
     if name == "float16" and device.type == "cpu":
-        if asked == "float16":
-            log.warning("float16 is slow on a CPU; bfloat16 or float32 are faster")
+        if wanted == "float16":
+            log.warning("dtype float16 is slow on a CPU; bfloat16 and float32 are faster")
         else:
             name = "float32"
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
@@ -213,23 +252,34 @@ _WIDE_RANGE = ("gemma3",)  # families trained in bfloat16 whose activations over
 def pick_attention(
     name: str, spec: ModelSpec, device: torch.device, dtype: torch.dtype, kernels: Kernels | None
 ) -> AttentionBackend:
-    """Return the attention called `name`; `auto` takes kernels where they run fast.
+    """Return the attention back end called `name`; `auto` picks the fastest one.
 
-    Those are the ones in Triton on a GPU, if it is installed and the heads fit, and those in C on a CPU.
+    That is `triton` on a GPU, if the package is installed and the heads fit into shared memory, and `cpu` on a CPU with
+    C kernels. Otherwise it is `reference`, which is plain PyTorch.
+
+    Args:
+        kernels: the set that the model's layers use, or None.
+
+    Raises:
+        ConfigError: if the back end cannot run here.
     """
     if isinstance(kernels, CpuKernels) and name in ("auto", "cpu"):
         return CpuAttention(kernels)
     if name == "cpu":
         raise ConfigError(
-            "attention cpu needs a CPU, fp32 or bf16, cpu_kernels, and a C compiler to build them"
+            "attention cpu needs a CPU, dtype float32 or bfloat16, cpu_kernels on, and a C compiler; use attention reference"
         )
     installed = find_spec("triton") is not None
     if name == "reference" or (name == "auto" and not (installed and device.type == "cuda")):
         return ReferenceAttention()
     if not installed:
-        raise ConfigError("attention triton was asked for, but the package triton is not installed")
+        raise ConfigError(
+            "attention triton needs the package triton, which is not installed; use attention reference"
+        )
     if device.type != "cuda" and not triton_interpreted():
-        raise ConfigError(f"attention triton needs a CUDA device, but the device is {device}")
+        raise ConfigError(
+            f"attention triton needs a CUDA device, but device is {device}; use attention reference"
+        )
     # Imported here: an installation for CPUs has no Triton.
     from quire.attention.triton import TritonAttention
 
@@ -238,7 +288,7 @@ def pick_attention(
         fault = f"{dtype.itemsize * 8}-bit heads of {spec.head_dim} need more shared memory than {target} has"
         if name == "triton":
             raise ConfigError(f"attention triton cannot run: {fault}; use attention reference")
-        log.warning("attention reference, which is slower: %s", fault)
+        log.warning("using attention reference, which is slower: %s", fault)
         return ReferenceAttention()
     return TritonAttention()
 
@@ -247,12 +297,20 @@ def load_model(
     config: EngineConfig,
     path: Path,
     spec: ModelSpec,
+    *,
     backend: AttentionBackend,
     kernels: Kernels | None,
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Model, Checkpoint]:
-    """The model on `device`, and the checkpoint, which must be finished before the weights can be relied on."""
+    """Build the model on `device` and start to load its weights.
+
+    Returns:
+        The model and its checkpoint. The weights are undefined until `Checkpoint.finish` has returned.
+
+    Raises:
+        ModelError: if the checkpoint cannot be read or does not fit the model.
+    """
     checkpoint: Checkpoint = CheckedCheckpoint(
         open_checkpoint(path, spec, config.load_format, device=device, dtype=dtype, seed=config.seed)
     )
@@ -264,30 +322,21 @@ def load_model(
         raise
 
 
-def shortened(
-    config: EngineConfig, asked_len: int | None, spec: ModelSpec, dtype: torch.dtype, device: torch.device
-) -> EngineConfig:
-    """Lower max_model_len to what the memory holds beside the weights, before anything is sized by it.
-
-    Raises ConfigError if the weights do not fit, or no context does.
-    """
-    weights = check_weights_fit(config, spec, dtype, device)
-    budget = kv_budget(config, device, weights)
-    return with_context(config, fit_context(config, asked_len, spec, dtype, budget))
-
-
-def plan_kv(
-    config: EngineConfig, asked_len: int | None, worker: Worker, spec: ModelSpec, dtype: torch.dtype
-) -> KVSize:
-    reserved = worker.measure()
-    budget = kv_budget(config, worker.device, reserved)
-    size = size_kv(config, asked_len, spec, dtype, budget, worker.device)
-    check_kv_fits(config, size, worker.device, reserved)
+def _plan_kv(worker: Worker) -> KVSize:
+    memory, reserved = worker.memory, worker.measure()
+    size = memory.size_kv(memory.kv_budget(reserved))
+    memory.check_kv_fits(size, reserved)
     return size
 
 
 def pick_grammar(config: EngineConfig, model: Path, vocab_size: int) -> Grammar:
-    """Structured output, which needs to know what tokens read as. Nothing is loaded before it is asked for."""
+    """Return the compiler of structured output, which loads the tokenizer when it is first used.
+
+    Without a tokenizer, or on Windows, the returned grammar refuses every specification.
+
+    Args:
+        model: folder or file of the model, whose tokenizer is used unless `config` names another.
+    """
     if config.skip_tokenizer_init:
         return NoGrammar()
     if sys.platform == "win32":
@@ -296,32 +345,6 @@ def pick_grammar(config: EngineConfig, model: Path, vocab_size: int) -> Grammar:
         )
     tokenizer = model if config.tokenizer is None else locate_tokenizer(config.tokenizer, config.revision)
     return LibraryGrammar(Compiler(Checker(tokenizer, vocab_size)), vocab_size)
-
-
-def _wire(
-    config: EngineConfig, size: KVSize, executor: LocalExecutor, grammar: Grammar, depth: int, shares: bool
-) -> Engine:
-    keeps_kv = config.kv_layout != "none"
-    pool = BlockPool(size.num_blocks, FIFO() if config.eviction == "fifo" else LRU())
-    cache: PrefixCache = HashPrefixCache(pool, size.block_size) if config.prefix_caching else NoPrefixCache()
-    choices = Policy(
-        order=policy.priority if config.scheduling_policy == "priority" else policy.fcfs,
-        admits=policy.static if config.batching == "static" else policy.continuous,
-        chunk=policy.chunked if config.chunked_prefill else policy.whole,
-    )
-    limits = Limits(
-        max_num_seqs=config.max_num_seqs or 1,
-        max_num_batched_tokens=config.max_num_batched_tokens or 1,
-        max_model_len=size.max_model_len,
-        block_size=size.block_size,
-        keeps_kv=keeps_kv,
-        lookahead=depth > 1,
-        mixed_prefill_tokens=config.mixed_prefill_tokens or config.max_num_batched_tokens or 1,
-    )
-    steplog = StepLog()
-    shared: SharedPrefix = CommonBlocks(size.block_size) if shares else NoSharedPrefix()
-    scheduler = Scheduler(pool, cache, choices, limits, steplog, shared)
-    return Engine(scheduler, executor, grammar, depth, steplog, config.check_invariants)
 
 
 def _describe(
@@ -358,13 +381,13 @@ def _describe(
 
 
 def _freeze_garbage() -> None:
-    """What exists now lives as long as the engine: keep the collector from walking it in every pass."""
+    """Exclude all existing objects from garbage collection, because they live as long as the engine."""
     gc.collect()
     gc.freeze()
 
 
-class _Phases:
-    """Wall time by phase; a phase may come in several parts."""
+class _PhaseClock:
+    """Wall time of each start-up phase. A phase may have several parts, whose times are added."""
 
     def __init__(self, imports_s: float) -> None:
         self.phases_s = {"import": imports_s}

@@ -1,7 +1,7 @@
-"""Settings: frozen dataclasses, defaults resolved in one place, illegal combinations in one table.
+"""Settings of an engine: one frozen dataclass, one place for defaults, one table of illegal combinations.
 
-A field that is None means "auto"; `EngineConfig.resolved` replaces what depends on other fields, and
-`build.py` what depends on the model and the machine. Only this file and `cli/` read the environment.
+A field that is None means "automatic". `EngineConfig.resolved` fills in the values that depend on other fields;
+`build.py` fills in those that depend on the model and the machine. Only this file and `cli/` read the environment.
 """
 
 from __future__ import annotations
@@ -9,14 +9,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, get_args
 
 from quire.types import ConfigError
 
-# Threads that wait for each other spin by default. When another process has one of the cores, that costs a
-# scheduler's time slice (milliseconds) at each of the hundreds of barriers in a step. Spinning for some 0.2 to 0.5 ms
-# and then sleeping is as fast alone, and beside a busy process too; ten times less puts threads to sleep between
-# the layers of a step, which doubles its time. Must be set before torch is loaded.
+# OpenMP threads that wait for each other spin by default. If another process uses one of the cores, that costs a time
+# slice of the operating system (milliseconds) at each of the hundreds of barriers in a step. Spinning for 0.2 to 0.5 ms
+# and then sleeping is as fast alone, and fast beside a busy process too. A tenth of it puts threads to sleep between the
+# layers of a step, which doubles its time. The variable must be set before torch is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 Batching = Literal["continuous", "static"]
@@ -27,78 +28,106 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 
 
-def _setting(default: Any, help: str) -> Any:
-    return field(default=default, metadata={"help": help})
+def _setting(group: str, default: Any, help: str) -> Any:
+    return field(default=default, metadata={"help": help, "group": group})
+
+
+# One function per group of `--help`.
+_model = partial(_setting, "model")
+_scheduling = partial(_setting, "scheduling")
+_kv_cache = partial(_setting, "KV cache")
+_kernels = partial(_setting, "kernels and graphs")
+_debugging = partial(_setting, "debugging")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
-    """Everything that decides how an engine runs. Each field is also a command-line flag."""
+    """Settings of an engine. Each field is also a keyword of `LLM` and a command-line flag.
 
-    model: str = _setting("demo", "a folder, a .gguf file, a Hugging Face id, or demo / demo-draft")
-    revision: str | None = _setting(None, "branch, tag or commit of a Hugging Face id")
-    tokenizer: str | None = _setting(None, "tokenizer folder or file, when it is not the model's own")
-    skip_tokenizer_init: bool = _setting(False, "work with token ids alone")
-    load_format: LoadFormat = _setting(
-        "auto", "auto reads the checkpoint; dummy makes random weights in the true shapes"
-    )
-    dtype: Dtype = _setting("auto", "number format of weights and activations; auto follows the checkpoint")
-    device: str = _setting("auto", "auto, cpu, cuda or cuda:N")
-    seed: int = _setting(0, "seed of dummy weights and of requests that bring none")
+    Raises:
+        ConfigError: if a value is out of range, or two settings exclude each other.
+    """
 
-    batching: Batching = _setting(
-        "continuous", "continuous admits at every step; static only into an empty batch"
+    model: str = _model(
+        "demo", "model to load: a folder, a .gguf file, a Hugging Face id, demo or demo-draft"
     )
-    kv_layout: KVLayout = _setting(
-        "paged", "paged; contiguous (one page as long as the context); none (recompute everything)"
+    revision: str | None = _model(None, "branch, tag or commit of the Hugging Face id")
+    tokenizer: str | None = _model(None, "tokenizer folder or file (default: the model's tokenizer)")
+    skip_tokenizer_init: bool = _model(False, "load no tokenizer: prompts and answers are token ids")
+    load_format: LoadFormat = _model(
+        "auto", "auto reads the checkpoint; dummy fills the model's shapes with random weights"
     )
-    block_size: int = _setting(16, "tokens per block")
-    chunked_prefill: bool | None = _setting(
-        None, "split long prompts over steps (default: on, off with kv_layout none)"
+    dtype: Dtype = _model("auto", "number format of weights and activations; auto follows the checkpoint")
+    device: str = _model("auto", "cpu, cuda or cuda:N; auto picks the first GPU, or the CPU if there is none")
+    seed: int = _model(0, "seed of dummy weights, and of requests without a seed")
+
+    batching: Batching = _scheduling(
+        "continuous", "continuous admits requests at every step; static waits until the batch is empty"
     )
-    max_num_batched_tokens: int | None = _setting(
-        None, "tokens per step (default: 8192 on a GPU, 2048 on a CPU)"
-    )
-    mixed_prefill_tokens: int | None = _setting(
+    max_num_seqs: int | None = _scheduling(
         None,
-        "tokens for prompts in a step in which other requests decode: fewer keep answers fluent, more start "
-        "them sooner (default: 512 on a CPU; all on a GPU, and when chunked_prefill is off)",
+        "most requests in a batch (default: 1024 on a GPU of 64 GB or more, 256 on smaller GPUs, 32 on a CPU)",
     )
-    prefix_caching: bool | None = _setting(
-        None, "reuse the KV of equal prompt beginnings (default: on, off with kv_layout none)"
+    max_num_batched_tokens: int | None = _scheduling(
+        None, "token budget of a step (default: 8192 on a GPU, 2048 on a CPU)"
     )
-    eviction: Eviction = _setting("lru", "which cached block goes first: lru or fifo")
-    scheduling_policy: SchedulingPolicy = _setting("fcfs", "fcfs, or priority (lower number first)")
-    overlap: bool = _setting(True, "schedule the next step while the device runs this one")
+    chunked_prefill: bool | None = _scheduling(
+        None, "split long prompts over several steps (default: on; off with kv_layout none)"
+    )
+    mixed_prefill_tokens: int | None = _scheduling(
+        None,
+        "prompt-token budget of steps that also decode: lower keeps inter-token latency even, higher lowers time to "
+        "first token (default: 512 on a CPU; no limit on a GPU or with chunked_prefill off)",
+    )
+    scheduling_policy: SchedulingPolicy = _scheduling(
+        "fcfs", "order of requests: fcfs (first come, first served) or priority (lower numbers first)"
+    )
+    overlap: bool = _scheduling(True, "schedule the next step while the device runs the current one")
 
-    max_num_seqs: int | None = _setting(
-        None, "requests in a batch (default: 1024 on a GPU of 64 GB or more, 256 on others, 32 on a CPU)"
+    kv_layout: KVLayout = _kv_cache(
+        "paged",
+        "paged; contiguous (one block as long as the context); none (recompute the whole sequence at every step)",
     )
-    max_model_len: int | None = _setting(
+    block_size: int = _kv_cache(16, "tokens per block of the paged layout")
+    max_model_len: int | None = _kv_cache(
         None, "longest prompt + output in tokens (default: what the model and the memory allow)"
     )
-    kv_cache_memory: int | None = _setting(None, "bytes for the KV cache (default: measured, what is left)")
-    memory_utilization: float = _setting(
-        0.9, "share of the device's memory that Quire may use when kv_cache_memory is not given"
+    kv_cache_memory: int | None = _kv_cache(
+        None, "bytes for KV blocks (default: the memory that is left, as measured at start-up)"
     )
-    attention: str = _setting(
+    memory_utilization: float = _kv_cache(
+        0.9, "share of the device's memory that Quire may use if kv_cache_memory is not set"
+    )
+    prefix_caching: bool | None = _kv_cache(
+        None, "reuse cached blocks of equal prompt prefixes (default: on; off with kv_layout none)"
+    )
+    eviction: Eviction = _kv_cache(
+        "lru", "cached block to evict first: lru (least recently used) or fifo (first cached)"
+    )
+    shared_prefix: bool = _kv_cache(
+        True,
+        "read the blocks of a prefix that decoding requests share once for all of them (attention triton)",
+    )
+
+    attention: str = _kernels(
         "auto",
-        "attention back end: auto, reference, triton or cpu (auto: triton on a GPU, cpu with cpu_kernels)",
+        "attention back end: auto, reference, triton or cpu; auto picks triton on a GPU, cpu with cpu_kernels, else "
+        "reference",
     )
-    cuda_graphs: bool = _setting(True, "replay captured CUDA graphs where the attention back end allows it")
-    shared_prefix: bool = _setting(
-        True, "read blocks that many decoding requests begin with once for all of them (triton attention)"
+    cuda_graphs: bool = _kernels(True, "capture steps as CUDA graphs and replay them, on a GPU")
+    cpu_kernels: bool = _kernels(
+        True, "run small steps on a CPU with C kernels, which are compiled at the first start"
     )
-    cpu_kernels: bool = _setting(
-        True, "on a CPU run small steps by kernels that the C compiler builds at the first start"
+    cpu_replay: bool = _kernels(
+        True, "with cpu_kernels, capture steps of up to 8 rows and replay each as one call"
     )
-    cpu_replay: bool = _setting(
-        True, "with cpu_kernels, make a step of up to 8 rows one call, recorded when it first occurs"
+    cpu_threads: int | None = _kernels(
+        None, "threads of a step on a CPU (default: all cores, or one for a small step)"
     )
-    cpu_threads: int | None = _setting(
-        None, "threads of a step on a CPU (default: all cores, or one when the step is small)"
+
+    check_invariants: bool = _debugging(
+        False, "check the scheduler's data structures after every step (slow; for tests)"
     )
-    check_invariants: bool = _setting(False, "check the scheduler's books after every step (slow; for tests)")
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -115,8 +144,15 @@ class EngineConfig:
                 raise ConfigError(message.format(c=self))
 
     def resolved(self, gpu_bytes: int, model_max_len: int) -> EngineConfig:
-        """The same settings with every None filled in that depends only on other settings, on the memory of
-        the GPU (0: it is a CPU) and on the longest context of the model."""
+        """Return these settings with the automatic values that need no loaded model.
+
+        Args:
+            gpu_bytes: memory of the GPU; 0 for a CPU.
+            model_max_len: longest context of the model in tokens.
+
+        Raises:
+            ConfigError: if chunked_prefill is off and a step cannot hold the longest prompt.
+        """
         recompute = self.kv_layout == "none"
         chunked = not recompute if self.chunked_prefill is None else self.chunked_prefill
         max_len = min(self.max_model_len or model_max_len, model_max_len)
@@ -124,15 +160,15 @@ class EngineConfig:
         if not chunked and budget < max_len:
             if self.max_num_batched_tokens:
                 raise ConfigError(
-                    f"max_num_batched_tokens ({budget}) must be at least max_model_len ({max_len}) when "
-                    "chunked_prefill is off, because a prompt then runs in one step"
+                    f"max_num_batched_tokens ({budget}) must be at least max_model_len ({max_len}) if "
+                    "chunked_prefill is off, because a prompt then runs in one step; raise it or lower max_model_len"
                 )
             budget = max_len
         return replace(
             self,
             chunked_prefill=chunked,
             prefix_caching=not recompute if self.prefix_caching is None else self.prefix_caching,
-            max_num_seqs=self.max_num_seqs or _most_seqs(gpu_bytes),
+            max_num_seqs=self.max_num_seqs or _default_seqs(gpu_bytes),
             max_num_batched_tokens=budget,
             mixed_prefill_tokens=min(self.mixed_prefill_tokens or (budget if gpu_bytes else 512), budget)
             if chunked
@@ -142,7 +178,7 @@ class EngineConfig:
         )
 
 
-def _most_seqs(gpu_bytes: int) -> int:
+def _default_seqs(gpu_bytes: int) -> int:
     if not gpu_bytes:
         return 32
     return 1024 if gpu_bytes >= 64_000_000_000 else 256
@@ -167,32 +203,32 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "attention": ("auto", "reference", "triton", "cpu"),
 }
 
-# Combinations that cannot work, each with the reason. What depends on the model is checked in build.py.
+# Combinations that cannot work, each with its error message. build.py checks those that depend on the model.
 ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
     (
         lambda c: c.max_model_len == 1,
-        "max_model_len must be at least 2, a token in and a token out, got 1",
+        "max_model_len must be at least 2, one token of prompt and one of output, got 1",
     ),
     (
         lambda c: c.chunked_prefill is False and bool(c.mixed_prefill_tokens),
-        "mixed_prefill_tokens splits prompts over steps, which chunked_prefill off forbids",
+        "mixed_prefill_tokens splits prompts over steps, so it needs chunked_prefill on",
     ),
     (
         lambda c: c.kv_layout == "none" and bool(c.chunked_prefill),
-        "chunked_prefill needs a KV cache: with kv_layout none every step computes the whole sequence at once",
+        "chunked_prefill needs a KV cache, but with kv_layout none every step recomputes the whole sequence",
     ),
     (
         lambda c: c.kv_layout == "none" and bool(c.prefix_caching),
-        "prefix_caching needs a KV cache: with kv_layout none nothing is kept from one step to the next",
+        "prefix_caching needs a KV cache, but with kv_layout none nothing is kept between steps",
     ),
 )
 
 
 def env_flag(name: str) -> bool:
-    """Whether the environment variable `name` is set to a true value."""
+    """Return whether the environment variable `name` is 1, true, yes or on, in any case."""
     return os.environ.get(name, "").lower() in {"1", "true", "yes", "on"}
 
 
 def triton_interpreted() -> bool:
-    """Whether Triton kernels are interpreted, so that they run (slowly) without a GPU."""
+    """Return whether Triton interprets its kernels, so that they run (slowly) without a GPU."""
     return env_flag("TRITON_INTERPRET")

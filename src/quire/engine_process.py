@@ -1,7 +1,8 @@
-"""The engine process: builds an engine, then alternates between its channel and the step loop.
+"""The engine process: it builds an engine, then alternates between its channel and the step loop.
 
-Started by a client with its end of the channel, as the number of a file, and the parent's process id; ends with Stop,
-with the parent's death, or with an error, which it reports as its last message.
+A client starts it as `python -m quire.engine_process FILE PARENT`: the file descriptor of its end of the channel, and the
+process id of the client. It ends with a StopEngine message, with the death of the client, or with an error, which it
+reports in its last message.
 """
 
 from __future__ import annotations
@@ -16,21 +17,32 @@ from quire.core.engine import Engine
 from quire.core.live_state import live_of
 from quire.core.stats import figures_of, load_of, stats_of
 from quire.frontend.client import ipc as msg
-from quire.frontend.client.base import describe, refusal
+from quire.frontend.client.base import error_text, refused_output
 from quire.frontend.client.channel import Channel
 from quire.start import start_engine
 from quire.types import EngineInfo, QuireError, RequestError
 
-_IDLE_POLL_S = 1.0  # how often an idle engine looks whether its parent is still there
-_QUIET_S = 1.0  # without work, before later steps are prepared: who comes meanwhile waits for that
-_INTAKE_S = (
-    0.01  # between two steps, for requests that arrive: thousands at once must not stop those that run
-)
-_LAST_WORDS_S = 5.0  # for the client to take them
+# Interval at which an idle engine checks that its parent is alive.
+_IDLE_POLL_S = 1.0
+# Time without work before the engine prepares later steps, which delays requests that arrive in the meantime.
+_QUIET_S = 1.0
+# Limit on reading requests between two steps: a burst of arrivals must not stall running requests.
+_INTAKE_S = 0.01
+# Limit on sending the last message.
+_FAREWELL_S = 5.0
 
 
 def main(file: int, parent: int) -> int:
-    # Ctrl-C and a supervisor's SIGTERM go to the client too, which ends us when its requests are done.
+    """Run the engine process.
+
+    Args:
+        file: file descriptor of the socket to the client.
+        parent: process id of the client.
+
+    Returns:
+        The exit code.
+    """
+    # Ctrl-C and a supervisor's SIGTERM also reach the client, which stops this process when its requests are done.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     channel = Channel(socket.socket(fileno=file))
@@ -45,12 +57,12 @@ def main(file: int, parent: int) -> int:
         serve(engine, channel, parent)
         engine.close()
         return 0
-    except EOFError:  # the client is gone: there is nobody to tell
+    except EOFError:  # the client is gone, so there is nothing to report to
         return 1
     except Exception as error:
         kind = type(error).__name__ if isinstance(error, QuireError) else "EngineDead"
-        channel.send(msg.encode(msg.EngineFailed(kind, describe(error))))
-        channel.settle(_LAST_WORDS_S)
+        channel.send(msg.encode(msg.EngineFailed(kind, error_text(error))))
+        channel.settle(_FAREWELL_S)
         if not isinstance(error, QuireError):
             raise
         return 1
@@ -67,9 +79,18 @@ def _build(start: msg.StartEngine) -> tuple[Engine, EngineInfo]:
 
 
 def serve(engine: Engine, channel: Channel, parent: int) -> None:
-    """Take what has arrived, run a step, send what it brought; wait only when there is nothing to do."""
-    received = told = 0  # requests taken in, and how many of them the client knows of
-    steps_told = 0
+    """Run the step loop until StopEngine arrives or the parent dies.
+
+    Each round reads the messages that have arrived, runs a step and sends its outputs. It waits only if there is
+    nothing to do.
+
+    Args:
+        engine: the engine to run.
+        channel: the channel to the client.
+        parent: process id of the client.
+    """
+    received = reported = 0  # requests received, and how many of them the client has been told of
+    reported_steps = 0
     worked_s = time.monotonic()
     while os.getppid() == parent:
         quiet = time.monotonic() - worked_s >= _QUIET_S
@@ -85,7 +106,7 @@ def serve(engine: Engine, channel: Channel, parent: int) -> None:
                     try:
                         engine.add(request)
                     except RequestError as error:
-                        refused.append(refusal(request, error))
+                        refused.append(refused_output(request, error))
                 case msg.Abort(ids):
                     for request_id in ids:
                         engine.abort(request_id)
@@ -103,10 +124,10 @@ def serve(engine: Engine, channel: Channel, parent: int) -> None:
             worked_s = time.monotonic()
             if not engine.has_work:
                 engine.check()
-        if outputs or received > told:
-            told = received
-            figures = figures_of(engine, steps_told)
-            steps_told = engine.log.ended
+        if outputs or received > reported:
+            reported = received
+            figures = figures_of(engine, reported_steps)
+            reported_steps = engine.log.ended
             channel.send(msg.encode(msg.Outputs(outputs, load_of(engine, received), figures)))
 
 

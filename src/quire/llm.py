@@ -1,7 +1,7 @@
-"""`LLM`: text in, text out, in this process or with the engine in one of its own.
+"""`LLM`, the Python API: completions, chat and embeddings, with the engine in this process or in a child process.
 
-Owns a client, a tokenizer and the open requests; the step loop runs while a call waits for its answers.
-What only some runs need (chat templates, the other process, progress bars) is imported by those.
+An `LLM` owns an engine client, a tokenizer and the open requests. The step loop runs while a call waits for its
+results. Modules that only some calls need (chat templates, the engine process, the progress bar) are imported there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.frontend.location import locate_model
 from quire.frontend.model import processor_of, tokenizer_of
 from quire.frontend.output import OutputAssembler, RequestState
 from quire.frontend.processor import Prompt
-from quire.frontend.progress import Progress
+from quire.frontend.progress import ProgressBar
 from quire.frontend.tokenizer.tokenizer import Tokenizer
 from quire.start import start_engine
 from quire.types import (
@@ -29,7 +29,6 @@ from quire.types import (
     RequestError,
     RequestOutput,
     SamplingParams,
-    StepFailed,
     check_field_names,
 )
 
@@ -41,11 +40,27 @@ _POLL_S = 1.0
 
 
 class LLM:
-    """A model ready to answer.
+    """A loaded model and the engine that runs it. Close it, or use it as a context manager, to free its memory.
 
-    `model` is a folder, a .gguf file, a Hugging Face id, `demo` or `demo-draft`; every field of
-    EngineConfig is a keyword. `engine_process` runs the engine in a process of its own. Raises ModelError
-    or ConfigError, in one sentence, when it cannot start.
+    An `LLM` serves one thread at a time. Calls may interleave: while one stream is open, `generate` can run.
+
+    Example:
+        >>> with LLM("demo") as llm:
+        ...     llm.generate("Once upon a time", SamplingParams(max_tokens=20))[0].outputs[0].text
+
+    Args:
+        model: a model folder, a .gguf file, a Hugging Face id, or one of the built-in models `demo` and `demo-draft`.
+        engine_process: run the engine in a child process instead of this one (Linux and macOS).
+        settings: any field of `EngineConfig` but `model`, by name, such as `device="cpu"` or `max_model_len=4096`.
+
+    Attributes:
+        config: the settings, as `EngineConfig`.
+        info: what the engine found out about the model and the device, such as `max_model_len` and `vocab_size`.
+        client: the connection to the engine.
+
+    Raises:
+        ConfigError: if a setting is unknown, out of range, or cannot be combined with another.
+        ModelError: if the model cannot be found, fetched or loaded.
     """
 
     def __init__(
@@ -55,21 +70,22 @@ class LLM:
         config = EngineConfig(model=os.fspath(model), **settings)
         self.config = config
         self._tokenizer = tokenizer_of(config)
-        self._client: EngineClient
+        self.client: EngineClient
         if engine_process:
             from quire.frontend.client.process import ProcessClient
 
-            self._client = ProcessClient(config)
+            self.client = ProcessClient(config)
         else:
-            self._client = InProcessClient(*start_engine(config))
-        self.info: EngineInfo = self._client.info
+            self.client = InProcessClient(*start_engine(config))
+        self.info: EngineInfo = self.client.info
         self._processor = processor_of(config, self.info, self._tokenizer)
         self._assembler = OutputAssembler()
-        self._news: dict[int, RequestState] = {}  # changed, and their calls do not know yet; by id()
+        # Changed requests that their own calls have not seen yet, by id().
+        self._changed: dict[int, RequestState] = {}
         self._count = 0
-        self._renderer: TemplateRenderer | None = None  # its process starts with the first chat
+        self._renderer: TemplateRenderer | None = None  # made by the first chat, because it starts a process
 
-    # ------------------------------------------------------------------------------- answers
+    # ------------------------------------------------------------------------------- inference
 
     def generate(
         self,
@@ -78,11 +94,26 @@ class LLM:
         use_tqdm: bool = True,
         priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
-        """Answer all prompts, in their order.
+        """Generate completions for one prompt or several, batched by the engine.
 
-        A prompt is a string, a list of token ids, or {"prompt": ...} or {"prompt_token_ids": ...}.
-        `sampling_params` is one for all or one per prompt; without any, the model's own defaults.
-        Raises RequestError before anything runs if one of them cannot be served.
+        All prompts are checked before the first one runs.
+
+        Args:
+            prompts: one prompt or a list. A prompt is a string, a list of token ids, {"prompt": text} or
+                {"prompt_token_ids": ids}.
+            sampling_params: one object for all prompts, or a list with one per prompt. None means the model's
+                defaults (`get_default_sampling_params`).
+            use_tqdm: show a progress bar on standard error.
+            priority: one integer per prompt; lower runs first under `scheduling_policy="priority"`.
+
+        Returns:
+            One `RequestOutput` per prompt, in the order of `prompts`. Its `outputs` has `sampling_params.n` entries
+            with text, token ids and, if requested, log-probabilities.
+
+        Raises:
+            RequestError: if a prompt or a parameter is invalid or does not fit into the context.
+            StepFailed: if a step ran out of memory, or the model's output was not finite.
+            EngineDead: if the engine stopped; every later call raises it, too.
         """
         batch = _as_batch(prompts)
         states = self._submit(batch, _per_prompt(sampling_params, len(batch), "sampling_params"), priority)
@@ -100,9 +131,33 @@ class LLM:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer one conversation, or several, through the model's chat template."""
-        several = bool(messages) and not isinstance(messages[0], Mapping)
-        conversations: Sequence[Any] = messages if several else [messages]
+        """Generate the next message of one conversation or several, through the model's chat template.
+
+        Example:
+            >>> llm.chat([{"role": "user", "content": "Tell me a story."}])[0].outputs[0].text
+
+        Args:
+            messages: one conversation (a list of messages), or a list of conversations. A message has `role`,
+                `content` (a string or a list of text parts) and, for tools, `tool_calls` or `tool_call_id`.
+            sampling_params: one object for all conversations, or a list with one per conversation. None means the
+                model's defaults.
+            use_tqdm: show a progress bar on standard error.
+            add_generation_prompt: end the prompt with the header of a new assistant message.
+            continue_final_message: let the model continue the last message. Needs `add_generation_prompt=False`.
+            tools: function definitions in OpenAI's format, for the template to list.
+            chat_template: a Jinja template that replaces the model's.
+            chat_template_kwargs: further variables for the template, such as {"enable_thinking": False}.
+
+        Returns:
+            One `RequestOutput` per conversation, in order. Its `prompt` is the rendered text.
+
+        Raises:
+            RequestError: if a message or parameter is invalid, or the template is missing or refuses the messages.
+            StepFailed: as in `generate`.
+            EngineDead: as in `generate`.
+        """
+        is_batch = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Sequence[Any] = messages if is_batch else [messages]
         prompts = [
             self.chat_prompt(
                 conversation,
@@ -119,7 +174,27 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """The answer as it grows: all so far, each time something is new. Closing the iterator ends it."""
+        """Generate a completion for one prompt and yield it while it grows.
+
+        The request is submitted at the first `next`. Closing the iterator aborts it and frees its blocks.
+
+        Example:
+            >>> for output in llm.stream("Once upon a time"):
+            ...     print(output.outputs[0].text)
+
+        Args:
+            prompt: a prompt in any form that `generate` takes.
+            sampling_params: how to sample; None means the model's defaults.
+
+        Yields:
+            A `RequestOutput` after every step that added to it. It holds everything generated so far, not only what
+            is new. The last one is `finished`.
+
+        Raises:
+            RequestError: if the prompt or a parameter is invalid or does not fit into the context.
+            StepFailed: as in `generate`.
+            EngineDead: as in `generate`.
+        """
         states = self._submit([prompt], [sampling_params], None)
         with closing(self._run(states)) as changes:
             for _ in changes:
@@ -132,23 +207,36 @@ class LLM:
         normalize: bool = True,
         use_tqdm: bool = True,
     ) -> list[list[float]]:
-        """One vector per prompt: its hidden states behind the last norm, pooled, of length 1 if `normalize`.
+        """Compute one embedding per prompt: the hidden states after the final norm, pooled over the prompt.
 
-        `pooling` is mean or last (token); None: as the model's `1_Pooling/config.json` says, else the mean.
+        Args:
+            prompts: one prompt or a list, in any form that `generate` takes.
+            pooling: "mean" over all tokens, or "last" for the last token. None means the method named in the model's
+                `1_Pooling/config.json` (sentence-transformers), or the mean if there is none.
+            normalize: scale each vector to length 1 (L2 norm).
+            use_tqdm: show a progress bar on standard error.
+
+        Returns:
+            One list of `hidden_size` floats (float32 values) per prompt, in the order of `prompts`.
+
+        Raises:
+            RequestError: if `pooling` is unknown or a prompt is invalid or does not fit into the context.
+            StepFailed: as in `generate`.
+            EngineDead: as in `generate`.
         """
         from quire.frontend.generation_config import default_pooling
         from quire.frontend.normalize import embedding
 
         pooling = pooling or default_pooling(locate_model(self.config.model, self.config.revision).path)
         if pooling not in ("mean", "last"):
-            raise RequestError(f"pooling must be mean or last, got {pooling!r}")
+            raise RequestError(f"pooling must be mean or last, got {pooling!r}", param="pooling")
         batch = _as_batch(prompts)
         params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
         states = self._submit(batch, [params] * len(batch), None, pooling)
         self._finish(states, use_tqdm)
         return [embedding(state.pooled or b"", None, normalize).tolist() for state in states]
 
-    # --------------------------------------------------------------------------- for callers
+    # --------------------------------------------------------------------------- helpers for callers
 
     def chat_prompt(
         self,
@@ -159,7 +247,14 @@ class LLM:
         chat_template: str | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """A conversation as a prompt of token ids."""
+        """Render and tokenize a conversation. The arguments are those of `chat`.
+
+        Returns:
+            A prompt for `generate`: {"prompt": the rendered text, "prompt_token_ids": its token ids}.
+
+        Raises:
+            RequestError: if a message is invalid, or the template is missing or refuses the messages.
+        """
         from quire.frontend.templates.chat import render_chat
         from quire.frontend.templates.renderer import TemplateRenderer
 
@@ -179,22 +274,32 @@ class LLM:
         return {"prompt": text, "prompt_token_ids": ids}
 
     def get_tokenizer(self) -> Tokenizer:
+        """Return the model's tokenizer."""
         return self._tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
+        """Return the parameters of a request without any: `generation_config.json` of the model over the defaults."""
         return self._processor.default_params()
 
     def default_params(self, given: Mapping[str, Any], max_tokens: int) -> SamplingParams:
-        """The model's defaults, a `max_tokens` of its own, and over both what was given."""
+        """Return the model's default parameters, overridden by `given`.
+
+        Args:
+            given: values by the names of `SamplingParams` fields.
+            max_tokens: limit for a request where neither `given` nor the model has one.
+
+        Raises:
+            RequestError: if a name is unknown or a value is out of range.
+        """
         check_field_names(SamplingParams, dict(given), RequestError)
         return SamplingParams(**{"max_tokens": max_tokens, **self._processor.defaults, **given})
 
     def close(self) -> None:
-        """Stop the engine and give its memory back."""
+        """Stop the engine and free its memory. Later calls raise EngineDead."""
         if self._renderer is not None:
             self._renderer.close()
             self._renderer = None
-        self._client.close()
+        self.client.close()
 
     def __enter__(self) -> LLM:
         return self
@@ -204,7 +309,7 @@ class LLM:
     ) -> None:
         self.close()
 
-    # ------------------------------------------------------------------------------ the work
+    # ------------------------------------------------------------------------------ request loop
 
     def _submit(
         self,
@@ -213,7 +318,7 @@ class LLM:
         priority: Sequence[int] | None,
         pooling: Pooling | None = None,
     ) -> list[RequestState]:
-        """Check everything, then queue everything: one bad prompt must not leave others running."""
+        """Check all prompts, then queue them all, so that an invalid prompt leaves no other one running."""
         priorities = (
             _per_prompt(priority, len(prompts), "priority") if priority is not None else [0] * len(prompts)
         )
@@ -223,21 +328,20 @@ class LLM:
             self._count += 1
             name = str(self._count - 1)
             try:
-                made = self._processor.process(name, prompt, param, rank or 0, pooling=pooling)
+                engine_requests = self._processor.process(name, prompt, param, rank or 0, pooling=pooling)
             except RequestError as error:
-                raise RequestError(
-                    f"prompt {len(states)}: {error}" if len(prompts) > 1 else str(error)
-                ) from None
-            states.append(RequestState(name, _text_of(prompt), made, self._tokenizer))
-            requests += made
+                message = f"prompt {len(states)}: {error}" if len(prompts) > 1 else str(error)
+                raise RequestError(message, param=error.param, code=error.code) from None
+            states.append(RequestState(name, _text_of(prompt), engine_requests, self._tokenizer))
+            requests += engine_requests
         for state in states:
             self._assembler.add(state)
         for request in requests:
-            self._client.add(request)
+            self.client.add(request)
         return states
 
     def _finish(self, states: Sequence[RequestState], use_tqdm: bool) -> None:
-        bar = Progress(len(states), use_tqdm)
+        bar = ProgressBar(len(states), use_tqdm)
         try:
             for changed in self._run(states):
                 bar.update(changed)
@@ -245,40 +349,43 @@ class LLM:
             bar.close()
 
     def _run(self, states: Sequence[RequestState]) -> Generator[list[RequestState], None, None]:
-        """Drive the engine until `states` are finished; yields those that changed. Ends them if interrupted."""
-        mine = {id(state) for state in states}
+        """Run the engine until `states` are finished and yield the changed ones after each step.
+
+        Leaving the generator early aborts the others.
+        """
+        keys = {id(state) for state in states}
         open_count = len(states)
         try:
             while open_count:
-                changed = self._take_news(mine)
+                changed = self._take_changed(keys)
                 if not changed:
                     self._poll()
                     continue
                 for state in changed:
                     if state.error is not None:
-                        raise (StepFailed if state.internal else RequestError)(state.error)
+                        raise state.error.as_error()
                 open_count -= sum(1 for state in changed if state.finished)
                 yield changed
         finally:
-            self._take_news(mine)
+            self._take_changed(keys)
             left = [name for state in states if not state.finished for name in self._assembler.abort(state)]
             if left:
-                self._client.abort(left)
+                self.client.abort(left)
 
     def _poll(self) -> None:
-        """Let the engine go on. What it brings may be for another call: streams can be read in turns."""
-        applied = self._assembler.apply(self._client.poll(_POLL_S))
+        """Run the engine once and note which requests changed, also those of other open streams."""
+        applied = self._assembler.apply(self.client.poll(_POLL_S))
         if applied.aborts:
-            self._client.abort(applied.aborts)
-        self._news.update((id(state), state) for state in applied.changed)
+            self.client.abort(applied.aborts)
+        self._changed.update((id(state), state) for state in applied.changed)
 
-    def _take_news(self, wanted: set[int]) -> list[RequestState]:
-        """Requests among `wanted`, by their ids as objects, that changed since they were last asked for."""
-        return [self._news.pop(key) for key in [key for key in self._news if key in wanted]]
+    def _take_changed(self, keys: set[int]) -> list[RequestState]:
+        """Return the requests with these `id()`s that changed since the last call."""
+        return [self._changed.pop(key) for key in [key for key in self._changed if key in keys]]
 
 
 def _as_batch(prompts: Any) -> Sequence[Prompt]:
-    """One prompt or many: a string, an object and a list of integers are one."""
+    """Wrap a single prompt (a string, a mapping or a list of integers) in a list."""
     if isinstance(prompts, (str, Mapping)) or not isinstance(prompts, Sequence):
         return [prompts]
     return [prompts] if prompts and isinstance(prompts[0], int) else prompts
@@ -288,7 +395,10 @@ def _per_prompt(given: Any, count: int, name: str) -> list[Any]:
     if not isinstance(given, (list, tuple)):
         return [given] * count
     if len(given) != count:
-        raise RequestError(f"{name} has {len(given)} entries for {count} prompts")
+        raise RequestError(
+            f"{name} has {len(given)} entries for {count} prompts: give one for all or one per prompt",
+            param=name,
+        )
     return list(given)
 
 

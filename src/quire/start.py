@@ -1,7 +1,7 @@
-"""The way to an engine for callers that have not imported torch: `build.py`, reached without idle waiting.
+"""Start of an engine for callers that have not imported torch.
 
-Importing torch takes seconds and keeps the interpreter busy. What else must be done first, and does not
-need the interpreter, runs beside it.
+Importing torch takes seconds and keeps the interpreter busy. Other preparations that do not need the interpreter run at
+the same time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ if TYPE_CHECKING:
 
 
 def start_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
-    """As build.build_engine, which it imports."""
+    """Import `build.build_engine` and return its result, while the GPU driver starts in a thread.
+
+    Raises:
+        ConfigError: if the settings do not suit the model or the machine.
+        ModelError: if the model cannot be found or read.
+    """
     begin = time.perf_counter()
     threading.Thread(target=wake_gpu, args=(config.device,), daemon=True).start()
     collecting = gc.isenabled()
@@ -31,17 +36,17 @@ def start_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     try:
         from quire.build import build_engine
     finally:
-        gc.freeze()  # what modules are made of stays: the collector need not look at it once
+        gc.freeze()  # objects of modules are never garbage, so the collector may skip them
         if collecting:
             gc.enable()
     return build_engine(config, time.perf_counter() - begin)
 
 
 def wake_gpu(device: str) -> None:
-    """Prepare the driver for the GPU that `device` names, and Triton, which hashes all of itself (half a
-    gigabyte) before it looks for a kernel on disk; both keep what they have done.
+    """Initialize the driver for the GPU that `device` names, and Triton's key of its kernel cache.
 
-    Only a head start: whatever is wrong here is left for torch and Triton to find, and to explain.
+    Triton hashes all of its own files (half a gigabyte) before it looks for a kernel on disk. Both results are kept in
+    the process. Errors are ignored here: torch and Triton report them later.
     """
     kind, _, index = device.partition(":")
     if kind not in ("auto", "cuda") or not (index or "0").isdigit() or not _torch_has_cuda():
@@ -50,14 +55,14 @@ def wake_gpu(device: str) -> None:
         driver = ctypes.CDLL("libcuda.so.1")
         gpu, context = ctypes.c_int(), ctypes.c_void_p()
         if driver.cuInit(0) == 0 and driver.cuDeviceGet(ctypes.byref(gpu), int(index or 0)) == 0:
-            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), gpu)  # torch's is the same
+            driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), gpu)  # the context that torch will use
             from triton.runtime.cache import triton_key
 
             triton_key()
 
 
 def _torch_has_cuda() -> bool:
-    """Whether the installed torch is a CUDA build, without importing it."""
+    """Return whether the installed torch is a CUDA build, without importing it."""
     torch = find_spec("torch")
     if torch is None or torch.origin is None:
         return False

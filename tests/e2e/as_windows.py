@@ -1,18 +1,16 @@
 # ruff: noqa: E402  (imports that must follow a patch)
-"""Quire without what Windows lacks, run by test_platforms.py in a process of its own: modules, functions and sockets
-that only Unix has are taken away once other packages are loaded."""
+"""Quire without the modules, functions and sockets that Windows lacks, run by test_platforms.py as a script.
+
+They are removed once other packages are loaded, here and in the template helper process.
+"""
 
 from __future__ import annotations
 
-import os
-import select
-import signal
-import socket
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-# Loaded first: they choose what they are by the platform.
+# Loaded first, because they choose their implementation by the platform.
 import jinja2.sandbox  # noqa: F401
 import msgspec  # noqa: F401
 import psutil  # noqa: F401
@@ -22,22 +20,9 @@ import tokenizers  # noqa: F401
 import torch
 import tqdm.auto  # noqa: F401
 import uvicorn  # noqa: F401
+from without_unix import remove_unix
 
-UNIX_MODULES = {"fcntl", "grp", "pwd", "readline", "resource", "termios", "triton", "uvloop"}
-UNIX_NAMES: dict[Any, list[str]] = {
-    os: ["fork", "getuid", "geteuid", "getgid", "getpgid", "killpg", "pread", "preadv", "setsid", "uname", "sysconf"],
-    select: ["poll", "epoll"],
-    signal: ["SIGALRM", "SIGHUP", "SIGKILL", "SIGPROF", "SIGUSR1", "SIGUSR2", "setitimer", "alarm", "pthread_sigmask"],
-    socket: ["AF_UNIX", "SO_REUSEPORT"],
-}  # fmt: skip
-
-
-for module in [name for name in sys.modules if name.partition(".")[0] in UNIX_MODULES]:
-    del sys.modules[module]
-sys.modules |= dict.fromkeys(UNIX_MODULES)  # None: it cannot be imported, and is not found
-for module, names in UNIX_NAMES.items():
-    for name in names:
-        vars(module).pop(name, None)
+remove_unix()
 sys.platform = "win32"
 
 from quire import LLM, SamplingParams, StructuredOutputsParams
@@ -46,7 +31,7 @@ from quire.models.checkpoint.reader import Reader, StoredTensor
 from quire.types import QuireError
 
 
-def refusal(work: Any) -> str:
+def refusal(work: Callable[[], object]) -> str:
     try:
         work()
     except QuireError as error:

@@ -104,9 +104,9 @@ class Bench:
             quire.build.load_model = self._original
         return engine
 
-    def _load(self, config: EngineConfig, *args: Any) -> Any:
+    def _load(self, config: EngineConfig, *args: Any, **kwargs: Any) -> Any:
         if config.cpu_kernels not in self._loaded:
-            self._loaded[config.cpu_kernels] = loaded = self._original(config, *args)
+            self._loaded[config.cpu_kernels] = loaded = self._original(config, *args, **kwargs)
             self.num_layers = len(loaded[0].attention_layers)
         return self._loaded[config.cpu_kernels]
 

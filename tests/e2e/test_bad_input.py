@@ -1,4 +1,4 @@
-"""Bad input from the command line: one sentence on stderr that names the thing, a non-zero exit code, no trace."""
+"""Bad input on the command line: one sentence on stderr that names the fault, a non-zero exit code, no traceback."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str]:
-    """Exit code and stderr."""
+    """Run the command; return its exit code and stderr."""
     try:
         code = main(list(args))
     except SystemExit as stop:

@@ -1,4 +1,4 @@
-"""The quire command on the demo model, as a person would type it."""
+"""The `quire` command on the demo model, as a user types it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_doctor_says_what_and_why() -> None:
     for word in (
         "torch",
         "10.4 M parameters",
-        "cpu: as asked",
+        "cpu: as set",
         "contiguous",
         "weights",
         "blocks of 2048 tokens",
@@ -72,7 +72,7 @@ def test_doctor_says_that_products_are_slow(
     doctor = ["doctor", "--device", "cpu", "--dtype", "float32"]
     assert main(doctor) == 0 and "C, for small steps" in capsys.readouterr().out
     monkeypatch.setattr("quire.quant.packed.find_packed", lambda packed, weight: None)
-    assert main(doctor) == 0 and "products by torch, slower: how this oneDNN packs" in capsys.readouterr().out
+    assert main(doctor) == 0 and "torch computes matrix products, which is slower" in capsys.readouterr().out
 
 
 def test_bench_host() -> None:
@@ -87,7 +87,10 @@ def test_bench_host() -> None:
         (["bench", "latency", "--num-iters-warmup", "-1"], "num_iters_warmup must be at least 0, got -1"),
         (["bench", "host", "--rows", "0"], "rows must be at least 1, got 0"),
         (["bench", "host", "--steps", "0"], "steps must be at least 1, got 0"),
-        (["profile", "--input-len", "3000"], "input_len 3000 leaves no room in max_model_len 2048"),
+        (
+            ["profile", "--input-len", "3000"],
+            "input_len 3000 leaves no room for output in max_model_len 2048; lower it",
+        ),
     ],
 )
 def test_numbers_that_nothing_can_be_measured_with(
@@ -155,7 +158,7 @@ def test_bench_replays_a_trace_and_draws_it(tmp_path: Path, capsys: pytest.Captu
     [
         (["--workload", "prefill"], "3586 tokens, but max_model_len is 2048"),
         (["--request-rate", "0"], "request_rate must be above 0"),
-        (["--trace", "x", "--request-rate", "1"], "a trace has arrival times of its own"),
+        (["--trace", "x", "--request-rate", "1"], "a trace has its own arrival times"),
         (["--trace", "/no/such/x"], "cannot read /no/such/x"),
         (["--num-prompts", "0"], "num_prompts must be at least 1"),
         (["--goodput", "itl:3"], "goodput must be"),

@@ -78,7 +78,7 @@ def test_beside_others(folder: Path, states: list[np.ndarray], blocks: int) -> N
         for found, pooling in zip(pooled, ("mean", "last")):
             vectors = np.stack([embedding(state.pooled or b"") for state in found[::-1]])
             np.testing.assert_allclose(vectors, expected(states, pooling), atol=2e-5)
-        preempted = {name for record in llm._client.engine.log for name in record.preempted}
+        preempted = {name for record in llm.client.engine.log for name in record.preempted}
         ours = {state.request_id for state in pooled[0]}
         assert bool(ours & preempted) == (blocks == 20)
 

@@ -99,7 +99,7 @@ def test_stop_strings_do_not_leak(llm: LLM) -> None:
     cut = llm.generate("tell", params, use_tqdm=False)[0].outputs[0]
     assert cut.text == whole.text[: whole.text.index(stop)]
     assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
-    assert not llm._client.engine.scheduler.requests, "it goes on in the engine"
+    assert not llm.client.engine.scheduler.requests, "it goes on in the engine"
 
 
 def test_stream_adds_up(llm: LLM) -> None:
@@ -121,14 +121,14 @@ def test_streams_can_be_read_in_turns(llm: LLM) -> None:
     *_, one = first
     *_, two = second
     assert [out.outputs[0].text for out in (one, two, between)] == texts
-    assert one.finished and two.finished and not llm._news
+    assert one.finished and two.finished and not llm._changed
 
 
 def test_ctrl_c_in_a_step_leaves_an_engine_that_goes_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     if threading.current_thread() is not threading.main_thread():
         pytest.skip("signals go to the main thread")
     wanted = llm.generate("again", GREEDY, use_tqdm=False)[0].outputs[0].text
-    executor = llm._client.engine.executor
+    executor = llm.client.engine.executor
     forward, before = executor.forward, signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def interrupted(plan: StepPlan) -> None:
@@ -149,7 +149,7 @@ def test_leaving_a_stream_frees_everything(llm: LLM) -> None:
     next(stream)
     stream.close()
     llm.generate("next", GREEDY, use_tqdm=False)
-    scheduler = llm._client.engine.scheduler
+    scheduler = llm.client.engine.scheduler
     assert not scheduler.requests and scheduler.pool.num_free == scheduler.pool.num_blocks
 
 
@@ -224,8 +224,8 @@ def test_unknown_settings_name_the_nearest(folder: Path) -> None:
 
 def test_the_death_of_the_engine_process_is_told(folder: Path) -> None:
     with LLM(str(folder), engine_process=True) as llm:
-        llm._client._process.kill()
-        llm._client._process.wait()
+        llm.client.process.kill()
+        llm.client.process.wait()
         with pytest.raises(EngineDead, match="exit code -9"):
             llm.generate("x", GREEDY, use_tqdm=False)
 
@@ -236,7 +236,7 @@ def test_a_failing_step_ends_the_engine_with_its_cause(folder: Path, monkeypatch
         def fail(plan):
             raise RuntimeError("out of luck")
 
-        monkeypatch.setattr(llm._client.engine.executor, "forward", fail)
+        monkeypatch.setattr(llm.client.engine.executor, "forward", fail)
         for _ in range(2):
             with pytest.raises(EngineDead, match="out of luck"):
                 llm.generate("x", GREEDY, use_tqdm=False)
@@ -247,7 +247,7 @@ def test_the_engine_process_does_not_outlive_its_client(folder: Path) -> None:
         "import os, signal, threading\n"
         "from quire import LLM, SamplingParams\n"
         f"llm = LLM({str(folder)!r}, engine_process=True)\n"
-        "print(llm._client._process.pid, flush=True)\n"
+        "print(llm.client.process.pid, flush=True)\n"
         "threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()\n"
         "while True:\n"
         "    llm.generate(['a'] * 8, SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False)\n"
@@ -278,7 +278,7 @@ def test_prompt_logprobs_do_not_depend_on_chunks_or_preemption(folder: Path) -> 
                 pairs = zip(out.prompt_token_ids[1:], out.prompt_logprobs[1:])
                 found.append([entry[token].logprob for token, entry in pairs])
                 assert len(out.outputs[0].logprobs) == 50
-            return found, llm._client.engine.log.totals.preemptions
+            return found, llm.client.engine.log.totals.preemptions
 
     whole, _ = scores(chunked_prefill=False, max_num_seqs=1)
     for settings in (

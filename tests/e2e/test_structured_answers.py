@@ -102,7 +102,7 @@ def test_random_weights_write_valid_json(folder: Path, name: str) -> None:
     with LLM(str(folder), check_invariants=True, **settings) as llm:
         outs = llm.generate([*prompts, "free"], [*asked, free], use_tqdm=False)
         if blocks:
-            assert llm._client.engine.log.totals.preemptions
+            assert llm.client.engine.log.totals.preemptions
     for out, given in zip(outs, asked):
         schema = given.structured_outputs.json
         for answer in out.outputs:
@@ -172,14 +172,16 @@ def test_refusals(llm: LLM) -> None:
         with pytest.raises(RequestError, match=re.escape(reason)):
             llm.generate("x", params(**given), use_tqdm=False)
     assert texts(llm, "x", params(regex="ok")) == ["ok"]
-    engine = llm._client.engine
+    engine = llm.client.engine
     assert (
         not engine.scheduler.requests and engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
     )
 
 
 def test_a_conflict_with_other_parameters_is_an_error(llm: LLM) -> None:
-    with pytest.raises(RequestError, match="no token satisfies the grammar together"):
+    with pytest.raises(
+        RequestError, match=r"every token is excluded; check .*bad_words.* the structured output"
+    ):
         llm.generate("x", params(regex="abc", bad_words=["b"]), use_tqdm=False)
 
 
@@ -194,7 +196,7 @@ def test_needs_a_tokenizer(folder: Path) -> None:
 def test_leaving_while_a_grammar_is_compiled(llm: LLM) -> None:
     slow = params(json={"type": "integer", "multipleOf": 9999991})
     llm._submit(["x"], [slow], None)
-    llm._client.abort(list(llm._client.engine.scheduler.requests))
+    llm.client.abort(list(llm.client.engine.scheduler.requests))
     begin = time.monotonic()
     assert texts(llm, "x", params(regex="quick")) == ["quick"]
     assert time.monotonic() - begin < 30
@@ -203,8 +205,7 @@ def test_leaving_while_a_grammar_is_compiled(llm: LLM) -> None:
 def test_nothing_starts_without_need(folder: Path) -> None:
     with LLM(str(folder)) as llm:
         llm.generate("x", SamplingParams(max_tokens=3), use_tqdm=False)
-        compiler = llm._client.engine.grammar._compiler
-        assert compiler._source._process is None and not compiler._threads
+        assert not llm.client.engine.grammar.started
 
 
 # ---------------------------------------------------------------------------------- the demo model
@@ -237,7 +238,7 @@ def test_a_grammar_that_is_too_slow_ends_its_request_alone(llm: LLM, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr("quire.grammar.answer.MASK_LIMIT_S", 0.0)
         with pytest.raises(
-            RequestError, match="the answer cannot go on: its grammar is too slow: one mask took"
+            RequestError, match="the answer cannot continue: its grammar is too slow: one mask took"
         ):
             llm.generate("x", asked, use_tqdm=False)
     assert len(texts(llm, "x", asked)[0]) == 20

@@ -57,8 +57,8 @@ def test_expectation_does_not_hold_for_other_weights(bench: Bench) -> None:
     request = next(r for r in bench.requests if len(bench.expected[r.id]) > 20)
     engine.add(request)
     engine.step()
-    runner = engine.executor._runner
-    for keys, _ in runner._batcher._kv:
+    runner = engine.executor.runner
+    for keys, _ in runner.batcher.kv:
         keys += 1.0
     tokens: list[int] = []
     while engine.has_work:

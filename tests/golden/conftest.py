@@ -1,4 +1,4 @@
-"""Lets the golden tests import the test-only runner beside them."""
+"""Path setup, so that the golden tests can import the test-only runner in this folder."""
 
 import sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Writes demo_greedy.json: what the demo models answer greedily in float32, computed by `transformers`.
+"""Writer of demo_greedy.json: greedy answers of the demo models in float32, computed by `transformers`.
 
 python tests/golden/record_demo.py    (after the demo weights have changed)
 """

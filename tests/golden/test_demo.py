@@ -1,4 +1,4 @@
-"""The demo models answer as recorded (demo_greedy.json, written by `transformers` in float32)."""
+"""The demo models give the answers in demo_greedy.json, which `transformers` computed in float32."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Every model family against transformers: tiny random checkpoints, fp32, odd shapes, logits and tokens.
 
-Weights are drawn wide (and norms and biases are not left at 1 and 0), so that a wrong scale, a missing
-bias or a misplaced norm moves the logits by far more than the tolerance.
+Weights have a large variance, and norms and biases are not left at 1 and 0. So a wrong scale, a missing bias or a
+misplaced norm changes the logits by far more than the tolerance.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-tied-yarn": ("Qwen3", {"tie_word_embeddings": True, **YARN}),
     "qwen3-biases": ("Qwen3", {"attention_bias": True}),
     "gemma3": ("Gemma3Text", GEMMA),
-    # a field of the config that transformers does not use
+    # a field of the config that transformers ignores
     "gemma3-attention-cap": ("Gemma3Text", {**GEMMA, "attn_logit_softcapping": 0.5}),
     "gemma3-linear": (
         "Gemma3Text",
@@ -256,7 +256,7 @@ def test_float16_runs(tmp_path: Path) -> None:
 )
 @pytest.mark.parametrize("tied", [True, False])
 def test_models_without_a_head(tmp_path: Path, name: str, tied: bool) -> None:
-    """Saved from the base class: other tensor names, and no lm_head. Their hidden states are all that counts."""
+    """Checkpoints saved from the base class have other tensor names and no lm_head; hidden states are compared."""
     keys = ("vocab_size", "bos_token_id", "eos_token_id", "initializer_range")
     base = {key: BASE[key] for key in keys} | {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
     settings = {**(base if name == "GPT2" else BASE), "tie_word_embeddings": tied}
@@ -276,7 +276,7 @@ def test_models_without_a_head(tmp_path: Path, name: str, tied: bool) -> None:
     assert (found - expected).abs().max() <= 1e-4 * expected.abs().max()
 
 
-# What a spec says where a config.json says nothing, by the name of the field in transformers.
+# The spec's defaults for fields that a config.json omits, by the name of the field in transformers.
 DEFAULTS: dict[str, Any] = {
     "rms_norm_eps": lambda s: s.norm_eps,
     "layer_norm_epsilon": lambda s: s.norm_eps,

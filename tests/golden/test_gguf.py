@@ -1,4 +1,4 @@
-"""GGUF files made on the spot, the way llama.cpp's converter lays tensors out, against safetensors."""
+"""GGUF files against safetensors. The tests write the files in the layout of llama.cpp's converter."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def write_metadata(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
 
 
 def converted(arch: str, tensors: dict[str, torch.Tensor], config: Any) -> dict[str, np.ndarray]:
-    """Tensors by their GGUF names, changed as the converter changes them."""
+    """Return the tensors by their GGUF names, with the changes that the converter makes."""
     names = gguf.get_tensor_name_map(ARCHS[arch], config.num_hidden_layers)
     out: dict[str, np.ndarray] = {}
     stacks: dict[str, dict[int, np.ndarray]] = {}
@@ -183,7 +183,7 @@ def test_packed_kinds(kind: Q, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", [Q.Q4_K, Q.Q6_K, Q.Q5_K])
 def test_k_quants_are_unpacked(kind: Q, tmp_path: Path) -> None:
-    """No packer for these exists here, so random blocks: the q rows come back unpacked and in order."""
+    """No packer for these formats is available, so blocks are random: q rows are dequantised and reordered."""
     model = make_reference("gguf-wide", tmp_path)
     heads, size, hidden = 8, 256, 256
     block, width = gguf.GGML_QUANT_SIZES[kind]

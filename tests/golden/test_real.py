@@ -1,4 +1,4 @@
-"""Real small models, when the shared data folder is there: known tokens and known activations."""
+"""Small real models, if the shared data folder exists: expected tokens and activations."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ def partials() -> dict[str, torch.Tensor]:
 
 @torch.inference_mode()
 def test_sort_activations() -> None:
-    """Every recorded activation that exists as a value here."""
+    """Compare every recorded activation that this implementation also computes."""
     expected = partials()
     rows = expected["idx"].int().tolist()
     model: Any = load_model(SORT)
     batch = whole_batch(rows)
     got: dict[str, torch.Tensor] = {
         "tok_emb": model.tokens(batch.input_ids),
-        "x": model.tokens(batch.input_ids) + model.places(batch.positions),
+        "x": model.tokens(batch.input_ids) + model.positions(batch.positions),
     }
     first = model.layers[0]
     got["ln1"], stream = first.input_norm(got["x"], None)

@@ -1,4 +1,4 @@
-"""A test-only way to run a model over whole sequences: contiguous attention, no cache, no engine."""
+"""A test-only runner of models over whole sequences: contiguous attention, no cache, no engine."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.parallel.ranks import Parallel
 
 
 class WholeSequenceAttention:
-    """Every row starts at position 0, so the keys and values of the step are all there are."""
+    """Attention over rows that start at position 0, so that no keys or values precede the step's."""
 
     name = "whole"
     forward_packed = None
@@ -52,7 +52,7 @@ class WholeSequenceAttention:
 
 
 def whole_batch(rows: list[list[int]]) -> ForwardBatch:
-    """A ragged batch of whole sequences."""
+    """Build a ragged batch of whole sequences."""
     lengths = np.array([len(row) for row in rows], dtype=np.int32)
     empty = torch.empty(0, dtype=torch.int64)
     return ForwardBatch(
@@ -72,7 +72,7 @@ def whole_batch(rows: list[list[int]]) -> ForwardBatch:
 
 
 def load_model(path: Path, dtype: torch.dtype = torch.float32) -> Model:
-    """The model at `path` on the CPU, every tensor of its checkpoint accounted for."""
+    """Load the model at `path` on the CPU, and check that it uses every tensor of its checkpoint."""
     spec = load_spec(path)
     weights = open_checkpoint(path, spec)
     env = Env(weights, Parallel(), WholeSequenceAttention(), torch.device("cpu"), dtype)
@@ -83,21 +83,21 @@ def load_model(path: Path, dtype: torch.dtype = torch.float32) -> Model:
 
 @torch.inference_mode()
 def logits_of(model: Model, rows: list[list[int]]) -> list[torch.Tensor]:
-    """Logits of every position, by row."""
+    """Return the logits of every position, by row."""
     flat = model.logits(model(whole_batch(rows)))
     return list(flat.split([len(row) for row in rows]))
 
 
 @torch.inference_mode()
 def last_logits(model: Model, rows: list[list[int]]) -> torch.Tensor:
-    """Logits of each row's last position, of which alone the model is asked for hidden states."""
+    """Return the logits of each row's last position; the model returns no other hidden states."""
     batch = whole_batch(rows)
     batch.wanted = batch.query_start[1:].long() - 1
     return model.logits(model(batch))
 
 
 def greedy(model: Model, prompt: list[int], count: int) -> list[int]:
-    """The `count` most likely next tokens, everything computed anew for each."""
+    """Return `count` greedy tokens, recomputing the whole sequence for each."""
     tokens = list(prompt)
     for _ in range(count):
         tokens.append(int(logits_of(model, [tokens])[0][-1].argmax()))

@@ -1,4 +1,4 @@
-"""The kernels at both ends of a step against their plain twins: the same batches, the same columns."""
+"""`KernelBatcher` against `TorchBatcher`: the same batches and the same slot columns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from quire.attention.base import ForwardBatch
-from quire.types import Admit, EngineRequest, SamplingParams, StepPlan
+from quire.types import EngineRequest, SamplingParams, SlotAdmission, StepPlan
 from quire.worker.batch import Batcher, KernelBatcher, TorchBatcher, plan_header
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
@@ -37,18 +37,19 @@ class NoAttention:
 
 
 class Side:
-    """Columns with one of the two batchers."""
+    """Slot columns and one of the two batchers."""
 
     def __init__(self, kernels: bool, device: str, keeps_kv: bool) -> None:
         self.device = torch.device(device)
-        self.state = SlotState(SLOTS, MAX_LEN, MAX_BLOCKS, keeps_kv, self.device)
+        self.state = SlotState(SLOTS, MAX_LEN, MAX_BLOCKS, keeps_kv=keeps_kv, device=self.device)
         self.state.clear(999)
         self.staging = Staging(self.device, 2)
         self.batcher: Batcher
         if kernels:
             self.batcher = KernelBatcher(
-                self.state, NoAttention(), [], BLOCK, SLOTS * MAX_LEN, SLOTS + 1, 3, self.device
-            )
+                self.state, NoAttention(), [],
+                block_size=BLOCK, max_tokens=SLOTS * MAX_LEN, max_rows=SLOTS + 1, turns=3, device=self.device,
+            )  # fmt: skip
         else:
             self.batcher = TorchBatcher(self.state, NoAttention(), [], BLOCK)
 
@@ -59,8 +60,12 @@ class Side:
 
 
 def random_plan(rng: random.Random, step: int, known: dict[int, list[int]]) -> StepPlan:
-    """Some slots get new owners, some run a chunk or one token. `known`: [tokens, computed] by slot."""
-    admits = []
+    """Return a plan in which some slots get new owners and some run a chunk or one token.
+
+    Args:
+        known: [tokens, computed] by slot.
+    """
+    admissions = []
     for slot in range(SLOTS):
         if rng.random() < (0.2 if slot in known else 0.5):
             length, computed = rng.randint(1, 500), 0
@@ -69,8 +74,10 @@ def random_plan(rng: random.Random, step: int, known: dict[int, list[int]]) -> S
             tokens = array("i", [rng.randrange(1000) for _ in range(length)])
             blocks = rng.sample(range(900), MAX_BLOCKS)
             request = EngineRequest(f"{step}.{slot}", list(tokens), SamplingParams())
-            admits.append(Admit(slot, tokens, length, computed, blocks, request))
-    fresh = {admit.slot for admit in admits}  # a step gives new blocks to a slot or a new owner, never both
+            admissions.append(SlotAdmission(slot, tokens, length, computed, blocks, request))
+    fresh = {
+        admit.slot for admit in admissions
+    }  # a step gives new blocks to a slot or a new owner, never both
     rows = [slot for slot in rng.sample(range(SLOTS), SLOTS) if slot in known and rng.random() < 0.7]
     rows = [slot for slot in rows if known[slot][0] < MAX_LEN - 1]
     counts, starts, samples = [], [], []
@@ -89,7 +96,7 @@ def random_plan(rng: random.Random, step: int, known: dict[int, list[int]]) -> S
         num_drafts=np.zeros(len(rows), np.int32),
         starts=np.array(starts, np.int32),
         samples=np.array(samples, np.bool_),
-        admits=admits,
+        admissions=admissions,
         new_blocks=[
             (slot, 3, [rng.randrange(900)]) for slot in rows if slot not in fresh and rng.random() < 0.2
         ],
@@ -148,7 +155,7 @@ def test_steps_are_those_of_the_plain_twin(device: str, keeps_kv: bool) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("one_each", [True, False])
 def test_padding_changes_nothing(device: str, one_each: bool) -> None:
-    """A header padded with dummy rows: the real part of the batch is the same, and no column of a slot moves."""
+    """Dummy rows in the header change neither the real part of the batch nor any column of a slot."""
     rng = random.Random(5)
     side, exact = Side(True, device, True), Side(True, device, True)
     known: dict[int, list[int]] = {}
@@ -182,7 +189,7 @@ def test_padding_changes_nothing(device: str, one_each: bool) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_tokens_arrive_after_a_step_that_failed_half_way(device: str) -> None:
-    """The host had gone on to the next row of pinned memory, the device had not."""
+    """The host had advanced to the next row of pinned memory, but the device had not."""
     rng, side = random.Random(3), Side(True, device, True)
     plan = random_plan(rng, 0, {})
     assert isinstance(side.batcher, KernelBatcher) and len(plan.slots)

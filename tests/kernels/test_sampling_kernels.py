@@ -94,17 +94,18 @@ class Pair:
 
     def __init__(self, kinds: list[dict], vocab: int, device: torch.device) -> None:
         self.device, self.kinds = device, kinds
-        self.sampler = Sampler(Columns(len(kinds), device), vocab, len(kinds), device)
+        self.columns = Columns(len(kinds), device)
+        self.sampler = Sampler(self.columns, vocab, len(kinds), device)
         for slot, kind in enumerate(kinds):
             seed = (-1) ** slot * 12345678901234 * (slot + 1)
             self.sampler.admit(slot, EngineRequest("r", [1], SamplingParams(**kind), seed=seed))
         self.sampler.flush()
-        self.kernels = self.sampler._with_kernels(vocab, len(kinds))
+        self.kernels = self.sampler.kernel_choice(vocab, len(kinds))
 
     def choose(self, logits: Tensor, order: np.ndarray, plain: bool = False, filtered: bool = True) -> Tensor:
         slots = torch.from_numpy(order).to(self.device, torch.int64)
         tokens = torch.full((len(order),), -7, dtype=torch.int32, device=self.device)
-        choose = self.sampler._plain if plain else self.kernels
+        choose = self.sampler.choose_plain if plain else self.kernels
         choose(logits, slots, tokens, order if plain else None, filtered)
         return tokens
 
@@ -214,7 +215,7 @@ def test_draws_have_the_probabilities(dtype: torch.dtype, kind: dict) -> None:
     counts = torch.zeros(vocab, dtype=torch.int64, device=GPU)
     order = np.arange(rows, dtype=np.int32)
     for position in range(positions):
-        pair.sampler._columns.num_tokens.fill_(position)
+        pair.columns.num_tokens.fill_(position)
         counts += pair.choose(logits.expand(rows, -1), order).long().bincount(minlength=vocab)
     assert not counts[~keep].any()
     wanted = prob.view(buckets, -1).sum(1) * rows * positions
@@ -241,7 +242,7 @@ def test_a_captured_choice_serves_any_requests() -> None:
         logits.copy_((1 + 2 * turn) * normal(rows, vocab, GPU, torch.bfloat16, seed=turn))
         order = rng.permutation(rows).astype(np.int32)
         slots.copy_(torch.from_numpy(order))
-        pair.sampler._columns.num_tokens.add_(1)
+        pair.columns.num_tokens.add_(1)
         for slot in range(0, rows, 2):
             params = SamplingParams(**KINDS[rng.integers(len(KINDS))])
             pair.sampler.admit(slot, EngineRequest("r", [1], params, seed=turn * rows + slot))
@@ -292,7 +293,7 @@ def test_penalties(device: torch.device, slots: int, length: int, vocab: int) ->
         torch.from_numpy(array).to(device) for array in (drawn, counts, prompts)
     )
     penalties = Penalties(columns, vocab, slots, device)
-    with_kernel = penalties._with_kernel(vocab)
+    with_kernel = penalties.kernel_form(vocab)
     for turn in range(2):
         for slot in range(turn, slots, 1 + turn):
             values = {

@@ -89,7 +89,7 @@ def test_without_matrix_units_the_library_multiplies_several_rows(
     pretend(monkeypatch, CPU, capability=75)
     targets.log_choice.cache_clear()
     assert FewRowsMatmul(weight, None).most_rows == FewRowsMatmul(weight, None).fused_rows == 2
-    assert len(caplog.records) == 1 and "products of few rows by torch" in caplog.text
+    assert len(caplog.records) == 1 and "products of few rows by PyTorch" in caplog.text
 
 
 # ------------------------------------------------------------------------------------------- choices
@@ -104,7 +104,7 @@ def test_attention_falls_back_where_heads_do_not_fit(
     assert not caplog.records
     assert pick_attention("auto", wide, GPU, torch.float32, None).name == "reference"
     assert [record.getMessage() for record in caplog.records] == [
-        "attention reference, which is slower: 32-bit heads of 1024 need more shared memory than RTX 4090 "
+        "using attention reference, which is slower: 32-bit heads of 1024 need more shared memory than RTX 4090 "
         "(compute capability 8.9) has"
     ]
     with pytest.raises(ConfigError, match="attention triton cannot run: 32-bit heads of 1024"):
@@ -119,8 +119,8 @@ def test_auto_takes_a_format_that_the_gpu_has(
         assert pick_dtype("auto", SPEC, GPU) == torch.float16
         assert pick_dtype("auto", GEMMA, GPU) == torch.float32
     assert [record.getMessage() for record in caplog.records] == [
-        "dtype float16, because T4 (compute capability 7.5) has no bfloat16",
-        "dtype float32, because T4 (compute capability 7.5) has no bfloat16",
+        "using dtype float16, because T4 (compute capability 7.5) has no bfloat16",
+        "using dtype float32, because T4 (compute capability 7.5) has no bfloat16",
     ]
     with pytest.raises(ConfigError, match=r"dtype bfloat16 needs .* got T4 .*; use dtype float16"):
         pick_dtype("bfloat16", SPEC, GPU)

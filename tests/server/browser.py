@@ -1,4 +1,4 @@
-"""A real browser for the tests of the page: headless Chromium, driven by Selenium, where both are installed."""
+"""A real browser for tests of the web page: headless Chromium driven by Selenium, if both are installed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WAIT_S = 60
 
 
 def missing() -> str | None:
-    """Why there is no browser to test with."""
+    """Return the reason why no browser is available, or None."""
     try:
         import selenium  # noqa: F401
     except ImportError:
@@ -26,7 +26,7 @@ def missing() -> str | None:
 
 
 class Browser:
-    """One window. `driver` is Selenium's; waits poll for up to a minute."""
+    """A browser window. `driver` is Selenium's; waits poll for up to a minute."""
 
     def __init__(self, profile: Path, width: int = 1440, height: int = 900) -> None:
         from selenium import webdriver
@@ -50,12 +50,12 @@ class Browser:
         self.resize(width, height)
 
     def resize(self, width: int, height: int) -> None:
-        """The inner size, exactly, and below what a window may have."""
+        """Set the viewport to exactly this size, which may be below the minimum of a window."""
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
 
     def prefer(self, scheme: str) -> None:
-        """The colour scheme of the system: light or dark."""
+        """Set the colour scheme of the system: light or dark."""
         features = [{"name": "prefers-color-scheme", "value": scheme}]
         self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
 
@@ -79,7 +79,7 @@ class Browser:
         self.find(selector).click()
 
     def until(self, true: Callable[[], Any]) -> Any:
-        """Wait for `true` to return something that is."""
+        """Wait until `true` returns a true value, and return it."""
         from selenium.common.exceptions import StaleElementReferenceException
         from selenium.webdriver.support.wait import WebDriverWait
 
@@ -87,7 +87,7 @@ class Browser:
         return WebDriverWait(self.driver, _WAIT_S, 0.05, stale).until(lambda _: true())
 
     def complaints(self) -> list[str]:
-        """What the console has said since the last call."""
+        """Return the console messages since the last call."""
         return [entry["message"] for entry in self.driver.get_log("browser")]
 
     def close(self) -> None:

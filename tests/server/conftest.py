@@ -12,21 +12,21 @@ from serving import Check, Server, serving
 
 @pytest.fixture(scope="session")
 def dry() -> Iterator[Server]:
-    """A server without a model: it answers with the prompt."""
+    """Start a server without a model, which answers with the prompt."""
     with serving("demo", "--dry-run", "--check-invariants", "--trust-request-chat-template") as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def demo() -> Iterator[Server]:
-    """The demo model, in float32 so that batches do not change a token."""
+    """Start a server with the demo model in float32, so that tokens do not depend on the batch."""
     with serving("demo", "--dtype", "float32") as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def check(data: Path) -> Check:
-    """Raises unless a body is what the named schema describes."""
+    """Return a function that raises unless a body matches the named schema of OpenAI's API description."""
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     found = yaml.load((data / "api" / "openapi.yaml").read_text(), loader)
     schemas = modern(found["components"]["schemas"])
@@ -39,7 +39,7 @@ def check(data: Path) -> Check:
 
 
 def modern(schema: Any) -> Any:
-    """`nullable` of OpenAPI 3.0, which the description uses in places, in the words of JSON Schema 2020-12."""
+    """Convert `nullable` of OpenAPI 3.0, which the description uses in places, to JSON Schema 2020-12."""
     if isinstance(schema, list):
         return [modern(item) for item in schema]
     if not isinstance(schema, dict):

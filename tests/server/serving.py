@@ -1,4 +1,4 @@
-"""A server in a process of its own, for tests: started with flags, found by the port it prints."""
+"""A server in a separate process, for tests: started with flags, found by the port it prints."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from typing import Any
 import httpx
 import psutil
 
-Check = Callable[[Any, str], None]  # of a body against a schema of OpenAI's description, by its name
+Check = Callable[[Any, str], None]  # raises unless a body matches a named schema of OpenAI's API description
 JSON = {"content-type": "application/json"}
 _START_S = 120  # a loaded machine imports torch slowly
 
 
 class Server:
-    """`quire serve` with `flags`. `lines` is what it printed so far."""
+    """A process of `quire serve` with `flags`. `lines` is its output so far."""
 
     def __init__(self, *flags: str, env: dict[str, str] | None = None) -> None:
         command = [sys.executable, "-m", "quire", "serve", "--port", "0", *flags]
@@ -61,7 +61,7 @@ class Server:
         return self.http.post(path, json=body, **options)
 
     def post_bytes(self, path: str, body: bytes | Iterable[bytes], **options: Any) -> httpx.Response:
-        """A body that need not be JSON, sent as if it were."""
+        """Post bytes with the content type of JSON, which they need not be."""
         return self.http.post(path, content=body, headers=JSON, **options)
 
     def stats(self) -> dict[str, Any]:
@@ -74,19 +74,19 @@ class Server:
         self.process.send_signal(number)
 
     def wait(self, seconds: float = 30) -> int:
-        """The exit code."""
+        """Wait for the end of the process and return its exit code."""
         return self.process.wait(seconds)
 
     def wait_for(self, condition: Callable[[], Any], seconds: float = 30) -> Any:
-        """What `condition` says, once it is true: for what takes a moment, or longer on a busy machine."""
+        """Wait until `condition` returns a true value, and return it. A busy machine may take long."""
         deadline = time.monotonic() + seconds
         while not (found := condition()):
-            assert time.monotonic() < deadline, f"it did not come within {seconds} s"
+            assert time.monotonic() < deadline, f"not within {seconds} s; the server printed:\n{self.output}"
             time.sleep(0.02)
         return found
 
     def wait_until_idle(self, seconds: float = 10) -> dict[str, Any]:
-        """The figures once no request is left."""
+        """Wait until no request is open and return /stats."""
         deadline = time.monotonic() + seconds
         while True:
             stats = self.stats()
@@ -107,13 +107,13 @@ class Server:
 
 
 def listens_at(pid: int) -> int | None:
-    """The port of a server that cannot say it."""
+    """Return the port of a server whose output is not read, or None before it listens."""
     ports = [c.laddr.port for c in psutil.Process(pid).net_connections() if c.status == psutil.CONN_LISTEN]
     return ports[0] if ports else None
 
 
 def engine_of(pid: int) -> psutil.Process:
-    """The engine process of a server, which also has helper processes."""
+    """Return the engine process of a server, which also has helper processes."""
     (found,) = (p for p in psutil.Process(pid).children() if "quire.engine_process" in p.cmdline())
     return found
 
@@ -128,7 +128,7 @@ def serving(*flags: str, env: dict[str, str] | None = None) -> Iterator[Server]:
 
 
 def events(response: httpx.Response) -> list[Any]:
-    """The bodies of a whole stream; the last is the string [DONE]."""
+    """Return the bodies of a stream's events; the last one is the string [DONE]."""
     found = []
     for line in response.text.split("\n\n"):
         if line:

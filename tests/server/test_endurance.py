@@ -1,4 +1,4 @@
-"""benchmarks/endurance.py for some seconds: clients that read, leave and dawdle, on the demo model."""
+"""benchmarks/endurance.py for some seconds: clients that read, disconnect or read slowly, on the demo model."""
 
 from __future__ import annotations
 

@@ -267,7 +267,7 @@ def test_half_a_character_is_said_to_be_one(dry: Server, body: bytes, where: str
 
 def test_a_compressed_body(dry: Server) -> None:
     answer = dry.http.post(TEXT, content=gzip.compress(b"{}"), headers={**JSON, "content-encoding": "gzip"})
-    assert answer.status_code == 400 and "content-encoding gzip: send it without compression" in answer.text
+    assert answer.status_code == 400 and "content-encoding gzip is not supported" in answer.text
 
 
 def test_odd_but_harmless(dry: Server) -> None:
@@ -286,7 +286,7 @@ def test_odd_but_harmless(dry: Server) -> None:
 
 def test_other_routes(dry: Server) -> None:
     assert refused(dry, CHAT, chat("Hi", model="gpt-4"), 404)["code"] == "model_not_found"
-    assert refused(dry, "/v1/nowhere", {}, 404)["message"] == "there is no POST /v1/nowhere"
+    assert refused(dry, "/v1/nowhere", {}, 404)["message"].startswith("no route for POST /v1/nowhere")
     answer = dry.http.get(CHAT)
     assert answer.status_code == 405 and answer.json()["error"]["message"]
     assert refused(dry, "/detokenize", {"tokens": [2048]})["param"] == "tokens"

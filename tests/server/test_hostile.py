@@ -1,4 +1,4 @@
-"""What is sent by somebody who means harm: refused with a reason or answered, soon, while others are served."""
+"""Hostile requests: refused with a reason or answered soon, while other clients are served."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from serving import Server, chat
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-SOON_S = 30.0  # on a machine that runs other tests too
+SOON_S = 30.0  # generous, because the machine may run other tests too
 LARGE = "x" * 10_000_000
 
 
@@ -25,7 +25,7 @@ def nested(depth: int, inner: Any) -> dict[str, Any]:
 
 
 def doubling(levels: int) -> dict[str, Any]:
-    """Refers to itself twice at each level: 2 ** levels places when written out."""
+    """Build a schema that refers to itself twice at each level: 2 ** levels places when expanded."""
     place = {
         f"l{i}": {"type": "array", "prefixItems": [{"$ref": f"#/$defs/l{i + 1}"}] * 2} for i in range(levels)
     }
@@ -96,7 +96,7 @@ LARGE_FIELDS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture(scope="module", autouse=True)
 def bystander(demo: Server) -> Iterator[None]:
-    """Somebody else, who is answered all the time; afterwards nothing is left."""
+    """Send requests of another client, which must be answered throughout; check that nothing is left afterwards."""
     stop, slowest, wrong = threading.Event(), [0.0], []
 
     def ask() -> None:
@@ -119,7 +119,7 @@ def bystander(demo: Server) -> Iterator[None]:
 
 
 def soon(server: Server, path: str, body: Any) -> httpx.Response:
-    """Neither a 5xx nor a hang; and whatever is refused is refused with a short sentence."""
+    """Check that an answer is not a 5xx and that an error has a short message."""
     began_s = time.monotonic()
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     answer = server.http.post(path, content=content, headers={"content-type": "application/json"})
@@ -187,7 +187,7 @@ def test_numbers(demo: Server, number: bytes) -> None:
 
 
 def raw(server: Server, data: bytes, wait_s: float = 10.0) -> bytes:
-    """What comes back for bytes on a connection; the writing side is closed behind them."""
+    """Send bytes on a new connection, close its sending half and return the answer."""
     host, port = server.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=wait_s) as connection:
         connection.sendall(data)
@@ -221,6 +221,6 @@ RAW = {
 def test_connections(demo: Server, name: str) -> None:
     try:
         received = raw(demo, RAW[name])
-    except OSError:  # reset, for it sends on behind the answer
+    except OSError:  # reset, because it sends more after the answer
         return
     assert b"HTTP/1.1 5" not in received[:12] and b"root:" not in received

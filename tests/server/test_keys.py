@@ -1,4 +1,4 @@
-"""Several API keys on one server: none sees, holds up or displaces what is another's."""
+"""Several API keys on one server: no client sees, delays or displaces the requests of another."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def ops(server: Server) -> Iterator[httpx.Client]:
 
 @contextlib.contextmanager
 def streams(http: httpx.Client, count: int) -> Iterator[list[Iterator[str]]]:
-    """`count` long streams that have begun."""
+    """Hold `count` long streams that have started."""
     with contextlib.ExitStack() as stack:
         found = []
         for _ in range(count):
@@ -65,7 +65,7 @@ def streams(http: httpx.Client, count: int) -> Iterator[list[Iterator[str]]]:
 
 
 def state(http: httpx.Client) -> tuple[dict[str, Any], str]:
-    """The first state of the live view, and all that was read for it."""
+    """Return the first state of the live view, and the text that was read for it."""
     with http.stream("GET", "/live/events") as response:
         text = ""
         for line in response.iter_lines():
@@ -91,7 +91,7 @@ def test_a_key_that_holds_all_slots_gives_one_to_another(
         found = ops.get("/stats").json()
         assert found["requests"]["active"] == SLOTS and not any(run.done() for run in waiting)
         assert found["blocks"]["preemptions_for_other_keys"] >= 1
-        for lines in held:  # each of them goes on
+        for lines in held:  # none of them was ended
             for _ in range(20):
                 next(lines)
     server.wait_for(lambda: ops.get("/stats").json()["requests"]["open"] == 0)

@@ -1,4 +1,4 @@
-"""Processes that are killed under load: each end that is left behind finds out, and frees what it holds."""
+"""Processes killed under load: the remaining ends notice it and free their resources."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from quire.cli.main import main
 
 TEXT = "/v1/completions"
 SLOW = ["demo", "--dry-run", "--dry-run-step-ms", "20", "--max-num-seqs", "24"]
-STREAMS = 40  # more than there are slots
+STREAMS = 40  # more than the slots
 CLIENT = """
 import httpx, sys
 body = {"prompt": "a b c d", "max_tokens": 1500, "ignore_eos": True, "stream": True, "n": 2}
@@ -29,7 +29,7 @@ with httpx.stream("POST", sys.argv[1], json=body, timeout=60) as response:
 
 
 def stream(server: Server, number: int, tokens: int) -> list[str]:
-    """The events of one stream; or the body of an answer that is none."""
+    """Return the events of one stream, or the body of an answer that is not a stream."""
     body = {"prompt": [5 + number] * 4, "max_tokens": tokens, "ignore_eos": True, "stream": True}
     answer = httpx.post(server.url + TEXT, json=body, timeout=60)
     if answer.status_code != 200:
@@ -53,7 +53,7 @@ def test_killed_engine_under_load() -> None:
         began = 0
         for run in runs:
             events = run.result(30)
-            if len(events) == 1:  # it had not begun, so its status is its own
+            if len(events) == 1:  # it had not started, so the error has its own HTTP status
                 assert json.loads(events[0])["error"]["code"] == "engine_dead"
                 continue
             began += 1
@@ -69,7 +69,7 @@ def test_sigterm_under_load_ends_every_stream_in_order() -> None:
         runs = [pool.submit(stream, server, i, 200) for i in range(STREAMS)]
         until_busy(server)
         server.signal(signal.SIGTERM)
-        for run in runs:  # those that wait for a slot were let in too
+        for run in runs:  # the streams that wait for a slot are admitted too
             events = run.result(60)
             assert events[-1] == "[DONE]"
             assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
@@ -105,7 +105,7 @@ def test_a_server_that_is_killed_takes_its_engine_along() -> None:
 
 
 def kill_after(server: Server, completed: int) -> None:
-    """Kill the engine once so many requests are answered."""
+    """Kill the engine after a number of answered requests."""
     pid = server.engine_pid()
     server.wait_for(lambda: server.stats()["requests"]["completed"] >= completed)
     os.kill(pid, signal.SIGKILL)

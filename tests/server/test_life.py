@@ -1,4 +1,4 @@
-"""From start to end: flags, keys, TLS, and every way in which a server stops."""
+"""The life of a server: flags, keys, TLS, and every way to stop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def quire(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 class Background:
-    """A request in a thread of its own."""
+    """A request in a separate thread."""
 
     def __init__(self, server: Server, body: dict) -> None:
         self._server, self._body = server, body
@@ -43,9 +43,11 @@ class Background:
         return self.response
 
 
-class Told:
-    """What a server says of itself, and to a request, when its health is no longer good: asked in a thread of its
-    own, for it soon says nothing any more."""
+class UnhealthyAnswers:
+    """The answers of /health and of a request once the server is unhealthy.
+
+    They are collected in a thread, because the server answers only for a short time after that.
+    """
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -64,7 +66,7 @@ class Told:
 
 
 def wait_until_active(server: Server, count: int) -> None:
-    """Until `count` requests run and have got some tokens."""
+    """Wait until `count` requests run and have some tokens."""
 
     def active() -> bool:
         stats = server.stats()
@@ -107,10 +109,10 @@ def test_what_keeps_a_server_from_starting(tmp_path: Path) -> None:
         (("--chat-template", "{{ oops("), "chat_template: the chat template is not valid Jinja (line 1)"),
         (("--host", "256.0.0.1"), "choose another --host"),
         (("--model", "demo-draft"), "two models are named, demo and --model demo-draft"),
-        (("--api-key", ""), "api_key is empty"),
-        (("--api-key", "schlüssel"), "beyond printable ASCII"),
-        (("--served-model-name", ""), "served_model_name is empty"),
-        (("--request-timeout", "0"), "request_timeout must be above 0, or be left out"),
+        (("--api-key", ""), "api_key must not be empty"),
+        (("--api-key", "schlüssel"), "other than printable ASCII"),
+        (("--served-model-name", ""), "served_model_name must not be empty"),
+        (("--request-timeout", "0"), "request_timeout must be greater than 0"),
     ],
 )
 def test_settings_that_are_wrong_in_themselves(flags: tuple[str, ...], message: str) -> None:
@@ -140,7 +142,7 @@ def test_config_file_and_flags(tmp_path: Path) -> None:
                 yield b" " * 100
 
         assert server.post_bytes(CHAT, pieces()).status_code == 413
-        assert "this machine only; --host 0.0.0.0 opens it" in server.output
+        assert "this machine only; use --host 0.0.0.0" in server.output
 
 
 def test_keys(tmp_path: Path) -> None:
@@ -165,7 +167,7 @@ def test_keys(tmp_path: Path) -> None:
             assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
             assert answer.headers["x-request-id"]
             wrong = headers.get("x-api-key") or "Bearer" in headers.get("Authorization", "")
-            says = "the API key is not one of" if wrong else "send it as `Authorization: Bearer KEY`"
+            says = "the API key is not accepted" if wrong else "send the header `Authorization: Bearer KEY`"
             assert says in answer.json()["error"]["message"]
         for path in ("/stats", "/v1/models", "/version", "/nowhere"):
             assert server.http.get(path).status_code == 401
@@ -272,7 +274,7 @@ def test_a_dead_engine_fails_every_request_and_ends_the_server() -> None:
         streamed = Background(server, {**LONG, "max_tokens": 1000, "stream": True})
         whole = Background(server, {**LONG, "max_tokens": 1000})
         wait_until_active(server, 2)
-        told = Told(server)
+        told = UnhealthyAnswers(server)
         subprocess.run(["kill", "-9", str(server.engine_pid())], check=True)
         *chunks, error, done = events(streamed.result())
         assert chunks and "exit code -9" in error["error"]["message"] and done == "[DONE]"

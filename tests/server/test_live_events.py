@@ -1,4 +1,4 @@
-"""GET /live/events as it comes over the wire: what it says, and that viewers who do not read cost nothing."""
+"""GET /live/events over the wire: its events, and that viewers that do not read cost nothing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_steps_and_state(dry: Server) -> None:
 
 
 def test_views_that_are_not_read() -> None:
-    """They hold up neither the engine nor those who read, and nothing is kept for them."""
+    """They delay neither the engine nor other viewers, and the server buffers nothing for them."""
     flags = ["--dry-run", "--dry-run-step-ms", "4", "--max-num-seqs", "64"]
     with serving("demo", *flags) as server, ThreadPoolExecutor(64) as pool, contextlib.ExitStack() as stack:
         host, port = server.url.removeprefix("http://").split(":")

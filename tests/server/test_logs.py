@@ -1,4 +1,4 @@
-"""The server's lines: figures every few seconds, as text and as JSON; and its traces, at a collector of ours."""
+"""Log lines as text and as JSON, periodic statistics, and traces sent to a test collector."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_an_exception_is_one_json_line() -> None:
 
 @contextmanager
 def collector() -> Iterator[tuple[str, list[Any]]]:
-    """A stand-in for a collector: its address, and the spans that arrive."""
+    """Run a fake collector; yield its address and the list of spans that it receives."""
     spans: list[Any] = []
 
     class Handler(BaseHTTPRequestHandler):
@@ -158,7 +158,7 @@ def traced() -> Iterator[tuple[Server, list[Any]]]:
 
 
 def spans_of(spans: list[Any], request_id: str) -> dict[str, Any]:
-    """The spans of a request by name, once they are there."""
+    """Wait for the spans of a request and return them by name."""
 
     def find() -> dict[str, Any] | None:
         roots = [s for s in spans if attributes(s).get("gen_ai.request.id") == request_id]

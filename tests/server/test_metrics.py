@@ -1,4 +1,4 @@
-"""GET /metrics and /stats: names, types, labels and buckets that dashboards of vLLM expect, and true values."""
+"""GET /metrics and /stats: the names, types, labels and buckets that vLLM's dashboards expect, and correct values."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ HISTOGRAMS = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """With room for few requests, so that they wait for blocks and preempt each other."""
+    """Start a server with few blocks, so that requests wait for blocks and preempt each other."""
     flags = ("--dry-run-step-ms", "6", "--kv-cache-memory", str(48 * 16 * 1024), "--max-num-seqs", "6")
     with serving("demo", "--dry-run", "--check-invariants", *flags) as found:
         yield found
@@ -187,7 +187,7 @@ def test_counts_add_up(server: Server) -> None:
     assert value(after, "quire:lost_to_prefills_seconds_total") > 0
     in_engine = sum(grown(f"vllm:request_{part}_time_seconds_sum") for part in ("queue", "inference"))
     assert 0 < in_engine <= grown("vllm:e2e_request_latency_seconds_sum")
-    # every step has been told of, and each token was run in one
+    # every step is reported, and each token ran in one of them
     assert value(after, "vllm:iteration_tokens_total_count") == stats["last_step"]["step"] + 1
     assert value(after, "vllm:iteration_tokens_total_sum") == stats["tokens"]["computed"]
     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):

@@ -1,4 +1,4 @@
-"""The page in a real browser: playground, live view, keyboard, themes, narrow windows, and a quiet console."""
+"""The web page in a real browser: playground, live view, keyboard, themes, narrow windows, and an empty console."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(window: Browser) -> Iterator[Browser]:
-    """The window, fresh; whatever a test does, the console must stay empty."""
-    window.driver.get("about:blank")  # a page of a server that is gone may still be there, and complain
+    """Return the window in its initial state, and check after the test that the console is empty."""
+    window.driver.get("about:blank")  # the page of a stopped server may still be open and report errors
     window.complaints()
     window.resize(1440, 900)
     window.prefer("light")
@@ -40,14 +40,14 @@ def ask(browser: Browser, text: str) -> None:
 
 
 def answered(browser: Browser, count: int = 1) -> str:
-    """The text of the last of `count` answers, once it is complete."""
+    """Wait until `count` answers are complete and return the text of the last one."""
     done = "return document.querySelectorAll('.message.assistant:not(.streaming)').length"
     browser.until(lambda: browser.js(done) == count)
     return browser.js("return [...document.querySelectorAll('.message.assistant .text')].at(-1).textContent")
 
 
 class Load:
-    """Streams that keep a server busy, until closed."""
+    """Streams that keep a server busy until closed."""
 
     def __init__(self, server: Server, count: int, make: Callable[[int], dict]) -> None:
         self._stop = Event()
@@ -83,10 +83,10 @@ def test_a_chat(demo: Server, browser: Browser) -> None:
     ask(browser, "What is 27 + 45?")
     assert answered(browser) == "27 + 45 = 72"
     measures = browser.text(".measures")
-    assert "to the first token" in measures and "tokens/s" in measures and "cached" in measures
+    assert "to first token" in measures and "tokens/s" in measures and "cached" in measures
     browser.until(lambda: "decode" in browser.text(".receipt"))
     assert "Warning" not in browser.text(".message.assistant")
-    ask(browser, "What is 3 + 4?")  # the conversation goes on
+    ask(browser, "What is 3 + 4?")  # the conversation continues
     assert "7" in answered(browser, 2)
     assert browser.js("return document.querySelectorAll('.message').length") == 4
     assert browser.text("#announce").startswith("Answer complete")
@@ -125,7 +125,7 @@ def test_an_answer_by_schema(demo: Server, browser: Browser) -> None:
     browser.open(demo.url)
     schema = '{"type": "object", "properties": {"age": {"enum": [41]}}, "required": ["age"], "additionalProperties": false}'
     browser.type("[name=schema]", schema[:-1])
-    assert "Not JSON" in browser.text("#schema-state")
+    assert "Not valid JSON" in browser.text("#schema-state")
     browser.type("[name=schema]", "}")
     assert "follow" in browser.text("#schema-state")
     ask(browser, "How old is Rosa?")
@@ -147,7 +147,7 @@ def test_errors_are_shown(dry: Server, browser: Browser) -> None:
     ask(browser, "Hello")
     browser.until(lambda: browser.text(".problem"))
     assert len(browser.text(".problem")) > 10
-    assert [line for line in browser.complaints() if "400" not in line] == []  # the browser notes the status
+    assert [line for line in browser.complaints() if "400" not in line] == []  # the browser logs the status
 
 
 def test_a_conversation_may_fill_the_context(dry: Server, browser: Browser) -> None:
@@ -181,7 +181,7 @@ def test_a_receipt_is_a_bar(dry: Server, browser: Browser) -> None:
     code = "return import('/static/receipt.js').then((m) => m.receiptStrip(arguments[0]).outerHTML)"
     code = code.replace("arguments[0]", "receipt")
     html = browser.js("const receipt = arguments[0]; " + code, RECEIPT)
-    for wanted in ("1.23 s", "something new", "100 ms", "queued for a slot", "had to make room", "decode"):
+    for wanted in ("1.23 s", "something new", "100 ms", "queued for a slot", "was evicted", "decode"):
         assert wanted in html, wanted
     assert "read" not in html.replace("spread", "")
     assert html.count("<li>") + html.count('<li class="">') == 5
@@ -191,7 +191,7 @@ def test_a_server_with_a_key(browser: Browser) -> None:
     with serving("demo", "--dry-run", "--api-key", "secret") as server:
         browser.open(server.url)
         assert browser.find("#key").is_displayed()
-        assert browser.complaints() == []  # nothing was asked for without a key
+        assert browser.complaints() == []  # no request was sent without a key
         browser.type("#key", "wrong", TAB)
         browser.until(lambda: "API key" in browser.text("#model"))
         assert all("401" in line for line in browser.complaints())
@@ -209,7 +209,7 @@ def test_a_server_with_a_key(browser: Browser) -> None:
 
 @pytest.fixture(scope="module")
 def busy() -> Iterator[Server]:
-    """64 requests, of which 24 fit: requests run, wait and share blocks."""
+    """Start a server with 64 requests, of which 24 fit: they run, wait and share blocks."""
     flags = ["--dry-run", "--dry-run-step-ms", "10", "--max-num-seqs", "24", "--kv-cache-memory", "12m"]
 
     def body(i: int) -> dict:
@@ -225,8 +225,8 @@ def test_live_view(busy: Server, browser: Browser) -> None:
     browser.until(
         lambda: browser.js("return document.querySelectorAll('#running tbody tr[data-id]').length") == 24
     )
-    browser.until(lambda: "all slots of the batch are taken" in browser.text("#waiting"))
-    assert "others are before it" in browser.text("#waiting")
+    browser.until(lambda: "all slots of the batch are in use" in browser.text("#waiting"))
+    assert "other requests are ahead" in browser.text("#waiting")
     assert browser.text("#running-count") == "24"
     browser.until(lambda: "steps over" in browser.text("#steps-readout"))
     drawn = """
@@ -251,7 +251,7 @@ def test_live_view_by_keyboard(busy: Server, browser: Browser) -> None:
     browser.type("body", "p")
     assert browser.text("#pause") == "Resume" and browser.text("#connection") == "Paused"
     browser.type("#steps-canvas", LEFT * 3)
-    assert "step " in browser.text("#steps-readout") and "decoded" in browser.text("#steps-readout")
+    assert "step " in browser.text("#steps-readout") and "decode" in browser.text("#steps-readout")
     browser.type("#blocks-canvas", RIGHT * 2)
     assert "Block 1:" in browser.text("#blocks-readout")
     browser.js("document.querySelector('#running tbody tr[tabindex=\"0\"]').focus()")
@@ -272,14 +272,14 @@ def test_live_view_asks_only_while_it_is_seen(busy: Server, browser: Browser) ->
     browser.click("#tab-live")
     browser.until(lambda: browser.text("#connection") == "Live")
     browser.click("#tab-chat")
-    browser.until(lambda: browser.js(opened) == 1)  # noted when it ended
+    browser.until(lambda: browser.js(opened) == 1)  # recorded when the stream ended
 
 
 def test_live_view_of_an_idle_engine(dry: Server, browser: Browser) -> None:
     dry.wait_until_idle()
     browser.open(dry.url + "/#live")
     browser.until(lambda: browser.text("#connection") == "Live, idle")
-    assert "Nobody runs." in browser.text("#running") and browser.text("#waiting-count") == "0"
+    assert "No running requests." in browser.text("#running") and browser.text("#waiting-count") == "0"
 
 
 def test_live_view_when_the_server_ends(browser: Browser) -> None:
@@ -288,9 +288,9 @@ def test_live_view_when_the_server_ends(browser: Browser) -> None:
         browser.until(lambda: "Live" in browser.text("#connection"))
         began = time.monotonic()
         server.close()
-        assert time.monotonic() - began < 4  # an open view does not hold it up
+        assert time.monotonic() - began < 4  # an open live view does not delay the shutdown
         browser.until(lambda: "cannot be reached" in browser.text("#connection"))
-    browser.driver.get("about:blank")  # else it tries again, and again
+    browser.driver.get("about:blank")  # otherwise the page reconnects again and again
     assert all("ERR_CONNECTION_REFUSED" in line for line in browser.complaints())
 
 
@@ -308,7 +308,7 @@ def test_light_and_dark(dry: Server, browser: Browser) -> None:
     browser.click("#theme")
     assert browser.text("#theme-name") == "light" and brightness() > 200
     browser.open(dry.url + "/?again")
-    assert browser.text("#theme-name") == "light" and brightness() > 200  # it is remembered
+    assert browser.text("#theme-name") == "light" and brightness() > 200  # the choice is stored
     browser.click("#theme")
     browser.prefer("light")
     assert browser.text("#theme-name") == "dark" and brightness() < 60

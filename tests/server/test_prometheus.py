@@ -27,7 +27,7 @@ def server() -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
-    """A client of its API. It scrapes `server` four times a second."""
+    """Start a Prometheus that scrapes `server` four times a second, and return a client of its API."""
     binary = shutil.which("prometheus")
     if binary is None:
         pytest.skip("Prometheus is not installed (Debian: apt-get install prometheus)")
@@ -50,7 +50,7 @@ def prometheus(server: Server, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def address_in(log: Path, process: subprocess.Popen[bytes]) -> str:
-    """The address that Prometheus listens on."""
+    """Return the address that Prometheus listens on."""
     deadline_s = time.monotonic() + _WAIT_S
     while not (found := re.search(r'msg="Listening on" address=(127\.0\.0\.1:\d+)', log.read_text())):
         assert process.poll() is None and time.monotonic() < deadline_s, log.read_text()
@@ -60,7 +60,7 @@ def address_in(log: Path, process: subprocess.Popen[bytes]) -> str:
 
 def values(prometheus: httpx.Client, query: str) -> list[float]:
     found = prometheus.get("/api/v1/query", params={"query": query})
-    if found.status_code == 503:  # it starts
+    if found.status_code == 503:  # it is starting
         return []
     assert found.json()["status"] == "success", (query, found.text)
     return [float(series["value"][1]) for series in found.json()["data"]["result"]]

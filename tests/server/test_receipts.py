@@ -1,4 +1,4 @@
-"""Latency receipts: the terms add up to the whole time, under load and preemption, and name the right cause."""
+"""Latency receipts: the terms add up to the latency, under load and preemption, and name the right cause."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TERMS = [
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    """With room for few requests, so that they wait for blocks and preempt each other."""
+    """Start a server with few blocks, so that requests wait for blocks and preempt each other."""
     flags = (
         "--dry-run-step-ms",
         str(STEP_MS),
@@ -48,7 +48,7 @@ def check(receipt: dict[str, Any], took_ms: float) -> None:
 
 
 def ask(server: Server, path: str, **body: Any) -> dict[str, Any]:
-    """The receipt of a request, checked."""
+    """Send a request and return its receipt after checking the sums."""
     began = time.perf_counter()
     found = server.post(path, {**body, "receipt": True})
     took_ms = (time.perf_counter() - began) * 1000
@@ -115,7 +115,7 @@ def test_a_stop_string_ends_the_bookkeeping_too(server: Server) -> None:
 
 def test_waiting_for_a_slot(server: Server) -> None:
     body = {"prompt": "Hi", "max_tokens": 60, "ignore_eos": True}
-    found = ask(server, "/v1/completions", n=7, **body)  # one more than there are slots
+    found = ask(server, "/v1/completions", n=7, **body)  # one more than the slots
     assert found["choice"] == 6 and found["queue_ms"]["slots"] > 50 * STEP_MS
 
 
@@ -140,7 +140,7 @@ def test_of_the_demo_model(demo: Server) -> None:
 
 
 def test_of_the_demo_model_with_too_few_blocks() -> None:
-    """All there is at once: chunks of prompts, overlapped steps, preemption, abort."""
+    """Combine chunked prefill, overlapped steps, preemption and aborts."""
     flags = ("--kv-cache-memory", str(24 * 114688), "--max-num-batched-tokens", "64", "--check-invariants")
     rng = random.Random(2)
     with serving("demo", "--dtype", "float32", *flags) as server:

@@ -1,4 +1,4 @@
-"""Tracks and figures of the server's requests, fed by hand; histograms; the terms after a stop string."""
+"""Tracks and counters of requests, histograms, and the timing of a request that a stop string ends."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from quire.frontend.output import RequestState
-from quire.serve.observe.account import ClientTotals, RequestAccounts, until
+from quire.serve.observe.account import ClientTotals, RequestAccounts, extend_timing
 from quire.serve.observe.histogram import Histogram, one_two_five
-from quire.types import EngineOutput, EngineRequest, Figures, SamplingParams, Timing, Totals
+from quire.types import EngineOutput, EngineRequest, Figures, RequestFailure, SamplingParams, Timing, Totals
 
 
 def requests(*names: str) -> list[EngineRequest]:
@@ -23,7 +23,7 @@ def state(asked: list[EngineRequest]) -> RequestState:
 
 
 def told(**more: float) -> Timing:
-    """A first token at 12, after waiting from 10 to 11."""
+    """Return the timing of a request with its first token at 12 s after waiting from 10 to 11 s."""
     return Timing(10.0, 12.0, "decoding", {"slots": 1.0}, 1.0, admitted_s=11.0, first_token_s=12.0, **more)
 
 
@@ -49,7 +49,7 @@ def test_a_request_from_its_beginning_to_its_end() -> None:
     assert account.of("anna") == account.of(None) == ClientTotals(1, 0, 3, 3)
     assert account.of("bert") == ClientTotals()
     assert account.waited_s["slots"] == sum(account.waited_s.values()) == 1.0 and account.step_rows.count == 3
-    assert not account._tracks
+    assert not account.open_ids
 
 
 def test_a_stop_string_ends_it_before_the_engine_does() -> None:
@@ -57,9 +57,9 @@ def test_a_stop_string_ends_it_before_the_engine_does() -> None:
     (track,) = account.open(asked, 10.0)
     account.apply([EngineOutput("a", [5], timing=told())], Figures(time_s=12.0), [], 12.0)
     account.apply([EngineOutput("a", [6])], Figures(time_s=13.0, lost_s=0.25), ["a"], 13.0)
-    account.apply([EngineOutput("a", [7])], Figures(time_s=14.0), [], 14.0)  # one that was on its way
+    account.apply([EngineOutput("a", [7])], Figures(time_s=14.0), [], 14.0)  # sent before the abort arrived
     account.apply([EngineOutput("a", [], "abort", timing=told(decode_s=9.0))], Figures(), [], 15.0)
-    assert (track.end_s, track.tokens) == (13.0, 2) and not account._tracks
+    assert (track.end_s, track.tokens) == (13.0, 2) and not account.open_ids
     assert track.timing is not None and (track.timing.decode_s, track.timing.lost_s) == (0.75, 0.25)
     assert track.timing.until_s == 13.0
 
@@ -68,20 +68,20 @@ def test_a_request_that_is_given_up_or_refused() -> None:
     account, asked = RequestAccounts(100), requests("a", "b")
     tracks = account.open(asked, 10.0)
     one = state(asked)
-    one.apply(refused := EngineOutput("b", [], "error", error="no"))
+    one.apply(refused := EngineOutput("b", [], "error", error=RequestFailure("no")))
     account.apply([refused], Figures(), [], 10.5)
     one.abort()
     account.close([one], tracks, "", True)
     assert account.ended == {"stop": 0, "length": 0, "abort": 1, "error": 1}
-    assert not account.e2e_s.count and list(account._tracks) == ["a"]
+    assert not account.e2e_s.count and account.open_ids == ["a"]
     account.apply([EngineOutput("a", [], "abort")], Figures(), [], 11.0)
-    assert not account._tracks
+    assert not account.open_ids
 
 
 def test_until_never_books_more_than_has_passed() -> None:
-    found = until(told(lost_mark_s=1.0), Figures(time_s=12.5, lost_s=5.0, totals=Totals()))
+    found = extend_timing(told(lost_mark_s=1.0), Figures(time_s=12.5, lost_s=5.0, totals=Totals()))
     assert (found.lost_s, found.decode_s, found.until_s) == (0.5, 0.0, 12.5)
-    earlier = until(told(), Figures(time_s=11.0))
+    earlier = extend_timing(told(), Figures(time_s=11.0))
     assert earlier.until_s == 12.0 and earlier.decode_s == 0.0
 
 

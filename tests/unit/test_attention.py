@@ -18,8 +18,8 @@ from tiny import CONFIG
 SPEC = ModelSpec.from_config(CONFIG)
 
 
-class InOrder(random.Random):
-    """Rows get blocks that follow each other, as long as requests come one after the other."""
+class OrderedRandom(random.Random):
+    """A random source that keeps blocks in order, so that each row's blocks are consecutive."""
 
     def shuffle(self, x: list[int]) -> None:
         x.reverse()  # blocks are taken from the end
@@ -54,12 +54,12 @@ def test_reference_agrees_with_attention_written_out(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_blocks_that_follow_each_other_are_read_in_place(seed: int) -> None:
-    compare(seed, "cpu", InOrder)
+    compare(seed, "cpu", OrderedRandom)
 
 
 @pytest.mark.parametrize("in_order", [False, True])
 def test_only_slots_that_follow_each_other_are_a_slice(in_order: bool) -> None:
-    rng = InOrder() if in_order else random.Random(1)
+    rng = OrderedRandom() if in_order else random.Random(1)
     layer = Layer(num_heads=4, num_kv_heads=2, head_dim=8, scale=0.3)
     backend = ReferenceAttention()
     one = make_case(rng, backend, layer, [(40, 1)], block_size=4).batch.attn

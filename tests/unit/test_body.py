@@ -1,4 +1,4 @@
-"""Request bodies: measured without being decoded, limited in size, elements, memory and time."""
+"""Request bodies: measured without decoding, limited in size, elements, memory and time."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from starlette.requests import Request
 from quire.serve.api.protocol.chat import ChatRequest
 from quire.serve.http import body as body_module
 from quire.serve.http.auth import ApiClient
-from quire.serve.http.body import SMALL_BYTES, Bodies, BodyMemory, Meter, check_type
+from quire.serve.http.body import SMALL_BYTES, BodyMemory, BodyReader, JsonMeter, check_type
 from quire.serve.http.errors import ApiError
 from quire.serve.http.wire import decode_object, parse
 
@@ -29,7 +29,7 @@ VALUES = st.recursive(
 
 
 def elements(value: Any) -> int:
-    """Strings, keys included, lists and objects."""
+    """Count the strings (keys included), lists and objects in a value."""
     if isinstance(value, dict):
         return 1 + len(value) + sum(map(elements, value.values()))
     if isinstance(value, list):
@@ -61,13 +61,13 @@ def strings(value: Any) -> list[str]:
 @given(VALUES, st.booleans(), st.integers(1, 9))
 def test_a_meter_counts_what_is_decoded_however_it_is_cut(value: Any, escaped: bool, size: int) -> None:
     text = json.dumps(value, ensure_ascii=escaped).encode()
-    meter = Meter()
+    meter = JsonMeter()
     for start in range(0, len(text), size):
         meter.feed(text[start : start + size])
-    # A quote that is cut off from its partner is rounded up.
+    # A string that is cut in two counts as one more.
     assert elements(value) <= meter.elements <= elements(value) + len(text) // size
     assert (meter.commas, meter.seen) == (commas(value), len(text))
-    whole = Meter()
+    whole = JsonMeter()
     whole.feed(text)
     assert whole.elements == elements(value)
     assert whole.chars >= chars(value)
@@ -76,20 +76,20 @@ def test_a_meter_counts_what_is_decoded_however_it_is_cut(value: Any, escaped: b
 
 
 def test_what_comes_before_a_syntax_error_is_counted() -> None:
-    """A decoder stops at the error, so nothing behind it costs anything."""
-    meter = Meter()
+    """A decoder stops at the error, so the text after it costs nothing."""
+    meter = JsonMeter()
     meter.feed(b'[[],[],\\"[],')
     assert meter.elements >= 3
 
 
 def read(
-    bodies: Bodies,
+    bodies: BodyReader,
     pieces: list[bytes],
     headers: dict[str, str] = JSON,
     wait_s: float = 0.0,
     scope: dict[str, Any] | None = None,
 ) -> Any:
-    """What the route gets for a body that arrives in `pieces`, `wait_s` apart."""
+    """Read a body that arrives in `pieces`, `wait_s` apart, and return what a route gets."""
 
     async def arriving() -> AsyncIterator[dict[str, Any]]:
         for i, piece in enumerate(pieces):
@@ -108,7 +108,7 @@ def read(
     return asyncio.run(run())
 
 
-def refused(status: int, bodies: Bodies, pieces: list[bytes], *args: Any, **options: Any) -> str:
+def refused(status: int, bodies: BodyReader, pieces: list[bytes], *args: Any, **options: Any) -> str:
     with pytest.raises(ApiError) as caught:
         read(bodies, pieces, *args, **options)
     assert caught.value.status == status
@@ -116,7 +116,7 @@ def refused(status: int, bodies: Bodies, pieces: list[bytes], *args: Any, **opti
 
 
 def test_limits() -> None:
-    bodies = Bodies(1 << 20, 1000, 100)
+    bodies = BodyReader(1 << 20, 1000, 100)
     assert read(bodies, [b'{"a":', b"[1]}"]) == {"a": [1]}
     long = [b'{"prompt": "', b"a, " * 300_000, b'"}']
     assert len(read(bodies, long)["prompt"]) == 900_000, "commas within texts do not count"
@@ -130,13 +130,13 @@ def test_limits() -> None:
 
 def test_a_million_token_ids_fit_into_a_context_of_a_million() -> None:
     ids = list(range(1 << 20))
-    assert read(Bodies(16 << 20, 1000, 1 << 20), [json.dumps({"prompt": ids}).encode()])["prompt"] == ids
+    assert read(BodyReader(16 << 20, 1000, 1 << 20), [json.dumps({"prompt": ids}).encode()])["prompt"] == ids
 
 
 def test_elements_are_refused_while_the_body_still_arrives() -> None:
-    """Else a client makes the server keep and decode all of it."""
+    """Otherwise a client could make the server store and decode the whole body."""
     piece = b"[]," * 100_000
-    bodies, scope = Bodies(16 << 20, 65536, 2048), {}
+    bodies, scope = BodyReader(16 << 20, 65536, 2048), {}
     pieces = [b'{"a":[', *[piece] * 40]
 
     def counted(pieces: list[bytes]) -> list[bytes]:
@@ -156,7 +156,7 @@ def test_elements_are_refused_while_the_body_still_arrives() -> None:
 
 
 def test_the_length_of_a_body_follows_the_context() -> None:
-    small, large = Bodies(None, 1000, 2048), Bodies(None, 1000, 1 << 20)
+    small, large = BodyReader(None, 1000, 2048), BodyReader(None, 1000, 1 << 20)
     assert str((4 << 20) + 64 * 2048) in refused(413, small, [b" " * (5 << 20)])
     assert str(16 << 20) in refused(413, large, [b" " * (17 << 20)])
 
@@ -181,8 +181,8 @@ def test_only_json_is_read() -> None:
 def test_a_body_that_trickles_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_module, "_GRACE_S", 1.0)
     monkeypatch.setattr(body_module, "_SLOWEST_BYTES_PER_S", 100)
-    assert "arrives too slowly" in refused(408, Bodies(1000, 100, 100), [b" "] * 100, wait_s=0.1)
-    assert read(Bodies(2000, 100, 100), [b"{", *[b" " * 300] * 4, b"}"], wait_s=0.3) == {}
+    assert "arrives too slowly" in refused(408, BodyReader(1000, 100, 100), [b" "] * 100, wait_s=0.1)
+    assert read(BodyReader(2000, 100, 100), [b"{", *[b" " * 300] * 4, b"}"], wait_s=0.3) == {}
 
 
 def test_memory_is_shared_between_clients_and_given_back() -> None:
@@ -207,7 +207,7 @@ def test_memory_is_shared_between_clients_and_given_back() -> None:
 
 
 def test_large_bodies_take_memory_until_their_requests_are_over() -> None:
-    bodies = Bodies(1 << 20, 1000, 100)
+    bodies = BodyReader(1 << 20, 1000, 100)
     text = b'{"a": "' + b"x" * 1_000_000 + b'"}'
     scopes: list[dict[str, Any]] = [{"client_key": ApiClient("me")} for _ in range(9)]
     for scope in scopes[:8]:

@@ -8,7 +8,18 @@ import threading
 
 import pytest
 
+from quire.frontend.client import ipc
+from quire.frontend.client.base import refused_output
 from quire.frontend.client.channel import Channel
+from quire.types import (
+    EngineLoad,
+    EngineRequest,
+    Figures,
+    RequestError,
+    RequestFailure,
+    SamplingParams,
+    StepFailed,
+)
 
 
 @pytest.fixture
@@ -71,3 +82,18 @@ def test_last_words_are_read_before_the_end(ends: tuple[Channel, Channel]) -> No
         with pytest.raises(EOFError):
             one.poll(5)
     assert one.send(b"still no error")
+
+
+def test_a_refusal_keeps_field_and_code_across_processes(ends: tuple[Channel, Channel]) -> None:
+    engine, client = ends
+    error = RequestError("prompt has 9 tokens", param="prompt", code="context_length_exceeded")
+    outputs = [refused_output(EngineRequest("r", [1], SamplingParams()), error)]
+    engine.send(ipc.encode(ipc.Outputs(outputs, EngineLoad(), Figures())))
+    message = ipc.decode_to_client(received(client, 1)[0])
+    assert isinstance(message, ipc.Outputs)
+    failure = message.outputs[0].error
+    assert failure is not None
+    raised = failure.as_error()
+    assert isinstance(raised, RequestError) and str(raised) == str(error)
+    assert (raised.param, raised.code) == ("prompt", "context_length_exceeded")
+    assert isinstance(RequestFailure("no memory", internal=True).as_error(), StepFailed)

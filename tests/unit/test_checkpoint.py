@@ -1,4 +1,4 @@
-"""Checkpoints: what is read, what is refused and how the refusal reads; dummy weights; cuts over ranks."""
+"""Checkpoints: reading, rejections and their messages; dummy weights; sharding over ranks."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class NoAttention:
 
 
 @dataclass(frozen=True, slots=True)
-class OneOf(Parallel):
-    """A rank whose sums are taken by the test."""
+class PartialRank(Parallel):
+    """A rank whose partial results the test sums up."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return x
@@ -66,7 +66,7 @@ def env(weights: Weights, parallel: Parallel | None = None, dtype: torch.dtype =
 
 
 class Recorder(DummyCheckpoint):
-    """Dummy weights that remember what was asked for: every tensor of a model, as a checkpoint has it."""
+    """Dummy weights that record the requested tensors, which are all tensors of a model's checkpoint."""
 
     def __init__(self) -> None:
         super().__init__(1, CPU, torch.float32)
@@ -158,7 +158,7 @@ def test_shards(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
 
 
 def test_folders_without_safetensors(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no folder"):
+    with pytest.raises(ModelError, match="neither a folder"):
         open_checkpoint(tmp_path / "none", SPEC)
     with pytest.raises(ModelError, match="holds no weights"):
         open_checkpoint(tmp_path, SPEC)
@@ -200,7 +200,7 @@ def test_norms_embeddings_and_head_that_are_not_finite_are_reported(
     build_model(SPEC, env(weights))
     weights.finish()
     assert [record.getMessage() for record in caplog.records] == [
-        f"{name}: not finite in the model's dtype (NaN or infinity); requests that meet it will fail"
+        f"{name}: not finite in the model's dtype (NaN or infinity); requests that use such a value will fail"
     ]
 
 
@@ -251,20 +251,21 @@ def test_merged_linear_and_its_cuts() -> None:
     whole = Linear(env(weights), ["q", "k"], 12, [8, 4], bias=True)
     assert torch.allclose(whole(x), expected, atol=1e-6)
     ranks = [
-        Linear(env(weights, OneOf(r, 2)), ["q", "k"], 12, [8, 4], bias=True, cut="rows")(x) for r in (0, 1)
+        Linear(env(weights, PartialRank(r, 2)), ["q", "k"], 12, [8, 4], bias=True, cut="rows")(x)
+        for r in (0, 1)
     ]
     joined = torch.cat((ranks[0][:, :4], ranks[1][:, :4], ranks[0][:, 4:], ranks[1][:, 4:]), 1)
     assert torch.allclose(joined, expected, atol=1e-6)
     single = Linear(env(weights), "q", 12, 8, bias=True)(x)
     summed = sum(
-        Linear(env(weights, OneOf(r, 2)), "q", 12, 8, bias=True, cut="cols")(x[:, 6 * r : 6 * r + 6])
+        Linear(env(weights, PartialRank(r, 2)), "q", 12, 8, bias=True, cut="cols")(x[:, 6 * r : 6 * r + 6])
         for r in (0, 1)
     )
     assert torch.allclose(single, summed, atol=1e-6)
 
 
-class Doubling(Parallel):
-    """A rank whose sums can be told from its parts."""
+class DoublingRank(Parallel):
+    """A rank whose reduction doubles its argument, so that the test can tell whether it ran."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         return 2 * x
@@ -275,7 +276,7 @@ class Doubling(Parallel):
 )
 def test_only_parts_of_inputs_are_summed(cut: Any, size: int, factor: int) -> None:
     weights, x = DummyCheckpoint(3, CPU, torch.float32), torch.randn(5, 12)
-    part = Linear(env(weights, Doubling(0, size)), "q", 12, 8, cut=cut)
+    part = Linear(env(weights, DoublingRank(0, size)), "q", 12, 8, cut=cut)
     x = x[:, : part.in_features]
     stored = weights.tensor("q.weight", (8, 12))[: part.out_features, : part.in_features]
     assert torch.allclose(part(x), factor * (x @ stored.t()), atol=1e-6)
@@ -287,7 +288,7 @@ def test_transposed_linear_holds_three_parts() -> None:
     stored = weights.tensor("c_attn.weight", (6, 12))
     whole = Linear(env(weights), "c_attn", 6, [4, 4, 4], transposed=True)
     assert torch.allclose(whole(x), x @ stored, atol=1e-6)
-    second = Linear(env(weights, OneOf(1, 2)), "c_attn", 6, [4, 4, 4], transposed=True, cut="rows")
+    second = Linear(env(weights, PartialRank(1, 2)), "c_attn", 6, [4, 4, 4], transposed=True, cut="rows")
     assert torch.allclose(second(x), (x @ stored)[:, [2, 3, 6, 7, 10, 11]], atol=1e-6)
 
 
@@ -303,7 +304,9 @@ def test_ranks_sum_to_the_whole_mlp_and_experts() -> None:
         return MoE(env(weights, parallel), "moe.", names, 12, 16, 4, 2, True, "silu")(x)
 
     for layer in (mlp, moe):
-        assert torch.allclose(layer(Parallel()), layer(OneOf(0, 2)) + layer(OneOf(1, 2)), atol=1e-6)
+        assert torch.allclose(
+            layer(Parallel()), layer(PartialRank(0, 2)) + layer(PartialRank(1, 2)), atol=1e-6
+        )
 
 
 def test_attention_layers_know_their_window_and_scale() -> None:
@@ -314,13 +317,13 @@ def test_attention_layers_know_their_window_and_scale() -> None:
     assert [layer.window for layer in model.attention_layers] == [5, None]
     layer = model.attention_layers[0]
     assert (layer.num_heads, layer.num_kv_heads, layer.head_dim) == (4, 2, 8)
-    assert (layer.scale, layer.soft_cap) == (0.25, None)  # transformers does not use that field either
+    assert (layer.scale, layer.soft_cap) == (0.25, None)  # transformers ignores that field too
     assert model.logits(torch.zeros(0, 16)).shape == (0, 20)
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ModelError, match="cannot be cut into 4"):
-        build_model(SPEC, env(DummyCheckpoint(0, CPU, torch.float32), OneOf(0, 4)))
+    with pytest.raises(ModelError, match="cannot be sharded over 4 ranks"):
+        build_model(SPEC, env(DummyCheckpoint(0, CPU, torch.float32), PartialRank(0, 4)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,4 +1,4 @@
-"""Clients take turns in the tokenizer's threads: a burst of one does not hold up another, however slow its work is."""
+"""Clients take turns in the tokenizer threads: a burst of one does not delay another, however slow its work is."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_clients_take_turns_by_the_time_that_their_work_takes() -> None:
         clients = [
             ALPHA,
             *(ApiClient(f"other{i}") for i in range(4)),
-        ]  # they hold the thread and all spare ones
+        ]  # they occupy the thread and all spare ones
         held = [task for client in clients for task in start(pool, client, lambda: gate.wait(20))]
         await asyncio.sleep(0.01)
 
@@ -140,6 +140,6 @@ def test_work_that_is_given_up_or_fails() -> None:
         with pytest.raises(ZeroDivisionError):
             await pool.run(ALPHA, lambda: 1 // 0)
         assert await pool.run(ALPHA, lambda: 3) == 3 and not ran
-        assert not pool._lines and not +pool._running
+        assert pool.idle
 
     play(scene, threads=1)

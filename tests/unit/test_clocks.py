@@ -1,4 +1,4 @@
-"""Where requests' time in the engine goes: on a clock of our own, and under random loads."""
+"""The time of requests by phase: exact figures on a fake clock, and sums under random loads."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from test_scheduler import make_engine, random_requests
 
 from quire.core.block_pool import LRU, BlockPool
 from quire.core.engine import Engine
-from quire.core.grammar import NoGrammar
+from quire.core.grammar_interface import NoGrammar
 from quire.core.policy import Policy
 from quire.core.prefix_cache import HashPrefixCache
-from quire.core.request_limits import Limits
+from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.stats import figures_of
 from quire.core.steplog import StepLog
 from quire.types import EngineRequest, SamplingParams, StepPlan, StepResult, Timing
 
-DECODE_S, TOKEN_S = 1.0, 0.125  # a step, and what each token of a prompt adds
+DECODE_S, TOKEN_S = 1.0, 0.125  # duration of a decoding step, and of each prompt token
 
 
 @dataclass
@@ -32,7 +32,7 @@ class Clock:
 
 @dataclass
 class Device:
-    """Takes DECODE_S for a step with decoding rows, and TOKEN_S for each token of a longer row."""
+    """An executor that takes DECODE_S for a step with decoding rows, and TOKEN_S for each token of a longer row."""
 
     clock: Clock
     plans: dict[int, StepPlan] = field(default_factory=dict)
@@ -41,13 +41,13 @@ class Device:
     def forward(self, plan: StepPlan) -> None:
         self.plans[plan.step] = plan
 
-    def sample(self, step: int, masks: object) -> Device._Handle:
+    def sample(self, step: int, masks: object) -> Device.Handle:
         plan = self.plans.pop(step)
         longer = [n for n in plan.num_tokens.tolist() if n > 1]
         plain = DECODE_S if len(longer) < len(plan.slots) else 0.0
         begin_s = max(self.clock.now_s, self.free_s)
         self.free_s = begin_s + plain + TOKEN_S * sum(longer)
-        return Device._Handle(self.clock, self.free_s, StepResult(step, [[7]] * int(plan.samples.sum())))
+        return Device.Handle(self.clock, self.free_s, StepResult(step, [[7]] * int(plan.samples.sum())))
 
     def warm_up(self) -> bool:
         return False
@@ -56,7 +56,7 @@ class Device:
         pass
 
     @dataclass
-    class _Handle:
+    class Handle:
         clock: Clock
         ready_s: float
         result: StepResult
@@ -76,13 +76,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 def engine_on(clock: Clock, rows: int = 8, blocks: int = 100, depth: int = 1, budget: int = 64) -> Engine:
     pool, log = BlockPool(blocks, LRU()), StepLog()
-    limits = Limits(rows, budget, 100, 4)
+    limits = SchedulerLimits(rows, budget, 100, 4)
     scheduler = Scheduler(pool, HashPrefixCache(pool, 4), Policy(), limits, log)
     return Engine(scheduler, Device(clock), NoGrammar(), depth, log, check_invariants=True)
 
 
 def run(engine: Engine, steps: int = 1000) -> dict[str, Timing]:
-    """The timing of each request that ends within so many steps."""
+    """Run at most `steps` steps. Return the timing of each request that ends."""
     found = {}
     for _ in range(steps):
         if not engine.has_work:
@@ -124,7 +124,7 @@ def test_decoding_loses_time_to_the_prompts_of_others(clock: Clock, depth: int) 
     found |= run(engine)
     assert found["a"].lost_s == 32 * TOKEN_S and found["a"].decode_s == 9 * DECODE_S
     assert found["b"].lost_s == 0
-    assert found["b"].prefill_s == 32 * TOKEN_S + DECODE_S  # the step was also one of decoding
+    assert found["b"].prefill_s == 32 * TOKEN_S + DECODE_S  # the step also decoded
     for timing in found.values():
         assert timing.until_s - timing.arrival_s == pytest.approx(terms_s(timing), abs=1e-9)
 
@@ -157,7 +157,7 @@ def test_a_request_that_a_step_in_flight_keeps_waiting(clock: Clock) -> None:
     engine = engine_on(clock, depth=2)
     engine.add(ask("a", [1] * 8, 9))
     run(engine, 4)
-    engine.add(ask("b", [2] * 8, 1))  # a decoding step of `a` is on the device
+    engine.add(ask("b", [2] * 8, 1))  # while a decoding step of `a` is in flight
     timing = run(engine)["b"]
     assert timing.waited_s == {"step": DECODE_S} and timing.lost_s == 0
 
@@ -202,7 +202,7 @@ def test_terms_add_up_under_random_loads() -> None:
     for seed in range(150):
         rng = random.Random(seed)
         engine, max_len = make_engine(rng)
-        todo, told, steps = random_requests(rng, max_len), 0, 0
+        todo, reported, steps = random_requests(rng, max_len), 0, 0
         while todo or engine.has_work:
             if todo and rng.random() < 0.5:
                 engine.add(todo.pop())
@@ -215,7 +215,7 @@ def test_terms_add_up_under_random_loads() -> None:
                 assert all(value >= 0 for value in timing.waited_s.values()), timing
                 assert min(timing.prefill_s, timing.decode_s, timing.lost_s, timing.recompute_s) >= 0, timing
                 preempted += bool(output.finish_reason and timing.recompute_s)
-            figures = figures_of(engine, told)
-            told, steps = engine.log.ended, steps + len(figures.steps)
+            figures = figures_of(engine, reported)
+            reported, steps = engine.log.ended, steps + len(figures.steps)
         assert steps == engine.log.totals.steps and engine.scheduler.clocks.held == 0
     assert preempted

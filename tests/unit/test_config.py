@@ -1,4 +1,4 @@
-"""Settings: defaults that depend on each other, refusals with the reason, flags made from fields."""
+"""Settings: defaults that depend on each other, errors that give the reason, flags generated from fields."""
 
 from __future__ import annotations
 
@@ -73,8 +73,9 @@ def test_whole_prompts_must_fit_into_a_step() -> None:
     ],
 )
 def test_sampling_parameters_out_of_range(settings, text) -> None:
-    with pytest.raises(RequestError, match=text):
+    with pytest.raises(RequestError, match=text) as error:
         SamplingParams(**settings)
+    assert error.value.param == next(iter(settings))
 
 
 def test_every_field_is_a_flag() -> None:
@@ -117,7 +118,7 @@ def test_every_field_is_a_flag() -> None:
 
 
 def test_help_loads_nothing_heavy() -> None:
-    """So it answers at once, however slow the machine."""
+    """`quire --help` must answer at once, even on a slow machine."""
     command = [sys.executable, "-X", "importtime", "-m", "quire", "--help"]
     out = subprocess.run(command, capture_output=True, text=True, check=True)
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in out.stderr.splitlines()}

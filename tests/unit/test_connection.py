@@ -1,4 +1,4 @@
-"""Connections: heads, bodies and pipelines beyond their limits, late heads, and clients that close their half."""
+"""Connections: heads, bodies and pipelines beyond their limits, late heads, and half-closed connections."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b"
 
 
 class App:
-    """Answers with the path and the body. Path /slow waits for `go`; a client that goes meanwhile sets `gone`."""
+    """An application that echoes path and body. /slow waits for `go`; a client that disconnects meanwhile sets `gone`."""
 
     def __init__(self) -> None:
         self.go, self.gone = asyncio.Event(), asyncio.Event()
@@ -60,7 +60,7 @@ async def serving() -> AsyncIterator[tuple[App, int]]:
 
 
 async def talk(port: int, *pieces: bytes, half_close: bool = False) -> bytes:
-    """All that comes back for `pieces`, until the server closes the connection."""
+    """Send `pieces` and return all bytes received until the server closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     with suppress(ConnectionError):
         for piece in pieces:

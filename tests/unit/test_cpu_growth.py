@@ -1,4 +1,4 @@
-"""Memory of a CPU that must not grow: code that libraries generate for each new shape and keep, masks, tables."""
+"""Bounds of host memory on a CPU: code that libraries generate for each new shape and keep, masks, tables."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_shapes_of_attention_in_16_bits_are_few(monkeypatch: pytest.MonkeyPatch)
 
     def noted(q: torch.Tensor, k: torch.Tensor, *rest: Any, **more: Any) -> torch.Tensor:
         if q.shape[2] > 32:
-            shapes.add((q.shape[2] % 64, k.shape[2] % 512))  # what is left of whole tiles
+            shapes.add((q.shape[2] % 64, k.shape[2] % 512))  # remainders of the tiles that PyTorch uses
         return attend(q, k, *rest, **more)
 
     monkeypatch.setattr(F, "scaled_dot_product_attention", noted)
@@ -60,7 +60,20 @@ def test_shapes_of_attention_in_16_bits_are_few(monkeypatch: pytest.MonkeyPatch)
         case = make_case(random.Random(index), backend, layer, rows, 16, dtype=torch.bfloat16)
         check(case, backend)
     assert len(shapes) <= 8 * 8
-    assert {keys % 64 for _, keys in shapes} == {0}
+    assert {keys % 64 for _, keys in shapes} <= {0, 16, 32, 48}
+
+
+def test_prompts_without_a_past_have_few_shapes() -> None:
+    """Steps of 16 up to 256 tokens, of 64 beyond: 14 shapes, and then 8 remainders of a tile of 512 keys."""
+    sizes = set[int]()
+    for tokens in range(33, 2049):
+        q, kv = (torch.empty(1, heads, tokens, 1, dtype=torch.bfloat16) for heads in (2, 1))
+        padded_q, padded_k, _, mask = reference.pad_shapes(q, kv, kv, None, causal=True)
+        assert padded_q.shape[2] == padded_k.shape[2] and mask is None
+        sizes.add(padded_k.shape[2])
+        assert tokens <= padded_k.shape[2] < tokens + (16 if tokens <= 256 else 64)
+    assert len({size for size in sizes if size <= 256}) == 14
+    assert len({size % 512 for size in sizes if size > 256}) == 8
 
 
 @pytest.mark.parametrize("soft_cap", [None, 5.0])
@@ -68,18 +81,18 @@ def test_shapes_of_attention_in_16_bits_are_few(monkeypatch: pytest.MonkeyPatch)
 def test_masks_are_made_in_bounded_pieces(
     window: int | None, soft_cap: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long rows, cut into pieces, give what they give whole."""
+    """Long rows give the same result in pieces as in one."""
     monkeypatch.setattr(reference, "_MASK_ELEMENTS", 2000)
     made: list[tuple[int, torch.dtype]] = []
-    cut = reference._Long._cut
+    cut = reference.LongRow.cut
 
-    def noted(self: reference._Long, *args: Any) -> Any:
+    def noted(self: reference.LongRow, *args: Any) -> Any:
         for piece in cut(self, *args):
             assert piece.mask is not None
             made.append((piece.mask.numel(), piece.mask.dtype))
             yield piece
 
-    monkeypatch.setattr(reference._Long, "_cut", noted)
+    monkeypatch.setattr(reference.LongRow, "cut", noted)
     backend, layer = ReferenceAttention(), Layer(4, 2, 16, 0.25, window=window, soft_cap=soft_cap)
     rows = [(150, 60), (0, 90), (33, 2), (70, 1)]
     case = make_case(random.Random(1), backend, layer, rows, 16)

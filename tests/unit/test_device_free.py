@@ -1,5 +1,6 @@
-"""Models on torch's meta device: no values, so any wait for the device, and any host tensor that slips
-into a device computation, is an error. Stands in for a GPU where there is none.
+"""Models on PyTorch's meta device, which replaces a GPU where there is none.
+
+Its tensors have no values, so waiting for the device, or using a host tensor in a device computation, is an error.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class ShapeOnly:
 @pytest.mark.parametrize("name", CONFIGS)
 def test_step_never_waits_and_stays_on_the_device(name: str, dtype: torch.dtype) -> None:
     spec = ModelSpec.from_config({"architectures": [name], **CONFIGS[name]})
-    spec = replace(spec, max_model_len=16)  # serving less than the model can
+    spec = replace(spec, max_model_len=16)  # a shorter context than the model's
     model = build_model(spec, Env(DummyCheckpoint(0, META, dtype), Parallel(), ShapeOnly(), META, dtype))
     ids, rows = torch.zeros(6, dtype=torch.int64, device=META), np.array([4, 2], dtype=np.int32)
     ends = torch.zeros(3, dtype=torch.int32, device=META)

@@ -1,4 +1,4 @@
-"""The device of an engine is current wherever it is used, in whichever thread, and nowhere else."""
+"""The device of an engine is the current device in every executor call, in any thread, and nowhere else."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ METHODS = sorted(name for name, _ in inspect.getmembers(Executor, inspect.isfunc
 
 
 class ThreadDevice:
-    """A device that is current by thread, as CUDA's."""
+    """A device that is current per thread, as CUDA devices are."""
 
     def __init__(self) -> None:
         self._thread = threading.local()
@@ -42,7 +42,7 @@ class ThreadDevice:
 
 
 class StandIn:
-    """A runner that notes whether its device is current when a method is called, and when it is freed."""
+    """Runner that notes whether its device is current when a method is called and when it is freed."""
 
     def __init__(self, device: ThreadDevice, seen: dict[str, bool]) -> None:
         self._device, self._seen = device, seen

@@ -1,4 +1,4 @@
-"""What one client asks for in large numbers is taken in pieces, so that others do not wait for all of it."""
+"""Large requests of one client are processed in pieces, so that other clients do not wait for all of them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from quire import engine_process
 from quire.frontend.client import ipc as msg
 from quire.frontend.client.channel import Channel
 from quire.serve.http import stream as stream_module
-from quire.serve.http.stream import finished
+from quire.serve.http.stream import complete_response
 
 
 class SlowIntake:
-    """An engine that is never done, and needs a while to take in a request."""
+    """An engine that always has work and takes 2 ms to abort a request."""
 
     has_work = True
 
@@ -60,7 +60,7 @@ def test_large_answers_are_written_in_a_thread(
     async def nothing(*_: Any) -> None:
         pass
 
-    monkeypatch.setattr(stream_module, "whole", nothing)
+    monkeypatch.setattr(stream_module, "wait_until_finished", nothing)
     params = SimpleNamespace(logprobs=logprobs, prompt_logprobs=None)
     generation = SimpleNamespace(completion_tokens=tokens, states=[SimpleNamespace(params=params)])
     names: list[str] = []
@@ -70,7 +70,7 @@ def test_large_answers_are_written_in_a_thread(
         return {"a": 1}
 
     async def run() -> Response:
-        return await finished(None, generation, make, asyncio.to_thread)  # type: ignore[arg-type]
+        return await complete_response(None, generation, make, asyncio.to_thread)  # type: ignore[arg-type]
 
     answer = asyncio.run(run())
     assert answer.body == b'{"a":1}' and answer.headers["content-type"] == "application/json"

@@ -4,6 +4,7 @@ against decoding one request after the other."""
 from __future__ import annotations
 
 import json
+import os
 import random
 import sys
 import threading
@@ -28,7 +29,7 @@ from test_scheduler import (
 )
 
 from quire.core.engine import Engine
-from quire.core.grammar import NoGrammar
+from quire.core.grammar_interface import NoGrammar
 from quire.frontend.structured_spec import grammar_spec
 from quire.grammar import matching
 from quire.grammar.answer import GrammarAnswer
@@ -36,7 +37,7 @@ from quire.grammar.checker_process import Verdict
 from quire.grammar.compiler import CheckedGrammar, Compiler
 from quire.grammar.library import LibraryGrammar
 from quire.grammar.mask_threads import MaskThreads
-from quire.grammar.matching import BYTES, Vocabulary, compiled, grammar_text
+from quire.grammar.matching import BYTES, Vocabulary, build_matcher, grammar_text
 from quire.types import (
     EngineOutput,
     EngineRequest,
@@ -156,7 +157,7 @@ def reference(request: EngineRequest, max_model_len: int, vocabulary: Vocabulary
     """Tokens and finish reason, one request alone, the rules for the end written once more."""
     assert request.grammar is not None
     try:
-        matcher = compiled(vocabulary, request.grammar, grammar_text(request.grammar))
+        matcher = build_matcher(vocabulary, request.grammar, grammar_text(request.grammar))
     except RequestError:
         return [], "error"
     h, out = -1, []
@@ -233,7 +234,7 @@ def random_run(seed: int, vocabulary: Vocabulary) -> Engine:
             assert got[name] == want[: len(got[name])]
         else:
             assert (got[name], ended[name]) == (want, reason), (seed, name, request.grammar)
-    assert not grammar._answers and not grammar._requests and not grammar._by_slot
+    assert grammar.idle
     engine.close()
     return engine
 
@@ -308,7 +309,7 @@ def test_a_refused_grammar_ends_its_request_alone() -> None:
         for output in engine.step():
             got.setdefault(output.id, []).extend(output.token_ids)
             if output.finish_reason == "error":
-                errors[output.id] = output.error
+                errors[output.id] = output.error.message
     assert list(errors) == ["bad"] and "unclosed group" in errors["bad"] and got["bad"] == []
     assert set(text(got["good"])) == {ord("a")}
 
@@ -334,7 +335,7 @@ def test_a_token_outside_the_grammar_is_never_handed_out(depth: int, monkeypatch
     while engine.has_work:
         outputs += engine.step()
     assert [(o.token_ids, o.finish_reason) for o in outputs][-1] == ([], "error")
-    assert not any(o.token_ids for o in outputs) and "no token satisfies" in outputs[-1].error
+    assert not any(o.token_ids for o in outputs) and "no token satisfies" in outputs[-1].error.message
 
 
 def test_an_engine_without_grammars_refuses() -> None:
@@ -342,7 +343,7 @@ def test_an_engine_without_grammars_refuses() -> None:
     engine.grammar = NoGrammar()
     engine.add(ask("r", SPECS[0]))
     (output,) = engine.step()
-    assert output.finish_reason == "error" and "tokenizer" in output.error
+    assert output.finish_reason == "error" and "tokenizer" in output.error.message
 
 
 def test_one_clients_specs_do_not_hold_up_another() -> None:
@@ -364,7 +365,7 @@ def test_one_clients_specs_do_not_hold_up_another() -> None:
     gate.set()
     for future in slow:
         future.result(10)
-    assert not compiler._jobs._lines
+    assert not compiler.num_queued
     compiler.close()
 
 
@@ -391,7 +392,7 @@ def test_the_cache_is_bounded() -> None:
 def test_choices_are_taken_literally(texts: list[str], vocabulary: Vocabulary) -> None:
     spec = GrammarSpec("choice", json.dumps(texts))
     bytes_only = Vocabulary(BYTES)
-    matcher = compiled(bytes_only, spec, grammar_text(spec))
+    matcher = build_matcher(bytes_only, spec, grammar_text(spec))
     for text in [*texts, "zz", "a" * 3]:
         copy, tokens = matcher.deep_copy(), list(text.encode())
         accepted = copy.try_consume_tokens(tokens) == len(tokens) and copy.is_accepting()
@@ -406,7 +407,7 @@ def test_a_fault_of_the_compiler_is_not_remembered() -> None:
     outputs = []
     while engine.has_work:
         outputs += engine.step()
-    assert [o.finish_reason for o in outputs] == ["error"] and "ZeroDivisionError" in outputs[0].error
+    assert [o.finish_reason for o in outputs] == ["error"] and "ZeroDivisionError" in outputs[0].error.message
     source.check = check
     engine.add(ask("again", SPECS[0]))
     assert text(drain(engine)["again"]).startswith(b"a")
@@ -436,7 +437,7 @@ def test_classes_are_those_of_ecmascript(regex: str, taken: str, refused: str) -
                 else StructuredOutputsParams(regex=regex)
             )
             spec = grammar_spec(params)
-            matcher = compiled(bytes_only, spec, grammar_text(spec))
+            matcher = build_matcher(bytes_only, spec, grammar_text(spec))
             written = json.dumps(text, ensure_ascii=False) if json_schema else text
             count = matcher.try_consume_tokens(list(written.encode()))
             whole = count == len(written.encode()) and matcher.is_accepting()
@@ -483,7 +484,7 @@ def write(answer: GrammarAnswer, text: bytes, every: int = 1) -> None:
         assert allows(answer, part[0]), (i, text[i : i + 9])
         answer.use()
         assert answer.accepts(EngineOutput("r", part[:1]))
-        answer._tokens += part[1:]
+        answer.tokens += part[1:]
     answer.work()
     assert answer.error is None, answer.error
 
@@ -530,7 +531,9 @@ def test_an_answer_that_exhausts_its_lexer_ends_with_an_error(
     byte_vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is not an answer that is complete, and the next one with this spec begins anew."""
-    monkeypatch.setattr(CheckedGrammar, "matcher", lambda g, n: compiled(g.vocabulary, g.spec, g.text, 60))
+    monkeypatch.setattr(
+        CheckedGrammar, "matcher", lambda g, n: build_matcher(g.vocabulary, g.spec, g.text, 60)
+    )
     spec = GrammarSpec("regex", "a{0,500}")  # complete at every place
     for _ in range(2):
         answer, written = answer_to(byte_vocabulary, spec), 0
@@ -599,7 +602,7 @@ def test_a_step_does_not_wait_for_a_slow_mask(monkeypatch: pytest.MonkeyPatch) -
     work = GrammarAnswer.work
 
     def slow(answer: GrammarAnswer) -> None:
-        if answer.request_id == "slow" and len(answer._tokens) == 2 and not begun.is_set():
+        if answer.request_id == "slow" and len(answer.tokens) == 2 and not begun.is_set():
             begun.set()
             assert gate.wait(60)
         work(answer)
@@ -629,9 +632,14 @@ def test_a_step_does_not_wait_for_a_slow_mask(monkeypatch: pytest.MonkeyPatch) -
     engine.close()
 
 
-def test_more_stuck_masks_than_threads_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("cores", "stuck_masks"), [(2, 2), (16, 12)])
+def test_more_stuck_masks_than_threads_delay_nobody(
+    cores: int, stuck_masks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One thread per two cores does masks, and at most one more per core replaces those that are stuck."""
+    monkeypatch.setattr(os, "cpu_count", lambda: cores)
     gate = threading.Event()
-    stuck = [threading.Event() for _ in range(12)]
+    stuck = [threading.Event() for _ in range(stuck_masks)]
 
     class Stuck:
         def __init__(self, event: threading.Event) -> None:
@@ -675,7 +683,7 @@ def test_memory_of_matchers_is_bounded() -> None:
     while engine.has_work:
         for output in engine.step():
             got.setdefault(output.id, []).extend(output.token_ids)
-        together = max(together, len(engine.grammar._answers))
+        together = max(together, engine.grammar.num_answers)
     assert together == 1 and set(got) == {"a", "b"} and all(got.values())
 
 
@@ -699,7 +707,7 @@ def test_the_end_is_not_what_the_grammar_writes_with_the_same_token(vocabulary: 
 
 def test_consuming_slowly_releases_the_gil(byte_vocabulary: Vocabulary) -> None:
     spec = GrammarSpec("regex", "ab")
-    matcher = compiled(byte_vocabulary, spec, grammar_text(spec))
+    matcher = build_matcher(byte_vocabulary, spec, grammar_text(spec))
     consumer = matching.DetachedConsumer(byte_vocabulary)
     assert consumer.consume(matcher, ord("a")) and not consumer.consume(matcher, ord("a"))
     assert matcher.is_error()

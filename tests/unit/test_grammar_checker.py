@@ -16,7 +16,7 @@ import pytest
 
 from quire.frontend.location import locate_model
 from quire.frontend.structured_spec import grammar_spec
-from quire.grammar.checker import Checker, _Process
+from quire.grammar.checker import Checker, CheckerProcess
 from quire.grammar.checker_process import Check
 from quire.types import GrammarSpec, Overloaded, QuireError, RequestError, StructuredOutputsParams
 
@@ -132,8 +132,8 @@ def test_many_at_once(checker: Checker) -> None:
 def test_a_dead_process_is_replaced() -> None:
     checker = Checker()
     checker.check(GOOD)
-    os.kill(checker._process._popen.pid, signal.SIGKILL)
-    while not checker._process.dead:
+    os.kill(checker.process.pid, signal.SIGKILL)
+    while not checker.process.dead:
         time.sleep(0.01)
     assert checker.check(GOOD)
     checker.close()
@@ -143,7 +143,7 @@ def test_a_dead_process_is_replaced() -> None:
 def test_questions_of_a_dying_process_are_answered() -> None:
     checker = Checker()
     checker.check(GOOD)
-    os.kill(checker._process._popen.pid, signal.SIGSTOP)
+    os.kill(checker.process.pid, signal.SIGSTOP)
     found: list[QuireError] = []
 
     def ask() -> None:
@@ -154,9 +154,9 @@ def test_questions_of_a_dying_process_are_answered() -> None:
 
     thread = threading.Thread(target=ask)
     thread.start()
-    while not checker._process._asked:
+    while not checker.process.num_pending:
         time.sleep(0.01)
-    os.kill(checker._process._popen.pid, signal.SIGKILL)
+    os.kill(checker.process.pid, signal.SIGKILL)
     thread.join(10)
     assert len(found) == 1 and isinstance(found[0], Overloaded)
     checker.close()
@@ -178,7 +178,7 @@ os.read(0, 1)
 
 
 def test_long_questions_and_long_answers_do_not_wait_for_each_other() -> None:
-    process = _Process([sys.executable, "-c", ANSWERS_BEFORE_IT_READS])
+    process = CheckerProcess([sys.executable, "-c", ANSWERS_BEFORE_IT_READS])
     question, found = Check(0, GrammarSpec("regex", "a" * 300_000)), []
     asking = threading.Thread(target=lambda: found.append(process.ask(question).text), daemon=True)
     try:
@@ -186,7 +186,7 @@ def test_long_questions_and_long_answers_do_not_wait_for_each_other() -> None:
         asking.join(30)
         assert found == ["done"]
     finally:
-        process._popen.kill()
+        os.kill(process.pid, signal.SIGKILL)
     process.close()
 
 

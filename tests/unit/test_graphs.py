@@ -1,4 +1,4 @@
-"""When a step is recorded, replayed and run eagerly; what is in a graph, only a GPU can tell (`-m gpu`)."""
+"""When a step is captured, replayed or run eagerly. Only a GPU can check the contents of a graph (`-m gpu`)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,23 @@ import torch
 
 from quire.types import StepPlan
 from quire.worker import graphs
-from quire.worker.graphs import CudaGraphs, row_sizes, token_sizes
+from quire.worker.graphs import CudaGraphs, GraphLimits, row_sizes, token_sizes
 
 
 class Graphs(CudaGraphs):
-    """Without a device: running, recording and replaying are noted."""
+    """Launcher without a device: it lists what it runs, captures and replays."""
 
-    def __init__(self, max_rows: int, max_tokens: int, full: int, most: int = 99) -> None:
+    def __init__(self, max_rows: int, max_tokens: int, full_tokens: int, max_graphs: int = 99) -> None:
         self.done: list[tuple[str, Any]] = []
-        self._row_sizes, self._token_sizes, self._full = row_sizes(max_rows), token_sizes(max_tokens), full
-        self._most_graphs, self._captures, self._dropped = most, True, False
         self.has_memory = True
-        self._captured, self._idle_sizes = {}, self._row_sizes[::-1]
+        limits = GraphLimits(
+            max_rows=max_rows,
+            max_tokens=max_tokens,
+            full_tokens=full_tokens,
+            shared_bytes=0,
+            max_graphs=max_graphs,
+        )
+        self._set_limits(limits)
         self._logits = torch.zeros(max_rows, 1)
         self._sampler = SimpleNamespace(needs_host_work=lambda slots: False, has_filters=lambda slots: False)
         self._batcher = SimpleNamespace(load=lambda *args: None, step=lambda plan: None)
@@ -33,17 +38,17 @@ class Graphs(CudaGraphs):
     def _begin_pool(self) -> Any:
         self.done.append(("pool", None))
 
-    def _record(self, run: Any) -> Any:
+    def _capture(self, run: Any) -> Any:
         run()
         if not self.has_memory:
             self.done.pop()
             raise torch.OutOfMemoryError("CUDA out of memory")
         ((_, shape),) = self.done[-1:]
-        self.done[-1] = "record", shape
+        self.done[-1] = "capture", shape
         return SimpleNamespace(replay=lambda: self.done.append(("replay", shape)))
 
     def step(self, *tokens: int) -> list[tuple[str, Any]]:
-        """What a step whose rows have so many new tokens does."""
+        """Launch a step whose rows have `tokens` new tokens; return what the launcher did."""
         self.done.clear()
         counts = np.array(tokens, np.int32)
         none = np.zeros_like(counts)
@@ -54,18 +59,18 @@ class Graphs(CudaGraphs):
         return list(self.done)
 
 
-def test_a_shape_is_recorded_when_it_first_occurs() -> None:
+def test_a_shape_is_captured_when_it_first_occurs() -> None:
     steps = Graphs(64, 2048, 8192)
-    assert steps.step(1, 1, 1) == [("run", (4, 4)), ("record", (4, 4))]
+    assert steps.step(1, 1, 1) == [("run", (4, 4)), ("capture", (4, 4))]
     assert steps.step(1, 1, 1, 1) == [("replay", (4, 4))]
-    assert steps.step(100, 1) == [("run", (8, 112)), ("record", (8, 112))]
+    assert steps.step(100, 1) == [("run", (8, 112)), ("capture", (8, 112))]
     assert steps.step(1, 104) == [("replay", (8, 112))]
-    assert steps.step(8000, 192) == [("run", (8, 8192)), ("record", (8, 8192))]
+    assert steps.step(8000, 192) == [("run", (8, 8192)), ("capture", (8, 8192))]
     assert steps.step(8000, 191) == [("eager", None)]  # would be padded, or is too long
 
 
 def test_shapes_beyond_the_most_run_eagerly() -> None:
-    steps = Graphs(64, 2048, 8192, most=2)
+    steps = Graphs(64, 2048, 8192, max_graphs=2)
     for rows in (1, 2):
         steps.step(*[1] * rows)
     for _ in range(2):
@@ -73,13 +78,13 @@ def test_shapes_beyond_the_most_run_eagerly() -> None:
     assert steps.step(1, 1) == [("replay", (2, 2))]
 
 
-def test_an_idle_engine_records_all_sizes_of_rows_once() -> None:
+def test_an_idle_engine_captures_all_sizes_of_rows_once() -> None:
     steps, staging = Graphs(16, 64, 64), SimpleNamespace(begin=lambda: None)
     steps.step(1, 1)
-    recorded = 0
+    captured = 0
     while steps.warm_up(staging):
-        recorded += 1
-    assert recorded == len(row_sizes(16)) - 1
+        captured += 1
+    assert captured == len(row_sizes(16)) - 1
     assert steps.step(*[1] * 16) == [("replay", (16, 16))]
 
 
@@ -89,7 +94,7 @@ def test_a_shape_for_which_memory_is_short_runs_without_a_graph() -> None:
     steps.has_memory = False
     assert steps.step(1) == [("run", (1, 1))], "the step has run, so it must not fail"
     steps.has_memory = True
-    assert steps.step(1) == [("run", (1, 1))], "it would be tried, and fail, in every step"
+    assert steps.step(1) == [("run", (1, 1))], "a capture would fail in every step"
     assert steps.step(1, 1) == [("replay", (2, 2))]
 
 

@@ -1,4 +1,4 @@
-"""Which hosts and origins a server answers to: a web page must not use a server on its reader's machine."""
+"""Accepted hosts and origins: a web page must not be able to use a server on its visitor's machine."""
 
 from __future__ import annotations
 

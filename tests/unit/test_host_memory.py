@@ -1,4 +1,4 @@
-"""Memory of the host within the limits of control groups, of both versions, and of the process."""
+"""Host memory under the limits of control groups, versions 1 and 2, and of the process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.worker.host_memory import host_memory
+from quire.worker.memory.host_memory import host_memory
 
 MIB = 1 << 20
 
@@ -86,7 +86,7 @@ def test_version_1(tmp_path: Path) -> None:
 
 
 def test_a_container_whose_own_group_is_the_mount(tmp_path: Path) -> None:
-    """Docker without a namespace for control groups: the path is the host's, the mount is our own group."""
+    """Docker without a cgroup namespace: the path is the host's, but the mount is our own group."""
     top = v2(tmp_path, "/docker/abc", top="/docker/abc")
     group(top, memory__max=64 * MIB, memory__high="max", memory__current=0, memory__stat=stat(0))
     assert host_memory(tmp_path) == (64 * MIB, 64 * MIB)
@@ -102,7 +102,7 @@ def test_a_group_above_its_namespace_is_not_left(tmp_path: Path) -> None:
 def test_ulimit() -> None:
     code = (
         "import resource; resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30)); "
-        "from quire.worker.host_memory import host_memory; free, total = host_memory(); "
+        "from quire.worker.memory.host_memory import host_memory; free, total = host_memory(); "
         "assert total <= 2 << 30 and free < total, (free, total)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

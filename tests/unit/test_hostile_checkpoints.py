@@ -1,4 +1,4 @@
-"""Checkpoints made to do harm: each is refused with one sentence that names the thing, and soon."""
+"""Malicious checkpoints: each is rejected quickly, with one sentence that names the problem."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ HOSTILE: list[Any] = [
 
 
 def places(config: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """Every field, those of objects inside included."""
+    """Return the path of every field, including those of nested objects."""
     for key, value in config.items():
         yield (*path, key)
         if isinstance(value, dict):
@@ -110,7 +110,7 @@ def mutated(config: dict[str, Any], path: tuple[str, ...], value: Any) -> dict[s
 
 
 def check_mutation(config: dict[str, Any]) -> None:
-    """A spec whose numbers can be computed with, or one sentence."""
+    """Check that a config gives either a spec with usable numbers, or a ModelError of one sentence."""
     try:
         spec = ModelSpec.from_config(config)
     except ModelError as error:
@@ -167,7 +167,7 @@ def pipe(file: Path) -> None:
         (b'{"eos_token_id": 1' + b"0" * 18 + b', "vocab_size": 5}', "eos_token_id|names no architecture"),
         (b"[]", "must hold a JSON object"),
         (b"\xff\xfe", "cannot be read"),
-        (b" " * (17 << 20), "but at most 16777216 are read"),
+        (b" " * (17 << 20), "but the limit is 16777216"),
         (None, "is not a regular file"),
     ],
 )
@@ -196,7 +196,7 @@ def test_a_header_of_weights_that_is_too_long(folder: Path) -> None:
     spec, file = load_spec(folder), folder / "model.safetensors"
     with file.open("wb") as opened:
         opened.write(struct.pack("<Q", 200 << 20))
-        opened.truncate(300 << 20)  # a hole
+        opened.truncate(300 << 20)  # a sparse file
     with pytest.raises(ModelError, match="header of 209715200 bytes"):
         open_checkpoint(folder, spec)
 
@@ -285,7 +285,7 @@ def key(name: bytes, kind: int, value: bytes) -> bytes:
     [
         (1 << 63, 0, b"", "9223372036854775808 tensors do not fit"),
         (0, 1 << 63, b"", "9223372036854775808 keys do not fit"),
-        (300_000, 0, bytes(24 * 300_000), "300000 tensors, but at most"),
+        (300_000, 0, bytes(24 * 300_000), "300000 tensors, but the limit is 200000"),
         (0, 1, key(b"a", 9, struct.pack("<IQ", 0, 2_000_000) + bytes(2_000_000)), "2000000 values in an array"),
         (0, 1, key(b"a", 9, struct.pack("<IQ", 8, 1 << 62)), "do not fit"),
     ],

@@ -1,4 +1,4 @@
-"""Who may import whom: the table of docs/ARCHITECTURE.md, held against the code with `ast`."""
+"""Which part may import which: the table of docs/ARCHITECTURE.md, checked against the code with `ast`."""
 
 from __future__ import annotations
 
@@ -24,15 +24,16 @@ MAY_IMPORT = {
     "models": {"types", "files", "layers", "attention", "quant", "parallel"},
     "sampling": {"types", "kernels"},
     "core": {"types"},
-    "worker": {"types", "config", "models", "sampling", "attention", "layers", "parallel", "quant", "kernels"},
+    "worker": {"types", "models", "sampling", "attention", "layers", "parallel", "quant", "kernels"},
     "frontend": {"types", "config", "core", "files"},
     "grammar": {"types", "core", "frontend"},
     "bench": {"types", "config", "core", "worker", "frontend", "models", "build", "llm", "kernels"},
     "build": {"types", "config", "core", "worker", "models", "sampling", "attention", "layers", "parallel", "frontend",
-              "grammar", "kernels"},
+              "grammar", "kernels", "wiring"},
     "start": {"types", "config", "core", "build"},
     "serve": {"types", "config", "frontend"},
-    "dry_run": {"types", "config", "core", "worker", "models", "frontend"},
+    "wiring": {"types", "config", "core"},
+    "dry_run": {"types", "config", "core", "worker", "models", "frontend", "wiring"},
     "engine_process": {"types", "core", "frontend", "start", "dry_run"},
     "llm": {"types", "config", "frontend", "start"},
     "cli": {"types", "config", "frontend", "build", "llm", "models", "worker", "bench", "serve", "kernels", "quant"},
@@ -44,10 +45,17 @@ NO_TORCH = {
     "core",
     "frontend",
     "serve",
+    "wiring",
     "dry_run",
     "grammar",
 }  # at run time; cli imports it only inside functions
 ENVIRONMENT = {"config", "cli"}
+# What build.py hands objects and values to: settings are read above, in one place.
+BELOW_BUILD = {
+    "types", "files", "kernels", "parallel", "attention", "quant", "layers", "models", "sampling", "core", "worker",
+    "grammar",
+}  # fmt: skip
+SETTINGS = {"EngineConfig", "ServeConfig"}
 
 
 def part_of(path: Path) -> str:
@@ -83,6 +91,23 @@ def test_imports_follow_the_table(path: Path) -> None:
             n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr in ("environ", "getenv")
         ]
         assert not reads, f"{part} must not read the environment"
+
+
+def names_used(tree: ast.AST) -> set[str]:
+    """Return every name and attribute in the code, and the last part of every imported name."""
+    names = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    names |= {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    return names | {name.rpartition(".")[2] for name in imports(tree)}
+
+
+@pytest.mark.parametrize("part", sorted(BELOW_BUILD))
+def test_nothing_below_build_reads_settings(part: str) -> None:
+    """Not even an annotation names them: parts get the values that they need."""
+    assert not MAY_IMPORT[part] & {"config", "build", "start", "dry_run", "llm", "serve", "cli"}
+    for path in sorted((SRC / part).rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        assert not any(name.startswith("quire.config") for name in imports(tree)), f"{path} imports settings"
+        assert not SETTINGS & names_used(tree), f"{path} reads settings"
 
 
 def test_host_side_starts_without_torch() -> None:

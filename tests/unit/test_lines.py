@@ -1,4 +1,4 @@
-"""Lines of the server: written by a thread, dropped and counted when nobody reads them."""
+"""Log lines: written by a thread, dropped and counted if the output is not read."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import pytest
 
 from quire.serve.observe import line_writer as lines_module
 from quire.serve.observe.line_writer import LineWriter
-from quire.serve.observe.logs import set_up
+from quire.serve.observe.logs import set_up_logging
 from quire.serve.settings import ServeConfig
 
 
 @pytest.fixture
 def pipe(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, int]]:
-    """Both ends of a pipe that stands for standard output and error."""
+    """Return both ends of a pipe that replaces standard output and standard error."""
     monkeypatch.setattr(lines_module, "_REPORT_S", 0.02)
     read, write = os.pipe()
     real = os.write
@@ -74,7 +74,7 @@ def test_the_end_does_not_wait_for_a_reader_that_stalls(pipe: tuple[int, int]) -
 def test_logging_goes_through_it(pipe: tuple[int, int]) -> None:
     before, level = logging.root.handlers[:], logging.root.level
     try:
-        writer = set_up(ServeConfig(log_format="json"))
+        writer = set_up_logging(ServeConfig(log_format="json"))
         for _ in range(40):
             logging.getLogger("quire.test").warning("y" * 65_536)
         assert writer.dropped > 20

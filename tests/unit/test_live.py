@@ -1,10 +1,11 @@
-"""The live view's data: steps, requests and blocks as they are, bounded, and at nobody's cost when nobody looks."""
+"""The data of the live view: correct and bounded steps, requests and blocks, collected only for open viewers."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,10 +14,10 @@ from quire.config import EngineConfig
 from quire.core import live_state as live
 from quire.core.block_pool import LRU, BlockPool
 from quire.core.engine import Engine
-from quire.core.grammar import NoGrammar
+from quire.core.grammar_interface import NoGrammar
 from quire.core.policy import Policy
 from quire.core.prefix_cache import HashPrefixCache
-from quire.core.request_limits import Limits
+from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog
 from quire.frontend.client import ipc as msg
@@ -24,7 +25,7 @@ from quire.serve.async_engine import AsyncEngine
 from quire.serve.http.auth import ANYONE, ApiClient
 from quire.serve.http.errors import ApiError
 from quire.serve.observe.live import LiveStream
-from quire.serve.observe.live_view import LiveView, LiveViews
+from quire.serve.observe.live_view import KEPT_STEPS, LiveView, LiveViews
 from quire.serve.settings import ServeConfig
 from quire.types import EngineDead, EngineLive, EngineRequest, SamplingParams
 from quire.worker.echo_executor import EchoExecutor
@@ -35,7 +36,9 @@ EOS = 0
 def engine(max_num_seqs: int = 2, blocks: int = 100) -> Engine:
     pool = BlockPool(blocks, LRU())
     log = StepLog()
-    scheduler = Scheduler(pool, HashPrefixCache(pool, 4), Policy(), Limits(max_num_seqs, 64, 256, 4), log)
+    scheduler = Scheduler(
+        pool, HashPrefixCache(pool, 4), Policy(), SchedulerLimits(max_num_seqs, 64, 256, 4), log
+    )
     return Engine(scheduler, EchoExecutor(100, EOS, frozenset({EOS})), NoGrammar(), 2, log)
 
 
@@ -74,12 +77,12 @@ def test_requests_that_run_and_wait() -> None:
     assert (first.state, first.prompt, first.limit, first.client) == ("decode", 9, 40, "alpha")
     assert first.generated > 0 and first.blocks == len(host.scheduler.running[0].blocks) and first.slot == 0
     assert found.waiting[0].slot == -1 and found.waiting[0].blocks == 0
-    msg.decode_to_client(msg.encode(msg.Live(found)))  # it can travel
+    msg.decode_to_client(msg.encode(msg.Live(found)))  # it can be encoded
 
 
 def test_the_map_of_blocks_agrees_with_the_books() -> None:
     host = engine(max_num_seqs=4)
-    start = list(range(1, 17))  # four blocks that all share
+    start = list(range(1, 17))  # four blocks shared by all requests
     host.add(request("a", [*start, 50], 12))
     while host.has_work:
         host.step()
@@ -152,7 +155,7 @@ def test_steps_in_flight_are_not_told_yet() -> None:
     host = engine()
     host.add(request("a", [7] * 9))
     host.step()
-    assert len(host.log) == 1 and look(host).steps == []  # it is in flight
+    assert len(host.log) == 1 and look(host).steps == []  # the step is in flight
     host.step()
     assert [s.step for s in look(host).steps] == [0]
 
@@ -186,11 +189,11 @@ def test_looking_changes_nothing() -> None:
     assert orders[0] == orders[1]
 
 
-# ------------------------------------------------------------------------------- those who look
+# ------------------------------------------------------------------------------- viewers
 
 
 class Asked:
-    """An engine that is asked: counts, and answers as told."""
+    """A fake engine that counts polls and returns prepared answers."""
 
     def __init__(self, host: Engine) -> None:
         self.host, self.count, self.dead = host, 0, False
@@ -217,7 +220,7 @@ def test_nobody_looks_nobody_asks() -> None:
         await asyncio.sleep(0.02)
         assert asked.count == 0
         seen = view.enter()
-        await view.news(seen)
+        await view.next_events(seen)
         view.leave()
         count = asked.count
         await asyncio.sleep(0.02)
@@ -234,7 +237,7 @@ def test_many_look_at_the_price_of_one_and_each_step_comes_once() -> None:
         async def viewer() -> list[int]:
             seen, found = view.enter(), []
             while not found or found[-1] < 55:
-                (_, steps), (_, state) = await view.news(seen)
+                (_, steps), (_, state) = await view.next_events(seen)
                 found += [step["step"] for step in as_json(steps)]
                 assert b'"steps":[]' in state
             view.leave()
@@ -247,18 +250,38 @@ def test_many_look_at_the_price_of_one_and_each_step_comes_once() -> None:
     asyncio.run(scene())
 
 
-def test_a_slow_viewer_skips_states_and_nothing_grows() -> None:
+def test_a_view_keeps_a_bounded_number_of_steps() -> None:
+    async def scene() -> None:
+        host = engine()
+        host.add(request("a", [7] * 9, 10))
+        host.step()
+        host.step()
+        state = look(host)
+        steps = [replace(state.steps[0], step=number) for number in range(3 * KEPT_STEPS)]
+
+        async def ask(since: int) -> EngineLive:
+            return replace(state, steps=steps)
+
+        view = LiveView(ask)
+        (_, events), _ = await view.next_events(view.enter())
+        numbers = [step["step"] for step in as_json(events)]
+        assert numbers == list(range(2 * KEPT_STEPS, 3 * KEPT_STEPS))
+        view.leave()
+
+    asyncio.run(scene())
+
+
+def test_a_slow_viewer_skips_states() -> None:
     async def scene() -> None:
         asked = started()
         view = LiveView(asked, interval_s=0.0001)
         seen = view.enter()
-        await view.news(seen)
+        await view.next_events(seen)
         async with asyncio.timeout(30):
             while asked.count < 10:
                 await asyncio.sleep(0.001)
-        (_, steps), _ = await view.news(seen)  # all it missed, at once
+        (_, steps), _ = await view.next_events(seen)  # all missed steps at once
         assert len(as_json(steps)) > 5
-        assert view._steps.maxlen is not None  # what is kept has a bound
         view.leave()
 
     asyncio.run(scene())
@@ -268,10 +291,10 @@ def test_nothing_new_is_no_news() -> None:
     async def scene() -> None:
         view = LiveView(Asked(engine()), interval_s=0.001)
         seen = view.enter()
-        await view.news(seen)
+        await view.next_events(seen)
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await view.news(seen)
+                await view.next_events(seen)
         view.leave()
 
     asyncio.run(scene())
@@ -282,16 +305,16 @@ def test_the_end_of_the_engine_and_of_the_server() -> None:
         asked = started()
         view = LiveView(asked, interval_s=0.001)
         seen = view.enter()
-        await view.news(seen)
+        await view.next_events(seen)
         asked.dead = True
         with pytest.raises(ApiError, match="out of memory"):
             while True:
-                await view.news(seen)
+                await view.next_events(seen)
         other = LiveView(started(), interval_s=10)
         seen = other.enter()
-        await other.news(seen)
+        await other.next_events(seen)
         asyncio.get_running_loop().call_later(0.01, other.close)
-        assert await other.news(seen) == []
+        assert await other.next_events(seen) == []
         view.leave()
         other.leave()
 
@@ -321,14 +344,16 @@ def test_a_stream_ends_when_its_viewer_leaves_or_does_not_read() -> None:
     left = asyncio.run(scene(leaves=True, reads=True))
     assert len(left) > 5 and b"event: state" in left[-1]["body"]
     deaf = asyncio.run(scene(leaves=False, reads=False))
-    assert len(deaf) == 3 and all(message.get("more_body", True) for message in deaf)  # so it is cut off
+    assert len(deaf) == 3 and all(
+        message.get("more_body", True) for message in deaf
+    )  # the connection is closed
 
 
 def test_an_answer_that_nobody_waits_for_any_more_is_not_the_next_ones() -> None:
     class Process:
-        pid = os.getpid()
+        """A fake engine process that answers on demand."""
 
-        """Answers when it is told to."""
+        pid = os.getpid()
 
         def __init__(self) -> None:
             self.answers: asyncio.Queue[msg.ToClient] = asyncio.Queue()
@@ -343,7 +368,7 @@ def test_an_answer_that_nobody_waits_for_any_more_is_not_the_next_ones() -> None
     async def scene() -> None:
         process = Process()
         server = AsyncEngine(EngineConfig(), ServeConfig(), process)  # type: ignore[arg-type]
-        receiving = asyncio.ensure_future(server._receive())
+        receiving = asyncio.ensure_future(server.receive_messages())
         left, stays = asyncio.ensure_future(server.live(7)), asyncio.ensure_future(server.live(-1))
         await asyncio.sleep(0)
         left.cancel()
@@ -375,14 +400,14 @@ def test_each_client_looks_at_its_own() -> None:
         assert views.of(ops) is views.of(root) is views.of(ANYONE)
         seen = [(view, view.enter()) for view in map(views.of, (anna, anna, bert, ops))]
         for view, one in seen:
-            await view.news(one)
+            await view.next_events(one)
         assert sorted(asked, key=str) == [None, "anna", "bert"]
-        with pytest.raises(ApiError):  # one client's viewers leave room to others
+        with pytest.raises(ApiError):  # the viewers of one client leave room for others
             for _ in range(1000):
                 views.of(anna).enter()
         views.of(bert).enter()
         views.close()
-        assert await views.of(anna).news(seen[0][1]) == []
+        assert await views.of(anna).next_events(seen[0][1]) == []
 
     asyncio.run(scene())
 

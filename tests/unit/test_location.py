@@ -30,7 +30,7 @@ def test_built_in_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     folder = package / "demo" / location.BUILT_IN[name]
     monkeypatch.setattr(location, "__file__", str(package / "frontend" / "location.py"))
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ModelError, match="install Quire again"):
+    with pytest.raises(ModelError, match="reinstall Quire"):
         locate_model(name)
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
@@ -40,7 +40,9 @@ def test_built_in_models(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.parametrize("name", ["demo", "."])
 def test_a_revision_is_not_for_what_is_here(name: str) -> None:
-    with pytest.raises(ModelError, match=f"{re.escape(name)} is on this machine and has no revision 'main'"):
+    with pytest.raises(
+        ModelError, match=f"revision 'main' cannot be chosen for the local model {re.escape(name)}"
+    ):
         locate_model(name, "main")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from array import array
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from quire.build import build_engine
 from quire.config import EngineConfig
 from quire.core.engine import Engine
-from quire.core.plan_builder import PlanBuilder
-from quire.types import EngineOutput, EngineRequest, Request, SamplingParams
+from quire.types import EngineOutput, EngineRequest, SamplingParams
 from tiny import write_tiny
 
 SICK = 11  # the token whose embedding is NaN
@@ -128,8 +126,8 @@ def check_isolation(
         assert (scores[0] == scores[1] or not exact) and len(scores[0]) == len(SHARED) + 19
         for name in {"x", "y", "z"} & got.keys():
             last = got[name][-1]
-            assert (last.finish_reason, last.internal, tokens(got[name])) == ("error", True, [])
-            assert "not finite (NaN or infinity)" in (last.error or "")
+            assert (last.finish_reason, last.error.internal, tokens(got[name])) == ("error", True, [])
+            assert "not finite (NaN or infinity)" in last.error.message
             failures += 1
         assert engine.log.totals.not_finite == failures
     assert failures == 6 and engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
@@ -170,9 +168,7 @@ def test_a_culprit_that_was_preempted_is_not_found_again(model: Path) -> None:
     scheduler = engine.scheduler
     victim = scheduler.running[0]
     scheduler.cache.publish(victim)
-    draft = PlanBuilder(0, -2)
-    assert scheduler._preempt_other(draft, Request("first", 0, array("i"), victim.params, (-1,), 0, frozenset(),
-                                                   frozenset(), 0, victim.source))  # fmt: skip
+    scheduler.preempt(victim)
     assert scheduler.pool.num_cached == 4
     outputs = [output for _ in range(3) for output in engine.step()]
     assert [output.finish_reason for output in outputs] == ["error"] and scheduler.pool.num_cached == 0
@@ -208,8 +204,8 @@ def test_a_request_that_may_sample_nothing_is_an_error(model: Path) -> None:
     stuck.stop_ids = [9]
     got = run(engine, [stuck, request_of("a", SHARED)], random.Random(0))
     last = got["s"][-1]
-    assert (last.finish_reason, last.internal, tokens(got["s"])) == ("error", False, [])
-    assert "every token is excluded" in (last.error or "")
+    assert (last.finish_reason, last.error.internal, tokens(got["s"])) == ("error", False, [])
+    assert "every token is excluded" in last.error.message
     assert len(tokens(got["a"])) == 12 and engine.log.totals.not_finite == 0
 
 

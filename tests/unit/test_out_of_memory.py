@@ -1,4 +1,4 @@
-"""Memory that runs out in a step ends that step's requests; the engine goes on, with the right tokens."""
+"""A step that runs out of memory fails its own requests; the engine continues with the right tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from quire import LLM, SamplingParams
 from quire.types import EngineRequest, StepFailed
-from quire.worker.out_of_memory import is_out_of_memory
+from quire.worker.memory.out_of_memory import is_out_of_memory
 from quire.worker.runner import Runner
 from tiny import write_tiny
 
@@ -19,7 +19,7 @@ PROMPT = list(range(5, 45))
 
 
 def engine_of(llm: LLM) -> Any:
-    return llm._client.engine  # type: ignore[attr-defined]
+    return llm.client.engine  # type: ignore[attr-defined]
 
 
 def greedy(name: str, prompt: list[int] = PROMPT, tokens: int = 8) -> EngineRequest:
@@ -27,14 +27,14 @@ def greedy(name: str, prompt: list[int] = PROMPT, tokens: int = 8) -> EngineRequ
 
 
 def drain(engine: Any) -> tuple[dict[str, list[int]], dict[str, str]]:
-    """The tokens and errors of all requests."""
+    """Run the engine until it is idle; return the tokens and the errors by request."""
     got: dict[str, list[int]] = {}
     errors: dict[str, str] = {}
     while engine.has_work:
         for output in engine.step():
             got.setdefault(output.id, []).extend(output.token_ids)
             if output.error:
-                errors[output.id] = output.error
+                errors[output.id] = output.error.message
     return got, errors
 
 
@@ -47,7 +47,7 @@ def llm(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[LLM]:
 
 
 def allocator_error() -> RuntimeError:
-    """What torch raises when the system refuses memory."""
+    """Return the error that torch raises when the system refuses memory."""
     with pytest.raises(RuntimeError) as raised:
         torch.empty(1 << 60, dtype=torch.uint8)
     return raised.value
@@ -60,8 +60,8 @@ def test_requests_of_the_step_fail_and_others_go_on(
     engine, error = engine_of(llm), allocator_error()
     engine.add(greedy("before"))
     right = drain(engine)[0]["before"]
-    runner: Runner = engine.executor._runner
-    owner: Any = {"forward": runner._launcher, "sample": runner._sampler, "advance": runner._batcher}[where]
+    runner: Runner = engine.executor.runner
+    owner: Any = {"forward": runner.launcher, "sample": runner.sampler, "advance": runner.batcher}[where]
     method = "launch" if where == "forward" else where
 
     engine.add(greedy("first"))
@@ -86,11 +86,11 @@ def test_requests_of_the_step_fail_and_others_go_on(
 
 
 def test_a_program_gets_the_error_and_can_go_on(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner: Runner = engine_of(llm).executor._runner
+    runner: Runner = engine_of(llm).executor.runner
     params = SamplingParams(max_tokens=4, temperature=0)
     right = llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids
     with monkeypatch.context() as patch:
-        patch.setattr(runner._launcher, "launch", lambda *_: torch.empty(1 << 60, dtype=torch.uint8))
+        patch.setattr(runner.launcher, "launch", lambda *_: torch.empty(1 << 60, dtype=torch.uint8))
         with pytest.raises(StepFailed, match="ran out of memory in this request's step"):
             llm.generate([PROMPT], params, use_tqdm=False)
     assert llm.generate([PROMPT], params, use_tqdm=False)[0].outputs[0].token_ids == right
@@ -100,7 +100,7 @@ def test_captured_steps_are_dropped_when_memory_stays_short(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engine, dropped = engine_of(llm), []
-    launcher = engine.executor._runner._launcher
+    launcher = engine.executor.runner.launcher
     monkeypatch.setattr(launcher, "drop_graphs", lambda: dropped.append(True))
     with monkeypatch.context() as patch:
         patch.setattr(launcher, "launch", lambda *_: torch.empty(1 << 60, dtype=torch.uint8))
@@ -118,7 +118,7 @@ def test_other_errors_still_end_the_engine(llm: LLM, monkeypatch: pytest.MonkeyP
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine.executor._runner._launcher, "launch", launch)
+        patch.setattr(engine.executor.runner.launcher, "launch", launch)
         engine.add(greedy("r"))
         with pytest.raises(RuntimeError, match="illegal memory access"):
             engine.step()
@@ -136,7 +136,7 @@ def test_what_counts_as_out_of_memory() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("graphs", [True, False])
 def test_a_gpu_without_memory_left(graphs: bool) -> None:
-    """What remains of the device is taken away, down to less than a step needs, and given back."""
+    """The test takes the free memory of the device until a step no longer fits, and then releases it."""
     settings = {"device": "cuda", "kv_cache_memory": 1 << 28, "max_num_batched_tokens": 8192}
     with LLM("demo", cuda_graphs=graphs, **settings) as llm:
         engine = engine_of(llm)
@@ -168,10 +168,10 @@ def test_a_gpu_without_memory_left(graphs: bool) -> None:
 
 @pytest.mark.gpu
 def test_what_is_reserved_covers_what_a_step_takes() -> None:
-    """All rows with penalties and log-probabilities, over a prompt that is scored."""
+    """All rows have penalties and log-probabilities, and their prompts are scored."""
     with LLM("demo", device="cuda", max_num_seqs=256, kv_cache_memory=1 << 28) as llm:
         engine = engine_of(llm)
-        reserved = llm._client.info.reserved_bytes  # type: ignore[attr-defined]
+        reserved = llm.client.info.reserved_bytes  # type: ignore[attr-defined]
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()

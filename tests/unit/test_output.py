@@ -14,7 +14,7 @@ from quire.frontend.processor import InputProcessor
 from quire.frontend.tokenizer.backends import BYTE_OF_CHAR, JsonBackend
 from quire.frontend.tokenizer.gguf_tokenizer import byte_level_bpe
 from quire.frontend.tokenizer.tokenizer import NoTokenizer, Tokenizer, TokenizerSettings
-from quire.types import CompletionOutput, EngineOutput, SamplingParams, TokenLogprobs
+from quire.types import CompletionOutput, EngineOutput, RequestFailure, SamplingParams, TokenLogprobs
 
 EOS = 256
 
@@ -194,8 +194,8 @@ def test_abort_and_failure() -> None:
     assert assembler.abort(state) == ["r#0"] and state.finished and len(assembler) == 0
     assert [(o.text, o.finish_reason) for o in state.output().outputs] == [("aE", "abort"), ("b", "length")]
     state, assembler = opened()
-    assembler.apply([EngineOutput("r", [], finish_reason="error", error="no room")])
-    assert state.error == "no room" and state.finished
+    assembler.apply([EngineOutput("r", [], finish_reason="error", error=RequestFailure("no room"))])
+    assert state.error == RequestFailure("no room") and state.finished
 
 
 @settings(max_examples=300, deadline=None)

@@ -50,7 +50,9 @@ def test_what_cannot_fit_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> No
         return [1] * 30
 
     monkeypatch.setattr(TOKENIZER, "encode", encode)
-    with pytest.raises(RequestError, match=r"81 characters .* 20 tokens, which is max_model_len: .* 4 char"):
+    with pytest.raises(
+        RequestError, match=r"81 characters .* 20 tokens, the limit \(max_model_len\): .* 4 char"
+    ):
         processor().process("r", "x" * 81, SamplingParams())
     assert tokenized == []
     with pytest.raises(RequestError, match="prompt has 30 tokens, but max_model_len is 20"):
@@ -128,8 +130,10 @@ def test_text_of_a_chat_template_gets_no_second_begin_of_sequence() -> None:
     ],
 )
 def test_wrong_prompts(prompt: Any, says: str) -> None:
-    with pytest.raises(RequestError, match=says):
+    with pytest.raises(RequestError, match=says) as refused:
         processor().process("r", prompt, SamplingParams())
+    assert refused.value.param == "prompt"
+    assert refused.value.code == ("context_length_exceeded" if "max_model_len" in says else None)
 
 
 @pytest.mark.parametrize(
@@ -140,12 +144,13 @@ def test_wrong_prompts(prompt: Any, says: str) -> None:
         ({"logit_bias": {500: 1.0}}, "logit_bias .* 500"),
         ({"logprobs": 301}, "logprobs must not exceed"),
         ({"bad_words": [" "]}, "bad_words"),
-        ({"min_tokens": 18, "max_tokens": 18}, "min_tokens is 18"),
+        ({"min_tokens": 18, "max_tokens": 18}, "min_tokens must be at most 17, got 18"),
     ],
 )
 def test_parameters_against_the_model(params: dict[str, Any], says: str) -> None:
-    with pytest.raises(RequestError, match=says):
+    with pytest.raises(RequestError, match=says) as refused:
         processor().process("r", [1, 2, 3], SamplingParams(**params))
+    assert refused.value.param == next(iter(params))
 
 
 def test_parameters_changed_after_they_were_made_are_checked_again() -> None:

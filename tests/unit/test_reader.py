@@ -1,4 +1,4 @@
-"""The threaded reader: the same weights as by the plain path, whatever is asked for; errors; bounds."""
+"""The threaded reader: the same weights as without it, for every kind of request; errors; memory bounds."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from test_checkpoint import CONFIG, OneOf, Recorder, env
+from test_checkpoint import CONFIG, PartialRank, Recorder, env
 
 import quire.models.checkpoint.reader as reader_module
 from quire.models.checkpoint.checkpoint import SafetensorsCheckpoint
@@ -27,7 +27,7 @@ SHAPES = ((7,), (301,), (1, 9), (40, 1), (33, 20), (6, 5, 4))
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every shape in every dtype, over two files."""
+    """Create a checkpoint of two files with every shape in every dtype."""
     folder = tmp_path_factory.mktemp("shards")
     generator = torch.Generator().manual_seed(0)
     for file, dtypes in (("a", DTYPES[::2]), ("b", DTYPES[1::2])):
@@ -54,7 +54,7 @@ def cut(rng: random.Random, size: int) -> slice:
 
 
 def place(rng: random.Random, shape: torch.Size, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Somewhere to copy to: of its own, or part of a larger tensor, or transposed."""
+    """Create a destination: a whole tensor, a part of a larger one, or a transposed one."""
     kind = rng.randrange(4 if len(shape) > 1 else 2)
     if kind == 0:
         return torch.full(shape, float("nan"), dtype=dtype, device=device)
@@ -84,8 +84,8 @@ def test_any_part_goes_anywhere_in_any_dtype(folder: Path, device: str, piece_by
         assert torch.equal(destination.cpu(), wanted.to(destination.dtype))
 
 
-class Recording(SafetensorsCheckpoint):
-    """Remembers what was to be copied where."""
+class CopyRecorder(SafetensorsCheckpoint):
+    """A checkpoint that records the copies it is asked for."""
 
     def copy_into(self, destination: torch.Tensor, name: str, *cut: Any) -> None:
         super().copy_into(destination, name, *cut)
@@ -104,9 +104,9 @@ def test_models_get_their_weights(tmp_path: Path, architecture: str, rank: int, 
     build_model(spec, env(recorder))
     tensors = {name: tensor.bfloat16() for name, tensor in recorder.seen.items()}
     save_file(tensors, tmp_path / "model.safetensors")
-    threaded = Recording(tmp_path, spec.tie_embeddings, Reader(torch.device(device), 2, 64))
-    build_model(spec, replace(env(threaded, OneOf(rank, 2)), device=torch.device(device)))
-    threaded.unread.clear()  # a bias that is summed over ranks is read by the first alone
+    threaded = CopyRecorder(tmp_path, spec.tie_embeddings, Reader(torch.device(device), 2, 64))
+    build_model(spec, replace(env(threaded, PartialRank(rank, 2)), device=torch.device(device)))
+    threaded.unread.clear()  # only the first rank reads a bias that is summed over ranks
     threaded.finish()
     plain = SafetensorsCheckpoint(tmp_path, spec.tie_embeddings)
     assert len(threaded.copies) > 8
@@ -137,7 +137,7 @@ def test_a_file_that_ends_early_is_named(tmp_path: Path, device: str) -> None:
     file = tmp_path / "model.safetensors"
     save_file({"x": torch.ones(50, 50)}, file)
     weights = opened(tmp_path, device)
-    with file.open("r+b") as changed:  # after it has been opened and found sound
+    with file.open("r+b") as changed:  # after it was opened and validated
         changed.truncate(file.stat().st_size - 300)
     weights.copy_into(torch.empty(50, 50, device=device), "x", (50, 50))
     with pytest.raises(
@@ -166,14 +166,14 @@ def test_tensors_that_nobody_asked_for_are_named(folder: Path) -> None:
 
 
 def test_memory_is_bounded_by_the_buffers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lanes: list[Any] = []
+    lanes: list[reader_module.CopyLane] = []
 
-    class Lane(reader_module._Lane):
+    class Lane(reader_module.CopyLane):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             lanes.append(self)
 
-    monkeypatch.setattr(reader_module, "_Lane", Lane)
+    monkeypatch.setattr(reader_module, "CopyLane", Lane)
     values = torch.randn(1000, 100)
     save_file({"x": values}, tmp_path / "model.safetensors")
     weights = opened(tmp_path, "cpu", threads=3, piece_bytes=10_000)
@@ -183,7 +183,7 @@ def test_memory_is_bounded_by_the_buffers(tmp_path: Path, monkeypatch: pytest.Mo
     weights.finish()
     assert torch.equal(whole, values) and torch.equal(part, values[:, 2:9])
     assert 1 <= len(lanes) <= 3
-    assert all(lane._buffer.nbytes == 10_000 for lane in lanes)
+    assert all(lane.allocated_bytes == 10_000 for lane in lanes)
 
 
 def test_closing_drops_what_has_not_begun(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Recorded steps of a CPU: what is recorded, and that a model that is not all kernels is not; how the kernels are built."""
+"""Captured steps on a CPU: which steps and models are captured, and how the C kernels are built."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LONG = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
 
 
 def launcher_of(llm: LLM) -> object:
-    return llm._client.engine.executor._runner._launcher  # type: ignore[attr-defined]
+    return llm.client.engine.executor.runner.launcher  # type: ignore[attr-defined]
 
 
 def answers(llm: LLM, params: SamplingParams = LONG) -> list[list[int]]:
@@ -36,29 +36,29 @@ def test_replayed_steps_choose_the_same_tokens(tmp_path: Path) -> None:
     with LLM(model, **settings) as replaying, LLM(model, **settings, cpu_kernels=False) as plain:
         for params in (LONG, SamplingParams(max_tokens=20, temperature=1.0, seed=3, repetition_penalty=1.3)):
             assert answers(replaying, params) == answers(plain, params)
-        recorded = launcher_of(replaying)
-        assert isinstance(recorded, CpuReplay)
-        assert 3 in recorded._recordings and not recorded._computes_in_torch
+        launcher = launcher_of(replaying)
+        assert isinstance(launcher, CpuReplay)
+        assert 3 in launcher.captured and launcher.can_capture
         assert not isinstance(launcher_of(plain), CpuReplay)
 
 
 @needs_kernels
 def test_a_replay_makes_the_calls_again(tmp_path: Path) -> None:
-    """It is the recording that runs: with its calls taken out, logits stay what they were."""
+    """The captured calls are what runs: without them the logits stay the same."""
     with LLM(
         str(write_tiny(tmp_path / "tiny")), dtype="float32", skip_tokenizer_init=True, device="cpu"
     ) as llm:
         answers(llm)
-        recorded = launcher_of(llm)
-        assert isinstance(recorded, CpuReplay)
+        launcher = launcher_of(llm)
+        assert isinstance(launcher, CpuReplay)
         right = answers(llm)
-        recorded._recordings[3].again = lambda: None
+        launcher.captured[3].replay = lambda: None
         assert answers(llm) != right
 
 
 @needs_kernels
-def test_what_computes_in_torch_is_not_recorded(tmp_path: Path) -> None:
-    """GPT-2's attention is the reference's."""
+def test_a_model_that_computes_in_torch_is_not_captured(tmp_path: Path) -> None:
+    """GPT-2 uses the reference attention."""
     config = {
         "architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_embd": 48, "n_layer": 2, "n_head": 4,
         "n_positions": 64, "vocab_size": 97, "eos_token_id": 1,
@@ -67,8 +67,8 @@ def test_what_computes_in_torch_is_not_recorded(tmp_path: Path) -> None:
     settings = {"load_format": "dummy", "dtype": "float32", "device": "cpu", "skip_tokenizer_init": True}
     with LLM(str(tmp_path), **settings) as llm, LLM(str(tmp_path), **settings, cpu_kernels=False) as plain:
         assert answers(llm) == answers(plain)
-        recorded = launcher_of(llm)
-        assert isinstance(recorded, CpuReplay) and recorded._computes_in_torch and not recorded._recordings
+        launcher = launcher_of(llm)
+        assert isinstance(launcher, CpuReplay) and not launcher.can_capture and not launcher.captured
 
 
 @needs_kernels

@@ -1,7 +1,7 @@
 """The sampler against a naive implementation: one row at a time, sorted, in numpy and float64.
 
-`expected_token` states the rules in the plainest form, down to the noise, which is computed here from
-the documented formula in uint32. Everything runs on each available device.
+`expected_token` implements the rules in the simplest form, including the noise, which is computed here from the
+documented formula in uint32. Most tests run on each available device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.sampling.noise import gumbel, noise_bits, row_keys
 from quire.sampling.options import check_claims
 from quire.sampling.sampler import Sampler
 from quire.types import NO_TOKEN, NOT_FINITE, EngineRequest, GrammarSpec, SamplingParams, TokenMasks
-from quire.types.sampling import FIELD_OWNERS, check_owners
+from quire.types.sampling_params import FIELD_OWNERS, check_owners
 
 torch.set_num_threads(1)
 
@@ -142,7 +142,7 @@ def processed(x: np.ndarray, req: EngineRequest, known: list[int], prompt_len: i
 
 
 def survivors(x: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """bool [vocab]; `x` is divided by the temperature."""
+    """Return the tokens that the filters keep, bool [vocab]; `x` is already divided by the temperature."""
     keep = x > -math.inf
     if not keep.any():
         return keep
@@ -207,7 +207,7 @@ def random_request(rng: np.random.Generator, known: list[int]) -> EngineRequest:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_agrees_with_the_reference_in_any_mix(device: str, dtype: torch.dtype) -> None:
-    """Random parameters in random batches over reused slots; expected with and without a full batch."""
+    """Random parameters in random batches over reused slots give the tokens of the naive implementation."""
     rng = np.random.default_rng(11)
     bench = Bench(device)
     for turn in range(60):
@@ -226,7 +226,7 @@ def test_agrees_with_the_reference_in_any_mix(device: str, dtype: torch.dtype) -
 
 
 def test_nothing_asks_the_device_for_a_value() -> None:
-    """On the meta device tensors have shapes and no values: whatever would wait for one raises."""
+    """Tensors on the meta device have no values, so anything that would wait for a value raises."""
     rng = np.random.default_rng(1)
     device = torch.device("meta")
     with pytest.raises((RuntimeError, NotImplementedError)):
@@ -328,11 +328,11 @@ def test_rows_without_host_work_are_chosen_from_device_columns_alone(device: str
     tokens = torch.full((4,), -1, dtype=torch.int32, device=bench.device)
     bench.sampler.choose(logits, torch.arange(4, device=bench.device), tokens)
     assert tokens.tolist() == bench.tokens(logits, [0, 1, 2, 3])
-    bench.admit(2, request(SamplingParams(temperature=0, top_k=5)))  # greedy: the filter is void
+    bench.admit(2, request(SamplingParams(temperature=0, top_k=5)))  # greedy, so the filter has no effect
     assert not bench.sampler.has_filters(slots[:3])
 
 
-# One value of each field that belongs to the sampler, with the parts of the request that it needs.
+# For each field of the sampler: parameters that change the output, and fields of the request that they need.
 CHANGES: dict[str, tuple[dict, dict]] = {
     "temperature": ({"temperature": 0.0}, {}),
     "top_k": ({"top_k": 2}, {}),
@@ -353,10 +353,10 @@ CHANGES: dict[str, tuple[dict, dict]] = {
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", FIELD_OWNERS["sampler"])
 def test_every_field_of_the_sampler_changes_its_output(name: str, device: str) -> None:
-    """A new field of the sampler needs an entry in `CHANGES`, and has to act by way of a graph as well."""
+    """A new field of the sampler needs an entry in `CHANGES`. `choose`, which graphs capture, must honour it too."""
     params, parts = CHANGES[name]
     bench, rows = Bench(device), list(range(SLOTS))
-    for slot in rows:  # the same tokens in all slots, the last ones of them output
+    for slot in rows:  # the same tokens in all slots; the last ten are output
         bench.write(slot, [token % 9 for token in range(40)], prompt_len=30)
     logits = logits_of(np.random.default_rng(3), 1).div(3).repeat(SLOTS, 1).to(bench.device)
     logits[:, :9] += 4.0  # the known tokens are likely
@@ -547,7 +547,7 @@ def test_masks(device: str) -> None:
 
 
 def test_a_grammar_needs_the_host() -> None:
-    """So a step that holds such a row is not sampled by a graph."""
+    """A step with such a row is therefore not sampled in a graph."""
     bench = Bench("cpu")
     bench.admit(0, request(grammar=GrammarSpec("regex", "a")))
     bench.admit(1, request())
@@ -570,7 +570,7 @@ def test_min_tokens_is_left_to_the_grammar() -> None:
 
 
 def packed(allowed: np.ndarray) -> np.ndarray:
-    """int32 [rows, ceil(VOCAB / 32)] of bool [rows, VOCAB]."""
+    """Pack bool [rows, VOCAB] into int32 [rows, ceil(VOCAB / 32)]."""
     bits = np.zeros((len(allowed), math.ceil(VOCAB / 32) * 32), dtype=np.uint8)
     bits[:, :VOCAB] = allowed
     return np.packbits(bits, axis=1, bitorder="little").view(np.int32)
@@ -580,13 +580,13 @@ def packed(allowed: np.ndarray) -> np.ndarray:
 
 
 def kept_rows(x: Tensor, filters: list[tuple[int, float, float]]) -> list[list[int]]:
-    """What each row keeps under its (top_k, top_p, min_p)."""
+    """Return the tokens that each row keeps under its (top_k, top_p, min_p)."""
     bench = Bench(vocab=x.shape[1], slots=len(filters))
     for slot, (top_k, top_p, min_p) in enumerate(filters):
         bench.admit(slot, request(SamplingParams(top_k=top_k, top_p=top_p, min_p=min_p)))
     top_k, top_p, min_p = (np.array(column) for column in zip(*filters))
-    columns = bench.sampler._table.gather(torch.arange(len(filters)))
-    keep = x >= row_filters.kept(x, FilterFlags(top_k, top_p < 1, min_p > 0), columns).cutoff
+    columns = bench.sampler.table.gather(torch.arange(len(filters)))
+    keep = x >= row_filters.find_cutoffs(x, FilterFlags(top_k, top_p < 1, min_p > 0), columns).cutoff
     return [row.nonzero().flatten().tolist() for row in keep]
 
 
@@ -596,7 +596,7 @@ def kept(x: Tensor, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> l
 
 def test_top_p_of_one_row_leaves_the_tail_of_another() -> None:
     x = torch.cat((torch.tensor([0.0]), torch.full((2999,), -60.0))).repeat(4, 1)
-    x[:, 1:3] = torch.tensor([-50.0, -55.0])  # without any mass that counts
+    x[:, 1:3] = torch.tensor([-50.0, -55.0])  # with a mass that rounds to 0
     small = kept_rows(x[:2], [(3, 1.0, 0.0), (3, 0.5, 0.0)])
     assert small == [[0, 1, 2], [0]]
     assert kept_rows(x[:2], [(2000, 1.0, 0.0), (0, 0.5, 0.0)]) == [list(range(3000)), [0]]
@@ -626,7 +626,7 @@ def test_filters_keep_equals_together() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("spread", [0.01, 1.0, 4.0])
 def test_filters_agree_with_sorting(dtype: torch.dtype, spread: float) -> None:
-    """A vocabulary larger than the candidates, so that the search runs; bfloat16 brings many equals."""
+    """The vocabulary is larger than the candidates, so the search runs; bfloat16 has many equal logits."""
     rng = np.random.default_rng(3)
     for _ in range(4):
         x = (logits_of(rng, 1, 4096) * spread).to(dtype).float()
@@ -662,7 +662,7 @@ def test_noise_follows_the_documented_formula() -> None:
 
 
 def grid(seeds: int, positions: int, vocab: int) -> Tensor:
-    """float64 [seeds, positions, vocab]: the noise as uniform numbers."""
+    """Return the noise as uniform numbers, float64 [seeds, positions, vocab]."""
     low = torch.arange(seeds, dtype=torch.int32).repeat_interleave(positions)
     at = torch.arange(positions, dtype=torch.int32).repeat(seeds)
     k0, k1 = row_keys(low, torch.zeros_like(low), at)

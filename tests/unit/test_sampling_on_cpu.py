@@ -1,4 +1,4 @@
-"""What a CPU does in place of argmax, topk and bisection, against these, on logits with many equals and infinities."""
+"""The CPU's replacements of argmax, topk and bisection against the originals, on logits with ties and infinities."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 from quire.sampling import sampler
 from quire.sampling.filters import _bisect, _by_digits, _needed
-from quire.sampling.on_cpu import contenders, highest, largest
+from quire.sampling.on_cpu import highest, largest, top_candidates
 from quire.sampling.sampler import Sampler
 from quire.types import EngineRequest, SamplingParams
 
@@ -44,7 +44,7 @@ def test_highest_and_largest_are_those_of_torch(kind: str, vocab: int) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_contenders_are_all_above_the_rest(kind: str) -> None:
     x = logits_of(kind, 4, 5003)
-    found = contenders(x, 5)
+    found = top_candidates(x, 5)
     assert found is not None
     assert torch.equal(found.values, x.gather(1, found.tokens))
     assert (found.tokens.diff(dim=1) > 0).all()
@@ -54,9 +54,9 @@ def test_contenders_are_all_above_the_rest(kind: str) -> None:
 
 
 def test_many_contenders_are_not_worth_it() -> None:
-    assert contenders(torch.zeros(1, 8 * 64 - 1), 1) is None
-    assert contenders(torch.zeros(1, 8 * 64), 1) is not None
-    assert contenders(torch.zeros(1, 8 * 64), 2) is None
+    assert top_candidates(torch.zeros(1, 8 * 64 - 1), 1) is None
+    assert top_candidates(torch.zeros(1, 8 * 64), 1) is not None
+    assert top_candidates(torch.zeros(1, 8 * 64), 2) is None
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -82,7 +82,7 @@ def test_draws_do_not_depend_on_how_many_tokens_are_looked_at(
         x = logits_of(kind, rows, vocab, seed=position)
         few = drawn.sample(x, host, slots).tokens
         with monkeypatch.context() as patch:
-            patch.setattr(sampler, "contenders", lambda x, k: None)
+            patch.setattr(sampler, "top_candidates", lambda x, k: None)
             assert torch.equal(few, drawn.sample(x, host, slots).tokens)
 
 

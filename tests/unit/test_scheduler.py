@@ -1,8 +1,8 @@
-"""The real scheduler, pool, prefix cache and step loop against sequential decoding, under random loads.
+"""The scheduler, pool, prefix cache and step loop compared with sequential decoding, under random loads.
 
-A fake device runs launched work in order and only when the host waits, so the host can never peek. Its
-KV cache stores, per block entry, the hash of the whole token prefix: every forward checks that the block
-table it was given really holds the right keys.
+A fake device runs launched work in order and only when the host waits, so the host cannot read results too early. Each
+entry of its KV cache holds the hash of the whole token prefix, so every forward pass checks that the block table points
+to the right keys.
 """
 
 from __future__ import annotations
@@ -17,14 +17,23 @@ import pytest
 from quire.core import shares
 from quire.core.block_pool import FIFO, LRU, BlockPool
 from quire.core.engine import Engine
-from quire.core.grammar import NoGrammar
+from quire.core.grammar_interface import NoGrammar
 from quire.core.policy import Policy, chunked, continuous, fcfs, priority, static, whole
 from quire.core.prefix_cache import HashPrefixCache, NoPrefixCache
-from quire.core.request_limits import Limits
+from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.shares import Shares
 from quire.core.steplog import StepLog
-from quire.types import EngineRequest, RequestError, SamplingParams, StepFailed, StepPlan, StepResult
+from quire.core.waiting_queue import WaitingQueue
+from quire.types import (
+    EngineRequest,
+    RequestError,
+    RequestFailure,
+    SamplingParams,
+    StepFailed,
+    StepPlan,
+    StepResult,
+)
 
 VOCAB, EOS = 23, 0
 
@@ -34,7 +43,7 @@ def chain(h: int, token: int) -> int:
 
 
 def pick(h: int) -> int:
-    """The model: the next token after the prefix with hash h."""
+    """Return the next token after the prefix with hash `h`: this function is the model."""
     return h // 7 % VOCAB
 
 
@@ -53,7 +62,7 @@ def reference(request: EngineRequest, max_model_len: int) -> list[int]:
 
 @dataclass
 class FakeDevice:
-    """Executor over plain dictionaries; `lazy` work runs when a handle is waited for."""
+    """An executor over plain dictionaries. Launched work runs when a handle is waited for."""
 
     block_size: int
     keeps_kv: bool
@@ -62,7 +71,7 @@ class FakeDevice:
     columns: dict = field(default_factory=dict)
     hidden: dict = field(default_factory=dict)
     plans: dict = field(default_factory=dict)
-    failing: random.Random | None = None  # runs out of memory now and then
+    failing: random.Random | None = None  # decides which launches run out of memory
 
     def forward(self, plan: StepPlan) -> None:
         if self.failing and self.failing.random() < 0.06:
@@ -82,10 +91,10 @@ class FakeDevice:
         self.queue.clear()
 
     def _fail(self, plan: StepPlan) -> None:
-        """Behind the steps in flight, spoil all that the step may write before its memory runs out."""
+        """Queue, behind the steps in flight, the corruption of everything that a failing step may write."""
 
         def spoil() -> None:
-            for a in plan.admits:
+            for a in plan.admissions:
                 self.columns[a.slot] = dict(tokens=[-1], computed=99, blocks=list(a.blocks))
             for slot, _, blocks in plan.new_blocks:
                 self.columns[slot]["blocks"] += blocks
@@ -98,7 +107,7 @@ class FakeDevice:
         raise StepFailed("no memory")
 
     def _forward(self, plan: StepPlan) -> None:
-        for a in plan.admits:
+        for a in plan.admissions:
             self.columns[a.slot] = dict(tokens=list(a.tokens), computed=a.computed, blocks=list(a.blocks))
         for slot, index, blocks in plan.new_blocks:
             assert len(self.columns[slot]["blocks"]) == index
@@ -183,7 +192,7 @@ def make_engine(rng: random.Random | None = None, **fixed) -> tuple[Engine, int]
         chunk=chunked if chunk else whole,
     )
     mixed = choose("mixed", [1, 5, budget]) if chunk else budget
-    limits = Limits(choose("rows", [1, 3, 8]), budget, max_len, block_size, keeps, depth > 1, mixed)
+    limits = SchedulerLimits(choose("rows", [1, 3, 8]), budget, max_len, block_size, keeps, depth > 1, mixed)
     log = StepLog()
     scheduler = Scheduler(pool, cache, policy, limits, log)
     return Engine(
@@ -198,7 +207,7 @@ def random_requests(rng: random.Random, max_len: int) -> list[EngineRequest]:
         prompt = shared[: rng.randrange(16)] if rng.random() < 0.6 else []
         prompt = prompt + [rng.randrange(1, VOCAB) for _ in range(rng.randrange(1, 7))]
         if out and rng.random() < 0.2:
-            prompt = rng.choice(out).prompt  # the whole prompt may be in the cache
+            prompt = rng.choice(out).prompt  # then the whole prompt may be cached
         params = SamplingParams(max_tokens=rng.choice([None, *range(1, 13)]))
         params.min_tokens = rng.choice([0, 0, 2])
         stop = [EOS] if rng.random() < 0.8 else []
@@ -207,7 +216,7 @@ def random_requests(rng: random.Random, max_len: int) -> list[EngineRequest]:
 
 
 def assign_clients(rng: random.Random, requests: list[EngineRequest]) -> None:
-    """Give the requests to one to four clients of different weights."""
+    """Distribute the requests over one to four clients of different weights."""
     names = "abcd"[: rng.choice([1, 1, 2, 3, 4])]
     weights = {name: rng.choice([0.3, 1.0, 1.0, 4.0]) for name in names}
     for request in requests:
@@ -216,16 +225,16 @@ def assign_clients(rng: random.Random, requests: list[EngineRequest]) -> None:
         request.cache_salt = rng.choice(["", request.client])
 
 
-class Givers(Shares):
-    """Counts how often each request made room for one of another client."""
+class CountingShares(Shares):
+    """Shares that count how often each request made room for one of another client."""
 
     counts: Counter[str]
 
-    def claim(self, request, running, missing, refs):
-        found = super().claim(request, running, missing, refs)
+    def claim(self, request, running, shortage, refs):
+        found = super().claim(request, running, shortage, refs)
         for giver in found or ():
             assert giver.source.client != request.source.client
-            assert giver.order[:-1] >= request.order[:-1], "a more urgent request made room"
+            assert giver.order.priority >= request.order.priority, "a more urgent request made room"
             self.counts[giver.id] += 1
         return found
 
@@ -236,7 +245,7 @@ def random_run(seed: int, fails: bool = False) -> Engine:
     engine.executor.failing = random.Random(seed) if fails else None
     todo = random_requests(rng, max_len)
     assign_clients(random.Random(seed), todo)
-    engine.scheduler.shares.__class__, engine.scheduler.shares.counts = Givers, Counter()
+    engine.scheduler.shares.__class__, engine.scheduler.shares.counts = CountingShares, Counter()
     added: dict[str, EngineRequest] = {}
     got: dict[str, list[int]] = {}
     ended: dict[str, str] = {}
@@ -252,7 +261,8 @@ def random_run(seed: int, fails: bool = False) -> Engine:
             got[output.id] += output.token_ids
             if output.finish_reason:
                 ended[output.id] = output.finish_reason
-                assert (output.finish_reason == "error") == (output.error == "no memory") == output.internal
+                failure = RequestFailure("no memory", internal=True)
+                assert output.error == (failure if output.finish_reason == "error" else None)
         if not todo and not engine.has_work:
             break
     assert set(ended) == set(added), f"no final output for {set(added) - set(ended)}"
@@ -275,7 +285,7 @@ def random_run(seed: int, fails: bool = False) -> Engine:
 def test_random_loads_agree_with_sequential_decoding(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     preempted = cached = yielded = 0
     for seed in range(start, start + 250):
-        monkeypatch.setattr(shares, "QUANTUM", 1 + seed % 4)  # answers are short here
+        monkeypatch.setattr(shares, "QUANTUM", 1 + seed % 4)  # because outputs are short here
         totals = random_run(seed).log.totals
         preempted += totals.preemptions
         cached += totals.cached_tokens
@@ -285,14 +295,14 @@ def test_random_loads_agree_with_sequential_decoding(start: int, monkeypatch: py
 
 
 def test_nobody_waits_for_ever_beside_endless_newcomers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other clients add requests as fast as they end; each request of the victim still ends, one after the other."""
+    """While other clients replace each request that ends, every request of one client still ends."""
     monkeypatch.setattr(shares, "QUANTUM", 4)
     for seed in range(40):
         rng = random.Random(seed)
         engine, max_len = make_engine(rng, order=fcfs, admits=continuous)
         budget = engine.scheduler.limits.max_num_batched_tokens
         if budget < 2 * engine.scheduler.limits.max_num_seqs:
-            continue  # single tokens of requests that run fill every step
+            continue  # running requests fill every step with single tokens
         ended: set[str] = set()
         for number in range(4):
             engine.add(request(f"v{number}", [rng.randrange(1, VOCAB) for _ in range(9)], 8, client="victim"))
@@ -322,7 +332,7 @@ def test_what_a_failed_step_published_is_forgotten() -> None:
     engine.add(request("c", [5] * 8 + [6] * 8))
     engine.executor.failing = random.Random()
     engine.executor.failing.random = lambda: 0.0
-    ended = {output.id: output.error for output in engine.step()}
+    ended = {output.id: output.error and output.error.message for output in engine.step()}
     assert ended == {"b": "no memory", "c": "no memory"}
     assert engine.scheduler.pool.num_cached == cached, "blocks that were never written can be found"
     engine.executor.failing = None
@@ -331,7 +341,7 @@ def test_what_a_failed_step_published_is_forgotten() -> None:
 
 
 def test_freed_blocks_are_used_before_untouched_ones_and_cached_ones_last() -> None:
-    """An untouched block costs memory of a CPU, a cached one costs a later request its prefix."""
+    """An untouched block takes new memory on a CPU, and evicting a cached one costs a later request its prefix."""
     pool = BlockPool(6, LRU())
     first = pool.take(3)
     pool.cached[first[0]] = 1
@@ -442,7 +452,7 @@ def test_static_batch_admits_only_into_an_empty_batch() -> None:
 
 
 def test_fifo_keeps_its_order_when_it_drops_stale_entries() -> None:
-    blocks = list(range(100))[::-1]  # so that the order of age is not that of the ids
+    blocks = list(range(100))[::-1]  # the order of age differs from the order of ids
     evictor = FIFO()
     for block in blocks:
         evictor.add(block)
@@ -459,10 +469,10 @@ def test_fifo_evicts_by_age_and_lru_by_use() -> None:
         for name in ("old", "new", "old"):  # `old` is cached first and used last
             engine.add(request(f"{name}{engine.log.totals.requests}", prompts[name], 1))
             drain(engine)
-        engine.add(request("filler", [3] * 32, 1))  # 8 blocks: more than the blank ones
+        engine.add(request("filler", [3] * 32, 1))  # needs 8 blocks, more than are blank
         drain(engine)
         hits = {}
-        for name in sorted(prompts, key=lambda name: name != survivor):  # a miss evicts: probe it last
+        for name in sorted(prompts, key=lambda name: name != survivor):  # a miss evicts, so probe it last
             engine.add(request(f"probe {name}", prompts[name], 1))
             engine.step()
             hits[name] = engine.log.last.admitted[0][2]
@@ -505,11 +515,12 @@ def test_a_broken_pool_is_noticed() -> None:
 def test_plan_arrays_are_compact() -> None:
     engine, _ = make_engine(**SMALL)
     engine.add(request("r", [1] * 9))
-    plan = engine.scheduler.schedule()
-    assert plan is not None and plan.slots.dtype == np.int32 and plan.samples.tolist() == [True]
+    scheduled = engine.scheduler.schedule()
+    assert scheduled is not None
+    assert scheduled.plan.slots.dtype == np.int32 and scheduled.plan.samples.tolist() == [True]
 
 
-# ------------------------------------------------------------- the simulation notices broken rules
+# ------------------------------------------------------------- the simulation detects broken rules
 
 
 def _break_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -520,7 +531,7 @@ def _break_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     original = HashPrefixCache.match
 
     def match(self: HashPrefixCache, request) -> list[int]:
-        request.tokens.append(0)  # as if the last token need not be computed
+        request.tokens.append(0)  # as if the last token did not need to be computed
         try:
             return original(self, request)
         finally:
@@ -530,19 +541,17 @@ def _break_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _break_readmission(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._admit
+    original = WaitingQueue.by_turn
 
-    def admit(self: Scheduler, builder, was_empty):
-        held = [(request, request.pending) for request in self.waiting]
-        for request, _ in held:
-            request.pending = 0  # as if nothing were in flight
-        try:
-            return original(self, builder, was_empty)
-        finally:
-            for request, pending in held:
+    def by_turn(self: WaitingQueue, running):
+        for request in original(self, running):
+            pending, request.pending = request.pending, 0  # as if nothing were in flight
+            try:
+                yield request
+            finally:
                 request.pending += pending
 
-    monkeypatch.setattr(Scheduler, "_admit", admit)
+    monkeypatch.setattr(WaitingQueue, "by_turn", by_turn)
 
 
 def _break_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -550,27 +559,20 @@ def _break_forgetting(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _break_length_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._append
-
-    def append(self: Scheduler, request, new):
-        request.limit += 1
-        return original(self, request, new)
-
-    monkeypatch.setattr(Scheduler, "_append", append)
+    original = SchedulerLimits.full_length
+    monkeypatch.setattr(
+        SchedulerLimits, "full_length", lambda self, request, blocks: original(self, request, blocks) + 1
+    )
 
 
 def _break_preemption_reset(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Scheduler._preempt_other
+    original = HashPrefixCache.restart
 
-    def preempt(self: Scheduler, builder, request):
-        computed = {r.id: r.computed for r in self.running}
-        done = original(self, builder, request)
-        for waiting in self.waiting:
-            if waiting.id in computed:
-                waiting.names, waiting.published = [b"stale"] * 99, 0
-        return done
+    def restart(self: HashPrefixCache, request) -> None:
+        original(self, request)
+        request.names = [b"stale"] * 99
 
-    monkeypatch.setattr(Scheduler, "_preempt_other", preempt)
+    monkeypatch.setattr(HashPrefixCache, "restart", restart)
 
 
 def _break_publishing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -578,7 +580,7 @@ def _break_publishing(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def publish(self: HashPrefixCache, request) -> tuple[int, ...]:
         original(self, request)
-        return ()  # as if nobody read it in this step
+        return ()  # as if no request could find the block in this step
 
     monkeypatch.setattr(HashPrefixCache, "publish", publish)
 
@@ -603,7 +605,7 @@ def _break_release(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_broken_rule_is_noticed(rule, monkeypatch: pytest.MonkeyPatch) -> None:
     rule(monkeypatch)
-    with pytest.raises(Exception):  # noqa: B017  an assertion, or the loop falling over
+    with pytest.raises(Exception):  # noqa: B017  an assertion, or a crash of the loop
         for seed in range(1000):
             random_run(seed)
 
@@ -614,6 +616,6 @@ def test_a_broken_rule_of_failed_steps_is_noticed(rule: str, monkeypatch: pytest
         monkeypatch.setattr(HashPrefixCache, "withdraw", lambda self, blocks: None)
     else:
         monkeypatch.setattr(Engine, "_give_up", lambda self, error: self.scheduler.fail(error))
-    with pytest.raises(Exception):  # noqa: B017  an assertion, or the loop falling over
+    with pytest.raises(Exception):  # noqa: B017  an assertion, or a crash of the loop
         for seed in range(400):
             random_run(seed, fails=True)

@@ -36,10 +36,10 @@ from quire.serve.answer.parser import (
 from quire.serve.api.protocol.chat import ChatRequest
 from quire.serve.api.structured_fields import structured_outputs
 from quire.serve.api.tokens import detokenize, tokenize
-from quire.serve.async_engine import AsyncEngine
+from quire.serve.async_engine import prefix_salt
 from quire.serve.client_threads import ClientThreads
 from quire.serve.http.auth import ANYONE, ApiClient, ApiKeys, bearer, load_keys
-from quire.serve.http.body import Bodies
+from quire.serve.http.body import BodyReader
 from quire.serve.http.errors import ApiError
 from quire.serve.http.listen import bind, listen
 from quire.serve.http.wire import decode_object, encode, parse
@@ -227,7 +227,7 @@ def test_keys(tmp_path: Path) -> None:
         with pytest.raises(ConfigError):
             load_keys([], "", str(file))
     for flags in ([""], ["fine", " "]):  # as --api-key "$UNSET" gives it
-        with pytest.raises(ConfigError, match="api_key is empty"):
+        with pytest.raises(ConfigError, match="api_key must not be empty"):
             load_keys(flags, "", None)
     file.write_text("schlüssel\n")
     for arguments in (
@@ -236,7 +236,7 @@ def test_keys(tmp_path: Path) -> None:
         ([], "", str(file)),
         (["a\tb"], "", None),
     ):
-        with pytest.raises(ConfigError, match="beyond printable ASCII") as error:
+        with pytest.raises(ConfigError, match="other than printable ASCII") as error:
             load_keys(*arguments)
         assert "schl" not in str(error.value)  # a key is not shown
     assert (
@@ -288,13 +288,13 @@ def test_keys_of_one_name_are_one_client(tmp_path: Path) -> None:
     assert keys.client("old") == keys.client("new") and keys.total_weight == 3
     for line in ("new name=team", "new name=team weight=2 admin"):
         file.write_text(f"old name=team weight=2\n{line}\n")
-        with pytest.raises(ConfigError, match="'team' are one client"):
+        with pytest.raises(ConfigError, match="'team' belong to one client"):
             load_keys([], "", str(file))
 
 
 def test_the_prefix_cache_is_salted_by_key() -> None:
     def salt(client: ApiClient, given: str, **settings: bool) -> str:
-        return AsyncEngine._salt(SimpleNamespace(settings=ServeConfig(**settings)), client, given)  # type: ignore[arg-type]
+        return prefix_salt(client, given, ServeConfig(**settings).share_prefix_cache)
 
     given = ["", "x", "a", "a\n", "\n"]
     salts = {salt(ApiClient(name), one) for name in ("a", "b", "ab") for one in given}
@@ -326,7 +326,7 @@ def test_tokenizing_is_not_done_on_the_event_loop(monkeypatch: pytest.MonkeyPatc
         config=EngineConfig(),
         info=SimpleNamespace(max_model_len=2048, vocab_size=2048),
     )
-    server = SimpleNamespace(engine=engine, settings=ServeConfig(), bodies=Bodies(None, 100, 2048))
+    server = SimpleNamespace(engine=engine, settings=ServeConfig(), bodies=BodyReader(None, 100, 2048))
     server.counting = ClientThreads(1, 8, "counting")
     server.check_model = lambda name: "demo"
     app = Starlette(routes=[Route(f"/{f.__name__}", f, methods=["POST"]) for f in (tokenize, detokenize)])
@@ -392,7 +392,7 @@ def test_nesting_has_a_limit(depth: int, begin: str, end: str) -> None:
     if depth <= 63:
         assert decode_object(body)
     else:
-        with pytest.raises(ApiError, match="nested more than 64 deep"):
+        with pytest.raises(ApiError, match="nested more than 64 levels deep"):
             decode_object(body)
 
 
@@ -411,6 +411,6 @@ def test_warnings_are_short_and_few() -> None:
 def test_texts_that_are_much_too_long_are_not_tokenised() -> None:
     check_length(TOKENIZER, "word " * 2000, 2048)  # may be too long: the tokenizer will say
     for text in ("x" * 5_000_000, " " * 5_000_000, "word " * 1_000_000):
-        with pytest.raises(RequestError, match=re.escape("more than 2048 tokens, which is max_model_len")):
+        with pytest.raises(RequestError, match=re.escape("more than 2048 tokens, the limit (max_model_len)")):
             check_length(TOKENIZER, text, 2048)
     check_length(TOKENIZER, "word " * 20_000, 41_000)

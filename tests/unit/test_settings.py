@@ -1,4 +1,4 @@
-"""Settings from the outside: the YAML file of `quire serve --config`, and what help says of the flags."""
+"""Settings from outside: the YAML file of `quire serve --config`, flags of other engines, and help texts."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ def test_flags_that_are_called_otherwise_elsewhere(capsys: pytest.CaptureFixture
     )
     for flag, says in (
         ("--gpu_memory_utilization=0.9", "here it is --memory-utilization"),
-        ("--enable-auto-tool-choice", "leave it out: it is always so here"),
-        ("--trust-remote-code", "code from checkpoints is never run here"),
+        ("--enable-auto-tool-choice", "leave it out: this is always on here"),
+        ("--trust-remote-code", "Quire never runs code from checkpoints"),
         ("--max-num-seq", "did you mean --max-num-seqs?"),
     ):
         with pytest.raises(SystemExit):
@@ -127,7 +127,7 @@ def test_help_says_the_defaults() -> None:
     add_flags(parser, "engine", EngineConfig)
     text = " ".join(parser.format_help().split())
     for said in (
-        "0 takes a free one and prints it (default: 8000)",
+        "0 picks a free port and prints it (default: 8000)",
         "(default: 127.0.0.1)",
         "live view at / (default: on)",
         "--dtype {auto,float32,bfloat16,float16} number format of weights and activations; auto follows the checkpoint "
@@ -136,3 +136,12 @@ def test_help_says_the_defaults() -> None:
         assert said in text
     assert "default: None" not in text and "default: <" not in text and "default: off" not in text
     assert all(line.count("(default") <= 1 for line in re.split(r" (?=--)", text))
+
+
+def test_help_groups_the_settings_of_an_engine() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser, "engine", EngineConfig)
+    text = parser.format_help()
+    groups = ["model:", "scheduling:", "KV cache:", "kernels and graphs:", "debugging:"]
+    assert [line for line in text.splitlines() if line in groups] == groups, "a group is missing or split"
+    assert "engine:" not in text, "a setting has no group"

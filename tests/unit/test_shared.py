@@ -1,4 +1,4 @@
-"""Rows that begin with the same blocks."""
+"""The search for blocks that rows share."""
 
 from __future__ import annotations
 
@@ -46,9 +46,8 @@ def test_too_few_rows_or_tokens() -> None:
     assert CommonBlocks(BLOCK).find(rows(*(long + [100 + i] for i in range(MIN_ROWS - 1))), 0) is None
     assert CommonBlocks(BLOCK).find(rows(*(short + [100 + i] for i in range(MIN_ROWS))), 0) is None
     assert CommonBlocks(BLOCK).find(rows(*([100 + i] * 40 for i in range(MIN_ROWS))), 0) is None
-    assert (
-        CommonBlocks(BLOCK).find(rows(*(long for _ in range(MIN_ROWS))), 0) is None
-    )  # the last is never shared
+    # The last block of a row is never shared.
+    assert CommonBlocks(BLOCK).find(rows(*(long for _ in range(MIN_ROWS))), 0) is None
 
 
 def test_the_answer_is_kept_while_the_batch_is() -> None:
@@ -59,7 +58,7 @@ def test_the_answer_is_kept_while_the_batch_is() -> None:
     batch[0].blocks = [7]
     assert blocks.find(batch, 1) is found
     again = blocks.find(batch, 2)
-    assert again is None  # one too few
+    assert again is None  # one row too few
 
 
 def test_random_tables_against_a_plain_search() -> None:

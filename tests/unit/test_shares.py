@@ -1,4 +1,4 @@
-"""Shares of clients: a newcomer's first token comes at once whatever others hold, and nobody pays twice for it."""
+"""Fairness between clients: a new client gets its first token at once, and no request makes room too often."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import pytest
 from quire.core import shares
 from quire.core.block_pool import LRU, BlockPool
 from quire.core.engine import Engine
-from quire.core.grammar import NoGrammar
+from quire.core.grammar_interface import NoGrammar
 from quire.core.policy import Policy, priority, static, whole
 from quire.core.prefix_cache import HashPrefixCache
-from quire.core.request_limits import Limits
+from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.shares import QUANTUM, Shares
 from quire.core.steplog import StepLog
@@ -27,7 +27,7 @@ def engine(
 ) -> Engine:
     pool = BlockPool(blocks, LRU())
     log = StepLog()
-    limits = Limits(slots, budget, 256, 4, mixed_prefill_tokens=mixed)
+    limits = SchedulerLimits(slots, budget, 256, 4, mixed_prefill_tokens=mixed)
     scheduler = Scheduler(pool, HashPrefixCache(pool, 4), policy or Policy(), limits, log)
     return Engine(
         scheduler, EchoExecutor(100, EOS, frozenset({EOS})), NoGrammar(), 2, log, check_invariants=True
@@ -102,7 +102,7 @@ def test_a_newcomer_among_as_many_clients_as_slots() -> None:
     host = engine(slots=4)
     for client in "acde":
         host.add(request(f"{client}0", client))
-    run(host, 5)  # nobody has had a whole turn
+    run(host, 5)  # no request has had a whole turn
     host.add(request("b0", "b"))
     assert steps_to_first_token(host, "b0") <= QUANTUM + 3
 
@@ -114,7 +114,7 @@ def test_long_prompts_of_others_leave_tokens_to_a_newcomer() -> None:
     for name in ("b0", "b1"):
         host.add(request(name, "b", prompt=16, tokens=2))
         assert steps_to_first_token(host, name) <= 8
-    host.add(request("c0", "c", prompt=100))  # its own prompt takes steps, in turn with those of a
+    host.add(request("c0", "c", prompt=100))  # its prompt takes several steps, in turn with those of a
     assert steps_to_first_token(host, "c0") <= 2 * 100 / 8 + 8
 
 
@@ -173,13 +173,13 @@ def test_a_resumed_request_recomputes_less_than_a_block() -> None:
 
 
 def test_newcomers_that_come_and_go_do_not_keep_a_request_from_running() -> None:
-    """Short requests of b take a slot again and again: those of a that gave theirs are spared for a while."""
+    """Short requests of b take slots again and again. A request of a that gave up its slot is spared for a while."""
     host = engine(slots=4)
     add(host, 8, "a", tokens=120)
     run(host, 10)
     number, ended = 0, {}
     while len([name for name in ended if name[0] == "a"]) < 8:
-        if held(host) == {"a": 4} and host.scheduler.waiting.tokens <= 4 * 4:  # all of them are back
+        if held(host) == {"a": 4} and host.scheduler.waiting.tokens <= 4 * 4:  # all of them run again
             host.add(request(f"b{number}", "b", tokens=2))
             number += 1
         for output in host.step():
@@ -225,7 +225,7 @@ def test_growth_takes_the_blocks_of_the_client_that_holds_most() -> None:
     host = engine(slots=8, blocks=40)
     add(host, 3, "a", prompt=40, tokens=60)
     run(host, 4)
-    host.add(request("b0", "b", prompt=8, tokens=60))  # the newest of all
+    host.add(request("b0", "b", prompt=8, tokens=60))  # the newest request
     assert steps_to_first_token(host, "b0") <= 3
     mine = host.scheduler.requests["b0"]
     while host.log.totals.pressure < 2 and mine.status != "finished":

@@ -1,4 +1,4 @@
-"""How many blocks fit, what takes memory beside them, and what happens when the context does not fit."""
+"""Sizes of the KV cache: how many blocks fit, what else takes memory, and contexts that do not fit."""
 
 from __future__ import annotations
 
@@ -7,19 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
+from quire.build import memory_planner
 from quire.config import EngineConfig
 from quire.models.spec import ModelSpec
 from quire.types import ConfigError
-from quire.worker import sizing
-from quire.worker.sizing import (
-    KVSize,
-    check_kv_fits,
-    check_weights_fit,
-    column_bytes,
-    fit_context,
-    sampling_bytes,
-    size_kv,
-)
+from quire.worker.memory import sizing
+from quire.worker.memory.sizing import KVSize, MemoryPlanner
 from tiny import CONFIG
 
 TOKEN = 2 * 4 * 2 * 64 * 2  # keys and values, layers, KV heads, head_dim, bytes
@@ -27,15 +20,23 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda")
 SPEC = replace(ModelSpec.from_config(CONFIG), num_layers=4, num_kv_heads=2, head_dim=64, max_model_len=4096)
 
 
-def resolved(asked: int | None = None, model_len: int = 4096, gpu_bytes: int = 0, **settings) -> EngineConfig:
-    return EngineConfig(max_model_len=asked, **settings).resolved(gpu_bytes, model_len)
+def planner(
+    asked: int | None = None,
+    *,
+    spec: ModelSpec = SPEC,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device = CPU,
+    gpu_bytes: int = 0,
+    **settings,
+) -> MemoryPlanner:
+    config = EngineConfig(max_model_len=asked, **settings).resolved(gpu_bytes, spec.max_model_len)
+    return memory_planner(config, spec, dtype, device, explicit_len=asked is not None)
 
 
 def size(budget_tokens: int, asked: int | None = None, device: torch.device = CPU, **settings) -> KVSize:
-    """With a budget for blocks alone, as kv_cache_memory is."""
+    """Return the size with a budget for blocks alone, as kv_cache_memory sets it."""
     budget = budget_tokens * TOKEN
-    config = resolved(asked, kv_cache_memory=budget, **settings)
-    return size_kv(config, asked, SPEC, torch.bfloat16, budget, device)
+    return planner(asked, device=device, kv_cache_memory=budget, **settings).size_kv(budget)
 
 
 def test_paged() -> None:
@@ -46,7 +47,7 @@ def test_paged() -> None:
 
 def test_no_more_than_is_of_use() -> None:
     assert size(10**9, max_num_seqs=2, device=GPU).num_blocks == 2 * 2 * 4096 // 16
-    assert size(10**9, max_num_seqs=2).num_blocks == 2 * 4096 // 16  # on a CPU others use that memory
+    assert size(10**9, max_num_seqs=2).num_blocks == 2 * 4096 // 16  # on a CPU that memory is left to others
 
 
 def test_contiguous_has_one_block_per_request() -> None:
@@ -74,36 +75,37 @@ def test_an_explicit_context_that_does_not_fit_is_refused() -> None:
 def test_weights_are_held_against_what_the_container_may_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizing, "host_memory", lambda: (1 << 16, 1 << 20))
     with pytest.raises(ConfigError, match=r"the weights of demo need .* are free on cpu"):
-        check_weights_fit(resolved(), SPEC, torch.float32, CPU)
+        planner(dtype=torch.float32).check_weights_fit()
 
 
 def test_slot_columns_come_out_of_the_budget_that_was_measured() -> None:
     """At a million tokens and 1,024 rows they take 4.6 GB, more than this budget holds."""
     spec, budget = replace(SPEC, max_model_len=1 << 20), 4 << 30
-    config = resolved(model_len=1 << 20, gpu_bytes=80 << 30)
-    assert column_bytes(config, 1 << 20) > 4.5e9
-    found = size_kv(config, None, spec, torch.bfloat16, budget, GPU)
-    assert found.max_model_len == fit_context(config, None, spec, torch.bfloat16, budget) < 1 << 20
-    used = found.num_blocks * found.block_bytes + column_bytes(config, found.max_model_len)
+    memory = planner(spec=spec, device=GPU, gpu_bytes=80 << 30)
+    assert memory.column_bytes(1 << 20) > 4.5e9
+    found = memory.size_kv(budget)
+    assert found.max_model_len == memory.fit_context(budget) < 1 << 20
+    used = found.num_blocks * found.block_bytes + memory.column_bytes(found.max_model_len)
     assert 0.99 * budget < used <= budget
 
 
 def test_log_probabilities_and_changed_logits_are_counted() -> None:
     """Gemma 3 1B: 262,144 tokens, 256 rows. The float32 copy of the logits alone takes 256 MiB."""
-    config = resolved(gpu_bytes=8 << 30)
+    memory = planner(spec=replace(SPEC, vocab_size=262_144), gpu_bytes=8 << 30)
     rows_by_vocab = 256 * 262_144
-    assert sampling_bytes(config, 262_144, torch.bfloat16) > rows_by_vocab * (2 + 4) + (256 << 20)
+    assert memory.sampling_bytes() > rows_by_vocab * (2 + 4) + (256 << 20)
 
 
 def test_an_explicit_cache_beside_which_a_step_does_not_fit_is_refused(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sizing, "free_memory", lambda device: (1 << 30, 1 << 30))
-    config, fits = resolved(kv_cache_memory=900 << 20), KVSize(900, 16, 1 << 20, 4096)
-    check_kv_fits(config, fits, GPU, reserved=50 << 20)
+    fits = KVSize(900, 16, 1 << 20, 4096)
+    gpu, cpu = (planner(device=device, kv_cache_memory=900 << 20) for device in (GPU, CPU))
+    gpu.check_kv_fits(fits, reserved=50 << 20)
     with pytest.raises(ConfigError, match=r"KV cache needs 900 MiB, .* a step 200 MiB"):
-        check_kv_fits(config, fits, GPU, reserved=200 << 20)
-    check_kv_fits(config, fits, CPU, reserved=200 << 20)  # blocks take memory when they are written to
+        gpu.check_kv_fits(fits, reserved=200 << 20)
+    cpu.check_kv_fits(fits, reserved=200 << 20)  # a block takes memory when it is first written
     assert "lower kv_cache_memory" in caplog.text
 
 

@@ -1,4 +1,4 @@
-"""`ModelSpec.from_config`: real configs of the supported families, spellings, and refusals by name."""
+"""`ModelSpec.from_config`: real configs of the supported families, old and new names, and rejections."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def test_qwen2_windows() -> None:
         ({"hidden_size": "64"}, "hidden_size must be a positive integer"),
         ({"hidden_size": 0}, "hidden_size must be a positive integer"),
         ({"hidden_size": 63}, "no head_dim"),
-        ({"num_key_value_heads": 3}, "no multiple of num_key_value_heads"),
+        ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
         ({"hidden_act": "xielu"}, "xielu"),
         ({"torch_dtype": "float64"}, "float64"),
         ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "longrope"),
@@ -265,7 +265,7 @@ def test_load_spec_prefers_the_generation_config(tmp_path: Path) -> None:
         load_spec(tmp_path)
     with pytest.raises(ModelError, match="holds no config"):
         load_spec(tmp_path / "..")
-    with pytest.raises(ModelError, match="no folder"):
+    with pytest.raises(ModelError, match="neither a folder"):
         load_spec(tmp_path / "nowhere")
 
 

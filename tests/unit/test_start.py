@@ -1,4 +1,4 @@
-"""The way to an engine: what it times, what it leaves behind, and that warming up leaves no trace."""
+"""Start-up: its timed phases, the state that it leaves, and that the rehearsal changes no answer."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import pytest
 from quire import LLM, SamplingParams
 from quire.config import EngineConfig
 from quire.start import start_engine, wake_gpu
+from quire.worker.memory.sizing import KVSize
 from quire.worker.runner import Runner
-from quire.worker.sizing import KVSize
-from quire.worker.worker import Worker, _run
+from quire.worker.worker import Worker, run_step
 
 SMALL: dict[str, Any] = {"device": "cpu", "kv_cache_memory": 1 << 24, "max_num_seqs": 4}
 PROMPTS = ["Once upon a time", "The cat sat", "One day " * 20]
@@ -49,16 +49,15 @@ def answers(**settings: Any) -> list[list[int]]:
 
 @pytest.fixture
 def warmed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Every worker runs its largest step, and then warms up in blocks that were full of NaN; lists their
-    max_model_len."""
+    """Make every worker run its largest step and rehearse in blocks full of NaN. Return their max_model_len."""
     done: list[int] = []
     allocate = Worker.allocate
 
     def warm(self: Worker, size: KVSize) -> Runner:
-        scratch = self._scratch_size(self._largest_step()[1])
-        _run(self._make_runner(scratch, self._make_blocks(scratch), False), *self._largest_step())
+        scratch = self.scratch_size()
+        run_step(self.make_runner(scratch, self.make_blocks(scratch), graphs=False), *self.largest_step())
         runner = allocate(self, size)
-        edges = [blocks[end] for pair in self._blocks for blocks in pair for end in (0, -1)]
+        edges = [blocks[end] for pair in self.blocks for blocks in pair for end in (0, -1)]
         for block in edges:
             block.fill_(float("nan"))
         self.rehearse(runner, size)
@@ -94,13 +93,13 @@ def test_warming_up_fits_into_a_narrow_context(warmed: list[int]) -> None:
 
 
 def test_tables_and_columns_are_made_for_the_context_that_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Asked for, or lowered to what the memory holds; never for all that the model could do."""
+    """That context is an explicit one or one lowered to fit into memory, never the model's longest."""
     made: list[tuple[int, int]] = []
     allocate = Worker.allocate
 
     def noted(self: Worker, size: KVSize) -> Runner:
         runner = allocate(self, size)
-        made.append((len(self.model.rope.table), runner._state.tokens.shape[1]))
+        made.append((len(self.model.rope.table), runner.state.tokens.shape[1]))
         return runner
 
     monkeypatch.setattr(Worker, "allocate", noted)

@@ -1,4 +1,4 @@
-"""Streams: who is told what is new, and when; and chunks of which only the text is encoded anew."""
+"""Streams: delivery of new output to generations, and chunk templates."""
 
 from __future__ import annotations
 
@@ -77,5 +77,5 @@ def test_a_mould_makes_the_very_bytes(text: str) -> None:
         choice = CompletionChoice(3, text)
         return CompletionResponse(id=f'a"{MARK}', created=1, model="m", choices=[choice], usage=None)
 
-    assert ChunkTemplate(chunk(MARK)).cast(text) == event(chunk(text))
+    assert ChunkTemplate(chunk(MARK)).render(text) == event(chunk(text))
     assert msgspec.json.decode(event(chunk(text))[6:])["choices"][0]["text"] == text

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from quire.frontend.json_schema import enforceable
+from quire.frontend.json_schema import checked_schema
 from quire.frontend.processor import InputProcessor
 from quire.frontend.structured_spec import MAX_BYTES, grammar_spec
 from quire.frontend.tokenizer.tokenizer import NoTokenizer, load_tokenizer
@@ -45,13 +45,13 @@ def spec_of(**given: Any):
         ({"properties": []}, "properties at # must be an object"),
         ({"items": 3}, "#/items must be an object or a boolean"),
         ([], "must be an object"),
-        (False, "no value satisfies false"),
+        (False, "no value satisfies the schema false"),
     ],
 )
 def test_what_cannot_be_enforced_is_named(schema: Any, reason: str) -> None:
     with pytest.raises(RequestError) as error:
         spec_of(json=json.dumps(schema))
-    assert reason in str(error.value)
+    assert reason in str(error.value) and error.value.param == "structured_outputs"
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_what_may_pass(schema: Any) -> None:
 
 
 def test_formats_are_refined_beside_what_is_there() -> None:
-    found = enforceable({"format": "date", "allOf": [{"minLength": 1}]})
+    found = checked_schema({"format": "date", "allOf": [{"minLength": 1}]})
     assert found["allOf"][0] == {"minLength": 1} and "02-29" in found["allOf"][1]["pattern"]
 
 
@@ -91,7 +91,7 @@ def test_formats_are_refined_beside_what_is_there() -> None:
         ({"json": '{"const":' + "9" * 5000 + "}"}, "not valid JSON"),
         ({"json": '{"items":' * 5000 + "{}" + "}" * 5000}, "nested"),
         ({"json": '{"items":' * 60 + "{}" + "}" * 60}, "nested more than 50 schemas deep"),
-        ({"json": {"description": "x" * MAX_BYTES}}, f"at most {MAX_BYTES} are compiled"),
+        ({"json": {"description": "x" * MAX_BYTES}}, f"at most {MAX_BYTES} bytes"),
         ({"regex": ""}, "regex must not be empty"),
         ({"regex": 3}, "regex must be a string"),
         ({"regex": "\ud800"}, "half of a surrogate pair"),
@@ -101,13 +101,13 @@ def test_formats_are_refined_beside_what_is_there() -> None:
         ({"choice": ["\ud800"]}, "half of a surrogate pair"),
         ({"grammar": "start: %json {"}, "%json must be followed"),
         ({"grammar": 'start: %json {"not": {}}'}, "the keyword 'not' at # cannot"),
-        ({"grammar": "x" * (MAX_BYTES + 1)}, "grammar of structured_outputs has"),
+        ({"grammar": "x" * (MAX_BYTES + 1)}, "grammar of structured_outputs must have"),
     ],
 )
 def test_malformed_specs(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(RequestError) as error:
         spec_of(**given)
-    assert reason in str(error.value)
+    assert reason in str(error.value) and error.value.param == "structured_outputs"
 
 
 def test_schemas_in_grammars_get_the_same_options() -> None:

@@ -1,4 +1,4 @@
-"""Whose turn it is: lines of clients, counters, shares. And the dry run's executor, which the server tests rely on."""
+"""The order of waiting requests between clients, and the executor of the dry run, which the server tests rely on."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 
 from quire.core.block_pool import LRU, BlockPool
 from quire.core.engine import Engine
-from quire.core.grammar import NoGrammar
+from quire.core.grammar_interface import NoGrammar
 from quire.core.policy import Policy, priority
 from quire.core.prefix_cache import HashPrefixCache
-from quire.core.request_limits import Limits
+from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog
 from quire.types import EngineRequest, SamplingParams
@@ -23,7 +23,7 @@ EOS = 0
 def engine(max_num_seqs: int = 2, blocks: int = 1000, policy: Policy | None = None) -> Engine:
     pool = BlockPool(blocks, LRU())
     log = StepLog()
-    limits = Limits(max_num_seqs, 64, 256, 4)
+    limits = SchedulerLimits(max_num_seqs, 64, 256, 4)
     scheduler = Scheduler(pool, HashPrefixCache(pool, 4), policy or Policy(), limits, log)
     return Engine(
         scheduler, EchoExecutor(100, EOS, frozenset({EOS})), NoGrammar(), 2, log, check_invariants=True
@@ -68,7 +68,7 @@ def test_a_burst_does_not_starve_a_latecomer() -> None:
 
 @pytest.mark.parametrize(("weight", "low", "high"), [(1.0, 9, 11), (3.0, 14, 16)])
 def test_tokens_are_shared_by_weight(weight: float, low: int, high: int) -> None:
-    """beta's answers are four times as long as alpha's: it gets fewer of them, not more tokens."""
+    """Outputs of beta are longer than those of alpha, so beta gets fewer outputs and not more tokens."""
     host = engine(max_num_seqs=1)
     for i in range(80):
         host.add(request(f"a{i}", "alpha", tokens=6, weight=weight))
@@ -86,7 +86,7 @@ def test_absence_saves_up_nothing() -> None:
     finished_order(host)
     for i in range(30):
         host.add(request(f"a{i}", "alpha"))
-    for _ in range(150):  # alpha alone is served for long
+    for _ in range(150):  # only alpha is served, for a long time
         host.step()
     for i in range(8):
         host.add(request(f"b{i}", "beta"))
@@ -106,7 +106,7 @@ def test_priority_comes_before_fairness() -> None:
 
 @pytest.mark.parametrize(("client", "first"), [("alpha", False), ("beta", True)])
 def test_preempted_requests_go_on_before_those_of_their_client(client: str, first: bool) -> None:
-    """With blocks for one and a half, the later of two is preempted; only other clients' newcomers overtake it."""
+    """With blocks for one and a half requests the later one is preempted. Only new requests of other clients overtake it."""
     host = engine(max_num_seqs=2, blocks=18)
     host.add(request("a0", "alpha", tokens=40))
     host.add(request("a1", "alpha", tokens=40))
@@ -129,12 +129,12 @@ def test_counts_after_aborts() -> None:
     assert len(waiting) == 6 and waiting.tokens == 28 and len(list(waiting)) == 6
     finished_order(host)
     assert len(waiting) == 0 and waiting.tokens == 0
-    cached = 4 * 4  # alpha's prompts are the same: later ones find their first block, which costs nothing
+    cached = 4 * 4  # prompts of alpha are equal: later ones find their first block for free
     assert host.scheduler.shares.served == {"alpha": 5 * (5 + 8) - cached, "beta": 3 + 8}
 
 
 def test_the_echo_does_not_depend_on_company() -> None:
-    host = engine(max_num_seqs=8, blocks=30)  # so few that requests preempt each other
+    host = engine(max_num_seqs=8, blocks=30)  # few enough for preemptions
     prompts = {f"r{i}": request(f"r{i}", tokens=30, prompt=5 + i) for i in range(6)}
     for one in prompts.values():
         host.add(one)

@@ -1,4 +1,4 @@
-"""The step that a worker measures its memory with is the largest that can occur, and one that can occur."""
+"""Workers: the step that measures memory is the largest that can occur, and runners share the slot columns."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import torch
 
 from quire import EngineConfig
 from quire.attention.reference import ReferenceAttention
+from quire.build import launch_options, memory_planner
 from quire.layers.env import Env
 from quire.models.checkpoint.checkpoint import DummyCheckpoint
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
-from quire.worker.sizing import KVSize
+from quire.worker.memory.sizing import KVSize
 from quire.worker.worker import Worker
 from tiny import CONFIG
 
@@ -30,7 +31,7 @@ CPU = torch.device("cpu")
     ],
 )
 def test_the_largest_step(settings: dict, expected: tuple[int, int]) -> None:
-    assert tiny_worker(**settings)._largest_step() == expected
+    assert tiny_worker(**settings).largest_step() == expected
 
 
 def tiny_worker(**settings: object) -> Worker:
@@ -39,17 +40,18 @@ def tiny_worker(**settings: object) -> Worker:
         spec, Env(DummyCheckpoint(0, CPU, torch.float32), Parallel(), backend, CPU, torch.float32)
     )
     config = EngineConfig(model="tiny", **settings).resolved(0, spec.max_model_len)
-    return Worker(config, model, backend, CPU, torch.float32, 1)
+    memory = memory_planner(config, spec, torch.float32, CPU, explicit_len=False)
+    return Worker(model, backend, memory, launch_options(config, depth=1))
 
 
 def test_runners_share_one_set_of_slot_columns() -> None:
     worker = tiny_worker(max_num_seqs=3)
     size = KVSize(8, 16, 0, 256)
-    first = worker._make_runner(size, worker._make_blocks(size), graphs=False)._state
+    first = worker.make_runner(size, worker.make_blocks(size), graphs=False).state
     first.tokens.fill_(7)
-    second = worker.allocate(size)._state
+    second = worker.allocate(size).state
     assert second is first
-    assert not second.tokens.any(), "columns were handed on with what a throwaway runner left"
+    assert not second.tokens.any(), "the columns still hold the tokens of a throwaway runner"
     assert second.num_tokens.tolist() == [0, 0, 0, 1] and (second.block_table[second.dummy] == 8).all()
-    shorter = worker.allocate(KVSize(8, 16, 0, 128))._state
-    assert shorter.tokens.shape == (4, 128), "columns are longer than the context that is served"
+    shorter = worker.allocate(KVSize(8, 16, 0, 128)).state
+    assert shorter.tokens.shape == (4, 128), "the columns are longer than the context that is served"

@@ -1,4 +1,4 @@
-"""Writes that are gathered reach each connection in order, whole, and before it closes."""
+"""Gathered writes reach each connection in order, complete, and before it closes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import asyncio
 
 from uvicorn.protocols.http.flow_control import FlowControl
 
-from quire.serve.http.writes import GatheringTransport, Outlet, Writes
+from quire.serve.http.writes import BodyWriter, GatheringTransport, WriteScheduler
 
 
 class Recorder(asyncio.Transport):
-    """Keeps what is written, in one list for all connections."""
+    """A transport that records its writes in a list shared by all connections."""
 
     def __init__(self, name: str, log: list[tuple[str, bytes]]) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ def test_one_write_per_connection_behind_all_that_is_ready() -> None:
     log: list[tuple[str, bytes]] = []
 
     async def run() -> None:
-        writes = Writes(asyncio.get_running_loop())
+        writes = WriteScheduler(asyncio.get_running_loop())
         a, b, c = (GatheringTransport(Recorder(name, log), writes) for name in "abc")
 
         async def stream(transport: GatheringTransport, data: bytes) -> None:
@@ -60,22 +60,22 @@ def test_one_write_per_connection_behind_all_that_is_ready() -> None:
     asyncio.run(run())
 
 
-def test_an_outlet_writes_chunks_and_says_when_it_is_full() -> None:
+def test_a_body_writer_writes_chunks_and_says_when_it_is_full() -> None:
     log: list[tuple[str, bytes]] = []
 
     async def run() -> None:
         transport = Recorder("a", log)
         flow = FlowControl(transport)
-        outlet = Outlet(transport, flow)
-        outlet.write(b"x" * 26)
-        assert log == [("a", b"1a\r\n" + b"x" * 26 + b"\r\n")] and not outlet.is_full
+        body_writer = BodyWriter(transport, flow)
+        body_writer.write(b"x" * 26)
+        assert log == [("a", b"1a\r\n" + b"x" * 26 + b"\r\n")] and not body_writer.is_full
         flow.pause_writing()
-        assert outlet.is_full
-        waiting = asyncio.ensure_future(outlet.drain())
+        assert body_writer.is_full
+        waiting = asyncio.ensure_future(body_writer.drain())
         await asyncio.sleep(0)
         assert not waiting.done()
         flow.resume_writing()
         await waiting
-        assert not outlet.is_full
+        assert not body_writer.is_full
 
     asyncio.run(run())

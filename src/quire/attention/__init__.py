@@ -1,1 +1,1 @@
-"""Attention back ends over a paged KV cache."""
+"""Attention back ends for a paged KV cache."""

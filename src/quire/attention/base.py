@@ -1,7 +1,7 @@
-"""What a model sees of a step (`ForwardBatch`) and what an attention back end must do.
+"""The interface between models and attention: `ForwardBatch` is a model's view of a step.
 
-A batch is ragged: row r owns tokens query_start[r] .. query_start[r + 1] of the flat token axis. The
-words prefill and decode do not occur: a row is n new tokens that follow seq_len - n older ones.
+A batch is ragged: row r owns the tokens query_start[r] .. query_start[r + 1] of the flat token axis. There is no
+separate prefill or decode path: a row is n new tokens that follow seq_len - n older ones.
 """
 
 from __future__ import annotations
@@ -12,58 +12,60 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-KV = tuple[torch.Tensor, torch.Tensor]  # keys, values of one layer, in the back end's own block layout
+KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer, in the back end's block layout
 
 
 @dataclass(slots=True)
 class ForwardBatch:
-    """Views into one set of static device buffers, plus host-side bounds. `attn` belongs to the back end.
+    """One step: views into static device buffers, and bounds known to the host. `attn` belongs to the back end.
 
-    Bounds only: where `num_tokens` is None the host knows no more than the shapes, and one batch serves
-    any mix of up to so many rows and tokens (a captured graph). Rows that are not used have no tokens
-    (query_start repeats its last value); tokens past the last row's have the slot -1 and any valid position,
-    and what is computed for them means nothing.
+    If `num_tokens` is None, the host knows only the shapes, which are upper bounds: a captured graph serves any
+    mix of up to that many rows and tokens. Unused rows have no tokens (query_start repeats its last value). Tokens
+    behind the last row have KV slot -1 and any valid position, and their results are meaningless.
     """
 
     input_ids: torch.Tensor  # int64 [tokens]
     positions: torch.Tensor  # int64 [tokens]
-    kv_slots: (
-        torch.Tensor
-    )  # int64 [tokens]: block * block_size + offset, where each new K/V goes; -1: nowhere
+    # int64 [tokens]: where each new key and value goes, block * block_size + offset; -1: nowhere.
+    kv_slots: torch.Tensor
     query_start: torch.Tensor  # int32 [rows + 1]
-    seq_lens: torch.Tensor  # int32 [rows], the new tokens included
-    block_table: torch.Tensor  # int32 [slots, blocks], of all slots
-    slots: torch.Tensor  # int64 [rows]: whose row of the block table is whose
-    logit_index: torch.Tensor  # int64 [logit rows]: tokens whose hidden state is wanted as logits
+    seq_lens: torch.Tensor  # int32 [rows], including the new tokens
+    block_table: torch.Tensor  # int32 [slots, blocks], of all request slots
+    slots: torch.Tensor  # int64 [rows]: each row's request slot, which is its row of the block table
+    logit_index: torch.Tensor  # int64 [logit rows]: tokens whose hidden states become logits
     kv: list[KV]  # by layer index
-    num_tokens: np.ndarray | None  # host, int32 [rows]: new tokens per row; None: bounds only
-    seq_bounds: np.ndarray  # host, int32 [rows]: at least seq_lens
+    num_tokens: np.ndarray | None  # host, int32 [rows]: new tokens per row; None: only bounds are known
+    seq_bounds: np.ndarray  # host, int32 [rows]: upper bounds of seq_lens
     block_size: int
-    # int64 [n]: the only tokens whose hidden states the model has to return, in this order; None: all of them.
+    # int64 [n]: the tokens whose hidden states the model must return, in this order; None: all tokens.
     wanted: torch.Tensor | None = None
-    # int32 [rows]: how many of a row's first tokens are in blocks that other rows begin with as well (0: none);
-    # every number but 0 is the same, and names the same blocks. Only where each row has one token.
+    # int32 [rows]: how many of a row's first tokens lie in blocks shared with other rows (0: none). All values
+    # other than 0 are equal and mean the same blocks. Set only if every row has one token.
     shared: torch.Tensor | None = None
     attn: Any = field(default=None)
 
     def narrow(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of both that the last layer goes on with behind its attention: from there on a token's result
-        depends on no other token."""
+        """Return the rows of `x` and `residual` that the last layer needs behind its attention.
+
+        From there on, a token's result depends on no other token.
+        """
         if self.wanted is None:
             return x, residual
         return x.index_select(0, self.wanted), residual.index_select(0, self.wanted)
 
 
 class AttentionLayer(Protocol):
-    """What a back end needs to know of the layer that calls it."""
+    """A layer's properties that a back end reads."""
 
     index: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
     scale: float
-    window: int | None  # a token sees itself and the window - 1 before it; None: all before it
-    soft_cap: float | None  # scores become cap * tanh(score / cap); None: off
+    window: (
+        int | None
+    )  # a token attends to itself and the window - 1 tokens before it; None: to all before it
+    soft_cap: float | None  # a score s becomes cap * tanh(s / cap); None: off
 
 
 class HeadNorms(Protocol):
@@ -74,6 +76,8 @@ class HeadNorms(Protocol):
 
 
 class PackedForward(Protocol):
+    """Norm, rotation and attention of packed q|k|v in one call."""
+
     def __call__(
         self,
         layer: AttentionLayer,
@@ -82,40 +86,56 @@ class PackedForward(Protocol):
         table: torch.Tensor,
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        """`AttentionBackend.forward` of q and k that are first normed and turned to batch.positions: see
-        layers/rope.py.
+        """Apply the norms to q and k, rotate them to `batch.positions` (layers/rope.py), and attend.
 
-        qkv [tokens, (heads + 2 kv heads) * dim], packed q|k|v, may be overwritten; table [positions, dim]:
-        cos | sin.
+        Args:
+            layer: the calling layer.
+            qkv: packed q|k|v, [tokens, (heads + 2 kv heads) * dim]; may be overwritten.
+            norms: norms of the q and k heads; None: no norms.
+            table: cos | sin, [positions, dim].
+            batch: the step.
+
+        Returns:
+            [tokens, heads * dim].
         """
         ...
 
 
 class AttentionBackend(Protocol):
-    """Writes the new K/V into the blocks, then attends over all blocks of each row.
+    """An implementation of paged attention: write the new keys and values, then attend over each row's blocks.
 
-    Rows may run in any order: no row attends over what another row of the batch writes.
+    Rows may run in any order, because no row reads what another row of the same batch writes.
     """
 
     name: str
-    capturable: bool  # whether plan and forward may be part of a CUDA graph, bounds only included
-    reads_shared: bool  # whether it makes use of `ForwardBatch.shared`
+    capturable: bool  # whether plan and forward can be captured in a CUDA graph, with bounds only
+    reads_shared: bool  # whether it uses `ForwardBatch.shared`
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of the key (and of the value) tensor of one layer."""
+        """Return the shape of one layer's key tensor; its value tensor has the same shape."""
         ...
 
     def plan(self, batch: ForwardBatch) -> Any:
-        """Per-step metadata, once for all layers; reads host bounds only, never a device value."""
+        """Compute the step's metadata for all layers from host bounds, without reading a device value."""
         ...
 
     def forward(
         self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        """q [tokens, heads, dim], k and v [tokens, kv heads, dim] -> [tokens, heads * dim]."""
+        """Write k and v, and attend.
+
+        Args:
+            layer: the calling layer.
+            q: [tokens, heads, dim].
+            k, v: [tokens, kv heads, dim].
+            batch: the step.
+
+        Returns:
+            [tokens, heads * dim].
+        """
         ...
 
     @property
     def forward_packed(self) -> PackedForward | None:
-        """Norm, rotation, writing and attention as one; None: not to be had."""
+        """Norm, rotation, KV write and attention in one call; None if the back end cannot fuse them."""
         ...

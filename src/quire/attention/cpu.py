@@ -1,4 +1,4 @@
-"""The reference back end with one kernel in place of its many calls where every row has one token (kernels/cpu)."""
+"""CPU back end: a C kernel (kernels/cpu) if every row has one token, else the reference back end."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from quire.kernels.cpu.ops import CAttend, CHeads, CNorm, CpuKernels, address, h
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
-    """What the kernel must know of a layer, and what that points to."""
+class _LayerStructs:
+    """A layer's C structures, and the Python objects that they point into."""
 
     heads: CHeads
     norm: CNorm | None
-    kept: tuple[AttentionLayer, HeadNorms | None, torch.Tensor]
+    owners: tuple[AttentionLayer, HeadNorms | None, torch.Tensor]
 
 
 class CpuAttention:
+    """Back end for CPUs: the C kernel for steps with one token a row, the reference for all others."""
+
     name = "cpu"
     capturable = False
     reads_shared = False
@@ -29,13 +31,13 @@ class CpuAttention:
     def __init__(self, kernels: CpuKernels) -> None:
         self._kernels = kernels
         self._reference = ReferenceAttention()
-        self._layers: dict[int, _Layer] = {}  # by id of the layer, which is kept
+        self._layers: dict[int, _LayerStructs] = {}  # by id of the layer, which the value keeps alive
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
         return self._reference.kv_shape(num_blocks, block_size, num_kv_heads, head_dim)
 
     def plan(self, batch: ForwardBatch) -> Any:
-        """None where the kernel does all of the step, else the reference's plan."""
+        """Return None if the kernel runs the whole step, else the reference's plan."""
         counts = batch.num_tokens
         return None if counts is not None and (counts == 1).all() else self._reference.plan(batch)
 
@@ -49,27 +51,27 @@ class CpuAttention:
     ) -> torch.Tensor:
         qkv = qkv.contiguous()
         if batch.attn is not None:
-            return self._turn_and_attend(layer, qkv, norms, table, batch)
+            return self._rotate_and_attend(layer, qkv, norms, table, batch)
         keys, values = batch.kv[layer.index]
-        known = self._layers.get(id(layer)) or self._describe(layer, norms, table)
+        structs = self._layers.get(id(layer)) or self._describe(layer, norms, table)
         rows = qkv.shape[0]
         out = qkv.new_empty(rows, layer.num_heads * layer.head_dim)
         arguments = CAttend(
-            address(known.heads), qkv.data_ptr(), batch.positions.data_ptr(), batch.kv_slots.data_ptr(),
+            address(structs.heads), qkv.data_ptr(), batch.positions.data_ptr(), batch.kv_slots.data_ptr(),
             batch.seq_lens.data_ptr(), batch.block_table.data_ptr(), batch.slots.data_ptr(),
             keys.data_ptr(), values.data_ptr(), out.data_ptr(), rows, batch.block_table.stride(0), batch.block_size,
         )  # fmt: skip
-        self._kernels.run(self._kernels.attend_rows, arguments, known, qkv, batch, keys, values, out)
+        self._kernels.run(self._kernels.attend_rows, arguments, structs, qkv, batch, keys, values, out)
         return out
 
     def forward(
         self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        if batch.attn is None:  # heads that are not turned, as those of GPT-2, are not for the kernel
+        if batch.attn is None:  # the kernel always rotates; GPT-2's heads are not rotated
             batch.attn = self._reference.plan(batch)
         return self._reference.forward(layer, q, k, v, batch)
 
-    def _turn_and_attend(
+    def _rotate_and_attend(
         self,
         layer: AttentionLayer,
         qkv: torch.Tensor,
@@ -83,11 +85,11 @@ class CpuAttention:
         q, k, v = qkv.view(qkv.shape[0], -1, dim).split([heads, kv_heads, kv_heads], 1)
         return self.forward(layer, q, k, v, batch)
 
-    def _describe(self, layer: AttentionLayer, norms: HeadNorms | None, table: torch.Tensor) -> _Layer:
+    def _describe(self, layer: AttentionLayer, norms: HeadNorms | None, table: torch.Tensor) -> _LayerStructs:
         norm = None if norms is None else norm_struct(norms.weight, None, norms.eps)
         heads = CHeads(
             address(norm), table.data_ptr(), layer.num_heads, layer.num_kv_heads,
             layer.head_dim, layer.window or 0, layer.scale, layer.soft_cap or 0.0, half(table),
         )  # fmt: skip
-        self._layers[id(layer)] = known = _Layer(heads, norm, (layer, norms, table))
-        return known
+        self._layers[id(layer)] = structs = _LayerStructs(heads, norm, (layer, norms, table))
+        return structs

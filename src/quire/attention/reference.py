@@ -1,13 +1,13 @@
-"""The reference back end: paged attention in plain torch, for the CPU and as the oracle of the kernels.
+"""Reference attention back end: paged attention in plain PyTorch, for CPUs and as the oracle of the kernels.
 
-Blocks are [block, token, head, dim], so one gather by KV slot serves every block size. Rows with one new
-token are batched, grouped by similar length; the query heads of a KV head become the query axis, so each
-KV byte is read once (GQA packing). Longer rows run one by one. Host bounds give the shapes; where bounds
-may exceed the device's lengths, a mask made on the device decides.
+The KV cache has the layout [block, token, head, dim], so one gather by KV slot works for every block size. Rows
+with one new token are batched in groups of similar length. There the query heads that share a KV head become the
+query axis, so each KV byte is read once (GQA packing). Longer rows run one at a time.
 
-A CPU reads lengths and block tables without waiting, so there shapes are exact, and slots that follow each
-other are a slice instead of a gather: a single request's blocks mostly do, and a gather would write and
-read again all that attention reads. A prompt without a past attends over its own k and v, as they come.
+Host bounds determine the shapes. Where a bound may exceed the true length, a mask computed on the device hides
+the surplus. On a CPU, lengths and block tables can be read without waiting, so shapes are exact there. KV slots
+that follow each other are read as a slice, which avoids copying all keys and values: the blocks of a single
+request usually do. A prompt without a past attends over the k and v of this step.
 """
 
 from __future__ import annotations
@@ -21,30 +21,31 @@ import torch.nn.functional as F
 from quire.attention.base import AttentionLayer, ForwardBatch
 
 _GROUP_TOKENS = 1 << 18  # KV entries gathered at once; bounds the memory of one group
-_FEW_QUERIES = (
-    32  # of a row, up to which their number does not matter (measured: 2 MiB after 1,200 random shapes)
-)
-_MASK_ELEMENTS = 1 << 24  # of the masks of long rows that exist at once; attention makes floats of them
+_FEW_QUERIES = 32  # rows of up to this many queries need no padding: 2 MiB after 1,200 random shapes
+_QUERY_STEP, _KEY_STEP = 32, 64  # numbers of queries and keys that 16-bit attention is padded to
+# Padding a short prompt to 64 would cost up to 1.7 times its attention; steps of 16 add 14 shapes in all.
+_SHORT_PROMPT, _SHORT_STEP = 256, 16
+_MASK_ELEMENTS = (
+    1 << 24
+)  # limit for the masks of long rows that exist at once; attention converts them to floats
 
 Slots = torch.Tensor | slice  # int64 [n] KV slots, or a range of them
 
 
 @dataclass(slots=True)
 class _Group:
-    """Rows with one new token each, padded to one length."""
+    """Rows with one new token each, padded to the same length."""
 
-    tokens: torch.Tensor | None  # int64 [rows]: where the rows' tokens are; None: all tokens, in order
+    tokens: torch.Tensor | None  # int64 [rows]: index of each row's token; None: all tokens, in order
     kv: Slots  # [rows * length]
     length: int
     mask: torch.Tensor | None  # bool [rows, 1, 1, length]; None: one row of exactly this length
-    distance: (
-        torch.Tensor | None
-    )  # int64 [rows, 1, 1, length]: the token's position - the key's; None: no mask
+    distance: torch.Tensor | None  # int64 [rows, 1, 1, length]: query position - key position; None: no mask
 
 
 @dataclass(slots=True)
 class _RowPiece:
-    """Some queries of a row and the keys that any of them sees."""
+    """A range of a row's queries, and the range of keys that any of them attends to."""
 
     queries: slice
     keys: slice
@@ -52,36 +53,35 @@ class _RowPiece:
 
 
 @dataclass(slots=True)
-class _Long:
+class LongRow:
     """One row with several new tokens."""
 
-    start: int  # its first token on the token axis
+    start: int  # tokens [start, end) of the token axis
     end: int
-    kv: Slots | None  # [length]; None: nothing before its new tokens, whose k and v are at hand
+    kv: Slots | None  # [length]; None: no past, so the k and v of this step are all there is
     length: int
     positions: torch.Tensor  # int64 [new]
-    kept: (
-        dict[int | None, list[_RowPiece]] | None
-    )  # by window, for the layers of a step; None: made for each layer
+    cache: dict[int | None, list[_RowPiece]] | None  # pieces by window, shared by layers; None: not kept
 
     def pieces(self, layer: AttentionLayer) -> Iterable[_RowPiece]:
-        """Yield the row in pieces whose masks (with a soft cap: whose scores) are of bounded size."""
+        """Yield the row in pieces whose masks (with a soft cap: whose scores) have a bounded size."""
         window = None if layer.window is None or self.length <= layer.window else layer.window
         if window is None and self.kv is None and layer.soft_cap is None:
             return [_RowPiece(slice(None), slice(None), None)]
-        if self.kept is None:
-            return self._cut(window, layer)
-        if window not in self.kept:
-            self.kept[window] = list(self._cut(window, layer))
-        return self.kept[window]
+        if self.cache is None:
+            return self.cut(window, layer)
+        if window not in self.cache:
+            self.cache[window] = list(self.cut(window, layer))
+        return self.cache[window]
 
-    def _cut(self, window: int | None, layer: AttentionLayer) -> Iterator[_RowPiece]:
+    def cut(self, window: int | None, layer: AttentionLayer) -> Iterator[_RowPiece]:
+        """Yield pieces with masks of at most `_MASK_ELEMENTS` elements, or of one query if that is more."""
         device, new = self.positions.device, self.end - self.start
         width = self.length * (1 if layer.soft_cap is None else layer.num_heads)
-        most = max(1, _MASK_ELEMENTS // width)
-        for begin in range(0, new, most):
-            end = min(begin + most, new)
-            last = self.length - new + end  # exact on a CPU; elsewhere a bound, so the first key is not known
+        limit = max(1, _MASK_ELEMENTS // width)
+        for begin in range(0, new, limit):
+            end = min(begin + limit, new)
+            last = self.length - new + end  # exact on a CPU; elsewhere a bound, so the first key is unknown
             first = max(0, last - (end - begin) + 1 - window) if window and device.type == "cpu" else 0
             query = self.positions[begin:end, None]
             key = torch.arange(first, last, device=device)
@@ -95,12 +95,14 @@ class _Long:
 class _ReferencePlan:
     writes: Slots  # [tokens]: where the new keys and values go
     groups: list[_Group]
-    longs: list[_Long]
+    longs: list[LongRow]
 
 
 class ReferenceAttention:
+    """Back end for every device and dtype; see the module's docstring."""
+
     name = "reference"
-    capturable = False  # shapes follow the lengths of the rows
+    capturable = False  # shapes depend on the lengths of the rows
     forward_packed = None
     reads_shared = False
 
@@ -110,12 +112,12 @@ class ReferenceAttention:
     # ------------------------------------------------------------------------------- per step
 
     def plan(self, batch: ForwardBatch) -> _ReferencePlan:
-        # On a CPU reading the lengths costs no wait, so bounds are exact there.
+        # Reading the lengths on a CPU does not wait for a device, so bounds are exact there.
         bounds = (batch.seq_lens if batch.seq_lens.device.type == "cpu" else batch.seq_bounds).tolist()
         ones: list[int] = []
-        longs: list[_Long] = []
+        longs: list[LongRow] = []
         counts = batch.num_tokens
-        assert counts is not None, "bounds only: not for a back end that cannot be captured"
+        assert counts is not None, "this back end cannot be captured, so it needs the row lengths"
         starts = [0, *counts.cumsum().tolist()]
         keeps = sum(n * bound for n, bound in zip(counts.tolist(), bounds) if n > 1) <= _MASK_ELEMENTS
         for row, n in enumerate(counts.tolist()):
@@ -132,7 +134,7 @@ class ReferenceAttention:
         return _ReferencePlan(_new_slots(batch), groups, longs)
 
     def _splits(self, shortest: int, longest: int, rows: int) -> bool:
-        """Whether a longer row should start a group of its own rather than pad the others."""
+        """Return whether a longer row should start a new group instead of padding the shorter ones."""
         return longest > 2 * shortest + 64 or rows * longest > _GROUP_TOKENS
 
     def _group(self, batch: ForwardBatch, rows: list[int], starts: list[int], length: int) -> _Group:
@@ -152,9 +154,9 @@ class ReferenceAttention:
         distance = (lens.long().unsqueeze(1) - 1 - positions)[:, None, None, :]
         return _Group(tokens, kv.flatten(), length, distance >= 0, distance)
 
-    def _long(self, batch: ForwardBatch, row: int, start: int, end: int, length: int, keeps: bool) -> _Long:
+    def _long(self, batch: ForwardBatch, row: int, start: int, end: int, length: int, keeps: bool) -> LongRow:
         kv = None if length == end - start else _row_slots(batch, row, length)
-        return _Long(start, end, kv, length, batch.positions[start:end], {} if keeps else None)
+        return LongRow(start, end, kv, length, batch.positions[start:end], {} if keeps else None)
 
     # ------------------------------------------------------------------------------ per layer
 
@@ -183,7 +185,7 @@ class ReferenceAttention:
     def _attend_group(
         self, layer: AttentionLayer, group: _Group, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        """q [rows, heads, dim] -> [rows, heads * dim]."""
+        """Return [rows, heads * dim] for q [rows, heads, dim]."""
         rows, heads, dim = q.shape[0], layer.num_kv_heads, layer.head_dim
         k, v = (
             _read(x, group.kv).view(rows, group.length, heads, dim).transpose(1, 2) for x in (keys, values)
@@ -198,21 +200,21 @@ class ReferenceAttention:
         return _attend(packed, k, v, mask, False, layer).reshape(rows, layer.num_heads * dim)
 
     def _attend_long(
-        self, layer: AttentionLayer, long: _Long, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+        self, layer: AttentionLayer, long: LongRow, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> torch.Tensor:
-        """q [new, heads, dim], k and v [length, kv heads, dim] -> [new, heads * dim]."""
+        """Return [new, heads * dim] for q [new, heads, dim], k and v [length, kv heads, dim]."""
         parts = []
         for piece in long.pieces(layer):
             # [1, heads, queries or keys, dim]
-            mine = q[piece.queries].transpose(0, 1).unsqueeze(0)
+            query = q[piece.queries].transpose(0, 1).unsqueeze(0)
             key, value = (x[piece.keys].transpose(0, 1).unsqueeze(0) for x in (k, v))
-            out = _attend(mine, key, value, piece.mask, piece.mask is None, layer)[0]
+            out = _attend(query, key, value, piece.mask, piece.mask is None, layer)[0]
             parts.append(out.transpose(0, 1).reshape(out.shape[1], -1))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _write(blocks: torch.Tensor, slots: Slots, new: torch.Tensor) -> None:
-    """Put new [n, heads, dim] into blocks [all slots, heads, dim]."""
+    """Write `new` [n, heads, dim] into `blocks` [all slots, heads, dim]."""
     if isinstance(slots, slice):
         blocks[slots] = new
     else:
@@ -224,19 +226,19 @@ def _read(blocks: torch.Tensor, slots: Slots) -> torch.Tensor:
 
 
 def _send(values: list[int], device: torch.device) -> torch.Tensor:
-    """Host integers as an int64 device tensor, without waiting for the device."""
+    """Copy host integers into an int64 device tensor without waiting for the device."""
     host = torch.tensor(values)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 def _follow(numbers: torch.Tensor) -> bool:
-    """Whether each of the integers, which are on the host, is one more than the one before it."""
+    """Return whether integers on the host are consecutive and ascending."""
     host = numbers.numpy()
     return bool((host[1:] - host[:-1] == 1).all())
 
 
 def _row_slots(batch: ForwardBatch, row: int, length: int) -> Slots:
-    """The KV slots of one row's first `length` positions."""
+    """Return the KV slots of one row's first `length` positions."""
     tables = batch.block_table[:, : -(-length // batch.block_size)]
     blocks = tables.index_select(0, batch.slots[row : row + 1])[0]
     if blocks.device.type == "cpu" and _follow(blocks):
@@ -247,7 +249,7 @@ def _row_slots(batch: ForwardBatch, row: int, length: int) -> Slots:
 
 
 def _new_slots(batch: ForwardBatch) -> Slots:
-    """The KV slots of the step's tokens."""
+    """Return the KV slots of the step's tokens."""
     slots = batch.kv_slots
     if slots.device.type == "cpu" and _follow(slots):
         begin = int(slots[0])
@@ -256,7 +258,7 @@ def _new_slots(batch: ForwardBatch) -> Slots:
 
 
 def _kv_slots(table: torch.Tensor, positions: torch.Tensor, block_size: int) -> torch.Tensor:
-    """KV slot of each position of each row: int64 [rows, positions]."""
+    """Return the KV slot of each position of each row, int64 [rows, positions]."""
     if block_size == 1:
         return table[:, : positions.shape[0]].long()
     blocks = table.index_select(1, positions // block_size).long()
@@ -271,10 +273,16 @@ def _attend(
     causal: bool,
     layer: AttentionLayer,
 ) -> torch.Tensor:
-    """softmax(cap(q k^T * scale) + mask) v: q [rows, heads, queries, dim], k and v [rows, the same or the KV
-    heads, keys, dim].
+    """Compute softmax(cap(q k^T * scale) + mask) v.
 
-    Keys that a query does not see contribute nothing to it, also where they are not finite.
+    A masked key contributes nothing to a query, even if it is not finite.
+
+    Args:
+        q: [rows, heads, queries, dim].
+        k, v: [rows, heads or KV heads, keys, dim].
+        mask: bool, True where a query sees a key; None with `causal`, or if every query sees every key.
+        causal: query i sees the keys 0 .. i.
+        layer: supplies the scale and the soft cap.
     """
     if (mask is None and not causal) or _known_finite(k, v):
         return _attend_finite(q, k, v, mask, causal, layer)
@@ -291,9 +299,9 @@ def _attend(
 
 
 def _known_finite(k: torch.Tensor, v: torch.Tensor) -> bool:
-    """Whether all numbers are surely finite, where asking costs no wait: on a CPU.
+    """Return whether all numbers are certainly finite. Only a CPU can tell without waiting.
 
-    A plain sum is ten times as quick as any other test of halves; if it overflows, that is taken for "no".
+    A plain sum is ten times as fast as any other test of 16-bit numbers. An overflow counts as "no".
     """
     return k.device.type == "cpu" and bool((k.sum() + v.sum()).isfinite())
 
@@ -306,13 +314,13 @@ def _attend_finite(
     causal: bool,
     layer: AttentionLayer,
 ) -> torch.Tensor:
-    """`_attend` for finite k and v: a probability of 0 times a number that is not finite would be NaN."""
+    """Compute `_attend` for finite k and v. (A probability of 0 times a non-finite number would be NaN.)"""
     if q.shape[1] != k.shape[1] and (layer.soft_cap is not None or q.device.type != "cpu"):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     queries = q.shape[2]
     if layer.soft_cap is None:
         if q.device.type == "cpu" and q.dtype != torch.float32 and queries > _FEW_QUERIES:
-            q, k, v, mask = _padded(q, k, v, mask, causal)
+            q, k, v, mask = pad_shapes(q, k, v, mask, causal)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=layer.scale, enable_gqa=q.shape[1] != k.shape[1]
         )[:, :, :queries]
@@ -323,20 +331,19 @@ def _attend_finite(
     return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)
 
 
-def _padded(
+def pad_shapes(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The arguments of attention with numbers of queries and keys of which there are few.
+    """Pad queries and keys so that their numbers take few different values.
 
-    For 16 bits torch generates code for each pair that is new, in each thread, and keeps it for good: a quarter of a
-    MiB on average. Few queries are multiplied in another way.
+    For 16-bit types PyTorch generates code for each new pair of numbers, in each thread, and keeps it for good: a
+    quarter of a MiB on average. Few queries are multiplied in another way and need no padding.
     """
     queries, keys = q.shape[2], k.shape[2]
-    more_keys = -keys % 64
-    if causal:  # as many of one as of the other
-        more_queries = more_keys
+    if causal:  # as many queries as keys
+        more_queries = more_keys = -keys % (_SHORT_STEP if keys <= _SHORT_PROMPT else _KEY_STEP)
     else:
-        more_queries = -queries % 32
+        more_queries, more_keys = -queries % _QUERY_STEP, -keys % _KEY_STEP
     if not (more_keys or more_queries):
         return q, k, v, mask
     if more_keys and not causal:

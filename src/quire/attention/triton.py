@@ -1,10 +1,12 @@
-"""The Triton back end: blocks [block, kv head, token, dim], attended over by three kernels.
+"""Triton back end: blocks of layout [block, kv head, token, dim], and three attention kernels.
 
-Rows with few new tokens go to kernels/attention/short.py, after kernels/attention/shared.py where many of them
-begin with the same blocks; the others of the same batch go to kernels/attention/long.py. Which rows are whose is
-decided by the same count on the host (grids) and on the device (work). Nothing is sent: a batch reads static
-tensors only, so it can be replayed as a CUDA graph. Where the host knows only how many tokens and rows there
-are at most, both kernels get grids for the worst case and surplus programs end at once.
+- kernels/attention/short.py: rows with few new tokens.
+- kernels/attention/shared.py: runs before it on blocks that many such rows share at their beginning.
+- kernels/attention/long.py: the other rows of the batch.
+
+Host (grids) and device (work) split the rows by the same token count. Nothing is copied to the device: a batch
+reads static tensors only, so it can be replayed as a CUDA graph. If the host knows only upper bounds of tokens and
+rows, both kernels are launched for the worst case, and surplus programs end at once.
 """
 
 from __future__ import annotations
@@ -25,30 +27,34 @@ from quire.kernels.target import Target, target_of
 
 @dataclass(slots=True)
 class _LayerPlan:
-    """What the layers with one ratio of query to KV heads and one head size share."""
+    """The plan of all layers with the same head size and ratio of query to KV heads."""
 
-    layer: int  # the first of them
-    queries: int  # rows with at most so many new tokens are short
+    layer: int  # index of the first of these layers
+    queries: int  # rows with at most this many new tokens are short
     any_short: bool
-    tiles: torch.Tensor | None  # of the long rows; None: there are none
+    tiles: torch.Tensor | None  # of the long rows; None: no long rows
 
 
 @dataclass(slots=True)
 class _TritonPlan:
-    ones: bool  # every row has one new token
-    reach: int  # no row has more keys
+    """The plan of a step; the part that depends on the kind of layer is made in each pass."""
+
+    ones: bool  # whether every row has one new token
+    reach: int  # upper bound of the number of keys of a row
     work: dict[tuple[int, int], _LayerPlan] = field(default_factory=dict)
 
     def work_for(self, layer: AttentionLayer, batch: ForwardBatch, itemsize: int) -> _LayerPlan:
-        """Found anew when the first layer of its kind asks, in each pass over the model: what is launched
-        for it must be part of whatever graph that pass is captured in."""
+        """Return the plan of the layer's kind, which the first layer of that kind makes in each pass.
+
+        Making it launches a kernel, which has to be part of the graph that the pass is captured in.
+        """
         kind = layer.num_heads // layer.num_kv_heads, layer.head_dim
         work = self.work.get(kind)
         if work is None or work.layer == layer.index:
-            work = self.work[kind] = self._find(layer, batch, itemsize)
+            work = self.work[kind] = self._plan_layer(layer, batch, itemsize)
         return work
 
-    def _find(self, layer: AttentionLayer, batch: ForwardBatch, itemsize: int) -> _LayerPlan:
+    def _plan_layer(self, layer: AttentionLayer, batch: ForwardBatch, itemsize: int) -> _LayerPlan:
         if self.ones:
             return _LayerPlan(layer.index, 1, True, None)
         group = layer.num_heads // layer.num_kv_heads
@@ -70,13 +76,22 @@ class _TritonPlan:
 
 
 class TritonAttention:
+    """Back end for GPUs."""
+
     name = "triton"
     capturable = True
     reads_shared = True
 
     @staticmethod
     def fits(dim: int, itemsize: int, group: int, target: Target) -> bool:
-        """Whether every kernel has a tile for such heads, `group` of which share a KV head."""
+        """Return whether every kernel has a tile for these heads.
+
+        Args:
+            dim: head size.
+            itemsize: bytes per number.
+            group: query heads per KV head.
+            target: the GPU.
+        """
         rows = max(SHORT_ROWS // group, 1) * group
         tiles = (
             long_tile(dim, itemsize, group, target),
@@ -115,7 +130,7 @@ class TritonAttention:
         return self._attend(layer, q, batch)
 
     def _attend(self, layer: AttentionLayer, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """q [tokens, heads, dim] -> [tokens, heads * dim]; the blocks hold the new tokens already."""
+        """Return [tokens, heads * dim] for q [tokens, heads, dim]; the blocks already hold the new tokens."""
         keys, values = batch.kv[layer.index]
         dim, kv_heads, itemsize = layer.head_dim, layer.num_kv_heads, q.element_size()
         out = torch.empty(q.shape[0], layer.num_heads * dim, dtype=q.dtype, device=q.device)
@@ -124,14 +139,14 @@ class TritonAttention:
         if work.any_short:
             reach = plan.reach if layer.window is None else min(plan.reach, layer.window)
             splits = num_splits(batch.seq_lens.shape[0], kv_heads, reach, dim, itemsize, target_of(q.device))
-            begun: SharedPartial | None = None
+            shared: SharedPartial | None = None
             if batch.shared is not None and splits == 1 and layer.window is None:
-                begun = attend_shared(
+                shared = attend_shared(
                     q, keys, values, batch.shared, batch.block_table, batch.slots, layer.scale, layer.soft_cap
                 )
             attend_short(
                 q, keys, values, out, batch.seq_lens, None if plan.ones else batch.query_start,
-                batch.block_table, batch.slots, layer.scale, layer.window, layer.soft_cap, work.queries, splits, begun,
+                batch.block_table, batch.slots, layer.scale, layer.window, layer.soft_cap, work.queries, splits, shared,
             )  # fmt: skip
         if work.tiles is not None:
             attend_long(

@@ -158,7 +158,7 @@ def _book(outputs: list[EngineOutput], running: dict[str, ServedRequest], now_s:
             one.token_times_s.append(now_s)
         one.cached_tokens = output.num_cached_tokens
         if output.finish_reason is not None:
-            one.error = output.error
+            one.error = output.error.message if output.error else None
             del running[output.id]
             ended += 1
     return ended

@@ -7,10 +7,10 @@ import time
 
 from quire.core.block_pool import LRU, BlockPool
 from quire.core.engine import Engine
-from quire.core.grammar import NoGrammar
+from quire.core.grammar_interface import NoGrammar
 from quire.core.policy import Policy
 from quire.core.prefix_cache import HashPrefixCache
-from quire.core.request_limits import Limits
+from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.steplog import StepLog
 from quire.types import EngineRequest, SamplingParams
@@ -24,7 +24,7 @@ def host_cost(
     max_len = prompt_len + steps + 64
     pool = BlockPool(rows * -(-max_len // block_size), LRU())
     log = StepLog()
-    limits = Limits(rows, 8192, max_len, block_size)
+    limits = SchedulerLimits(rows, 8192, max_len, block_size)
     scheduler = Scheduler(pool, HashPrefixCache(pool, block_size), Policy(), limits, log)
     engine = Engine(scheduler, ConstantExecutor(1000), NoGrammar(), 2, log)
     for i in range(rows):

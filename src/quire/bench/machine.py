@@ -10,7 +10,7 @@ import torch
 
 from quire.bench.cost import Machine
 from quire.worker.executor import device_guard
-from quire.worker.sizing import free_memory
+from quire.worker.memory.sizing import free_memory
 
 _SIDE = {"cuda": 8192, "cpu": 2048}  # of the matrices that are multiplied
 _BUFFER_BYTES = 1 << 30  # far beyond any cache

@@ -6,7 +6,7 @@ import psutil
 import torch
 
 from quire.types import EngineInfo
-from quire.worker.sizing import free_memory
+from quire.worker.memory.sizing import free_memory
 
 
 def memory_map(info: EngineInfo) -> dict[str, int]:

@@ -1,1 +1,1 @@
-"""The quire command."""
+"""The `quire` command: one module for each sub-command, and what they share."""

@@ -1,4 +1,4 @@
-"""`quire bench`: measurements on this machine, with the flags and figures of `vllm bench`."""
+"""`quire bench`: measurements on this machine, with the flags and metrics of `vllm bench`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from quire.bench.load.arrivals import arrival_times
 from quire.bench.load.workloads import WORKLOADS, uniform
 from quire.cli.bench_flags import (
-    MOST_IDS,
+    MAX_RANDOM_ID,
     NO_TEXT,
     add_arrival_arguments,
     add_figure_arguments,
@@ -37,34 +37,37 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the kinds of benchmarks, each with its flags."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
-    host = kinds.add_parser("host", help="scheduler and step loop without a model")
-    host.add_argument("--rows", type=int, default=256, help="requests decoding at once (default 256)")
+    host = kinds.add_parser("host", help="time per step of the scheduler and the step loop, without a model")
+    host.add_argument("--rows", type=int, default=256, help="requests that decode at once (default 256)")
     host.add_argument("--steps", type=int, default=1000, help="steps to time (default 1000)")
     host.add_argument("--json", action="store_true", help="print one JSON object")
     throughput = kinds.add_parser(
-        "throughput", help="a load, all at once or as it arrives: rates and latencies"
+        "throughput", help="rates and latencies of a load, sent at once or by arrival times"
     )
     add_load_arguments(throughput)
     add_arrival_arguments(throughput)
     add_figure_arguments(throughput)
-    serve = kinds.add_parser("serve", help="a load for a server that speaks OpenAI's API, wherever it runs")
+    serve = kinds.add_parser("serve", help="rates and latencies of any server with an OpenAI API")
     add_serve_arguments(serve)
-    latency = kinds.add_parser("latency", help="one batch after the other: seconds per batch")
+    latency = kinds.add_parser("latency", help="seconds per batch, one batch after the other")
     latency.add_argument(
         "--batch-size",
         type=int,
         nargs="+",
         default=[8],
-        help="requests in a batch; several: a sweep (default 8)",
+        help="requests in a batch; several values make a sweep (default 8)",
     )
-    latency.add_argument("--input-len", type=int, default=32, help="tokens in (default 32)")
-    latency.add_argument("--output-len", type=int, default=128, help="tokens out (default 128)")
+    latency.add_argument("--input-len", type=int, default=32, help="prompt tokens of a request (default 32)")
     latency.add_argument(
-        "--num-iters-warmup", type=int, default=10, help="batches before the timed ones (default 10)"
+        "--output-len", type=int, default=128, help="output tokens of a request (default 128)"
+    )
+    latency.add_argument(
+        "--num-iters-warmup", type=int, default=10, help="batches to run before the timed ones (default 10)"
     )
     latency.add_argument("--num-iters", type=int, default=30, help="timed batches (default 30)")
-    startup = kinds.add_parser("startup", help="fresh processes: seconds to the first token, by phase")
+    startup = kinds.add_parser("startup", help="seconds to the first token in fresh processes, by phase")
     startup.add_argument("--num-iters", type=int, default=3, help="processes to start (default 3)")
     startup.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures to this file")
     add_flags(startup, "engine", EngineConfig)
@@ -75,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the chosen benchmark and return the exit code."""
     if getattr(args, "plot", None):
         from quire.bench.plots import check_plot
 
@@ -99,11 +103,11 @@ def _throughput(args: argparse.Namespace) -> int:
     from quire.bench.report import details, print_serving, print_throughput
 
     parse_goodput(args.goodput)
-    recorded = read_trace(args.trace) if args.trace else []
+    trace = read_trace(args.trace) if args.trace else []
     with Bench(engine_config(args)) as bench:
-        load = _load(args, bench.info, recorded)
+        load = _load(args, bench.info, trace)
         done = throughput(bench, load, sampling(args), args.num_warmups, sys.stderr.isatty())
-        found = {
+        result = {
             **_conditions(args, bench.info),
             "num_prompts": len(load.work),
             "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
@@ -112,14 +116,14 @@ def _throughput(args: argparse.Namespace) -> int:
             **serving(done, percentiles, args.goodput),
             **limits(done.steps, done.duration_s, bench.costs, bench.machine),
         }
-    print_serving(found, metrics, percentiles)
-    print_throughput(found)
+    print_serving(result, metrics, percentiles)
+    print_throughput(result)
     if args.plot:
         from quire.bench.plots import plot_serving
 
         load_name = args.trace.name if args.trace else args.workload or "uniform lengths"
-        plot_serving(done, _title(found, load_name), args.plot)
-    _save(args, {**found, **details(done)} if args.save_detailed else found)
+        plot_serving(done, _title(result, load_name), args.plot)
+    _save(args, {**result, **details(done)} if args.save_detailed else result)
     return 0
 
 
@@ -148,17 +152,17 @@ def _latency(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load(args: argparse.Namespace, info: EngineInfo, recorded: list[TraceRequest]) -> OfferedLoad:
-    """The requests that the flags ask for, and their times."""
+def _load(args: argparse.Namespace, info: EngineInfo, trace: list[TraceRequest]) -> OfferedLoad:
+    """Return the requests that the flags describe, and their arrival times."""
     from quire.bench.load.traces import replay
     from quire.bench.offline import OfferedLoad
 
-    vocab = min(info.vocab_size, MOST_IDS)
-    if recorded:
+    vocab = min(info.vocab_size, MAX_RANDOM_ID)
+    if trace:
         longest = info.max_model_len
-        work, times, too_long = replay(recorded, vocab, longest, args.num_prompts, args.trace_scale)
+        work, times, too_long = replay(trace, vocab, longest, args.num_prompts, args.trace_scale)
         if too_long:
-            print(f"Left out: {too_long} requests beyond max_model_len {longest}", file=sys.stderr)
+            print(f"Skipped {too_long} requests longer than max_model_len {longest}", file=sys.stderr)
         return OfferedLoad(work, times, args.max_concurrency)
     if args.workload:
         work = WORKLOADS[args.workload](vocab, args.num_prompts)
@@ -169,7 +173,7 @@ def _load(args: argparse.Namespace, info: EngineInfo, recorded: list[TraceReques
 
 
 def _conditions(args: argparse.Namespace, info: EngineInfo) -> dict[str, Any]:
-    """What was measured, for the result file."""
+    """Return the conditions of the measurement, for the result file."""
     return {
         "date": f"{datetime.now():%Y%m%d-%H%M%S}",
         "backend": "quire",
@@ -184,17 +188,17 @@ def _conditions(args: argparse.Namespace, info: EngineInfo) -> dict[str, Any]:
     }
 
 
-def _title(found: dict[str, Any], load: object) -> str:
-    return f"{found['model_id']}, {found['dtype']} on {found['device']}: {load}"
+def _title(conditions: dict[str, Any], load: object) -> str:
+    return f"{conditions['model_id']}, {conditions['dtype']} on {conditions['device']}: {load}"
 
 
-def _save(args: argparse.Namespace, found: dict[str, Any]) -> None:
+def _save(args: argparse.Namespace, result: dict[str, Any]) -> None:
     from quire.bench.report import result_name, save
 
     if args.output_json:
-        save(args.output_json, found)
+        save(args.output_json, result)
     if args.save_result:
-        save(args.result_dir / (args.result_filename or result_name(found, args.kind)), found)
+        save(args.result_dir / (args.result_filename or result_name(result, args.kind)), result)
 
 
 def _startup(args: argparse.Namespace) -> int:
@@ -204,7 +208,7 @@ def _startup(args: argparse.Namespace) -> int:
 
     settings = {"skip_tokenizer_init": True, **given(args, EngineConfig)}
     starts = [start_up(settings) for _ in range(args.num_iters)]
-    print(f"Seconds to the first token, of {args.num_iters} fresh processes:")
+    print(f"Seconds to the first token in {args.num_iters} fresh processes:")
     for phase in starts[0]:
         print(f"  {phase:<12}" + "".join(f"{one[phase]:>9.2f}" for one in starts))
     if args.output_json:
@@ -220,7 +224,9 @@ def _host(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(figures))
         return 0
-    print(f"Host cost of one step with {figures['rows']:.0f} decode rows, median of {figures['steps']:.0f}:")
+    print(
+        f"Host time of a step with {figures['rows']:.0f} decode rows, median of {figures['steps']:.0f} steps:"
+    )
     for name in ("step", "schedule", "retire"):
         print(f"  {name:<9} {figures[f'{name}_us']:7.0f} us")
     print(f"  99 % of steps take at most {figures['step_p99_us']:.0f} us")

@@ -1,4 +1,4 @@
-"""Flags of `quire bench`, some of `quire profile`, and what they mean."""
+"""Flags of `quire bench`, some of which `quire profile` shares, and their checks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from quire.cli.flags import given
 from quire.config import EngineConfig
 from quire.types import ConfigError, SamplingParams
 
-MOST_IDS = 100_000  # random token ids are below this: those above are often special
+MAX_RANDOM_ID = 100_000  # random token ids are below this, because higher ids are often special
 _METRICS = ("ttft", "tpot", "itl", "e2el")
-# What an answer of a given length, without text, has no use for.
+# Sampling fields without effect on answers of a fixed length that are not detokenized.
 NO_TEXT = {
     "n", "max_tokens", "min_tokens", "ignore_eos", "detokenize", "stop", "stop_token_ids", "bad_words",
     "include_stop_str_in_output", "skip_special_tokens", "spaces_between_special_tokens", "prompt_logprobs",
@@ -22,89 +22,107 @@ NO_TEXT = {
 
 
 def add_load_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which requests."""
+    """Add the flags that choose the requests."""
     group = parser.add_argument_group("load")
     source = group.add_mutually_exclusive_group()
     source.add_argument(
-        "--workload", choices=WORKLOADS, help="a fixed set of requests (default: uniform lengths)"
+        "--workload", choices=WORKLOADS, help="fixed set of requests (default: requests of equal length)"
     )
     source.add_argument(
         "--trace", type=Path, metavar="FILE", help="replay an Azure (CSV) or Mooncake (JSON lines) trace"
     )
     group.add_argument(
-        "--trace-scale", type=float, default=1.0, help="replay so many times faster (default 1)"
+        "--trace-scale", type=float, default=1.0, help="replay the trace this many times faster (default 1)"
     )
     group.add_argument(
-        "--num-prompts", type=int, help="requests (default: those of the workload or trace, or 64)"
+        "--num-prompts", type=int, help="number of requests (default: all of the workload or trace, else 64)"
     )
     group.add_argument(
-        "--input-len", type=int, default=128, help="tokens in, of uniform lengths (default 128)"
+        "--input-len", type=int, default=128, help="prompt tokens of requests of equal length (default 128)"
     )
     group.add_argument(
-        "--output-len", type=int, default=128, help="tokens out, of uniform lengths (default 128)"
+        "--output-len", type=int, default=128, help="output tokens of requests of equal length (default 128)"
     )
 
 
 def add_arrival_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that decide when requests are sent."""
     group = parser.add_argument_group("arrivals")
     group.add_argument(
-        "--request-rate", type=float, default=math.inf, help="requests a second (default inf: all at once)"
+        "--request-rate", type=float, default=math.inf, help="requests per second (default inf: all at once)"
     )
     group.add_argument(
         "--burstiness",
         type=float,
         default=1.0,
-        help="of the gaps: below 1 bursts, 1 Poisson, above even (default 1)",
+        help="shape of the arrival gaps: below 1 bursts, 1 is a Poisson process, above 1 more even (default 1)",
     )
-    group.add_argument("--max-concurrency", type=int, help="most requests open at once (default: no limit)")
-    group.add_argument("--num-warmups", type=int, default=0, help="runs before the timed one (default 0)")
+    group.add_argument(
+        "--max-concurrency", type=int, help="most requests in flight at once (default: no limit)"
+    )
+    group.add_argument(
+        "--num-warmups",
+        type=int,
+        default=0,
+        help="warm-ups before the timed run: whole loads in `throughput`, requests in `serve` (default 0)",
+    )
 
 
 def add_figure_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that choose the metrics to report."""
     group = parser.add_argument_group("figures")
     group.add_argument(
         "--percentile-metrics",
         default="ttft,tpot,itl",
-        help="of ttft, tpot, itl, e2el (default ttft,tpot,itl)",
+        help="metrics with percentiles, out of ttft, tpot, itl, e2el (default ttft,tpot,itl)",
     )
-    group.add_argument("--metric-percentiles", default="99", help="e.g. 50,90,99 (default 99)")
+    group.add_argument(
+        "--metric-percentiles", default="99", help="percentiles to print, such as 50,90,99 (default 99)"
+    )
     group.add_argument(
         "--goodput",
         nargs="+",
         default=[],
         metavar="METRIC:MS",
-        help="count requests within limits: ttft:500 tpot:50",
+        help="count the requests within these limits, such as ttft:500 tpot:50",
     )
     group.add_argument(
-        "--save-detailed", action="store_true", help="add lengths and times of each request to the result"
+        "--save-detailed", action="store_true", help="add the lengths and times of each request to the result"
     )
 
 
 def add_result_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags that say where the result is written."""
     group = parser.add_argument_group("results")
-    group.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures to this file")
+    group.add_argument("--output-json", type=Path, metavar="FILE", help="write the result to this file")
     group.add_argument(
-        "--save-result", action="store_true", help="write the figures to a file named after the run"
+        "--save-result", action="store_true", help="write the result to a file named after the run"
     )
     group.add_argument(
         "--result-dir", type=Path, default=Path(), help="folder of --save-result (default: here)"
     )
-    group.add_argument("--result-filename", help="file name of --save-result, instead of one after the run")
-    group.add_argument("--label", help="begins the file name of --save-result, and stands in the result")
-    group.add_argument("--plot", type=Path, metavar="FILE", help="draw the result: .png, .svg or .pdf")
+    group.add_argument("--result-filename", help="file name of --save-result (default: named after the run)")
+    group.add_argument(
+        "--label",
+        help="label of the run: prefix of the file name of --save-result, and a field of the result",
+    )
+    group.add_argument(
+        "--plot", type=Path, metavar="FILE", help="plot the result to this .png, .svg or .pdf file"
+    )
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
+    """Return the engine settings that were given, without a tokenizer."""
     return EngineConfig(**{"skip_tokenizer_init": True, **given(args, EngineConfig)})
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:
-    """Greedy, unless the flags say otherwise."""
+    """Return the sampling fields that were given; decoding is greedy by default."""
     return {"temperature": 0.0, **given(args, SamplingParams)}
 
 
 def at_least_one(args: argparse.Namespace, *names: str) -> None:
-    """Raise ConfigError for a flag that was given as less than 1, or holds such a number."""
+    """Raise ConfigError if one of the flags `names` is, or holds, a number below 1."""
     for name in names:
         given = getattr(args, name)
         for value in given if isinstance(given, list) else [given]:
@@ -113,17 +131,21 @@ def at_least_one(args: argparse.Namespace, *names: str) -> None:
 
 
 def check_load(args: argparse.Namespace) -> None:
-    """Raise ConfigError for a load that cannot be, before anything is built for it."""
+    """Raise ConfigError for an impossible load, before an engine is built for it."""
     at_least_one(args, "num_prompts", "max_concurrency", "input_len", "output_len")
     for name in ("request_rate", "burstiness", "trace_scale"):
         if not getattr(args, name) > 0:
             raise ConfigError(f"{name} must be above 0, got {getattr(args, name)}")
     if args.trace and not math.isinf(args.request_rate):
-        raise ConfigError("a trace has arrival times of its own: --trace-scale instead of --request-rate")
+        raise ConfigError("a trace has its own arrival times: use --trace-scale instead of --request-rate")
 
 
 def chosen_figures(args: argparse.Namespace) -> tuple[list[str], list[float]]:
-    """Metrics to print and percentiles to compute."""
+    """Return the metrics to print and the percentiles to compute.
+
+    Raises:
+        ConfigError: for an unknown metric or a percentile outside of 0 to 100.
+    """
     metrics = args.percentile_metrics.split(",")
     if unknown := set(metrics) - set(_METRICS):
         raise ConfigError(f"percentile_metrics must be of {', '.join(_METRICS)}, got {', '.join(unknown)}")

@@ -1,4 +1,4 @@
-"""The requests of `quire bench serve`, made from its flags and from what the server says of itself."""
+"""Requests of `quire bench serve`, built from its flags and the model that the server reports."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _NUM_PROMPTS = 1000
 
 @dataclass(slots=True)
 class ServerCard:
-    """What the server says of itself."""
+    """Model that the server reports."""
 
     model: str
     root: str
     max_model_len: int | None
-    vocab_size: int | None  # if it is Quire
+    vocab_size: int | None  # known only from a Quire server
 
 
 class RequestPlan:
-    """The requests that the flags ask for."""
+    """Requests that the flags describe."""
 
     def __init__(
         self,
@@ -45,18 +45,23 @@ class RequestPlan:
         self._args, self._server, self._vocab = args, server, vocab
         self._tokenizer, self._is_chat = tokenizer, is_chat
         if tokenizer is None and (is_chat or args.dataset_name == "sharegpt"):
-            raise ConfigError("texts need a tokenizer: give --tokenizer FOLDER|ID")
+            raise ConfigError("chats and sharegpt need a tokenizer: set --tokenizer FOLDER|ID")
 
     async def warm_up(self, client: LoadClient) -> None:
-        """Requests like the first one, but none that the prefix cache could help later ones with."""
+        """Send the warm-up requests: as long as the first ones, but without prefixes that later requests could reuse."""
         if not self._args.num_warmups:
             return
-        work = self._made_up(max(self._args.num_warmups, 1), seed=self._args.seed - 1)
-        asks = self._asks_of(shifted(work, self._vocab, 1))[: self._args.num_warmups]
-        await client.run(asks, [0.0] * len(asks))
+        work = self._synthetic(max(self._args.num_warmups, 1), seed=self._args.seed - 1)
+        requests = self._to_requests(shifted(work, self._vocab, 1))[: self._args.num_warmups]
+        await client.run(requests, [0.0] * len(requests))
 
-    def asks(self, count: int | None = None, skip: int = 0) -> tuple[list[BenchRequest], list[float]]:
-        """Requests and their times in seconds. `count` and `skip`: that part of them, all at once."""
+    def requests(self, count: int | None = None, skip: int = 0) -> tuple[list[BenchRequest], list[float]]:
+        """Return requests and their arrival times in seconds.
+
+        Args:
+            count: number of requests (default: --num-prompts).
+            skip: number of requests to leave out at the beginning.
+        """
         args = self._args
         if args.dataset_name == "trace":
             longest = self._server.max_model_len or 1 << 62
@@ -64,32 +69,32 @@ class RequestPlan:
                 read_trace(args.dataset_path), self._vocab, longest, args.num_prompts, args.trace_scale
             )
             if too_long:
-                print(f"Left out: {too_long} requests beyond max_model_len {longest}", file=sys.stderr)
-            return self._asks_of(work), times
-        asks = self._all(count if count is not None else args.num_prompts, skip)
+                print(f"Skipped {too_long} requests longer than max_model_len {longest}", file=sys.stderr)
+            return self._to_requests(work), times
+        requests = self._requests(count if count is not None else args.num_prompts, skip)
         if args.ramp_up_strategy and count is None:
             rates = (args.ramp_up_start_rps, args.ramp_up_end_rps, args.ramp_up_strategy)
-            return asks, ramp_times(len(asks), *rates, args.burstiness, args.seed)
-        return asks, arrival_times(len(asks), args.request_rate, args.burstiness, args.seed)
+            return requests, ramp_times(len(requests), *rates, args.burstiness, args.seed)
+        return requests, arrival_times(len(requests), args.request_rate, args.burstiness, args.seed)
 
-    def _all(self, count: int | None, skip: int) -> list[BenchRequest]:
+    def _requests(self, count: int | None, skip: int) -> list[BenchRequest]:
         from quire.bench.load.datasets import custom, repeated, sharegpt
 
         args, total = self._args, (count or _NUM_PROMPTS) + skip
         if args.dataset_name == "sharegpt":
             assert self._tokenizer is not None
             length = args.output_len or args.sharegpt_output_len
-            asks = sharegpt(args.dataset_path, total, self._tokenizer, length, args.seed)
+            requests = sharegpt(args.dataset_path, total, self._tokenizer, length, args.seed)
         elif args.dataset_name == "custom":
             length = args.output_len or args.custom_output_len
-            asks = custom(args.dataset_path, total, self._tokenizer, length)
+            requests = custom(args.dataset_path, total, self._tokenizer, length)
         elif args.dataset_name == "workload":
-            asks = self._asks_of(WORKLOADS[args.workload](self._vocab, total if count else None))
+            requests = self._to_requests(WORKLOADS[args.workload](self._vocab, total if count else None))
         else:
-            asks = self._asks_of(self._made_up(total, args.seed))
-        return repeated(asks, count or len(asks) - skip, skip)
+            requests = self._to_requests(self._synthetic(total, args.seed))
+        return repeated(requests, count or len(requests) - skip, skip)
 
-    def _made_up(self, count: int, seed: int) -> Workload:
+    def _synthetic(self, count: int, seed: int) -> Workload:
         from quire.bench.load.datasets import prefix_repetition, random_work
 
         args = self._args
@@ -113,7 +118,7 @@ class RequestPlan:
             seed=seed,
         )
 
-    def _asks_of(self, work: Workload) -> list[BenchRequest]:
+    def _to_requests(self, work: Workload) -> list[BenchRequest]:
         from quire.bench.load.datasets import asks_of
 
         return asks_of(work, self._tokenizer if self._is_chat else None)

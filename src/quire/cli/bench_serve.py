@@ -1,4 +1,4 @@
-"""`quire bench serve`: a load for any server that speaks OpenAI's API, and what came of it."""
+"""`quire bench serve`: send a load to any server with an OpenAI API and report rates and latencies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.bench_flags import MOST_IDS, chosen_figures
+from quire.cli.bench_flags import MAX_RANDOM_ID, chosen_figures
 from quire.cli.bench_load import RequestPlan, ServerCard
 from quire.cli.bench_serve_flags import ENDPOINTS, check, pairs, request_fields
 from quire.types import ConfigError
@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from quire.bench.server.client import LoadClient, ServerTarget
     from quire.frontend.tokenizer.tokenizer import Tokenizer
 
-_PER_USER = 4  # requests of each user in a load test, unless --num-prompts says otherwise
-_LOOK_S = 0.5
+_PER_USER = 4  # requests of each user in a load test without --num-prompts
+_POLL_S = 0.5  # between attempts to reach the server
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the benchmark and return the exit code."""
     check(args)
     from quire.bench.server.client import run_in_loop
 
@@ -38,17 +39,17 @@ async def _bench(args: argparse.Namespace) -> int:
     from quire.bench.server.client import LoadClient
 
     async with LoadClient(_target(args, {})) as probe:
-        server = await _look(probe, args)
+        server = await _find_server(probe, args)
     tokenizer = _tokenizer(args, server)
-    vocab = min(_vocab(server, tokenizer), MOST_IDS)
+    vocab = min(_vocab(server, tokenizer), MAX_RANDOM_ID)
     async with LoadClient(_target(args, request_fields(args, server.model))) as client:
         load = RequestPlan(args, server, vocab, tokenizer, client.target.is_chat)
         await load.warm_up(client)
         if args.users is not None:
-            return await _users(args, client, server, load)
-        asks, times = load.asks()
-        done = await client.run(asks, times, args.max_concurrency, _shows(args))
-    _report(args, server, asks, done)
+            return await _run_users(args, client, server, load)
+        requests, times = load.requests()
+        done = await client.run(requests, times, args.max_concurrency, _shows_progress(args))
+    _report(args, server, requests, done)
     return 0
 
 
@@ -65,8 +66,8 @@ def _target(args: argparse.Namespace, fields: dict[str, Any]) -> ServerTarget:
     )
 
 
-async def _look(client: LoadClient, args: argparse.Namespace) -> ServerCard:
-    """Wait for the server as long as the flags allow, and ask it for its model."""
+async def _find_server(client: LoadClient, args: argparse.Namespace) -> ServerCard:
+    """Wait for the server as long as the flags allow, and return the model that it reports."""
     deadline_s = time.monotonic() + args.ready_check_timeout_sec
     while True:
         try:
@@ -75,11 +76,11 @@ async def _look(client: LoadClient, args: argparse.Namespace) -> ServerCard:
         except ConfigError:
             if time.monotonic() >= deadline_s:
                 raise
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
     cards = found.get("data") if isinstance(found, dict) else None
     card = cards[0] if cards else {}
     if args.model is None and "id" not in card:
-        raise ConfigError(f"{client.target.base_url} names no model at /v1/models: give --model")
+        raise ConfigError(f"{client.target.base_url} names no model at /v1/models: set --model")
     stats = await client.get("/stats")
     engine = stats.get("engine", {}) if isinstance(stats, dict) else {}
     vocab = engine.get("vocab_size") if isinstance(engine, dict) else None
@@ -88,7 +89,7 @@ async def _look(client: LoadClient, args: argparse.Namespace) -> ServerCard:
 
 
 def _tokenizer(args: argparse.Namespace, server: ServerCard) -> Tokenizer | None:
-    """The tokenizer, if one is named, or is here under the model's name; only where it is needed."""
+    """Load the tokenizer if the requests need one and it is named by a flag or found under the model's name."""
     from quire.frontend.location import BUILT_IN, locate_tokenizer
     from quire.frontend.tokenizer.tokenizer import load_tokenizer
 
@@ -96,7 +97,7 @@ def _tokenizer(args: argparse.Namespace, server: ServerCard) -> Tokenizer | None
     if name is None:
         is_chat = _target(args, {}).is_chat
         if server.vocab_size is not None and not is_chat and args.dataset_name not in ("sharegpt", "custom"):
-            return None  # token ids need none
+            return None  # prompts are token ids
         if server.root not in BUILT_IN and not Path(server.root).exists():
             return None
         name = server.root
@@ -106,12 +107,14 @@ def _tokenizer(args: argparse.Namespace, server: ServerCard) -> Tokenizer | None
 def _vocab(server: ServerCard, tokenizer: Tokenizer | None) -> int:
     found = server.vocab_size or (tokenizer.vocab_size if tokenizer else None)
     if found is None:
-        raise ConfigError(f"the vocabulary of {server.model} is not known: give --tokenizer FOLDER|ID")
+        raise ConfigError(f"the vocabulary size of {server.model} is unknown: set --tokenizer FOLDER|ID")
     return found
 
 
-async def _users(args: argparse.Namespace, client: LoadClient, server: ServerCard, load: RequestPlan) -> int:
-    """One run for each number of users, each with requests of its own."""
+async def _run_users(
+    args: argparse.Namespace, client: LoadClient, server: ServerCard, load: RequestPlan
+) -> int:
+    """Run the load once for each number of users, every time with new requests."""
     from quire.bench.metrics import serving
     from quire.bench.report import print_users
 
@@ -119,15 +122,15 @@ async def _users(args: argparse.Namespace, client: LoadClient, server: ServerCar
     levels, skip = [], 0
     for users in args.users:
         count = args.num_prompts or max(users * _PER_USER, 2 * _PER_USER)
-        asks, times = load.asks(count, skip)
+        requests, times = load.requests(count, skip)
         skip += count
-        if _shows(args):
+        if _shows_progress(args):
             print(f"{users} users, {count} requests", file=sys.stderr)
-        done = await client.run(asks, times, users, _shows(args))
+        done = await client.run(requests, times, users, _shows_progress(args))
         wanted = sorted({*percentiles, 99.0})
         found = serving(done, wanted, args.goodput)
         levels.append({"max_concurrency": users, "num_prompts": count, **found})
-        _tell_errors(done)
+        _print_errors(done)
     print_users(levels)
     result = {**_conditions(args, server), "levels": levels}
     if args.plot:
@@ -138,29 +141,29 @@ async def _users(args: argparse.Namespace, client: LoadClient, server: ServerCar
     return 0
 
 
-def _report(args: argparse.Namespace, server: ServerCard, asks: list[BenchRequest], done: Run) -> None:
+def _report(args: argparse.Namespace, server: ServerCard, requests: list[BenchRequest], done: Run) -> None:
     from quire.bench.metrics import serving
     from quire.bench.report import details, print_serving
 
     metrics, percentiles = chosen_figures(args)
-    found = {
+    result = {
         **_conditions(args, server),
-        "num_prompts": len(asks),
+        "num_prompts": len(requests),
         "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
         "burstiness": args.burstiness,
         "max_concurrency": args.max_concurrency,
     }
     if args.ramp_up_strategy:
-        found |= {name: getattr(args, name) for name in vars(args) if name.startswith("ramp_up")}
-    _tell_errors(done)
-    found |= serving(done, percentiles, args.goodput)
-    found["client_processor_s"] = done.client_processor_s
-    print_serving(found, metrics, percentiles)
+        result |= {name: getattr(args, name) for name in vars(args) if name.startswith("ramp_up")}
+    _print_errors(done)
+    result |= serving(done, percentiles, args.goodput)
+    result["client_processor_s"] = done.client_processor_s
+    print_serving(result, metrics, percentiles)
     if args.plot:
         from quire.bench.plots import plot_serving
 
         plot_serving(done, f"{server.model}: {_name(args)}", args.plot)
-    _save(args, {**found, **details(done)} if args.save_detailed else found)
+    _save(args, {**result, **details(done)} if args.save_detailed else result)
 
 
 def _conditions(args: argparse.Namespace, server: ServerCard) -> dict[str, Any]:
@@ -179,21 +182,21 @@ def _name(args: argparse.Namespace) -> str:
     return str(args.workload or (args.dataset_path.name if args.dataset_path else args.dataset_name))
 
 
-def _tell_errors(done: Run) -> None:
+def _print_errors(done: Run) -> None:
     failed = [one.error for one in done.served if one.error]
     if failed:
         print(f"quire: {len(failed)} requests failed, the first with {failed[0]}", file=sys.stderr)
 
 
-def _shows(args: argparse.Namespace) -> bool:
+def _shows_progress(args: argparse.Namespace) -> bool:
     return not args.disable_tqdm and sys.stderr.isatty()
 
 
-def _save(args: argparse.Namespace, found: dict[str, Any]) -> None:
+def _save(args: argparse.Namespace, result: dict[str, Any]) -> None:
     from quire.bench.report import result_name, save
 
     if args.output_json:
-        save(args.output_json, found)
+        save(args.output_json, result)
     if args.save_result or args.append_result:
-        path = args.result_dir / (args.result_filename or result_name(found, "serve"))
-        save(path, found, args.append_result)
+        path = args.result_dir / (args.result_filename or result_name(result, "serve"))
+        save(path, result, args.append_result)

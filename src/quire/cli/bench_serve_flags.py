@@ -1,4 +1,4 @@
-"""Flags of `quire bench serve`: those of `vllm bench serve`, and a few of `quire bench throughput`."""
+"""Flags of `quire bench serve`: those of `vllm bench serve` and some of `quire bench throughput`."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ _SAMPLING = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add all flags of `quire bench serve`."""
     _server(parser)
     _dataset(parser)
     add_arrival_arguments(parser)
@@ -48,77 +49,97 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         type=int,
         metavar="N",
-        help="load test: so many users, each sending a request when its last one is answered; a table and a plot "
-        f"of each number (without numbers: {' '.join(map(str, USERS))})",
+        help="load test with N users, each of which sends a request when its last one is answered; one row of a table for "
+        f"each N (without a number: {' '.join(map(str, USERS))})",
     )
-    group.add_argument("--ramp-up-strategy", choices=("linear", "exponential"), help="let the rate grow")
-    group.add_argument("--ramp-up-start-rps", type=float, help="requests a second at first")
-    group.add_argument("--ramp-up-end-rps", type=float, help="requests a second at last")
+    group.add_argument(
+        "--ramp-up-strategy", choices=("linear", "exponential"), help="increase the request rate in this way"
+    )
+    group.add_argument("--ramp-up-start-rps", type=float, help="requests per second at the start")
+    group.add_argument("--ramp-up-end-rps", type=float, help="requests per second at the end")
     _sampling(parser)
     add_figure_arguments(parser)
     add_result_arguments(parser)
     group = parser.add_argument_group("more results")
-    group.add_argument("--append-result", action="store_true", help="add a line to the result file")
+    group.add_argument("--append-result", action="store_true", help="append a line to the result file")
     group.add_argument(
-        "--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="stands in the result file"
+        "--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="fields to add to the result"
     )
-    group.add_argument("--disable-tqdm", action="store_true", help="no progress bar")
+    group.add_argument("--disable-tqdm", action="store_true", help="show no progress bar")
 
 
 def _server(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("server")
-    group.add_argument("--backend", choices=ENDPOINTS, default="openai", help="which API (default openai)")
-    group.add_argument("--base-url", help="such as http://host:8000; instead of --host and --port")
-    group.add_argument("--host", default="127.0.0.1", help="default 127.0.0.1")
-    group.add_argument("--port", type=int, default=8000, help="default 8000")
     group.add_argument(
-        "--endpoint", help="path of the route (default: of --backend); .../chat/completions: chats"
+        "--backend", choices=ENDPOINTS, default="openai", help="API of the server (default openai)"
     )
-    group.add_argument("--header", nargs="*", default=[], metavar="KEY=VALUE", help="sent with each request")
-    group.add_argument("--model", help="name of the model (default: the server's first)")
-    group.add_argument("--served-model-name", help="name in requests, if another than --model")
     group.add_argument(
-        "--tokenizer", help="makes texts for chats, and counts those of files (default: --model)"
+        "--base-url", help="address of the server, such as http://host:8000, instead of --host and --port"
     )
-    group.add_argument("--request-id-prefix", default="", help="of the X-Request-Id of each request")
-    group.add_argument("--insecure", action="store_true", help="do not check the server's certificate")
+    group.add_argument("--host", default="127.0.0.1", help="host of the server (default 127.0.0.1)")
+    group.add_argument("--port", type=int, default=8000, help="port of the server (default 8000)")
+    group.add_argument(
+        "--endpoint",
+        help="path of the API (default: that of --backend); one that ends in /chat/completions gets chats",
+    )
+    group.add_argument(
+        "--header", nargs="*", default=[], metavar="KEY=VALUE", help="HTTP headers of each request"
+    )
+    group.add_argument("--model", help="name of the model (default: the first that the server lists)")
+    group.add_argument("--served-model-name", help="model name in requests, if it differs from --model")
+    group.add_argument(
+        "--tokenizer",
+        help="tokenizer folder or id, to write chats and count the tokens of datasets (default: --model)",
+    )
+    group.add_argument("--request-id-prefix", default="", help="prefix of the X-Request-Id of each request")
+    group.add_argument(
+        "--insecure", action="store_true", help="do not verify the TLS certificate of the server"
+    )
     group.add_argument(
         "--ready-check-timeout-sec",
         type=float,
         default=0.0,
-        help="how long to wait for the server (default 0)",
+        help="seconds to wait for the server (default 0)",
     )
 
 
 def _dataset(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("dataset")
-    group.add_argument("--dataset-name", choices=DATASETS, help="default random")
-    group.add_argument("--dataset-path", type=Path, metavar="FILE", help="of sharegpt, custom and trace")
-    group.add_argument("--workload", choices=WORKLOADS, help="a fixed set, as in `quire bench throughput`")
+    group.add_argument("--dataset-name", choices=DATASETS, help="source of the prompts (default random)")
     group.add_argument(
-        "--trace", type=Path, metavar="FILE", help="an Azure or Mooncake trace, with its times"
+        "--dataset-path", type=Path, metavar="FILE", help="file of the sharegpt, custom or trace dataset"
     )
     group.add_argument(
-        "--trace-scale", type=float, default=1.0, help="replay so many times faster (default 1)"
+        "--workload", choices=WORKLOADS, help="fixed set of requests, as in `quire bench throughput`"
     )
-    group.add_argument("--num-prompts", type=int, help="requests (default 1000, or all of the set)")
-    group.add_argument("--input-len", type=int, help="tokens in, whatever the dataset calls them")
-    group.add_argument("--output-len", type=int, help="tokens out, whatever the dataset calls them")
+    group.add_argument(
+        "--trace", type=Path, metavar="FILE", help="Azure or Mooncake trace, sent at its recorded times"
+    )
+    group.add_argument(
+        "--trace-scale", type=float, default=1.0, help="replay the trace this many times faster (default 1)"
+    )
+    group.add_argument(
+        "--num-prompts", type=int, help="number of requests (default 1000, or all of a workload or trace)"
+    )
+    group.add_argument("--input-len", type=int, help="prompt tokens; replaces the flag of the chosen dataset")
+    group.add_argument(
+        "--output-len", type=int, help="output tokens; replaces the flag of the chosen dataset"
+    )
     numbers: tuple[tuple[str, Any, str], ...] = (
-        ("--random-input-len", 1024, "tokens in"),
-        ("--random-output-len", 128, "tokens out"),
-        ("--random-range-ratio", 0.0, "lengths vary by this share, below 1"),
-        ("--random-prefix-len", 0, "tokens that all prompts begin with, besides"),
-        ("--custom-output-len", 256, "tokens out"),
+        ("--random-input-len", 1024, "prompt tokens"),
+        ("--random-output-len", 128, "output tokens"),
+        ("--random-range-ratio", 0.0, "share by which lengths vary, at least 0 and below 1"),
+        ("--random-prefix-len", 0, "additional tokens that all prompts start with"),
+        ("--custom-output-len", 256, "output tokens"),
         ("--prefix-repetition-prefix-len", 256, "tokens of a shared prefix"),
-        ("--prefix-repetition-suffix-len", 256, "tokens of a prompt's own"),
-        ("--prefix-repetition-num-prefixes", 10, "shared prefixes"),
-        ("--prefix-repetition-output-len", 128, "tokens out"),
+        ("--prefix-repetition-suffix-len", 256, "tokens of a prompt after its prefix"),
+        ("--prefix-repetition-num-prefixes", 10, "number of shared prefixes"),
+        ("--prefix-repetition-output-len", 128, "output tokens"),
     )
     for name, default, help in numbers:
         group.add_argument(name, type=type(default), default=default, help=f"{help} (default {default})")
-    group.add_argument("--sharegpt-output-len", type=int, help="tokens out (default: as recorded)")
-    group.add_argument("--seed", type=int, default=0, help="of prompts and arrivals (default 0)")
+    group.add_argument("--sharegpt-output-len", type=int, help="output tokens (default: as in the dataset)")
+    group.add_argument("--seed", type=int, default=0, help="seed of prompts and arrival times (default 0)")
 
 
 def _sampling(parser: argparse.ArgumentParser) -> None:
@@ -126,13 +147,17 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
     for name, kind in _SAMPLING:
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, dest=name)
     group.add_argument(
-        "--ignore-eos", action="store_true", help="answers of full length (always so for made-up prompts)"
+        "--ignore-eos",
+        action="store_true",
+        help="generate answers of full length (always on for synthetic prompts)",
     )
-    group.add_argument("--extra-body", type=json.loads, default={}, metavar="JSON", help="further fields")
+    group.add_argument(
+        "--extra-body", type=json.loads, default={}, metavar="JSON", help="more fields of the request body"
+    )
 
 
 def check(args: argparse.Namespace) -> None:
-    """Raise ConfigError for what cannot be run; settle what follows from other flags."""
+    """Raise ConfigError for an impossible combination of flags, and fill in the flags that follow from others."""
     if args.workload or args.trace:
         args.dataset_name = "workload" if args.workload else "trace"
         args.dataset_path = args.trace
@@ -149,7 +174,7 @@ def check(args: argparse.Namespace) -> None:
     if not 0 <= args.random_range_ratio < 1:
         raise ConfigError(f"random_range_ratio must be at least 0 and below 1, got {args.random_range_ratio}")
     if not isinstance(args.extra_body, dict):
-        raise ConfigError("extra_body must be a JSON object")
+        raise ConfigError(f"extra_body must be a JSON object, got {args.extra_body!r}")
     chosen_figures(args)
     pairs(args.header, "header"), pairs(args.metadata, "metadata")
     _check_arrivals(args)
@@ -164,35 +189,35 @@ def _check_arrivals(args: argparse.Namespace) -> None:
                 "a ramp needs --ramp-up-strategy, --ramp-up-start-rps and --ramp-up-end-rps, both above 0"
             )
         if rated:
-            raise ConfigError("a ramp has rates of its own: leave --request-rate out")
+            raise ConfigError("a ramp has its own rates: leave out --request-rate")
     if args.dataset_name == "trace" and (rated or args.ramp_up_strategy):
-        raise ConfigError("a trace has arrival times of its own: --trace-scale instead of rates")
+        raise ConfigError("a trace has its own arrival times: use --trace-scale instead of rates")
     if args.users is not None:
         args.users = sorted(set(args.users)) or USERS
         if args.users[0] < 1:
             raise ConfigError(f"users must be at least 1, got {args.users[0]}")
         if rated or args.ramp_up_strategy or args.max_concurrency or args.dataset_name == "trace":
             raise ConfigError(
-                "users send when they have their answers: leave rates, traces and --max-concurrency out"
+                "--users sends a request when the last one is answered: leave out rates, traces and --max-concurrency"
             )
 
 
 def pairs(given: list[str], flag: str) -> dict[str, str]:
-    """`["a=b"]` -> {"a": "b"}."""
-    found = {}
+    """Parse `KEY=VALUE` strings into a dict. Raise ConfigError that names `flag` if one is malformed."""
+    parsed = {}
     for pair in given:
         name, sign, value = pair.partition("=")
         if not (name and sign):
             raise ConfigError(f"{flag} must be KEY=VALUE, got {pair!r}")
-        found[name] = value
-    return found
+        parsed[name] = value
+    return parsed
 
 
 def request_fields(args: argparse.Namespace, model: str) -> dict[str, Any]:
-    """What every request's body carries."""
-    made_up = args.dataset_name not in ("sharegpt", "custom")
+    """Return the fields that the body of every request has."""
+    is_synthetic = args.dataset_name not in ("sharegpt", "custom")
     fields: dict[str, Any] = {"model": args.served_model_name or model}
     fields |= {name: value for name, _ in _SAMPLING if (value := getattr(args, name)) is not None}
-    if args.ignore_eos or made_up:
+    if args.ignore_eos or is_synthetic:
         fields["ignore_eos"] = True
     return fields | args.extra_body

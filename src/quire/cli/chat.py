@@ -1,4 +1,4 @@
-"""`quire chat`: a conversation in the terminal. Each turn shows what the prefix cache saved."""
+"""`quire chat`: a conversation in the terminal. Each turn shows how many prompt tokens were cached."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ if TYPE_CHECKING:
     from quire.llm import LLM
 
 _MAX_TOKENS = 1024
-_HELP = (
-    "/reset starts over, /system TEXT sets the system message, /quit or Ctrl-D ends; Ctrl-C stops an answer"
-)
+_HELP = "/reset starts a new conversation, /system TEXT also sets the system message, Ctrl-C stops an answer, /quit or Ctrl-D exits"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `quire chat`."""
     parser.add_argument("--system", help="system message")
     add_flags(parser, "engine", EngineConfig)
     add_flags(parser, "sampling", SamplingParams, skip={"detokenize", "n"})
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run the conversation and return the exit code."""
     from quire.llm import LLM
 
     if sys.stdin.isatty():
-        with contextlib.suppress(ImportError):  # Windows' console has its own
+        with contextlib.suppress(ImportError):  # the console of Windows edits lines itself
             import readline  # noqa: F401  line editing and history for input()
     with LLM(**given(args, EngineConfig)) as llm:
         params = llm.default_params(given(args, SamplingParams), _MAX_TOKENS)
@@ -67,16 +67,16 @@ def _ask() -> str | None:
 
 
 def _turn(llm: LLM, params: SamplingParams, messages: list[dict[str, Any]], line: str) -> None:
-    """One question and its answer; a refused question leaves the conversation as it was."""
+    """Send one message and print the answer. If the message is refused, the conversation does not change."""
     messages.append({"role": "user", "content": line})
-    began, shown, output = time.perf_counter(), 0, None
+    start_s, shown, output = time.perf_counter(), 0, None
     try:
         for output in llm.stream(llm.chat_prompt(messages), params):
             print(output.outputs[0].text[shown:], end="", flush=True)
             shown = len(output.outputs[0].text)
     except RequestError as error:
         messages.pop()
-        print(f"{error}; /reset starts over")
+        print(f"{error}; /reset starts a new conversation")
         return
     except KeyboardInterrupt:
         print(" [stopped]", end="")
@@ -86,8 +86,8 @@ def _turn(llm: LLM, params: SamplingParams, messages: list[dict[str, Any]], line
         return
     answer = output.outputs[0]
     messages.append({"role": "assistant", "content": answer.text})
-    took = time.perf_counter() - began
+    elapsed_s = time.perf_counter() - start_s
     print(
-        f"  [{len(answer.token_ids)} tokens, {len(answer.token_ids) / took:.0f} tokens/s; "
+        f"  [{len(answer.token_ids)} tokens, {len(answer.token_ids) / elapsed_s:.0f} tokens/s; "
         f"{output.num_cached_tokens} of {len(output.prompt_token_ids)} prompt tokens from the prefix cache]"
     )

@@ -1,4 +1,4 @@
-"""The YAML file of `quire serve --config`: its keys are flags, its values what those flags take."""
+"""The YAML file of `quire serve --config`: its keys are flags, and its values are the values of these flags."""
 
 from __future__ import annotations
 
@@ -15,19 +15,26 @@ from quire.types import ConfigError
 
 
 def read_config(file: str, classes: Sequence[type]) -> list[dict[str, Any]]:
-    """The fields that `file` sets, of each of the `classes`. Raises ConfigError that names file, key and value."""
+    """Read the fields of several dataclasses from a YAML file.
+
+    Returns:
+        One dict for each of `classes`, with the fields that the file sets.
+
+    Raises:
+        ConfigError: if the file cannot be read, or a key or value is wrong; it names file, key and value.
+    """
     import yaml
 
     try:
-        found = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
+        content = yaml.safe_load(Path(file).read_text(encoding="utf-8")) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"the config file {file} cannot be read: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         raise ConfigError(f"the config file {file} must hold flags and their values, such as `port: 8000`")
     settings: list[dict[str, Any]] = [{} for _ in classes]
     hints = [get_type_hints(cls) for cls in classes]
     known = {f.name: index for index, cls in enumerate(classes) for f in fields(cls)}
-    for key, value in found.items():
+    for key, value in content.items():
         name = str(key).replace("-", "_")
         if name not in known:
             more = f"; {known_as}" if (known_as := hint(f"--{name}")) else ""
@@ -40,7 +47,7 @@ def read_config(file: str, classes: Sequence[type]) -> list[dict[str, Any]]:
 
 
 def _value(hint: Any, value: Any) -> Any:
-    """`value` as a field of type `hint` holds it. A text is read as the flag would read it, 32k as an integer."""
+    """Convert a YAML value to the type of a field. Strings are parsed as the flag parses them: 32k is an integer."""
     origin = get_origin(hint)
     if origin in (types.UnionType, Union):
         (inner,) = (a for a in get_args(hint) if a is not type(None))
@@ -58,7 +65,7 @@ def _value(hint: Any, value: Any) -> Any:
 
 
 def _checked(value: Any, kind: type, wanted: str) -> Any:
-    if type(value) is not kind:  # true is an integer to Python
+    if type(value) is not kind:  # because bool is a subclass of int
         raise ValueError(wanted)
     return value
 

@@ -1,4 +1,4 @@
-"""`quire doctor`: what this machine has, what Quire will use for a model, and why."""
+"""`quire doctor`: show what this machine has, what Quire will use for a model, and why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from quire.kernels import Kernels
-    from quire.models.spec import ModelSpec
+    from quire.worker.memory.sizing import MemoryPlanner
 
 _PACKAGES = (
     "torch",
@@ -39,11 +39,13 @@ _SWITCHES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--load", action="store_true", help="also build the engine and time each phase")
+    """Add the flags of `quire doctor`."""
+    parser.add_argument("--load", action="store_true", help="also start the engine and time each phase")
     add_flags(parser, "engine", EngineConfig)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the report and return the exit code."""
     config = EngineConfig(**given(args, EngineConfig))
     _section("Versions")
     _row("quire", f"{__version__} on Python {platform.python_version()}, {platform.platform()}")
@@ -53,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
         except metadata.PackageNotFoundError:
             _row(name, "not installed" + (" (only needed on a GPU)" if name == "triton" else " - MISSING"))
     begin = time.perf_counter()
-    import quire.build  # noqa: F401  (torch, timed here because all that follows needs it)
+    import quire.build  # noqa: F401  (imports torch, which is timed here)
 
     imports_s = time.perf_counter() - begin
     _machine()
@@ -68,7 +70,7 @@ def _machine() -> None:
     import torch
 
     from quire.kernels.target import target_of
-    from quire.worker.host_memory import host_memory
+    from quire.worker.memory.host_memory import host_memory
 
     _section("Machine")
     available, total = host_memory()
@@ -78,7 +80,9 @@ def _machine() -> None:
     _row("memory", f"{_size(total)}{limited}, {_size(available)} available")
     if not torch.cuda.is_available():
         _row(
-            "gpu", "none that torch can use" + ("" if torch.version.cuda else " (this torch is a CPU build)")
+            "gpu",
+            "none that torch can use"
+            + ("" if torch.version.cuda else " (a CPU build of torch is installed)"),
         )
     for index in range(torch.cuda.device_count()):
         free, total = torch.cuda.mem_get_info(index)
@@ -88,11 +92,11 @@ def _machine() -> None:
 
 
 def _plan(config: EngineConfig) -> None:
-    from quire.build import pick_attention, pick_device, pick_dtype
+    from quire.build import memory_planner, pick_attention, pick_device, pick_dtype
     from quire.frontend.location import locate_model
     from quire.kernels import pick_kernels
     from quire.models.config.load import load_spec
-    from quire.worker.sizing import gpu_memory
+    from quire.worker.memory.sizing import gpu_memory
 
     device = pick_device(config.device)
     spec = load_spec(locate_model(config.model, config.revision).path)
@@ -100,8 +104,8 @@ def _plan(config: EngineConfig) -> None:
     resolved = config.resolved(gpu_memory(device), spec.max_model_len)
     _section(f"Plan for {config.model}")
     _row("model", f"{spec.family}, {spec.num_parameters / 1e6:,.1f} M parameters, {spec.num_layers} layers")
-    there = "a GPU is there" if device.type == "cuda" else "no GPU is there"
-    _row("device", f"{device}: {_why(config.device, there)}")
+    gpu_state = "a GPU is available" if device.type == "cuda" else "no GPU is available"
+    _row("device", f"{device}: {_why(config.device, gpu_state)}")
     _row("dtype", f"{str(dtype)[6:]}: {_why(config.dtype, f'the checkpoint is {spec.dtype}')}")
     kernels = pick_kernels(device, dtype, config.cpu_kernels)
     _row("kernels", _kernels(kernels, spec.hidden_size, dtype, device))
@@ -113,11 +117,14 @@ def _plan(config: EngineConfig) -> None:
         _row(name, str(getattr(resolved, name)))
     _row("max_num_seqs", f"{resolved.max_num_seqs} requests at once")
     _row("max_num_batched_tokens", f"{resolved.max_num_batched_tokens} tokens per step")
-    _memory_map(resolved, config.max_model_len, spec, device, dtype)
+    _memory_map(memory_planner(resolved, spec, dtype, device, explicit_len=config.max_model_len is not None))
 
 
 def _kernels(kernels: Kernels | None, width: int, dtype: torch.dtype, device: torch.device) -> str:
-    """What small steps run on. Whether a CPU's kernels read oneDNN's weights shows with one of `width` x `width`."""
+    """Describe the kernels of small steps.
+
+    A weight of [width, width] is packed to see whether the CPU kernels can read the format of this oneDNN.
+    """
     if kernels is None:
         return "none, plain torch"
     if device.type == "cpu":
@@ -127,23 +134,16 @@ def _kernels(kernels: Kernels | None, width: int, dtype: torch.dtype, device: to
 
         probe = torch.arange(width * width, dtype=torch.float32).view(width, width).to(dtype)
         if not isinstance(pack(probe, None, kernels), FewRowsPackedMatmul):
-            return "C, but products by torch, slower: how this oneDNN packs weights is not known here"
+            return "C, but torch computes matrix products, which is slower: the weight format of this oneDNN is unknown"
     return _KERNELS[device.type]
 
 
-def _memory_map(
-    config: EngineConfig, max_model_len: int | None, spec: ModelSpec, device: torch.device, dtype: torch.dtype
-) -> None:
-    """`max_model_len` as it was asked for."""
-    from quire.worker.sizing import check_weights_fit, column_bytes, cpu_step_bytes, kv_budget, size_kv
-
-    weights = check_weights_fit(config, spec, dtype, device)
-    step = cpu_step_bytes(config, spec, dtype)
-    budget = kv_budget(config, device, weights + step)
-    size = size_kv(config, max_model_len, spec, dtype, budget, device)
+def _memory_map(memory: MemoryPlanner) -> None:
+    weights, step = memory.check_weights_fit(), memory.cpu_step_bytes()
+    size = memory.size_kv(memory.kv_budget(weights + step))
     _section("Memory map (before loading)")
     _row("weights", _size(weights))
-    _row("slot columns", _size(column_bytes(config, size.max_model_len)))
+    _row("slot columns", _size(memory.column_bytes(size.max_model_len)))
     _row("largest step", f"{_size(step)} (estimated; a GPU measures it)")
     blocks = f"{size.num_blocks} blocks of {size.block_size} tokens, {_size(size.block_bytes)} each"
     _row("kv cache", f"{_size(size.num_blocks * size.block_bytes)}: {blocks}")
@@ -162,8 +162,8 @@ def _load(config: EngineConfig, imports_s: float) -> None:
     _row("total", f"{sum(info.phases_s.values()):.2f} s")
 
 
-def _why(asked: str, reason: str) -> str:
-    return reason if asked == "auto" else "as asked"
+def _why(setting: str, reason: str) -> str:
+    return reason if setting == "auto" else "as set"
 
 
 def _section(title: str) -> None:

@@ -1,4 +1,4 @@
-"""Flags of vLLM, SGLang and llama.cpp that have another name here, or that nothing has to be said for."""
+"""Flags of vLLM, SGLang and llama.cpp that have another name here, or that Quire does not need."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ NEEDLESS = (
 
 
 def hint(flag: str) -> str | None:
-    """What to do in place of `flag`, or None if it is not known."""
+    """Return what to use instead of another engine's `flag`, or None if the flag is unknown."""
     name = flag.replace("_", "-")
     if name in NAMES:
         return f"here it is {NAMES[name]}"
     if name == "--trust-remote-code":
-        return "code from checkpoints is never run here"
-    return "leave it out: it is always so here" if name in NEEDLESS else None
+        return "Quire never runs code from checkpoints"
+    return "leave it out: this is always on here" if name in NEEDLESS else None

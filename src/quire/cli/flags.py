@@ -1,7 +1,7 @@
-"""Command-line flags made from dataclass fields: the field's name, type, default and help are the flag's.
+"""Command-line flags built from dataclass fields: a field's name, type, default and help become the flag's.
 
-`--max-num-seqs` and `--max_num_seqs` are the same flag. Only flags that were given end up in the result,
-so defaults live in one place, the dataclass.
+`--max-num-seqs` and `--max_num_seqs` are the same flag. The result holds only the flags that were given, so defaults
+live in one place, the dataclass.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 from quire.types import RequestError, SamplingParams, StructuredOutputsParams
 
 _SAMPLING_HELP = {
-    "n": "answers to each prompt",
-    "temperature": "0 is greedy; higher is more varied",
-    "top_k": "draw from the k most likely tokens only (0: all)",
-    "top_p": "draw from the most likely tokens that together have this probability",
-    "min_p": "leave out tokens less likely than this share of the most likely one",
-    "repetition_penalty": "above 1: tokens of prompt and answer become less likely",
-    "presence_penalty": "above 0: tokens of the answer become less likely",
-    "frequency_penalty": "as presence_penalty, for each time the token occurs",
-    "seed": "seed of the answer: the same seed gives the same tokens",
-    "max_tokens": "longest answer in tokens; it also ends where the context is full",
+    "n": "number of answers for each prompt",
+    "temperature": "0 decodes greedily; higher values vary more",
+    "top_k": "sample from the k most likely tokens (0: from all)",
+    "top_p": "sample from the most likely tokens whose probabilities add up to this",
+    "min_p": "drop tokens less likely than this share of the most likely one",
+    "repetition_penalty": "above 1, tokens of the prompt and the answer become less likely",
+    "presence_penalty": "above 0, tokens of the answer become less likely",
+    "frequency_penalty": "like presence_penalty, once for each time a token has occurred",
+    "seed": "seed of sampling: the same seed gives the same tokens",
+    "max_tokens": "longest answer in tokens; a full context ends it too",
     "min_tokens": "shortest answer in tokens",
     "stop": "end the answer before this text (may be repeated)",
     "stop_token_ids": "end the answer after this token id (may be repeated)",
     "include_stop_str_in_output": "keep the stop text in the answer",
-    "ignore_eos": "go on after the end-of-sequence token",
-    "logit_bias": 'added to logits, by token id: {"42": -5}',
-    "allowed_token_ids": "only these token ids may be chosen (may be repeated)",
-    "bad_words": "never write this word (may be repeated)",
-    "logprobs": "log-probabilities of this many alternatives for each token",
-    "prompt_logprobs": "the same for the tokens of the prompt",
-    "skip_special_tokens": "leave special tokens out of the text",
+    "ignore_eos": "continue after the end-of-sequence token",
+    "logit_bias": 'values to add to logits, by token id: {"42": -5}',
+    "allowed_token_ids": "sample only this token id (may be repeated)",
+    "bad_words": "never generate this word (may be repeated)",
+    "logprobs": "number of top log-probabilities to return for each token",
+    "prompt_logprobs": "like logprobs, for the tokens of the prompt",
+    "skip_special_tokens": "omit special tokens from the text",
     "spaces_between_special_tokens": "put spaces between special tokens",
 }
 
 
 class RepeatedValue(argparse.Action):
-    """A list's flag that takes several values at once, `--api-key one two`, and again, `--api-key three`; or all as a
-    JSON list.
+    """Action of a flag whose value is a list.
 
-    It swallows an argument behind it that was meant for the command; `several` of the namespace names the last flag
-    that may have done so.
+    The flag takes several values at once (`--api-key one two`), may be repeated (`--api-key three`), and takes a JSON
+    list. It may also swallow a positional argument that follows it; `several` of the namespace names the last flag that
+    may have done so.
     """
 
     def __call__(
@@ -73,12 +73,17 @@ def add_flags(
     skip: Collection[str] = (),
     several: bool = False,
 ) -> None:
-    """Add a group of flags, one for each field of the dataclass `cls` that is not in `skip`. `several`: flags of lists
-    take more than one value at once."""
-    group = parser.add_argument_group(title)
+    """Add a flag for each field of the dataclass `cls`.
+
+    Args:
+        title: group in `--help` of the fields whose metadata name no group.
+        skip: fields without a flag.
+        several: flags of lists take more than one value at once.
+    """
+    groups: dict[str, Any] = {}
     hints = get_type_hints(cls)
     for f in fields(cls):
-        if f.name in skip or f.name == "structured_outputs":  # a structure of its own, not a flag
+        if f.name in skip or f.name == "structured_outputs":  # see add_structured_flags
             continue
         flag = _flag(cls, f.name)
         names = [f"--{flag.replace('_', '-')}"]
@@ -88,11 +93,13 @@ def add_flags(
         options = _options(hints[f.name])
         if several and options.get("action") == "append":
             options |= {"action": RepeatedValue, "nargs": "+"}
+        name = f.metadata.get("group", title)
+        group = groups.get(name) or groups.setdefault(name, parser.add_argument_group(name))
         group.add_argument(*names, dest=flag, default=argparse.SUPPRESS, help=help, **options)
 
 
 def _with_default(f: Field[Any]) -> str:
-    """The help of a setting. Off, none and zero go without saying; some helps say more."""
+    """Return the help of a setting with its default, unless that is off, zero or None, or the text already says it."""
     text: str = f.metadata["help"]
     if f.default in (MISSING, None, False) or "default" in text:
         return text
@@ -101,7 +108,7 @@ def _with_default(f: Field[Any]) -> str:
 
 
 def add_structured_flags(parser: argparse.ArgumentParser) -> None:
-    """What an answer must be: flags of which one may be given. A text may also be the name of a file."""
+    """Add the flags of structured output, which exclude each other. A schema or grammar may be the name of a file."""
     group = parser.add_argument_group("structured output").add_mutually_exclusive_group()
     group.add_argument(
         "--json-schema", metavar="FILE|TEXT", help="the answer is JSON that satisfies this schema"
@@ -117,7 +124,11 @@ def add_structured_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def given_structured(args: argparse.Namespace) -> dict[str, Any]:
-    """The sampling field that these flags set, if one was given."""
+    """Return the field of SamplingParams that a flag of `add_structured_flags` sets, or nothing.
+
+    Raises:
+        RequestError: if a file cannot be read.
+    """
     schema, grammar = args.json_schema, args.grammar
     if not args.json_object and all(one is None for one in (schema, grammar, args.regex, args.choice)):
         return {}
@@ -141,18 +152,18 @@ def _file_or_text(value: str) -> str:
 
 
 def given(args: argparse.Namespace, cls: type) -> dict[str, Any]:
-    """The fields of `cls` for which a flag was given."""
+    """Return the fields of `cls` whose flags were given, by field name."""
     flags = {f.name: _flag(cls, f.name) for f in fields(cls)}
     return {name: getattr(args, flag) for name, flag in flags.items() if hasattr(args, flag)}
 
 
 def _flag(cls: type, name: str) -> str:
-    """The engine's seed is --seed; one request's own is --sampling-seed."""
+    """Return the flag of a field: --sampling-seed for the seed of a request, because --seed is the engine's."""
     return "sampling_seed" if cls is SamplingParams and name == "seed" else name
 
 
 def _options(hint: Any) -> dict[str, Any]:
-    """argparse's view of a type."""
+    """Return the arguments of `add_argument` for a type."""
     origin = get_origin(hint)
     if origin in (types.UnionType, Union):
         (inner,) = (a for a in get_args(hint) if a is not type(None))
@@ -178,7 +189,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def integer(text: str) -> int:
-    """An integer; k, m and g mean thousands of 1024: `--max-model-len 32k`, `--kv-cache-memory 8g`."""
+    """Parse an integer; the suffixes k, m and g mean powers of 1024, as in `--max-model-len 32k`."""
     suffix = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30}.get(text[-1:].lower())
     try:
         return int(float(text[:-1]) * suffix) if suffix else int(text)

@@ -1,4 +1,4 @@
-"""`quire generate`: a prompt, a file of prompts or standard input in; text or JSON lines out."""
+"""`quire generate`: answer a prompt, a file of prompts or standard input, as text or JSON lines."""
 
 from __future__ import annotations
 
@@ -17,21 +17,25 @@ from quire.types import RequestError, RequestOutput, SamplingParams
 if TYPE_CHECKING:
     from quire.llm import LLM
 
-_UTF8 = re.compile("utf-?8", re.IGNORECASE)  # the output has every letter
-_MAX_TOKENS = 256  # when neither a flag nor the model says otherwise
+_UTF8 = re.compile("utf-?8", re.IGNORECASE)  # an encoding that can write every character
+_MAX_TOKENS = 256  # if neither a flag nor the model sets max_tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `quire generate`."""
     parser.add_argument(
-        "prompt", nargs="*", metavar="PROMPT", help="prompts; without any, one per line of standard input"
+        "prompt",
+        nargs="*",
+        metavar="PROMPT",
+        help="prompts to answer (default: one per line of standard input)",
     )
-    parser.add_argument("--file", type=Path, help="a file with one prompt per line")
+    parser.add_argument("--file", type=Path, help="file with one prompt per line")
     parser.add_argument(
         "--chat", action="store_true", help="send each prompt as a user message through the chat template"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object per answer")
     parser.add_argument(
-        "--summary", action="store_true", help="print tokens, speed and start-up time at the end"
+        "--summary", action="store_true", help="print token counts, speed and start-up time at the end"
     )
     add_flags(parser, "engine", EngineConfig)
     add_structured_flags(parser)
@@ -39,14 +43,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    """Print the answers and return the exit code."""
     prompts = _prompts(args)
     started = time.perf_counter()
     from quire.llm import LLM
 
     with LLM(**given(args, EngineConfig)) as llm:
         ready_s = time.perf_counter() - started
-        asked = {**given(args, SamplingParams), **given_structured(args)}
-        params = llm.default_params(asked, _MAX_TOKENS)
+        wanted = {**given(args, SamplingParams), **given_structured(args)}
+        params = llm.default_params(wanted, _MAX_TOKENS)
         inputs = (
             [llm.chat_prompt([{"role": "user", "content": p}]) for p in prompts] if args.chat else prompts
         )
@@ -82,7 +87,7 @@ def _prompts(args: argparse.Namespace) -> list[str]:
 
 
 def _stream(llm: LLM, prompt: Any, params: SamplingParams, echo: str | None) -> RequestOutput:
-    """Print an answer as it comes, behind its prompt when it continues one. Nothing at all if it is refused."""
+    """Print an answer while it is generated, after the prompt `echo` if there is one. Print nothing if it is refused."""
     shown, output = 0, None
     for output in llm.stream(prompt, params):
         text = (echo or "") + output.outputs[0].text

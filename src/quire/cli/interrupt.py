@@ -1,8 +1,8 @@
-"""Ctrl-C, from the first moment to the last: the process ends with 130 and one line, whatever it was doing.
+"""Handling of Ctrl-C: the process ends with exit code 130 and one line, whatever it is doing.
 
-An exception that is thrown into an import can be swallowed by the library that is being loaded, so while
-something is imported, and when all is done but the interpreter has not ended yet, the process ends at once:
-there is nothing to clean up. Otherwise `Interrupted` is raised.
+An exception raised inside an import can be swallowed by the library that is being imported. So during an import, and
+after the command until the interpreter ends, the process exits at once; there is nothing to clean up. Otherwise
+`Interrupted` is raised.
 """
 
 from __future__ import annotations
@@ -14,29 +14,33 @@ import threading
 from collections.abc import Iterator
 from types import FrameType
 
-INTERRUPTED = 130  # the exit code that shells know
+INTERRUPTED = 130  # the exit code that shells use for SIGINT
 _MESSAGE = b"quire: interrupted\n"
 
 
 class Interrupted(KeyboardInterrupt):
-    """Not KeyboardInterrupt itself: CPython remembers one that left code made from text, as `dataclasses` makes
-    it, and then ends `python -m` by the signal, also if the exception has been caught long ago."""
+    """Ctrl-C in a command.
+
+    A subclass, because CPython remembers a plain KeyboardInterrupt that leaves code compiled from a string, as
+    `dataclasses` does. It then ends `python -m` by the signal even if the exception was caught long ago.
+    """
 
 
 @contextlib.contextmanager
 def interruptible(last: bool) -> Iterator[None]:
-    """Answer SIGINT as above. Not where it is ignored (under nohup) or in other hands, as in a test's.
+    """Handle SIGINT inside this context, unless it is ignored (under nohup) or has another handler (in a test).
 
-    `last`: the process ends behind this; otherwise all is as before.
+    Args:
+        last: the process ends after this context; otherwise the default handler is restored.
     """
-    own = threading.current_thread() is threading.main_thread()
-    own = own and signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if own:
+    handles = threading.current_thread() is threading.main_thread()
+    handles = handles and signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if handles:
         signal.signal(signal.SIGINT, _interrupt)
     try:
         yield
     finally:
-        if own and signal.getsignal(signal.SIGINT) is _interrupt:
+        if handles and signal.getsignal(signal.SIGINT) is _interrupt:
             signal.signal(signal.SIGINT, _end if last else signal.default_int_handler)
 
 

@@ -1,6 +1,6 @@
-"""The quire command: picks a sub-command and turns errors into one sentence and an exit code.
+"""The `quire` command: run a sub-command, and turn errors into one sentence and an exit code.
 
-Sub-commands are imported when chosen, so that `quire --help` answers at once.
+A sub-command is imported when it is chosen, so `quire --help` answers at once.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from quire.types import ConfigError, QuireError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 COMMANDS = {
-    "serve": "answer requests over HTTP, as OpenAI's API does",
-    "generate": "write an answer to a prompt, a file of prompts or standard input",
+    "serve": "serve a model over HTTP, with the OpenAI and Anthropic APIs",
+    "generate": "answer a prompt, a file of prompts or standard input",
     "chat": "talk with a model in the terminal",
-    "doctor": "show what this machine has and what Quire will use, and why",
-    "bench": "measure on this machine",
-    "profile": "show where the time of a step goes, and where the memory is",
+    "doctor": "show what this machine has, what Quire will use, and why",
+    "bench": "measure throughput, latency and start-up on this machine",
+    "profile": "show where the time of a step and the memory go",
 }
 
 _EPILOG = """examples:
@@ -37,7 +37,7 @@ _EPILOG = """examples:
 
 
 class _CommandParser(argparse.ArgumentParser):
-    """Says what is wrong and which flag may be meant; not the usage, which of a hundred flags is a block."""
+    """Argument parser whose errors say what is wrong and suggest a flag, without a usage of a hundred flags."""
 
     def error(self, message: str) -> NoReturn:
         import difflib
@@ -47,7 +47,9 @@ class _CommandParser(argparse.ArgumentParser):
         flags = [flag for action in self._actions for flag in action.option_strings]
         unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split()[0]
         if not unknown.startswith("--no-"):
-            flags = [flag for flag in flags if not flag.startswith("--no-")]  # the opposite is close, too
+            flags = [
+                flag for flag in flags if not flag.startswith("--no-")
+            ]  # the opposite of a flag is similar too
         near = difflib.get_close_matches(unknown, flags, 1, 0.8) if unknown.startswith("--") else []
         known = hint(unknown) or (f"did you mean {near[0]}?" if near else "")
         more = f"; {known}" if known else ""
@@ -55,7 +57,11 @@ class _CommandParser(argparse.ArgumentParser):
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0 fine, 1 an error, 2 bad usage, 130 interrupted."""
+    """Run a command line and return its exit code.
+
+    Returns:
+        0 for success, 1 for an error, 2 for wrong usage, 130 after Ctrl-C, 141 if the reader of the output is gone.
+    """
     _open_streams()
     with interruptible(last=argv is None):
         return _main(sys.argv[1:] if argv is None else argv)
@@ -73,7 +79,7 @@ def _main(argv: list[str]) -> int:
         sub = _CommandParser(prog=f"quire {argv[0]}", description=COMMANDS[argv[0]], allow_abbrev=False)
         command.add_arguments(sub)
         code: int = command.run(sub.parse_args(argv[1:]))
-        sys.stdout.flush()  # here, where what goes wrong is caught
+        sys.stdout.flush()  # here, because errors of the last write are caught below
         return code
     except ConfigError as error:
         print(f"quire: {error}", file=sys.stderr)
@@ -84,7 +90,7 @@ def _main(argv: list[str]) -> int:
     except KeyboardInterrupt:
         print("quire: interrupted", file=sys.stderr)
         return INTERRUPTED
-    except BrokenPipeError:  # the reader of our output went away, as `| head` does
+    except BrokenPipeError:  # the reader of the output has exited, as `| head` does
         _drop_output()
         return 141
     except OSError as error:
@@ -96,18 +102,17 @@ def _main(argv: list[str]) -> int:
 
 
 def _open_streams() -> None:
-    """A stream that was closed before we began is an empty one; a letter that the output's encoding does not have is
-    no reason to stop."""
+    """Replace closed standard streams by empty ones, and make output replace characters that cannot be encoded."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  as long as the process
+            setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115  open as long as the process
         elif mode == "w" and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
 
 
 def _drop_output() -> None:
-    """What is still in the buffer has nowhere to go."""
+    """Discard the rest of the output buffer, which can no longer be written."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,4 +1,4 @@
-"""`quire profile`: where the time of a step goes, and where the memory is."""
+"""`quire profile`: show where the time of a step and the memory go."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.bench.load.workloads import WORKLOADS, Workload, uniform
-from quire.cli.bench_flags import MOST_IDS, NO_TEXT, at_least_one, engine_config, sampling
+from quire.cli.bench_flags import MAX_RANDOM_ID, NO_TEXT, at_least_one, engine_config, sampling
 from quire.cli.flags import add_flags
 from quire.config import EngineConfig
 from quire.types import ConfigError, EngineInfo, SamplingParams
@@ -20,16 +20,22 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `quire profile`."""
     group = parser.add_argument_group("what to profile")
     group.add_argument(
-        "--phase", choices=("decode", "prefill"), default="decode", help="of a batch (default decode)"
+        "--phase",
+        choices=("decode", "prefill"),
+        default="decode",
+        help="phase of the batch to profile (default decode)",
     )
     group.add_argument("--batch-size", type=int, default=1, help="requests in the batch (default 1)")
-    group.add_argument("--input-len", type=int, default=128, help="tokens in (default 128)")
-    group.add_argument("--workload", choices=WORKLOADS, help="a fixed set of requests instead of a batch")
-    group.add_argument("--num-prompts", type=int, help="requests of the workload (default: its own number)")
+    group.add_argument("--input-len", type=int, default=128, help="prompt tokens of a request (default 128)")
     group.add_argument(
-        "--skip-steps", type=int, default=0, help="steps of the workload before the first that counts"
+        "--workload", choices=WORKLOADS, help="fixed set of requests to profile instead of a batch"
+    )
+    group.add_argument("--num-prompts", type=int, help="number of requests of the workload (default: all)")
+    group.add_argument(
+        "--skip-steps", type=int, default=0, help="steps of the workload to skip before profiling (default 0)"
     )
     group.add_argument("--steps", type=int, default=32, help="steps to profile (default 32)")
     group = parser.add_argument_group("results")
@@ -38,12 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="trace for ui.perfetto.dev or chrome://tracing, .json or .json.gz (default quire-profile.json.gz)",
     )  # fmt: skip
     group.add_argument("--output-json", type=Path, metavar="FILE", help="write the tables to this file")
-    group.add_argument("--top", type=int, default=15, help="kernels to list (default 15)")
+    group.add_argument("--top", type=int, default=15, help="number of kernels to list (default 15)")
     add_flags(parser, "engine", EngineConfig)
     add_flags(parser, "sampling", SamplingParams, skip=NO_TEXT)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Profile, print the tables and return the exit code."""
     _check(args)
     from quire.bench.drive import Bench
     from quire.bench.memory import memory_map
@@ -51,24 +58,24 @@ def run(args: argparse.Namespace) -> int:
     from quire.bench.report import save
 
     with Bench(engine_config(args)) as bench:
-        work, ready, what = _load(args, bench.info)
-        found = run_profile(bench, work, sampling(args), ready, args.steps, args.trace_file)
+        work, ready, subject = _load(args, bench.info)
+        profile = run_profile(bench, work, sampling(args), ready, args.steps, args.trace_file)
         memory = memory_map(bench.info)
-        title = f"{bench.info.model}, {bench.info.dtype} on {bench.machine.device}: {what}"
+        title = f"{bench.info.model}, {bench.info.dtype} on {bench.machine.device}: {subject}"
     print(title)
-    _print_step(found, bench.machine)
-    _print_rows("part", found.parts, found)
-    _print_rows("matrix product", found.products, found)
-    _print_rows("kernel" if found.on_gpu else "operator", found.kernels[: args.top], found)
+    _print_step(profile, bench.machine)
+    _print_rows("part", profile.parts, profile)
+    _print_rows("matrix product", profile.products, profile)
+    _print_rows("kernel" if profile.on_gpu else "operator", profile.kernels[: args.top], profile)
     _print_memory(memory)
     print(f"\nTrace: {args.trace_file} (open it in ui.perfetto.dev)")
     if args.output_json:
-        save(args.output_json, {"title": title, **asdict(found), "memory": memory})
+        save(args.output_json, {"title": title, **asdict(profile), "memory": memory})
     return 0
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raise ConfigError for what would fail only after the engine has been built."""
+    """Raise ConfigError for mistakes that would otherwise show only after the engine has been built."""
     at_least_one(args, "batch_size", "input_len", "num_prompts", "steps")
     if not args.trace_file.name.endswith((".json", ".json.gz")):
         raise ConfigError(f"trace_file must end in .json or .json.gz, got {args.trace_file.name!r}")
@@ -80,43 +87,49 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _load(args: argparse.Namespace, info: EngineInfo) -> tuple[Workload, StopCondition, str]:
-    """Requests, when to begin, and what to call it."""
+    """Return the requests, the condition that starts the profile, and a title.
+
+    Raises:
+        ConfigError: if the batch does not fit into the engine.
+    """
     from quire.bench.profiling import SETTLING, after, decoding
 
-    vocab = min(info.vocab_size, MOST_IDS)
+    vocab = min(info.vocab_size, MAX_RANDOM_ID)
     if args.workload:
         work = WORKLOADS[args.workload](vocab, args.num_prompts)
         return work, after(args.skip_steps), f"{args.workload} from step {args.skip_steps}"
     size, length = args.batch_size, args.input_len
     if length >= info.max_model_len:
-        raise ConfigError(f"input_len {length} leaves no room in max_model_len {info.max_model_len}")
+        raise ConfigError(
+            f"input_len {length} leaves no room for output in max_model_len {info.max_model_len}; lower it"
+        )
     if args.phase == "prefill":
         return uniform(vocab, size, length, 1), after(0), f"prefill of {size} x {length} tokens"
     if size > info.max_num_seqs:
         raise ConfigError(f"batch_size {size} exceeds max_num_seqs {info.max_num_seqs}; raise it")
-    # The first requests decode while the last are still computed, at worst one in each step.
+    # The first requests decode while the prompts of the last are still computed, at worst one prompt a step.
     most = size + -(-size * length // info.max_num_batched_tokens) + SETTLING + args.steps + 8
     work = uniform(vocab, size, length, min(most, info.max_model_len - length))
     return work, decoding(size), f"decode of {size} rows after {length} tokens"
 
 
-def _print_step(found: Profile, machine: Machine) -> None:
-    timed = found.timed
+def _print_step(profile: Profile, machine: Machine) -> None:
+    timed = profile.timed
     print(
-        f"  step         {found.step_s * 1e3:.3f} ms, mean of {timed['steps']} without the profiler\n"
+        f"  step         {profile.step_s * 1e3:.3f} ms, mean of {timed['steps']} without the profiler\n"
         f"  floor        {timed['floor_s'] / timed['steps'] * 1e3:.3f} ms at {machine.bytes_per_s / 1e9:,.1f} GB/s and "
         f"{machine.flops_per_s / 1e12:,.1f} TFLOP/s, as measured here\n"
         f"  of limit     {100 * timed['share_of_limit']:.1f} % (MBU {100 * timed['mbu']:.1f} %, "
         f"MFU {100 * timed['mfu']:.1f} %)\n"
-        f"  {'GPU' if found.on_gpu else 'operators':<13}busy {found.busy_s * 1e3:.3f} ms a step, "
-        f"idle {100 * found.idle_share:.1f} % of the time, with the profiler\n"
+        f"  {'GPU' if profile.on_gpu else 'operators':<13}busy {profile.busy_s * 1e3:.3f} ms a step, "
+        f"idle {100 * profile.idle_share:.1f} % of the time, with the profiler\n"
         "  host         "
         + ", ".join(f"{name} {us / 1e3:.3f} ms" for name, us in timed["median_step_us"].items())
         + " (medians)"
     )
 
 
-def _print_rows(heading: str, rows: list[KernelRow], found: Profile) -> None:
+def _print_rows(heading: str, rows: list[KernelRow], profile: Profile) -> None:
     if not rows:
         return
     print(
@@ -130,8 +143,8 @@ def _print_rows(heading: str, rows: list[KernelRow], found: Profile) -> None:
                 f"{100 * row.least_us / row.busy_us:>8.1f} %"
             )
         print(
-            f"{row.name[:43]:<44}{row.calls / found.steps:>7.1f}{row.busy_us / row.calls:>9.1f}"
-            f"{row.busy_us / found.steps:>11.1f}{100 * row.busy_us / found.total_us:>5.1f} %{counted}"
+            f"{row.name[:43]:<44}{row.calls / profile.steps:>7.1f}{row.busy_us / row.calls:>9.1f}"
+            f"{row.busy_us / profile.steps:>11.1f}{100 * row.busy_us / profile.total_us:>5.1f} %{counted}"
         )
 
 

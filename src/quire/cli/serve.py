@@ -1,4 +1,4 @@
-"""`quire serve`: the OpenAI-compatible server."""
+"""`quire serve`: the HTTP server."""
 
 from __future__ import annotations
 
@@ -18,21 +18,25 @@ from quire.types import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `quire serve`."""
     parser.add_argument(
         "model_name",
         nargs="?",
         metavar="MODEL",
-        help="a folder, a .gguf file, a Hugging Face id, or demo / demo-draft",
+        help="model to serve: a folder, a .gguf file, a Hugging Face id, demo or demo-draft",
     )
-    parser.add_argument("--config", metavar="FILE", help="YAML file of flags; the command line comes first")
+    parser.add_argument(
+        "--config", metavar="FILE", help="YAML file of flags; flags of the command line override it"
+    )
     add_flags(parser, "server", ServeConfig, several=True)
     add_flags(parser, "engine", EngineConfig)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Serve until a signal or Ctrl-C and return the exit code."""
     if sys.platform == "win32":
         raise ConfigError(
-            "quire serve needs Linux or macOS, for its engine process: on Windows run it in WSL or a container, or use "
+            "quire serve needs Linux or macOS for its engine process; on Windows run it in WSL or a container, or use "
             "quire generate, quire chat or LLM in Python"
         )
     classes = (ServeConfig, EngineConfig)
@@ -41,7 +45,9 @@ def run(args: argparse.Namespace) -> int:
     config |= given(args, EngineConfig)
     if args.model_name is not None:
         if config.get("model", args.model_name) != args.model_name and "model" in given(args, EngineConfig):
-            raise ConfigError(f"two models are named, {args.model_name} and --model {config['model']}")
+            raise ConfigError(
+                f"two models are named, {args.model_name} and --model {config['model']}; name one"
+            )
         config["model"] = args.model_name
     elif "model" not in config and (flag := getattr(args, "several", None)):
         raise ConfigError(
@@ -55,7 +61,7 @@ def _start(config: EngineConfig, settings: ServeConfig) -> int:
     check_tls(settings)
     sock = bind(settings)
     stop = ShutdownSignal()
-    # The engine process imports torch while this one imports what HTTP needs.
+    # The engine process imports torch while this process imports the HTTP server.
     process = EngineProcess(config, settings.dry_run_step_ms / 1000 if settings.dry_run else None)
     try:
         from quire.serve.http.server import run

@@ -1,1 +1,1 @@
-"""The host side of the engine: scheduler, blocks, prefix cache, step loop. No torch."""
+"""The host side of an engine: scheduler, block pool, prefix cache and step loop. Imports no torch."""

@@ -1,8 +1,7 @@
-"""Blocks of the KV cache: who holds them, which are free, which free one is overwritten first.
+"""The blocks of the KV cache: reference counts, free blocks and the order of eviction.
 
-Owns the reference counts and the two kinds of free page: blank ones, and cached ones whose content may
-still be found by the prefix cache. Invariant: blank + cached + held = all blocks. Every operation is O(1)
-per block (FIFO: O(log n)).
+A free block is blank, or cached if the prefix cache can still find its contents. Invariant: blank + cached + held = all
+blocks. Every operation takes O(1) per block (O(log n) with FIFO).
 """
 
 from __future__ import annotations
@@ -16,23 +15,29 @@ import numpy as np
 
 
 class Evictor(Protocol):
-    """Free blocks with cached content, in the order in which they are given up."""
+    """The free blocks with cached contents, in the order of their eviction."""
 
-    def add(self, block: int) -> None: ...
+    def add(self, block: int) -> None:
+        """Add a cached block that has become free."""
+        ...
 
-    def discard(self, block: int) -> None: ...
+    def discard(self, block: int) -> None:
+        """Remove a block that is held again or no longer cached."""
+        ...
 
-    def pop(self) -> int: ...
+    def pop(self) -> int:
+        """Remove the block to evict next, and return it."""
+        ...
 
     def forget(self, block: int) -> None:
-        """The content of `block` is gone: its age no longer counts."""
+        """Drop the age of a block whose cached contents are gone."""
         ...
 
     def __len__(self) -> int: ...
 
 
 class LRU:
-    """The block that was used least recently goes first."""
+    """An evictor that picks the least recently used block."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[int, None] = OrderedDict()
@@ -54,11 +59,11 @@ class LRU:
 
 
 class FIFO:
-    """The block whose content was cached first goes first, however often it has been used since."""
+    """An evictor that picks the block whose contents were cached first, however often it has been used since."""
 
     def __init__(self) -> None:
-        self._birth: dict[int, int] = {}  # block -> when its content was first free
-        self._heap: list[tuple[int, int]] = []  # may hold stale entries, skipped on pop
+        self._birth: dict[int, int] = {}  # block -> time at which its contents were first free
+        self._heap: list[tuple[int, int]] = []  # (birth, block); stale entries are skipped in `pop`
         self._free: set[int] = set()
         self._clock = 0
 
@@ -90,7 +95,7 @@ class FIFO:
 
 
 class BlockPool:
-    """`num_blocks` blocks. Fresh blocks come from the blank ones first, then from the cached ones."""
+    """A pool of `num_blocks` blocks. Blank blocks are taken first, then cached ones."""
 
     def __init__(self, num_blocks: int, evictor: Evictor) -> None:
         self.num_blocks = num_blocks
@@ -98,31 +103,35 @@ class BlockPool:
         self.cached = bytearray(num_blocks)  # 1: the prefix cache can find this block
         self.evictions = 0
         self._blank = list(range(num_blocks))[::-1]
-        self._evictor = evictor
+        self.evictor = evictor
         self._forget: Callable[[int], None] = lambda block: None
 
     def on_evict(self, forget: Callable[[int], None]) -> None:
-        """Call `forget(block)` when the cached content of a block is about to be overwritten."""
+        """Set the function to call before a cached block is handed out and overwritten."""
         self._forget = forget
 
     @property
     def num_free(self) -> int:
-        return len(self._blank) + len(self._evictor)
+        """Number of free blocks, blank and cached."""
+        return len(self._blank) + len(self.evictor)
 
     @property
     def num_cached(self) -> int:
-        """Free blocks whose content the prefix cache can still find."""
-        return len(self._evictor)
+        """Number of free blocks whose contents the prefix cache can still find."""
+        return len(self.evictor)
 
     def take(self, count: int) -> list[int]:
-        """`count` fresh blocks, held once. The caller has checked `num_free`."""
+        """Return `count` blocks with a reference count of 1, evicting cached ones if necessary.
+
+        The caller has checked `num_free`. The contents of the blocks are undefined.
+        """
         taken = []
         for _ in range(count):
             if self._blank:
                 block = self._blank.pop()
             else:
-                block = self._evictor.pop()
-                self._evictor.forget(block)
+                block = self.evictor.pop()
+                self.evictor.forget(block)
                 self._forget(block)
                 self.cached[block] = 0
                 self.evictions += 1
@@ -131,33 +140,33 @@ class BlockPool:
         return taken
 
     def share(self, blocks: Iterable[int]) -> None:
-        """Hold cached blocks once more."""
+        """Add a reference to each of these cached blocks."""
         for block in blocks:
             if self.refs[block] == 0:
-                self._evictor.discard(block)
+                self.evictor.discard(block)
             self.refs[block] += 1
 
     def release(self, blocks: list[int]) -> None:
-        """Let go of blocks, last first, so that the end of a sequence is overwritten before its beginning."""
+        """Drop a reference to each block, last first, so that the end of a sequence is evicted before its beginning."""
         refs = self.refs
         for block in reversed(blocks):
             refs[block] -= 1
             if refs[block] == 0:
                 if self.cached[block]:
-                    self._evictor.add(block)
+                    self.evictor.add(block)
                 else:
                     self._blank.append(block)
 
     def uncache(self, block: int) -> None:
-        """Note that the prefix cache can no longer find a cached block; a free one becomes blank."""
+        """Note that the prefix cache can no longer find a block. If it is free it becomes blank."""
         self.cached[block] = 0
         if self.refs[block] == 0:
-            self._evictor.discard(block)
+            self.evictor.discard(block)
             self._blank.append(block)
-        self._evictor.forget(block)
+        self.evictor.forget(block)
 
     def check(self, held: Iterable[list[int]]) -> None:
-        """Raise AssertionError unless the books agree with `held`, the block lists of all requests."""
+        """Check the counts against `held`, the block lists of all requests. Raises AssertionError if they disagree."""
         counts = np.zeros(self.num_blocks, np.int64)
         for blocks in held:
             np.add.at(counts, np.array(blocks, np.int64), 1)

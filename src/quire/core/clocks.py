@@ -1,46 +1,59 @@
-"""Where the time of requests goes: a few clocks that run on with the steps, read when a request changes phase.
+"""The time of requests by phase, measured with a few clocks that are read when a request changes phase.
 
-Owns the clocks and the timing of each request. Nothing is booked per token or per decoding row; whatever is
-between two phases is the difference of two readings, and phases follow each other without gaps:
+Nothing is counted per token or per decoding row. The duration of a phase is the difference of two readings of a clock,
+and phases follow each other without gaps:
 
     arrival --held--> released --waiting--> admitted --computing--> first token --decoding--> end
                                    ^------------------ preempted ------------------|
 
-waits     seconds by the reason for which the first waiting request waited (the log's wait_reason); "step":
-          nobody looked yet, for a step had to end first
-prompts   seconds of steps in which somebody's prompt was computed; a request that is computing has its share
-          of these by tokens, the rest it lost to others
-lost      seconds by which such steps were longer than the ones without: what decoding requests lose
+clock     seconds of
+waits     waiting, by the reason why the first waiting request waits (the log's wait_reason). "step" stands for
+          requests that no step has considered yet.
+prompts   steps in which a prompt was computed. A computing request is charged its share of them by tokens; the rest
+          is time lost to others.
+lost      the excess of such steps over steps without prompts, which is the time that decoding requests lose
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import replace
+from typing import NamedTuple
 
 from quire.core.steplog import StepLog, StepRecord
 from quire.types import Request, Timing
 
-_QUEUE = frozenset({"slots", "blocks", "tokens", "batch"})  # what whoever is behind the first waits for, too
-_SMOOTHING = 0.25  # how fast the length of a step without prompts follows the newest one
+# Reasons that also apply to all requests behind the first one.
+_QUEUE = frozenset({"slots", "blocks", "tokens", "batch"})
+_SMOOTHING = 0.25  # weight of the newest step in the smoothed duration of steps without prompts
+
+
+class CatchUpRow(NamedTuple):
+    """A row of a request that has not caught up: some of its known tokens are not computed yet."""
+
+    request: Request
+    num_tokens: int
+    is_last: bool  # the request has caught up with the end of the step
 
 
 class Clocks:
+    """The clocks of an engine. It owns the timing of each request."""
+
     def __init__(self, log: StepLog) -> None:
         self.lost_s = 0.0
         self.ended_s = 0.0  # monotonic clock, when the latest step ended
-        self.held = 0  # requests that wait for their grammar
+        self.held = 0  # number of requests that wait for their grammar
         self._log = log
         self._waits_s: dict[str, float] = {}
         self._cause = "step"
-        self._until_s = time.monotonic()  # until when `_waits_s` runs
+        self._until_s = time.monotonic()  # point in time up to which `_waits_s` has been advanced
         self._prompt_s = 0.0
-        self._plain_s: float | None = None  # length of a step without prompts, smoothed
+        self._plain_s: float | None = None  # smoothed duration of a step without prompts
 
-    # ------------------------------------------------------------------------- what happens to all
+    # --------------------------------------------------------------------------- events of all requests
 
     def wait(self, reason: str | None) -> None:
-        """A step is scheduled; from here on those that wait do so for `reason`."""
+        """Set the reason for which requests wait from now on; called when a step has been scheduled."""
         self._advance(time.monotonic())
         cause = reason if reason in _QUEUE else "step"
         if cause == "blocks" != self._cause:
@@ -52,101 +65,116 @@ class Clocks:
         waits_s[cause] = waits_s.get(cause, 0.0) + now_s - self._until_s
         self._until_s = now_s
 
-    def retired(self, step: int, catching_up: list[tuple[Request, int, bool]]) -> set[Request]:
-        """A step has ended; those of its requests that have caught up with it. `catching_up`: requests that
-        had not before, the tokens of their rows, and whether these are the last."""
+    def end_step(self, record: StepRecord, rows: list[CatchUpRow]) -> set[Request]:
+        """Advance the clocks at the end of a step and write its duration into its record.
+
+        Args:
+            record: the record of the step.
+            rows: the rows of the step whose requests had not caught up.
+
+        Returns:
+            The requests that have caught up with this step.
+        """
         now_s = time.monotonic()
-        record = self._log.end(step, now_s, self.ended_s)
-        self.ended_s = now_s
+        self._close_step(record, now_s)
         took_s, found = record.took_s, set[Request]()
-        if not catching_up:
+        if not rows:
             plain_s = self._plain_s
             self._plain_s = took_s if plain_s is None else plain_s + _SMOOTHING * (took_s - plain_s)
             return found
         self._prompt_s += took_s
         self.lost_s += self._excess_s(record)
-        for request, count, last in catching_up:
+        for request, count, is_last in rows:
             request.own_s += took_s * count / record.prompt_tokens
-            if last and request.status != "finished":
+            if is_last and request.status != "finished":
                 found.add(request)
-                self._caught_up(request, now_s)
+                self._catch_up(request, now_s)
         return found
 
-    def failed(self, step: int) -> None:
-        """A step has ended without results."""
-        now_s = time.monotonic()
-        self._log.end(step, now_s, self.ended_s)
+    def fail_step(self, record: StepRecord) -> None:
+        """Note the end of a step that brought no results."""
+        self._close_step(record, time.monotonic())
+
+    def _close_step(self, record: StepRecord, now_s: float) -> None:
+        record.took_s = now_s - max(self.ended_s, record.time_s)
         self.ended_s = now_s
+        self._log.end(record)
 
     def _excess_s(self, record: StepRecord) -> float:
-        """How much longer a step took because of the prompts in it."""
-        if self._plain_s is None:  # there was none without: by tokens
-            return record.took_s * record.prompt_tokens / sum(count for _, _, count in record.rows)
+        """Return the part of a step's duration that its prompts caused."""
+        if self._plain_s is None:  # no step without prompts to compare with: estimate by tokens
+            return record.took_s * record.prompt_tokens / record.num_tokens
         return max(0.0, record.took_s - self._plain_s)
 
-    # ------------------------------------------------------------------------- what happens to one
+    # ---------------------------------------------------------------------------- events of one request
 
-    def arrived(self, request: Request) -> None:
+    def arrive(self, request: Request) -> None:
+        """Start the timing of a new request, which is held or waits."""
         now_s = time.monotonic()
         request.timing = Timing(arrival_s=now_s, until_s=now_s)
         if request.held:
             self.held += 1
             request.timing.phase = "held"
         else:
-            self._await(request, now_s)
+            self._start_wait(request, now_s)
 
-    def released(self, request: Request) -> None:
-        """What it was held for is there."""
-        if request.held:
-            now_s = time.monotonic()
-            self._close_phase(request, now_s)
-            request.held = None
-            self.held -= 1
-            self._await(request, now_s)
+    def release(self, request: Request) -> None:
+        """Note that a held request begins to wait for a slot. Call before `request.held` is cleared."""
+        now_s = time.monotonic()
+        self._close_phase(request, now_s)
+        self.held -= 1
+        self._start_wait(request, now_s)
 
-    def _await(self, request: Request, now_s: float) -> None:
+    def _start_wait(self, request: Request, now_s: float) -> None:
         self._advance(now_s)
         request.timing.phase = "waiting"
         request.waits_mark_s = self._waits_s.copy()
 
-    def admitted(self, request: Request) -> None:
-        """It has a slot: the first time, or after a preemption."""
+    def admit(self, request: Request, prefix_end: str) -> None:
+        """Note that a request has taken a slot, for the first time or after a preemption.
+
+        Args:
+            request: the request, with `computed` set to the tokens found in the prefix cache.
+            prefix_end: why the cache held no more of it (`PrefixCache.end_of_match`).
+        """
         now_s, timing = time.monotonic(), request.timing
         self._close_phase(request, now_s)
         if timing.admitted_s is None:
-            timing.admitted_s, timing.cached_tokens = now_s, request.computed
+            timing.admitted_s, timing.cached_tokens, timing.prefix_end = now_s, request.computed, prefix_end
         else:
             timing.recomputed_tokens += request.known - request.computed
         timing.phase = "computing"
-        request.catching_up, request.prompt_mark_s, request.own_s = True, self._prompt_s, 0.0
+        request.prompt_mark_s, request.own_s = self._prompt_s, 0.0
 
-    def preempted(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
+        """Note that a running request waits again."""
         now_s = time.monotonic()
         self._close_phase(request, now_s)
         request.timing.preemptions += 1
-        self._await(request, now_s)
+        self._start_wait(request, now_s)
         self._log.totals.preemptions += 1
 
-    def _caught_up(self, request: Request, now_s: float) -> None:
-        """The token that is next after all it knew has come."""
+    def _catch_up(self, request: Request, now_s: float) -> None:
+        """Note that a request has its first token, or its first one after a preemption."""
         timing = request.timing
         if timing.first_token_s is None:
             timing.first_token_s = now_s
-        if timing.phase == "computing":  # else it was preempted meanwhile
+        if timing.phase == "computing":  # else it was preempted while the step was in flight
             self._close_phase(request, now_s)
             timing.phase = "decoding"
 
-    def finished(self, request: Request) -> None:
+    def finish(self, request: Request) -> None:
+        """Close the timing of a request that ends."""
         if request.held:
             self.held -= 1
         self._close_phase(request, time.monotonic())
 
     def timing(self, request: Request) -> Timing:
-        """Up to now, as a copy."""
+        """Return a copy of the request's timing, which is valid up to its `until_s`."""
         return replace(request.timing, waited_s=dict(request.timing.waited_s))
 
     def _close_phase(self, request: Request, now_s: float) -> None:
-        """Book the phase that ends now."""
+        """Add the time since `until_s` to the durations of the present phase."""
         timing = request.timing
         took_s = now_s - timing.until_s
         match timing.phase:
@@ -176,7 +204,7 @@ class Clocks:
                 timing.waited_s[cause] = timing.waited_s.get(cause, 0.0) + waited_s
 
     def _book_computing(self, timing: Timing, own_s: float, lost_s: float, rest_s: float) -> None:
-        """`rest_s`: a step that was in flight already had to end first."""
+        """Add a computing phase to `timing`. `rest_s` is the wait for a step that was already in flight."""
         timing.lost_s += lost_s
         if timing.preemptions:
             timing.recompute_s += own_s

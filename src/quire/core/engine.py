@@ -1,7 +1,7 @@
-"""The step loop: schedule, launch, retire. Owns the queue of steps in flight and nothing else.
+"""The step loop: schedule, launch, retire. It owns the queue of launched steps.
 
-With depth 1 a step is retired before the next is made; with depth 2 the host schedules step n + 1 while
-the device runs step n (overlap). Neither the scheduler nor the executor knows which.
+With depth 1 each step is retired before the next one is scheduled. With depth 2 the host schedules step n + 1 while the
+device runs step n (overlap). Scheduler and executor are the same in both cases.
 """
 
 from __future__ import annotations
@@ -9,13 +9,24 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from quire.core.grammar import Grammar
-from quire.core.scheduler import Scheduler
+from quire.core.grammar_interface import Grammar
+from quire.core.scheduler import ScheduledStep, Scheduler
 from quire.core.steplog import StepLog, StepRecord
-from quire.types import EngineOutput, EngineRequest, Executor, StepFailed, StepHandle, StepPlan
+from quire.types import EngineOutput, EngineRequest, Executor, StepFailed, StepHandle
 
 
 class Engine:
+    """An engine: a scheduler and an executor, joined by the step loop.
+
+    Args:
+        scheduler: decides what each step runs.
+        executor: runs the steps.
+        grammar: structured output.
+        depth: number of launched steps at which the oldest one is retired.
+        log: the log to which the scheduler appends.
+        check_invariants: check the scheduler after every step.
+    """
+
     def __init__(
         self,
         scheduler: Scheduler,
@@ -32,7 +43,7 @@ class Engine:
         self._outputs: list[EngineOutput] = []
 
     def add(self, request: EngineRequest) -> None:
-        """Queue a request; raises RequestError when it could never run."""
+        """Queue a request. Raises RequestError if it could never run."""
         if request.grammar is None:
             self.scheduler.add(request)
         else:
@@ -40,38 +51,44 @@ class Engine:
             self.grammar.start(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request; its final output has finish_reason "abort"."""
+        """End a request. Its last output has finish_reason "abort"."""
         self.scheduler.abort(request_id)
         self.grammar.forget(request_id)
 
     @property
     def has_work(self) -> bool:
+        """Whether `step` has something to do."""
         return bool(self._outputs) or self.scheduler.has_work
 
     def step(self) -> list[EngineOutput]:
-        """Launch one step if anybody can run, retire the oldest if the queue is full or nobody can."""
+        """Launch a step if a request can run, and retire the oldest step if the queue is full or nothing can run.
+
+        Returns:
+            The outputs of the retired steps, and of requests that ended otherwise.
+        """
         begin = time.perf_counter()
         self._settle()
-        plan = self.scheduler.schedule()
-        if plan:
-            self.log.last.schedule_s = time.perf_counter() - begin
+        scheduled = self.scheduler.schedule()
+        if scheduled:
+            scheduled.record.schedule_s = time.perf_counter() - begin
             try:
-                self._launch(plan)
+                self._launch(scheduled)
             except StepFailed as error:
                 self._give_up(str(error))
-        while self._in_flight and (len(self._in_flight) >= self.depth or not plan):
+        while self._in_flight and (len(self._in_flight) >= self.depth or not scheduled):
             self._retire_oldest()
         if self._check:
             self.scheduler.check()
         outputs, self._outputs = self._outputs + self.scheduler.take_outputs(), []
-        if not (plan or outputs):
+        if not (scheduled or outputs):
             self.grammar.wait()
         return outputs
 
-    def _launch(self, plan: StepPlan) -> None:
-        record, begin = self.log.last, time.perf_counter()
+    def _launch(self, scheduled: ScheduledStep) -> None:
+        plan, record = scheduled
+        begin = time.perf_counter()
         self.executor.forward(plan)
-        if self.grammar.needs_tokens(plan):  # the device is busy with `plan` meanwhile
+        if self.grammar.needs_tokens(plan):  # the device runs `plan` in the meantime
             while self._in_flight:
                 self._retire_oldest()
         masks = self.grammar.masks(plan)
@@ -81,7 +98,7 @@ class Engine:
         self._in_flight.append((record, handle))
 
     def _give_up(self, error: str) -> None:
-        """End the requests of the step that was not launched. Steps in flight are older, and not affected."""
+        """End the requests of the step whose launch failed. Steps in flight are older and not affected."""
         while self._in_flight:
             self._retire_oldest()
         self.scheduler.fail(error)
@@ -91,7 +108,7 @@ class Engine:
         self._outputs += outputs
 
     def _settle(self) -> None:
-        """Pause requests whose mask is late, let run those that are ready, and end those that cannot go on."""
+        """Pause requests whose mask is late, resume those that are ready, and end those that cannot continue."""
         for request_id, drops_token in self.grammar.paused():
             self.scheduler.pause(request_id, drops_token)
         for request_id, error in self.grammar.settled():
@@ -109,14 +126,19 @@ class Engine:
         record.wait_s, record.retire_s = arrived - begin, time.perf_counter() - arrived
 
     def idle(self) -> bool:
-        """Use a moment without work to make later steps cheaper; False: nothing is left to prepare."""
+        """Prepare something that makes later steps faster. Return False if nothing is left to prepare."""
         return self.executor.warm_up()
 
     def check(self) -> None:
-        """Check the books; clients call this when the engine has gone idle. Raises AssertionError."""
+        """Check the invariants of the scheduler. Clients call this when the engine becomes idle.
+
+        Raises:
+            AssertionError: if an invariant is broken.
+        """
         self.scheduler.check()
 
     def close(self) -> None:
+        """Drop the steps in flight and release executor and grammar."""
         self._in_flight.clear()
         self.executor.close()
         self.grammar.close()

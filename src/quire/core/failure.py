@@ -1,35 +1,30 @@
-"""Why a request ends without a token: what its row's sentinel (types/plan.py) or its pooled vector says."""
+"""The check that finds requests whose step brought no token."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
-from quire.types import NO_TOKEN, NOT_FINITE, Request
+from quire.types import NO_TOKEN, NOT_FINITE, Request, RequestFailure
 
 
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """`is_numeric`: the model's numbers are not finite, which is no fault of the request."""
+def find_failure(request: Request, token: int, pooled: np.ndarray | None) -> RequestFailure | None:
+    """Return the reason why a request must end, or None if it can continue.
 
-    message: str
-    is_numeric: bool
-
-
-def find_failure(request: Request, token: int, pooled: np.ndarray | None) -> Failure | None:
-    """Return why the request cannot go on with `token` and its `pooled` vector, or None if it can."""
+    Args:
+        request: the request, before the token is appended.
+        token: its sampled token, or one of the sentinels NO_TOKEN and NOT_FINITE.
+        pooled: its pooled hidden states, float32 [hidden], or None.
+    """
     if token == NO_TOKEN:
-        return Failure(
+        return RequestFailure(
             f"no token can be sampled at position {request.known}: every token is excluded; check "
-            "allowed_token_ids, bad_words, min_tokens and the structured output",
-            False,
+            "allowed_token_ids, bad_words, min_tokens and the structured output"
         )
     if token == NOT_FINITE or (pooled is not None and not np.isfinite(pooled).all()):
-        return Failure(
+        return RequestFailure(
             f"the model's output at position {request.known} is not finite (NaN or infinity), so the request was "
             "ended; its weights may be damaged, or overflow in this dtype: bfloat16 and float32 have more range "
             "than float16",
-            True,
+            internal=True,
         )
     return None

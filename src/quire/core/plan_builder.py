@@ -1,4 +1,4 @@
-"""A plan in the making, what the scheduler has put into the next step so far; later, whose its results are."""
+"""The builder of a plan. The scheduler adds rows to it, and reads from it which rows the results belong to."""
 
 from __future__ import annotations
 
@@ -7,13 +7,22 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from quire.core.steplog import StepRecord
-from quire.types import Admit, LogprobArrays, Request, StepPlan, TokenLogprobs
+from quire.core.clocks import CatchUpRow
+from quire.core.steplog import AdmissionRecord, StepRecord
+from quire.types import LogprobArrays, NewBlocks, Request, SlotAdmission, StepPlan, TokenLogprobs
+
+
+@dataclass(slots=True)
+class PromptScores:
+    """Log-probabilities of the prompt positions from `start` on."""
+
+    start: int
+    entries: list[TokenLogprobs]
 
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """One list per column of the plan. `budget`: tokens that may still be added."""
+    """A plan under construction, with one list per column. `budget` is the number of tokens that may still be added."""
 
     budget: int
     step: int
@@ -23,22 +32,25 @@ class PlanBuilder:
     num_drafts: list[int] = field(default_factory=list)
     starts: list[int] = field(default_factory=list)
     samples: list[bool] = field(default_factory=list)
-    admits: list[Admit] = field(default_factory=list)
-    new_blocks: list[tuple[int, int, list[int]]] = field(default_factory=list)
+    admissions: list[SlotAdmission] = field(default_factory=list)
+    new_blocks: list[NewBlocks] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
-    published: set[int] = field(default_factory=set)  # blocks that this step completes, offered to others
-    # (request, tokens of its row, whether it then has caught up), of those that had not
-    catching_up: list[tuple[Request, int, bool]] = field(default_factory=list)
+    published: set[int] = field(default_factory=set)  # blocks that this step fills and publishes
+    catching_up: list[CatchUpRow] = field(default_factory=list)
 
     def admit(self, request: Request) -> None:
-        """The request, as it is now, takes its slot."""
+        """Let a request take its slot, with its present tokens and blocks."""
         tokens, blocks = request.tokens[:], request.blocks[:]
-        self.admits.append(
-            Admit(request.slot, tokens, request.prompt_len, request.computed, blocks, request.source)
+        self.admissions.append(
+            SlotAdmission(request.slot, tokens, request.prompt_len, request.computed, blocks, request.source)
         )
 
     def add(self, request: Request, n: int) -> bool:
-        """A row of the request's next `n` tokens; whether it reaches the last, so that a new one is sampled."""
+        """Add a row with the next `n` tokens of a request.
+
+        Returns:
+            True if the row reaches the last token of the request, so that a new one is sampled.
+        """
         drafts, start = request.drafts, request.computed
         samples = start + n == len(request.tokens) + request.pending + drafts
         self.budget -= n
@@ -49,16 +61,17 @@ class PlanBuilder:
         self.starts.append(start)
         self.samples.append(samples)
         if request.catching_up:
-            self.catching_up.append((request, n, samples))
+            self.catching_up.append(CatchUpRow(request, n, samples))
         return samples
 
     def forget_sample(self, request: Request) -> None:
-        """Note that the token of this request will not be used, so that the request has not caught up."""
+        """Note that the sampled token of a request is dropped, so that the request has not caught up."""
         self.catching_up = [
-            (other, n, samples and other is not request) for other, n, samples in self.catching_up
+            row._replace(is_last=False) if row.request is request else row for row in self.catching_up
         ]
 
     def plan(self) -> StepPlan:
+        """Build the plan."""
         starts, num_tokens = np.array(self.starts, np.int32), np.array(self.num_tokens, np.int32)
         return StepPlan(
             step=self.step,
@@ -67,7 +80,7 @@ class PlanBuilder:
             num_drafts=np.array(self.num_drafts, np.int32),
             starts=starts,
             samples=np.array(self.samples, np.bool_),
-            admits=self.admits,
+            admissions=self.admissions,
             new_blocks=self.new_blocks,
             total_tokens=sum(self.num_tokens),
             max_seq_len=int((starts + num_tokens).max(initial=0)),
@@ -80,25 +93,27 @@ class PlanBuilder:
         )
 
     def record(self, running: int, waiting: int, wait_reason: str | None, free_blocks: int) -> StepRecord:
-        """What the log keeps of this step, with the state in which it leaves the scheduler."""
+        """Build the record for the log. The arguments describe the scheduler's state after the step is scheduled."""
         return StepRecord(
             step=self.step,
             time_s=time.monotonic(),
             rows=[(r.id, s, n) for r, s, n in zip(self.rows, self.starts, self.num_tokens)],
-            admitted=[(a.request.id, len(a.tokens), a.computed) for a in self.admits],
+            admitted=[AdmissionRecord(a.request.id, len(a.tokens), a.computed) for a in self.admissions],
             preempted=self.preempted,
             running=running,
             waiting=waiting,
             wait_reason=wait_reason,
             free_blocks=free_blocks,
-            prompt_tokens=sum(n for _, n, _ in self.catching_up),
+            prompt_tokens=sum(row.num_tokens for row in self.catching_up),
             drafts=sum(self.num_drafts),
         )
 
-    def take_scores(self, by_row: dict[int, LogprobArrays]) -> dict[str, tuple[int, list[TokenLogprobs]]]:
-        """The step's prompt log-probabilities by request, with the position of the first; after a preemption
-        those that were delivered already are dropped."""
-        found: dict[str, tuple[int, list[TokenLogprobs]]] = {}
+    def take_scores(self, by_row: dict[int, LogprobArrays]) -> dict[str, PromptScores]:
+        """Return the prompt log-probabilities of the step by request id, and note in the requests how far they reach.
+
+        Entries that were delivered before a preemption are left out.
+        """
+        found: dict[str, PromptScores] = {}
         for row, arrays in by_row.items():
             request = self.rows[row]
             top = request.params.prompt_logprobs
@@ -108,6 +123,7 @@ class PlanBuilder:
             last = min(first + len(arrays), request.prompt_len)
             begin = max(first, request.scored)
             if begin < last:
-                found[request.id] = (begin, [arrays.at(i - first, top) for i in range(begin, last)])
+                entries = [arrays.at(i - first, top) for i in range(begin, last)]
+                found[request.id] = PromptScores(begin, entries)
                 request.scored = last
         return found

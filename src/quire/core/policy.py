@@ -1,49 +1,54 @@
-"""Scheduling policies: three independent choices, each a function handed to the scheduler.
-
-`order` sorts requests (smaller first; the largest is the first victim when blocks run out), `admits` says
-whether a waiting request may join the batch, `chunk` how many of the wanted tokens a row may run.
-"""
+"""Scheduling policies: three independent choices, each a function."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.types import EngineRequest
+from quire.types import EngineRequest, RequestOrder
 
 
-def fcfs(request: EngineRequest, sequence: int) -> tuple[int, ...]:
-    """First come, first served."""
-    return (sequence,)
+def fcfs(request: EngineRequest, arrival: int) -> RequestOrder:
+    """Sort by arrival: first come, first served."""
+    return RequestOrder(0, arrival)
 
 
-def priority(request: EngineRequest, sequence: int) -> tuple[int, ...]:
-    """The lower number first; first come, first served among equals."""
-    return (request.priority, sequence)
+def priority(request: EngineRequest, arrival: int) -> RequestOrder:
+    """Sort by priority, the lower number first, then by arrival."""
+    return RequestOrder(request.priority, arrival)
 
 
 def continuous(batch_was_empty: bool, budget: int) -> bool:
-    """Join whenever the step has tokens left (Orca, OSDI 2022)."""
+    """Admit whenever the step has tokens left (continuous batching, Orca, OSDI 2022)."""
     return budget > 0
 
 
 def static(batch_was_empty: bool, budget: int) -> bool:
-    """Join only a batch that has just been started; it then runs until its last request is done."""
+    """Admit only into a batch that was empty before this step. It then runs until its last request ends."""
     return batch_was_empty
 
 
 def chunked(want: int, budget: int) -> int:
-    """A prompt may be split over steps (Sarathi-Serve, arXiv:2403.02310)."""
+    """Split a row over steps: run as many tokens as the budget allows (Sarathi-Serve, arXiv:2403.02310)."""
     return want if want < budget else budget
 
 
 def whole(want: int, budget: int) -> int:
-    """A row runs all its tokens in one step, or none."""
+    """Run all tokens of a row in one step, or none."""
     return want if want <= budget else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    order: Callable[[EngineRequest, int], tuple[int, ...]] = fcfs
+    """The choices of a scheduler.
+
+    Args:
+        order: returns the sort key of a request from the request and its arrival number.
+        admits: returns whether a waiting request may join the batch, from whether the batch was empty before the step
+            and the tokens left in the step.
+        chunk: returns how many tokens a row runs, from the number that it wants and the tokens left in the step.
+    """
+
+    order: Callable[[EngineRequest, int], RequestOrder] = fcfs
     admits: Callable[[bool, int], bool] = continuous
     chunk: Callable[[int, int], int] = chunked

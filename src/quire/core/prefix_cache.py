@@ -1,9 +1,8 @@
-"""The prefix cache: full blocks are found again by the hash of everything up to their end.
+"""The prefix cache, which finds full blocks by a hash of all tokens up to their end.
 
-A page's name is blake2b(name of the page before it, its token ids), keyed with a secret of this process,
-so that neither a collision nor a crafted prompt can make one request read another's blocks. Blocks are
-published when their step is *scheduled*: the scheduler runs a reader in a later step, which comes after it in
-stream order.
+The name of a block is blake2b(name of the block before it, its token ids), keyed with a secret of this process. So
+neither a collision nor a crafted prompt can make one request read the blocks of another. Blocks are published when
+their step is *scheduled*: a request that finds them runs in a later step, which follows in stream order.
 """
 
 from __future__ import annotations
@@ -18,41 +17,51 @@ from quire.types import Request
 
 
 class PrefixCache(Protocol):
+    """A map from token prefixes to blocks. It owns the fields of `Request` that say what has been published."""
+
     def match(self, request: Request) -> list[int]:
-        """Cached blocks that hold the beginning of the request, at most up to its last token but one."""
+        """Return the cached blocks that hold the beginning of a request, without its last token."""
         ...
 
     def publish(self, request: Request) -> Sequence[int]:
-        """Offer the full blocks of the request that are computed and whose tokens are known.
+        """Publish the full blocks of a request that are computed and whose tokens are known.
 
-        Return those that were not offered before.
+        Returns:
+            The blocks that are new to the cache.
         """
         ...
 
     def withdraw(self, blocks: Iterable[int]) -> None:
-        """Forget blocks that `publish` returned: what they should hold was never written."""
+        """Remove blocks that `publish` returned and whose contents were never written."""
         ...
 
     def forget(self, request: Request) -> None:
-        """Un-publish what the request computed: nobody finds these blocks any more."""
+        """Remove the blocks that the request itself computed."""
+        ...
+
+    def restart(self, request: Request) -> None:
+        """Reset the publishing of a request that has been preempted and will be computed again."""
         ...
 
     def end_of_match(self, request: Request, hits: int) -> str:
-        """Why `match` found `hits` blocks and no more: "end" (it found all full blocks), "new" (this block was
-        not seen before), "evicted" (it was, and had to make room), or what keeps the cache from being used:
-        "off", "prompt_logprobs", "pooling"."""
+        """Return why `match` found `hits` blocks and no more.
+
+        Returns:
+            "end" if it found all full blocks, "new" if the next block has not been seen before, "evicted" if it has
+            been evicted, or the reason why the request cannot use the cache: "off", "prompt_logprobs" or "pooling".
+        """
         ...
 
 
 def _needs_all(request: Request) -> str:
-    """What keeps a request from using cached tokens: their scores, or hidden states, would be missing."""
+    """Return why a request cannot use cached tokens, or "": it needs their log-probabilities or hidden states."""
     if request.params.prompt_logprobs is not None:
         return "prompt_logprobs"
     return "pooling" if request.source.pooling == "mean" else ""
 
 
 class NoPrefixCache:
-    """Off: nothing is found, nothing is kept."""
+    """A `PrefixCache` that is always empty."""
 
     def match(self, request: Request) -> list[int]:
         return []
@@ -67,17 +76,22 @@ class NoPrefixCache:
     def forget(self, request: Request) -> None:
         pass
 
+    def restart(self, request: Request) -> None:
+        pass
+
     def end_of_match(self, request: Request, hits: int) -> str:
         return "off"
 
 
 class HashPrefixCache:
+    """A `PrefixCache` over the blocks of `pool`, whose free blocks it can still find until they are evicted."""
+
     def __init__(self, pool: BlockPool, block_size: int) -> None:
         self._pool = pool
         self._block_size = block_size
         self._block_of: dict[bytes, int] = {}
         self._name_of: dict[int, bytes] = {}
-        self._evicted: dict[bytes, None] = {}  # names given up lately, as many as there are blocks
+        self._evicted: dict[bytes, None] = {}  # the latest evicted names, at most one per block
         self._secret = os.urandom(32)
         pool.on_evict(self._forget)
 
@@ -115,13 +129,13 @@ class HashPrefixCache:
     def withdraw(self, blocks: Iterable[int]) -> None:
         for block in blocks:
             name = self._name_of.pop(block, None)
-            if name is not None:  # None: forgotten with its request in the meantime
+            if name is not None:  # None: `forget` removed it with its request
                 del self._block_of[name]
                 self._pool.uncache(block)
 
     def forget(self, request: Request) -> None:
-        # What was there when it was first admitted is others' work, and so are blocks that it does not hold. A
-        # preempted request holds none; then all its names go.
+        # Other requests computed the blocks found at the first admission, and those that it does not hold. A
+        # preempted request holds no blocks; then all its names are removed.
         own = set(request.blocks)
         for name in request.names[max(request.cached, 0) // self._block_size :]:
             block = self._block_of.get(name)
@@ -130,7 +144,11 @@ class HashPrefixCache:
                 self._pool.uncache(block)
         request.publish_at = 1 << 62
 
+    def restart(self, request: Request) -> None:
+        request.published = request.publish_at = 0
+
     def _extend(self, request: Request, full: int) -> None:
+        """Compute the names of the first `full` blocks of a request."""
         names, size = request.names, self._block_size
         while len(names) < full:
             start = len(names) * size
@@ -146,9 +164,10 @@ class HashPrefixCache:
         return "evicted" if request.names[hits] in self._evicted else "new"
 
     def _forget(self, block: int) -> None:
+        """Remove a block that the pool evicts, and remember its name."""
         name = self._name_of.pop(block)
         del self._block_of[name]
-        self._evicted.pop(name, None)  # to the end of the line
+        self._evicted.pop(name, None)  # moves the name to the end of the order
         self._evicted[name] = None
         if len(self._evicted) > self._pool.num_blocks:
             del self._evicted[next(iter(self._evicted))]

@@ -1,4 +1,4 @@
-"""What a scheduler must stay within, and which requests could never run."""
+"""The limits of a scheduler, and the check for requests that exceed them."""
 
 from __future__ import annotations
 
@@ -8,27 +8,33 @@ from quire.types import EngineRequest, RequestError
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Sizes are in tokens. `keeps_kv` is False when every step recomputes everything."""
+class SchedulerLimits:
+    """The limits that a scheduler works within. Sizes are in tokens."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     block_size: int
-    keeps_kv: bool = True
-    lookahead: bool = True  # schedule a row whose last token is still in flight
-    mixed_prefill_tokens: int = 1 << 30  # for prompts in a step that others use to decode
+    keeps_kv: bool = True  # False if every step computes the whole sequence again
+    lookahead: bool = True  # schedule a row while its last token is still in flight
+    mixed_prefill_tokens: int = 1 << 30  # prompt-token budget of steps that also decode
 
     def full_length(self, request: EngineRequest, num_blocks: int) -> int:
-        """Tokens of prompt and longest answer together. Raises RequestError, with the numbers, for a request
-        that could never run, even alone with all `num_blocks` blocks."""
+        """Return the number of tokens at which a request has its full length, prompt included.
+
+        Raises:
+            RequestError: if the request could not run even alone with all `num_blocks` blocks. The message gives the
+                sizes.
+        """
         prompt_len = len(request.prompt)
         if prompt_len == 0:
-            raise RequestError("prompt must hold at least one token")
+            raise RequestError("prompt must hold at least one token", param="prompt")
         if prompt_len >= self.max_model_len:
             raise RequestError(
                 f"prompt has {prompt_len} tokens, but max_model_len is {self.max_model_len} "
-                "and at least one token must be left for the answer"
+                "and at least one token must be left for the answer",
+                param="prompt",
+                code="context_length_exceeded",
             )
         room = self.max_model_len - prompt_len
         answer = room if request.params.max_tokens is None else min(request.params.max_tokens, room)

@@ -1,9 +1,10 @@
-"""The scheduler: decides who runs how many tokens in the next step, and books what came of it.
+"""The scheduler: it decides how many tokens of which requests the next step runs, and applies the results of steps.
 
-Owns every `Request`, the slots and, through the pool, the blocks. One rule serves prompt, chunk, decode
-and recovery alike: a request wants known + pending + drafts - computed tokens. Blocks and slots are
-released at once on finish and preemption, while steps that use them may still be in flight: whoever gets
-them next writes later in stream order. Invariants are spelled out in `check`.
+It owns every `Request`, the slots and, through the pool, the blocks. One rule covers prompts, chunks, decoding and
+recomputation after a preemption: a request wants `known + pending + drafts - computed` tokens.
+
+Blocks and slots are released as soon as a request ends or is preempted, although steps in flight may still use them.
+This is safe because their next owner writes to them later in stream order. `Scheduler.check` states the invariants.
 """
 
 from __future__ import annotations
@@ -11,40 +12,70 @@ from __future__ import annotations
 from array import array
 from bisect import insort
 from collections import deque
+from typing import NamedTuple
 
 from quire.core.block_pool import BlockPool
 from quire.core.clocks import Clocks
-from quire.core.failure import Failure, find_failure
+from quire.core.failure import find_failure
 from quire.core.plan_builder import PlanBuilder
 from quire.core.policy import Policy
 from quire.core.prefix_cache import PrefixCache
-from quire.core.request_limits import Limits
+from quire.core.request_limits import SchedulerLimits
 from quire.core.shared_prefix import NoSharedPrefix, SharedPrefix
-from quire.core.shares import Missing, Shares
-from quire.core.steplog import StepLog
-from quire.core.waiting_queue import Waiting
+from quire.core.shares import Shares, Shortage
+from quire.core.steplog import StepLog, StepRecord
+from quire.core.waiting_queue import WaitingQueue
 from quire.types import (
     EngineOutput,
     EngineRequest,
     FinishReason,
+    NewBlocks,
     Request,
     RequestError,
+    RequestFailure,
+    RequestOrder,
     StepPlan,
     StepResult,
 )
 
 
-def _order(request: Request) -> tuple[int, ...]:
+def _order(request: Request) -> RequestOrder:
     return request.order
 
 
+class ScheduledStep(NamedTuple):
+    """A step to launch: its plan, and its record in the log, to which the step loop adds durations."""
+
+    plan: StepPlan
+    record: StepRecord
+
+
+class _BlockDemand(NamedTuple):
+    """The blocks for a request that is to be admitted."""
+
+    hits: list[int]  # blocks found in the prefix cache
+    fresh: int  # number of further blocks
+    missing: int  # how many of these are not free; zero or less if all are
+
+
 class Scheduler:
+    """The scheduler of one engine.
+
+    Args:
+        pool: the blocks of the KV cache.
+        cache: the prefix cache over the same pool.
+        policy: order, admission and chunking.
+        limits: the sizes of batch, step and context.
+        log: the log that gets a record of every step.
+        shared: finds the blocks that rows of a decoding step share; None looks for none.
+    """
+
     def __init__(
         self,
         pool: BlockPool,
         cache: PrefixCache,
         policy: Policy,
-        limits: Limits,
+        limits: SchedulerLimits,
         log: StepLog,
         shared: SharedPrefix | None = None,
     ) -> None:
@@ -54,12 +85,12 @@ class Scheduler:
         self.clocks = Clocks(log)
         self.requests: dict[str, Request] = {}  # every request that is not finished
         self.shares = Shares()
-        self.waiting = Waiting(self.shares)
+        self.waiting = WaitingQueue(self.shares)
         self.running: list[Request] = []  # sorted by order
         self._free_slots = list(range(limits.max_num_seqs))[::-1]
-        self._in_flight: deque[tuple[StepPlan, PlanBuilder]] = deque()
+        self._in_flight: deque[tuple[ScheduledStep, PlanBuilder]] = deque()
         self._outputs: list[EngineOutput] = []
-        self._sequence = 0
+        self._arrivals = 0
         self._admissions = 0
         self._step = 0
         self._wait_reason: str | None = None
@@ -67,17 +98,24 @@ class Scheduler:
     # ------------------------------------------------------------------------------ requests in
 
     def add(self, source: EngineRequest, held: str | None = None) -> None:
-        """Queue a request; while it is `held`, for that reason, it waits for `settle`. Raises RequestError,
-        with the numbers, when it could never run."""
+        """Queue a request.
+
+        Args:
+            source: the request.
+            held: the reason why it must not be admitted before `settle` names it, or None.
+
+        Raises:
+            RequestError: if its id is in use or it could never run. The message gives the sizes.
+        """
         if source.id in self.requests:
-            raise RequestError(f"request id {source.id!r} is already in use")
+            raise RequestError(f"request id {source.id!r} is already in use", param="request_id")
         limit = self.limits.full_length(source, self.pool.num_blocks)
         request = Request(
             id=source.id,
             prompt_len=len(source.prompt),
             tokens=array("i", source.prompt),
             params=source.params,
-            order=self.policy.order(source, self._sequence),
+            order=self.policy.order(source, self._arrivals),
             limit=limit,
             stop_ids=frozenset(source.stop_ids),
             eos_ids=frozenset(source.eos_ids),
@@ -85,8 +123,8 @@ class Scheduler:
             source=source,
             held=held,
         )
-        self.clocks.arrived(request)
-        self._sequence += 1
+        self.clocks.arrive(request)
+        self._arrivals += 1
         self.requests[request.id] = request
         self.log.totals.requests += 1
         self.log.totals.prompt_tokens += request.prompt_len
@@ -94,47 +132,54 @@ class Scheduler:
         self.waiting.add(request)
 
     def settle(self, request_id: str, error: str | None) -> None:
-        """Let a held or paused request run, or end one with an error; unknown ids are ignored."""
+        """Let a held or paused request run, or end it with `error`. Unknown ids are ignored."""
         if request := self.requests.get(request_id):
             request.paused = False
-            self.clocks.released(request)
+            if request.held:
+                self.clocks.release(request)
+                request.held = None
             if error is not None:
                 output = self._finish(request, [], "error")
-                output.error = error
+                output.error = RequestFailure(error)
                 self._outputs.append(output)
 
     def pause(self, request_id: str, drops_token: bool) -> None:
-        """Keep a request out of further steps until `settle`; unknown ids are ignored.
+        """Keep a request out of further steps until `settle` names it. Unknown ids are ignored.
 
         Args:
-            request_id: which request.
-            drops_token: the token that the newest step samples for it is not to be used. The device will have
-                counted it, so the request gives up its slot and is computed again.
+            request_id: id of the request.
+            drops_token: drop the token that the newest step samples for it. The device counts that token, so the
+                request gives up its slot and is computed again.
         """
         if (request := self.requests.get(request_id)) is None:
             return
         request.paused = True
         if drops_token:
-            plan, builder = self._in_flight[-1]
-            request.dropped_step = plan.step
+            newest, builder = self._in_flight[-1]
+            request.dropped_step = newest.plan.step
             builder.forget_sample(request)
             if request.status == "running":
-                self._preempt(request)
+                self.preempt(request)
 
     def abort(self, request_id: str) -> None:
-        """End a request now; unknown ids are ignored, for it may just have finished."""
+        """End a request now. Unknown ids are ignored, because the request may just have finished."""
         if request := self.requests.get(request_id):
             self._outputs.append(self._finish(request, [], "abort"))
             self.log.totals.aborted += 1
 
     @property
     def has_work(self) -> bool:
+        """Whether there are unfinished requests, steps in flight or outputs to take."""
         return bool(self.requests or self._in_flight or self._outputs)
 
     # ------------------------------------------------------------------------------- next step
 
-    def schedule(self) -> StepPlan | None:
-        """The next step, or None when nobody can run. Rows that want one token go before longer ones."""
+    def schedule(self) -> ScheduledStep | None:
+        """Schedule the next step. Rows that want one token go before longer ones.
+
+        Returns:
+            The step, or None if no request can run.
+        """
         builder = PlanBuilder(self.limits.max_num_batched_tokens, self._step)
         was_empty = not self.running
         contended = self.shares.contended
@@ -147,7 +192,7 @@ class Scheduler:
                 continue
             pending, known = request.pending, len(request.tokens)
             if pending and (not lookahead or known + pending >= request.limit):
-                continue  # its next input is not decided yet, or it has its full length
+                continue  # its next input token is not known yet, or it has its full length
             want = known + pending + request.drafts - request.computed
             if want > 1 + request.drafts:
                 long_rows.append((request, want))
@@ -165,20 +210,21 @@ class Scheduler:
         return self._finish_plan(builder) if builder.rows else None
 
     def _place(self, builder: PlanBuilder, request: Request, n: int) -> None:
-        """Add a row of n tokens, making room for its KV by preemption when blocks run out."""
+        """Add a row of `n` tokens. Preempt other requests if there are too few blocks for it."""
         if request.status != "running":
             return  # preempted earlier in this step
         held = len(request.blocks)
         if (need := -(-(request.computed + n) // self.limits.block_size) - held) > 0:
             while need > self.pool.num_free:
                 if not self._preempt_other(builder, request):
-                    return  # those in front run or finish first: try again in the next step
+                    return  # requests in front of it hold the blocks: try again in the next step
             fresh = self.pool.take(need)
             request.blocks += fresh
-            builder.new_blocks.append((request.slot, held, fresh))
+            builder.new_blocks.append(NewBlocks(request.slot, held, fresh))
         self._emit(builder, request, n)
 
     def _emit(self, builder: PlanBuilder, request: Request, n: int) -> None:
+        """Add a row of `n` tokens whose blocks the request holds, and count them as computed."""
         samples = builder.add(request, n)
         request.last_step = builder.step
         if request.catching_up:
@@ -192,93 +238,104 @@ class Scheduler:
                 request.computed = 0
 
     def _preempt_other(self, builder: PlanBuilder, request: Request) -> bool:
-        """Take the blocks of a request behind this one that is not in this step; False if there is none. The first
-        in order therefore always gets its blocks, and so the batch always moves on."""
+        """Preempt a request that comes after `request` in order and has no row in this step.
+
+        The first request in order therefore always gets its blocks, so every batch makes progress.
+
+        Returns:
+            False if there is no such request.
+        """
         victim = self.shares.last(self.running, builder.step, request)
         if victim is None:
             return False
-        self._preempt(victim)
+        self.preempt(victim)
         builder.preempted.append(victim.id)
         self.log.totals.pressure += 1
         return True
 
-    def _preempt(self, victim: Request) -> None:
-        """Move a running request back to its line. Its full blocks stay in the prefix cache."""
+    def preempt(self, victim: Request) -> None:
+        """Return a running request to the waiting queue. Its full blocks stay in the prefix cache."""
         self.running.remove(victim)
         self._release(victim)
-        victim.status, victim.computed, victim.published, victim.publish_at = "waiting", 0, 0, 0
+        victim.status, victim.computed = "waiting", 0
+        self.cache.restart(victim)
         victim.preemptions += 1
         self.waiting.add(victim)
-        self.clocks.preempted(victim)
+        self.clocks.preempt(victim)
 
     def _balance(self, builder: PlanBuilder, was_empty: bool) -> None:
-        """Admit the request whose turn it is before the step is filled, so that the rows of other clients leave it
-        tokens; other clients that hold more than their share make room for it. One per step: the next request may
-        then find the blocks of this one in the prefix cache."""
+        """Admit the request whose turn it is before rows fill the step, so that other clients leave it tokens.
+
+        Clients that hold more than their share make room for it. At most one request is admitted in this way per
+        step, because the next one may then find its blocks in the prefix cache.
+        """
         ready = (r for r in self.waiting.by_turn(self.running) if not (r.pending or r.held or r.paused))
         request = next(ready, None)
         if request is None or not self.policy.admits(was_empty, builder.budget):
             return
-        hits, fresh, missing = self._blocks_for(request)
-        reserved = max(1, builder.budget - self.limits.max_num_seqs)  # what single tokens are sure to leave
-        if not self.policy.chunk(request.known - len(hits) * self.limits.block_size, reserved):
+        demand = self._demand_of(request)
+        reserved = max(1, builder.budget - self.limits.max_num_seqs)  # left over if all rows run one token
+        if not self.policy.chunk(request.known - len(demand.hits) * self.limits.block_size, reserved):
             return
-        lacks = Missing(0 if self._free_slots else 1, missing, len(hits) + fresh)
-        victims = self.shares.claim(request, self.running, lacks, self.pool.refs)
+        shortage = Shortage(0 if self._free_slots else 1, demand.missing, len(demand.hits) + demand.fresh)
+        victims = self.shares.claim(request, self.running, shortage, self.pool.refs)
         if victims is None:
             return
         for victim in victims:
-            self._preempt(victim)
+            self.preempt(victim)
             builder.preempted.append(victim.id)
         self.log.totals.yielded += len(victims)
         self.waiting.remove(request)
-        self._start(builder, request, hits, fresh, 0)
+        self._start(builder, request, demand, 0)
 
-    def _blocks_for(self, request: Request) -> tuple[list[int], int, int]:
-        """Return its cached blocks, the number of fresh ones it needs, and how many of these are not free."""
+    def _demand_of(self, request: Request) -> _BlockDemand:
         hits = self.cache.match(request)
         fresh = -(-request.known // self.limits.block_size) - len(hits)
         evictable = sum(1 for block in hits if not self.pool.refs[block])
-        return hits, fresh, fresh - (self.pool.num_free - evictable)
+        return _BlockDemand(hits, fresh, fresh - (self.pool.num_free - evictable))
 
     def _admit(self, builder: PlanBuilder, was_empty: bool) -> str | None:
-        """Move waiting requests into the batch; returns why the first one left must wait."""
+        """Move waiting requests into the batch. Return the reason why the first remaining one must wait."""
         skipped = None
         for request in self.waiting.by_turn(self.running):
             if request.pending or request.held or request.paused:
-                # With a step in flight its length is not known.
+                # `pending`: while a step of it is in flight, its length is not known.
                 skipped = skipped or request.held or ("grammar" if request.paused else "results")
                 continue
             if not self._free_slots:
                 return "slots"
             if not self.policy.admits(was_empty, builder.budget):
                 return "batch" if builder.budget else "tokens"
-            hits, fresh, missing = self._blocks_for(request)
-            n = self.policy.chunk(request.known - len(hits) * self.limits.block_size, builder.budget)
+            demand = self._demand_of(request)
+            n = self.policy.chunk(request.known - len(demand.hits) * self.limits.block_size, builder.budget)
             if n == 0 and not (was_empty and builder.rows):
                 return "tokens"
-            if missing > 0:
+            if demand.missing > 0:
                 return "blocks"
             self.waiting.remove(request)
-            if not builder.published.isdisjoint(hits):
-                # A row must not read what another row of its step writes: this one runs in the next step, and
-                # its part of this step's budget is left unused, so no more are admitted than if it ran now.
+            if not builder.published.isdisjoint(demand.hits):
+                # A row must not read a block that another row of its step writes, so this one runs in the next step.
+                # Its tokens still count against the budget: as many requests are admitted as if it ran now.
                 builder.budget, n = builder.budget - n, 0
-            self._start(builder, request, hits, fresh, n)
+            self._start(builder, request, demand, n)
         return skipped
 
-    def _start(self, builder: PlanBuilder, request: Request, hits: list[int], fresh: int, n: int) -> None:
+    def _start(self, builder: PlanBuilder, request: Request, demand: _BlockDemand, n: int) -> None:
+        """Give a request a slot and its blocks, and run its first `n` tokens unless `n` is 0."""
+        hits = demand.hits
         self._admissions += 1
         self.pool.share(hits)
-        request.blocks = hits + self.pool.take(fresh)
+        request.blocks = hits + self.pool.take(demand.fresh)
         request.slot = self._free_slots.pop()
         request.status, request.last_step, request.admitted_known = "running", builder.step, request.known
-        request.computed = len(hits) * self.limits.block_size
+        request.computed, request.catching_up = len(hits) * self.limits.block_size, True
         self.shares.take_slot(request)
+        prefix_end = ""
         if request.cached < 0:
-            request.cached = request.charged = request.computed
-            request.timing.prefix_end = self.cache.end_of_match(request, len(hits))
-        self.clocks.admitted(request)
+            request.cached = request.computed
+            self.shares.waive_cached(request)
+            prefix_end = self.cache.end_of_match(request, len(hits))
+        self.clocks.admit(request, prefix_end)
         self.log.totals.queried_tokens += request.known
         self.log.totals.cached_tokens += request.computed
         insort(self.running, request, key=_order)
@@ -287,25 +344,26 @@ class Scheduler:
             self._emit(builder, request, n)
         self.shares.settle(request)
 
-    def _finish_plan(self, builder: PlanBuilder) -> StepPlan:
+    def _finish_plan(self, builder: PlanBuilder) -> ScheduledStep:
+        """Build the plan, append its record to the log, and queue it as the newest step in flight."""
         plan = builder.plan()
         if plan.total_tokens == len(builder.rows):  # one token each
             plan.shared = self.shared.find(builder.rows, (self._admissions, plan.slots.tobytes()))
         self._step += 1
-        self._in_flight.append((plan, builder))
+        record = builder.record(len(self.running), len(self.waiting), self._wait_reason, self.pool.num_free)
+        step = ScheduledStep(plan, record)
+        self._in_flight.append((step, builder))
         self.log.totals.computed_tokens += plan.total_tokens
-        self.log.append(
-            builder.record(len(self.running), len(self.waiting), self._wait_reason, self.pool.num_free)
-        )
-        return plan
+        self.log.append(record)
+        return step
 
     # --------------------------------------------------------------------------------- results
 
     def retire(self, result: StepResult) -> None:
-        """Book the oldest step in flight; what it brings the requests is handed out by `take_outputs`."""
-        plan, builder = self._in_flight.popleft()
+        """Apply the result of the oldest step in flight. `take_outputs` then returns its outputs."""
+        (plan, record), builder = self._in_flight.popleft()
         assert result.step == plan.step, f"result of step {result.step}, expected {plan.step}"
-        rows, caught_up = builder.rows, self.clocks.retired(plan.step, builder.catching_up)
+        rows, caught_up = builder.rows, self.clocks.end_step(record, builder.catching_up)
         scores = builder.take_scores(result.prompt_logprobs) if result.prompt_logprobs else {}
         drafts = plan.num_drafts.tolist()
         sampled = 0
@@ -316,7 +374,7 @@ class Scheduler:
             sampled += 1
             request.pending -= 1 + drafts[index]
             if request.status == "finished" or request.dropped_step == plan.step:
-                continue  # the request ended while this step was in flight, or had no mask for it
+                continue  # the request ended while this step was in flight, or its row had no mask
             if self.limits.keeps_kv:
                 request.computed -= drafts[index] - (len(new) - 1)
             pooled = None if result.pooled is None else result.pooled.get(index)
@@ -329,44 +387,46 @@ class Scheduler:
                 output.timing = self.clocks.timing(request)
             if result.logprobs is not None and (top := request.params.logprobs) is not None:
                 output.logprobs = [result.logprobs.at(sampled - 1, top)]
-            if request.id in scores:
-                output.prompt_logprobs_start, output.prompt_logprobs = scores.pop(request.id)
+            if (scored := scores.pop(request.id, None)) is not None:
+                output.prompt_logprobs_start, output.prompt_logprobs = scored.start, scored.entries
             if pooled is not None:
                 output.pooled = pooled.tobytes()
             self._outputs.append(output)
-        for request_id, (start, entries) in scores.items():
+        for request_id, scored in scores.items():
             self._outputs.append(
-                EngineOutput(request_id, [], prompt_logprobs=entries, prompt_logprobs_start=start)
+                EngineOutput(
+                    request_id, [], prompt_logprobs=scored.entries, prompt_logprobs_start=scored.start
+                )
             )
 
     def fail(self, error: str) -> None:
-        """End the requests of the newest step with `error`: nothing that it should have written can be relied on.
+        """End the requests of the newest step with `error`, because nothing that it wrote is reliable.
 
-        The steps before it have been retired, and their requests go on. A slot that the failed step was to fill is
-        overwritten by its next admission.
+        All earlier steps must have been retired; their requests continue. A slot that the failed step was to fill is
+        overwritten at its next admission.
         """
-        ((plan, builder),) = self._in_flight
+        (((plan, record), builder),) = self._in_flight
         self._in_flight.clear()
-        self.clocks.failed(plan.step)
+        self.clocks.fail_step(record)
         self.cache.withdraw(builder.published)
-        admitted = (self.requests.get(admit.request.id) for admit in plan.admits)
+        admitted = (self.requests.get(admit.request.id) for admit in plan.admissions)
         for request in dict.fromkeys([*builder.rows, *admitted]):
             if request is not None and request.status != "finished":
                 output = self._finish(request, [], "error")
-                output.error, output.internal = error, True
+                output.error = RequestFailure(error, internal=True)
                 self._outputs.append(output)
 
-    def _fail_request(self, request: Request, failure: Failure) -> EngineOutput:
-        """End a request that no token can be sampled for. What it computed may not be finite: nobody reads it."""
-        if failure.is_numeric:
+    def _fail_request(self, request: Request, failure: RequestFailure) -> EngineOutput:
+        """End a request for which no token can be sampled. Its blocks may hold NaN, so no other request may read them."""
+        if failure.internal:
             self.cache.forget(request)
             self.log.totals.not_finite += 1
         output = self._finish(request, [], "error")
-        output.error, output.internal = failure.message, failure.is_numeric
+        output.error = failure
         return output
 
     def _append(self, request: Request, new: list[int]) -> EngineOutput:
-        """Commit sampled tokens up to the first that ends the request."""
+        """Append sampled tokens to a request, up to the first one that ends it."""
         tokens, accepted = request.tokens, new
         for count, token in enumerate(new, 1):
             tokens.append(token)
@@ -380,6 +440,7 @@ class Scheduler:
     def _finish(
         self, request: Request, new: list[int], reason: FinishReason, stop_reason: int | None = None
     ) -> EngineOutput:
+        """End a request and release what it holds. Return its last output, with the tokens `new`."""
         self.shares.settle(request)
         self.shares.leave(request)
         if request.status == "running":
@@ -388,7 +449,7 @@ class Scheduler:
         else:
             self.waiting.remove(request)
         request.status = "finished"
-        self.clocks.finished(request)
+        self.clocks.finish(request)
         del self.requests[request.id]
         totals = self.log.totals
         totals.finished += 1
@@ -403,14 +464,14 @@ class Scheduler:
         request.blocks, request.slot = [], -1
 
     def take_outputs(self) -> list[EngineOutput]:
-        """What happened since the last call, in order."""
+        """Return the outputs since the last call, in order, and forget them."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
-    # -------------------------------------------------------------------------------- the books
+    # ------------------------------------------------------------------------------- invariants
 
     def check(self) -> None:
-        """Raise AssertionError unless slots, blocks and requests add up."""
+        """Check the invariants of slots, blocks and requests. Raises AssertionError if one is broken."""
         self.pool.check(request.blocks for request in self.requests.values())
         assert len(self._free_slots) + len(self.running) == self.limits.max_num_seqs, "a slot was lost"
         assert len(self.waiting) + len(self.running) == len(self.requests), "a request was lost"
@@ -420,5 +481,7 @@ class Scheduler:
         self.shares.check(self.requests.values())
         assert self.running == sorted(self.running, key=_order)
         for r in self.running:
-            assert r.computed <= r.known + r.pending + r.drafts, "computed beyond what is known or in flight"
+            assert r.computed <= r.known + r.pending + r.drafts, (
+                "more KV entries than tokens known or in flight"
+            )
             assert len(r.blocks) * self.limits.block_size >= r.computed, "KV entries without a block"

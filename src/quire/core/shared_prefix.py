@@ -1,8 +1,8 @@
-"""Which rows of a batch begin with the same blocks, so that attention can read them once for all of them.
+"""The search for blocks that rows of a batch share, so that attention reads their keys and values only once.
 
-A step that decodes many requests behind one system prompt reads its keys and values once for each row;
-they are the same bytes (Hydragen, arXiv:2402.05099). The rows are those that begin with the blocks that most
-rows begin with. What is found holds until the batch changes, which is seldom.
+Without it, a step that decodes many requests with one system prompt reads the same keys and values once per row
+(Hydragen, arXiv:2402.05099). One group of rows is found: those that begin with the most common blocks. The result
+holds until the batch changes, which is rare.
 """
 
 from __future__ import annotations
@@ -15,24 +15,36 @@ import numpy as np
 
 from quire.types import Request
 
-MIN_ROWS = 16  # sharing rows below which nothing is gained
-MIN_TOKENS = 256  # likewise
+MIN_ROWS = 16  # fewer sharing rows are not worth it
+MIN_TOKENS = 256  # fewer shared tokens are not worth it
 
 
 class SharedPrefix(Protocol):
+    """A search for the blocks that rows share."""
+
     def find(self, rows: Sequence[Request], batch: Hashable) -> np.ndarray | None:
-        """int32 [rows]: how many tokens of each row are in the shared blocks (0 for rows that do not share
-        them), or None where too few share too little. Equal values of `batch` stand for equal rows."""
+        """Find the blocks that many rows begin with.
+
+        Args:
+            rows: the requests of a step in which each row runs one token.
+            batch: a key of the rows; equal keys stand for equal rows.
+
+        Returns:
+            int32 [rows], the number of tokens of each row in the shared blocks (0 for rows that do not share them), or
+            None if too few rows share too few tokens.
+        """
         ...
 
 
 class NoSharedPrefix:
+    """A `SharedPrefix` that never finds any."""
+
     def find(self, rows: Sequence[Request], batch: Hashable) -> np.ndarray | None:
         return None
 
 
 class CommonBlocks:
-    """Owns the answer for the last batch that it was asked about."""
+    """A `SharedPrefix` that compares block tables by bisection, and keeps the result for the latest batch."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
@@ -47,8 +59,8 @@ class CommonBlocks:
         return self._found
 
     def _search(self, rows: Sequence[Request]) -> np.ndarray | None:
-        # Where one block is the same, so are all before it. The last block of a row takes its new tokens and is
-        # never shared.
+        # If rows share a block, they share all blocks before it. The last block of a row takes its new tokens, so
+        # it is never shared.
         low = -(-MIN_TOKENS // self._block_size) - 1
         long = [request.blocks for request in rows if len(request.blocks) > low + 1]
         if len(long) < MIN_ROWS:
@@ -58,7 +70,7 @@ class CommonBlocks:
             return None
         sharing = [table for table in long if table[low] == block]
         high = min(map(len, sharing)) - 1
-        while high - low > 1:  # blocks up to `low` are the same, `high` is not or is a row's last
+        while high - low > 1:  # bisect: block `low` is shared; `high` is not, or ends a row
             middle = (low + high) // 2
             low, high = (middle, high) if self._equal(sharing, middle) else (low, middle)
         tokens, block = (low + 1) * self._block_size, sharing[0][low]

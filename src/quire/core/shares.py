@@ -1,14 +1,14 @@
-"""Fairness between clients: what each has been served, what it holds, and who makes room for whom.
+"""Fairness between clients: the tokens that each has been served, and the slots and blocks that it holds.
 
-Tokens are shared by the virtual token counter of "Fairness in Serving Large Language Models" (OSDI 2024): each
-client's computed tokens over its weight, where a client that returns starts level with the others. Slots and
-blocks are shared by preemption. A running request makes room for a waiting one of another client if
+Tokens are shared by the virtual token counter of "Fairness in Serving Large Language Models" (OSDI 2024). The counter
+of a client is the number of its computed tokens over its weight; a client that returns starts level with the others.
+Slots and blocks are shared by preemption. A running request makes room for a waiting one of another client if
 
 - its client then still holds at least as much per weight as the other one, so the exchange is never undone, or
-- the other client holds nothing and has been served less: they take turns of at least QUANTUM tokens.
+- the other client holds nothing and has been served less. Then they take turns of at least QUANTUM tokens.
 
-A request that has been preempted generates QUANTUM tokens before it makes room again, so one of n tokens makes
-room at most 1 + n / QUANTUM times. Priorities come first. With one client nothing here changes a decision.
+A preempted request generates QUANTUM tokens before it makes room again, so a request of n tokens makes room at most
+1 + n / QUANTUM times. Priorities come first. With one client nothing here changes a decision.
 """
 
 from __future__ import annotations
@@ -32,8 +32,11 @@ def _since_admission(request: Request) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
-    """What a waiting request lacks: slots and blocks that are not free. `size`: all blocks that it would hold."""
+class Shortage:
+    """The slots and blocks that a waiting request needs and that are not free.
+
+    `size` is the number of all blocks that the request would hold.
+    """
 
     slots: int
     blocks: int
@@ -41,18 +44,18 @@ class Missing:
 
 
 class Shares:
-    """Owns the counters of every client: tokens served, unfinished requests, slots held."""
+    """The counters of every client: tokens served, unfinished requests, slots held."""
 
     def __init__(self) -> None:
-        self.served: dict[str, int] = {}  # tokens computed, never lifted
+        self.served: dict[str, int] = {}  # tokens computed by client; `lift` does not change them
         self._turns: dict[str, float] = {}  # virtual token counters
         self._open: Counter[str] = Counter()  # unfinished requests; no zeros
         self._slots: Counter[str] = Counter()
-        self._floor = 0.0  # highest counter of a client that was the last one to leave
+        self._floor = 0.0  # highest counter of any client that left no other client behind
 
     @property
     def contended(self) -> bool:
-        """True if several clients have unfinished requests."""
+        """Whether several clients have unfinished requests."""
         return len(self._open) > 1
 
     # ---------------------------------------------------------------------------------- counters
@@ -71,15 +74,24 @@ class Shares:
                 self._floor = max(self._floor, self._turns.get(client, 0.0))
 
     def lift(self, client: str) -> None:
-        """Raise the counter of a client that begins to wait to the lowest of the others: absence saves nothing."""
+        """Raise the counter of a client that begins to wait to the lowest of the others.
+
+        A client therefore gains no credit by being absent.
+        """
         others = [self._turns.get(name, 0.0) for name in self._open if name != client]
         self._turns[client] = max(self._turns.get(client, 0.0), min(others) if others else self._floor)
 
     def take_slot(self, request: Request) -> None:
+        """Count a slot that the request takes."""
         self._slots[_client(request)] += 1
 
     def give_slot(self, request: Request) -> None:
+        """Count a slot that the request gives up."""
         self._slots[_client(request)] -= 1
+
+    def waive_cached(self, request: Request) -> None:
+        """Count the tokens found in the prefix cache at the first admission as charged, free of charge."""
+        request.charged = request.cached
 
     def settle(self, request: Request) -> None:
         """Charge the client for the tokens computed since the request was last settled, cached ones excluded."""
@@ -90,7 +102,7 @@ class Shares:
             self._turns[client] = self._turns.get(client, 0.0) + new / request.source.weight
 
     def check(self, requests: Iterable[Request]) -> None:
-        """Raise AssertionError unless the counters agree with `requests`, all that are not finished."""
+        """Check the counters against `requests`, all unfinished ones. Raises AssertionError if they disagree."""
         all_requests = list(requests)
         slots = Counter(_client(r) for r in all_requests if r.status == "running")
         assert self._open == Counter(map(_client, all_requests)), "open requests of clients do not add up"
@@ -99,16 +111,16 @@ class Shares:
     # ------------------------------------------------------------------------------------- order
 
     def sort_by_turn(self, rows: list[tuple[Request, int]]) -> None:
-        """Sort rows with many tokens so that clients share the tokens of steps."""
+        """Sort rows with many tokens by the turns of their clients, so that clients share the tokens of steps."""
         for request, _ in rows:
             self.settle(request)
         rows.sort(key=lambda row: self.turn(row[0]))
 
-    def turn(self, request: Request) -> tuple[tuple[int, ...], float, int]:
+    def turn(self, request: Request) -> tuple[int, float, int]:
         """Return the sort key by which clients are served: priority, tokens served per weight, arrival."""
-        return request.order[:-1], self._turns.get(_client(request), 0.0), request.order[-1]
+        return request.order.priority, self._turns.get(_client(request), 0.0), request.order.arrival
 
-    def line(self, request: Request) -> tuple[tuple[int, ...], float, float, int]:
+    def line(self, request: Request) -> tuple[int, float, float, int]:
         """Return the sort key by which waiting requests of different clients are admitted."""
         priority, turn, sequence = self.turn(request)
         return priority, self._slots[_client(request)] / request.source.weight, turn, sequence
@@ -116,35 +128,43 @@ class Shares:
     # ---------------------------------------------------------------------------------- exchange
 
     def last(self, running: Sequence[Request], step: int, request: Request) -> Request | None:
-        """Return the request that gives its blocks to `request` when they run out, or None if it has to wait.
+        """Return the request to preempt when `request` lacks blocks, or None if `request` has to wait.
 
-        It is the last one that has no row in `step`. Between clients, requests are ordered by the blocks of their
-        client up to and including them, over the weight; the first in this order always gets its blocks.
+        It is the last one in order without a row in `step`. If there are several clients, requests are ordered by the
+        blocks of their client up to and including them, over the weight. The first in this order always gets its
+        blocks.
+
+        Args:
+            running: all running requests, in admission order.
+            step: number of the step that is being scheduled.
+            request: the request that lacks blocks.
         """
         if not self.contended:
             victim = next((r for r in reversed(running) if r.last_step != step), request)
             return victim if victim.order > request.order else None
         blocks: Counter[str] = Counter()
-        keys: dict[str, tuple[tuple[int, ...], float, int]] = {}
+        keys: dict[str, tuple[int, float, int]] = {}
         for r in running:
             blocks[_client(r)] += len(r.blocks)
-            keys[r.id] = r.order[:-1], blocks[_client(r)] / r.source.weight, r.order[-1]
+            keys[r.id] = r.order.priority, blocks[_client(r)] / r.source.weight, r.order.arrival
         free = [r for r in running if r.last_step != step and keys[r.id] > keys[request.id]]
         return max(free, key=lambda r: keys[r.id]) if free else None
 
     def claim(
-        self, request: Request, running: Sequence[Request], missing: Missing, refs: Sequence[int]
+        self, request: Request, running: Sequence[Request], shortage: Shortage, refs: Sequence[int]
     ) -> list[Request] | None:
-        """Return the running requests that make room for a waiting one, or None if it has to wait.
+        """Return the running requests to preempt for a waiting one, or None if it has to wait.
 
         Args:
-            running: in admission order.
-            refs: reference count of each block, to tell which ones a preemption frees.
+            request: the waiting request.
+            running: all running requests, in admission order.
+            shortage: the slots and blocks that it lacks.
+            refs: reference count of each block, which tells what a preemption frees.
         """
-        slots, blocks = missing.slots, missing.blocks
+        slots, blocks = shortage.slots, shortage.blocks
         if slots <= 0 and blocks <= 0:
             return []
-        exchange = _Exchange(request, missing.size, running, self._slots, refs)
+        exchange = _Exchange(request, shortage.size, running, self._slots, refs)
         while slots > 0 or blocks > 0:
             giver = self._giver(exchange, exchange.slots if slots > 0 else exchange.blocks)
             if giver is None:
@@ -154,13 +174,14 @@ class Shares:
         return exchange.given
 
     def _giver(self, exchange: _Exchange, held: Counter[str]) -> Request | None:
-        """Return the newest request of the client that holds most per weight, among those that may give."""
+        """Return the newest request of the client that holds most per weight, among those that can make room."""
         found = [r for r in exchange.newest() if self._gives(r, exchange, held)]
-        return max(found, key=lambda r: (r.order[:-1], held[_client(r)] / r.source.weight), default=None)
+        return max(found, key=lambda r: (r.order.priority, held[_client(r)] / r.source.weight), default=None)
 
     def _gives(self, giver: Request, exchange: _Exchange, held: Counter[str]) -> bool:
+        """Return whether `giver` makes room, judged by the slots or the blocks that clients hold (`held`)."""
         request, client = exchange.request, _client(giver)
-        if giver.order[:-1] > request.order[:-1]:
+        if giver.order.priority > request.order.priority:
             return True
         mine = _client(request)
         size, gets = (1, 1) if held is exchange.slots else (len(giver.blocks), exchange.size)
@@ -171,7 +192,7 @@ class Shares:
 
 
 class _Exchange:
-    """The slots and blocks that clients hold, while givers for one waiting request are chosen."""
+    """The slots and blocks held by clients, updated while requests that make room for another one are chosen."""
 
     def __init__(
         self,
@@ -191,14 +212,14 @@ class _Exchange:
             self.blocks[_client(r)] += len(r.blocks)
 
     def newest(self) -> Iterable[Request]:
-        """Return the newest request of each client that is left."""
+        """Return the newest remaining request of each client."""
         found: dict[str, Request] = {}
         for r in self._left:
             found.setdefault(_client(r), r)
         return found.values()
 
     def give(self, giver: Request) -> int:
-        """Move a request to `given`; return the number of blocks that become free."""
+        """Move a request to `given`. Return the number of blocks that its preemption frees."""
         self.given.append(giver)
         self._left.remove(giver)
         self.slots[_client(giver)] -= 1
@@ -208,9 +229,9 @@ class _Exchange:
 
 
 def _may_give(running: Request, request: Request) -> bool:
-    """Return whether a running request may make room for a waiting one, now or once its client holds too much."""
+    """Return whether a running request may ever make room for a waiting one, whatever their clients hold."""
     return (
         _client(running) != _client(request)
-        and running.order[:-1] >= request.order[:-1]
+        and running.order.priority >= request.order.priority
         and (not running.preemptions or _since_admission(running) >= QUANTUM)
     )

@@ -1,16 +1,20 @@
-"""An engine's figures for its clients: read from the scheduler and the step log, owned by neither."""
+"""The figures of an engine for its clients, read from the scheduler and the step log."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 
 from quire.core.engine import Engine
-from quire.types import EngineLoad, EngineStats, Figures
+from quire.types import EngineLoad, EngineStats, Figures, StepFigures
 
 
 def load_of(engine: Engine, received: int) -> EngineLoad:
-    """Counts that cost nothing to read: sent along with every message of outputs. `received`: requests
-    that came in since the start, refused ones included."""
+    """Return the load, which accompanies every message of outputs.
+
+    Args:
+        engine: the engine to read.
+        received: number of requests received since the start, refused ones included.
+    """
     scheduler = engine.scheduler
     return EngineLoad(
         received=received,
@@ -20,9 +24,13 @@ def load_of(engine: Engine, received: int) -> EngineLoad:
     )
 
 
-def figures_of(engine: Engine, told: int) -> Figures:
-    """What goes along with every message of outputs. `told`: the step after the last one that `steps` of an
-    earlier message held."""
+def figures_of(engine: Engine, since: int) -> Figures:
+    """Return the figures that accompany every message of outputs.
+
+    Args:
+        engine: the engine to read.
+        since: number of the first step to report; earlier messages have reported those before it.
+    """
     scheduler, log, clocks = engine.scheduler, engine.log, engine.scheduler.clocks
     return Figures(
         time_s=clocks.ended_s,
@@ -33,12 +41,12 @@ def figures_of(engine: Engine, told: int) -> Figures:
         evictions=scheduler.pool.evictions,
         wait_reason=log.last.wait_reason if len(log) and scheduler.waiting else None,
         totals=log.totals,
-        steps=[(len(r.rows), sum(count for _, _, count in r.rows), r.took_s) for r in log.ended_since(told)],
+        steps=[StepFigures(len(r.rows), r.num_tokens, r.took_s) for r in log.ended_since(since)],
     )
 
 
 def _load_by_owner(engine: Engine, received: int, owner: str | None) -> tuple[EngineLoad, EngineLoad]:
-    """Return the load by requests of `owner` (None: of all clients) and that by all others."""
+    """Return the load by requests of the client `owner` (None: of all clients) and the load by all others."""
     everything, own = load_of(engine, received), EngineLoad(received)
     if owner is None:
         return everything, own
@@ -54,7 +62,13 @@ def _load_by_owner(engine: Engine, received: int, owner: str | None) -> tuple[En
 
 
 def stats_of(engine: Engine, received: int, owner: str | None = None) -> EngineStats:
-    """Return what /stats shows of the engine. With `owner` the load is that by this client's requests."""
+    """Return the figures that /stats shows.
+
+    Args:
+        engine: the engine to read.
+        received: number of requests received since the start, refused ones included.
+        owner: the client whose requests `EngineStats.load` counts; None counts those of all clients.
+    """
     scheduler, log = engine.scheduler, engine.log
     load, others = _load_by_owner(engine, received, owner)
     served = scheduler.shares.served
@@ -64,7 +78,7 @@ def stats_of(engine: Engine, received: int, owner: str | None = None) -> EngineS
         last = {
             "step": record.step,
             "rows": len(record.rows),
-            "tokens": sum(count for _, _, count in record.rows),
+            "tokens": record.num_tokens,
             "schedule_s": record.schedule_s,
             "launch_s": record.launch_s,
             "wait_s": record.wait_s,

@@ -1,6 +1,7 @@
-"""The log of steps: the one record that receipts, metrics, live view and flight recorder read.
+"""The log of steps, which metrics, receipts, live view and benchmarks read.
 
-A bounded ring, written by the step loop only. Durations are seconds of host time.
+The log only observes: the scheduler appends records, and no decision of the engine depends on the log. The step loop
+adds its durations to the record of a step that it holds.
 """
 
 from __future__ import annotations
@@ -8,18 +9,27 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from quire.types import Totals
 
 
+class AdmissionRecord(NamedTuple):
+    """A request that took a slot, its known tokens, and how many of them the prefix cache held."""
+
+    request_id: str
+    known: int
+    cached: int
+
+
 @dataclass(slots=True)
 class StepRecord:
-    """One step. `rows` holds (request id, first KV entry, tokens run) in batch order."""
+    """One step. Durations are seconds of host time."""
 
     step: int
     time_s: float  # monotonic clock, when the step was scheduled
-    rows: list[tuple[str, int, int]]
-    admitted: list[tuple[str, int, int]]  # (request id, known tokens, of them found in the prefix cache)
+    rows: list[tuple[str, int, int]]  # (request id, first KV entry, number of tokens), in batch order
+    admitted: list[AdmissionRecord]
     preempted: list[str]
     running: int
     waiting: int
@@ -30,39 +40,45 @@ class StepRecord:
     launch_s: float = 0.0
     wait_s: float = 0.0
     retire_s: float = 0.0
-    prompt_tokens: int = 0  # of requests that have not caught up: prompts, and what a preemption threw away
-    took_s: float = 0.0  # from the end of the step before it, or its own beginning, to its end
+    prompt_tokens: int = 0  # prompt tokens, and tokens computed again after a preemption
+    took_s: float = 0.0  # from the end of the previous step, or its own start if that is later, to its end
     drafts: int = 0  # draft tokens
+
+    @property
+    def num_tokens(self) -> int:
+        """Number of tokens in the step."""
+        return sum(count for _, _, count in self.rows)
 
 
 class StepLog:
+    """A ring of the newest `capacity` records, and counters since the start."""
+
     def __init__(self, capacity: int = 4096) -> None:
         self._records: deque[StepRecord] = deque(maxlen=capacity)
         self.totals = Totals()
-        self.ended = 0  # steps whose results are there
+        self.ended = 0  # number of steps whose results have arrived
 
     def append(self, record: StepRecord) -> None:
+        """Add the record of a step that has just been scheduled."""
         self._records.append(record)
         self.totals.steps += 1
 
-    def end(self, step: int, now_s: float, previous_s: float) -> StepRecord:
-        """Book the end of a step, which began when the one before it ended at the earliest; its record."""
-        record = self._records[step - self.totals.steps]
-        record.took_s = now_s - max(previous_s, record.time_s)
-        self.ended = step + 1
-        return record
+    def end(self, record: StepRecord) -> None:
+        """Note that the results of a step have arrived. Steps end in order."""
+        self.ended = record.step + 1
 
     def ended_since(self, step: int) -> list[StepRecord]:
-        """The records of `step` and of all after it that have ended, as far as they are still there."""
+        """Return the records of ended steps from number `step` on, as far as the log still holds them."""
         first = max(step, self.totals.steps - len(self._records))
         return [self._records[i - self.totals.steps] for i in range(first, self.ended)]
 
     @property
     def last(self) -> StepRecord:
+        """The newest record. Raises IndexError if there is none."""
         return self._records[-1]
 
     def newest(self, count: int) -> list[StepRecord]:
-        """The last `count` records, oldest first."""
+        """Return the last `count` records, oldest first."""
         return [self._records[-i] for i in range(count, 0, -1)]
 
     def __len__(self) -> int:

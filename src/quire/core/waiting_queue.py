@@ -1,8 +1,8 @@
-"""Requests that wait for a slot, one line per client.
+"""The queue of requests that wait for a slot, with one line per client.
 
-Within a line requests go in the order that the policy gave them. Between lines the client that holds fewest slots
-per weight goes next, and among those the one that was served least (core/shares.py). With one client this is that
-client's line and nothing else. Priorities come before fairness.
+Within a line requests are in the order of the policy. Between lines the client that holds the fewest slots per weight
+is next, and among equals the one that has been served the fewest tokens per weight (core/shares.py). Priorities come
+before fairness.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from bisect import insort
 from collections.abc import Iterable, Iterator
 
 from quire.core.shares import Shares
-from quire.types import Request
+from quire.types import Request, RequestOrder
 
 
-def _order(request: Request) -> tuple[int, ...]:
+def _order(request: Request) -> RequestOrder:
     return request.order
 
 
-class Waiting:
-    """Owns the lines. Holds no request twice."""
+class WaitingQueue:
+    """The waiting requests of all clients."""
 
     def __init__(self, shares: Shares) -> None:
-        self.tokens = 0  # prompt tokens of all requests here
+        self.tokens = 0  # prompt tokens of all waiting requests
         self._shares = shares
-        self._lines: dict[str, list[Request]] = {}  # none is empty
+        self._lines: dict[str, list[Request]] = {}  # by client; no line is empty
         self._count = 0
 
     def __len__(self) -> int:
@@ -35,6 +35,7 @@ class Waiting:
             yield from line
 
     def add(self, request: Request) -> None:
+        """Insert a request into the line of its client."""
         client = request.source.client
         line = self._lines.get(client)
         if line is None:
@@ -45,6 +46,7 @@ class Waiting:
         self.tokens += request.prompt_len
 
     def remove(self, request: Request) -> None:
+        """Remove a request. Raises KeyError or ValueError if it does not wait."""
         client = request.source.client
         line = self._lines[client]
         line.remove(request)
@@ -54,8 +56,13 @@ class Waiting:
             del self._lines[client]
 
     def by_turn(self, running: Iterable[Request]) -> Iterator[Request]:
-        """Yield the requests in the order in which to admit them. The one just yielded may be removed, and then
-        charged to its client, before the next is asked for. `running`: requests to settle first."""
+        """Yield the requests in the order in which to admit them.
+
+        The caller may remove the request that was yielded last, and charge it to its client, before it continues.
+
+        Args:
+            running: requests to settle first, so that the counters of their clients are up to date.
+        """
         shares = self._shares
         if shares.contended:
             for request in running:
@@ -77,7 +84,7 @@ class Waiting:
                 del at[client]
 
     def check(self) -> None:
-        """Raise AssertionError unless lines and counts agree."""
+        """Check lines against counts. Raises AssertionError if they disagree."""
         assert all(line and line == sorted(line, key=_order) for line in self._lines.values())
         assert self._count == sum(map(len, self._lines.values())), "a waiting request was lost"
         assert self.tokens == sum(request.prompt_len for request in self), "waiting tokens do not add up"

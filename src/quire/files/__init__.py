@@ -1,1 +1,1 @@
-"""Files of a checkpoint, which may hold anything: only regular files are opened, and sizes are checked first."""
+"""Safe reading of checkpoint files: only regular files are opened, and sizes are checked first."""

@@ -1,4 +1,4 @@
-"""Bounded reading of files that somebody else wrote. Whatever is wrong with one is a ModelError that names it."""
+"""Bounded reading of untrusted files. Every problem raises a ModelError that names the file."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _short.maxstring = _short.maxother = _short.maxlong = 80
 
 
 def shown(value: object) -> str:
-    """The value as an error message shows it: never long, and on one line."""
+    """Return a short representation of a value for an error message, on one line."""
     return _short.repr(value)
 
 
 def check_regular(path: Path, most_bytes: int | None = None) -> None:
-    """Raise ModelError unless `path` is a regular file, of at most `most_bytes`: a named pipe would block."""
+    """Raise ModelError unless `path` is a regular file of at most `most_bytes`. (A named pipe would block.)"""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -33,11 +33,11 @@ def check_regular(path: Path, most_bytes: int | None = None) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise ModelError(f"{path} is not a regular file")
     if most_bytes is not None and status.st_size > most_bytes:
-        raise ModelError(f"{path} has {status.st_size} bytes, but at most {most_bytes} are read")
+        raise ModelError(f"{path} has {status.st_size} bytes, but the limit is {most_bytes}")
 
 
 def read_text(path: Path, most_bytes: int = MAX_CONFIG_BYTES) -> str:
-    """The text of a regular UTF-8 file."""
+    """Return the text of a regular UTF-8 file of at most `most_bytes`, or raise ModelError."""
     check_regular(path, most_bytes)
     try:
         return path.read_text(encoding="utf-8")
@@ -46,15 +46,16 @@ def read_text(path: Path, most_bytes: int = MAX_CONFIG_BYTES) -> str:
 
 
 def read_json(path: Path, most_bytes: int = MAX_CONFIG_BYTES, optional: bool = False) -> dict[str, Any]:
-    """The JSON object in `path`; with `optional`, an empty one where there is no such file."""
+    """Return the JSON object in a file of at most `most_bytes`, or raise ModelError.
+
+    With `optional`, a missing file counts as an empty object.
+    """
     if optional and not path.exists():
         return {}
     try:
         found = json.loads(read_text(path, most_bytes))
     except RecursionError:
-        raise ModelError(
-            f"{path} is not readable JSON: its lists and objects are nested too deeply"
-        ) from None
+        raise ModelError(f"{path} cannot be read: its lists and objects are nested too deeply") from None
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(found, dict):

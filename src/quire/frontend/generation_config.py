@@ -20,25 +20,35 @@ _NAMES = {
 
 
 def load_generation_defaults(folder: Path) -> dict[str, Any]:
-    """The model's own sampling defaults by SamplingParams name; empty for a model that has none. Raises ModelError
-    for values that no request could be served with.
+    """Return the sampling defaults in a model's `generation_config.json`, by SamplingParams name.
 
-    `do_sample: false` is not read as temperature 0: published configs leave it at its default by accident.
+    `do_sample: false` is not read as temperature 0, because many published configs leave it at its default by
+    accident.
+
+    Args:
+        folder: the model folder. A .gguf file has no such defaults, so the result is empty.
+
+    Raises:
+        ModelError: if a value is out of the range of its SamplingParams field.
     """
     if not folder.is_dir():
         return {}
     file = folder / "generation_config.json"
     config = read_json(file, optional=True)
-    found = {ours: config[theirs] for theirs, ours in _NAMES.items() if config.get(theirs) is not None}
+    defaults = {ours: config[theirs] for theirs, ours in _NAMES.items() if config.get(theirs) is not None}
     try:
-        SamplingParams(**found)
+        SamplingParams(**defaults)
     except RequestError as error:
         raise ModelError(f"{file}: {error}") from None
-    return found
+    return defaults
 
 
 def load_eos_ids(folder: Path) -> list[int]:
-    """End-of-sequence ids: of `generation_config.json`, or where it has none of `config.json`."""
+    """Return the end-of-sequence ids in `generation_config.json`, or those in `config.json` if it has none.
+
+    Raises:
+        ModelError: if `eos_token_id` is not a token id or a list of them.
+    """
     for name in ("generation_config.json", "config.json"):
         eos = read_json(folder / name, optional=True).get("eos_token_id")
         if eos is not None:
@@ -52,7 +62,7 @@ def load_eos_ids(folder: Path) -> list[int]:
 
 
 def default_pooling(folder: Path) -> Pooling:
-    """As `1_Pooling/config.json` of sentence-transformers says; the mean, where there is none."""
+    """Return the pooling that `1_Pooling/config.json` (sentence-transformers) names, or "mean" without that file."""
     config = read_json(folder / "1_Pooling" / "config.json", optional=True) if folder.is_dir() else {}
     last = config.get("pooling_mode_lasttoken") or config.get("pooling_mode") == "lasttoken"
     return "last" if last else "mean"

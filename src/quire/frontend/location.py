@@ -1,7 +1,7 @@
-"""From the name of a model to files on this machine. Nothing is read here but directory entries.
+"""Find the files of a model by its name. Only directory entries are read here.
 
-A name is a folder, a .gguf file, one of the two models that ship with Quire, or a Hugging Face id, which is
-fetched into the local cache. Whatever goes wrong is a ModelError that says what to do.
+A name is a folder, a .gguf file, one of the two built-in models, or a Hugging Face id, which is fetched into the local
+cache. Every failure is a ModelError that says what to do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _HUB_SKIPPED = ["original/*", "*.bin.index.json", "onnx/*"]
 
 @dataclass(frozen=True, slots=True)
 class ModelFiles:
-    """Where a model's files are. `name` is what the user called it."""
+    """The location of a model's files. `name` is the name that the user gave."""
 
     path: Path
     kind: Literal["folder", "gguf"]
@@ -29,13 +29,21 @@ class ModelFiles:
 
 
 def locate_model(name: str, revision: str | None = None) -> ModelFiles:
-    """The local files of model `name`, fetched first if it is a Hugging Face id."""
+    """Return the local files of a model, fetching them first if `name` is a Hugging Face id.
+
+    Args:
+        name: a folder, a .gguf file, `demo`, `demo-draft`, or a Hugging Face id.
+        revision: branch, tag or commit, for Hugging Face ids only.
+
+    Raises:
+        ModelError: if there is no such model, or it cannot be fetched.
+    """
     if not name.strip():
         raise ModelError("the model name is empty: give a folder, a .gguf file, a Hugging Face id, or demo")
     path = Path(name).expanduser()
     if revision is not None and (name in BUILT_IN or path.exists()):
         raise ModelError(
-            f"{name} is on this machine and has no revision {revision!r}: revision is for Hugging Face ids"
+            f"revision {revision!r} cannot be chosen for the local model {name}: revision is for Hugging Face ids"
         )
     if name in BUILT_IN and not path.exists():
         return _folder(Path(__file__).parents[1] / "demo" / BUILT_IN[name], name)
@@ -54,7 +62,15 @@ def locate_model(name: str, revision: str | None = None) -> ModelFiles:
 
 
 def locate_tokenizer(name: str, revision: str | None = None) -> Path:
-    """The folder or file of a tokenizer given by its own name; without weights if it has to be fetched."""
+    """Return the folder or file of a tokenizer. For a Hugging Face id, fetch everything but the weights.
+
+    Args:
+        name: a folder, a tokenizer file, `demo`, `demo-draft`, or a Hugging Face id.
+        revision: branch, tag or commit, for Hugging Face ids.
+
+    Raises:
+        ModelError: if there is no such tokenizer, or it cannot be fetched.
+    """
     path = Path(name).expanduser()
     if name in BUILT_IN and not path.exists():
         return locate_model(name).path
@@ -68,7 +84,7 @@ def locate_tokenizer(name: str, revision: str | None = None) -> Path:
 def _folder(path: Path, name: str) -> ModelFiles:
     if not (path / "config.json").is_file():
         if name in BUILT_IN:
-            raise ModelError(f"the model {name} is not part of this installation: install Quire again")
+            raise ModelError(f"the model {name} is missing from this installation: reinstall Quire")
         ggufs = sorted(path.glob("*.gguf"))
         hint = f": name the file itself, such as {ggufs[0]}" if ggufs else ", so it is not a model folder"
         raise ModelError(f"{path} has no config.json{hint}")
@@ -76,7 +92,7 @@ def _folder(path: Path, name: str) -> ModelFiles:
 
 
 def _fetch(name: str, revision: str | None, files: list[str]) -> Path:
-    """The snapshot of a Hugging Face repository in the local cache.
+    """Return the snapshot of a Hugging Face repository in the local cache, fetching missing files.
 
     The library itself honours HF_TOKEN, HF_HOME and HF_HUB_OFFLINE.
     """
@@ -85,17 +101,17 @@ def _fetch(name: str, revision: str | None, files: list[str]) -> Path:
     options: dict[str, Any] = {"revision": revision, "allow_patterns": files, "ignore_patterns": _HUB_SKIPPED}
     try:
         return Path(huggingface_hub.snapshot_download(name, **options))
-    except Exception as error:  # many libraries meet here, each with errors of its own
-        raise _explained(name, revision, error) from error
+    except Exception as error:  # each library below has its own exception classes
+        raise _fetch_error(name, revision, error) from error
 
 
-def _explained(name: str, revision: str | None, error: Exception) -> ModelError:
+def _fetch_error(name: str, revision: str | None, error: Exception) -> ModelError:
     from huggingface_hub import errors
 
     at = f" at revision {revision}" if revision else ""
     if isinstance(error, errors.GatedRepoError):
         return ModelError(
-            f"{name} is gated: accept its terms on its block, then set HF_TOKEN to a token of that account"
+            f"{name} is gated: accept its terms on its page, then set HF_TOKEN to a token of that account"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return ModelError(f"{name} has no revision {revision}: check the branch, tag or commit")

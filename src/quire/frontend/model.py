@@ -1,4 +1,4 @@
-"""What every client of an engine makes of a model, as the settings say: its tokenizer, and what prepares requests."""
+"""The text side of a model, built from the settings: its tokenizer and the processor of its requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,11 @@ from quire.types import EngineInfo
 
 
 def tokenizer_of(config: EngineConfig) -> Tokenizer:
-    """The model's tokenizer, or the one that stands in for it. Raises ModelError."""
+    """Load the tokenizer that the settings name, or a `NoTokenizer` with `skip_tokenizer_init`.
+
+    Raises:
+        ModelError: if it cannot be found or read.
+    """
     if config.skip_tokenizer_init:
         return NoTokenizer()
     if config.tokenizer is not None:
@@ -20,7 +24,13 @@ def tokenizer_of(config: EngineConfig) -> Tokenizer:
 
 
 def processor_of(config: EngineConfig, info: EngineInfo, tokenizer: Tokenizer) -> InputProcessor:
-    """For requests to the engine that `info` is of: an answer ends where model or tokenizer say so."""
+    """Build the processor of requests to an engine.
+
+    Args:
+        config: the engine's settings.
+        info: what the engine reports about its model. Answers end at its end-of-sequence ids and at the tokenizer's.
+        tokenizer: the model's tokenizer.
+    """
     return InputProcessor(
         tokenizer,
         info.vocab_size,

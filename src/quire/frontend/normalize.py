@@ -1,4 +1,4 @@
-"""Pooled hidden states as embeddings."""
+"""Embeddings from pooled hidden states."""
 
 from __future__ import annotations
 
@@ -6,12 +6,23 @@ import numpy as np
 
 
 def embedding(pooled: bytes, dimensions: int | None = None, normalize: bool = True) -> np.ndarray:
-    """float32 [dimensions] of the pooled states (float32 [hidden]): the first `dimensions` of them, of length 1
-    if `normalize`. Raises ValueError if the model has fewer."""
-    found = np.frombuffer(pooled, "<f4")
+    """Turn pooled hidden states into an embedding.
+
+    Args:
+        pooled: the pooled hidden states, float32 [hidden], as little-endian bytes.
+        dimensions: keep only the first `dimensions` values (Matryoshka embeddings, arXiv:2205.13147); None keeps all.
+        normalize: scale the result to length 1 (L2 norm). A zero vector stays zero.
+
+    Returns:
+        float32 [dimensions], or float32 [hidden] if `dimensions` is None.
+
+    Raises:
+        ValueError: if the model has fewer than `dimensions` values.
+    """
+    values = np.frombuffer(pooled, "<f4")
     if dimensions is not None:
-        if dimensions > len(found):
-            raise ValueError(f"dimensions must be at most {len(found)}, got {dimensions}")
-        found = found[:dimensions]
-    length = float(np.linalg.norm(found.astype(np.float64))) if normalize else 1.0
-    return (found / (length or 1.0)).astype("<f4")
+        if dimensions > len(values):
+            raise ValueError(f"dimensions must be at most {len(values)}, got {dimensions}")
+        values = values[:dimensions]
+    length = float(np.linalg.norm(values.astype(np.float64))) if normalize else 1.0
+    return (values / (length or 1.0)).astype("<f4")

@@ -1,10 +1,10 @@
-"""Engine outputs to answers: text, stop strings, log-probabilities, and the merging of n answers into one.
+"""Convert engine outputs to request outputs: text, stop strings, log-probabilities, and the n choices of a prompt.
 
-All text state of a request is here, on the client's side of the engine. The engine ends a request by token
-ids and lengths; a stop string is found here, and then the engine is told to abort.
+All text state of a request lives here, on the client's side. The engine ends requests by token ids and lengths; stop
+strings are found here, and the client then tells the engine to abort.
 
-engine outputs --> OutputAssembler.apply --> RequestState --> Answer (one per choice)
-                        | ids to abort            | output(): all so far    take_delta(): what is new
+engine outputs --> OutputAssembler.apply --> RequestState --> ChoiceOutput (one per choice)
+                        | ids to abort            | output(): everything    take_delta(): since the last call
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from quire.types import (
     EngineRequest,
     FinishReason,
     Logprob,
+    RequestFailure,
     RequestMetrics,
     RequestOutput,
     SamplingParams,
@@ -29,7 +30,7 @@ from quire.types import (
 
 
 class _NoText:
-    """In place of a detokenizer when a request wants token ids alone."""
+    """The stand-in for a detokenizer when a request wants only token ids."""
 
     def push(self, ids: Sequence[int]) -> str:
         return ""
@@ -38,19 +39,28 @@ class _NoText:
         return ""
 
 
-def readable_logprobs(found: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
-    """By token id: the chosen token first, then the most likely ones in order."""
-    chosen = {found.ids[0]: Logprob(found.logprobs[0], found.rank)}
-    for rank, (token, value) in enumerate(zip(found.ids[1:], found.logprobs[1:]), 1):
-        chosen.setdefault(token, Logprob(value, rank))
+def readable_logprobs(logprobs: TokenLogprobs, tokenizer: Tokenizer | None) -> dict[int, Logprob]:
+    """Return log-probabilities by token id: the chosen token first, then the most likely ones in order.
+
+    Each entry has the token's text if there is a tokenizer.
+    """
+    entries = {logprobs.ids[0]: Logprob(logprobs.logprobs[0], logprobs.rank)}
+    for rank, (token, value) in enumerate(zip(logprobs.ids[1:], logprobs.logprobs[1:]), 1):
+        entries.setdefault(token, Logprob(value, rank))
     if tokenizer is not None:
-        for token, entry in chosen.items():
+        for token, entry in entries.items():
             entry.decoded_token = tokenizer.token_text(token)
-    return chosen
+    return entries
 
 
 class ChoiceOutput:
-    """One of the n answers to a prompt, as it grows."""
+    """One of the n choices of a prompt while it is generated.
+
+    Args:
+        index: its position among the choices.
+        request: its engine request.
+        tokenizer: decodes its tokens; None if the engine has no tokenizer.
+    """
 
     def __init__(self, index: int, request: EngineRequest, tokenizer: Tokenizer | None) -> None:
         params = request.params
@@ -70,17 +80,20 @@ class ChoiceOutput:
             )
         self._stops = StopStrings(params.stop, params.include_stop_str_in_output)
         self._text: list[str] = []
-        self._taken_text = self._taken_tokens = 0
-        self._told_end = False
+        self._taken_text = self._taken_tokens = (
+            0  # pieces of text, and tokens, that `take_delta` has returned
+        )
+        self._end_taken = False
 
     @property
     def text(self) -> str:
+        """The text so far, without characters that could still become part of a stop string."""
         return "".join(self._text)
 
     def apply(self, output: EngineOutput) -> bool:
-        """Take in what one step brought. True if a stop string ended the answer before the engine did."""
-        # The token that ended the answer is no part of its text, unless asked for.
-        silent = output.finish_reason == "stop" and not self.params.include_stop_str_in_output
+        """Append the output of one step. Return True if a stop string ended the choice before the engine did."""
+        # The stop token is not part of the text unless the request includes it.
+        hides_last = output.finish_reason == "stop" and not self.params.include_stop_str_in_output
         last = len(output.token_ids) - 1
         for i, token in enumerate(output.token_ids):
             self.token_ids.append(token)
@@ -91,7 +104,7 @@ class ChoiceOutput:
             ):
                 self.logprobs.append(readable_logprobs(output.logprobs[i], self._tokenizer))
                 self.cumulative_logprob += output.logprobs[i].logprobs[0]
-            if not (silent and i == last) and self._say(self._detokenizer.push([token])):
+            if not (hides_last and i == last) and self._append_text(self._detokenizer.push([token])):
                 self.finish_reason, self.stop_reason = "stop", self._stops.stopped
                 return output.finish_reason is None
         if output.finish_reason is not None:
@@ -99,30 +112,30 @@ class ChoiceOutput:
         return False
 
     def finish(self, reason: FinishReason, stop_reason: int | str | None = None) -> None:
-        """No more tokens come: let out what was held back."""
-        if self._say(self._detokenizer.finish()):
+        """End the choice and append the text that was held back."""
+        if self._append_text(self._detokenizer.finish()):
             reason, stop_reason = "stop", self._stops.stopped
         else:
-            self._show(self._stops.finish())
+            self._release(self._stops.finish())
         self.finish_reason, self.stop_reason = reason, stop_reason
 
-    def _say(self, text: str) -> bool:
-        """Add text; True if it completed a stop string. None may end within the first `min_tokens` tokens."""
+    def _append_text(self, text: str) -> bool:
+        """Append text. Return True if it completed a stop string, which cannot end in the first `min_tokens` tokens."""
         if not text:
             return False
         if len(self.token_ids) <= self.params.min_tokens:
-            self._show(self._stops.skip(text))
+            self._release(self._stops.skip(text))
             return False
-        safe, stopped = self._stops.push(text)
-        self._show(safe)
+        released, stopped = self._stops.push(text)
+        self._release(released)
         return stopped is not None
 
-    def _show(self, text: str) -> None:
+    def _release(self, text: str) -> None:
         if text:
             self._text.append(text)
 
     def output(self) -> CompletionOutput:
-        """All so far."""
+        """Return everything generated so far."""
         return CompletionOutput(
             index=self.index,
             text=self.text,
@@ -134,14 +147,17 @@ class ChoiceOutput:
         )
 
     def take_delta(self) -> CompletionOutput | None:
-        """What is new since the last call; None if nothing is. The end is told once."""
+        """Return everything generated since the last call, or None if nothing was.
+
+        Concatenating the deltas gives the final text and tokens. The finish reason alone makes one last delta.
+        """
         text, tokens = self._text[self._taken_text :], self.token_ids[self._taken_tokens :]
-        ends = self.finish_reason is not None and not self._told_end
+        ends = self.finish_reason is not None and not self._end_taken
         if not (text or tokens or ends):
             return None
         logprobs = None if self.logprobs is None else self.logprobs[self._taken_tokens :]
         self._taken_text, self._taken_tokens = len(self._text), len(self.token_ids)
-        self._told_end = self.finish_reason is not None
+        self._end_taken = self.finish_reason is not None
         return CompletionOutput(
             index=self.index,
             text="".join(text),
@@ -154,7 +170,15 @@ class ChoiceOutput:
 
 
 class RequestState:
-    """One prompt and its n answers."""
+    """One prompt and its n choices.
+
+    Args:
+        request_id: the client's id of the request.
+        prompt: its text, if it was given as text.
+        requests: the engine requests that `InputProcessor.process` built for it.
+        tokenizer: the model's tokenizer.
+        arrival_s: time of arrival on the monotonic clock; None means now.
+    """
 
     def __init__(
         self,
@@ -164,22 +188,20 @@ class RequestState:
         tokenizer: Tokenizer | None,
         arrival_s: float | None = None,
     ) -> None:
-        """`requests` are what InputProcessor made of the prompt, in its order."""
         self._tokenizer = None if isinstance(tokenizer, NoTokenizer) else tokenizer
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = requests[0].prompt
         self.answers = [ChoiceOutput(i, request, self._tokenizer) for i, request in enumerate(requests)]
-        self.error: str | None = None
-        self.internal = False  # whether the error is the server's, not the request's
-        self.pooled: bytes | None = None  # float32 [hidden], of a request for pooling that is finished
+        self.error: RequestFailure | None = None
+        self.pooled: bytes | None = None  # float32 [hidden], once an embedding request is finished
         self.num_cached_tokens = 0
         self.metrics = RequestMetrics(time.monotonic() if arrival_s is None else arrival_s)
         self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
         if requests[0].params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None]  # nothing predicts the first token
+            self.prompt_logprobs = [None]  # the first token has no prediction
         self._by_id = {answer.engine_id: answer for answer in self.answers}
-        self._left = len(self.answers)  # answers that are not finished
+        self._num_open = len(self.answers)  # choices that are not finished
 
     @property
     def params(self) -> SamplingParams:
@@ -187,26 +209,26 @@ class RequestState:
 
     @property
     def finished(self) -> bool:
-        return self._left == 0
+        return self._num_open == 0
 
     @property
     def open_ids(self) -> list[str]:
-        """Engine requests that still run."""
+        """The ids of the engine requests that still run."""
         return [answer.engine_id for answer in self.answers if answer.finish_reason is None]
 
     def has_ended(self, engine_id: str) -> bool:
-        """Whether the answer of this engine request is finished."""
+        """Return whether the choice of this engine request is finished."""
         return self._by_id[engine_id].finish_reason is not None
 
     def apply(self, output: EngineOutput, now_s: float | None = None) -> bool:
-        """Take in one engine output. True if its engine request is to be aborted: a stop string was found."""
+        """Apply one engine output. Return True if the engine must abort the request: a stop string was found."""
         answer = self._by_id[output.id]
         if answer.finish_reason is not None:
             return False
         now_s = time.monotonic() if now_s is None else now_s
         if output.token_ids and self.metrics.first_token_s is None:
             self.metrics.first_token_s = now_s
-        if answer.index == 0:  # the others find what the first one computed
+        if answer.index == 0:  # the other choices hit the blocks that the first one computed
             self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
         if output.prompt_logprobs and self.prompt_logprobs is not None and answer.index == 0:
             seen = max(0, len(self.prompt_logprobs) - output.prompt_logprobs_start)
@@ -215,19 +237,19 @@ class RequestState:
         if output.pooled is not None:
             self.pooled = output.pooled
         if output.error is not None:
-            self.error, self.internal = output.error, output.internal
+            self.error = output.error
         aborts = answer.apply(output)
         if answer.finish_reason is not None:
-            self._left -= 1
+            self._num_open -= 1
             self._note_end(now_s)
         return aborts
 
     def abort(self) -> list[str]:
-        """End every answer that still runs; the engine requests to abort."""
+        """End every choice that still runs. Return the ids of the engine requests to abort."""
         ids = self.open_ids
         for engine_id in ids:
             self._by_id[engine_id].finish("abort")
-        self._left = 0
+        self._num_open = 0
         self._note_end(time.monotonic())
         return ids
 
@@ -236,7 +258,7 @@ class RequestState:
             self.metrics.finished_s = now_s
 
     def output(self) -> RequestOutput:
-        """All so far, of all answers."""
+        """Return everything generated so far, for all choices."""
         outputs = [answer.output() for answer in self.answers]
         return RequestOutput(
             request_id=self.request_id,
@@ -252,14 +274,14 @@ class RequestState:
 
 @dataclass(slots=True)
 class OutputChanges:
-    """What a batch of engine outputs changed."""
+    """The effects of a batch of engine outputs."""
 
-    changed: list[RequestState] = field(default_factory=list)  # each once, in order of arrival in the batch
-    aborts: list[str] = field(default_factory=list)  # engine requests that a stop string ended
+    changed: list[RequestState] = field(default_factory=list)  # each once, in order of first appearance
+    aborts: list[str] = field(default_factory=list)  # ids of engine requests that a stop string ended
 
 
 class OutputAssembler:
-    """All open requests of one client, found by the ids of their engine requests."""
+    """The open requests of one client, by the ids of their engine requests."""
 
     def __init__(self) -> None:
         self._states: dict[str, RequestState] = {}
@@ -271,25 +293,31 @@ class OutputAssembler:
         self._states.update((answer.engine_id, state) for answer in state.answers)
 
     def apply(self, outputs: Iterable[EngineOutput], now_s: float | None = None) -> OutputChanges:
-        """Hand outputs to their requests. Those of requests that have ended here are dropped: an abort takes
-        effect in the engine some steps late."""
+        """Apply outputs to their requests.
+
+        Outputs of requests that have ended here are dropped, because an abort reaches the engine some steps late.
+
+        Args:
+            outputs: the engine outputs of one step.
+            now_s: time of their arrival on the monotonic clock; None means now.
+        """
         now_s = time.monotonic() if now_s is None else now_s
-        applied = OutputChanges()
+        changes = OutputChanges()
         changed: dict[int, RequestState] = {}
         for output in outputs:
             state = self._states.get(output.id)
             if state is None:
                 continue
             if state.apply(output, now_s):
-                applied.aborts.append(output.id)
+                changes.aborts.append(output.id)
             changed[id(state)] = state
             if state.has_ended(output.id):
                 del self._states[output.id]
-        applied.changed = list(changed.values())
-        return applied
+        changes.changed = list(changed.values())
+        return changes
 
     def abort(self, state: RequestState) -> list[str]:
-        """Forget a request; the engine requests to abort."""
+        """Forget a request. Return the ids of the engine requests to abort."""
         ids = state.abort()
         for engine_id in ids:
             self._states.pop(engine_id, None)

@@ -1,8 +1,8 @@
-"""Regular expressions as their writers mean them.
+"""Regular expressions with the character classes of ECMAScript.
 
-JSON Schema says that patterns are those of ECMAScript, whose `\\d` and `\\w` are digits and letters of ASCII, and so most
-people mean them elsewhere, too. The grammar library reads them so in schemas, but not in regular expressions alone, where
-they are those of Unicode; and its `\\s` is Unicode's in both, which differs by two characters.
+JSON Schema patterns are those of ECMAScript, whose `\\d` and `\\w` match only ASCII digits and letters. Most authors
+of plain regular expressions expect the same. The grammar library follows ECMAScript only in schemas; in plain regular
+expressions its classes are those of Unicode. Its `\\s` is that of Unicode in both and differs by two characters.
 """
 
 from __future__ import annotations
@@ -21,6 +21,9 @@ _CLASSES = {
 
 
 def with_ecma_classes(pattern: str) -> str:
-    """The pattern with the classes of ECMA-262 (CharacterClassEscape) written out, also within brackets, which may be
-    nested in the library's syntax. Done again it changes nothing that is matched."""
+    """Replace the classes `\\d`, `\\w`, `\\s` and their negations by the sets of ECMA-262 (CharacterClassEscape).
+
+    This also works inside brackets, because the library's syntax allows nested ones. Applying the function twice does
+    not change what the pattern matches.
+    """
     return _ESCAPE.sub(lambda escape: _CLASSES.get(escape[1], escape[0]), pattern)

@@ -1,4 +1,4 @@
-"""A bar over prompts, with tokens per second in and out of those that are finished."""
+"""The progress bar of `LLM`: finished prompts, with their input and output tokens per second."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 from quire.frontend.output import RequestState
 
 
-class Progress:
+class ProgressBar:
+    """A progress bar over prompts, or a stand-in that shows nothing."""
+
     def __init__(self, count: int, shown: bool) -> None:
-        """Over `count` prompts; nothing at all unless `shown`."""
+        """Show a bar over `count` prompts on standard error, or nothing if `shown` is False."""
         self._bar: Any = None
         if shown:
             from tqdm import tqdm
@@ -19,7 +21,7 @@ class Progress:
         self._tokens_in = self._tokens_out = 0
 
     def update(self, changed: Sequence[RequestState]) -> None:
-        """Take in what ended among the requests that changed."""
+        """Advance by the requests among `changed` that are finished."""
         done = [state for state in changed if state.finished]
         if self._bar is None or not done:
             return

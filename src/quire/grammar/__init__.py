@@ -1,1 +1,1 @@
-"""Structured output: compiling what an answer must be, and the masks that hold it to that."""
+"""Structured output: grammars compiled from specs, and the token masks that enforce them."""

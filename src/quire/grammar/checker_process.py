@@ -1,10 +1,10 @@
-"""The process that compiles grammars first, because a hostile one can crash or hang the library.
+"""The helper process that compiles each grammar first, because a hostile one can crash or hang the library.
 
-It loads the vocabulary, then forks for each spec that arrives: the child compiles and tries it out within
-limits of processor time, memory and stack, which the kernel enforces, and answers with the grammar's text
-or the reason against it. The parent stays single-threaded, small, and alive. Ends with its input.
+It loads the vocabulary and forks for each spec. The child compiles the spec and tries it out within limits of processor
+time, memory and stack that the kernel enforces, and answers with the grammar's text or the reason for refusing it. The
+parent stays single-threaded, small and alive. It exits when its input closes.
 
-stdin    frames of Check                            stdout    one frame of Table, then frames of Verdict
+stdin    frames of Check                  stdout    one frame of VocabularyTable, then frames of Verdict
 """
 
 from __future__ import annotations
@@ -22,31 +22,36 @@ import msgspec
 
 from quire.types import GrammarSpec, QuireError, RequestError
 
-if sys.platform != "win32":  # where only the messages below are used
+if sys.platform != "win32":  # on Windows only the messages of this module are used
     import resource
 
-MAX_CHILDREN = 8  # specs checked at once; more wait
+MAX_CHILDREN = 8  # specs checked concurrently; the others wait
 _CPU_S = 2.0
-_WALL_S = 20.0  # for a child that waits for a processor, or for nothing
-_MEMORY_BYTES = 512 << 20  # address space, beyond what the parent has
-_STACK_BYTES = 2 << 20  # less than any thread that will use what passes here
+_WALL_S = 20.0  # for a child that waits for a processor, or hangs without using one
+_MEMORY_BYTES = 512 << 20  # address space beyond that of the parent
+_STACK_BYTES = 2 << 20  # less than the stack of any thread that uses the grammar afterwards
 
 
 class VocabularyTable(msgspec.Struct):
-    """What each token id adds to a text, or why that could not be found out."""
+    """The bytes of each token id, or the reason why the tokenizer cannot be read."""
 
     tokens: list[bytes]
     error: str | None = None
 
 
 class Check(msgspec.Struct):
+    """A spec to check. The `id` identifies its verdict."""
+
     id: int
     spec: GrammarSpec
 
 
 class Verdict(msgspec.Struct):
-    """`text` is the grammar in the library's language, or `error` says why there is none. `memory_bytes` is what
-    compiling it and a short text took, as near as the kernel tells."""
+    """The result of a check.
+
+    `text` is the grammar in the library's language, unless `error` says why the spec is refused. `memory_bytes` is the
+    memory that compiling it and writing a short text took, as far as the kernel measures it.
+    """
 
     id: int
     text: str = ""
@@ -55,17 +60,19 @@ class Verdict(msgspec.Struct):
 
 
 def frame(message: msgspec.Struct) -> bytes:
+    """Return a message with its length in front, 4 bytes, little-endian."""
     body = msgspec.msgpack.encode(message)
     return struct.pack("<I", len(body)) + body
 
 
 class Frames:
-    """Cuts a stream of bytes into the bodies of its frames."""
+    """An incremental splitter of a byte stream into the bodies of its frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def push(self, data: bytes) -> list[bytes]:
+        """Append bytes of the stream. Return the bodies of the frames that are complete now."""
         self._buffer += data
         bodies = []
         while len(self._buffer) >= 4:
@@ -78,8 +85,14 @@ class Frames:
 
 
 def main(tokenizer: str, vocab_size: int) -> None:
-    """`tokenizer` is a path, or empty for a vocabulary of bytes, which tells all but how long masks take."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C goes to the engine, which ends us in order
+    """Serve checks from standard input until it closes.
+
+    Args:
+        tokenizer: path of the tokenizer, or empty for a vocabulary of bytes. That one suffices to check everything but
+            the time that masks take.
+        vocab_size: number of token ids of the model.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine handles Ctrl-C and closes this process
     from quire.grammar.matching import BYTES, Vocabulary
 
     try:
@@ -92,7 +105,7 @@ def main(tokenizer: str, vocab_size: int) -> None:
 
 
 def token_table(path: Path, vocab_size: int) -> list[bytes]:
-    """The bytes of each id below `vocab_size`; empty for special tokens, which no grammar may use."""
+    """Return the bytes of each id below `vocab_size`; empty for special tokens, which no grammar may use."""
     from quire.frontend.tokenizer.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(path)
@@ -100,15 +113,18 @@ def token_table(path: Path, vocab_size: int) -> list[bytes]:
 
 
 class CheckServer:
-    """Owns the children: a pipe for each, read until its child is gone."""
+    """The loop of the parent. It owns the children and a pipe from each, which it reads until the child exits."""
 
     def __init__(self, vocabulary: object) -> None:
         self._vocabulary = vocabulary
         self._selector = selectors.DefaultSelector()
         self._waiting: deque[Check] = deque()
-        self._children: dict[int, tuple[int, Check, bytearray]] = {}  # by the pipe's descriptor
+        self._children: dict[
+            int, tuple[int, Check, bytearray]
+        ] = {}  # pid, check, received data; by pipe descriptor
 
     def run(self) -> None:
+        """Run checks until standard input closes."""
         frames, decode = Frames(), msgspec.msgpack.Decoder(Check).decode
         self._selector.register(0, selectors.EVENT_READ)
         while True:
@@ -143,17 +159,17 @@ class CheckServer:
         del self._children[reader]
         _, status = os.waitpid(pid, 0)
         complete = os.WIFEXITED(status) and os.WEXITSTATUS(status) == 0
-        _write(1, bytes(received) if complete else frame(_obituary(check, status)))
+        _write(1, bytes(received) if complete else frame(_failed_verdict(check, status)))
 
 
 def _child(vocabulary: object, check: Check, writer: int) -> None:
-    """Never returns."""
-    done = 1
+    """Check one spec, write the verdict and exit. Never returns."""
+    status = 1
     try:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # the library's last words
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # hides the messages of a crash
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         _limit_memory()
-        # With their default action, these end the process wherever it is.
+        # The default action of these signals ends the process at any point.
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, _CPU_S)
         signal.setitimer(signal.ITIMER_REAL, _WALL_S)
@@ -163,13 +179,13 @@ def _child(vocabulary: object, check: Check, writer: int) -> None:
         thread.start()
         thread.join()
         _write(writer, frame(verdicts[0]))
-        done = 0
+        status = 0
     finally:
-        os._exit(done)
+        os._exit(status)
 
 
 def _limit_memory() -> None:
-    """The child may take `_MEMORY_BYTES` on top of what it inherits, where the kernel counts that."""
+    """Limit the child to `_MEMORY_BYTES` beyond the memory that it inherits, where the kernel can."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except OSError:
@@ -179,13 +195,13 @@ def _limit_memory() -> None:
 
 
 def _verdict(vocabulary: object, check: Check) -> Verdict:
-    from quire.grammar.matching import Vocabulary, compiled, grammar_text, try_out
+    from quire.grammar.matching import Vocabulary, build_matcher, grammar_text, try_out
 
     assert isinstance(vocabulary, Vocabulary)
     spec, before = check.spec, _peak_bytes()
     try:
         text = grammar_text(spec)
-        try_out(compiled(vocabulary, spec, text), vocabulary, spec)
+        try_out(build_matcher(vocabulary, spec, text), vocabulary, spec)
         return Verdict(check.id, text, _peak_bytes() - before)
     except RequestError as error:
         return Verdict(check.id, error=str(error))
@@ -200,14 +216,14 @@ def _peak_bytes() -> int:
     return peak if sys.platform == "darwin" else peak << 10
 
 
-def _obituary(check: Check, status: int) -> Verdict:
-    """What the end of a child says about its spec."""
-    died_of = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-    if died_of in (signal.SIGPROF, signal.SIGALRM):
+def _failed_verdict(check: Check, status: int) -> Verdict:
+    """Return the verdict on a spec whose child ended without one."""
+    killed_by = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
+    if killed_by in (signal.SIGPROF, signal.SIGALRM):
         reason = f"it takes more than {_CPU_S:.0f} s to compile"
-    elif died_of in (signal.SIGSEGV, signal.SIGBUS):
+    elif killed_by in (signal.SIGSEGV, signal.SIGBUS):
         reason = "it is nested, or refers to itself through others, too deeply"
-    elif died_of in (signal.SIGABRT, signal.SIGKILL):
+    elif killed_by in (signal.SIGABRT, signal.SIGKILL):
         reason = f"it takes more than {_MEMORY_BYTES >> 20} MiB to compile"
     else:
         reason = "compiling it failed"

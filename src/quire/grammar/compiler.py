@@ -1,7 +1,7 @@
-"""Specs to checked grammars, off the step loop: no spec reaches the library here before the helper process survived it.
+"""Compile specs outside the step loop. The library sees a spec here only after the helper process has survived it.
 
-A few threads wait for the helper. The cache holds grammars and refusals alike, and drops the least recently used
-first. The vocabulary is loaded when the first spec arrives.
+A few threads wait for the helper process. The cache holds grammars and refusals, and evicts the least recently used.
+The vocabulary is loaded when the first spec arrives.
 """
 
 from __future__ import annotations
@@ -22,18 +22,24 @@ if TYPE_CHECKING:
     from quire.grammar.checker_process import Verdict
     from quire.grammar.matching import Vocabulary
 
-_THREADS = 4  # of one client; one more serves the others meanwhile
+_THREADS = 4  # for one client; one more thread serves the others
 _CACHED = 256
 
 
 class GrammarSource(Protocol):
-    """Where vocabulary and checked grammars come from: the helper process (checker.py)."""
+    """A source of the vocabulary and of verdicts on specs: the helper process (checker.py)."""
 
-    def tokens(self) -> list[bytes]: ...
+    def tokens(self) -> list[bytes]:
+        """Return the bytes of each token id; empty for ids that no grammar may use."""
+        ...
 
-    def check(self, spec: GrammarSpec) -> Verdict: ...
+    def check(self, spec: GrammarSpec) -> Verdict:
+        """Compile and try out a spec. Raise RequestError if it cannot be enforced."""
+        ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """End the process."""
+        ...
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,19 +48,27 @@ class CheckedGrammar:
 
     spec: GrammarSpec
     text: str  # in the library's language
-    memory_bytes: int  # peak of the trial
+    memory_bytes: int  # peak memory of the trial
     vocabulary: Vocabulary
 
     def matcher(self, max_lexer_states: int) -> LLMatcher:
-        """Build a matcher that shares nothing with any other. Takes 1 to 80 ms, mostly with the GIL released."""
-        # Imported here: without structured output the library is not loaded.
-        from quire.grammar.matching import compiled
+        """Build a matcher that shares no state with others. Takes 1 to 80 ms, mostly with the GIL released.
 
-        return compiled(self.vocabulary, self.spec, self.text, max_lexer_states)
+        Args:
+            max_lexer_states: limit on the matcher's lexer states (`matching.limits`).
+        """
+        # Imported here, so that the library is loaded only for structured output.
+        from quire.grammar.matching import build_matcher
+
+        return build_matcher(self.vocabulary, self.spec, self.text, max_lexer_states)
 
 
 class Compiler:
-    """Checks each spec once. The result is a future that all requests with this spec share."""
+    """A cache of compiled specs and the threads that fill it. All requests with the same spec share one future.
+
+    Attributes:
+        wakeup: an event that is set when a spec has been checked. Mask threads set it, too.
+    """
 
     def __init__(self, source: GrammarSource) -> None:
         self._source = source
@@ -62,29 +76,43 @@ class Compiler:
         self._cache: OrderedDict[GrammarSpec, Future[CheckedGrammar]] = OrderedDict()
         self._jobs: ClientQueue[tuple[GrammarSpec, Future[CheckedGrammar]]] = ClientQueue(_THREADS)
         self._threads: list[threading.Thread] = []
-        self.news = threading.Event()  # something has been checked, or another thread has set it
+        self.wakeup = threading.Event()
         self._loading = threading.Lock()
         self._vocabulary: Vocabulary | None = None
 
     def submit(self, spec: GrammarSpec, client: str = "") -> Future[CheckedGrammar]:
-        """Return the future of a grammar or a QuireError. Never waits. Clients are served in turn."""
+        """Return the future of a compiled spec, which ends with a grammar or a QuireError. Never blocks.
+
+        Args:
+            spec: the spec.
+            client: the API client that sent it. Clients are served in turn.
+        """
         with self._lock:
-            found = self._cache.get(spec)
-            if found is None:
-                found = self._cache[spec] = Future()
+            future = self._cache.get(spec)
+            if future is None:
+                future = self._cache[spec] = Future()
                 self._start_threads()
                 self._evict()
-            if not (
-                found.done() or found.running()
-            ):  # another client's turn may come before that of the first
-                self._jobs.put(client, (spec, found))
+            # A spec may wait in the lines of several clients, because the turn of the second may come first.
+            if not (future.done() or future.running()):
+                self._jobs.put(client, (spec, future))
             self._cache.move_to_end(spec)
-            return found
+            return future
+
+    @property
+    def num_queued(self) -> int:
+        """The number of waiting jobs. A spec that several clients wait for counts once for each."""
+        return len(self._jobs)
+
+    @property
+    def started(self) -> bool:
+        """Whether a spec has ever been submitted, so that threads run."""
+        return bool(self._threads)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until there is news since the last call, for `timeout_s` at most."""
-        self.news.wait(timeout_s)
-        self.news.clear()
+        """Wait up to `timeout_s` until `wakeup` is set, and clear it."""
+        self.wakeup.wait(timeout_s)
+        self.wakeup.clear()
 
     def close(self) -> None:
         self._jobs.close()
@@ -101,28 +129,28 @@ class Compiler:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             client, (spec, future) = job
-            if self._begin(future):
-                self._settle(spec, future)
+            if self._claim(future):
+                self._fulfil(spec, future)
             self._jobs.done(client)
 
-    def _begin(self, future: Future[CheckedGrammar]) -> bool:
-        """Return False for a spec that another request has put in as well, and that was taken before."""
+    def _claim(self, future: Future[CheckedGrammar]) -> bool:
+        """Mark a future as running. Return False if another thread has taken the same spec already."""
         with self._lock:
             return not (future.done() or future.running()) and future.set_running_or_notify_cancel()
 
-    def _settle(self, spec: GrammarSpec, future: Future[CheckedGrammar]) -> None:
+    def _fulfil(self, spec: GrammarSpec, future: Future[CheckedGrammar]) -> None:
         try:
             future.set_result(self._compile(spec))
         except RequestError as error:
             future.set_exception(error)
-        except Exception as error:  # not the spec's fault: the next request tries again
+        except Exception as error:  # not the fault of the spec, so the next request tries again
             with self._lock:
                 self._cache.pop(spec, None)
             future.set_exception(error)
-        self.news.set()
+        self.wakeup.set()
 
     def _compile(self, spec: GrammarSpec) -> CheckedGrammar:
-        vocabulary = self._load_vocabulary()  # while the helper process makes its own
+        vocabulary = self._load_vocabulary()  # concurrently with the helper process
         verdict = self._source.check(spec)
         return CheckedGrammar(spec, verdict.text, verdict.memory_bytes, vocabulary)
 

@@ -1,11 +1,11 @@
-"""`LibraryGrammar`: which answers are under way, where their rows are, and the masks of a step.
+"""`LibraryGrammar`, the implementation of the grammar seam (core/grammar.py) with llguidance.
 
-One `GrammarAnswer` per request, found by its id; a slot is only where its row is at present. Nothing is replayed on
-preemption, chunks or overlap: an answer knows the tokens that its request was handed, and `planned` counts the
-samples still in flight.
+There is one `GrammarAnswer` per request, found by request id; its slot only says where its row currently is.
+Preemption, chunks and overlap replay nothing, because an answer knows the tokens that its request was given, and
+`planned` counts the samples in flight.
 
-The step loop waits for masks up to a limit. A row whose mask is late is taken out of the step and comes back
-when the mask is there. Answers known to be slow are not scheduled before their mask is ready.
+The step loop waits for masks up to a limit. A row whose mask is late leaves the step and returns when its mask is
+ready. Slow answers are not scheduled before their mask is ready.
 """
 
 from __future__ import annotations
@@ -14,34 +14,52 @@ from concurrent.futures import Future
 
 import numpy as np
 
-from quire.core.grammar import Paused, Settled
-from quire.grammar.answer import NO_WAY, GrammarAnswer
+from quire.core.grammar_interface import GrammarOutcome, GrammarPause
+from quire.grammar.answer import NO_TOKEN_LEFT, GrammarAnswer
 from quire.grammar.compiler import CheckedGrammar, Compiler
 from quire.grammar.mask_threads import MaskThreads
-from quire.types import EngineOutput, EngineRequest, QuireError, StepPlan, TokenMasks
+from quire.types import EngineOutput, EngineRequest, QuireError, RequestFailure, StepPlan, TokenMasks
 
-_WAIT_S = 0.002  # as long as a message to an engine without work may lie
+_WAIT_S = 0.002  # longest delay of a message to an engine without other work
 _PATIENCE_S = 0.030  # longest wait of a step for its masks
-_MATCHERS_BYTES = 1 << 30  # for the grammars of all answers under way
-_BROKEN = "structured_outputs: the answer cannot go on: {}"
+_MATCHERS_BYTES = 1 << 30  # memory for the matchers of all running answers
+_BROKEN = "structured_outputs: the answer cannot continue: {}"
 
 
 class LibraryGrammar:
-    def __init__(self, compiler: Compiler, vocab_size: int, patience_s: float = _PATIENCE_S) -> None:
-        """Args:
-        compiler: checks grammars.
+    """A `Grammar` that compiles specs with a `Compiler` and computes masks in `MaskThreads`.
+
+    Args:
+        compiler: compiles specs.
         vocab_size: number of token ids of the model.
-        patience_s: longest wait of a step for its masks.
-        """
+        patience_s: longest wait of a step for its masks, in seconds.
+    """
+
+    def __init__(self, compiler: Compiler, vocab_size: int, patience_s: float = _PATIENCE_S) -> None:
         self._compiler, self._vocab_size = compiler, vocab_size
-        self._threads = MaskThreads(compiler.news, patience_s)
-        # Requests whose grammar is being checked, or that wait for memory.
+        self._threads = MaskThreads(compiler.wakeup, patience_s)
+        # Requests whose spec is being compiled, or that wait for memory.
         self._requests: dict[str, tuple[EngineRequest, Future[CheckedGrammar]]] = {}
         self._answers: dict[str, GrammarAnswer] = {}
         self._by_slot: dict[int, GrammarAnswer] = {}
-        self._settled: list[Settled] = []
-        self._paused: list[Paused] = []
-        self._rows: list[tuple[int, GrammarAnswer]] = []  # of the plan that `needs_tokens` saw last
+        self._settled: list[GrammarOutcome] = []
+        self._paused: list[GrammarPause] = []
+        self._rows: list[tuple[int, GrammarAnswer]] = []  # constrained rows of the last plan
+
+    @property
+    def started(self) -> bool:
+        """Whether a request has ever needed a grammar, so that threads and the helper process run."""
+        return self._compiler.started
+
+    @property
+    def num_answers(self) -> int:
+        """The number of requests that have a matcher."""
+        return len(self._answers)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is known."""
+        return not (self._answers or self._requests or self._by_slot)
 
     # -------------------------------------------------------------------------- requests in and out
 
@@ -49,28 +67,28 @@ class LibraryGrammar:
         assert request.grammar is not None
         self._requests[request.id] = request, self._compiler.submit(request.grammar, request.client)
 
-    def paused(self) -> list[Paused]:
+    def paused(self) -> list[GrammarPause]:
         paused, self._paused = self._paused, []
         return paused
 
-    def settled(self) -> list[Settled]:
+    def settled(self) -> list[GrammarOutcome]:
         if self._requests:
             self._begin_answers()
         for job in self._threads.finished():
             assert isinstance(job, GrammarAnswer)
             job.busy = False
             if job.late:
-                job.wait_no_more()
+                job.mark_slow()
             if self._answers.get(job.request_id) is job:
                 if job.error is None:
-                    self._settled.append((job.request_id, None))
+                    self._settled.append(GrammarOutcome(job.request_id, None))
                 else:
                     self._fail(job, job.error)
         settled, self._settled = self._settled, []
         return settled
 
     def _begin_answers(self) -> None:
-        """Begin answers whose grammar is checked, while there is memory for another."""
+        """Start the answers whose specs are compiled, while there is memory for another matcher."""
         used = sum(answer.memory_bytes for answer in self._answers.values())
         for request, future in list(self._requests.values()):
             if not future.done():
@@ -89,7 +107,7 @@ class LibraryGrammar:
 
     def _refuse(self, request: EngineRequest, error: str) -> None:
         del self._requests[request.id]
-        self._settled.append((request.id, error))
+        self._settled.append(GrammarOutcome(request.id, error))
 
     def _begin(self, request: EngineRequest, grammar: CheckedGrammar) -> None:
         del self._requests[request.id]
@@ -119,20 +137,20 @@ class LibraryGrammar:
     def needs_tokens(self, plan: StepPlan) -> bool:
         if not self._answers:
             return False
-        for admit in plan.admits:
+        for admit in plan.admissions:
             self._seat(admit.slot, self._answers.get(admit.request.id))
         self._rows = [
             (row, answer)
             for row, (slot, samples) in enumerate(zip(plan.slots.tolist(), plan.samples.tolist()))
             if samples and (answer := self._by_slot.get(slot)) is not None
         ]
-        behind = any(answer.planned for _, answer in self._rows)
+        in_flight = any(answer.planned for _, answer in self._rows)
         for _, answer in self._rows:
             answer.planned += 1
-        return behind
+        return in_flight
 
     def _seat(self, slot: int, answer: GrammarAnswer | None) -> None:
-        """Note that a request takes a slot, perhaps again, after a preemption."""
+        """Note the slot of a request, which changes after a preemption."""
         self._by_slot.pop(slot, None)
         if answer is not None:
             if self._by_slot.get(answer.slot) is answer:
@@ -146,19 +164,19 @@ class LibraryGrammar:
         self._compute([answer for _, answer in rows if answer.ready is None])
         ready = [(row, answer.use()) for row, answer in rows if answer.ready is not None]
         if not ready:
-            return None  # tokens of rows without a mask are dropped
+            return None  # the scheduler drops the tokens of rows without a mask
         masks = np.stack([mask for _, mask in ready]).view(np.int32)
         return TokenMasks(np.array([row for row, _ in ready], np.int64), masks)
 
     def _compute(self, answers: list[GrammarAnswer]) -> None:
-        """Compute masks within the step's patience. Fail the answers that have none, pause those that are late."""
+        """Compute masks within the step's patience. Fail answers without an allowed token and pause late ones."""
         idle = [answer for answer in answers if not answer.busy]
         late = set(self._threads.run(idle)) if idle else set()
         for answer in answers:
             if answer.busy or answer in late:
                 answer.busy = answer.late = True
                 answer.planned -= 1
-                self._paused.append((answer.request_id, True))
+                self._paused.append(GrammarPause(answer.request_id, True))
             elif answer.error is not None:
                 self._fail(answer, answer.error)
 
@@ -171,22 +189,23 @@ class LibraryGrammar:
                 continue
             if output.token_ids:
                 answer.planned -= 1
-                self._take_in(answer, output)
+                self._append(answer, output)
             if output.finish_reason is not None:
                 self.forget(output.id)
 
-    def _take_in(self, answer: GrammarAnswer, output: EngineOutput) -> None:
+    def _append(self, answer: GrammarAnswer, output: EngineOutput) -> None:
         if not answer.accepts(output):
             output.token_ids = []
             output.logprobs = None
             if output.finish_reason is None:
-                self._fail(answer, NO_WAY)
+                self._fail(answer, NO_TOKEN_LEFT)
             else:
-                output.finish_reason, output.error = "error", _BROKEN.format(NO_WAY)
+                failure = RequestFailure(_BROKEN.format(NO_TOKEN_LEFT), param="structured_outputs")
+                output.finish_reason, output.error = "error", failure
         elif answer.slow and output.finish_reason is None:
-            self._paused.append((answer.request_id, False))
+            self._paused.append(GrammarPause(answer.request_id, False))
             self._submit(answer)
 
     def _fail(self, answer: GrammarAnswer, reason: str) -> None:
-        self._settled.append((answer.request_id, _BROKEN.format(reason)))
+        self._settled.append(GrammarOutcome(answer.request_id, _BROKEN.format(reason)))
         self.forget(answer.request_id)

@@ -1,9 +1,9 @@
-"""Threads that compute masks, so that the step loop waits for none longer than it chooses.
+"""Threads that compute masks, so that the step loop can stop waiting for a slow one.
 
-The library cannot be interrupted, but it releases the GIL. What is not done in time continues in the background.
-Jobs of the step loop and jobs in the background have threads of their own, and a thread of the former that is
-stuck in one job is replaced. All have the priority of the step loop: it would wait for a thread of lower
-priority that is about to take the GIL.
+The library cannot be interrupted, but it releases the GIL. A job that is not done in time continues in the background.
+Jobs of the step loop and background jobs have separate threads, and a step-loop thread that is stuck in one job is
+replaced. All threads have the priority of the step loop, which would otherwise wait for a thread of lower priority
+that is about to take the GIL.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Protocol, TypeVar
 
-_STACK_BYTES = 64 << 20  # reserved, not used: what passed the helper with 2 MiB needs no more here
-_STUCK_S = 0.010  # in one job, after which a thread is replaced
+_STACK_BYTES = 64 << 20  # address space only: a grammar that passed the helper process needs less than 2 MiB
+_STUCK_S = 0.010  # time in one job after which a thread is replaced
 
 
 def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
-    """Start a daemon thread whose stack the library cannot overflow."""
+    """Start a daemon thread with a stack that the library cannot overflow."""
     before = threading.stack_size(_STACK_BYTES)
     try:
         thread = threading.Thread(target=target, name=name, daemon=True)
@@ -33,10 +33,10 @@ def start_thread(target: Callable[[], None], name: str) -> threading.Thread:
 
 
 class MaskJob(Protocol):
-    """Work that only one thread does at a time."""
+    """A job that one thread works on at a time."""
 
     def work(self) -> None:
-        """Never raises."""
+        """Do the job. Must not raise."""
         ...
 
 
@@ -45,7 +45,7 @@ J = TypeVar("J", bound=MaskJob)
 
 @dataclass(slots=True, eq=False)
 class _MaskTicket:
-    """A job in a queue. `late`: nobody waits for it, so `finished` returns it."""
+    """A queued job. If `late`, no `run` waits for it, and `finished` returns it."""
 
     job: MaskJob
     late: bool
@@ -54,50 +54,51 @@ class _MaskTicket:
 
 @dataclass(slots=True, eq=False)
 class _MaskWorker:
-    began_s: float = math.inf  # monotonic clock, when its job began
+    """The state of one thread."""
+
+    began_s: float = math.inf  # start of its job on the monotonic clock; infinity without a job
     replaced: bool = False
 
 
 class MaskThreads:
-    """Owns the threads and their queues. `news` is set when a job that nobody waits for is done."""
+    """The threads that compute masks, and their queues. Threads start with the first job.
 
-    def __init__(self, news: threading.Event, patience_s: float) -> None:
-        """Args:
-        news: event to set.
-        patience_s: longest wait of `run`.
-        """
+    Args:
+        wakeup: an event to set when a background job is done.
+        patience_s: longest wait of `run`, in seconds.
+    """
+
+    def __init__(self, wakeup: threading.Event, patience_s: float) -> None:
         self.patience_s = patience_s
-        self._news = news
+        self._wakeup = wakeup
         cores = os.cpu_count() or 1
-        self._most_replaced = min(
-            16, cores
-        )  # threads that are stuck at once; they compete with the step loop
+        self._max_replaced = min(16, cores)  # bounds the stuck threads, which compete with the step loop
         self._counts = {"quick": max(1, min(8, cores // 2)), "slow": max(1, min(4, cores // 4))}
         self._queues: dict[str, SimpleQueue[_MaskTicket | None]] = {
             name: SimpleQueue() for name in self._counts
         }
         self._changed = threading.Condition()  # guards what follows
-        self._workers: list[_MaskWorker] = []  # of the queue "quick"
-        self._left = 0  # jobs that `run` waits for
+        self._workers: list[_MaskWorker] = []  # threads of the queue "quick"
+        self._unfinished = 0  # jobs that `run` waits for
         self._finished: list[MaskJob] = []
         self._started = False
 
     def run(self, jobs: Sequence[J]) -> list[J]:
-        """Do jobs side by side. Return those not done after `patience_s`; they continue in the background."""
+        """Do jobs in parallel. Return those not done after `patience_s`, which continue in the background."""
         self._start()
         tickets = [_MaskTicket(job, late=False) for job in jobs]
         deadline_s = time.monotonic() + self.patience_s
         with self._changed:
-            self._left = len(tickets)
+            self._unfinished = len(tickets)
             for ticket in tickets:
                 self._queues["quick"].put(ticket)
-            while self._left and (left_s := deadline_s - time.monotonic()) > 0:
+            while self._unfinished and (left_s := deadline_s - time.monotonic()) > 0:
                 self._changed.wait(min(left_s, _STUCK_S))
                 self._replace_stuck()
             late = [ticket for ticket in tickets if not ticket.done]
             for ticket in late:
                 ticket.late = True
-            self._left = 0
+            self._unfinished = 0
         return [job for job, ticket in zip(jobs, tickets) if ticket.late]
 
     def submit(self, job: MaskJob) -> None:
@@ -106,7 +107,7 @@ class MaskThreads:
         self._queues["slow"].put(_MaskTicket(job, late=True))
 
     def finished(self) -> list[MaskJob]:
-        """Return the jobs done in the background since the last call."""
+        """Return the background jobs done since the last call."""
         if not self._started:
             return []
         with self._changed:
@@ -115,8 +116,9 @@ class MaskThreads:
             return finished
 
     def close(self) -> None:
+        """Let the threads end after their current jobs. Does not wait for them."""
         for name, queue in self._queues.items():
-            for _ in range(self._counts[name] + self._most_replaced):
+            for _ in range(self._counts[name] + self._max_replaced):
                 queue.put(None)
 
     def _start(self) -> None:
@@ -133,11 +135,11 @@ class MaskThreads:
         start_thread(lambda: self._serve("quick", worker), "quire-masks")
 
     def _replace_stuck(self) -> None:
-        """Start a thread for each that has been in one job for long. Called with the lock held."""
+        """Start a replacement for each stuck thread. The caller holds the lock."""
         now_s = time.monotonic()
         for worker in list(self._workers):
             if now_s - worker.began_s > _STUCK_S and not worker.replaced:
-                if sum(other.replaced for other in self._workers) >= self._most_replaced:
+                if sum(other.replaced for other in self._workers) >= self._max_replaced:
                     return
                 worker.replaced = True
                 self._add_quick()
@@ -148,16 +150,16 @@ class MaskThreads:
             ticket.job.work()
             with self._changed:
                 worker.began_s = math.inf
-                self._book(ticket)
+                self._complete(ticket)
                 if worker.replaced:
                     self._workers.remove(worker)
 
-    def _book(self, ticket: _MaskTicket) -> None:
+    def _complete(self, ticket: _MaskTicket) -> None:
         ticket.done = True
         if ticket.late:
             self._finished.append(ticket.job)
-            self._news.set()
+            self._wakeup.set()
         else:
-            self._left -= 1
-            if not self._left:
+            self._unfinished -= 1
+            if not self._unfinished:
                 self._changed.notify_all()

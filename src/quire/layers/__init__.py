@@ -1,1 +1,1 @@
-"""The parts that models are made of; each pulls its own weights."""
+"""Layers: the building blocks of models. Each loads its own weights."""

@@ -1,7 +1,7 @@
-"""`Attention`: where a model hands q, k and v to the attention back end. Holds no weights.
+"""`Attention`: the layer that passes q, k and v to the attention back end. It has no weights.
 
-`rotary` is the way there for q and k that are turned first: as one with the back end where it takes packed
-q|k|v, and step by step elsewhere.
+`rotary` adds the norm and rotation of q and k in front. If the back end takes packed q|k|v, all of it is one call;
+otherwise the operations run one after the other.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from quire.layers.env import Env
 from quire.layers.norm import HeadNorm
 from quire.layers.rope import RotaryHeads, Rotation
 
-# packed q|k|v [tokens, (heads + 2 kv heads) * dim], which may be overwritten -> [tokens, heads * dim]
+# Maps packed q|k|v [tokens, (heads + 2 kv heads) * dim], which may be overwritten, to [tokens, heads * dim].
 PackedAttention = Callable[[torch.Tensor, Rotation, ForwardBatch], torch.Tensor]
 
 
 class Attention:
-    """Satisfies attention.base.AttentionLayer; head counts are this rank's."""
+    """An `AttentionLayer` (attention/base.py) bound to its back end. Head counts are those of this rank."""
 
     __slots__ = ("backend", "head_dim", "index", "num_heads", "num_kv_heads", "scale", "soft_cap", "window")
 
@@ -48,12 +48,15 @@ class Attention:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
     ) -> torch.Tensor:
-        """q [tokens, heads, dim], k and v [tokens, kv heads, dim] (dim contiguous) -> [tokens, heads * dim]."""
+        """Return [tokens, heads * dim] for q [tokens, heads, dim], k and v [tokens, kv heads, dim].
+
+        The last dimension must be contiguous.
+        """
         return self.backend.forward(self, q, k, v, batch)
 
 
 def rotary(attention: Attention, norms: HeadNorm | None, kernels: Kernels | None) -> PackedAttention:
-    """`attention` over heads that are first normed, if there are norms, and turned to their positions."""
+    """Return `attention` with the heads' norms (if any) and rotation in front."""
     packed = attention.backend.forward_packed
     if packed and kernels:
         return lambda qkv, rotation, batch: packed(attention, qkv, norms, rotation.table, batch)

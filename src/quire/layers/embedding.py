@@ -1,4 +1,4 @@
-"""The two ends of a model: token embeddings, and the head that scores every token of the vocabulary."""
+"""The two ends of a model: the token embedding, and the head that computes the logits."""
 
 from __future__ import annotations
 
@@ -11,25 +11,23 @@ from quire.quant.base import Matmul, make_matmul
 
 
 class Embedding:
-    """A table of vectors, looked up by id; `scale` multiplies what is looked up (Gemma)."""
+    """A table of vectors, looked up by id and multiplied by `scale`, if there is one (Gemma)."""
 
     def __init__(self, env: Env, name: str, rows: int, width: int, scale: float | None = None) -> None:
-        # a copy: a memory-mapped table would be read from the file again whenever memory is short
+        # Copied, because a memory-mapped table would be read again from its file whenever memory is short.
         self.weight = torch.empty(rows, width, device=env.device, dtype=env.dtype)
         env.weights.copy_into(self.weight, name + ".weight", (rows, width))
-        # rounded to the model's dtype, as in training
+        # Rounded to the model's dtype, as in training.
         self.scale = None if scale is None else torch.tensor(scale, dtype=env.dtype).item()
         self.lookup = env.kernels.lookup if env.kernels else lookup
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.lookup(self.weight, ids, self.scale)  # [tokens, width]
+        """Return the vectors [tokens, width] of `ids`, int64 [tokens]."""
+        return self.lookup(self.weight, ids, self.scale)
 
 
 class LMHead:
-    """hidden [n, width] -> logits [n, vocab]; `tied` shares the table of the embedding.
-
-    `soft_cap` c maps a score s to c tanh(s / c).
-    """
+    """The final linear layer. `tied` shares the embedding's table; a `soft_cap` c maps a logit s to c tanh(s / c)."""
 
     def __init__(
         self,
@@ -47,6 +45,7 @@ class LMHead:
         )
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return logits [n, vocab] of hidden states [n, width]."""
         if not hidden.shape[0]:
             return hidden.new_empty(0, self.vocab)
         logits = self.multiply(hidden)

@@ -1,4 +1,4 @@
-"""`Env`: what every layer is built from. Passed down once, at construction; nothing reads it later."""
+"""`Env`: the shared inputs of layer construction. Layers read it in their constructors only."""
 
 from __future__ import annotations
 
@@ -13,15 +13,25 @@ from quire.parallel.ranks import Parallel
 
 
 class Weights(Protocol):
-    """A checkpoint from which layers pull their own tensors (see models/checkpoint/checkpoint.py)."""
+    """A source of tensors by name (see models/checkpoint/checkpoint.py)."""
 
-    def has(self, name: str) -> bool: ...
+    def has(self, name: str) -> bool:
+        """Return whether there is a tensor `name`."""
+        ...
 
     def tensor(
         self, name: str, shape: tuple[int, ...], rows: slice = slice(None), cols: slice = slice(None)
     ) -> torch.Tensor:
-        """The tensor `name`, whose full shape must be `shape`, cut to [rows, cols]: on the CPU, in the
-        checkpoint's dtype. Raises ModelError that names a missing or mis-shaped tensor."""
+        """Return the part [rows, cols] of a tensor, on the CPU and in the checkpoint's dtype.
+
+        Args:
+            name: name of the tensor.
+            shape: its full shape, which is checked.
+            rows, cols: the part to return.
+
+        Raises:
+            ModelError: if the tensor is missing or has another shape; names it.
+        """
         ...
 
     def copy_into(
@@ -32,19 +42,21 @@ class Weights(Protocol):
         rows: slice = slice(None),
         cols: slice = slice(None),
     ) -> None:
-        """`destination.copy_(tensor(...))`; the destination may be any view of the model's device and dtype.
+        """Copy `tensor(name, shape, rows, cols)` into `destination`, any view of the model's device and dtype.
 
-        On a GPU the copy may be under way until the checkpoint is finished. So this is for large weights
-        that nothing computes with while the model is built; what is needed at once comes from `tensor`.
+        On a GPU the copy may run until the checkpoint is finished. So use this for large weights that are not
+        needed while the model is built, and `tensor` for values that are needed at once.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Env:
+    """The weights, the ranks, and the implementations that layers are built with."""
+
     weights: Weights
     parallel: Parallel
     attention: AttentionBackend
     device: torch.device
     dtype: torch.dtype
-    kernels: Kernels | None = None  # None: plain torch
+    kernels: Kernels | None = None  # None: plain PyTorch

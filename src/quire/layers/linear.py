@@ -1,8 +1,8 @@
-"""`Linear`: y = x W^T + b, with W pulled from the checkpoint as one fused matrix.
+"""`Linear`: y = x W^T + b, with W loaded from the checkpoint as one fused matrix.
 
-Several checkpoint tensors (q, k, v; gate, up) become one weight and one product. `cut` splits it over
-the tensor-parallel ranks: "rows" gives each rank a part of every output, "cols" a part of the inputs,
-and then the partial products are summed over the ranks.
+Several checkpoint tensors (q, k, v; gate, up) become one weight and one product. `cut` shards it over the
+tensor-parallel ranks: "rows" gives each rank a part of every output, "cols" a part of the inputs. Partial products
+of "cols" are summed over the ranks.
 """
 
 from __future__ import annotations
@@ -18,11 +18,7 @@ Cut = Literal["rows", "cols"] | None
 
 
 class Linear:
-    """One product for all of `names` (without `.weight`/`.bias`), whose outputs are concatenated.
-
-    With one name and several `out_features` the tensor holds them all, one after the other.
-    `transposed` is for checkpoints that store [inputs, outputs].
-    """
+    """A linear layer over one or several checkpoint tensors, whose outputs are concatenated."""
 
     def __init__(
         self,
@@ -35,6 +31,19 @@ class Linear:
         transposed: bool = False,
         method: QuantMethod = UNQUANTISED,
     ) -> None:
+        """Load the weight.
+
+        Args:
+            env: the weights, and the ranks to shard over.
+            names: tensor names without `.weight` or `.bias`.
+            in_features: number of inputs before sharding.
+            out_features: number of outputs of each name. One name with several numbers is one tensor that holds
+                them all in that order.
+            bias: whether there are bias tensors.
+            cut: how to shard; None: every rank has the whole.
+            transposed: whether the checkpoint stores [inputs, outputs].
+            method: the number format of the weight.
+        """
         names = [names] if isinstance(names, str) else names
         outs = [out_features] if isinstance(out_features, int) else out_features
         parallel = env.parallel
@@ -61,11 +70,14 @@ class Linear:
         self.out_features = sum(part.num_rows for part in parts)
         self.sums = cut == "cols" and parallel.size > 1
         self.parallel = parallel
-        has_bias = bias and not (cut == "cols" and parallel.rank > 0)  # a summed bias must count once
+        has_bias = bias and not (
+            cut == "cols" and parallel.rank > 0
+        )  # ranks sum their results, so one adds it
         self.multiply = method.load(env, parts, _load_bias(env, parts) if has_bias else None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.multiply(x)  # [tokens, out_features]
+        """Return [tokens, out_features] for x [tokens, in_features]."""
+        y = self.multiply(x)
         return self.parallel.all_reduce(y) if self.sums else y
 
 

@@ -1,4 +1,4 @@
-"""Feed-forward layers: the gated one of Llama and its kin, and the plain one of GPT-2."""
+"""Feed-forward layers: the gated MLP of Llama-like models, and the plain one of GPT-2."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh
 
 
 def gated(activation: str, kernels: Kernels | None) -> Activation:
-    """act(gate) * up of packed rows gate|up [rows, 2 * width] -> [rows, width]."""
+    """Return the function act(gate) * up, from packed rows gate|up [rows, 2 * width] to [rows, width]."""
     if kernels:
         return lambda gate_up: kernels.gated(gate_up, activation)
     act = ACTIVATIONS[activation]
@@ -35,7 +35,7 @@ def gated(activation: str, kernels: Kernels | None) -> Activation:
 
 
 class GatedMLP:
-    """down(act(gate(x)) * up(x)) (arXiv:2002.05202), gate and up in one product."""
+    """down(act(gate(x)) * up(x)) (arXiv:2002.05202), with gate and up as one product."""
 
     def __init__(
         self, env: Env, prefix: str, hidden: int, intermediate: int, activation: str, bias: bool = False
@@ -50,7 +50,7 @@ class GatedMLP:
 
 
 class PlainMLP:
-    """project(act(expand(x))), names and layout of GPT-2's Conv1D."""
+    """project(act(expand(x))), with the names and layout of GPT-2's Conv1D."""
 
     def __init__(self, env: Env, prefix: str, hidden: int, intermediate: int, activation: str) -> None:
         self.expand = Linear(env, prefix + "c_fc", hidden, intermediate, True, cut="rows", transposed=True)

@@ -1,8 +1,8 @@
 """Mixture of experts: a router picks `top_k` expert MLPs per token and mixes their outputs.
 
-Tokens are sorted by expert, so that each expert runs once per step on all of its tokens. On a GPU
-nothing waits for the host (group boundaries stay on the device); on a CPU only experts that have
-tokens run, each with packed weights.
+Tokens are sorted by expert, so each expert runs once per step on all of its tokens. On a GPU nothing waits for the
+host, because group boundaries stay on the device. On a CPU only experts that have tokens run, each with packed
+weights.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from quire.quant.base import make_matmul
 
 
 class MoE:
-    """softmax over all experts, top k, optionally scaled to sum to 1 (Mixtral, arXiv:2401.04088)."""
+    """Router (softmax over all experts, then top k) and expert MLPs (Mixtral, arXiv:2401.04088)."""
 
     def __init__(
         self,
@@ -36,7 +36,19 @@ class MoE:
         norm_topk: bool,
         activation: str,
     ) -> None:
-        """`names` are the gate, up and down projections under `prefix`experts.N."""
+        """Load the router and the experts.
+
+        Args:
+            env: the weights, and the ranks to shard over.
+            prefix: prefix of the tensor names.
+            names: names of the gate, up and down projections below `{prefix}experts.{number}.`.
+            hidden: width of the residual stream.
+            intermediate: width of an expert, before sharding.
+            num_experts: number of experts.
+            top_k: experts per token.
+            norm_topk: whether the weights of a token's experts are scaled to sum to 1.
+            activation: key of `ACTIVATIONS`.
+        """
         self.router = Linear(env, prefix + "gate", hidden, num_experts)
         self.top_k = top_k
         self.norm_topk = norm_topk
@@ -50,6 +62,7 @@ class MoE:
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return [tokens, hidden] for x [tokens, hidden]."""
         probs = self.router(x).float().softmax(-1)  # [tokens, experts]
         weights, ids = probs.topk(self.top_k, -1)  # [tokens, k]
         if self.norm_topk:
@@ -60,18 +73,18 @@ class MoE:
         by_token = (
             torch.empty_like(outs).index_copy_(0, order, outs).view(*ids.shape, -1)
         )  # [tokens, k, hidden]
-        # a fixed order of summation: a token's result depends on nothing else in the batch
+        # The order of summation is fixed, so a token's result does not depend on the rest of the batch.
         return self.parallel.all_reduce((by_token * weights.to(x.dtype).unsqueeze(-1)).sum(1))
 
 
 class Experts(Protocol):
-    """Rows x [n, hidden], sorted by their expert ids [n] -> [n, hidden]."""
+    """The expert MLPs: from rows x [n, hidden], sorted by their expert ids [n], to [n, hidden]."""
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor: ...
 
 
 class LoopedExperts:
-    """One product after the other, for a CPU."""
+    """Experts as one product after the other, for a CPU."""
 
     def __init__(
         self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation, kernels: Kernels | None
@@ -91,13 +104,13 @@ class LoopedExperts:
         return out
 
 
-# x [rows, inputs] sorted by expert, weight [experts, outputs, inputs], where each expert's rows end: int32 [experts]
-# -> [rows, outputs]
+# Maps x [rows, inputs], sorted by expert, weight [experts, outputs, inputs], and the end of each expert's rows,
+# int32 [experts], to [rows, outputs].
 GroupedProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class GroupedExperts:
-    """All experts in two grouped products, which never wait for the device."""
+    """Experts as two grouped products, which never wait for the device."""
 
     def __init__(
         self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation, product: GroupedProduct
@@ -112,30 +125,31 @@ class GroupedExperts:
 
 
 def pick_product(device: torch.device, dtype: torch.dtype, hidden: int, intermediate: int) -> GroupedProduct:
-    """The fastest grouped product that can be captured in a CUDA graph."""
+    """Return the fastest grouped product that can be captured in a CUDA graph."""
     if not available(device):
-        log_choice("MoE: every expert runs on every row, because Triton is not installed; expect low speed")
+        log_choice("MoE: every expert runs on every row, which is slow; install Triton to avoid it")
         return masked_product
     target = target_of(device)
     if grouped_in_library(target, dtype, hidden, intermediate):
         return library_product
     from quire.kernels.matmul.grouped import grouped_product
 
-    log_choice(f"MoE: experts in {str(dtype)[6:]} on {target} run in Quire's own grouped product")
+    log_choice(f"MoE: experts in {str(dtype)[6:]} on {target} use Quire's grouped product")
     return grouped_product
 
 
 def grouped_in_library(target: Target, dtype: torch.dtype, hidden: int, intermediate: int) -> bool:
-    """Whether torch's grouped product neither waits for the device nor refuses such sizes."""
+    """Return whether PyTorch's grouped product supports these sizes without waiting for the device."""
     return target.has_grouped_mm and dtype == torch.bfloat16 and hidden % 8 == intermediate % 8 == 0
 
 
 def library_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Compute a `GroupedProduct` with PyTorch's operator."""
     return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
 
 
 def masked_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """In plain torch, and without a host sync, at the price of `experts` times the work."""
+    """Compute a `GroupedProduct` in plain PyTorch without a host sync, with `experts` times the work."""
     out = x.new_zeros(x.shape[0], weight.shape[1])
     row = torch.arange(x.shape[0], device=x.device)
     owner = torch.searchsorted(ends, row, right=True, out_int32=True)
@@ -147,7 +161,7 @@ def masked_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) ->
 def _load_experts(
     env: Env, prefix: str, names: tuple[str, str, str], hidden: int, intermediate: int, num_experts: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """gate_up [experts, 2 * part, hidden] and down [experts, hidden, part], part: this rank's intermediate."""
+    """Return gate_up [experts, 2 * part, hidden] and down [experts, hidden, part] of this rank's part."""
     cut = env.parallel.cut(intermediate)
     part = cut.stop - cut.start
     gate_up = torch.empty(num_experts, 2 * part, hidden, device=env.device, dtype=env.dtype)

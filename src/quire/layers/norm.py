@@ -1,8 +1,7 @@
-"""Normalisation layers, with the addition of the residual stream folded in.
+"""Normalisation layers, fused with the addition of the residual stream.
 
-`norm(x, residual)` returns the normed sum and the sum itself, which is the next residual; a residual of
-None is the beginning of the stream. How it is computed is chosen when the layer is built: by kernels
-or by plain torch.
+`norm(x, residual)` returns the normed sum and the sum itself, which is the next residual. The residual is None at
+the beginning of the stream. A layer selects its implementation, kernels or plain PyTorch, when it is built.
 """
 
 from __future__ import annotations
@@ -15,8 +14,9 @@ import torch.nn.functional as F
 from quire.kernels import Kernels
 from quire.layers.env import Env
 
-NormFunction = Callable[[torch.Tensor], torch.Tensor]  # x -> normed
-AddNorm = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # -> normed sum, sum
+NormFunction = Callable[[torch.Tensor], torch.Tensor]
+# Maps x and residual to the normed sum and the sum.
+AddNorm = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class RMSNorm:
@@ -24,7 +24,7 @@ class RMSNorm:
 
     def __init__(self, env: Env, name: str, width: int, eps: float) -> None:
         self.weight, self.eps = self.load(env, name + ".weight", width), eps
-        # the norm without a residual, and with one
+        # `alone` norms without a residual, `add` with one.
         if env.kernels:
             self.alone, self.add = fused_rms(env.kernels, self.weight, eps)
         else:
@@ -32,6 +32,7 @@ class RMSNorm:
             self.add = after_add(self.alone)
 
     def load(self, env: Env, name: str, width: int) -> torch.Tensor:
+        """Load the weight [width]."""
         return load_vector(env, name, width)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -39,14 +40,15 @@ class RMSNorm:
 
 
 class OffsetRMSNorm(RMSNorm):
-    """Gemma's: the checkpoint stores w - 1, and the product with w is taken in fp32, before rounding."""
+    """Gemma's RMS norm: the checkpoint stores w - 1, and w is applied in fp32, before rounding."""
 
     def load(self, env: Env, name: str, width: int) -> torch.Tensor:
+        """Load the weight [width], in fp32."""
         return load_vector(env, name, width, torch.float32) + 1
 
 
 class HeadNorm:
-    """RMSNorm over each head of q and k at once, with one weight for the q heads and one for the k heads."""
+    """RMS norm of each q and k head, with one weight for all q heads and one for all k heads."""
 
     def __init__(
         self,
@@ -62,7 +64,8 @@ class HeadNorm:
         self.rms = make_rms(self.weight, dim, eps)
 
     def __call__(self, qk: torch.Tensor) -> torch.Tensor:
-        return self.rms(qk)  # [tokens, q heads + k heads, dim]
+        """Apply the norm to each head of qk [tokens, q heads + k heads, dim]."""
+        return self.rms(qk)
 
 
 class LayerNorm:
@@ -82,7 +85,7 @@ class LayerNorm:
 
 
 def after_add(norm: NormFunction) -> AddNorm:
-    """The addition of the residual, then the norm."""
+    """Return a function that adds the residual and then applies `norm`."""
 
     def add(x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         total = residual + x
@@ -92,6 +95,7 @@ def after_add(norm: NormFunction) -> AddNorm:
 
 
 def fused_rms(kernels: Kernels, weight: torch.Tensor, eps: float) -> tuple[NormFunction, AddNorm]:
+    """Return the kernels of an RMS norm, without and with a residual."""
     return (lambda x: kernels.rms_norm(x, weight, eps)), (
         lambda x, r: kernels.add_rms_norm(x, r, weight, eps)
     )
@@ -100,6 +104,7 @@ def fused_rms(kernels: Kernels, weight: torch.Tensor, eps: float) -> tuple[NormF
 def fused_layer_norm(
     kernels: Kernels, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> tuple[NormFunction, AddNorm]:
+    """Return the kernels of a layer norm, without and with a residual."""
     return (lambda x: kernels.layer_norm(x, weight, bias, eps)), (
         lambda x, r: kernels.add_layer_norm(x, r, weight, bias, eps)
     )
@@ -110,11 +115,11 @@ def make_layer_norm(weight: torch.Tensor, bias: torch.Tensor, eps: float) -> Nor
 
 
 def make_rms(weight: torch.Tensor, width: int, eps: float) -> NormFunction:
-    """RMS norm over the last dimension, times `weight` [width] or [heads, width], in the quickest form.
+    """Return the fastest RMS norm over the last dimension, times `weight` [width] or [heads, width].
 
-    On a CPU F.rms_norm is eight calls. These seven convert only once each way and
-    otherwise work in place on one fp32 copy, which stays in the cache: for 256 rows of 1024 in bf16 that halves
-    the time. Gemma's weight comes in fp32, and is multiplied before rounding everywhere.
+    On a CPU, F.rms_norm makes eight calls. The seven calls here convert once each way and otherwise work in place
+    on one fp32 copy, which stays in the cache. That halves the time for 256 rows of 1024 in bf16. Gemma's weight is
+    fp32, and is always applied before rounding.
     """
     shape = (width,)
     if weight.device.type == "cpu":
@@ -138,6 +143,6 @@ def make_rms(weight: torch.Tensor, width: int, eps: float) -> NormFunction:
 
 
 def load_vector(env: Env, name: str, width: int, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """The vector `name` on the model's device, in its dtype unless another is given."""
+    """Load the vector `name` onto the model's device, in the model's dtype unless `dtype` is given."""
     vector = torch.empty(width, device=env.device, dtype=dtype or env.dtype)
     return vector.copy_(env.weights.tensor(name, (width,)))

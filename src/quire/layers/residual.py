@@ -1,8 +1,10 @@
-"""Layers between their norm and the residual stream: `NormedLayer` in front of a half of a layer, `ResidualAdd` at its end.
+"""The two ends of each half of a decoder layer: `NormedLayer` in front, `ResidualAdd` at the end.
 
-The stream is handed on as (x, residual), which stands for x + residual: the norm that comes next adds them.
-A residual of None stands for nothing to add. For few rows on a GPU a product can take in what surrounds it,
-the norm, the activation of a gated MLP, the addition (kernels/matmul/gemv.py); for all else these are compositions.
+The residual stream is passed on as (x, residual), which stands for x + residual: the next norm adds the two. A
+residual of None means that there is nothing to add.
+
+For few rows on a GPU, one kernel can fuse a product with the norm in front, the activation of a gated MLP, and the
+addition (kernels/matmul/gemv.py). In all other cases these classes run the operations one after the other.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ Stream = tuple[torch.Tensor, torch.Tensor | None]
 
 
 class ResidualNorm(Protocol):
-    """x, residual -> the normed sum, and the sum."""
+    """A norm that maps x and residual to the normed sum and the sum."""
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None
@@ -29,14 +31,14 @@ class ResidualNorm(Protocol):
 
 
 class ResidualAdd:
-    """x, residual -> linear(x) beside the residual, or their sum and None.
+    """A linear layer at the end: returns (linear(x), residual), or their sum and None if they can be fused.
 
-    `adds` is false where something else is still to be done to linear(x) alone.
+    Pass `adds` False if linear(x) is processed further before the addition.
     """
 
     def __init__(self, linear: Linear, adds: bool = True) -> None:
         self.linear = linear
-        self.matmul = _fusing(linear) if adds else None
+        self.matmul = _fusing_matmul(linear) if adds else None
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> Stream:
         if self.matmul is not None and residual is not None and x.shape[0] <= self.matmul.fused_rows:
@@ -45,43 +47,44 @@ class ResidualAdd:
 
 
 class NormedLayer:
-    """x, residual -> layer(norm(x + residual)) beside that sum, which is the next residual.
+    """A norm and the layer behind it: returns layer(norm(x + residual)) and the sum, which is the next residual.
 
-    A gated MLP ends like an `ResidualAdd`, if it `adds`; of other layers nothing is known.
+    With `adds`, a gated MLP ends with a `ResidualAdd`; other layers never do.
     """
 
     def __init__(
         self, norm: ResidualNorm, layer: Callable[[torch.Tensor], torch.Tensor], adds: bool = False
     ) -> None:
         self.norm, self.layer = norm, layer
-        self.few, self.few_rows = _join(norm, layer, adds) or (self.apart, 0)
+        self.fused, self.fused_rows = _fuse(norm, layer, adds) or (self.separate, 0)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> Stream:
-        return (self.few if x.shape[0] <= self.few_rows else self.apart)(x, residual)
+        return (self.fused if x.shape[0] <= self.fused_rows else self.separate)(x, residual)
 
-    def apart(self, x: torch.Tensor, residual: torch.Tensor | None) -> Stream:
+    def separate(self, x: torch.Tensor, residual: torch.Tensor | None) -> Stream:
+        """Run the norm and then the layer."""
         x, residual = self.norm(x, residual)
         return self.layer(x), residual
 
 
-def _join(
+def _fuse(
     norm: ResidualNorm, layer: Callable[[torch.Tensor], torch.Tensor], adds: bool
 ) -> tuple[Callable[[torch.Tensor, torch.Tensor | None], Stream], int] | None:
-    """The layer with its norm taken in, and for how many rows; None where that is not to be had."""
+    """Return the fused norm and layer, and its largest number of rows; None if they cannot be fused."""
     if not isinstance(norm, RMSNorm):
         return None
     if isinstance(layer, GatedMLP):
-        matmul = _fusing(layer.gate_up)
+        matmul = _fusing_matmul(layer.gate_up)
         if matmul is None:
             return None
         inner, down = matmul.after_norm(norm.weight, norm.eps, layer.kind), ResidualAdd(layer.down, adds)
         return (lambda x, residual: down(*inner(x, residual))), matmul.fused_rows
-    matmul = _fusing(layer)
+    matmul = _fusing_matmul(layer)
     return None if matmul is None else (matmul.after_norm(norm.weight, norm.eps, None), matmul.fused_rows)
 
 
-def _fusing(layer: object) -> FusingMatmul | None:
-    """The product that is all of the layer and can take in what surrounds it, if there is one."""
+def _fusing_matmul(layer: object) -> FusingMatmul | None:
+    """Return the layer's product if the layer consists of it alone and it can be fused with its neighbours."""
     if not isinstance(layer, Linear) or layer.sums or not isinstance(layer.multiply, FusingMatmul):
         return None
     return layer.multiply

@@ -1,7 +1,8 @@
-"""`RopeParams`: how the angles of rotary position embeddings are made. Plain data, no torch.
+"""`RopeParams`: the parameters of rotary position embeddings. Plain data, without torch.
 
-Read from a checkpoint's config by models/spec.py, turned into tables by layers/rope.py. Lengths that a
-scaling rule depends on are resolved here, so that serving a shorter context never changes an angle.
+models/config/rope.py parses them from a config.json, and models/config/gguf.py from GGUF metadata. layers/rope.py
+computes the angles. The lengths that a scaling rule depends on are stored here, so serving a shorter context never
+changes an angle.
 """
 
 from __future__ import annotations
@@ -11,10 +12,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeParams:
-    """Base `theta` and the scaling rule `kind`: default, linear, dynamic, llama3, yarn or divisors.
+    """Base and scaling rule of rotary embeddings; `inverse_frequencies` in layers/rope.py has the formulas.
 
-    `original_max_len` is the context the model was trained on before its context was extended.
-    `attention_factor` multiplies cos and sin (yarn; 1 elsewhere). `divisors` of the frequencies stand for a rule already applied.
+    Attributes:
+        theta: base of the frequencies.
+        kind: the scaling rule: default, linear, dynamic, llama3, yarn or divisors.
+        factor: by how much the rule extends the context.
+        original_max_len: length in tokens of the context that the model was trained on before it was extended.
+        low_freq_factor, high_freq_factor: the ramp of llama3.
+        beta_fast, beta_slow, truncate: the ramp of yarn, and whether its ends are rounded.
+        attention_factor: factor of cos and sin (yarn; 1 for the other rules).
+        divisors: one divisor per frequency, for kind "divisors", where a file stores the result of a rule.
     """
 
     theta: float

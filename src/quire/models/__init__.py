@@ -1,1 +1,1 @@
-"""Model families, their configs and checkpoints."""
+"""Model families, their configurations and checkpoints."""

@@ -1,7 +1,7 @@
-"""The skeleton that Llama and its kin share: rotary attention, gated MLP, pre-norms, one residual stream.
+"""The decoder that Llama-like models share: rotary attention, gated MLP, pre-norms, one residual stream.
 
-A family file says only what is different. The residual is carried beside x, so that every addition can
-be fused with the norm that follows it. Weight names are those of Hugging Face checkpoints.
+The file of a family contains only its differences. The residual is passed along with x, so that every addition can
+be fused with the norm behind it. Weight names are those of Hugging Face checkpoints.
 """
 
 from __future__ import annotations
@@ -23,25 +23,28 @@ from quire.models.spec import ModelSpec
 
 
 class Model(Protocol):
-    """What a worker needs of a model."""
+    """A model as the worker uses it."""
 
     spec: ModelSpec
     attention_layers: list[Attention]  # by index
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        """Hidden states [tokens, hidden] (of `batch.wanted` alone, if it is given); new K/V go where the
-        batch says."""
+        """Run the model on a step, and write its keys and values to `batch.kv_slots`.
+
+        Returns:
+            Hidden states [tokens, hidden], or [wanted, hidden] if `batch.wanted` is set.
+        """
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """hidden [n, hidden] -> [n, vocab]."""
+        """Return logits [n, vocab] of hidden states [n, hidden]."""
         ...
 
 
 class SelfAttention:
-    """Rotary attention with grouped K/V heads and, where the family has it, a norm on each q and k head.
+    """Rotary attention with grouped K/V heads and, in some families, a norm of each q and k head.
 
-    `norm` is the one in front of it, and its kind is that of the heads' norms; `adds`: see `ResidualAdd`.
+    `norm` is the norm in front; norms of heads are of the same class. For `adds` see `ResidualAdd`.
     """
 
     def __init__(
@@ -71,13 +74,13 @@ class SelfAttention:
         qkv, residual = self.qkv(x, residual)
         x = self.attend(qkv, rotation, batch)
         if self.is_last:
-            assert residual is not None  # a norm has been in front
+            assert residual is not None  # the norm in front returned one
             x, residual = batch.narrow(x, residual)
         return self.o(x, residual)
 
 
 class FeedForward(Protocol):
-    """The second half of a layer, behind its norm."""
+    """The second half of a layer, without its norm."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
@@ -92,6 +95,7 @@ class DecoderLayer:
         self.mlp = NormedLayer(post_norm, self.make_mlp(env, spec, index, prefix), adds=True)
 
     def make_mlp(self, env: Env, spec: ModelSpec, index: int, prefix: str) -> FeedForward:
+        """Build the feed-forward half of layer `index`; overridden by families with experts."""
         return GatedMLP(
             env, prefix + "mlp.", spec.hidden_size, spec.intermediate_size, spec.activation, spec.mlp_bias
         )
@@ -104,7 +108,7 @@ class DecoderLayer:
 
 
 class DecoderModel:
-    """Embeddings, layers, final norm, head."""
+    """A Llama-like model: embedding, layers, final norm, head."""
 
     layer_class = DecoderLayer
 
@@ -132,6 +136,8 @@ class DecoderModel:
 
 
 def find_prefix(weights: Weights, name: str, prefixes: tuple[str, ...]) -> str:
-    """The first prefix under which the checkpoint has `name`; if none does, the first, so that the
-    missing tensor is reported by its usual name."""
+    """Return the first of `prefixes` under which the checkpoint has `name`.
+
+    If none does, return the first one, so that the missing tensor is reported under its usual name.
+    """
     return next((prefix for prefix in prefixes if weights.has(prefix + name)), prefixes[0])

@@ -16,7 +16,7 @@ from quire.layers.rope import Rope, Rotation
 from quire.models.decoder import SelfAttention, find_prefix
 from quire.models.spec import ModelSpec
 
-# text-only checkpoints, the text half of multimodal ones in two spellings, and both without a head
+# Of text-only checkpoints, of multimodal ones in two spellings, and of both without a head.
 _PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "")
 
 
@@ -45,7 +45,7 @@ class Gemma3Layer:
 
 
 class Gemma3Model:
-    """Local layers see a window and turn by the small base, global ones see all and turn by the large."""
+    """Gemma 3: local layers have a window and the small rotary base, global ones no window and the large base."""
 
     def __init__(self, env: Env, spec: ModelSpec) -> None:
         assert spec.rope is not None and spec.local_rope is not None
@@ -68,10 +68,10 @@ class Gemma3Model:
         self.attention_layers = [layer.attn.attention for layer in self.layers]
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        whole, local = self.rope.lookup(batch.positions), self.local_rope.lookup(batch.positions)
+        full, local = self.rope.lookup(batch.positions), self.local_rope.lookup(batch.positions)
         x, residual = self.embed(batch.input_ids), None
         for layer in self.layers:
-            x, residual = layer(x, residual, local if layer.is_local else whole, batch)
+            x, residual = layer(x, residual, local if layer.is_local else full, batch)
         return self.norm(x, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

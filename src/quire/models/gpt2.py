@@ -1,6 +1,6 @@
 """GPT-2: learned positions, LayerNorm, biases everywhere, weights stored [inputs, outputs].
 
-Checkpoints spell the names with or without a leading `transformer.`.
+Tensor names begin with `transformer.` in some checkpoints, and without it in others.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ class GPT2Layer:
 
 
 class GPT2Model:
-    """Radford et al., Language Models are Unsupervised Multitask Learners, 2019."""
+    """GPT-2 (Radford et al., Language Models are Unsupervised Multitask Learners, 2019)."""
 
     def __init__(self, env: Env, spec: ModelSpec) -> None:
         prefix = find_prefix(env.weights, "wte.weight", ("transformer.", ""))
         self.spec = spec
         self.tokens = Embedding(env, prefix + "wte", spec.vocab_size, spec.hidden_size)
-        self.places = Embedding(env, prefix + "wpe", spec.num_positions, spec.hidden_size)
+        self.positions = Embedding(env, prefix + "wpe", spec.num_positions, spec.hidden_size)
         self.layers = [GPT2Layer(env, spec, i, f"{prefix}h.{i}.") for i in range(spec.num_layers)]
         self.norm = LayerNorm(env, prefix + "ln_f", spec.hidden_size, spec.norm_eps)
         tied = self.tokens if spec.tie_embeddings else None
@@ -61,7 +61,7 @@ class GPT2Model:
         self.attention_layers = [layer.attention for layer in self.layers]
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        x, residual = self.tokens(batch.input_ids) + self.places(batch.positions), None
+        x, residual = self.tokens(batch.input_ids) + self.positions(batch.positions), None
         for layer in self.layers:
             x, residual = layer(x, residual, batch)
         return self.norm(x, residual)[0]

@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x, Mistral (windowed layers) and what is built like them: the plain decoder skeleton.
+"""Llama 2 and 3.x, Mistral (windowed layers) and models of the same architecture: the decoder without changes.
 
 Biases, rotary scaling and windows come from the spec.
 """
@@ -9,4 +9,4 @@ from quire.models.decoder import DecoderModel
 
 
 class LlamaModel(DecoderModel):
-    """arXiv:2302.13971, arXiv:2407.21783; Mistral 7B: arXiv:2310.06825."""
+    """Llama (arXiv:2302.13971, arXiv:2407.21783) and Mistral 7B (arXiv:2310.06825)."""

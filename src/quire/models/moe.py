@@ -1,6 +1,6 @@
-"""Mixture-of-experts models: Mixtral and Qwen3-MoE. The skeleton, with experts in the place of some MLPs.
+"""Mixture-of-experts models, Mixtral and Qwen3-MoE: the decoder with experts instead of some MLPs.
 
-The two name their experts differently; which layers have experts is in the spec.
+The two name their expert tensors differently. The spec lists the layers that have experts.
 """
 
 from __future__ import annotations
@@ -10,14 +10,15 @@ from quire.layers.moe import MoE
 from quire.models.decoder import DecoderLayer, DecoderModel, FeedForward
 from quire.models.spec import ModelSpec
 
-# (block, its gate, up and down projections) in the two spellings
+# Prefix of the block, and names of its gate, up and down projections: Qwen3-MoE's and Mixtral's.
 _SPELLINGS = (("mlp.", ("gate_proj", "up_proj", "down_proj")), ("block_sparse_moe.", ("w1", "w3", "w2")))
 
 
 class MoELayer(DecoderLayer):
-    """A decoder layer whose feed-forward half is a set of experts where the spec says so."""
+    """A decoder layer whose feed-forward half is a set of experts if the spec lists it as sparse."""
 
     def make_mlp(self, env: Env, spec: ModelSpec, index: int, prefix: str) -> FeedForward:
+        """Build the experts, or a gated MLP."""
         moe = spec.moe
         if moe is None or not moe.sparse[index]:
             return super().make_mlp(env, spec, index, prefix)
@@ -37,6 +38,6 @@ class MoELayer(DecoderLayer):
 
 
 class MoEModel(DecoderModel):
-    """Mixtral: arXiv:2401.04088; Qwen3-MoE: arXiv:2505.09388."""
+    """Mixtral (arXiv:2401.04088) and Qwen3-MoE (arXiv:2505.09388)."""
 
     layer_class = MoELayer

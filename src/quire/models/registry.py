@@ -1,4 +1,4 @@
-"""From a spec to a model: one line per family."""
+"""Registry of model families: builds the model of a spec."""
 
 from __future__ import annotations
 
@@ -24,14 +24,19 @@ FAMILIES: dict[str, Callable[[Env, ModelSpec], Model]] = {
 
 
 def build_model(spec: ModelSpec, env: Env) -> Model:
-    """The model of `spec`, its weights pulled from `env.weights`."""
+    """Build the model of `spec` with weights from `env.weights`.
+
+    Raises:
+        ModelError: if the family or its quantisation is not supported, if the model cannot be sharded over the
+            ranks, or if a tensor is missing or has a wrong shape.
+    """
     if spec.family not in FAMILIES:
         raise ModelError(f"{spec.architecture} is not supported yet")
     spec.check_quantization()
     size = env.parallel.size
     if spec.num_heads % size or spec.num_kv_heads % size or spec.intermediate_size % size:
         raise ModelError(
-            f"{spec.architecture} with {spec.num_heads} heads, {spec.num_kv_heads} K/V heads and intermediate size "
-            f"{spec.intermediate_size} cannot be cut into {size} equal parts"
+            f"{spec.architecture} cannot be sharded over {size} ranks: its {spec.num_heads} heads, "
+            f"{spec.num_kv_heads} K/V heads and intermediate size {spec.intermediate_size} must be multiples of {size}"
         )
     return FAMILIES[spec.family](env, spec)

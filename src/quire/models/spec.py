@@ -1,8 +1,8 @@
-"""`ModelSpec`: what a checkpoint's `config.json` says, normalised. Plain data, no torch.
+"""`ModelSpec`: the normalised configuration of a checkpoint. Plain data, without torch.
 
-One field per fact, whatever spelling the config used. A model or feature that Quire cannot compute
-exactly is a ModelError that names it, never a guess. Parsing is in models/config/hf.py (and, for
-GGUF metadata, models/checkpoint/gguf.py).
+Each fact has one field, however the checkpoint spells it. A model or feature that Quire cannot compute exactly raises
+a ModelError that names it. The parsers are in models/config/: hf.py reads a config.json, gguf.py the metadata of a
+GGUF file.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ class MoESpec:
     num_experts: int
     top_k: int
     intermediate_size: int
-    norm_topk: bool  # whether the weights of the chosen experts are scaled to sum to 1
-    sparse: tuple[bool, ...]  # by layer: experts, or one ordinary MLP
+    norm_topk: bool  # whether the weights of a token's experts are scaled to sum to 1
+    sparse: tuple[bool, ...]  # by layer: whether it has experts instead of one MLP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
-    """A decoder-only transformer, by its numbers."""
+    """The sizes and options of a decoder-only transformer."""
 
-    architecture: str  # as in config.json, for messages
-    family: str  # key into models/registry.py
+    architecture: str  # the name in config.json, for messages
+    family: str  # key of FAMILIES in models/registry.py
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -38,16 +38,18 @@ class ModelSpec:
     num_kv_heads: int
     head_dim: int
     intermediate_size: int
-    max_model_len: int  # may be lowered (dataclasses.replace) to serve, and make tables for, less
+    max_model_len: (
+        int  # in tokens; lower it with dataclasses.replace to serve less and to build smaller tables
+    )
     norm_eps: float
     activation: str  # silu, gelu, gelu_tanh or relu
     tie_embeddings: bool
-    has_head: bool = True  # False: hidden states are all that the model is for
+    has_head: bool = True  # False: the model returns hidden states only
     dtype: str  # float32, bfloat16 or float16
     rope: RopeParams | None  # None: learned positions
     num_positions: int = 0  # rows of the table of learned positions; 0 with rope
-    local_rope: RopeParams | None = None  # for layers with a window, where it differs
-    windows: tuple[int | None, ...]  # by layer; a token sees itself and the window - 1 before it
+    local_rope: RopeParams | None = None  # of layers with a window, if it differs
+    windows: tuple[int | None, ...]  # by layer; a token attends to itself and the window - 1 tokens before it
     qk_norm: bool = False
     qkv_bias: bool = False
     o_bias: bool = False
@@ -59,27 +61,32 @@ class ModelSpec:
     moe: MoESpec | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    quantization: str | None = None  # how the checkpoint's weights are packed; None: plain numbers
+    quantization: str | None = None  # packed format of the weights; None: plain numbers
 
     @staticmethod
     def from_config(config: dict[str, Any]) -> ModelSpec:
-        """The spec of a `config.json`; ModelError names what is missing or not supported."""
-        from quire.models.config.hf import parse_config  # here: that module builds on this one
+        """Parse the contents of a `config.json`.
+
+        Raises:
+            ModelError: if a field is missing or has a bad value, or if the model is not supported; names it.
+        """
+        from quire.models.config.hf import parse_config  # deferred, because that module imports this one
 
         return parse_config(config)
 
     def check_quantization(self) -> None:
-        """Raise ModelError if the weights are packed in a format that Quire does not read."""
+        """Raise ModelError if the weights are in a packed format, which Quire cannot read."""
         if self.quantization:
             raise ModelError(f"quantised checkpoints are not supported yet: {self.quantization}")
 
     @property
     def layer_is_sparse(self) -> tuple[bool, ...]:
+        """For each layer, whether it has experts."""
         return self.moe.sparse if self.moe else (False,) * self.num_layers
 
     @property
     def num_parameters(self) -> int:
-        """Parameters of the matrices (norms and biases, a few thousandths of the whole, are left out)."""
+        """Number of parameters of the matrices, without norms and biases (a few thousandths of all)."""
         qkv = self.num_heads + 2 * self.num_kv_heads
         attention = self.hidden_size * self.head_dim * (qkv + self.num_heads)
         gated = 2 if self.family == "gpt2" else 3

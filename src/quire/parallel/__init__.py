@@ -1,1 +1,1 @@
-"""How a model is cut over ranks."""
+"""Tensor parallelism: how a model is sharded over ranks."""

@@ -1,1 +1,1 @@
-"""Number formats of linear layers."""
+"""Number formats of linear layers, and their matrix products."""

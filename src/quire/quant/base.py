@@ -1,7 +1,7 @@
-"""How a linear layer's weight is stored and multiplied: the seam for number formats.
+"""Interface for number formats: how a linear layer's weight is stored and multiplied.
 
-A `QuantMethod` reads the parts of one fused matrix from the checkpoint and returns a `Matmul`. The
-unquantised method is here; see packed.py for a CPU and few_rows.py for a GPU.
+A `QuantMethod` reads the parts of one fused matrix from the checkpoint and returns a `Matmul`. This module has the
+unquantised method; its products are in packed.py for CPUs and in few_rows.py for GPUs.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from quire.layers.env import Env
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """`rows` (outputs) and `cols` (inputs) of the checkpoint's tensor `name`, whose whole shape is `shape`.
+    """A part of a checkpoint tensor: `rows` (outputs) and `cols` (inputs) of the tensor `name` of shape `shape`.
 
-    `transposed`: the checkpoint stores [inputs, outputs]; shape, rows and cols are still outputs first.
+    If `transposed`, the checkpoint stores [inputs, outputs]; shape, rows and cols still have the outputs first.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Part:
         return len(range(*self.cols.indices(self.shape[1])))
 
     def copy_into(self, destination: torch.Tensor, env: Env) -> None:
-        """Fill `destination` [outputs, inputs]; on a GPU it is there once the checkpoint is finished."""
+        """Copy the part into `destination` [outputs, inputs]; a GPU's copy ends when the checkpoint is finished."""
         if self.transposed:
             env.weights.copy_into(destination.t(), self.name, self.shape[::-1], self.cols, self.rows)
         else:
@@ -48,44 +48,51 @@ class Part:
 
 
 class Matmul(Protocol):
-    """x [tokens, inputs] -> [tokens, outputs], bias included."""
+    """A product with a weight and its bias, from x [tokens, inputs] to [tokens, outputs]."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 
 
-# x, residual [rows, width] -> a product with the normed sum of the two, and the sum; without a residual that is x
+# Maps x and residual [rows, width] to the product of their normed sum, and the sum. Without a residual the sum is x.
 NormedProduct = Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]]
 
 
 class FusingMatmul(Matmul):
-    """A `Matmul` that, for at most `fused_rows` rows, can take in what surrounds it.
+    """A `Matmul` that can be fused with the operations around it, for at most `fused_rows` rows.
 
-    It rounds where the separate operations would.
+    Rounding is the same as in the separate operations.
     """
 
     fused_rows: int
 
     @abstractmethod
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """The product plus residual [rows, outputs]."""
+        """Return the product plus `residual` [rows, outputs]."""
 
     @abstractmethod
     def after_norm(self, norm: torch.Tensor, eps: float, kind: str | None) -> NormedProduct:
-        """The product with the RMS norm (weight `norm`) of a sum. With a `kind` of activation the weight is
-        gate|up, and the result kind(gate) * up."""
+        """Return the product fused with the RMS norm in front of it.
+
+        Args:
+            norm: weight of the norm, [inputs].
+            eps: epsilon of the norm.
+            kind: activation of a gated MLP. The weight is then gate|up, and the result is kind(gate) * up.
+        """
 
 
 class QuantMethod(Protocol):
     """A number format of weights."""
 
-    def load(self, env: Env, parts: list[Part], bias: torch.Tensor | None) -> Matmul: ...
+    def load(self, env: Env, parts: list[Part], bias: torch.Tensor | None) -> Matmul:
+        """Load the parts of a fused weight, and return its product."""
+        ...
 
 
-class Unquantised:
+class UnquantisedMethod:
     """Weights in the model's dtype."""
 
     def load(self, env: Env, parts: list[Part], bias: torch.Tensor | None) -> Matmul:
-        """One fused weight, each part copied to its place."""
+        """Load the parts into one fused weight, and return its product."""
         rows = sum(part.num_rows for part in parts)
         weight = torch.empty(rows, parts[0].num_cols, device=env.device, dtype=env.dtype)
         start = 0
@@ -95,14 +102,14 @@ class Unquantised:
         return make_matmul(weight, bias, env.kernels)
 
 
-UNQUANTISED = Unquantised()
+UNQUANTISED = UnquantisedMethod()
 
 
 def make_matmul(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None) -> Matmul:
-    """The fastest exact product with `weight` [outputs, inputs] on its device.
+    """Return the fastest exact product with `weight` [outputs, inputs] on its device.
 
-    On a CPU in fp32 and bf16 that is the packed form, whatever the size: for 1024x3072 it is 1.1 to 3
-    times as fast as F.linear. On a GPU in half precision few rows are multiplied by kernels of our own.
+    On a CPU, fp32 and bf16 weights of any size are packed: for 1024x3072 that is 1.1 to 3 times as fast as
+    F.linear. On a GPU, few rows in half precision are multiplied by Quire's kernels.
     """
     if weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.bfloat16):
         from quire.quant.packed import pack
@@ -117,7 +124,7 @@ def make_matmul(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernel
 
 
 class PlainMatmul:
-    """F.linear on a row-major weight."""
+    """Product by F.linear with a row-major weight."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = weight  # [outputs, inputs]

@@ -1,5 +1,7 @@
-"""Products with an unquantised weight on a GPU: for few rows by kernels that read the weight as fast as the
-memory gives it, for more by F.linear. Imported only where quire.kernels.available says so.
+"""Products with an unquantised weight on a GPU.
+
+Few rows are multiplied by kernels that are limited only by reading the weight from memory, more rows by F.linear.
+Import this module only if `quire.kernels.available` returns True.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from quire.quant.base import FusingMatmul, NormedProduct
 
 
 class FewRowsMatmul(FusingMatmul):
-    """x W^T + b."""
+    """x W^T + b for 16-bit weights, with kernels for few rows."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight, self.bias = weight, bias  # [outputs, inputs]
@@ -22,15 +24,17 @@ class FewRowsMatmul(FusingMatmul):
         self.most_rows = MOST_ROWS
         target = target_of(weight.device)
         if not target.has_matrix_units:
-            log_choice(f"products of few rows by torch, because Triton uses no matrix units on {target}")
+            log_choice(
+                f"products of few rows by PyTorch, because Triton does not use the matrix units of {target}"
+            )
             self.most_rows = self.fused_rows
         self.is_small = is_small(weight)
         tiles = -(-weight.shape[0] // BLOCK_N)
-        self.arrived = torch.zeros(tiles, dtype=torch.int32, device=weight.device)  # while no kernel runs
+        self.arrived = torch.zeros(tiles, dtype=torch.int32, device=weight.device)  # all 0 between launches
 
     @staticmethod
     def takes(weight: torch.Tensor) -> bool:
-        """Whether rows of `weight` can be read 16 bytes at a time."""
+        """Return whether rows of `weight` can be read 16 bytes at a time."""
         half = weight.dtype in (torch.bfloat16, torch.float16)
         return half and weight.shape[1] % 16 == 0 and weight.is_contiguous()
 

@@ -1,5 +1,7 @@
-"""Products with an unquantised weight on a CPU: repacked once into oneDNN's blocked layout. For few rows a kernel of
-our own reads that layout faster than oneDNN does, and takes in what surrounds the product.
+"""Products with an unquantised weight on a CPU.
+
+The weight is repacked once into oneDNN's blocked layout. For few rows, Quire's C kernel reads that layout faster
+than oneDNN does, and fuses the product with the operations around it.
 """
 
 from __future__ import annotations
@@ -24,12 +26,12 @@ from quire.kernels.cpu.ops import (
 )
 from quire.quant.base import FusingMatmul, Matmul, NormedProduct, PlainMatmul
 
-# Up to so many rows reading the weight is what takes time; for more, oneDNN is faster.
+# Up to this many rows, reading the weight dominates; above, oneDNN is faster.
 FEW_ROWS = 8
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None) -> Matmul:
-    """The product with `weight` [outputs, inputs] in fp32 or bf16."""
+    """Return the product with `weight` [outputs, inputs] in fp32 or bf16."""
     if not _can_pack():
         return PlainMatmul(weight, bias)
     many = PackedMatmul(weight, bias)
@@ -39,17 +41,17 @@ def pack(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | Non
 
 
 def padded_rows(rows: int) -> int:
-    """Return a number of at least `rows` for which oneDNN is asked: one of some sixty, up to 2,048 rows.
+    """Return the number of rows that oneDNN multiplies for `rows` rows; up to 2,048 there are about sixty such numbers.
 
-    For each new number it generates code, which takes longer than the product of a small model and is kept for good
-    (half a MiB each, in addition to its cache of primitives).
+    oneDNN generates code for each new number of rows. That takes longer than the product of a small model, and the
+    code is never freed (half a MiB each, in addition to its cache of primitives).
     """
     step = 1 if rows <= FEW_ROWS else 16 if rows <= 640 else 64
     return -(-rows // step) * step
 
 
 class PackedMatmul:
-    """oneDNN's product."""
+    """Product by oneDNN with a packed weight."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(weight, None)
@@ -64,9 +66,9 @@ class PackedMatmul:
 
 
 class FewRowsPackedMatmul(FusingMatmul):
-    """The same for many rows; few are multiplied by the kernel, from the same memory.
+    """Product by the C kernel for few rows, and by oneDNN for more, from the same packed weight.
 
-    Each row is summed up in one order, so results do not depend on how many of the few rows there are.
+    The kernel sums each row in a fixed order, so a row's result does not depend on the number of rows.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class FewRowsPackedMatmul(FusingMatmul):
         self.plain = self.weight_struct(None, "")
 
     def weight_struct(self, norm: CNorm | None, kind: str) -> CWeight:
+        """Describe the weight to the kernel, with a norm in front and an activation behind it."""
         return CWeight(
             self.form.address, pointer(self.many.bias), address(norm), self.inputs, self.form.padded, self.outputs,
             self.form.vectors, self.half, KINDS[kind],
@@ -101,7 +104,16 @@ class FewRowsPackedMatmul(FusingMatmul):
         add: torch.Tensor | None,
         y: torch.Tensor,
     ) -> None:
-        """See `product` in step.c."""
+        """Launch `product` of step.c.
+
+        Args:
+            weight: the weight, with its norm and activation.
+            x: [rows, inputs].
+            residual: added to x before the norm.
+            total: where the sum x + residual is written.
+            add: added to the product.
+            y: where the result is written.
+        """
         arguments = CProduct(
             address(weight),
             x.data_ptr(),
@@ -123,12 +135,12 @@ class FewRowsPackedMatmul(FusingMatmul):
 
 
 class _FusedNormMatmul:
-    """See `FusingMatmul.after_norm`."""
+    """The result of `FusingMatmul.after_norm`."""
 
     def __init__(self, matmul: FewRowsPackedMatmul, norm: torch.Tensor, eps: float, kind: str | None) -> None:
         self.matmul, self.norm, self.kind = matmul, norm, kind
         self.gain = norm_struct(norm, None, eps)
-        # gate and up are multiplied block beside block
+        # The kernel applies the activation only if gate and up consist of whole blocks, which it pairs.
         gates = kind is not None and matmul.outputs // 2 % (matmul.form.vectors * LANES) == 0
         self.weight = matmul.weight_struct(self.gain, kind if kind and gates else "")
         self.width = matmul.outputs // 2 if gates else matmul.outputs
@@ -142,7 +154,7 @@ class _FusedNormMatmul:
 
 
 def _can_pack() -> bool:
-    """Whether this build of torch has oneDNN and the two operators, which are not a public interface."""
+    """Return whether this build of PyTorch has oneDNN and the two operators, which are not a public interface."""
     try:
         return all((torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise))
     except AttributeError:

@@ -1,8 +1,9 @@
-"""Sampling parameters as columns indexed by slot: staged on the host, sent to the device in one copy.
+"""Sampling parameters as device columns indexed by request slot.
 
-`SlotTable` holds scalars, `SlotLists` ragged lists of token ids. Staging a slot overwrites all it had
-before. The host keeps its own copy of whatever decides *which* work a step needs, so that no step has
-to ask the device. Copies come from pinned memory and never wait.
+Parameters are staged on the host and sent to the device in one copy. `SlotTable` holds scalars, `SlotLists` ragged
+lists of token ids. Staging a slot overwrites everything it had before. The host keeps a copy of the values that
+determine which work a step needs, so no step reads them from the device. Copies use pinned memory and do not
+block.
 """
 
 from __future__ import annotations
@@ -13,24 +14,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-RowIndex = slice | Tensor  # rows of a batch; the full slice is a view, so a uniform batch is never copied
+RowIndex = slice | Tensor  # rows of a batch; the full slice gives a view, so a uniform batch is not copied
 
 
 class TokenColumns(Protocol):
-    """The columns of the device state that sampling reads. S slots; the last is the padding dummy."""
+    """The columns of the device state that sampling reads, of S slots. The last slot is the dummy for padding."""
 
     @property
     def tokens(self) -> Tensor: ...  # int32 [S, L]
 
     @property
-    def num_tokens(self) -> Tensor: ...  # int32 [S], prompt and output known on the device
+    def num_tokens(self) -> Tensor: ...  # int32 [S], prompt and output tokens known on the device
 
     @property
     def prompt_len(self) -> Tensor: ...  # int32 [S]
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:
-    """A device copy of a host array that does not wait for the device."""
+    """Copy a host array to the device without waiting for the device."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     if device.type != "cuda":
         return tensor.to(device)
@@ -38,14 +39,14 @@ def to_device(array: np.ndarray, device: torch.device) -> Tensor:
 
 
 def rows_where(flags: np.ndarray, device: torch.device) -> RowIndex:
-    """The rows whose flag is set, as an index that needs no copy if that is all of them."""
+    """Return an index of the rows whose flag is set. If all are set, indexing with it copies nothing."""
     if flags.all():
         return slice(None)
     return to_device(np.flatnonzero(flags), device)
 
 
 class SlotTable:
-    """Scalar columns of 64 bits, integers or float64, one row per slot."""
+    """Table of 64-bit scalar columns (integers or float64), one row per slot."""
 
     def __init__(self, names: tuple[str, ...], num_slots: int, device: torch.device) -> None:
         self._column = {name: i for i, name in enumerate(names)}
@@ -56,7 +57,7 @@ class SlotTable:
         self._device = device
 
     def stage(self, slot: int, values: dict[str, int | float]) -> None:
-        """Set every column of `slot`; a float lands in a float column, an int in an integer column."""
+        """Set every column of `slot`. The type of a value decides how it is stored: int64 or float64."""
         for name, column in self._column.items():
             value = values[name]
             target = self._host_floats if isinstance(value, float) else self._host
@@ -64,7 +65,7 @@ class SlotTable:
         self._staged.add(slot)
 
     def flush(self) -> None:
-        """Send the staged rows: one copy and one scatter, however many there are."""
+        """Send all staged rows to the device with one copy and one scatter."""
         if not self._staged:
             return
         slots = np.array(sorted(self._staged), dtype=np.int64)
@@ -74,15 +75,16 @@ class SlotTable:
 
     @property
     def values(self) -> Tensor:
-        """int64 [slots, columns] on the device, in place for good; floats as the bits of float64."""
+        """The device table, int64 [slots, columns], at a fixed address; floats are stored as float64 bits."""
         return self._table
 
     def gather(self, slots: Tensor) -> RowColumns:
+        """Return the columns of the rows whose slots are given, int64 [rows]."""
         return RowColumns(self._column, self._table[slots])
 
 
 class RowColumns:
-    """The columns of a table for the rows of one batch."""
+    """The columns of a slot table, gathered for the rows of one batch; each accessor returns [rows]."""
 
     __slots__ = ("_column", "_floats", "_ints")
 
@@ -105,11 +107,11 @@ class RowColumns:
 
 
 class SlotLists:
-    """A ragged list of entries per slot; an entry is a few int64 fields, the first one a token id.
+    """A ragged list of entries per slot. An entry is a few int64 fields, the first of which is a token id.
 
-    All lists lie one after the other in one device array, rebuilt when a slot with entries is
-    admitted. `expand` turns the slots of a batch into (row, entry) pairs with numpy arithmetic and
-    keeps the answer while neither the lists nor the batch change, which is most of decoding.
+    All lists are concatenated in one device array, which is rebuilt when a slot with entries is admitted. `expand`
+    computes the (row, entry) pairs of a batch in numpy. It caches the result until the lists or the batch change,
+    so most decoding steps reuse it.
     """
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
@@ -123,7 +125,7 @@ class SlotLists:
         self._expanded: tuple[Tensor, Tensor] | None = None
 
     def put(self, slot: int, entries: list[list[int]]) -> bool:
-        """Replace the list of `slot`; True if it holds anything."""
+        """Replace the list of `slot`, and return whether the new list has entries."""
         self._lists.pop(slot, None)
         self._lengths[slot] = len(entries)
         if entries:
@@ -133,11 +135,12 @@ class SlotLists:
         return bool(entries)
 
     def flush(self) -> None:
+        """Send all lists to the device if any of them changed."""
         if not self._dirty:
             return
         entries = [entry for owned in self._lists.values() for entry in owned]
         width = max(len(entry) for entry in entries)
-        pool = np.full((len(entries), width), -1, dtype=np.int64)  # -1: no such field
+        pool = np.full((len(entries), width), -1, dtype=np.int64)  # -1: the entry is shorter
         at = 0
         for slot, owned in self._lists.items():
             self._starts[slot] = at
@@ -149,7 +152,10 @@ class SlotLists:
         self._key = b""
 
     def expand(self, slots_host: np.ndarray) -> tuple[Tensor, Tensor] | None:
-        """(row of the batch [e], entry [e, fields]) for every entry of every row, or None."""
+        """Return all entries of a batch: their rows, int64 [entries], and fields, int64 [entries, fields].
+
+        Returns None if no row of the batch has an entry.
+        """
         key = slots_host.tobytes()
         if key != self._key:
             lengths = self._lengths[slots_host]

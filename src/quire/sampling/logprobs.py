@@ -1,7 +1,7 @@
-"""Log-probabilities of given tokens, of the most likely ones, and ranks, from unprocessed logits.
+"""Log-probabilities and ranks of given tokens and of the most likely ones, from unprocessed logits.
 
-Everything follows from the row's log-sum-exp in float32, so only [rows, 1 + k] values are normalised.
-Rows are taken in pieces, so that scoring a long prompt does not hold a float32 copy of all its logits.
+Only [rows, 1 + k] values are normalised, with the row's log-sum-exp in float32. Rows are scored in pieces, so that
+scoring a long prompt does not need a float32 copy of all its logits.
 """
 
 from __future__ import annotations
@@ -12,22 +12,32 @@ from torch import Tensor
 Logprobs = tuple[Tensor, Tensor, Tensor]  # ids int32 [n, 1+k], values float32 [n, 1+k], ranks int32 [n]
 
 _PIECE_ELEMENTS = 1 << 24  # 64 MiB of float32
-# Bytes per logit at once: the float32 copy, the exponents of its sum, what finding the top takes, the comparison.
+# Peak bytes per logit: the float32 copy, its exponentials, the scratch memory of topk, the comparison for ranks.
 _BYTES_PER_LOGIT = 4 + 4 + 8 + 1
 
 
 def scoring_bytes(rows: int, vocab: int, itemsize: int) -> int:
-    """Return the most that computing and scoring the logits of `rows` tokens takes, `scored_rows` at a time."""
+    """Return the peak bytes for computing and scoring the logits of `rows` tokens, `scored_rows` at a time."""
     return min(rows, scored_rows(vocab)) * vocab * (itemsize + _BYTES_PER_LOGIT)
 
 
 def scored_rows(vocab: int) -> int:
-    """Return how many rows `score` takes at once."""
+    """Return the number of rows that `score` processes at once."""
     return max(1, _PIECE_ELEMENTS // vocab)
 
 
 def score(logits: Tensor, targets: Tensor, k: int) -> Logprobs:
-    """Column 0 is the target, then the k most likely tokens in descending order; rank 1 is the top."""
+    """Compute the log-probabilities of the targets and of the k most likely tokens.
+
+    Args:
+        logits: [n, vocab].
+        targets: token ids, int64 [n].
+        k: number of most likely tokens, at most the vocabulary's size.
+
+    Returns:
+        ids int32 [n, 1 + k] and values float32 [n, 1 + k], column 0 being the target and the others the most likely
+        tokens in descending order; and the targets' ranks int32 [n], where 1 is the most likely token.
+    """
     rows, vocab = logits.shape
     piece = scored_rows(vocab)
     if rows <= piece:

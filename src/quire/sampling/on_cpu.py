@@ -1,8 +1,11 @@
-"""Looking at a row of 150,000 logits on a CPU, where torch's argmax and topk take ten times as long as reading
-the row: numpy's argmax, and a topk of chunks. Both give exactly what torch gives.
+"""Fast argmax, topk and draw over long rows on a CPU.
 
-The k largest values of a row lie in the k chunks with the largest maxima: each of these holds a value that is
-at least as large as all of any other chunk. Finding the maxima is one reading; all else looks at k chunks.
+For a row of 150,000 logits, PyTorch's argmax and topk take ten times as long as reading the row. Here numpy
+computes the argmax, and topk works on chunks. The results are identical.
+
+The k largest values of a row are in the k chunks with the largest maxima, because each of these chunks holds a
+value at least as large as every value of the other chunks. Computing the maxima reads the row once; the rest
+reads k chunks.
 """
 
 from __future__ import annotations
@@ -15,26 +18,25 @@ from torch import Tensor
 
 from quire.sampling.noise import gumbel
 
-_CHUNK = 64  # about sqrt(vocabulary / k), where both topks are equally long
-_FEW = 8  # chunks per wanted value, below which nothing is gained
+_CHUNK = 64  # about sqrt(vocabulary / k), which makes both topks equally long
+_MIN_CHUNKS = 8  # per value that is looked for; with fewer chunks nothing is gained
 
 
 @dataclass(slots=True)
 class TopCandidates:
-    """Tokens of each row, in ascending order, among which are those with its k largest values."""
+    """A subset of each row's tokens, in ascending order, that includes those with its k largest values."""
 
     values: Tensor  # [rows, n]
     tokens: Tensor  # int64 [rows, n]
-    rest: Tensor  # [rows, 1]: no token that was left out has a larger value
+    rest: Tensor  # [rows, 1]: upper bound of the values that were left out
 
 
 def highest(x: Tensor) -> Tensor:
-    """int64 [rows]: the first of the largest values of each row of x [rows, n]; on other devices, torch's argmax."""
+    """Return the index of the first largest value of each row of x [rows, n], int64 [rows]."""
     if x.device.type != "cpu":
         return x.argmax(1)
-    if (
-        x.dtype != torch.float32
-    ):  # positive halves have the order of their bits, and negative ones less than these
+    if x.dtype != torch.float32:
+        # Positive 16-bit floats have the order of their bits as integers, and negative ones are smaller.
         codes = x.view(torch.int16).numpy()
         at = codes.argmax(1)
         if (np.take_along_axis(codes, at[:, None], 1) > 0).all():
@@ -42,11 +44,14 @@ def highest(x: Tensor) -> Tensor:
     return torch.from_numpy(x.float().numpy().argmax(1))
 
 
-def contenders(x: Tensor, k: int) -> TopCandidates | None:
-    """Of x float32 [rows, vocab] without nan; None: so many are wanted that a topk over all is as good."""
+def top_candidates(x: Tensor, k: int) -> TopCandidates | None:
+    """Return candidates for the k largest values of x float32 [rows, vocab], which holds no NaN.
+
+    Returns None if k is so large that a topk of the whole row is as fast.
+    """
     rows, vocab = x.shape
     count = vocab // _CHUNK
-    if count < _FEW * k:
+    if count < _MIN_CHUNKS * k:
         return None
     maxima = x[:, : count * _CHUNK].unflatten(1, (count, _CHUNK)).amax(2)  # [rows, chunks]
     best = maxima.topk(k + 1)
@@ -58,16 +63,23 @@ def contenders(x: Tensor, k: int) -> TopCandidates | None:
 
 
 def largest(x: Tensor, k: int) -> Tensor:
-    """The k largest values of each row of x [rows, vocab], descending; on other devices, torch's topk."""
-    found = contenders(x, k) if x.device.type == "cpu" else None
+    """Return the k largest values of each row of x [rows, vocab], in descending order."""
+    found = top_candidates(x, k) if x.device.type == "cpu" else None
     return (x if found is None else found.values).topk(k).values
 
 
 def draw(x: Tensor, keep: Tensor, tokens: Tensor | None, vocab: int, k0: Tensor, k1: Tensor) -> Tensor:
-    """int64 [rows]: Gumbel-max over the kept values of x [rows, n], with noise for these alone.
+    """Draw one of the kept tokens of each row by the Gumbel-max trick, computing noise for these tokens only.
 
-    They are the values of `tokens` [rows, n] (None: of all, in order). Of equals the lowest token is drawn, as
-    by argmax; token 0 where nothing is kept.
+    Args:
+        x: logits divided by the temperature, [rows, n].
+        keep: the tokens that may be drawn, bool [rows, n].
+        tokens: token ids of the columns, int64 [rows, n]; None: the column is the token id.
+        vocab: size of the vocabulary.
+        k0, k1: the rows' noise keys, see `row_keys`.
+
+    Returns:
+        Token ids, int64 [rows]. Of equal sums the lowest id wins, as with argmax. Rows that keep no token get 0.
     """
     row, token = keep.nonzero(as_tuple=True)
     values = x[row, token]

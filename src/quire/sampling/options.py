@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from quire.types import EngineRequest
-from quire.types.sampling import FIELD_OWNERS
+from quire.types.sampling_params import FIELD_OWNERS
 
 GREEDY_TEMPERATURE = 0.0
 
@@ -82,5 +82,5 @@ def check_claims(claims: Iterable[str]) -> None:
     if wrong:
         raise TypeError(
             f"sampling parameters {', '.join(wrong)} must be read by exactly one slot column or logits processor, "
-            "and be listed under 'sampler' in quire.types.sampling.FIELD_OWNERS"
+            "and be listed under 'sampler' in quire.types.sampling_params.FIELD_OWNERS"
         )

@@ -1,8 +1,8 @@
-"""Changes to the logits that a request asks for: one class per feature, with its own slot columns.
+"""Logits processors: one class per feature that edits logits, with its own slot columns.
 
-Each class remembers on the host which slots use it, and touches only rows of those. What it needs to
-know of a request's tokens it reads from the device's token columns in every step: nothing is counted
-up along the way, so overlap, preemption and rejected drafts need no care.
+Each class records on the host which slots use it, and edits only their rows. It reads a request's tokens from the
+device's token columns in every step. There are no running counts, so overlap, preemption and rejected draft tokens
+need no special treatment.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ class LogitsProcessor(Protocol):
     fields: ClassVar[tuple[str, ...]]
 
     def add(self, slot: int, request: EngineRequest) -> bool:
-        """Stage the request's parameters on the host; True if it uses the feature."""
+        """Stage the request's parameters for `slot` on the host, and return whether it uses the feature."""
         ...
 
     def flush(self) -> None:
-        """Send what is staged to the device, without waiting."""
+        """Send the staged parameters to the device without waiting."""
         ...
 
     def apply(self, logits: Tensor, slots_host: np.ndarray, slots: Tensor) -> None:
-        """Edit float32 `logits` [rows, vocab] in place."""
+        """Change float32 `logits` [rows, vocab] in place; `slots` is the device copy of `slots_host`."""
         ...
 
 
 def all_processors(
     columns: TokenColumns, vocab_size: int, num_slots: int, device: torch.device
 ) -> list[LogitsProcessor]:
-    """In the order in which they apply."""
+    """Create the logits processors, in the order in which they are applied."""
     return [
         AllowedTokens(vocab_size, num_slots, device),
         BadWords(columns, vocab_size, num_slots, device),
@@ -54,14 +54,14 @@ def all_processors(
 
 
 def _flat(logits: Tensor, rows: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """The logits as one long vector, and where the (row, token) pairs lie in it."""
+    """Return a flat view of the logits, and the indices of the (row, token) pairs in it."""
     return logits.view(-1), rows * logits.shape[1] + tokens
 
 
 class AllowedTokens:
-    """allowed_token_ids: every other token is out."""
+    """`allowed_token_ids`: forbids every other token."""
 
-    fields = ("allowed_token_ids",)
+    fields: ClassVar[tuple[str, ...]] = ("allowed_token_ids",)
 
     def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -84,24 +84,24 @@ class AllowedTokens:
             return
         expanded = self._lists.expand(slots_host)
         restricted = rows_where(on, self._device)
-        never = logits.new_full((), NEVER)  # made on the device: a Python number would be copied there
+        never = logits.new_full((), NEVER)  # created on the device: a Python number would be copied there
         if expanded is None:
             logits[restricted] = never
             return
         flat, index = _flat(logits, expanded[0], expanded[1][:, 0])
-        kept = flat[index]
+        allowed = flat[index]
         logits[restricted] = never
-        flat[index] = kept
+        flat[index] = allowed
 
 
 class BadWords:
-    """Forbids the last token of an n-gram wherever the tokens before it have just occurred.
+    """`bad_words`: forbids the last token of a word if the request's last tokens are the rest of the word.
 
-    An entry is [last token, the one before, the one before that, ...]. A word of one token is always
-    out. The tokens before may lie in the prompt.
+    An entry is [last token, the one before, the one before that, ...]. A word of one token is always forbidden. The
+    preceding tokens may be part of the prompt.
     """
 
-    fields = ("bad_words",)
+    fields: ClassVar[tuple[str, ...]] = ("bad_words",)
 
     def __init__(self, columns: TokenColumns, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._columns = columns
@@ -121,21 +121,23 @@ class BadWords:
             return
         rows, words = expanded  # [e], [e, width]
         slot = slots[rows]
-        before = words[:, 1:]  # [e, width - 1], newest first, -1 where the word is shorter
+        before = words[:, 1:]  # [e, width - 1], newest first, -1 if the word is shorter
         back = torch.arange(1, words.shape[1], device=words.device)
         position = self._columns.num_tokens[slot].long().unsqueeze(1) - back  # [e, width - 1]
         seen = self._columns.tokens[slot.unsqueeze(1), position.clamp(min=0)]
         matches = ((before < 0) | ((position >= 0) & (seen == before))).all(1)
         flat, index = _flat(logits, rows, words[:, 0])
-        # Several words may end in the same token: the minimum makes the order of writes irrelevant.
+        # Several words may end in the same token. With the minimum, the order of writes does not matter.
         flat.scatter_reduce_(0, index, torch.where(matches, NEVER, torch.inf), "amin")
 
 
 class MinTokens:
-    """min_tokens: no stop token before the output has that many tokens. With a grammar it is the grammar's mask
-    that sees to it, because a complete answer must be able to end."""
+    """`min_tokens`: forbids stop tokens until the output has that many tokens.
 
-    fields = ("min_tokens",)
+    With a grammar, the grammar's mask enforces it instead, because a complete answer must be able to end.
+    """
+
+    fields: ClassVar[tuple[str, ...]] = ("min_tokens",)
 
     def __init__(self, columns: TokenColumns, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._columns = columns
@@ -162,9 +164,9 @@ class MinTokens:
 
 
 class LogitBias:
-    """logit_bias: a constant added to the logits of given tokens. The bias travels as float64 bits."""
+    """`logit_bias`: adds a constant to the logits of given tokens. An entry holds the bias as float64 bits."""
 
-    fields = ("logit_bias",)
+    fields: ClassVar[tuple[str, ...]] = ("logit_bias",)
 
     def __init__(self, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._vocab_size = vocab_size
@@ -188,12 +190,12 @@ class LogitBias:
 
 
 class Penalties:
-    """Repetition, presence and frequency penalty, counted afresh from the token columns.
+    """Repetition, presence and frequency penalties, computed from the token columns in every step.
 
-    On a GPU by the kernel of kernels/sampling/penalties.py; `penalise_plain` says what it must do.
+    A GPU uses the kernel of kernels/sampling/penalties.py; `penalise_plain` is its reference.
     """
 
-    fields = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+    fields: ClassVar[tuple[str, ...]] = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 
     def __init__(self, columns: TokenColumns, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._columns = columns
@@ -201,7 +203,7 @@ class Penalties:
         self._repeats = np.zeros(num_slots, dtype=np.bool_)
         self._counts = np.zeros(num_slots, dtype=np.bool_)
         self._device = device
-        self._penalise = self._with_kernel(vocab_size) if available(device) else self.penalise_plain
+        self._penalise = self.kernel_form(vocab_size) if available(device) else self.penalise_plain
 
     def add(self, slot: int, request: EngineRequest) -> bool:
         params = request.params
@@ -209,7 +211,7 @@ class Penalties:
         self._repeats[slot] = params.repetition_penalty != 1.0
         self._counts[slot] = params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
         on = bool(self._repeats[slot] or self._counts[slot])
-        if on or was_on:  # the kernel reads from the device whether a slot is on
+        if on or was_on:  # the kernel reads the column "on" on the device
             self._table.stage(
                 slot,
                 {
@@ -228,19 +230,21 @@ class Penalties:
         if (self._repeats[slots_host] | self._counts[slots_host]).any():
             self._penalise(logits, slots_host, slots)
 
-    def _with_kernel(self, vocab_size: int) -> Callable[[Tensor, np.ndarray, Tensor], None]:
+    def kernel_form(self, vocab_size: int) -> Callable[[Tensor, np.ndarray, Tensor], None]:
+        """Return `penalise_plain` as a kernel launch, with scratch memory allocated once."""
         from quire.kernels.sampling.penalties import COLUMNS, PROGRAMS, penalise
 
         assert COLUMNS == _PENALTIES
         table, columns = self._table.values, self._columns
         counts = torch.zeros(PROGRAMS, vocab_size, dtype=torch.int32, device=self._device)
 
-        def penalised(logits: Tensor, slots_host: np.ndarray, slots: Tensor) -> None:
+        def launch(logits: Tensor, slots_host: np.ndarray, slots: Tensor) -> None:
             penalise(logits, slots, table, columns.tokens, columns.num_tokens, columns.prompt_len, counts)
 
-        return penalised
+        return launch
 
     def penalise_plain(self, logits: Tensor, slots_host: np.ndarray, slots: Tensor) -> None:
+        """Apply the penalties to `logits` float32 [rows, vocab] in place, in plain PyTorch."""
         repeats, counts = self._repeats[slots_host], self._counts[slots_host]
         rows = rows_where(repeats | counts, self._device)
         slot = slots[rows]
@@ -258,10 +262,10 @@ class Penalties:
         logits[rows] = x
 
     def _read(self, slot: Tensor, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Token ids int64 [r, L], and 1 or 0 in int32: is known, is known output.
+        """Return token ids int64 [r, L], and int32 flags: is a known token, is a known output token.
 
-        Positions past the end count nothing; they point at many different tokens, because adding all
-        of them to one place would serialise the device.
+        Positions past the end count as 0. They are spread over many token ids, because adding all of them to the
+        same element would serialise the device.
         """
         position = torch.arange(self._columns.tokens.shape[1], device=slot.device)  # [L]
         known = position < self._columns.num_tokens[slot].unsqueeze(1)  # [r, L]

@@ -1,13 +1,12 @@
-"""The sampler: logits of a batch to one token per row, for any mix of sampling parameters.
+"""`Sampler`: chooses one token per row from a batch of logits, for any mix of sampling parameters.
 
-Owns the sampling columns of every slot. Order, as in vLLM: log-probabilities of the raw logits; grammar
-mask; allowed ids, bad words, min tokens, bias, penalties; temperature; min_p, top_k, top_p; draw.
-Which of these a step needs is read from host columns, so unused features cost nothing. No call waits
-for the device, and a row's token depends on that row alone.
+The order is that of vLLM: log-probabilities of the raw logits; grammar mask; allowed ids, bad words, min tokens,
+bias, penalties; temperature; min_p, top_k, top_p; draw. Host columns determine which of these a step needs, so
+unused features cost nothing. No call waits for the device. A row's token depends on that row alone.
 
-From temperature on, everything is `choose`: on a GPU the kernels of kernels/sampling/choose.py, which read what
-each row wants on the device, so that it can be captured. A step whose rows do not `need_host_work` is
-`choose` and nothing else.
+`choose` covers everything from the temperature on. On a GPU it launches the kernels of kernels/sampling/choose.py,
+which read each row's parameters on the device, so it can be captured in a graph. A step whose rows do not need
+host work (`needs_host_work`) consists of `choose` alone.
 """
 
 from __future__ import annotations
@@ -23,30 +22,33 @@ from torch import Tensor
 from quire.kernels import available
 from quire.sampling import masks as plain_masks
 from quire.sampling.columns import RowColumns, SlotTable, TokenColumns, rows_where, to_device
-from quire.sampling.filters import FilterFlags, kept
+from quire.sampling.filters import FilterFlags, find_cutoffs
 from quire.sampling.logprobs import Logprobs, score
 from quire.sampling.noise import gumbel, row_keys
-from quire.sampling.on_cpu import contenders, draw, highest
+from quire.sampling.on_cpu import draw, highest, top_candidates
 from quire.sampling.options import COLUMN_FIELDS, COLUMN_NAMES, SLOT_COLUMNS, check_claims, is_greedy
 from quire.sampling.processors import all_processors
 from quire.types import NO_TOKEN, NOT_FINITE, EngineRequest, TokenMasks
 
-_NONE = -1  # no log-probabilities wanted
+_NONE = -1  # no log-probabilities requested
 
 
-# logits [n, vocab], slots [n], tokens int32 [n] to fill, slots on the host (if known), may rows have filters
+# Arguments: logits [n, vocab]; slots [n]; tokens int32 [n], the output; slots on the host, if known; whether any row
+# may have filters.
 Choose = Callable[[Tensor, Tensor, Tensor, np.ndarray | None, bool], None]
 
 
 @dataclass(slots=True)
 class SampleOutput:
-    """Device tensors of one step. `logprobs` rows that did not ask for any hold zeros."""
+    """The results of one step, on the device. In `logprobs`, rows that requested none hold zeros."""
 
-    tokens: Tensor  # int32 [n]; NOT_FINITE or NO_TOKEN where there is none to choose
+    tokens: Tensor  # int32 [n]; NOT_FINITE or NO_TOKEN if no token could be chosen
     logprobs: Logprobs | None
 
 
 class Sampler:
+    """Owner of the sampling columns of all slots."""
+
     def __init__(self, columns: TokenColumns, vocab_size: int, num_slots: int, device: torch.device) -> None:
         self._columns = columns
         self._table = SlotTable(COLUMN_NAMES, num_slots, device)
@@ -55,14 +57,21 @@ class Sampler:
         check_claims((*COLUMN_FIELDS, "logprobs", *processed))
         self._device = device
         self._vocab_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
-        # What each slot uses, on the host.
+        # Host columns: the features that each slot uses.
         self._greedy = np.ones(num_slots, dtype=np.bool_)
         self._processed = np.zeros(num_slots, dtype=np.bool_)
         self._logprobs = np.full(num_slots, _NONE, dtype=np.int64)
         self._filters = FilterFlags.empty(num_slots)
         self._masked = np.zeros(num_slots, dtype=np.bool_)
-        self._choose: Choose = self._with_kernels(vocab_size, num_slots) if available(device) else self._plain
+        self._choose: Choose = (
+            self.kernel_choice(vocab_size, num_slots) if available(device) else self.choose_plain
+        )
         self._apply_masks = _masks_kernel() if available(device) else plain_masks.apply_masks
+
+    @property
+    def table(self) -> SlotTable:
+        """The slot columns that `choose` reads, named in sampling/options.py."""
+        return self._table
 
     def admit(self, slot: int, request: EngineRequest) -> None:
         """Stage the parameters of the request that takes `slot`, on the host."""
@@ -78,7 +87,7 @@ class Sampler:
         self._table.stage(slot, {column.name: column.value(request) for column in SLOT_COLUMNS})
 
     def flush(self) -> None:
-        """Send what is staged to the device; call before `sample` in every step that admits."""
+        """Send the staged parameters to the device. Call it before `sample` in every step that admits requests."""
         self._table.flush()
         for processor in self._processors:
             processor.flush()
@@ -86,9 +95,13 @@ class Sampler:
     def sample(
         self, logits: Tensor, slots_host: np.ndarray, slots: Tensor, masks: TokenMasks | None = None
     ) -> SampleOutput:
-        """One token for each row of `logits` [n, vocab], which stays as it is.
+        """Choose one token for each row of `logits`.
 
-        `slots` is the device's copy of `slots_host`; `masks` are for some of the rows.
+        Args:
+            logits: [n, vocab]; not modified.
+            slots_host: request slot of each row.
+            slots: the device copy of `slots_host`, int64 [n].
+            masks: grammar masks of some of the rows.
         """
         x = logits
         if masks is not None or self._processed[slots_host].any():
@@ -102,27 +115,33 @@ class Sampler:
         return SampleOutput(tokens, self._score(logits, tokens.clamp(min=0), slots_host))
 
     def choose(self, logits: Tensor, slots: Tensor, tokens: Tensor, filtered: bool = True) -> None:
-        """Into `tokens` int32 [n]: one for each row of `logits` [n, vocab], for rows that need no host work.
+        """Choose one token for each row, if no row needs host work.
 
-        On a GPU it can be captured in a graph, which then serves any requests in those slots; with
-        `filtered` False, any without filters.
+        On a GPU the call can be captured in a graph, which then serves any requests in those slots.
+
+        Args:
+            logits: [n, vocab].
+            slots: request slot of each row, int64 [n].
+            tokens: the output, int32 [n].
+            filtered: whether rows may have filters. A graph captured with False serves only rows without.
         """
         self._choose(logits, slots, tokens, None, filtered)
 
     def needs_host_work(self, slots_host: np.ndarray) -> bool:
-        """Whether any row wants more than `choose`: changed or masked logits, or log-probabilities."""
+        """Return whether any row needs more than `choose`: edited or masked logits, or log-probabilities."""
         host = self._processed[slots_host] | self._masked[slots_host] | (self._logprobs[slots_host] != _NONE)
         return bool(host.any())
 
     def has_filters(self, slots_host: np.ndarray) -> bool:
-        """Whether any row is drawn under top_k, top_p or min_p."""
+        """Return whether any row is drawn with top_k, top_p or min_p."""
         return bool((self._filters.at(slots_host).used & ~self._greedy[slots_host]).any())
 
     def prompt_logprobs(self, logits: Tensor, targets: Tensor, k: int) -> Logprobs:
-        """Log-probabilities of the given tokens int64 [m] under `logits` [m, vocab], and the top k."""
+        """Score `targets` int64 [m] under `logits` [m, vocab], with the top k tokens: see `score`."""
         return score(logits, targets, k)
 
-    def _with_kernels(self, vocab_size: int, num_slots: int) -> Choose:
+    def kernel_choice(self, vocab_size: int, num_slots: int) -> Choose:
+        """Return the launch of the choice kernels, with scratch memory allocated once."""
         from quire.kernels.sampling import row
         from quire.kernels.sampling.choose import Scratch, choose
 
@@ -130,17 +149,17 @@ class Sampler:
         assert (row.NOT_FINITE.value, row.NO_TOKEN.value) == (NOT_FINITE, NO_TOKEN)
         scratch = Scratch.empty(num_slots, vocab_size, self._device)
 
-        def chosen(
+        def launch(
             x: Tensor, slots: Tensor, tokens: Tensor, slots_host: np.ndarray | None, filtered: bool
         ) -> None:
             choose(x, slots, self._table.values, self._columns.num_tokens, scratch, tokens, filtered)
 
-        return chosen
+        return launch
 
-    def _plain(
+    def choose_plain(
         self, x: Tensor, slots: Tensor, tokens: Tensor, slots_host: np.ndarray | None, filtered: bool
     ) -> None:
-        """The greedy choice of every row, overwritten by a draw where one is wanted."""
+        """Choose in plain PyTorch: greedily for every row, then by a draw for rows that are not greedy."""
         if slots_host is None:
             slots_host = slots.cpu().numpy()
         drawn = ~self._greedy[slots_host]
@@ -151,13 +170,13 @@ class Sampler:
             if drawn.any():
                 rows = rows_where(drawn, self._device)
                 tokens[rows] = self._draw(x[rows], slots_host[drawn], slots[rows]).int()
-        top = x.amax(1)  # NaN where there is any
+        top = x.amax(1)  # NaN if the row holds one
         tokens.masked_fill_(~(top < math.inf), NOT_FINITE).masked_fill_(top == -math.inf, NO_TOKEN)
 
     def _draw(self, x: Tensor, slots_host: np.ndarray, slots: Tensor) -> Tensor:
-        """Gumbel-max over the tokens that the filters keep: argmax of logit / temperature + noise."""
+        """Draw by the Gumbel-max trick: argmax of logit / temperature + noise over the tokens kept by filters."""
         columns = self._table.gather(slots)
-        # By the reciprocal, as in the kernels: both see the same bits.
+        # The kernels multiply by the reciprocal too, so both compute the same bits.
         scale = columns.float32("temperature").reciprocal().unsqueeze(1)
         x = x.to(torch.float32, copy=True).mul_(scale)  # [r, vocab]
         x.nan_to_num_(nan=-math.inf, posinf=torch.finfo(torch.float32).max, neginf=-math.inf)
@@ -167,25 +186,26 @@ class Sampler:
             return highest(x.add_(gumbel(k0.unsqueeze(1), k1.unsqueeze(1), self._vocab_ids)))
         if self._device.type == "cpu":
             return self._draw_on_cpu(x, flags, columns, k0, k1)
-        found = kept(x, flags, columns)
+        cutoffs = find_cutoffs(x, flags, columns)
         first = x.argmax(1)
-        x = x.masked_fill(x < found.cutoff, -math.inf)
+        x = x.masked_fill(x < cutoffs.cutoff, -math.inf)
         x += gumbel(k0.unsqueeze(1), k1.unsqueeze(1), self._vocab_ids)
-        return torch.where(found.greedy, first, x.argmax(1))
+        return torch.where(cutoffs.greedy, first, x.argmax(1))
 
     def _draw_on_cpu(
         self, x: Tensor, flags: FilterFlags, columns: RowColumns, k0: Tensor, k1: Tensor
     ) -> Tensor:
-        """The same, looking at few tokens where every row has a small top_k. Counting costs no wait here."""
-        few = contenders(x, int(flags.top_k.max())) if flags.top_k.all() else None
-        found = None if few is None else kept(few.values, flags, columns)
-        if few is None or found is None or bool((few.rest >= found.cutoff).any()):  # a token left out is kept
-            found = kept(x, flags, columns)
-            tokens = draw(x, x >= found.cutoff, None, x.shape[1], k0, k1)
+        """Draw on a CPU, from a few candidates if every row has a small top_k."""
+        few = top_candidates(x, int(flags.top_k.max())) if flags.top_k.all() else None
+        cutoffs = None if few is None else find_cutoffs(few.values, flags, columns)
+        # If a token outside the candidates is kept too, all tokens have to be considered.
+        if few is None or cutoffs is None or bool((few.rest >= cutoffs.cutoff).any()):
+            cutoffs = find_cutoffs(x, flags, columns)
+            tokens = draw(x, x >= cutoffs.cutoff, None, x.shape[1], k0, k1)
         else:
-            tokens = draw(few.values, few.values >= found.cutoff, few.tokens, x.shape[1], k0, k1)
-        if bool(found.greedy.any()):
-            tokens[found.greedy] = highest(x[found.greedy])
+            tokens = draw(few.values, few.values >= cutoffs.cutoff, few.tokens, x.shape[1], k0, k1)
+        if bool(cutoffs.greedy.any()):
+            tokens[cutoffs.greedy] = highest(x[cutoffs.greedy])
         return tokens
 
     def _keys(self, columns: RowColumns, slots: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,1 +1,1 @@
-"""The HTTP server: OpenAI's routes and a few more, over an engine process. No torch."""
+"""The HTTP server: the OpenAI and Anthropic APIs in front of an engine process. Nothing here imports torch."""

@@ -1,7 +1,7 @@
-"""How much may wait. Requests beyond it are turned away at once, with the time after which to come again.
+"""Admission control: limits how many requests wait. Further requests get 503 with a Retry-After header at once.
 
-When everything is full, a client that has less than its share still gets in: nobody can lock others out by
-filling the queue. So at most twice the limit waits, and only with several clients.
+A client that holds less than its share of the queue is admitted even when the queue is full, so no client can lock
+others out by filling it. With several clients, up to twice the limit can therefore wait.
 """
 
 from __future__ import annotations
@@ -18,27 +18,43 @@ _LONGEST_S = 60.0
 
 
 class Admission:
-    """Counts what is on its way to the engine and what waits there; owns nothing else.
+    """Counters of the requests on their way to the engine and of those that wait there.
 
-    arrive()    a request came in; its prompt is being tokenised
+    arrive()    a request has arrived; its prompt is being tokenized
+    prepared()  its prompt is tokenized
     pass_on()   its engine requests are sent
-    report()    the engine says how busy it is; what it has received is no longer on its way
+    report()    the engine reports its load; requests that it has received are no longer on their way
+    finished()  its answer is complete
+    leave()     it has ended, in any way
     """
 
     def __init__(
         self, max_waiting: int, max_waiting_tokens: int | None, max_num_seqs: int, total_weight: float = 1.0
     ) -> None:
-        """`total_weight`: of all clients, together."""
+        """Start with empty counters.
+
+        Args:
+            max_waiting: engine requests that may wait.
+            max_waiting_tokens: prompt tokens that may wait; None for no limit.
+            max_num_seqs: request slots of the engine.
+            total_weight: sum of the weights of all clients.
+        """
         self._max_waiting, self._max_tokens, self._slots = max_waiting, max_waiting_tokens, max_num_seqs
         self._total_weight = total_weight
-        self._open: dict[str, int] = {}  # choices of each client that are not finished
+        self._open: dict[str, int] = {}  # unfinished choices of each client
         self.load = EngineLoad()
-        self.rejections = {"max_waiting": 0, "max_waiting_tokens": 0, "draining": 0}  # by cause
-        self._turned_away: Counter[str] = Counter()  # requests of each client
-        self.draining: str | None = None  # why nobody is let in any more
-        self._preparing = 0  # choices whose prompt is being tokenised
+        self.rejections = {
+            "max_waiting": 0,
+            "max_waiting_tokens": 0,
+            "draining": 0,
+        }  # HTTP requests, by cause
+        self._turned_away: Counter[str] = Counter()  # rejected HTTP requests of each client
+        self.draining: str | None = None  # error message for new requests; None: they are admitted
+        self._preparing = 0  # choices whose prompt is being tokenized
         self._sent = 0  # engine requests since the start
-        self._on_the_way: deque[tuple[int, int]] = deque()  # (`_sent` after it, prompt tokens)
+        self._on_the_way: deque[tuple[int, int]] = (
+            deque()
+        )  # (value of `_sent` after this request, its prompt tokens)
         self._way_tokens = 0
         self._finished = 0
         self._rate = 0.0  # requests finished per second, smoothed
@@ -46,37 +62,42 @@ class Admission:
 
     @property
     def waiting(self) -> int:
-        """Engine requests without a slot, as far as is known here."""
+        """Return the number of engine requests without a slot, as of the last report."""
         unseen = self._preparing + self._sent - self.load.received
         free = max(0, self._slots - self.load.running - self.load.waiting)
         return self.load.waiting + max(0, unseen - free)
 
     @property
     def num_open(self) -> int:
-        """Choices that came in and are not over yet."""
+        """Return the number of choices that have arrived and not ended."""
         return sum(self._open.values())
 
     @property
     def waiting_tokens(self) -> int:
+        """Return the number of prompt tokens in waiting requests."""
         return self.load.waiting_tokens + (self._way_tokens if self.waiting else 0)
 
     def arrive(self, client: ApiClient, choices: int) -> None:
-        """Make room for `choices` engine requests. Raises ApiError 503 if there is none, 400 if there never is."""
+        """Reserve room for `choices` engine requests.
+
+        Raises:
+            ApiError: 503 if there is no room now, 400 if there can never be.
+        """
         if self.draining:
             self._count_rejection(client, "draining")
             raise overloaded(self.draining, 5)
         if choices > self._max_waiting + self._slots:
             raise ApiError(
                 400,
-                f"the request asks for {choices} choices (prompts times n), but the server takes "
-                f"{self._max_waiting + self._slots} at once (max_waiting, and {self._slots} running)",
+                f"the request asks for {choices} choices (prompts times n), but the server holds at most "
+                f"{self._max_waiting + self._slots} ({self._slots} running plus max_waiting): send fewer per request",
             )
         full = self.waiting + choices > self._max_waiting + self._idle_slots()
         if full and self._has_its_share(client, choices):
             self._turn_away(
                 client,
                 "max_waiting",
-                f"{self.waiting} requests wait already (max_waiting is {self._max_waiting})",
+                f"{self.waiting} requests are waiting already (max_waiting is {self._max_waiting})",
             )
         self._preparing += choices
         self._open[client.name] = self._open.get(client.name, 0) + choices
@@ -90,34 +111,40 @@ class Admission:
         return max(0, self._slots - self.load.running - self.load.waiting - unseen)
 
     def pass_on(self, client: ApiClient, choices: int, tokens: int) -> None:
-        """Let prepared requests go to the engine, unless their prompt tokens are too many to wait."""
+        """Count prepared requests as sent to the engine.
+
+        Raises:
+            ApiError: 503 if their prompt tokens exceed `max_waiting_tokens`.
+        """
         limit, alone = self._max_tokens, self._open[client.name] <= choices
         if limit is not None and not alone and self.waiting and self.waiting_tokens + tokens > limit:
             self._turn_away(
                 client,
                 "max_waiting_tokens",
-                f"{self.waiting_tokens} prompt tokens wait already (max_waiting_tokens is {limit})",
+                f"{self.waiting_tokens} prompt tokens are waiting already (max_waiting_tokens is {limit})",
             )
         self._sent += choices
         self._on_the_way.append((self._sent, tokens))
         self._way_tokens += tokens
 
     def prepared(self, choices: int) -> None:
-        """The prompts are tokenised, or were refused."""
+        """Note that tokenization of a request with `choices` choices has ended, successfully or not."""
         self._preparing -= choices
 
     def leave(self, client: ApiClient, choices: int) -> None:
-        """The request is answered, refused or given up."""
+        """Remove a request that was answered, refused or aborted."""
         self._open[client.name] -= choices
         if not self._open[client.name]:
             del self._open[client.name]
 
     def report(self, load: EngineLoad) -> None:
+        """Store the engine's load and remove the requests it has received from those on their way."""
         self.load = load
         while self._on_the_way and self._on_the_way[0][0] <= load.received:
             self._way_tokens -= self._on_the_way.popleft()[1]
 
     def finished(self, choices: int) -> None:
+        """Count completed choices towards the smoothed completion rate, from which Retry-After is computed."""
         self._finished += choices
         passed = time.monotonic() - self._since_s
         if passed > _WINDOW_S / 10:
@@ -126,11 +153,11 @@ class Admission:
             self._finished, self._since_s = 0, time.monotonic()
 
     def rejected_of(self, client: str | None) -> int:
-        """Return the number of requests of one client, or of all, that were turned away since the start."""
+        """Return the number of requests of one client (None: of all) that were rejected since the start."""
         return sum(self.rejections.values()) if client is None else self._turned_away[client]
 
     def open_of(self, client: str | None) -> int:
-        """Return the number of choices of one client, or of all, that are not over yet."""
+        """Return the number of choices of one client (None: of all) that have not ended."""
         return self.num_open if client is None else self._open.get(client, 0)
 
     def _count_rejection(self, client: ApiClient, cause: str) -> None:

@@ -1,12 +1,12 @@
-"""`AsyncEngine`: the engine process, seen from the event loop.
+"""`AsyncEngine`: the event loop's interface to the engine process.
 
-Owns the process, the tokenizer with its threads, and every open generation. Text becomes token ids in the
-threads; outputs become text on the loop, a few microseconds per token. When the engine dies, every open
-generation ends with the cause and `died` is set.
+Owns the process, the tokenizer with its threads, and every open generation. Threads turn text into token ids; the
+event loop turns outputs into text, in a few microseconds per token. When the engine dies, every open generation ends
+with the cause and `died` is set.
 
     route --prepare()--> threads: template, tokens, checks --submit()--> engine process
       ^                                                                     |
-      +-- Generation.wait() <-- OutputAssembler <-- _receive(): a message per step
+      +-- Generation.wait() <-- OutputAssembler <-- receive_messages(): one message per step
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from quire.frontend.tokenizer.tokenizer import Tokenizer
 from quire.serve.admission import Admission
 from quire.serve.answer.generation import Generation
 from quire.serve.client_threads import ClientThreads
+from quire.serve.engine_heartbeat import Heartbeat, cpu_of
 from quire.serve.engine_process_client import EngineProcess
-from quire.serve.engine_pulse import Pulse, cpu_of
 from quire.serve.http.auth import ANYONE, ApiClient
 from quire.serve.http.errors import ApiError, as_api_error
 from quire.serve.observe.account import RequestAccounts
@@ -49,59 +49,67 @@ from quire.types import (
 
 T = TypeVar("T")
 _STATS_S = 5.0
-_MAX_REQUEST_TOKENS = 1 << 21  # of all prompts of a request: their ids take 36 bytes each
-_YIELD_S = 0.005  # how long outputs may be taken in before what they brought is sent to clients
+_MAX_REQUEST_TOKENS = 1 << 21  # in all prompts of a request; each id takes 36 bytes
+_YIELD_S = 0.005  # longest time to process queued outputs before the new tokens are sent to clients
 
 
 @dataclass(slots=True)
 class PromptJob:
-    """One prompt as a route asks for it."""
+    """One prompt as a route submits it, before tokenization."""
 
     prompt: Prompt
     params: SamplingParams
     priority: int = 0
     cache_salt: str = ""
     add_special_tokens: bool = True
-    keep_last: int | None = None  # of the prompt's tokens; None: all
-    echo: bool = False  # the text of the prompt is wanted, whatever form it came in
-    pooling: Pooling | None = None  # the prompt's hidden states are wanted
-    # The field that asked for max_tokens, all of which must then fit; None: what fits will do.
+    keep_last: int | None = None  # number of prompt tokens to keep, from the end; None: all
+    echo: bool = False  # return the text of the prompt, even if it was sent as token ids
+    pooling: Pooling | None = None  # return the prompt's pooled hidden states
+    # Request field that set max_tokens, which must then fit into the context; None: clip it to what fits.
     length_field: str | None = None
 
 
 @dataclass(slots=True)
 class PreparedRequest:
-    """A prompt that can be sent: nothing can be wrong with it any more."""
+    """A validated prompt, ready to be sent to the engine."""
 
     state: RequestState
     requests: list[EngineRequest]
-    frames: bytes  # of the messages that add them
+    frames: bytes  # the encoded messages that add the requests
 
 
 class AsyncEngine:
+    """An engine process with the tokenizer, admission control and open generations in front of it."""
+
     def __init__(
         self, config: EngineConfig, settings: ServeConfig, process: EngineProcess, total_weight: float = 1.0
     ) -> None:
-        """`total_weight`: of all clients that there are keys for."""
+        """Prepare an engine around a running process; `total_weight` is the sum of the weights of all clients."""
         self.config, self.settings, self._total_weight = config, settings, total_weight
         self.died = asyncio.Event()
         self.cause: str | None = None
         self._process = process
         self._threads = ClientThreads(settings.tokenizer_threads, settings.max_waiting)
         self._assembler = OutputAssembler()
-        self._open: dict[str, Generation] = {}  # by request id of each of its states
-        self._changed: dict[str, RequestState] = {}  # since their generations were last told
+        self._open: dict[str, Generation] = {}  # by the request id of each state
+        self._changed: dict[str, RequestState] = {}  # not handed to their generations yet
         self._ids = itertools.count()
-        # In the order in which they are answered.
+        # Open questions; the engine answers in order.
         self._stats: deque[asyncio.Future[EngineStats]] = deque()
         self._live: deque[asyncio.Future[EngineLive]] = deque()
         self._receiver: asyncio.Future[None] | None = None
-        self.pulse = Pulse(lambda: process.send(msg.Ping()), cpu_of(process.pid))
-        self._pulse: asyncio.Future[None] | None = None
+        self.heartbeat = Heartbeat(lambda: process.send(msg.Ping()), cpu_of(process.pid))
+        self._heartbeat_task: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
 
     async def start(self) -> None:
-        """Wait until the engine is built; meanwhile load the tokenizer. Raises ConfigError or ModelError."""
+        """Load the tokenizer while the engine process builds the engine, and wait for both.
+
+        Raises:
+            ConfigError: if the settings do not fit the model or the machine.
+            ModelError: if the model cannot be loaded.
+            EngineDead: if the process ends.
+        """
         tokenizer = asyncio.ensure_future(self.in_thread(ANYONE, tokenizer_of, self.config))
         try:
             self.info: EngineInfo = await self._process.ready()
@@ -115,11 +123,11 @@ class AsyncEngine:
             settings.max_waiting, settings.max_waiting_tokens, self.info.max_num_seqs, self._total_weight
         )
         self.account = RequestAccounts(self.info.max_model_len)
-        self._receiver = asyncio.ensure_future(self._receive())
-        self._pulse = asyncio.ensure_future(self.pulse.run())
+        self._receiver = asyncio.ensure_future(self.receive_messages())
+        self._heartbeat_task = asyncio.ensure_future(self.heartbeat.run())
 
     async def in_thread(self, client: ApiClient, work: Callable[..., T], *args: object) -> T:
-        """Run what takes long in one of the tokenizer's threads, when it is the client's turn."""
+        """Return `work(*args)`, run in a tokenizer thread when it is the client's turn."""
         return await self._threads.run(client, work, *args)
 
     # ------------------------------------------------------------------------------ requests in
@@ -132,11 +140,19 @@ class AsyncEngine:
         live: bool,
         timeout_s: float | None,
     ) -> Generation:
-        """Admit a request, prepare its prompts in a thread, send them.
+        """Admit a request, tokenize its prompts in a thread and send them to the engine.
 
-        `make_jobs` runs in the thread: it renders templates and raises RequestError or ApiError for what
-        cannot be served; `choices` is the number of answers it will come to. Raises ApiError 503 when too
-        much waits already.
+        Args:
+            client: owner of the request.
+            choices: number of answers: prompts times n.
+            make_jobs: returns the prompts; runs in the thread, so it may render templates. It raises RequestError or
+                ApiError for requests that cannot be served.
+            live: whether the answer is streamed.
+            timeout_s: time limit of the request beside the server's; None for no other limit.
+
+        Raises:
+            ApiError: 503 if too many requests wait already, 500 if the engine is dead.
+            RequestError: if a prompt or its parameters are invalid.
         """
         self._raise_if_dead()
         admission, arrival_s = self.admission, time.monotonic()
@@ -176,7 +192,9 @@ class AsyncEngine:
             prepared.append(self._prepare_one(job, client, arrival_s))
             total += len(prepared[-1].state.prompt_token_ids)
             if total > most:
-                raise RequestError(f"prompt: all prompts of a request may have {most} tokens together")
+                raise RequestError(
+                    f"prompt: all prompts of a request together must have at most {most} tokens, got {total} so far"
+                )
         return prepared
 
     def _prepare_one(self, job: PromptJob, client: ApiClient, arrival_s: float) -> PreparedRequest:
@@ -187,12 +205,12 @@ class AsyncEngine:
                 prompt = last_tokens(self.tokenizer, prompt, job.keep_last, job.add_special_tokens)
             assert isinstance(prompt, list)
             prompt = prompt[-job.keep_last :]
-        salt = self._salt(client, job.cache_salt)
+        salt = prefix_salt(client, job.cache_salt, self.settings.share_prefix_cache)
         requests = self.processor.process(
             name, prompt, job.params, job.priority, salt, job.add_special_tokens, job.pooling
         )
-        if job.length_field is not None and (asked := job.params.max_tokens) is not None:
-            check_room(job.length_field, asked, len(requests[0].prompt), self.info.max_model_len)
+        if job.length_field is not None and (max_tokens := job.params.max_tokens) is not None:
+            check_room(job.length_field, max_tokens, len(requests[0].prompt), self.info.max_model_len)
         requests = [replace(request, client=client.name, weight=client.weight) for request in requests]
         text = prompt if isinstance(prompt, str) else None
         if job.echo and text is None:
@@ -202,15 +220,8 @@ class AsyncEngine:
             RequestState(name, text, requests, self.tokenizer, arrival_s), requests, frames
         )
 
-    def _salt(self, client: ApiClient, given: str) -> str:
-        """Return what keeps the cached prefixes of a request apart: the request's salt, and its client's name."""
-        if self.settings.share_prefix_cache or client == ANYONE:
-            return given
-        return f"{client.name}\n{given}"  # a name holds no line feed
-
     def _close(self, generation: Generation, client: ApiClient, choices: int) -> None:
-        """A generation is over. What it still has in the engine is aborted: slots and blocks are free before
-        the next step."""
+        """Remove an ended generation. Its requests are aborted: slots and blocks are free before the next step."""
         ids = [name for state in generation.states for name in self._assembler.abort(state)]
         for state in generation.states:
             self._open.pop(state.request_id, None)
@@ -223,12 +234,15 @@ class AsyncEngine:
 
     # ----------------------------------------------------------------------------- outputs back
 
-    async def _receive(self) -> None:
+    async def receive_messages(self) -> None:
+        """Handle the messages of the engine process until it dies. Started by `start`."""
         yielded_s = time.monotonic()
         try:
             while True:
                 message = await self._process.receive()
-                if time.monotonic() - yielded_s > _YIELD_S:  # messages that are there already do not wait
+                if (
+                    time.monotonic() - yielded_s > _YIELD_S
+                ):  # receive() does not suspend while messages are queued
                     await asyncio.sleep(0)
                     yielded_s = time.monotonic()
                 match message:
@@ -239,41 +253,40 @@ class AsyncEngine:
                         self.account.apply(outputs, figures, applied.aborts, now_s)
                         if applied.aborts:
                             self._process.send(msg.Abort(applied.aborts))
-                        if (
-                            applied.changed and not self._changed
-                        ):  # behind the messages that are there already
-                            self._loop.call_soon(self._book)
+                        if applied.changed and not self._changed:  # runs after the queued messages
+                            self._loop.call_soon(self._notify)
                         self._changed.update((state.request_id, state) for state in applied.changed)
                     case msg.Stats(stats):
                         if not (waits := self._stats.popleft()).done():
                             waits.set_result(stats)
                     case msg.Pong():
-                        self.pulse.beat()
+                        self.heartbeat.beat()
                     case msg.Live(live):
-                        if not (asked := self._live.popleft()).done():  # else nobody waits any more
-                            asked.set_result(live)
-        except Exception as error:  # whatever it is, nobody may be left waiting
+                        if not (viewer := self._live.popleft()).done():  # it may be cancelled
+                            viewer.set_result(live)
+        except Exception as error:  # any error must reach the open requests
             self._die(str(error) if isinstance(error, EngineDead) else f"the engine stopped: {error!r}")
 
-    def _book(self) -> None:
-        """Hand on what has changed."""
+    def _notify(self) -> None:
+        """Hand changed states to their generations."""
         changed, self._changed = self._changed, {}
         for name, state in changed.items():
             generation = self._open.get(name)
             if generation is None:
                 continue
-            if state.error is not None:
-                generation.fail(ApiError(500 if state.internal else 400, state.error))
+            if (error := state.error) is not None:
+                status = 500 if error.internal else 400
+                generation.fail(ApiError(status, error.message, error.param, error.code))
             else:
                 generation.changed(state)
 
     def _die(self, cause: str) -> None:
         self.cause = cause
-        self._book()  # answers that were complete before
+        self._notify()  # deliver answers that were complete before
         self.died.set()
         self.fail_all(as_api_error(EngineDead(cause)))
-        asked: list[asyncio.Future[Any]] = [*self._stats, *self._live]
-        for future in asked:
+        questions: list[asyncio.Future[Any]] = [*self._stats, *self._live]
+        for future in questions:
             if not future.done():
                 future.set_exception(EngineDead(cause))
 
@@ -290,11 +303,15 @@ class AsyncEngine:
 
     @property
     def num_open(self) -> int:
-        """Choices that are not answered yet, those whose prompt is being prepared included."""
+        """Return the number of unfinished choices, including those whose prompt is being tokenized."""
         return self.admission.num_open
 
     async def stats(self, owner: str | None = None) -> EngineStats:
-        """The engine's figures now, or those of one client. Raises ApiError 503 if it does not answer within some seconds."""
+        """Return the engine's current statistics, of one client or (None) of all.
+
+        Raises:
+            ApiError: 503 if the engine does not answer within 5 seconds.
+        """
         self._raise_if_dead()
         future: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
         self._stats.append(future)
@@ -305,7 +322,11 @@ class AsyncEngine:
             raise ApiError(503, f"the engine did not answer within {_STATS_S:g} s") from None
 
     async def live(self, since: int, owner: str | None = None) -> EngineLive:
-        """What the engine does now, for all or one client, with the steps after `since`. Raises ApiError 500 when it is dead."""
+        """Return the engine's current state and its steps after number `since`, for one client or (None) for all.
+
+        Raises:
+            ApiError: 500 if the engine is dead.
+        """
         self._raise_if_dead()
         future: asyncio.Future[EngineLive] = asyncio.get_running_loop().create_future()
         self._live.append(future)
@@ -316,12 +337,25 @@ class AsyncEngine:
             raise as_api_error(error) from None
 
     async def close(self, kill: bool = False) -> None:
-        """Stop the process. Open generations end with an error first."""
+        """End open generations with an error and stop the process; `kill` skips its orderly shutdown."""
         if self.cause is None:
             self.cause = "the server was closed"
         self.fail_all(ApiError(503, "the server is shutting down", code="shutting_down"))
-        for task in (self._receiver, self._pulse):
+        for task in (self._receiver, self._heartbeat_task):
             if task is not None:
                 task.cancel()
         await self._process.close(kill)
         self._threads.close()
+
+
+def prefix_salt(client: ApiClient, salt: str, shared: bool) -> str:
+    """Return the salt of a request's cached prefixes; requests with different salts share none.
+
+    Args:
+        client: owner of the request.
+        salt: the request's `cache_salt`.
+        shared: whether clients share cached prefixes.
+    """
+    if shared or client == ANYONE:
+        return salt
+    return f"{client.name}\n{salt}"  # names contain no line feed

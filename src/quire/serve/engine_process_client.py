@@ -1,8 +1,8 @@
-"""The engine process as the event loop sees it: started before everything else, spoken to over a channel.
+"""The engine process as the event loop sees it: a child process and a channel of messages.
 
-EngineProcess(...)  -> the process runs, nothing is awaited: it imports torch while we import HTTP
-await ready()       -> EngineInfo, or the error that kept it from starting
-await receive()     -> messages; raises EngineDead, with the cause, when the process has ended
+EngineProcess(...)  start the process without waiting: it imports torch while this process imports HTTP libraries
+await ready()       return EngineInfo, or raise the error that prevented the start
+await receive()     return the next message, or raise EngineDead with the cause after the process has ended
 """
 
 from __future__ import annotations
@@ -18,26 +18,32 @@ from quire.frontend.client.channel import frame
 from quire.frontend.client.process import start_engine_process
 from quire.types import EngineDead, EngineInfo, QuireError
 
-_STOP_S = 5.0  # how long the process may take to end in order
+_STOP_S = 5.0  # for an orderly shutdown of the process
 
 
 class EngineProcess:
-    """Owns the child process and our end of the channel."""
+    """The child process and this end of its channel, both owned here."""
 
     def __init__(self, config: EngineConfig, dry_run_step_s: float | None = None) -> None:
         self._start = msg.StartEngine(config, dry_run_step_s)
-        # A group of its own: Ctrl-C in a terminal reaches us alone, and we end it when its requests are done.
+        # In a separate process group, Ctrl-C in a terminal reaches only this process, which first drains open requests.
         self._process, self._channel = start_engine_process(process_group=0)
         self._dead: str | None = None
         self._ended = asyncio.Event()
-        self._news = asyncio.Event()  # something has come, or the process has ended
+        self._news = asyncio.Event()  # set by a new message and by the end of the process
 
     @property
     def pid(self) -> int:
         return self._process.pid
 
     async def ready(self) -> EngineInfo:
-        """Send the settings and wait until the engine is built. Raises ConfigError, ModelError or EngineDead."""
+        """Send the settings and wait until the engine is built.
+
+        Raises:
+            ConfigError: if the settings do not fit the model or the machine.
+            ModelError: if the model cannot be loaded.
+            EngineDead: if the process ends.
+        """
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._channel.fileno(), self._news.set)
         threading.Thread(target=self._watch, daemon=True, name="engine-watch").start()
@@ -48,16 +54,16 @@ class EngineProcess:
 
     def _watch(self) -> None:
         self._process.wait()
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             self._loop.call_soon_threadsafe(self._ended.set)
             self._loop.call_soon_threadsafe(self._news.set)
 
     def send(self, message: msg.ToEngine) -> None:
-        """Queue a message. It is lost without a word when the engine dies; `receive` says so."""
+        """Queue a message. If the engine is dead, the message is dropped silently; `receive` raises the error."""
         self.send_frames(frame(msg.encode(message)))
 
     def send_frames(self, frames: bytes) -> None:
-        """The same for messages in frames of the channel."""
+        """Queue messages that are already encoded as frames of the channel."""
         if self._dead is None and not self._channel.send_frames(frames):
             self._loop.add_writer(self._channel.fileno(), self._send_rest)
 
@@ -66,7 +72,12 @@ class EngineProcess:
             self._loop.remove_writer(self._channel.fileno())
 
     async def receive(self) -> msg.ToClient:
-        """The next message. Raises EngineDead, or the error that the engine ended with."""
+        """Return the next message.
+
+        Raises:
+            EngineDead: if the process has ended.
+            QuireError: the error that the engine reported as the cause of its end.
+        """
         if self._dead is None and await self._has_message():
             message = msg.decode_to_client(self._channel.receive())
             if not isinstance(message, msg.EngineFailed):
@@ -78,7 +89,7 @@ class EngineProcess:
         raise EngineDead(f"the engine stopped: {self._dead}")
 
     async def _has_message(self) -> bool:
-        """Wait for a message; False: the process has ended, and what it sent is read."""
+        """Wait for a message. Return False once the process has ended and all its messages are read."""
         try:
             while not self._channel.poll():
                 if self._ended.is_set():
@@ -93,7 +104,7 @@ class EngineProcess:
         return True
 
     async def close(self, kill: bool = False) -> None:
-        """End the process, in order if it answers within some seconds."""
+        """End the process: ask it to stop, then kill it after 5 seconds or, with `kill`, at once."""
         if not kill and self._process.poll() is None:
             self.send(msg.StopEngine())
             with contextlib.suppress(asyncio.TimeoutError):
@@ -104,7 +115,7 @@ class EngineProcess:
         self.kill()
 
     def kill(self) -> None:
-        """End the process now, and give everything back."""
+        """Kill the process and close the channel."""
         self._dead = self._dead or "it was closed"
         if self._process.poll() is None:
             self._process.kill()

@@ -1,4 +1,4 @@
-"""Settings of the server, beside those of the engine. Each field is also a flag and a key of the YAML file."""
+"""Settings of the HTTP server. Each field is also a command-line flag and a key of the YAML file."""
 
 from __future__ import annotations
 
@@ -18,87 +18,97 @@ def _list(help: str) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig:
-    host: str = _setting("127.0.0.1", "address to listen on; 0.0.0.0 opens the server to the network")
-    port: int = _setting(8000, "port to listen on; 0 takes a free one and prints it")
-    served_model_name: list[str] = _list("names of the model in requests; the first is that in answers")
-    strict: bool = _setting(False, "refuse fields that are not known, instead of answering with a warning")
+    """Settings of the HTTP server. Raises ConfigError for values outside their limits."""
 
-    api_key: list[str] = _list("keys that clients must send one of (also QUIRE_API_KEY)")
+    host: str = _setting("127.0.0.1", "address to listen on; 0.0.0.0 accepts connections from the network")
+    port: int = _setting(8000, "port to listen on; 0 picks a free port and prints it")
+    served_model_name: list[str] = _list("model names accepted in requests; answers carry the first one")
+    strict: bool = _setting(False, "refuse requests with unknown fields instead of answering with a warning")
+
+    api_key: list[str] = _list("accepted API keys; clients must send one of them (also QUIRE_API_KEY)")
     api_key_file: str | None = _setting(
-        None, "file with one key per line, optionally followed by name=team, weight=2 and admin"
+        None, "file with one API key per line, optionally followed by name=team, weight=2 and admin"
     )
     share_prefix_cache: bool = _setting(
         False,
-        "let API keys share cached prefixes: faster for prompts that many users share, but cached_tokens and the time to "
-        "first token then tell one user what another one sent",
+        "share cached prefixes between API keys: faster when users share prompts, but cached_tokens and the time to "
+        "first token then reveal what other users have sent",
     )
     max_body_bytes: int | None = _setting(
         None,
-        "longest request body in bytes (default: 4 MiB and 64 for each token of the context, at most 16 MiB)",
+        "maximum size of a request body in bytes (default: 4 MiB plus 64 bytes per token of context, up to 16 MiB)",
     )
     max_body_elements: int = _setting(
-        65536, "most strings, lists and objects in a request body; numbers in lists have a limit of their own"
+        65536,
+        "maximum number of strings, lists and objects in a request body; numbers in lists have a separate limit",
     )
     allowed_hosts: list[str] = _list(
-        "names in the Host header that are accepted, such as llm.example.com or *.example.com (default: this "
-        "machine's local names when listening on a loopback address without a key, else any)"
+        "names accepted in the Host header, such as llm.example.com or *.example.com (default: local names only when "
+        "listening on a loopback address without API keys, otherwise any)"
     )
-    allowed_origins: list[str] = _list("origins that browsers may call from (default: none)")
-    allowed_methods: list[str] = _list("HTTP methods for those origins (default: all)")
-    allowed_headers: list[str] = _list("request headers for those origins (default: all)")
-    allow_credentials: bool = _setting(False, "let those origins send cookies and credentials")
-    ssl_keyfile: str | None = _setting(None, "TLS key file")
-    ssl_certfile: str | None = _setting(None, "TLS certificate file")
+    allowed_origins: list[str] = _list("web origins that may call the server from a browser (default: none)")
+    allowed_methods: list[str] = _list("HTTP methods that those origins may use (default: all)")
+    allowed_headers: list[str] = _list("request headers that those origins may send (default: all)")
+    allow_credentials: bool = _setting(False, "allow those origins to send cookies and credentials")
+    ssl_keyfile: str | None = _setting(None, "TLS private key file; needs --ssl-certfile")
+    ssl_certfile: str | None = _setting(None, "TLS certificate file; needs --ssl-keyfile")
 
-    max_waiting: int = _setting(2048, "requests that may wait for the engine; further ones get 503")
-    max_waiting_tokens: int | None = _setting(None, "prompt tokens that may wait; further requests get 503")
-    request_timeout: float | None = _setting(None, "seconds after which a request is given up (504)")
+    max_waiting: int = _setting(2048, "maximum number of waiting requests; further requests get 503")
+    max_waiting_tokens: int | None = _setting(
+        None, "maximum number of prompt tokens in waiting requests; further requests get 503"
+    )
+    request_timeout: float | None = _setting(None, "seconds after which a request is aborted (504)")
     slow_reader_timeout: float = _setting(
-        120.0, "seconds without progress after which a client that does not read is dropped"
+        120.0, "seconds without progress after which a client that does not read its answer is disconnected"
     )
     shutdown_timeout: float = _setting(
-        30.0, "seconds that open requests may go on after SIGTERM; a second signal stops at once"
+        30.0,
+        "seconds that open requests may continue after SIGTERM; a second signal stops the server at once",
     )
 
     pooling: str = _setting(
         "auto",
-        "embeddings: mean, or last (token); auto: as the model's 1_Pooling/config.json says, else mean",
+        "pooling of embeddings: mean, last (token) or auto (the model's 1_Pooling/config.json, otherwise mean)",
     )
     max_stored_responses: int = _setting(
-        1024, "responses of /v1/responses that are kept in memory for each API key; 0 keeps none"
+        1024, "maximum number of responses kept in memory for /v1/responses, per API key; 0 keeps none"
     )
     max_stored_bytes: int = _setting(
-        256 << 20, "bytes that kept responses may take together; each API key has its share by weight"
+        256 << 20, "maximum size of all stored responses in bytes, divided between API keys by weight"
     )
-    receipts: bool = _setting(False, "send a latency receipt with every answer, asked for or not")
+    receipts: bool = _setting(
+        False, "send a latency receipt with every answer, even if the request does not ask for it"
+    )
     max_logprobs: int = _setting(
-        20, f"most alternatives per token that a request may ask for; -1: {MAX_LOGPROBS}"
+        20, f"maximum number of alternatives per token that a request may ask for; -1: {MAX_LOGPROBS}"
     )
-    response_role: str = _setting("assistant", "role of answers in chats")
-    chat_template: str | None = _setting(None, "a Jinja chat template, or a file that holds one")
+    response_role: str = _setting("assistant", "role of the answers in chat completions")
+    chat_template: str | None = _setting(None, "Jinja chat template, or a file that contains one")
     trust_request_chat_template: bool = _setting(
-        False, "accept chat_template in requests; each is rendered in a helper process with limits"
+        False, "accept chat_template in requests; it is rendered in a helper process with limits"
     )
     tool_call_parser: str = _setting(
         "auto",
-        "how the model writes calls of tools: hermes, llama3_json, mistral, json; none; auto: by its template",
+        "format of the model's tool calls: hermes, llama3_json, mistral, json, none or auto (from the chat template)",
     )
     reasoning_parser: str = _setting(
-        "auto", "how the model marks its thoughts: think (for <think>); none; auto: by its template"
+        "auto", "format of the model's reasoning: think (<think> tags), none or auto (from the chat template)"
     )
     stream_tool_arguments: bool = _setting(
-        False, "send calls while they are written, also if only the end can tell whether they are well-formed"
+        False, "stream tool calls while they are generated, before it is known whether they are well-formed"
     )
-    page: bool = _setting(True, "serve the page with playground and live view at /")
-    tokenizer_threads: int = _setting(2, "threads for tokenizer and chat templates")
-    dry_run: bool = _setting(False, "load no model: every request is answered with its own prompt")
-    dry_run_step_ms: float = _setting(0.0, "milliseconds that a step takes with --dry-run")
-    log_level: str = _setting("warning", "log level of the server: debug, info, warning, error")
-    log_format: str = _setting("text", "form of the server's lines: text, json")
-    log_requests: bool = _setting(False, "write a line for every request that is over")
-    log_stats_interval: float = _setting(10.0, "seconds between lines with the server's figures; 0: none")
+    page: bool = _setting(True, "serve a web page with a playground and a live view at /")
+    tokenizer_threads: int = _setting(2, "number of threads for tokenization and chat templates")
+    dry_run: bool = _setting(False, "load no model: answer every request with its own prompt")
+    dry_run_step_ms: float = _setting(0.0, "duration of a step with --dry-run in milliseconds")
+    log_level: str = _setting("warning", "log level of the server: debug, info, warning or error")
+    log_format: str = _setting("text", "format of log lines: text or json")
+    log_requests: bool = _setting(False, "log a line for every finished request")
+    log_stats_interval: float = _setting(
+        10.0, "seconds between log lines with the server's statistics; 0: never"
+    )
     otlp_endpoint: str | None = _setting(
-        None, "send OpenTelemetry traces to this collector (OTLP over HTTP, such as http://localhost:4318)"
+        None, "OTLP/HTTP collector that receives OpenTelemetry traces, such as http://localhost:4318"
     )
 
     def __post_init__(self) -> None:
@@ -117,7 +127,7 @@ class ServeConfig:
         if self.port > 65535:
             raise ConfigError(f"port must be at most 65535, got {self.port}")
         if not all(name.strip() for name in self.served_model_name):
-            raise ConfigError("served_model_name is empty: leave it out to use the model's own")
+            raise ConfigError("served_model_name must not be empty; omit it to use the model's name")
         if self.log_format not in ("text", "json"):
             raise ConfigError(f"log_format must be text or json, got {self.log_format!r}")
         for name in (
@@ -125,10 +135,10 @@ class ServeConfig:
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not 0 <= value < float("inf"):
-                raise ConfigError(f"{name} must be a number of at least 0, got {value}")
+                raise ConfigError(f"{name} must be a finite number of at least 0, got {value}")
         if self.request_timeout == 0:
             raise ConfigError(
-                "request_timeout must be above 0, or be left out: every request would be given up"
+                "request_timeout must be greater than 0, got 0; omit it to let requests run without a limit"
             )
         if self.pooling not in ("auto", "mean", "last"):
             raise ConfigError(f"pooling must be auto, mean or last, got {self.pooling!r}")
@@ -137,7 +147,8 @@ class ServeConfig:
             if value is not None and value < 1:
                 raise ConfigError(f"{name} must be at least 1, got {value}")
         if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
-            raise ConfigError("TLS needs both ssl_keyfile and ssl_certfile")
+            given = "ssl_keyfile" if self.ssl_keyfile else "ssl_certfile"
+            raise ConfigError(f"TLS needs both ssl_keyfile and ssl_certfile, got only {given}")
         self._check_parsers()
         if self.log_level.lower() not in ("debug", "info", "warning", "error"):
             raise ConfigError(f"log_level must be debug, info, warning or error, got {self.log_level!r}")

@@ -1,7 +1,6 @@
-"""The words that every layer of Quire shares: requests, plans, results, errors and the seams between them.
+"""The types that all layers of Quire share: requests, plans, results, errors and the interfaces between layers.
 
-A leaf: imports no torch and nothing of Quire. Host arrays are numpy, so a plan can be shipped to
-another process as it is.
+Imports neither torch nor other parts of Quire. Host arrays are numpy arrays, so a plan can be sent to another process.
 """
 
 from quire.types.engine_io import (
@@ -14,6 +13,8 @@ from quire.types.engine_io import (
     Figures,
     LiveRequest,
     LiveStep,
+    RequestFailure,
+    StepFigures,
     Timing,
     TimingPhase,
     TokenLogprobs,
@@ -31,17 +32,18 @@ from quire.types.errors import (
 from quire.types.plan import (
     NO_TOKEN,
     NOT_FINITE,
-    Admit,
     Executor,
     LogprobArrays,
+    NewBlocks,
+    SlotAdmission,
     StepHandle,
     StepPlan,
     StepResult,
     TokenMasks,
 )
-from quire.types.request import Request, Status
-from quire.types.results import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from quire.types.sampling import (
+from quire.types.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from quire.types.request_state import Request, RequestOrder, Status
+from quire.types.sampling_params import (
     FLOAT_RANGES,
     INT_RANGES,
     MAX_LOGPROBS,
@@ -60,7 +62,6 @@ __all__ = [
     "MAX_LOGPROBS",
     "NOT_FINITE",
     "NO_TOKEN",
-    "Admit",
     "CompletionOutput",
     "ConfigError",
     "EngineDead",
@@ -80,16 +81,21 @@ __all__ = [
     "Logprob",
     "LogprobArrays",
     "ModelError",
+    "NewBlocks",
     "Overloaded",
     "Pooling",
     "QuireError",
     "Request",
     "RequestError",
+    "RequestFailure",
     "RequestMetrics",
+    "RequestOrder",
     "RequestOutput",
     "SamplingParams",
+    "SlotAdmission",
     "Status",
     "StepFailed",
+    "StepFigures",
     "StepHandle",
     "StepPlan",
     "StepResult",

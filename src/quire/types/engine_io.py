@@ -1,21 +1,22 @@
-"""What client and engine say to each other: requests, outputs and figures, with ids only and no text."""
+"""The interface between client and engine: requests, outputs and figures. It carries token ids, never text."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from quire.types.sampling import FinishReason, GrammarSpec, Pooling, SamplingParams
+from quire.types.errors import QuireError, RequestError, StepFailed
+from quire.types.sampling_params import FinishReason, GrammarSpec, Pooling, SamplingParams
 
 
 @dataclass(slots=True)
 class EngineRequest:
-    """What a client sends to the engine: token ids in, no text. `params.n` is 1 here; the client fans out.
+    """A request as the engine takes it. `params.n` is 1: the client makes one engine request per completion.
 
-    `stop_ids` end the request when sampled (end-of-sequence ids unless ignore_eos, and
-    stop_token_ids). `bad_words_ids` are the tokenised bad words. `seed` is always set. With a `grammar`,
-    which replaces `params.structured_outputs`, it is the grammar that honours ignore_eos and min_tokens.
-    With `pooling` the last output has the prompt's hidden states, pooled; max_tokens is 1 then.
+    `stop_ids` end the request when sampled: the end-of-sequence ids, unless ignore_eos, and stop_token_ids.
+    `bad_words_ids` are the tokenized bad words. `seed` is always set. `grammar` replaces `params.structured_outputs`,
+    and then enforces ignore_eos and min_tokens itself. With `pooling` max_tokens is 1, and the last output carries the
+    pooled hidden states of the prompt.
     """
 
     id: str
@@ -27,26 +28,46 @@ class EngineRequest:
     seed: int = 0
     priority: int = 0
     cache_salt: str = ""
-    client: str = ""  # whose request it is: waiting requests are taken in turn between clients
-    weight: float = 1.0  # the client's share of the tokens, against those of others
+    client: str = ""  # the client that sent it: clients take turns
+    weight: float = 1.0  # of the client: its share of slots and tokens, relative to other clients
     grammar: GrammarSpec | None = None
     pooling: Pooling | None = None
 
 
 @dataclass(slots=True)
 class TokenLogprobs:
-    """Log-probabilities of one position: ids[0] is the chosen token, the rest the top ones in order."""
+    """Log-probabilities of one position: `ids[0]` is the sampled token, then come the most likely ones in order."""
 
     ids: list[int]
     logprobs: list[float]
-    rank: int  # of the chosen token, 1 = most likely
+    rank: int  # of the sampled token; 1 is the most likely
+
+
+@dataclass(slots=True)
+class RequestFailure:
+    """The reason why a request ended with an error, in a form that crosses process boundaries.
+
+    `internal` is True if the server is at fault (HTTP 500) and False if the request is (HTTP 400). `param` and `code`
+    are those of the `RequestError` that refused the request.
+    """
+
+    message: str
+    internal: bool = False
+    param: str | None = None
+    code: str | None = None
+
+    def as_error(self) -> QuireError:
+        """Return the exception to raise in the client's process."""
+        if self.internal:
+            return StepFailed(self.message)
+        return RequestError(self.message, param=self.param, code=self.code)
 
 
 @dataclass(slots=True)
 class EngineOutput:
-    """What one step brought one request. Exactly one output per admitted request has finish_reason set.
+    """The outcome of one step for one request. Exactly one output of each request has finish_reason set.
 
-    `prompt_logprobs` holds entries for prompt positions `prompt_logprobs_start ...`, each once.
+    `prompt_logprobs` holds the entries of the prompt positions from `prompt_logprobs_start` on, each once.
     """
 
     id: str
@@ -58,9 +79,8 @@ class EngineOutput:
     prompt_logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs_start: int = 1
     pooled: bytes | None = None  # float32 [hidden]
-    error: str | None = None
-    internal: bool = False  # the error is the server's, not the request's
-    timing: Timing | None = None  # with the first token, the first one after a preemption, and the end
+    error: RequestFailure | None = None  # set if, and only if, finish_reason is "error"
+    timing: Timing | None = None  # with the first token, the first after a preemption, and the last output
 
 
 TimingPhase = Literal["held", "waiting", "computing", "decoding"]
@@ -68,33 +88,33 @@ TimingPhase = Literal["held", "waiting", "computing", "decoding"]
 
 @dataclass(slots=True)
 class Timing:
-    """Where a request's time in the engine went: seconds, on a monotonic clock that all processes share.
+    """A request's time in the engine by phase, in seconds on a monotonic clock that all processes share.
 
-    The sum of `waited_s` and the other durations is `until_s - arrival_s`; after `until_s` the request is in
-    `phase`. `lost_s` is what it waited while other requests' prompts were computed (core/clocks.py).
+    The sum of `waited_s` and of the other durations is `until_s - arrival_s`. Since `until_s` the request is in
+    `phase`. `lost_s` is the delay by the prompts of other requests (core/clocks.py).
     """
 
-    arrival_s: float
-    until_s: float
+    arrival_s: float  # point in time
+    until_s: float  # point in time
     phase: TimingPhase = "waiting"
-    waited_s: dict[str, float] = field(default_factory=dict)  # before it was first admitted, by cause
+    waited_s: dict[str, float] = field(default_factory=dict)  # before the first admission, by cause
     prefill_s: float = 0.0
     decode_s: float = 0.0
     lost_s: float = 0.0
-    preempted_s: float = 0.0  # waiting again, after a preemption
-    recompute_s: float = 0.0  # computing again what a preemption threw away
-    admitted_s: float | None = None  # when
-    first_token_s: float | None = None  # when
-    lost_mark_s: float = 0.0  # Figures.lost_s at `until_s`
+    preempted_s: float = 0.0  # waiting again after a preemption
+    recompute_s: float = 0.0  # computing again the KV entries that a preemption discarded
+    admitted_s: float | None = None  # point in time
+    first_token_s: float | None = None  # point in time
+    lost_mark_s: float = 0.0  # `Figures.lost_s` at `until_s`
     preemptions: int = 0
-    cached_tokens: int = 0  # of the prompt, when it was first admitted
-    recomputed_tokens: int = 0  # after preemptions
-    prefix_end: str = ""  # why no more of the prompt was found in the prefix cache (core/prefix_cache.py)
+    cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
+    recomputed_tokens: int = 0  # tokens computed again after preemptions
+    prefix_end: str = ""  # why the prefix cache held no more of the prompt (core/prefix_cache.py)
 
 
 @dataclass(slots=True)
 class EngineInfo:
-    """What an engine that has started tells its clients. Times in seconds, sizes in bytes."""
+    """The description of a started engine. Times in seconds, sizes in bytes."""
 
     model: str
     family: str
@@ -111,72 +131,76 @@ class EngineInfo:
     block_bytes: int
     weight_bytes: int
     num_parameters: int
-    reserved_bytes: int = 0  # what steps may take beside weights, KV blocks and slot columns
+    reserved_bytes: int = 0  # for steps, besides weights, KV blocks and slot columns
     prefix_caching: bool = False
-    eviction: str = "lru"  # of cached blocks
-    generates: bool = True  # False: a model without a head, for embeddings only
-    phases_s: dict[str, float] = field(default_factory=dict)  # start-up by phase
+    eviction: str = "lru"  # policy for cached blocks
+    generates: bool = True  # False for a model without a language-model head, which only embeds
+    phases_s: dict[str, float] = field(default_factory=dict)  # duration of each phase of the start-up
 
     def start_up(self) -> str:
-        """The phases of the start in one line, for people."""
+        """Return the start-up time, total and by phase, as one line of text."""
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.phases_s.items())
         return f"{sum(self.phases_s.values()):.2f} s ({phases})"
 
 
 @dataclass(slots=True)
 class EngineLoad:
-    """How busy an engine is, in requests and tokens. `received` counts requests since it started."""
+    """The load of an engine. `received` counts the requests since its start, refused ones included."""
 
     received: int = 0
     running: int = 0
     waiting: int = 0
-    waiting_tokens: int = 0  # prompt tokens of the requests that wait
+    waiting_tokens: int = 0  # prompt tokens of the waiting requests
 
 
 @dataclass(slots=True)
 class Totals:
-    """Counters since start, in requests, steps and tokens."""
+    """Counters since the start of an engine, in requests, steps and tokens."""
 
     steps: int = 0
     requests: int = 0
     finished: int = 0
     aborted: int = 0
-    not_finite: int = 0  # requests ended because the model's output was NaN or infinite
+    not_finite: int = 0  # requests that ended because a logit was NaN or infinite
     preemptions: int = 0
     yielded: int = 0  # preemptions in favour of other clients
-    pressure: int = 0  # times that blocks ran out: preemptions, and admissions that began to wait for blocks
+    pressure: int = 0  # times that blocks ran out: preemptions, and admissions that had to wait for blocks
     prompt_tokens: int = 0
-    queried_tokens: int = 0  # looked up in the prefix cache; again after a preemption
-    cached_tokens: int = 0  # of them found
+    queried_tokens: int = 0  # looked up in the prefix cache, once per admission
+    cached_tokens: int = 0  # found in the prefix cache
     computed_tokens: int = 0
     generated_tokens: int = 0
 
 
+class StepFigures(NamedTuple):
+    """The size and duration of a finished step."""
+
+    rows: int
+    tokens: int
+    took_s: float
+
+
 @dataclass(slots=True)
 class Figures:
-    """What an engine sends along with its outputs: its counters, and what it is like after the latest step.
+    """The counters and the state of an engine after its latest step. Sent with every message of outputs."""
 
-    `lost_s` is a clock (core/clocks.py). `steps` are those that ended since the last message:
-    (rows, tokens, seconds).
-    """
-
-    time_s: float = 0.0  # monotonic clock, when the latest step ended
-    lost_s: float = 0.0
+    time_s: float = 0.0  # monotonic clock, at the end of the latest step
+    lost_s: float = 0.0  # the clock of time lost to prompts (core/clocks.py)
     free_blocks: int = 0  # evictable ones included
     cached_blocks: int = 0
-    held: int = 0  # waiting requests that could not run even if there was room
+    held: int = 0  # waiting requests that may not run yet, whatever is free
     evictions: int = 0
     wait_reason: str | None = None
     totals: Totals = field(default_factory=Totals)
-    steps: list[tuple[int, int, float]] = field(default_factory=list)
+    steps: list[StepFigures] = field(default_factory=list)  # that ended since the last message
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """An engine's figures: now, and since it started (`totals`, in requests, steps and tokens).
+    """The figures of an engine: its present state, and its counters since the start (`totals`).
 
-    They may be those for one client: `load` is then that by its requests, `others` that by all other requests, and
-    `served_tokens` has its tokens only.
+    In the figures for one client, `load` counts its requests, `others` all other requests, and `served_tokens` holds
+    its tokens only.
     """
 
     load: EngineLoad
@@ -184,20 +208,20 @@ class EngineStats:
     wait_reason: str | None  # why the first waiting request waits
     blocks: int
     free_blocks: int  # evictable ones included
-    cached_blocks: int  # free blocks that still hold the beginning of some prompt
+    cached_blocks: int  # free blocks that the prefix cache can still find
     block_size: int  # tokens
     totals: dict[str, int]
-    last_step: dict[str, float]  # rows, tokens, and durations in seconds of the latest step
-    served_tokens: dict[str, int]  # tokens computed for each client
+    last_step: dict[str, float]  # of the latest step: rows, tokens, and durations in seconds
+    served_tokens: dict[str, int]  # tokens computed by client
 
 
 @dataclass(slots=True)
 class LiveStep:
-    """One finished step as the live view draws it: tokens by kind, requests, blocks, time in seconds."""
+    """One finished step for the live view: tokens by kind, requests, blocks, durations in seconds."""
 
     step: int
     time_s: float  # monotonic clock of the engine, when the step was scheduled
-    prefill: int  # tokens of prompts, recomputed ones included
+    prefill: int  # prompt tokens, and tokens computed again after a preemption
     decode: int
     drafts: int
     running: int
@@ -206,44 +230,44 @@ class LiveStep:
     admitted: int
     preempted: int
     wait_reason: str | None
-    took_s: float  # from the end of the step before it, or its own beginning, to its end
-    schedule_s: float  # of the host, as the next three
+    took_s: float  # from the end of the previous step, or its own start if that is later, to its end
+    schedule_s: float  # host time; so are the next three
     launch_s: float
-    wait_s: float  # for the device
+    wait_s: float  # waiting for the device
     retire_s: float
 
 
 @dataclass(slots=True)
 class LiveRequest:
-    """One request as the live view lists it. Sizes in tokens and blocks."""
+    """One request for the live view. Sizes in tokens and blocks."""
 
     id: str
     client: str
-    state: str  # prefill or decode; for one that waits, the reason
-    slot: int  # of the batch; -1 for one that waits
+    state: str  # prefill or decode; the reason for waiting, if it waits
+    slot: int  # -1 if it waits
     age_s: float
     prompt: int
-    cached: int  # of the prompt, found in the prefix cache
+    cached: int  # prompt tokens found in the prefix cache
     computed: int  # KV entries
     generated: int
-    limit: int  # longest answer
+    limit: int  # maximum number of output tokens
     blocks: int
     preemptions: int
 
 
 @dataclass(slots=True)
 class EngineLive:
-    """What an engine does at this moment, bounded in size. For one client: with its requests only.
+    """A snapshot of an engine for the live view, bounded in size. For one client it lists only its requests.
 
-    `blocks` is a uint16 for each cell of `blocks_per_cell` blocks: 0 blank, 1 evictable (free, but the prefix cache
-    can still find it), 2 held by several requests, 3 held by a request that is not in the list, 4 + i held by the
-    i-th running request. Where a cell stands for several blocks it is the largest of these.
+    `blocks` is an array of uint16, one for each cell of `blocks_per_cell` blocks: 0 blank, 1 evictable (free, but the
+    prefix cache can still find it), 2 held by several requests, 3 held by a request that is not listed, 4 + i held by
+    request i of `running`. A cell of several blocks shows the largest of their values.
     """
 
     stats: EngineStats
-    steps: list[LiveStep]  # finished since the step that was asked from, the newest of them, oldest first
-    running: list[LiveRequest]  # the first of them, in order
-    waiting: list[LiveRequest]  # the first of them, in the order of their turns
+    steps: list[LiveStep]  # the newest finished steps, oldest first
+    running: list[LiveRequest]  # the first ones, in batch order
+    waiting: list[LiveRequest]  # the first ones, in the order of their turns
     blocks: bytes
     blocks_per_cell: int
     shared_blocks: int

@@ -1,10 +1,10 @@
-"""What scheduler and executor say to each other: plans, which are read-only once made, and results."""
+"""The interface between scheduler and executor: plans of steps, and their results."""
 
 from __future__ import annotations
 
 from array import array
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from quire.types.engine_io import EngineRequest, TokenLogprobs
 
@@ -13,50 +13,61 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True)
-class Admit:
-    """A request that takes a slot: every column of the slot is overwritten from this."""
+class SlotAdmission:
+    """A request that takes a slot. The executor overwrites every column of the slot with these values."""
 
     slot: int
-    tokens: array[int]
+    tokens: array[int]  # prompt, and output so far if the request was preempted
     prompt_len: int
-    computed: int
+    computed: int  # KV entries found in the prefix cache
     blocks: list[int]
     request: EngineRequest
 
 
+class NewBlocks(NamedTuple):
+    """Block ids to append to the block table of a slot, from index `first` on."""
+
+    slot: int
+    first: int
+    blocks: list[int]
+
+
 @dataclass(slots=True)
 class StepPlan:
-    """One step for every rank: a ragged batch as a struct of arrays, in batch order.
+    """One step: a ragged batch as a struct of arrays, in batch order. Read-only once built.
 
-    Row i runs `num_tokens[i]` tokens of slot `slots[i]`, starting at KV entry `starts[i]` (an upper
-    bound when drafts are in flight; the device's own column decides). Rows with `samples` yield a token.
+    Row i runs `num_tokens[i]` tokens of slot `slots[i]`, starting at KV entry `starts[i]`. With draft tokens in
+    flight `starts` is an upper bound, and the device's own column decides. A row with `samples` yields a token.
     """
 
     step: int
     slots: np.ndarray  # int32 [rows]
-    num_tokens: np.ndarray  # int32 [rows], drafts included
+    num_tokens: np.ndarray  # int32 [rows], draft tokens included
     num_drafts: np.ndarray  # int32 [rows]
     starts: np.ndarray  # int32 [rows]
     samples: np.ndarray  # bool [rows]
-    admits: list[Admit]
-    new_blocks: list[tuple[int, int, list[int]]]  # (slot, index of the first in the slot's table, block ids)
+    admissions: list[SlotAdmission]
+    new_blocks: list[NewBlocks]
     total_tokens: int
-    max_seq_len: int  # bound on starts + num_tokens
-    score_rows: list[int] = field(default_factory=list)  # rows that want prompt log-probabilities
+    max_seq_len: int  # upper bound of starts + num_tokens
+    score_rows: list[int] = field(default_factory=list)  # rows that need prompt log-probabilities
     pool_rows: list[int] = field(default_factory=list)  # rows whose hidden states are pooled
-    # int32 [rows]: tokens in blocks that rows begin with in common, 0 for rows that do not; None: nothing is
+    # int32 [rows]: number of tokens in the blocks that rows share at their beginning, 0 for rows that share none.
+    # None: no rows share blocks.
     shared: np.ndarray | None = None
 
     @property
     def keeps_hidden(self) -> bool:
-        """Whether hidden states of other tokens than each row's last are needed."""
+        """Whether the step needs hidden states of other tokens than the last of each row."""
         return bool(self.score_rows or self.pool_rows)
 
 
 @dataclass(slots=True)
 class TokenMasks:
-    """What the constrained rows of a step may sample: bit v % 32 of word v // 32 is token v. Other rows may
-    sample anything."""
+    """The tokens that the constrained rows of a step may sample: bit v % 32 of word v // 32 stands for token v.
+
+    Rows that are not listed may sample any token.
+    """
 
     rows: np.ndarray  # int64 [k], ascending rows of the plan
     bits: np.ndarray  # int32 [k, ceil(vocab / 32)]
@@ -64,16 +75,20 @@ class TokenMasks:
 
 @dataclass(slots=True)
 class LogprobArrays:
-    """Column 0 is the chosen (or given) token, then the top ones in descending order."""
+    """Log-probabilities of n positions, each with k alternatives.
+
+    Column 0 is the sampled token, or the given one in a prompt. The most likely tokens follow in descending order.
+    """
 
     ids: np.ndarray  # int32 [n, 1 + k]
     logprobs: np.ndarray  # float32 [n, 1 + k]
-    ranks: np.ndarray  # int32 [n]
+    ranks: np.ndarray  # int32 [n], of the tokens in column 0; 1 is the most likely
 
     def __len__(self) -> int:
         return len(self.ranks)
 
     def at(self, index: int, top: int) -> TokenLogprobs:
+        """Return the entry at `index`, with `top` alternatives."""
         return TokenLogprobs(
             self.ids[index, : 1 + top].tolist(),
             self.logprobs[index, : 1 + top].tolist(),
@@ -81,42 +96,48 @@ class LogprobArrays:
         )
 
 
-# What a row's token is where none can be sampled. Found where tokens are sampled, so that nobody has to wait.
+# Sentinels that stand for the token of a row where none can be sampled. The sampler itself detects this, so the host
+# does not have to wait for the device to check it.
 NOT_FINITE = -1  # a logit is NaN or +inf
 NO_TOKEN = -2  # every logit is -inf
 
 
 @dataclass(slots=True)
 class StepResult:
-    """What a step produced, for the rows with `samples`, in plan order."""
+    """The results of a step, for its sampling rows in plan order."""
 
     step: int
-    tokens: list[list[int]]  # 1 .. 1 + drafts tokens per sampling row, or NOT_FINITE or NO_TOKEN alone
+    tokens: list[list[int]]  # for each sampling row 1 to 1 + drafts tokens, or NOT_FINITE or NO_TOKEN alone
     logprobs: LogprobArrays | None = None  # one entry per sampling row
-    prompt_logprobs: dict[int, LogprobArrays] | None = None  # by row: entries for positions starts+1 ...
-    pooled: dict[int, np.ndarray] | None = None  # by row: float32 [hidden], of its tokens so far
+    prompt_logprobs: dict[int, LogprobArrays] | None = None  # by row: entries for positions starts + 1 ...
+    pooled: dict[int, np.ndarray] | None = None  # by row: float32 [hidden], pooled over its tokens so far
 
 
 class StepHandle(Protocol):
     """A step in flight."""
 
     def wait(self) -> StepResult:
-        """Block until the step's results are on the host; the only place where the host waits."""
+        """Wait until the results are on the host, and return them. The host waits for the device only here."""
         ...
 
 
 class Executor(Protocol):
-    """Runs plans on the device(s), in order. Neither call waits for the device.
+    """The device side of an engine: it runs plans in order.
 
-    Both raise StepFailed if memory is short: nothing of that step counts then, and earlier steps are not affected.
+    `forward` and `sample` only launch work and do not wait for the device. Both raise StepFailed if memory runs out;
+    the results of that step are then void, and earlier steps are not affected.
     """
 
-    def forward(self, plan: StepPlan) -> None: ...
+    def forward(self, plan: StepPlan) -> None:
+        """Launch the forward pass of a plan."""
+        ...
 
-    def sample(self, step: int, masks: TokenMasks | None) -> StepHandle: ...
+    def sample(self, step: int, masks: TokenMasks | None) -> StepHandle:
+        """Launch the sampling of a step whose forward pass has been launched."""
+        ...
 
     def warm_up(self) -> bool:
-        """Use a moment without work to make later steps cheaper; False: nothing is left to prepare."""
+        """Prepare something that makes later steps faster. Return False if nothing is left to prepare."""
         ...
 
     def close(self) -> None: ...

@@ -1,1 +1,1 @@
-"""The device side of the engine: slots, batches, KV cache, runner."""
+"""Device side of the engine: slot columns, batches, KV cache, runner and executors."""

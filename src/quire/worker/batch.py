@@ -1,13 +1,14 @@
-"""Both ends of a step: from a plan to the ragged batch that a model reads, and from tokens to the columns.
+"""Both ends of a step: the ragged batch that the model reads, and the update of the slot columns with its tokens.
 
-Input ids, positions and KV addresses are derived on the device from the slot columns, so the host never
-needs a token to build the next step. `KernelBatcher` writes static buffers with one kernel that takes
-nothing from the host but a small header, so that graphs can replay it; `TorchBatcher` is its plain twin.
+Input ids, positions and KV addresses are computed on the device from the slot columns, so the host never needs a token
+to build the next step. `KernelBatcher` fills static buffers with one kernel that reads only a small header from the
+host, so that graphs can replay it. `TorchBatcher` does the same with PyTorch operations.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Protocol
 
 import numpy as np
@@ -19,43 +20,64 @@ from quire.worker.staging import Staging
 from quire.worker.state import SlotState
 
 
+class HeaderColumn(IntEnum):
+    """Columns of the batch header, int32 [rows, 4]. The kernels of kernels/batch.py use the same numbers."""
+
+    SLOT = 0
+    NEW_TOKENS = 1
+    SAMPLES = 2  # 1 if the row samples a token, else 0
+    SHARED_TOKENS = 3  # tokens in blocks that the row shares with other rows
+
+
 @dataclass(slots=True)
 class DeviceStep:
-    """A plan on the device. `tokens_host` is where its tokens will be, if the device writes them home."""
+    """A plan whose indices are on the device."""
 
     plan: StepPlan
     slots: torch.Tensor  # int64 [rows]
-    tokens_host: torch.Tensor | None = None  # int32 [rows], pinned
-    # Where the host sends indices: int64 [rows], new tokens of each; int64 [sampling rows], which sample.
-    counts: torch.Tensor | None = None
-    sampling: torch.Tensor | None = None
+    # int32 [rows], pinned: the sampled tokens arrive here if the last kernel of the step writes them to the host.
+    tokens_host: torch.Tensor | None = None
+    # Only from TorchBatcher:
+    counts: torch.Tensor | None = None  # int64 [rows]: new tokens of each row
+    sampling: torch.Tensor | None = None  # int64 [sampling rows]: indices of these rows
 
 
 class Batcher(Protocol):
-    def build(self, plan: StepPlan, staging: Staging) -> tuple[DeviceStep, ForwardBatch]: ...
+    """Builder of batches that also writes sampled tokens back to the slot columns."""
+
+    def build(self, plan: StepPlan, staging: Staging) -> tuple[DeviceStep, ForwardBatch]:
+        """Return the step and the batch of `plan`, on the device."""
+        ...
 
     def advance(self, step: DeviceStep, tokens: torch.Tensor) -> None:
-        """The step's KV is written, and each sampling row has one more token, from `tokens` int32 [rows]."""
+        """Update the slot columns after the model has run: count KV entries, append sampled tokens.
+
+        Args:
+            tokens: int32 [rows]; only those of sampling rows are appended.
+        """
         ...
 
     def recover(self) -> None:
-        """A step failed after some of its work was launched: agree with the device again."""
+        """Restore a consistent state of host and device after a step failed half-way."""
         ...
 
 
 def plan_header(plan: StepPlan | None) -> np.ndarray:
-    """int32 [rows, 4] of a plan: slot, new tokens, whether the row samples, shared tokens. None: no rows."""
-    if plan is None:
-        return np.empty((0, 4), np.int32)
-    shared = np.zeros_like(plan.slots) if plan.shared is None else plan.shared
-    return np.stack((plan.slots, plan.num_tokens, plan.samples, shared), 1, dtype=np.int32, casting="unsafe")
+    """Return the batch header of a plan, int32 [rows, 4], with the columns of `HeaderColumn`. None has no rows."""
+    header = np.empty((0 if plan is None else len(plan.slots), len(HeaderColumn)), np.int32)
+    if plan is not None:
+        header[:, HeaderColumn.SLOT] = plan.slots
+        header[:, HeaderColumn.NEW_TOKENS] = plan.num_tokens
+        header[:, HeaderColumn.SAMPLES] = plan.samples
+        header[:, HeaderColumn.SHARED_TOKENS] = 0 if plan.shared is None else plan.shared
+    return header
 
 
 class TorchBatcher:
-    """Some ten small operations; the host computes the indices."""
+    """Batcher of about ten small PyTorch operations. The host computes the indices."""
 
     def __init__(self, state: SlotState, backend: AttentionBackend, kv: list[KV], block_size: int) -> None:
-        self._state, self._backend, self._kv, self._block_size = state, backend, kv, block_size
+        self.kv, self._state, self._backend, self._block_size = kv, state, backend, block_size
 
     def build(self, plan: StepPlan, staging: Staging) -> tuple[DeviceStep, ForwardBatch]:
         state, total, rows = self._state, plan.total_tokens, len(plan.slots)
@@ -83,7 +105,7 @@ class TorchBatcher:
             block_table=state.block_table,
             slots=slots,
             logit_index=logit_index,
-            kv=self._kv,
+            kv=self.kv,
             num_tokens=plan.num_tokens,
             seq_bounds=plan.starts + plan.num_tokens,
             block_size=self._block_size,
@@ -103,16 +125,16 @@ class TorchBatcher:
         if not step.plan.samples.all():
             slots, tokens = slots.index_select(0, step.sampling), tokens.index_select(0, step.sampling)
         lengths = state.num_tokens.index_select(0, slots)
-        # A failure is told to the host; a step in flight reads a token all the same.
+        # A negative token tells the host of a failure; a step in flight still reads this column, so it needs an id.
         state.tokens.view(-1).index_copy_(0, slots * state.max_len + lengths, tokens.clamp(min=0))
         state.num_tokens.index_copy_(0, slots, lengths + 1)
 
 
 class KernelBatcher:
-    """One kernel at each end (kernels/batch.py), on static buffers for `max_tokens` tokens of `max_rows` rows.
+    """Batcher of one kernel at each end of a step (kernels/batch.py), with static buffers.
 
-    Tokens are written into `turns` rows of pinned memory, in turn: a row is written again only when its
-    step has been retired.
+    Sampled tokens go to a ring of pinned rows, one for each step in flight and one more. A row is written again only
+    after its step has been retired.
     """
 
     def __init__(
@@ -120,12 +142,14 @@ class KernelBatcher:
         state: SlotState,
         backend: AttentionBackend,
         kv: list[KV],
+        *,
         block_size: int,
         max_tokens: int,
         max_rows: int,
         turns: int,
         device: torch.device,
     ) -> None:
+        """Allocate buffers for `max_tokens` tokens in `max_rows` rows, and a ring of `turns` rows."""
         # Imported here: an installation for CPUs has no Triton.
         from quire.kernels import batch as kernels
 
@@ -133,9 +157,9 @@ class KernelBatcher:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         self._kernels = kernels
-        self._state, self._backend, self._kv, self._block_size = state, backend, kv, block_size
-        self._header = buffer(max_rows, 4, dtype=torch.int32)  # slot, new tokens, samples, shared tokens
-        self._sent = b""  # what the header holds
+        self.kv, self._state, self._backend, self._block_size = kv, state, backend, block_size
+        self._header = buffer(max_rows, len(HeaderColumn), dtype=torch.int32)
+        self._sent = b""  # content of the header on the device
         self._input_ids, self._positions, self._kv_slots = (buffer(max_tokens) for _ in range(3))
         self._logit_index, self._slots = (buffer(max_rows) for _ in range(2))
         self._query_start = buffer(max_rows + 1, dtype=torch.int32)
@@ -155,19 +179,31 @@ class KernelBatcher:
         return self.step(plan), batch
 
     def bounded(self, rows: int, tokens: int, shares: bool) -> ForwardBatch:
-        """The batch of any header with `rows` rows and up to `tokens` tokens (as many as rows: one token
-        each), for a graph: nothing here depends on the host. `shares`: some rows may share blocks."""
+        """Return a batch that serves every header of its shape, for capture: nothing in it depends on the host.
+
+        Args:
+            rows: rows of the header, padding included.
+            tokens: most tokens of all rows together; if equal to `rows`, each row has one token.
+            shares: rows may share blocks.
+        """
         state = self._state
         counts = np.ones(rows, np.int32) if rows == tokens else None
         bounds = np.full(rows, state.max_len, np.int32)
         return self._batch(rows, tokens, counts, bounds, shares)
 
     def load(self, content: np.ndarray, staging: Staging, rows: int, one_each: bool = False) -> None:
-        """Send the header [real rows, 4] of a step, padded to `rows` with dummy rows, which have a token only
-        if every row has one. What is there already, as in most steps of steady decoding, is not sent."""
-        header = np.empty((rows, 4), np.int32)
-        header[: len(content)] = content
-        header[len(content) :] = self._state.dummy, one_each, 0, 0
+        """Send the header of a step, unless the device already has it, as in most steps of steady decoding.
+
+        Args:
+            content: int32 [real rows, 4].
+            rows: rows after padding with the dummy slot.
+            one_each: each row has one token, padding rows too; otherwise padding rows have none.
+        """
+        header = np.empty((rows, len(HeaderColumn)), np.int32)
+        padding = header[len(content) :]
+        header[: len(content)], padding[:] = content, 0
+        padding[:, HeaderColumn.SLOT] = self._state.dummy
+        padding[:, HeaderColumn.NEW_TOKENS] = one_each
         if (content_bytes := header.tobytes()) != self._sent:
             staging.send_into(self._header[:rows], header)
             self._sent = content_bytes
@@ -192,12 +228,12 @@ class KernelBatcher:
             block_table=state.block_table,
             slots=slots,
             logit_index=self._logit_index[:rows],
-            kv=self._kv,
+            kv=self.kv,
             num_tokens=counts,
             seq_bounds=bounds,
             block_size=self._block_size,
             wanted=None if rows == tokens else self._logit_index[:rows],
-            shared=self._header[:rows, 3] if shares else None,
+            shared=self._header[:rows, HeaderColumn.SHARED_TOKENS] if shares else None,
         )
         self._kernels.prepare(
             self._header, rows, tokens, rows == tokens, state.tokens, state.num_computed, state.block_table,
@@ -208,10 +244,11 @@ class KernelBatcher:
         return batch
 
     def slots(self, rows: int) -> torch.Tensor:
-        """int64 [rows]: the slots of the header's first rows."""
+        """Return the slots of the header's first `rows` rows, int64 [rows]."""
         return self._slots[:rows]
 
     def step(self, plan: StepPlan) -> DeviceStep:
+        """Return the step of `plan`, whose header has been loaded."""
         rows = len(plan.slots)
         return DeviceStep(plan, self._slots[:rows], self._ring[self._turn_host, :rows])
 
@@ -223,7 +260,7 @@ class KernelBatcher:
         self.advance_rows(len(step.plan.slots), tokens)
 
     def advance_rows(self, rows: int, tokens: torch.Tensor) -> None:
-        """`advance` of the header's first `rows` rows."""
+        """Do the same as `advance` for the header's first `rows` rows."""
         state = self._state
         self._kernels.advance(
             self._header, rows, tokens, state.tokens, state.num_tokens, state.num_computed,

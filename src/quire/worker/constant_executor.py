@@ -1,6 +1,7 @@
-"""An executor without a model: answers every plan at once with made-up tokens. No torch.
+"""The executor of `quire bench host`: it answers every plan at once with artificial tokens. No model, no torch.
 
-For measuring the host's own cost per step, and for developing clients without weights.
+It measures the host's own cost per step. `echo_executor.py` is the executor of `quire serve --dry-run`, whose answers
+follow from the prompts and whose steps take time.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ class _InstantHandle:
 
 
 class ConstantExecutor:
-    """Each sampling row gets the token ids first, first + 1, ... by step, within `vocab_size`."""
+    """Executor whose step number i samples token id `first` + i, modulo `vocab_size`, in every row."""
 
     def __init__(self, vocab_size: int, first: int = 10) -> None:
         self._vocab_size, self._first = vocab_size, first

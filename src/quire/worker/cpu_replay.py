@@ -1,9 +1,9 @@
-"""Steps on a CPU that are one call: what CUDA graphs are to a GPU.
+"""Replay of small steps on a CPU, as CUDA graphs do on a GPU.
 
-In a step of few rows with one token each the model is nothing but kernels of step.c. The first such step of a number
-of rows is run on static buffers while its kernels are noted; later ones copy their batch into the buffers and
-make the same calls from C. A Python call between two products takes some 30 us, for the weights have just driven
-the interpreter out of the caches.
+In a step of few rows with one token each, the model consists only of kernels of step.c. For each number of rows, the
+first such step runs on static buffers while its kernel calls are captured. Later steps copy their batch into these
+buffers and make the same calls from C. Without this, a Python call between two products takes some 30 us, because the
+weights have just evicted the interpreter from the caches.
 """
 
 from __future__ import annotations
@@ -24,81 +24,73 @@ from quire.worker.batch import Batcher
 from quire.worker.graphs import Eager, LaunchedStep, Threads
 from quire.worker.staging import Staging
 
-# Functions of torch that compute nothing (contiguous: unless it copies). __get__: attributes, such as shape.
+# Functions of torch that compute nothing (contiguous: unless it copies). __get__ reads attributes, such as shape.
 _HARMLESS = {
     "__get__", "contiguous", "data_ptr", "empty_like", "new_empty", "numel", "stride", "view",
 }  # fmt: skip
-_COPIED = (
-    "input_ids",
-    "positions",
-    "kv_slots",
-    "seq_lens",
-    "slots",
-)  # what kernels read, besides the block table
+# Fields of a batch that kernels read, besides the block table.
+_COPIED = ("input_ids", "positions", "kv_slots", "seq_lens", "slots")
 
 
 @dataclass(slots=True)
-class _CapturedStep:
-    batch: ForwardBatch  # static
+class CapturedStep:
+    """Kernel calls of one step, and the buffers that they read and write."""
+
+    batch: ForwardBatch  # in static buffers
     logits: torch.Tensor
-    again: Callable[[], None]
+    replay: Callable[[], None]
 
 
 class CpuReplay:
-    """Replays what it can; `eager` runs the rest."""
+    """Launcher that replays captured steps of up to `FEW_ROWS` rows with one token each. `eager` runs the others."""
 
     def __init__(
-        self,
-        eager: Eager,
-        model: Model,
-        batcher: Batcher,
-        kernels: CpuKernels,
-        threads: Threads,
+        self, eager: Eager, model: Model, batcher: Batcher, kernels: CpuKernels, threads: Threads
     ) -> None:
         self._eager, self._model, self._batcher = eager, model, batcher
         self._kernels, self._threads = kernels, threads
-        self._recordings: dict[int, _CapturedStep] = {}  # by rows
-        self._computes_in_torch = False  # some of the model is not kernels, so it cannot be recorded
+        self.captured: dict[int, CapturedStep] = {}  # by rows
+        self._computes_in_torch = False  # part of the model is not a kernel, so the model cannot be captured
+
+    @property
+    def can_capture(self) -> bool:
+        """True until a step turns out to compute something in torch."""
+        return not self._computes_in_torch
 
     def launch(self, plan: StepPlan, staging: Staging) -> LaunchedStep:
         rows = len(plan.slots)
         if (
             self._computes_in_torch
-            or self._kernels.span  # a profiler wants to see them
-            or not 0 < plan.total_tokens == rows <= FEW_ROWS  # more are multiplied by oneDNN
+            or self._kernels.span  # a profiler times each kernel
+            or not 0 < plan.total_tokens == rows <= FEW_ROWS  # oneDNN multiplies more rows
             or not plan.samples.all()
             or plan.keeps_hidden
         ):
             return self._eager.launch(plan, staging)
         self._threads.use_for(rows)
         step, batch = self._batcher.build(plan, staging)
-        recording = self._recordings.get(rows)
-        if recording is None:
-            return LaunchedStep(step, self._record(rows, batch))
-        _copy(batch, recording.batch)
-        recording.again()
-        return LaunchedStep(step, recording.logits)
+        captured = self.captured.get(rows)
+        if captured is None:
+            return LaunchedStep(step, self._capture(rows, batch))
+        _copy(batch, captured.batch)
+        captured.replay()
+        return LaunchedStep(step, captured.logits)
 
     def warm_up(self, staging: Staging) -> bool:
         return False
 
     def drop_graphs(self) -> None:
-        self._recordings.clear()
+        self.captured.clear()
 
-    def _record(self, rows: int, batch: ForwardBatch) -> torch.Tensor:
-        """Run the step, and keep its calls if they are all there is to it."""
-        fixed = self._static(batch)
-        with _Operators() as operators:
-            logits, again = self._kernels.record(lambda: self._model.logits(self._model(fixed)))
+    def _capture(self, rows: int, batch: ForwardBatch) -> torch.Tensor:
+        """Run the step and return its logits. Keep its kernel calls if they are all that it computes."""
+        static = replace(batch, **{name: getattr(batch, name).clone() for name in _COPIED})
+        with _TorchOperators() as operators:
+            logits, replay = self._kernels.record(lambda: self._model.logits(self._model(static)))
         self._computes_in_torch = bool(operators.names)
         if not self._computes_in_torch:
-            self._recordings[rows] = _CapturedStep(fixed, logits, again)
+            self.captured[rows] = CapturedStep(static, logits, replay)
         return logits
-
-    @staticmethod
-    def _static(batch: ForwardBatch) -> ForwardBatch:
-        """Return the same batch in memory of its own."""
-        return replace(batch, **{name: getattr(batch, name).clone() for name in _COPIED})
 
 
 def _copy(batch: ForwardBatch, to: ForwardBatch) -> None:
@@ -106,8 +98,8 @@ def _copy(batch: ForwardBatch, to: ForwardBatch) -> None:
         getattr(to, name).copy_(getattr(batch, name))
 
 
-class _Operators(TorchFunctionMode):
-    """The names of what is called of torch within, if it computes anything."""
+class _TorchOperators(TorchFunctionMode):
+    """Context that collects the names of the torch functions called in it that compute anything."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,7 +1,8 @@
-"""An executor without a model that answers each request with its own prompt. No torch.
+"""The executor of `quire serve --dry-run`: it answers each request with its own prompt. No model, no torch.
 
-For developing and testing clients and the server: what a request gets depends on nothing but its prompt, so
-answers are known beforehand, however requests are batched, preempted or cached.
+It serves the development and the tests of clients and the server: an answer depends only on its prompt, however
+requests are batched, preempted or cached. The top-level `dry_run.py` builds the engine around it.
+`constant_executor.py` is simpler and measures the host's own cost per step; `executor.py` runs a real model.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ _HIDDEN = 32
 
 
 class _DelayedHandle:
+    """Handle whose result is ready at `ready_s` of the monotonic clock."""
+
     def __init__(self, result: StepResult, ready_s: float) -> None:
         self._result, self._ready_s = result, ready_s
 
@@ -28,23 +31,23 @@ class _DelayedHandle:
 
 
 class EchoExecutor:
-    """A request gets the tokens of its prompt but those in `left_out`, then `eos` again and again.
+    """Executor whose answers are the tokens of the prompt except those in `left_out`, then `eos` repeatedly.
 
-    A step takes `step_s` seconds. Log-probabilities are made up: -0.1 for the chosen token (rank 1), then
-    -1, -2 ... for the ids that follow it. So are hidden states, of which each token has one.
+    A step takes `step_s` seconds. Log-probabilities are artificial: -0.1 for the chosen token (rank 1), then -1, -2 ...
+    for the ids that follow it. Hidden states are artificial too, one fixed state for each token id.
     """
 
     def __init__(self, vocab_size: int, eos: int, left_out: frozenset[int], step_s: float = 0.0) -> None:
         self._vocab_size, self._eos, self._left_out, self._step_s = vocab_size, eos, left_out, step_s
         self._answers: dict[int, tuple[int, array[int]]] = {}  # slot -> prompt length, answer
         self._prompts: dict[int, array[int]] = {}
-        self._tops: dict[int, int] = {}  # slot -> alternatives asked for
-        self._takes_last: dict[int, bool] = {}  # slot -> which pooling
+        self._tops: dict[int, int] = {}  # slot -> number of log-probabilities per token
+        self._takes_last: dict[int, bool] = {}  # slot -> pooling is the last token instead of the mean
         self._plans: dict[int, StepPlan] = {}
         self._busy_until_s = 0.0  # steps run one after the other, as on a device
 
     def forward(self, plan: StepPlan) -> None:
-        for admit in plan.admits:
+        for admit in plan.admissions:
             prompt = admit.tokens[: admit.prompt_len]
             params = admit.request.params
             answer = array("i", [t for t in prompt if t not in self._left_out])
@@ -77,13 +80,13 @@ class EchoExecutor:
         return answer[index] if index < len(answer) else self._eos
 
     def _score(self, plan: StepPlan, row: int) -> LogprobArrays:
-        """Of the prompt positions after the first that this row runs."""
+        """Return the log-probabilities of the prompt tokens that follow the tokens of this row."""
         slot, start = int(plan.slots[row]), int(plan.starts[row])
         given = self._prompts[slot][start + 1 : start + 1 + int(plan.num_tokens[row])]
         return self._logprobs(given.tolist(), self._tops[slot])
 
     def _pooled(self, plan: StepPlan, row: int) -> np.ndarray:
-        """Of the whole prompt."""
+        """Return the pooled state of the whole prompt."""
         slot = int(plan.slots[row])
         tokens = np.array(self._prompts[slot], np.float32)
         states = np.cos((1 + tokens[:, None]) * np.arange(1, 1 + _HIDDEN, dtype=np.float32))

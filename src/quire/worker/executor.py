@@ -1,4 +1,4 @@
-"""The local executor: one rank in the caller's own thread, no copies and no messages between them."""
+"""The executor of a real engine: one rank in the caller's thread, without copies or messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from quire.types import StepFailed, StepHandle, StepPlan, TokenMasks
-from quire.worker.out_of_memory import is_out_of_memory
+from quire.worker.memory.out_of_memory import is_out_of_memory
 from quire.worker.runner import Runner
 
 log = logging.getLogger("quire")
@@ -20,47 +20,51 @@ T = TypeVar("T")
 
 
 class DeviceGuard(Protocol):
+    """Factory of contexts in which one device is the thread's current device."""
+
     def __call__(self) -> AbstractContextManager[Any]: ...
 
 
 def device_guard(device: torch.device) -> DeviceGuard:
-    """Return what makes contexts in which `device` is the thread's current one.
+    """Return a factory of contexts in which `device` is the thread's current device.
 
-    CUDA keeps the current device per thread, and kernels, streams, events and pinned memory go by it.
+    CUDA keeps the current device per thread, and kernels, streams, events and pinned memory depend on it.
     """
     return partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
 
 
 class LocalExecutor:
-    """Runs steps on the device of `guard`, whichever thread calls, and leaves the thread's device as it was.
+    """Executor that runs steps on the device of `guard`, in any thread, and restores the thread's current device.
 
-    A lack of memory becomes `StepFailed`, after freeing what can be freed. Any other error ends the engine. The
-    handle of a step needs no guard: its event knows its device.
+    If a step runs out of memory, the executor frees what it can and raises `StepFailed`. Any other error ends the
+    engine. The handle of a step needs no guard, because its event knows its device.
     """
 
     def __init__(self, runner: Runner, guard: DeviceGuard) -> None:
-        self._runner, self._guard = runner, guard
+        self.runner = runner
+        self._guard = guard
         self._failures = 0  # steps in a row that ran out of memory
 
     def forward(self, plan: StepPlan) -> None:
-        self._carry_out(lambda: self._runner.forward(plan))
+        self._guarded(lambda: self.runner.forward(plan))
 
     def sample(self, step: int, masks: TokenMasks | None) -> StepHandle:
-        handle = self._carry_out(lambda: self._runner.sample(step, masks))
+        handle = self._guarded(lambda: self.runner.sample(step, masks))
         self._failures = 0
         return handle
 
     def warm_up(self) -> bool:
         try:
-            return self._carry_out(self._runner.warm_up)
+            return self._guarded(self.runner.warm_up)
         except StepFailed:
             return False
 
     def close(self) -> None:
         with self._guard():
-            del self._runner
+            del self.runner
 
-    def _carry_out(self, work: Callable[[], T]) -> T:
+    def _guarded(self, work: Callable[[], T]) -> T:
+        """Return the result of `work` on the device. Raise StepFailed if it runs out of memory."""
         try:
             with self._guard():
                 return work()
@@ -68,9 +72,9 @@ class LocalExecutor:
             if not is_out_of_memory(error):
                 raise
             reason = (str(error) or type(error).__name__).split("\n")[0]
-        # Behind the handler: until it ends, the traceback keeps the tensors of the step.
+        # After the handler, because until it ends the traceback keeps the tensors of the step alive.
         self._failures += 1
         log.warning("a step ran out of memory: %s", reason)
         with self._guard():
-            self._runner.recover(drop_graphs=self._failures > 1)
+            self.runner.recover(drop_graphs=self._failures > 1)
         raise StepFailed(f"the engine ran out of memory in this request's step ({reason})")

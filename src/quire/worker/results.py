@@ -1,6 +1,8 @@
-"""Results on their way to the host. On CUDA the tokens are written home by the step itself; what else there
-is goes over a side stream into pinned memory, so the compute stream never waits. `StepHandle.wait` is the
-only place where the host does. A handle keeps alive what it copies.
+"""Transfer of results to the host.
+
+On CUDA the last kernel of a step writes the tokens to pinned memory. Other results are copied on a side stream into
+pinned memory, so the compute stream never waits. The host waits only in `StepHandle.wait`. A handle keeps the tensors
+that it copies alive.
 """
 
 from __future__ import annotations
@@ -17,24 +19,25 @@ Arrays = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # ids, values, ranks
 
 @dataclass(slots=True)
 class StepOutput:
-    """Results of one step, for all rows; `samples` says which of them count. Prompt log-probabilities by row."""
+    """Results of one step, for all of its rows."""
 
     step: int
-    samples: np.ndarray  # bool [rows]
-    tokens: torch.Tensor | None  # int32 [rows]
+    samples: np.ndarray  # bool [rows]: the rows whose tokens and log-probabilities are valid
+    tokens: torch.Tensor | None  # int32 [rows]; None until the step has sampled
     logprobs: Arrays | None = None
-    prompt_logprobs: dict[int, Arrays] = field(default_factory=dict)
+    prompt_logprobs: dict[int, Arrays] = field(default_factory=dict)  # by row
     pool_rows: list[int] = field(default_factory=list)
     pooled: torch.Tensor | None = None  # float32 [rows to pool, hidden]
 
     def tensors(self) -> list[torch.Tensor]:
+        """Return all result tensors, in the order that `to_result` expects."""
         scores = [x for arrays in self.prompt_logprobs.values() for x in arrays]
         assert self.tokens is not None
         pooled = () if self.pooled is None else (self.pooled,)
         return [self.tokens, *(self.logprobs or ()), *scores, *pooled]
 
     def to_result(self, host: list[torch.Tensor]) -> StepResult:
-        """Build the result from the tensors of `tensors()` on the host."""
+        """Build the result from host copies of the tensors that `tensors` returns."""
         arrays = iter(x.numpy() for x in host)
         rows = slice(None) if self.samples.all() else self.samples
         tokens = [[token] for token in next(arrays)[rows].tolist()]
@@ -45,7 +48,7 @@ class StepOutput:
 
 
 class HostHandle:
-    """Results that are on the host already."""
+    """Handle of results that are already on the host."""
 
     def __init__(self, output: StepOutput) -> None:
         self._output = output
@@ -55,6 +58,8 @@ class HostHandle:
 
 
 class CudaHandle:
+    """Handle of results on a GPU. Their copy to pinned memory is queued on `stream`, and `done` marks its end."""
+
     def __init__(self, output: StepOutput, stream: torch.cuda.Stream, done: torch.cuda.Event) -> None:
         self._output, self._done = output, done
         self._host = self._source = output.tensors()
@@ -78,13 +83,14 @@ class CudaHandle:
 
 
 class Results:
-    """Makes handles; owns the copy stream, and an event for each of `turns` steps that may be under way."""
+    """Factory of handles. Owns the copy stream, and an event for each of `turns` steps that may be in flight."""
 
     def __init__(self, device: torch.device, turns: int) -> None:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._events = [torch.cuda.Event() for _ in range(turns)] if self._stream else []
 
     def handle(self, output: StepOutput) -> HostHandle | CudaHandle:
+        """Return the handle of a step's results, and start their copy to the host."""
         if self._stream is None:
             return HostHandle(output)
         return CudaHandle(output, self._stream, self._events[output.step % len(self._events)])

@@ -1,8 +1,8 @@
-"""The runner: carries out plans on one device, in two phases, without ever waiting for it.
+"""The runner: execution of step plans on one device, in two phases, without ever waiting for it.
 
-`forward` applies the plan to the slot columns, builds the ragged batch and runs the model up to the logits;
-`sample` turns those into tokens, writes them to the columns and sends them home. Everything is queued
-on one stream, in plan order, which is what makes the scheduler's early release of blocks safe.
+`forward` applies the plan to the slot columns, builds the ragged batch and runs the model up to the logits. `sample`
+turns the logits into tokens, appends these to the columns and sends them to the host. All work is queued on one stream,
+in plan order; that makes it safe for the scheduler to release blocks early.
 """
 
 from __future__ import annotations
@@ -22,8 +22,11 @@ from quire.worker.state import SlotState
 
 
 class Runner:
+    """Execution of step plans on one device: model, launcher, slot columns, sampling and results."""
+
     def __init__(
         self,
+        *,
         model: Model,
         launcher: Launcher,
         batcher: Batcher,
@@ -33,36 +36,47 @@ class Runner:
         results: Results,
         pooler: Pooler,
     ) -> None:
-        self._model, self._launcher, self._batcher = model, launcher, batcher
-        self._state, self._sampler, self._staging, self._results = state, sampler, staging, results
-        self._pooler = pooler
+        self.launcher, self.batcher, self.sampler, self.state = launcher, batcher, sampler, state
+        self._model, self._staging, self._results, self._pooler = model, staging, results, pooler
         self._launched: LaunchedStep | None = None
-        self._score_tops: dict[int, int] = {}  # slot -> top alternatives of its prompt log-probabilities
+        self._score_tops: dict[int, int] = {}  # by slot: number of prompt log-probabilities per token
 
     @torch.inference_mode()
     def forward(self, plan: StepPlan) -> None:
+        """Queue the step of `plan` up to its logits."""
         self._staging.begin()
-        self._state.apply(plan, self._staging)
-        for admit in plan.admits:
-            self._sampler.admit(admit.slot, admit.request)
+        self.state.apply(plan, self._staging)
+        for admit in plan.admissions:
+            self.sampler.admit(admit.slot, admit.request)
             self._score_tops[admit.slot] = admit.request.params.prompt_logprobs or 0
             self._pooler.admit(admit.slot, admit.request)
-        if plan.admits:
-            self._sampler.flush()
-        self._launched = self._launcher.launch(plan, self._staging)
+        if plan.admissions:
+            self.sampler.flush()
+        self._launched = self.launcher.launch(plan, self._staging)
 
     @torch.inference_mode()
     def sample(self, step_id: int, masks: TokenMasks | None) -> StepHandle:
+        """Queue the sampling of the step that `forward` has queued last.
+
+        Args:
+            step_id: number of that step.
+            masks: tokens allowed by structured output, if any row has a constraint.
+
+        Returns:
+            A handle whose `wait` returns the results.
+        """
         launched = self._launched
         assert launched is not None and launched.step.plan.step == step_id, (
-            "sample must follow its own forward"
+            "sample must follow the forward of the same step"
         )
         self._launched = None
         step, plan = launched.step, launched.step.plan
         output = StepOutput(step_id, plan.samples, step.tokens_host)
-        assert masks is None or launched.logits is not None, "a step with masks is not sampled by a graph"
+        assert masks is None or launched.logits is not None, (
+            "a step with masks must be sampled outside of its graph"
+        )
         if launched.logits is not None:
-            out = self._sampler.sample(launched.logits, plan.slots, step.slots, masks)
+            out = self.sampler.sample(launched.logits, plan.slots, step.slots, masks)
             output.logprobs = out.logprobs
             for row in plan.score_rows:
                 output.prompt_logprobs[row] = self._score(launched, row)
@@ -70,33 +84,36 @@ class Runner:
                 assert launched.hidden is not None
                 output.pool_rows = plan.pool_rows
                 output.pooled = self._pooler.pool(plan, launched.hidden, self._staging)
-            self._batcher.advance(step, out.tokens)
+            self.batcher.advance(step, out.tokens)
             if step.tokens_host is None:
                 output.tokens = out.tokens
         return self._results.handle(output)
 
     @torch.inference_mode()
     def warm_up(self) -> bool:
-        return self._launcher.warm_up(self._staging)
+        """Make one later step cheaper while the engine is idle. Return False if nothing is left to do."""
+        return self.launcher.warm_up(self._staging)
 
     @torch.inference_mode()
     def recover(self, drop_graphs: bool) -> None:
-        """Be ready for the next step after one that failed in the middle, and give back what memory it left.
+        """Prepare for the next step after one that failed half-way, and release the memory that it held.
 
-        Steps that were launched before it are not affected. Columns of its slots are not right: they are overwritten
-        when the slots get new owners.
+        Steps launched before it are not affected. The columns of its slots are invalid until new owners overwrite them.
         """
         self._launched = None
-        self._batcher.recover()
+        self.batcher.recover()
         if drop_graphs:
-            self._launcher.drop_graphs()
+            self.launcher.drop_graphs()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.current_stream().synchronize()
             torch.cuda.empty_cache()
 
     def _score(self, launched: LaunchedStep, row: int) -> Arrays:
-        """Log-probabilities of the token after each token of a row (the last may be beyond the prompt)."""
-        plan, state, hidden = launched.step.plan, self._state, launched.hidden
+        """Compute the log-probability of the token after each token of a row.
+
+        The last of them may be beyond the prompt.
+        """
+        plan, state, hidden = launched.step.plan, self.state, launched.hidden
         assert hidden is not None
         begin, slot = int(plan.num_tokens[:row].sum()), int(plan.slots[row])
         end = begin + int(plan.num_tokens[row])
@@ -107,6 +124,6 @@ class Runner:
         for at in range(begin, end, most):
             stop = min(at + most, end)
             logits = self._model.logits(hidden[at:stop])
-            parts.append(self._sampler.prompt_logprobs(logits, targets[at - begin : stop - begin], top))
+            parts.append(self.sampler.prompt_logprobs(logits, targets[at - begin : stop - begin], top))
         ids, values, ranks = (torch.cat(column) for column in zip(*parts))
         return ids, values, ranks

@@ -1,7 +1,7 @@
-"""Host-to-device copies: integers of one step packed into one transfer from a pinned ring.
+"""Host-to-device copies: all integers of a step in one transfer from a ring of pinned buffers.
 
-With `depth` steps in flight, depth + 1 ring entries are enough: when an entry comes round again, its
-step has been retired, so its copy is long done. On the CPU the arrays are used where they are.
+With `depth` steps in flight, depth + 1 ring entries are enough: when an entry is used again, its step has been retired,
+so its copy is done. On a CPU the arrays are used in place.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import torch
 
 
 class Staging:
+    """Ring of pinned buffers, one for each of `depth` steps in flight and one more."""
+
     def __init__(self, device: torch.device, depth: int) -> None:
         self._device = device
         self._pinned = device.type == "cuda"
@@ -24,7 +26,7 @@ class Staging:
         self._used = 0
 
     def send(self, *arrays: np.ndarray) -> tuple[torch.Tensor, ...]:
-        """The arrays as int64 device tensors; one copy for all of them."""
+        """Copy the arrays to the device in one transfer and return them as int64 tensors."""
         if not self._pinned:
             return tuple(torch.from_numpy(np.ascontiguousarray(a, np.int64)) for a in arrays)
         sizes = [a.size for a in arrays]
@@ -48,7 +50,7 @@ class Staging:
     def _reserve(self, count: int) -> torch.Tensor:
         ring = self._ring[self._entry]
         if self._used + count > ring.shape[0]:
-            # The old buffer may still be read by a copy in flight; torch's pinned allocator waits for that.
+            # A copy in flight may still read the old buffer; torch's pinned allocator waits for it.
             ring = torch.empty(max(2 * count, 1 << 16), dtype=torch.int64, pin_memory=True)
             self._ring[self._entry], self._used = ring, 0
         part = ring[self._used : self._used + count]

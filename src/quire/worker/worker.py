@@ -1,16 +1,17 @@
-"""One rank: its device, its model, and the memory that its slots and blocks take.
+"""One rank: its device, its model, and the memory of its slots and blocks.
 
-Made in two steps, because the KV cache gets what the weights leave: construction loads the model,
-`allocate` makes the runner once the number of blocks is known.
+A worker is built in two steps, because the KV cache gets the memory that the weights leave: the constructor takes the
+loaded model, and `allocate` makes the runner once the number of blocks is known.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from quire.attention.base import KV, AttentionBackend
-from quire.config import EngineConfig
 from quire.kernels import Kernels, available
 from quire.kernels.cpu.ops import CpuKernels
 from quire.models.decoder import Model
@@ -18,232 +19,280 @@ from quire.sampling.sampler import Sampler
 from quire.types import StepPlan
 from quire.worker.batch import Batcher, KernelBatcher, TorchBatcher
 from quire.worker.cpu_replay import CpuReplay
-from quire.worker.graphs import MOST_GRAPHS, CudaGraphs, Eager, Launcher, Threads
-from quire.worker.kv_cache import KVCache
+from quire.worker.graphs import MAX_GRAPHS, CudaGraphs, Eager, GraphLimits, Launcher, Threads
+from quire.worker.memory.kv_cache import KVCache
+from quire.worker.memory.sizing import KVSize, MemoryPlanner, gpu_memory
 from quire.worker.pooling import Pooler
 from quire.worker.results import Results
 from quire.worker.runner import Runner
-from quire.worker.sizing import KVSize, cpu_step_bytes, gpu_memory, sampling_bytes
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
 
-_GRAPH_TOKENS = 2048  # the longest step with prompts that is captured if that takes padding
-_FULL_TOKENS = 8192  # and without padding: launching a longer one takes less than running it
-_ROWS_WITH_KERNELS = (2, 4, 8, 16, 32, 64)  # numbers of rows, each for a range with kernels of its own
-_FEW_TOKENS = 16  # of a step with a prompt that has kernels of its own
+_PADDED_GRAPH_TOKENS = 2048  # the longest step with prompts that is captured with padding
+_FULL_GRAPH_TOKENS = 8192  # and without padding: launching a longer step takes less time than running it
+_KERNEL_ROW_COUNTS = (2, 4, 8, 16, 32, 64)  # one row count from each range that has its own kernels
+_SHORT_PROMPT_TOKENS = 16  # of a step with a prompt that has its own kernels
 _GRAPH_BYTES_PER_LAYER = 46 << 10  # of a captured step (measured: up to 1.3 MiB with 28 layers)
-_PROMPT_TOKENS = 128  # of the request that is rehearsed
+_REHEARSED_TOKENS = 128  # of the prompt that is rehearsed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchOptions:
+    """Ways in which a worker may launch steps."""
+
+    depth: int  # steps in flight at once
+    cuda_graphs: bool = True  # replay captured steps on a GPU, if the attention back end can be captured
+    cpu_replay: bool = True  # replay captured steps on a CPU with C kernels
+    cpu_threads: int | None = None  # None: all cores, or one for a small step
 
 
 class Worker:
-    """`config` is resolved; `model` lives on `device` and computes in `dtype`."""
+    """One rank of an engine.
+
+    Args:
+        model: lives on `memory.device` and computes in `memory.dtype`.
+        memory: sizes of steps, slot columns and blocks; its `limits.max_model_len` fits beside the weights.
+        kernels: the set that the model's layers use; None is plain PyTorch.
+    """
 
     def __init__(
         self,
-        config: EngineConfig,
         model: Model,
         backend: AttentionBackend,
-        device: torch.device,
-        dtype: torch.dtype,
-        depth: int,
+        memory: MemoryPlanner,
+        options: LaunchOptions,
         kernels: Kernels | None = None,
     ) -> None:
-        self._kernels = kernels
-        self.config, self.model, self.device = config, model, device
-        self._backend, self._dtype, self._depth = backend, dtype, depth
+        self.model, self.device, self.memory = model, memory.device, memory
+        self._limits, self._layout, self._dtype = memory.limits, memory.layout, memory.dtype
+        self._backend, self._options, self._kernels = backend, options, kernels
         self._graph_bytes = 0  # of the memory that captured steps share
-        self._blocks: list[KV] = []
+        self.blocks: list[KV] = []  # of each layer; empty until `allocate`
         self._columns: SlotState | None = None
-        self.reserved_bytes = 0  # as `measure` found
+        self.reserved_bytes = 0  # the last result of `measure`
 
     def compile_kernels(self) -> None:
-        """Have the kernels of usual steps compiled side by side, or found on disk, and loaded."""
-        config = self.config
-        if not available(self.device) or config.kv_layout != "paged":  # elsewhere a single page can be huge
+        """Compile the kernels of common steps in parallel, or find them on disk, and load them."""
+        if (
+            not available(self.device) or not self._layout.paged
+        ):  # in other layouts a single block can be huge
             return
         # Imported here: an installation for CPUs has no Triton.
         from quire.kernels.ahead import side_by_side
 
-        rows, per_row = self._largest_step()
-        size = self._scratch_size(per_row)
-        blocks = self._make_blocks(size)
-        eager = self._make_runner(size, blocks, graphs=False)
-        usual = self._make_runner(size, blocks, config.cuda_graphs)
+        rows, per_row = self.largest_step()
+        size = self.scratch_size()
+        blocks = self.make_blocks(size)
+        eager = self.make_runner(size, blocks, graphs=False)
+        usual = self.make_runner(size, blocks, self._options.cuda_graphs)
         with side_by_side(self.device) as missing:
-            _run(eager, min(rows, 16), per_row)  # as 16 rows, so any other multiple of 16
+            run_step(eager, min(rows, 16), per_row)  # any other multiple of 16 rows uses the same kernels
             self._run_request(usual, size)
         if missing:  # then those of other sizes are not on disk either: better now than while requests wait
             with side_by_side(self.device):
-                self._run_prompt(usual, size, _FEW_TOKENS)
-                for few in _ROWS_WITH_KERNELS:
-                    if few <= rows:
-                        _run(usual, few, 1)
+                self._run_prompt(usual, size, _SHORT_PROMPT_TOKENS)
+                for count in _KERNEL_ROW_COUNTS:
+                    if count <= rows:
+                        run_step(usual, count, 1)
         del eager, usual, blocks
         torch.cuda.empty_cache()
 
     def measure(self) -> int:
-        """Return, and keep, the bytes that steps take beyond weights, KV blocks and slot columns.
+        """Return the bytes that steps take beyond weights, KV blocks and slot columns, and keep them.
 
-        That is buffers, activations, sampling and captured graphs. On CUDA the first two are measured; on a CPU all
-        is estimated.
+        These are buffers, activations, sampling and captured graphs. On CUDA the first two are measured; on a CPU all
+        of them are estimated.
         """
         on_cpu = self.device.type != "cuda"
-        self.reserved_bytes = self._estimated_bytes() if on_cpu else self._measured_bytes()
+        self.reserved_bytes = self.memory.cpu_step_bytes() if on_cpu else self._measured_bytes()
         return self.reserved_bytes
 
-    def _estimated_bytes(self) -> int:
-        return cpu_step_bytes(self.config, self.model.spec, self._dtype)
-
     def _measured_bytes(self) -> int:
-        rows, per_row = self._largest_step()
-        size = self._scratch_size(per_row)
-        blocks, columns = self._make_blocks(size), self._columns_for(size)
-        # Not the whole device: another engine in this process may be capturing a graph, which forbids that.
+        rows, per_row = self.largest_step()
+        size = self.scratch_size()
+        blocks, columns = self.make_blocks(size), self._columns_for(size)
+        # Only this stream: another engine in this process may be capturing a graph, which forbids a device-wide wait.
         torch.cuda.current_stream(self.device).synchronize()
         begin = torch.cuda.memory_allocated(self.device)
-        runner = self._make_runner(size, blocks, graphs=False)
+        runner = self.make_runner(size, blocks, graphs=False)
         torch.cuda.reset_peak_memory_stats(self.device)
         before = torch.cuda.memory_allocated(self.device)
-        _run(runner, rows, per_row)
+        run_step(runner, rows, per_row)
         peak = torch.cuda.max_memory_allocated(self.device) - before
         del runner, blocks, columns
-        self._columns = None  # made anew once the context is known
+        self._columns = None  # rebuilt when the context is known
         torch.cuda.empty_cache()
-        sampling = sampling_bytes(self.config, self.model.spec.vocab_size, self._dtype)
+        sampling = self.memory.sampling_bytes()
         return before - begin + max(peak, sampling) + self._bytes_of_graphs(peak, rows * per_row)
 
-    def _largest_step(self) -> tuple[int, int]:
-        """(rows, tokens of each): no row is longer than a context without the token that is sampled."""
-        config = self.config
-        tokens, rows = config.max_num_batched_tokens or 1, config.max_num_seqs or 1
-        rows = min(rows, tokens)
-        return rows, min(tokens // rows, max((config.max_model_len or 1) - 1, 1))
+    def largest_step(self) -> tuple[int, int]:
+        """Return the rows of the largest step, and the tokens of each row.
 
-    def _scratch_size(self, per_row: int) -> KVSize:
-        """A single block, which all positions share, in tables of the real width: other numbers would need
-        kernels of their own. Elsewhere than in the paged layout, a page that is just long enough."""
-        if self.config.kv_layout == "paged":
-            return KVSize(1, self.config.block_size, 0, self.config.max_model_len or 1)
+        A row is at most one token shorter than the context, which must also hold the sampled token.
+        """
+        limits = self._limits
+        rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        return rows, min(limits.max_num_batched_tokens // rows, max(limits.max_model_len - 1, 1))
+
+    def scratch_size(self) -> KVSize:
+        """Return the size of a KV cache of one block, for steps whose results are not used.
+
+        In the paged layout all positions share the block, in block tables of the real width: another width would need
+        other kernels. In other layouts the block is as long as a row of the largest step.
+        """
+        if self._layout.paged:
+            max_len = self._limits.max_model_len
+            return KVSize(1, self._layout.block_size(max_len), 0, max_len)
+        _, per_row = self.largest_step()
         return KVSize(1, per_row + 1, 0, per_row + 1)
 
     def _bytes_of_graphs(self, largest_step: int, tokens: int) -> int:
-        """Return the memory of captured steps, and note how much of it they share: they run one at a time, so their
-        activations are cut from one block. `largest_step` is what one of `tokens` tokens takes."""
-        config = self.config
-        if not (config.cuda_graphs and self._backend.capturable):
-            return 0
-        longest = min(config.max_num_batched_tokens or 1, _FULL_TOKENS)
-        logits = (config.max_num_seqs or 1) * self.model.spec.vocab_size * self._dtype.itemsize
-        self._graph_bytes = largest_step * min(longest, tokens) // tokens + 2 * logits
-        return self._graph_bytes + logits + self._most_graphs() * self._bytes_per_graph()
+        """Return the memory of captured steps, and keep the part that they share.
 
-    def _most_graphs(self) -> int:
-        """Return how many steps are captured at most: graphs take at most a hundredth of the device's memory."""
-        return min(MOST_GRAPHS, gpu_memory(self.device) // 100 // self._bytes_per_graph())
+        Captured steps run one at a time, so their activations are cut from one allocation. `largest_step` is the bytes
+        of an eager step of `tokens` tokens.
+        """
+        limits = self._limits
+        if not (self._options.cuda_graphs and self._backend.capturable):
+            return 0
+        longest = min(limits.max_num_batched_tokens, _FULL_GRAPH_TOKENS)
+        logits = limits.max_num_seqs * self.model.spec.vocab_size * self._dtype.itemsize
+        self._graph_bytes = largest_step * min(longest, tokens) // tokens + 2 * logits
+        return self._graph_bytes + logits + self._max_graphs() * self._bytes_per_graph()
+
+    def _max_graphs(self) -> int:
+        """Return the most steps to capture: graphs take at most a hundredth of the device's memory."""
+        return min(MAX_GRAPHS, gpu_memory(self.device) // 100 // self._bytes_per_graph())
 
     def _bytes_per_graph(self) -> int:
         return _GRAPH_BYTES_PER_LAYER * self.model.spec.num_layers
 
     def allocate(self, size: KVSize) -> Runner:
-        """The runner, with KV blocks of `size` and columns for every slot."""
-        self._blocks = self._make_blocks(size)
-        return self._make_runner(size, self._blocks, self.config.cuda_graphs)
+        """Allocate `blocks` of `size` and return the engine's runner, with columns for every request slot."""
+        self.blocks = self.make_blocks(size)
+        return self.make_runner(size, self.blocks, self._options.cuda_graphs)
 
     def rehearse(self, runner: Runner, size: KVSize) -> None:
-        """Run what a first request would, so that everything it takes is there. The weights need not be."""
+        """Run a first request, so that everything it needs is loaded. The weights may still be undefined."""
         self._run_request(runner, size)
-        # Admission overwrites a slot's columns, but not its blocks, and what lies behind the end of a
-        # request must be finite. A slot without an owner uses the first block, padding the last.
-        for pair in self._blocks:
+        # Admission overwrites a slot's columns but not its blocks, and the entries after the end of a request must be
+        # finite. A slot without an owner uses the first block, padding the last.
+        for pair in self.blocks:
             for blocks in pair:
                 blocks[0].zero_()
                 blocks[-1].zero_()
 
     def _run_request(self, runner: Runner, size: KVSize) -> None:
-        """A short prompt, and a token after it."""
-        if tokens := self._run_prompt(runner, size, _PROMPT_TOKENS):
-            _run(runner, 1, 1, before=tokens)
+        """Run a short prompt and one decode step."""
+        if tokens := self._run_prompt(runner, size, _REHEARSED_TOKENS):
+            run_step(runner, 1, 1, before=tokens)
 
     def _run_prompt(self, runner: Runner, size: KVSize, tokens: int) -> int:
-        """So many tokens, or as many as fit; how many there were."""
-        tokens = min(tokens, size.max_model_len - 1, self.config.max_num_batched_tokens or 1)
+        """Run one row of `tokens` tokens, clipped to what fits. Return the number of tokens run."""
+        tokens = min(tokens, size.max_model_len - 1, self._limits.max_num_batched_tokens)
         if tokens > 0:
-            _run(runner, 1, tokens)
+            run_step(runner, 1, tokens)
         return tokens
 
-    def _make_blocks(self, size: KVSize) -> list[KV]:
+    def make_blocks(self, size: KVSize) -> list[KV]:
+        """Allocate the KV blocks of all layers, and one more block for the dummy slot."""
         first = self.model.attention_layers[0]
         cache = KVCache(
             self._backend,
-            len(self.model.attention_layers),
-            size.num_blocks + 1,  # the last block is the dummy slot's
-            size.block_size,
-            first.num_kv_heads,
-            first.head_dim,
-            self._dtype,
-            self.device,
-            self.config.kv_layout != "none",
+            num_layers=len(self.model.attention_layers),
+            num_blocks=size.num_blocks + 1,
+            block_size=size.block_size,
+            num_kv_heads=first.num_kv_heads,
+            head_dim=first.head_dim,
+            dtype=self._dtype,
+            device=self.device,
+            keeps_kv=self._layout.keeps_kv,
         )
         return cache.layers
 
     def _columns_for(self, size: KVSize) -> SlotState:
-        """Return the slot columns, empty. All runners use one set, for it can take gigabytes."""
-        slots, max_blocks = self.config.max_num_seqs or 1, -(-size.max_model_len // size.block_size)
+        """Return empty slot columns. All runners use one set, because it can take gigabytes."""
+        slots, max_blocks = self._limits.max_num_seqs, -(-size.max_model_len // size.block_size)
         if self._columns is None or self._columns.shape != (slots, size.max_model_len, max_blocks):
             self._columns = None
-            keeps_kv = self.config.kv_layout != "none"
-            self._columns = SlotState(slots, size.max_model_len, max_blocks, keeps_kv, self.device)
-        self._columns.clear(size.num_blocks)
+            self._columns = SlotState(
+                slots, size.max_model_len, max_blocks, keeps_kv=self._layout.keeps_kv, device=self.device
+            )
+        self._columns.clear(dummy_block=size.num_blocks)
         return self._columns
 
-    def _make_runner(self, size: KVSize, blocks: list[KV], graphs: bool) -> Runner:
-        model, config, device = self.model, self.config, self.device
+    def make_runner(self, size: KVSize, blocks: list[KV], graphs: bool) -> Runner:
+        """Return a runner over `blocks`. It takes the slot columns from every earlier runner.
+
+        Args:
+            graphs: replay captured steps on a GPU, if the attention back end can be captured.
+        """
+        model, device = self.model, self.device
         state = self._columns_for(size)
-        num_slots = state.dummy
-        sampler = Sampler(state, model.spec.vocab_size, num_slots + 1, device)
-        turns = self._depth + 1
-        launcher: Launcher
+        sampler = Sampler(state, model.spec.vocab_size, state.dummy + 1, device)
+        turns = self._options.depth + 1
         batcher: Batcher
+        launcher: Launcher
         if available(device):
-            tokens = max(config.max_num_batched_tokens or 1, num_slots)
-            batcher = KernelBatcher(
-                state, self._backend, blocks, size.block_size, tokens, num_slots, turns, device
-            )
+            batcher = kernel_batcher = self._kernel_batcher(state, size, blocks, turns)
             launcher = Eager(model, batcher)
             if graphs and self._backend.capturable:
-                budget = config.max_num_batched_tokens or 1
-                launcher = CudaGraphs(
-                    launcher,
-                    model,
-                    batcher,
-                    sampler,
-                    num_slots,
-                    min(budget, _GRAPH_TOKENS),
-                    budget if budget <= _FULL_TOKENS else 0,
-                    self._graph_bytes,
-                    self._most_graphs(),
-                    self._dtype,
-                    device,
-                )
+                limits = self._graph_limits()
+                launcher = CudaGraphs(launcher, model, kernel_batcher, sampler, limits, self._dtype, device)
         else:
             batcher = TorchBatcher(state, self._backend, blocks, size.block_size)
             threads = self._threads()
             launcher = eager = Eager(model, batcher, threads)
-            if threads and isinstance(self._kernels, CpuKernels) and config.cpu_replay:
+            if threads and isinstance(self._kernels, CpuKernels) and self._options.cpu_replay:
                 launcher = CpuReplay(eager, model, batcher, self._kernels, threads)
-        staging, results = Staging(device, self._depth), Results(device, turns)
-        pooler = Pooler(state.dummy + 1, device)
-        return Runner(model, launcher, batcher, state, sampler, staging, results, pooler)
+        return Runner(
+            model=model,
+            launcher=launcher,
+            batcher=batcher,
+            state=state,
+            sampler=sampler,
+            staging=Staging(device, self._options.depth),
+            results=Results(device, turns),
+            pooler=Pooler(state.dummy + 1, device),
+        )
+
+    def _kernel_batcher(self, state: SlotState, size: KVSize, blocks: list[KV], turns: int) -> KernelBatcher:
+        max_rows = state.dummy
+        return KernelBatcher(
+            state,
+            self._backend,
+            blocks,
+            block_size=size.block_size,
+            max_tokens=max(self._limits.max_num_batched_tokens, max_rows),
+            max_rows=max_rows,
+            turns=turns,
+            device=self.device,
+        )
+
+    def _graph_limits(self) -> GraphLimits:
+        budget = self._limits.max_num_batched_tokens
+        return GraphLimits(
+            max_rows=self._limits.max_num_seqs,
+            max_tokens=min(budget, _PADDED_GRAPH_TOKENS),
+            full_tokens=budget if budget <= _FULL_GRAPH_TOKENS else 0,
+            shared_bytes=self._graph_bytes,
+            max_graphs=self._max_graphs(),
+        )
 
     def _threads(self) -> Threads | None:
         if self.device.type != "cpu":
             return None
-        return Threads(self.model.spec.num_parameters, self.config.cpu_threads)
+        return Threads(self.model.spec.num_parameters, self._options.cpu_threads)
 
 
-def _run(runner: Runner, rows: int, per_row: int, before: int = 0) -> None:
-    """A greedy step of `rows` rows with `per_row` tokens each, in slots that nobody has been admitted to and
-    that have run `before` tokens."""
+def run_step(runner: Runner, rows: int, per_row: int, before: int = 0) -> None:
+    """Run a greedy step in slots without an owner, and wait for it.
+
+    Args:
+        rows: number of rows; row i uses slot i.
+        per_row: new tokens of each row.
+        before: tokens that the slots have already run.
+    """
     plan = StepPlan(
         step=0,
         slots=np.arange(rows, dtype=np.int32),
@@ -251,7 +300,7 @@ def _run(runner: Runner, rows: int, per_row: int, before: int = 0) -> None:
         num_drafts=np.zeros(rows, np.int32),
         starts=np.full(rows, before, np.int32),
         samples=np.ones(rows, np.bool_),
-        admits=[],
+        admissions=[],
         new_blocks=[],
         total_tokens=rows * per_row,
         max_seq_len=before + per_row,

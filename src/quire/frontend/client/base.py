@@ -1,7 +1,7 @@
-"""Engine clients: one protocol, with the engine in this process or in another one (process_client.py).
+"""The engine client protocol, and the client of an engine in this process (process.py has the other one).
 
-A client sends EngineRequests and receives EngineOutputs; a request that the engine refuses comes back as
-an output with finish_reason "error". When the engine dies every call raises EngineDead with the cause.
+A client sends EngineRequests and receives EngineOutputs. A request that the engine refuses comes back as an output
+with finish_reason "error". After the engine has died, every call raises EngineDead with the cause.
 """
 
 from __future__ import annotations
@@ -13,53 +13,71 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, Protocol
 
-from quire.types import EngineDead, EngineInfo, EngineOutput, EngineRequest, QuireError, RequestError
+from quire.types import (
+    EngineDead,
+    EngineInfo,
+    EngineOutput,
+    EngineRequest,
+    QuireError,
+    RequestError,
+    RequestFailure,
+)
 
 if TYPE_CHECKING:
     from quire.core.engine import Engine
 
 
 class EngineClient(Protocol):
+    """A connection to one engine, used by one thread."""
+
     info: EngineInfo
 
-    def add(self, request: EngineRequest) -> None: ...
-
-    def abort(self, ids: list[str]) -> None: ...
-
-    def poll(self, timeout_s: float) -> list[EngineOutput]:
-        """Outputs that are there, waiting at most `timeout_s` for the first."""
+    def add(self, request: EngineRequest) -> None:
+        """Send a request to the engine."""
         ...
 
-    def close(self) -> None: ...
+    def abort(self, ids: list[str]) -> None:
+        """End the requests with these ids. Ids of finished requests are ignored."""
+        ...
+
+    def poll(self, timeout_s: float) -> list[EngineOutput]:
+        """Return the available outputs, waiting up to `timeout_s` for the first one."""
+        ...
+
+    def close(self) -> None:
+        """Stop the engine and free its memory."""
+        ...
 
 
 @contextlib.contextmanager
-def _whole() -> Iterator[None]:
-    """Ctrl-C takes effect behind this: an engine whose step was left in the middle could not go on. The second one
-    takes effect at once."""
+def _deferred_interrupt() -> Iterator[None]:
+    """Delay the first Ctrl-C until the block ends, because an engine cannot resume an interrupted step.
+
+    A second Ctrl-C takes effect at once.
+    """
     handler = signal.getsignal(signal.SIGINT)
     if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield  # nobody raises anything here
+        yield  # Ctrl-C raises nothing in this thread
         return
-    came = False
+    interrupted = False
 
-    def note(number: int, frame: FrameType | None) -> None:
-        nonlocal came
-        if came:
+    def defer(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        if interrupted:
             handler(number, frame)
-        came = True
+        interrupted = True
 
-    signal.signal(signal.SIGINT, note)
+    signal.signal(signal.SIGINT, defer)
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-    if came:
+    if interrupted:
         handler(signal.SIGINT, None)
 
 
 class InProcessClient:
-    """Runs the step loop inside `poll`."""
+    """An EngineClient whose `poll` runs one step of an engine in this process."""
 
     def __init__(self, engine: Engine, info: EngineInfo) -> None:
         self.engine, self.info = engine, info
@@ -71,7 +89,7 @@ class InProcessClient:
         try:
             self.engine.add(request)
         except RequestError as error:
-            self._refused.append(refusal(request, error))
+            self._refused.append(refused_output(request, error))
 
     def abort(self, ids: list[str]) -> None:
         for request_id in ids:
@@ -82,12 +100,12 @@ class InProcessClient:
         outputs, self._refused = self._refused, []
         try:
             if self.engine.has_work:
-                with _whole():
+                with _deferred_interrupt():
                     outputs += self.engine.step()
                 if not self.engine.has_work:
                     self.engine.check()
         except Exception as error:
-            self._dead = describe(error)
+            self._dead = error_text(error)
             raise EngineDead(f"the engine stopped: {self._dead}") from error
         return outputs
 
@@ -100,11 +118,12 @@ class InProcessClient:
             raise EngineDead(f"the engine stopped: {self._dead}")
 
 
-def refusal(request: EngineRequest, error: RequestError) -> EngineOutput:
-    """The final output of a request that the engine did not take."""
-    return EngineOutput(request.id, [], "error", error=str(error))
+def refused_output(request: EngineRequest, error: RequestError) -> EngineOutput:
+    """Return the final output of a request that the engine refused."""
+    failure = RequestFailure(str(error), param=error.param, code=error.code)
+    return EngineOutput(request.id, [], "error", error=failure)
 
 
-def describe(error: BaseException) -> str:
-    """One line for people: the text of our own errors, class and text of others."""
+def error_text(error: BaseException) -> str:
+    """Return one line that describes `error`: its text, after the class name if it is not a QuireError."""
     return str(error) if isinstance(error, QuireError) else f"{type(error).__name__}: {error}"

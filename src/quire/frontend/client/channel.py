@@ -1,9 +1,9 @@
-"""Messages between two processes over a pair of sockets: whole, in order, and without threads.
+"""Messages between two processes over a pair of sockets, in order and without threads.
 
-    | length, 4 bytes | body | length | body | ...
+    | length, 4 bytes, little-endian | body | length | body | ...
 
-Each end is used by one thread. Sending never waits: what the socket does not take is kept, and goes with the next call
-of any kind. When the other process ends, what it has sent can still be read; then comes EOFError.
+Each end is used by one thread. Sending never blocks: bytes that the socket does not take are kept, and the next call of
+any method sends them. After the other process has ended, its messages can still be read; then EOFError is raised.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import socket
 import time
 from collections import deque
 
-_HEAD = 4
-_READ = 1 << 16  # more would be mapped anew for each read
+_HEADER_BYTES = 4
+_READ_BYTES = 1 << 16  # a larger buffer would be mapped anew for each read
 
 
 def frame(body: bytes) -> bytes:
     """Return the bytes that carry a message."""
-    return len(body).to_bytes(_HEAD, "little") + body
+    return len(body).to_bytes(_HEADER_BYTES, "little") + body
 
 
 class Channel:
-    """Owns one end, and the messages that have arrived at it."""
+    """One end of a connection, with the messages that arrived at it."""
 
     def __init__(self, end: socket.socket) -> None:
         end.setblocking(False)
@@ -32,26 +32,28 @@ class Channel:
         self._end = end
         self._poller = select.poll()
         self._poller.register(end, select.POLLIN)
-        self._arrived: deque[bytes] = deque()
-        self._part = bytearray()  # of a message that has not arrived whole
+        self._messages: deque[bytes] = deque()  # received in full
+        self._partial = bytearray()  # the beginning of the next message
         self._unsent = bytearray()
 
     def fileno(self) -> int:
-        """For who waits for several things: until there is something to read, or room for what is not sent."""
+        """Return the file descriptor, so that an event loop can wait for input or for room to send."""
         return self._end.fileno()
 
     def send(self, body: bytes) -> bool:
-        """Queue a message; whether all of it is sent. It is lost without a word when the other process has ended;
-        reading says so."""
+        """Queue a message. Return whether it was sent completely.
+
+        If the other process has ended, the message is dropped silently; `poll` raises EOFError.
+        """
         return self.send_frames(frame(body))
 
     def send_frames(self, frames: bytes) -> bool:
-        """The same for any number of messages, each made by `frame`, one after the other."""
+        """Queue any number of concatenated messages, each built by `frame`. Return whether all were sent."""
         self._unsent += frames
         return self.flush()
 
     def flush(self) -> bool:
-        """Send what the socket takes now; whether that is all."""
+        """Send as much as the socket takes now. Return whether everything was sent."""
         try:
             del self._unsent[: self._end.send(self._unsent)]
         except BlockingIOError:
@@ -61,9 +63,13 @@ class Channel:
         return not self._unsent
 
     def poll(self, timeout_s: float = 0.0) -> bool:
-        """Whether a message is there, or comes within `timeout_s`. Raises EOFError when none can come any more."""
+        """Wait up to `timeout_s` for a message. Return whether there is one.
+
+        Raises:
+            EOFError: if the other end is closed and all its messages have been received.
+        """
         end_s = time.monotonic() + timeout_s
-        while not self._arrived:
+        while not self._messages:
             self._poller.modify(self._end, select.POLLIN | (select.POLLOUT if self._unsent else 0))
             left_s = end_s - time.monotonic()
             ready = self._poller.poll(max(0.0, left_s * 1000))
@@ -77,29 +83,30 @@ class Channel:
 
     def _read(self) -> None:
         try:
-            data = self._end.recv(_READ)
+            data = self._end.recv(_READ_BYTES)
         except BlockingIOError:
             return
         except OSError:
             data = b""
         if not data:
             raise EOFError("the other end of the channel is closed")
-        part, at = self._part, 0
-        part += data
-        while len(part) - at >= _HEAD:
-            end = at + _HEAD + int.from_bytes(part[at : at + _HEAD], "little")
-            if end > len(part):
+        partial, start = self._partial, 0
+        partial += data
+        while len(partial) - start >= _HEADER_BYTES:
+            body = start + _HEADER_BYTES
+            end = body + int.from_bytes(partial[start:body], "little")
+            if end > len(partial):
                 break
-            self._arrived.append(bytes(part[at + _HEAD : end]))
-            at = end
-        del part[:at]
+            self._messages.append(bytes(partial[body:end]))
+            start = end
+        del partial[:start]
 
     def receive(self) -> bytes:
-        """The next message, once `poll` has said that it is there."""
-        return self._arrived.popleft()
+        """Return the next message. Call it only after `poll` has returned True."""
+        return self._messages.popleft()
 
     def settle(self, timeout_s: float) -> bool:
-        """Wait until all is sent, at most so long; whether it is."""
+        """Wait up to `timeout_s` until everything is sent. Return whether it is."""
         end_s = time.monotonic() + timeout_s
         while self._unsent and (left_s := end_s - time.monotonic()) > 0:
             select.select([], [self._end], [], left_s)

@@ -1,4 +1,4 @@
-"""What travels between a client and an engine process: msgpack, token ids only, one message per step."""
+"""The messages between a client and an engine process: msgpack, token ids instead of text, one message per step."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from quire.types import (
 
 
 class StartEngine(msgspec.Struct, tag=True):
-    """Client to engine, first: the settings to build from.
+    """Client to engine, first: the settings to build the engine from.
 
-    `dry_run_step_s` given: no model is loaded, and each step takes so long (dry_run.py).
+    With `dry_run_step_s` no model is loaded, and each step takes that many seconds (dry_run.py).
     """
 
     config: EngineConfig
@@ -27,22 +27,29 @@ class StartEngine(msgspec.Struct, tag=True):
 
 
 class Add(msgspec.Struct, tag=True):
+    """Client to engine: run this request."""
+
     request: EngineRequest
 
 
 class Abort(msgspec.Struct, tag=True):
+    """Client to engine: end the requests with these ids."""
+
     ids: list[str]
 
 
 class AskStats(msgspec.Struct, tag=True):
-    """Client to engine: answer with Stats, between two steps. `owner`: as of AskLive."""
+    """Client to engine: answer with Stats, between two steps. `owner` is that of AskLive."""
 
     owner: str | None = None
 
 
 class AskLive(msgspec.Struct, tag=True):
-    """Client to engine: answer with Live, between two steps. `since`: the newest step that is known already.
-    `owner`: only requests of this client are told apart; None: all."""
+    """Client to engine: answer with Live, between two steps.
+
+    `since` is the newest step that the client knows. If `owner` names an API client, only its requests are listed
+    one by one; None lists all.
+    """
 
     since: int
     owner: str | None = None
@@ -53,17 +60,17 @@ class Ping(msgspec.Struct, tag=True):
 
 
 class StopEngine(msgspec.Struct, tag=True):
-    """Client to engine, last."""
+    """Client to engine, last: finish and exit."""
 
 
 class EngineReady(msgspec.Struct, tag=True):
-    """Engine to client: built, and this is what came of it."""
+    """Engine to client: the engine is built and ready."""
 
     info: EngineInfo
 
 
 class Outputs(msgspec.Struct, tag=True):
-    """Engine to client: everything one step brought, and what the engine is like after it."""
+    """Engine to client: the outputs of one step, and the engine's load and figures after it."""
 
     outputs: list[EngineOutput]
     load: EngineLoad
@@ -71,23 +78,23 @@ class Outputs(msgspec.Struct, tag=True):
 
 
 class Stats(msgspec.Struct, tag=True):
-    """Engine to client: its figures now."""
+    """Engine to client: its current figures."""
 
     stats: EngineStats
 
 
 class Live(msgspec.Struct, tag=True):
-    """Engine to client: what it does now."""
+    """Engine to client: the state of its requests and blocks, for the live view."""
 
     live: EngineLive
 
 
 class Pong(msgspec.Struct, tag=True):
-    """Engine to client: a sign of life."""
+    """Engine to client: the answer to Ping, which shows that the engine is responsive."""
 
 
 class EngineFailed(msgspec.Struct, tag=True):
-    """Engine to client: the cause of its end; `kind` is the name of the error class."""
+    """Engine to client: the reason why the engine ends. `kind` is the name of the error class."""
 
     kind: str
     cause: str

@@ -1,7 +1,4 @@
-"""`ProcessClient`: the engine in a child process (engine_process.py), reached over a channel (channel.py).
-
-Owns the child and this end of the channel.
-"""
+"""`ProcessClient`: an engine in a child process (engine_process.py), reached over a channel (channel.py)."""
 
 from __future__ import annotations
 
@@ -16,32 +13,47 @@ from quire.frontend.client import ipc as msg
 from quire.frontend.client.channel import Channel
 from quire.types import ConfigError, EngineDead, EngineInfo, EngineOutput, EngineRequest, QuireError
 
-_STOP_S = 5.0  # how long the process may take to end in order
+_STOP_S = 5.0  # time for an orderly exit, after which the process is killed
 
 
 def start_engine_process(process_group: int | None = None) -> tuple[subprocess.Popen[bytes], Channel]:
-    """The process, in a group of its own for `process_group` 0, and our end of the channel to it.
+    """Start an engine process.
 
-    Raises ConfigError on Windows, where a socket cannot be inherited.
+    Args:
+        process_group: process group to put it into; 0 makes a new group, None keeps this process's group.
+
+    Returns:
+        The process and this end of the channel to it. The process waits for a StartEngine message.
+
+    Raises:
+        ConfigError: on Windows, where a child process cannot inherit a socket.
     """
     if sys.platform == "win32":
         raise ConfigError(
             "engine_process needs Linux or macOS; on Windows the engine runs in your own process"
         )
-    ours, theirs = socket.socketpair()
-    with theirs:
-        command = [sys.executable, "-m", "quire.engine_process", str(theirs.fileno()), str(os.getpid())]
+    parent_end, child_end = socket.socketpair()
+    with child_end:
+        command = [sys.executable, "-m", "quire.engine_process", str(child_end.fileno()), str(os.getpid())]
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], process_group=process_group
+            command, stdin=subprocess.DEVNULL, pass_fds=[child_end.fileno()], process_group=process_group
         )
-    return process, Channel(ours)
+    return process, Channel(parent_end)
 
 
 class ProcessClient:
-    """An EngineClient with a private channel to the engine."""
+    """An EngineClient that owns an engine process and the channel to it.
+
+    Building one starts the engine and waits until it is ready.
+
+    Raises:
+        ConfigError: if the settings cannot work.
+        ModelError: if the model cannot be loaded.
+        EngineDead: if the process ended for another reason.
+    """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._process, self._channel = start_engine_process()
+        self.process, self._channel = start_engine_process()
         self._dead: str | None = None
         self._outputs: list[EngineOutput] = []
         try:
@@ -62,14 +74,14 @@ class ProcessClient:
         return message.outputs if isinstance(message, msg.Outputs) else []
 
     def close(self) -> None:
-        if self._process.poll() is None:
+        if self.process.poll() is None:
             self._channel.send(msg.encode(msg.StopEngine()))
             self._channel.settle(_STOP_S)
             try:
-                self._process.wait(_STOP_S)
+                self.process.wait(_STOP_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
+                self.process.kill()
+                self.process.wait()
         self._dead = self._dead or "it was closed"
         self._channel.close()
 
@@ -84,14 +96,14 @@ class ProcessClient:
         self._channel.send(msg.encode(message))
 
     def _receive(self, timeout_s: float) -> msg.ToClient | None:
-        """The next message, or None after `timeout_s`; raises what ended the engine."""
+        """Return the next message, or None after `timeout_s`. Raise the error that ended the engine."""
         if self._dead:
             raise EngineDead(f"the engine stopped: {self._dead}")
         try:
             if not self._channel.poll(timeout_s):
                 return None
         except EOFError:
-            self._dead = f"its process ended with exit code {self._process.wait()}"
+            self._dead = f"its process ended with exit code {self.process.wait()}"
             raise EngineDead(f"the engine stopped: {self._dead}") from None
         message = msg.decode_to_client(self._channel.receive())
         if isinstance(message, msg.EngineFailed):

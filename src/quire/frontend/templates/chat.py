@@ -1,7 +1,7 @@
-"""A conversation to the text of a prompt, through the model's own chat template.
+"""Render a conversation as the text of a prompt, through a chat template.
 
-Messages are checked and copied into plain JSON types, in the form that the template understands
-(template_traits.py): content as a string or as text parts, arguments of tool calls as objects or as JSON.
+Messages are checked and copied into plain JSON types, in the form that the template reads (traits.py): content as a
+string or as text parts, arguments of tool calls as objects or as JSON text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,11 @@ from quire.frontend.templates.traits import ContentForm, TemplateTraits
 from quire.frontend.tokenizer.tokenizer import Tokenizer
 from quire.types import RequestError
 
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names under which clients send it, best first
+_REASONING = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # fields in which clients send reasoning, in this order
 _RESERVED = ("messages", "tools", "add_generation_prompt")
 _EMPTY: dict[str, dict[str, Any]] = {"empty": {"content": ""}, "null": {"content": None}, "absent": {}}
 
@@ -34,20 +38,27 @@ def render_chat(
 ) -> str:
     """Render a conversation as the text of a prompt.
 
-    Encode it with add_special_tokens=False: the template writes special tokens itself.
+    Encode the text with add_special_tokens=False, because the template writes special tokens itself.
 
     Args:
-        continue_final_message: the text ends inside the last message, which the model continues.
+        renderer: runs the template.
+        tokenizer: provides the model's template and the texts of its special tokens.
+        messages: the conversation, as mappings with `role` and `content`.
+        tools: function definitions in OpenAI's format.
+        add_generation_prompt: end the text with the header of a new assistant message.
+        continue_final_message: end the text inside the last message, so that the model continues it.
         template_kwargs: further variables for the template, such as enable_thinking.
+        documents: documents for templates that support retrieval.
         chat_template: a template that replaces the model's.
 
     Raises:
-        RequestError: for wrong messages, and for those that the template refuses or cannot render.
-        Overloaded: if no process is free to render them.
+        RequestError: if a message is invalid, or the template is missing, refuses the messages or cannot render them.
+        Overloaded: if no process is free to render the template.
     """
     if continue_final_message and add_generation_prompt:
         raise RequestError(
-            "continue_final_message and add_generation_prompt exclude each other: set only one to true"
+            "continue_final_message and add_generation_prompt exclude each other: set only one to true",
+            param="continue_final_message",
         )
     source = chat_template or template_of(tokenizer, bool(tools))
     chat = check_messages(messages, renderer.traits(source), "developer" in source)
@@ -66,23 +77,34 @@ def render_chat(
 
 
 def template_of(tokenizer: Tokenizer, with_tools: bool) -> str:
-    """Return the model's chat template. Some models have another one for requests with tools."""
+    """Return the model's chat template. Some models have a separate one for requests with tools.
+
+    Raises:
+        RequestError: if the model has no chat template.
+    """
     named = tokenizer.chat_templates
     source = (named.get("tool_use") if with_tools else None) or named.get("default")
     if not source:
         raise RequestError(
             "this model has no chat template: send a plain prompt to the completions endpoint, "
-            "or give a template with the chat_template setting"
+            "or give a template with the chat_template setting",
+            param="messages",
         )
     return source
 
 
 def _check_kwargs(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
     if given is not None and not isinstance(given, Mapping):
-        raise RequestError("chat_template_kwargs must be an object")
+        raise RequestError(
+            f"chat_template_kwargs must be an object, got {type(given).__name__}",
+            param="chat_template_kwargs",
+        )
     for name in _RESERVED:
         if given and name in given:
-            raise RequestError(f"chat_template_kwargs must not hold {name!r}, which has a field of its own")
+            raise RequestError(
+                f"chat_template_kwargs must not hold {name!r}: use the request field of that name",
+                param="chat_template_kwargs",
+            )
     return given or {}
 
 
@@ -90,9 +112,9 @@ def _check_kwargs(given: Mapping[str, Any] | None) -> Mapping[str, Any]:
 
 
 def _mark_end(message: dict[str, Any], mark: str) -> str:
-    """Put `mark` behind the last word of a message; searching for the text itself would also find it in markup.
+    """Insert `mark` after the last word of a message and return the white space that follows it.
 
-    Returns the white space that comes after the mark.
+    The mark finds the end of the message in the rendered text. The message's own text could also occur elsewhere.
     """
     content = message.get("content")
     if isinstance(content, str) and (content or "tool_calls" not in message):
@@ -100,7 +122,9 @@ def _mark_end(message: dict[str, Any], mark: str) -> str:
     elif isinstance(content, list) and content:
         content[-1]["text"], space = _marked(content[-1]["text"], mark)
     else:
-        raise RequestError("continue_final_message needs a last message with text")
+        raise RequestError(
+            "continue_final_message needs a last message with text", param="continue_final_message"
+        )
     return space
 
 
@@ -111,10 +135,13 @@ def _marked(text: str, mark: str) -> tuple[str, str]:
 
 
 def _cut_at(text: str, mark: str, space: str) -> str:
-    """Cut `text` where the last message ends: behind its white space, unless the template trims that."""
+    """Cut `text` at the end of the last message, including its trailing white space unless the template trims it."""
     before, found, after = text.rpartition(mark)
     if not found:
-        raise RequestError("continue_final_message needs a last message whose text the chat template keeps")
+        raise RequestError(
+            "continue_final_message needs a last message whose text the chat template keeps",
+            param="continue_final_message",
+        )
     return before + space if after.startswith(space) else before
 
 
@@ -124,30 +151,38 @@ def _cut_at(text: str, mark: str, space: str) -> str:
 def check_messages(
     messages: Any, traits: TemplateTraits, knows_developer: bool = False
 ) -> list[dict[str, Any]]:
-    """Return the messages as plain data in the form that a template with `traits` reads.
+    """Check messages and return them as plain data in the form that a template reads.
 
     Args:
-        knows_developer: the template has the role `developer`; else such messages are `system` messages.
+        messages: the conversation, as the client sent it.
+        traits: how the template reads messages.
+        knows_developer: whether the template has the role `developer`. If not, `developer` messages become `system`
+            messages.
 
     Raises:
-        RequestError: names the message that is wrong.
+        RequestError: if a message is invalid. The message and `param` name its place, such as messages[2].content.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, (str, bytes)) or not messages:
-        raise RequestError("messages must be a list of at least one message")
-    found: list[dict[str, Any]] = []
+        raise _error("messages", "must be a list of at least one message")
+    checked: list[dict[str, Any]] = []
     for i, message in enumerate(messages):
         plain = _check_message(message, f"messages[{i}]", knows_developer)
-        found += _fit_message(plain, f"messages[{i}]", traits)
-    return found
+        checked += _fit_message(plain, f"messages[{i}]", traits)
+    return checked
+
+
+def _error(where: str, reason: str) -> RequestError:
+    """Build the refusal of the part of the request at `where`, such as messages[2].content."""
+    return RequestError(f"{where} {reason}", param=where)
 
 
 def _check_message(message: Any, where: str, knows_developer: bool) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise RequestError(f"{where} must be an object with role and content")
+        raise _error(where, f"must be an object with role and content, got {type(message).__name__}")
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        raise RequestError(f"{where}.role must be a string such as user or assistant, got {str(role)[:64]!r}")
-    # A field that a client sends as null is a field not sent: templates ask `is defined`.
+        raise _error(f"{where}.role", f"must be a string such as user or assistant, got {str(role)[:64]!r}")
+    # A null field counts as absent, because templates test `is defined`.
     plain = {key: value for key, value in _plain(message, where).items() if value is not None}
     if role == "developer" and not knows_developer:
         plain["role"] = "system"
@@ -158,12 +193,12 @@ def _check_message(message: Any, where: str, knows_developer: bool) -> dict[str,
         and role != "assistant"
         and not plain.keys() & {"tool_calls", "function_call"}
     ):
-        raise RequestError(f"{where}.content is missing")
+        raise _error(f"{where}.content", "is missing")
     return plain
 
 
 def _fit_message(message: dict[str, Any], where: str, traits: TemplateTraits) -> list[dict[str, Any]]:
-    """Return a checked message as the template reads it: one message, or two if it prints only text or calls."""
+    """Return a checked message in the template's form: one message, or two if it renders either text or calls."""
     content = _fit_content(message.get("content") or "", message["role"], where, traits)
     reasoning = next((message[name] for name in _REASONING if message.get(name) is not None), None)
     if reasoning is not None:
@@ -181,11 +216,13 @@ def _fit_message(message: dict[str, Any], where: str, traits: TemplateTraits) ->
 
 
 def _fit_content(content: Any, role: str, where: str, traits: TemplateTraits) -> Any:
-    """Return content as a string or as text parts, whichever the template reads in messages of `role`."""
+    """Return content as a string or as text parts, whichever the template reads for this role."""
     if isinstance(content, str):
         return _in_form([content], traits.text.get(role, "string")) if content else content
     if not isinstance(content, list):
-        raise RequestError(f"{where}.content must be a string or a list of text parts")
+        raise _error(
+            f"{where}.content", f"must be a string or a list of text parts, got {type(content).__name__}"
+        )
     texts = [_check_part(part, f"{where}.content[{i}]") for i, part in enumerate(content)]
     return _in_form(texts, traits.parts.get(role, "string"))
 
@@ -203,20 +240,20 @@ def _check_part(part: Any, where: str) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     text = part.get("refusal" if kind == "refusal" else "text") if isinstance(part, dict) else None
     if kind not in ("text", "refusal"):
-        raise RequestError(f"{where} has type {str(kind)[:64]!r}; Quire takes parts of type text")
+        raise _error(where, f"has type {str(kind)[:64]!r}; Quire takes parts of type text")
     if not isinstance(text, str):
-        raise RequestError(f"{where}.{kind} must be a string")
+        raise _error(f"{where}.{kind}", f"must be a string, got {type(text).__name__}")
     return text
 
 
 def _fit_calls(calls: Any, where: str, traits: TemplateTraits) -> list[dict[str, Any]]:
-    """Return calls with arguments as the template reads them. Clients send a JSON string or an object."""
+    """Return tool calls with arguments in the template's form. Clients send JSON text or an object."""
     if not isinstance(calls, list):
-        raise RequestError(f"{where} must be a list")
+        raise _error(where, f"must be a list, got {type(calls).__name__}")
     for i, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise RequestError(f"{where}[{i}] must have a function with a name")
+            raise _error(f"{where}[{i}]", "must have a function with a name")
         given = function.get("arguments")
         function["arguments"] = _fit_arguments(
             {} if given is None else given, f"{where}[{i}].function.arguments", traits
@@ -226,17 +263,17 @@ def _fit_calls(calls: Any, where: str, traits: TemplateTraits) -> list[dict[str,
 
 def _fit_arguments(given: Any, where: str, traits: TemplateTraits) -> Any:
     try:
-        found = json.loads(given.strip() or "{}") if isinstance(given, str) else given
+        parsed = json.loads(given.strip() or "{}") if isinstance(given, str) else given
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"{where} must be valid JSON: {error}") from error
-    found = _plain(found, where)
-    return found if traits.arguments == "object" else json.dumps(found, ensure_ascii=False)
+        raise _error(where, f"must be valid JSON: {error}") from error
+    arguments = _plain(parsed, where)
+    return arguments if traits.arguments == "object" else json.dumps(arguments, ensure_ascii=False)
 
 
 def _plain(value: Any, where: str, depth: int = 0) -> Any:
-    """A copy made of JSON types alone, which a template can read and nothing more."""
+    """Return a copy made of plain JSON types, which have no methods that a template could misuse."""
     if depth > 64:
-        raise RequestError(f"{where} is nested more than 64 deep")
+        raise _error(where, "is nested more than 64 levels deep")
     if value is None or type(value) in (str, int, float, bool):
         return value
     if isinstance(value, Mapping):
@@ -246,4 +283,4 @@ def _plain(value: Any, where: str, depth: int = 0) -> Any:
     for kind in (str, int, float):
         if isinstance(value, kind):  # a subclass, such as an enum, may carry methods
             return kind(value) if kind is not str else str.__str__(value)
-    raise RequestError(f"{where} must hold JSON values, got {type(value).__name__}")
+    raise _error(where, f"must hold JSON values, got {type(value).__name__}")

@@ -1,10 +1,10 @@
-"""Helper processes that answer one question at a time within a deadline, and a pool of them.
+"""A pool of helper processes, each of which answers one question at a time within a deadline.
 
-Work that cannot be trusted to end, or to leave memory alone, runs in such a process. The process limits
-itself where the kernel offers that; the pool kills it at the deadline, on every platform, and starts
-another one at once. Processes end with their standard input, so none outlives its parent.
+Work that may not terminate, or may exhaust memory, runs in such a process. The process limits itself where the kernel
+offers that. At the deadline the pool kills it, on every platform, and starts another one at once. A process ends when
+its standard input closes, so none outlives its parent.
 
-    question and answer: 8 bytes of length, 1 byte whose meaning is the caller's, the body
+Wire format of questions and answers: length (8 bytes), kind (1 byte, defined by the caller), body.
 """
 
 from __future__ import annotations
@@ -20,39 +20,43 @@ from dataclasses import dataclass
 from typing import IO
 
 HEADER = struct.Struct("<QB")
-_TICK_S = 0.02  # how late a process may be killed
+_TICK_S = 0.02  # longest delay between a deadline and the kill
 
 
 class HelperEnded(Exception):
-    """The process ended, or was killed, before it answered."""
+    """The process ended, or was killed, before it answered.
+
+    `overdue` is True if the pool killed it at its deadline. `signal` is the signal that ended it, 0 if none did; it is
+    always 0 on Windows.
+    """
 
     def __init__(self, status: int, overdue: bool) -> None:
         super().__init__(f"the helper process ended with status {status}")
-        self.overdue = overdue  # it was killed at its deadline
-        self.signal = -status if status < 0 else 0  # the signal that ended it; 0: none
+        self.overdue = overdue
+        self.signal = -status if status < 0 else 0
 
 
 class HelpersBusy(Exception):
-    """No process became free in time."""
+    """No helper process became free in time, or the pool is closed."""
 
 
 @dataclass(slots=True)
 class Answer:
-    """What a helper process answered. `last` says that the process ends now, such as for want of memory."""
+    """The answer of a helper process. `last` announces that the process ends now, for example to free its memory."""
 
     kind: int
     body: bytes
     last: bool
 
 
-LAST = 0x80  # in the kind of an answer
+LAST = 0x80  # flag in the kind of an answer
 
 
 class HelperProcess:
-    """One process. Its owner asks and closes it; any thread may kill it."""
+    """One helper process. Only its owner calls `ask` and `close`; any thread may kill it."""
 
     def __init__(self, command: Sequence[str], max_answer_bytes: int) -> None:
-        # In a session of its own, so that Ctrl-C reaches the parent alone.
+        # A new session, so that Ctrl-C reaches only the parent.
         self._popen = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
         )
@@ -60,7 +64,7 @@ class HelperProcess:
         self._stdin: IO[bytes] = self._popen.stdin
         self._stdout: IO[bytes] = self._popen.stdout
         self._max_answer_bytes = max_answer_bytes
-        self._deadline_s = float("inf")  # of the question under way
+        self._deadline_s = float("inf")  # of the current question
         self._overdue = False
 
     @property
@@ -68,19 +72,19 @@ class HelperProcess:
         return self._popen.pid
 
     def ask(self, kind: int, body: bytes, timeout_s: float) -> Answer:
-        """Wait for the answer. Raises HelperEnded; the process is closed then."""
+        """Send a question and wait for its answer. If the process ends first, close it and raise HelperEnded."""
         self._deadline_s = time.monotonic() + timeout_s
         try:
             self._stdin.write(HEADER.pack(len(body), kind))
             self._stdin.write(body)
             self._stdin.flush()
-            size, found = HEADER.unpack(self._read(HEADER.size))
+            size, kind = HEADER.unpack(self._read(HEADER.size))
             if size > self._max_answer_bytes:
                 raise EOFError
-            return Answer(found & ~LAST, self._read(size), bool(found & LAST))
+            return Answer(kind & ~LAST, self._read(size), bool(kind & LAST))
         except (OSError, EOFError):
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._popen.wait(1)  # its own status says why it ended
+                self._popen.wait(1)  # its exit status says why it ended
             self.close()
             raise HelperEnded(self._popen.returncode, self._overdue) from None
         finally:
@@ -109,11 +113,17 @@ class HelperProcess:
 
 
 class HelperPool:
-    """Up to `size` processes of one kind, started when they are needed. Any thread may ask."""
+    """Up to `size` processes that run the same command, started when they are needed. Any thread may call `ask`.
+
+    Args:
+        command: the command to run.
+        size: largest number of processes.
+        max_answer_bytes: a process that sends a larger answer is killed.
+    """
 
     def __init__(self, command: Sequence[str], size: int, max_answer_bytes: int) -> None:
         self._command, self._size, self._max_answer_bytes = list(command), size, max_answer_bytes
-        self._changed = threading.Condition()  # guards the four below
+        self._changed = threading.Condition()  # guards the next four attributes
         self._processes: set[HelperProcess] = set()
         self._idle: list[HelperProcess] = []
         self._watch: threading.Thread | None = None
@@ -123,16 +133,16 @@ class HelperPool:
         self._finalizer = weakref.finalize(self, _kill_all, self._processes, self._busy)
 
     def ask(self, kind: int, body: bytes, timeout_s: float, queue_s: float) -> Answer:
-        """Let a free process answer.
+        """Send a question to a free process and wait for its answer.
 
         Args:
-            kind: below 128; its meaning is the process's.
+            kind: kind of question, below 128, defined by the process.
             body: the question.
             timeout_s: seconds after which the process is killed.
-            queue_s: seconds to wait for a free process.
+            queue_s: longest wait for a free process, in seconds.
 
         Raises:
-            HelperEnded: if the process ended or was killed. Another one has been started in its place.
+            HelperEnded: if the process ended or was killed. Another one has been started already.
             HelpersBusy: if no process became free, or the pool is closed.
         """
         process = self._take(queue_s)
@@ -162,7 +172,7 @@ class HelperPool:
             if self._closed or not alive:
                 process.close()
                 self._processes.discard(process)
-            if not self._closed:  # the successor starts now, to be ready when it is needed
+            if not self._closed:  # a replacement starts now, to be ready for the next question
                 self._idle.append(process if alive else self._start())
             self._changed.notify()
 
@@ -177,7 +187,7 @@ class HelperPool:
         return process
 
     def kill_overdue(self) -> bool:
-        """Kill processes that are past their deadline. Return whether any question is under way."""
+        """Kill the processes that are past their deadline. Return whether any question is unanswered."""
         now_s = time.monotonic()
         with self._changed:
             for process in self._processes:
@@ -192,11 +202,12 @@ class HelperPool:
         return self._closed
 
     def pids(self) -> list[int]:
+        """Return the ids of the running processes."""
         with self._changed:
             return [process.pid for process in self._processes]
 
     def close(self) -> None:
-        """End all processes. Questions under way end with HelperEnded, later ones with HelpersBusy."""
+        """End all processes. Unanswered questions raise HelperEnded, later ones HelpersBusy."""
         with self._changed:
             self._closed = True
             for process in self._idle:
@@ -207,12 +218,12 @@ class HelperPool:
         self._finalizer()
 
 
-def _watch(pool_of: weakref.ref[HelperPool], busy: threading.Event) -> None:
-    """Kill what is overdue, until the pool is gone. Sleeps while nothing is asked."""
+def _watch(pool_ref: weakref.ref[HelperPool], busy: threading.Event) -> None:
+    """Kill overdue processes until the pool is gone. Sleep while no question is unanswered."""
     while True:
         busy.wait()
         time.sleep(_TICK_S)
-        pool = pool_of()
+        pool = pool_ref()
         if pool is None or (not pool.kill_overdue() and pool.closed):
             return
         del pool
@@ -221,4 +232,4 @@ def _watch(pool_of: weakref.ref[HelperPool], busy: threading.Event) -> None:
 def _kill_all(processes: set[HelperProcess], busy: threading.Event) -> None:
     for process in list(processes):
         process.kill()
-    busy.set()  # wakes the watch, which ends
+    busy.set()  # wakes the watch thread, which then ends

@@ -1,8 +1,10 @@
 """The process in which chat templates run: python -m quire.frontend.templates.process CPU_SECONDS NICE
 
-It answers one question after the other and keeps compiled templates. A template that takes more processor
-time than allowed ends the process by a signal, wherever it is; one that takes too much memory gets an
-error, after which the process ends by itself. renderer.py is the other side. Imports little, to start fast.
+It answers one question at a time and keeps compiled templates. A template that exceeds its processor time ends the
+process by a signal. One that exceeds its memory gets an error, after which the process exits. renderer.py is the other
+side. Few modules are imported, so that the process starts fast.
+
+Windows has no such kernel limits (`resource`, `setitimer`): there the deadline of helper_process.py is the only limit.
 
 question: RENDER or TRAITS, marshal of (source, variables)      answer: TEXT or FAILURE, UTF-8
 """
@@ -25,15 +27,21 @@ from quire.frontend.templates.traits import probe_traits
 
 RENDER, TRAITS = 0, 1  # kinds of questions
 TEXT, FAILURE = 0, 1  # kinds of answers
-MEMORY_BYTES = 384 << 20  # address space for templates and their texts, beyond what the modules take
-_KEPT_BYTES = 192 << 20  # a process that has been larger than this gives its memory back by ending
+MEMORY_BYTES = 384 << 20  # address space for templates and their texts, beyond that of the loaded modules
+_KEPT_BYTES = 192 << 20  # a process whose peak memory exceeds this exits to free it
 
 
 def main(cpu_s: float, nice: int) -> None:
+    """Answer questions from standard input until it closes.
+
+    Args:
+        cpu_s: processor time per question, in seconds.
+        nice: increment of the niceness of this process.
+    """
     answers = os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    os.dup2(1, 2)  # the last words of a crash
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's
+    os.dup2(1, 2)  # hides the traceback of a crash
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     limit_memory()
     if nice and hasattr(os, "nice"):
         os.nice(nice)
@@ -54,7 +62,7 @@ def _read(questions: IO[bytes]) -> tuple[int, bytes] | None:
 
 
 def _answer(kind: int, body: bytes, cpu_s: float) -> tuple[int, str, bool]:
-    """Return the kind of the answer, its text, and whether the process is to end."""
+    """Return the kind of the answer, its text, and whether the process must end."""
     try:
         _limit_time(cpu_s)
         source, variables = marshal.loads(body)
@@ -74,12 +82,12 @@ def _answer(kind: int, body: bytes, cpu_s: float) -> tuple[int, str, bool]:
 
 def _limit_time(cpu_s: float) -> None:
     """Let SIGPROF end the process after `cpu_s` seconds of processor time; 0 lifts the limit."""
-    if hasattr(signal, "setitimer"):  # elsewhere the parent's deadline is the only limit
+    if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
 
 
 def limit_memory() -> None:
-    """Let allocations beyond `MEMORY_BYTES` fail, where the kernel counts address space."""
+    """Make allocations beyond `MEMORY_BYTES` fail, where the kernel limits address space."""
     try:
         import resource
 

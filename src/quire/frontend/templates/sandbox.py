@@ -1,8 +1,8 @@
-"""The Jinja environment in which chat templates run. A template comes with a checkpoint: it is not trusted.
+"""The Jinja environment of chat templates, which come with a checkpoint or a request and are not trusted.
 
-Jinja's immutable sandbox keeps a template from Python's internals and from changing its input. Nothing here
-bounds its time or memory: no check in Python can interrupt C code. The kernel does that, to the helper
-process that runs this module (template_process.py).
+Jinja's immutable sandbox keeps a template away from Python's internals and from changing its input. Time and memory are
+not limited here, because Python cannot interrupt C code. The kernel limits them for the helper process that runs this
+module (process.py).
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _MAX_REASON_CHARS = 500
 
 
 class TemplateFailure(Exception):
-    """A sentence that says why a template gives no text for these messages."""
+    """The reason why a template produced no text, as a sentence for the user."""
 
 
 class TemplateRefusal(jinja2.TemplateError):
-    """`raise_exception` in a template: the conversation is not one that the model takes."""
+    """A call of `raise_exception` in a template, which refuses the conversation."""
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks the model's own turns for training; here it is transparent."""
+    """The block `{% generation %}`, which marks the model's turns for training. It has no effect on the text."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -41,8 +41,8 @@ class _GenerationBlock(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Names(Namespace):
-    """`namespace()`, without names that begin with an underscore."""
+class _SafeNamespace(Namespace):
+    """A `namespace()` that refuses names beginning with an underscore."""
 
     def __setitem__(self, name: str, value: Any) -> None:
         if name.startswith("_"):
@@ -57,7 +57,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Write JSON as chat templates expect it: no HTML escapes, and characters beyond ASCII unescaped."""
+    """Serialize to JSON as chat templates expect it: without HTML escapes, and with unescaped non-ASCII characters."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -75,14 +75,14 @@ def _environment() -> ImmutableSandboxedEnvironment:
     env.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": lambda form: datetime.now().strftime(form),
-        "namespace": _Names,
+        "namespace": _SafeNamespace,
     }
     return env
 
 
 @functools.lru_cache(maxsize=16)
 def compile_template(source: str) -> jinja2.Template:
-    """Compile a template. Raises TemplateFailure, which says where its syntax is wrong."""
+    """Compile a template. Raise TemplateFailure, which names the line, if its syntax is invalid."""
     try:
         return _environment().from_string(source)
     except jinja2.TemplateSyntaxError as error:
@@ -94,7 +94,12 @@ def compile_template(source: str) -> jinja2.Template:
 
 
 def run_template(source: str, variables: dict[str, Any]) -> str:
-    """Render a template. Raises TemplateFailure for whatever goes wrong in it, and MemoryError."""
+    """Render a template.
+
+    Raises:
+        TemplateFailure: if the template is invalid, refuses the messages, fails, or writes too much.
+        MemoryError: if it exceeds the memory limit of the process.
+    """
     template = compile_template(source)
     parts: list[str] = []
     size = 0

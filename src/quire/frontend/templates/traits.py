@@ -1,7 +1,7 @@
-"""How a chat template reads messages, found by rendering small conversations and looking for their words.
+"""Probe how a chat template reads messages, by rendering small conversations and searching for their words.
 
-Templates disagree: some print the calls of a message only if its content is null, some concatenate
-arguments as a string, some read only lists of parts. Each would silently drop what comes in another form.
+Templates disagree: some print the tool calls of a message only if its content is null, some concatenate arguments as a
+string, some read only lists of parts. Each silently drops content in any other form.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Literal
 Render = Callable[[dict[str, Any]], str]
 Message = dict[str, Any]
 ContentForm = Literal["string", "part", "parts"]
-Empty = Literal["empty", "null", "absent"]
+EmptyContent = Literal["empty", "null", "absent"]
 
 ROLES = ("system", "user", "assistant", "tool")
 _NAME, _KEY, _VALUE, _RESULT, _WORDS = "probe_lookup", "probe_city", "Zanzibar", "probe_sunny", "probe_words"
@@ -33,19 +33,22 @@ _TOOLS = [
 
 @dataclass(frozen=True, slots=True)
 class TemplateTraits:
-    """What a template understands."""
+    """The forms in which a template reads messages.
 
-    text: dict[str, ContentForm] = field(
-        default_factory=dict
-    )  # by role: how it reads a string; default string
-    parts: dict[str, ContentForm] = field(default_factory=dict)  # by role: how it reads several parts
-    empty: Empty = "empty"  # content of a message that holds calls alone
+    `text` and `parts` say by role how to pass a string and a list of several parts; a missing role takes a string.
+    `empty` is the content of a message that has only tool calls. `arguments` is the form of the arguments of a call.
+    `splits_calls`: the template prints either the text of a message or its calls, so both need separate messages.
+    """
+
+    text: dict[str, ContentForm] = field(default_factory=dict)
+    parts: dict[str, ContentForm] = field(default_factory=dict)
+    empty: EmptyContent = "empty"
     arguments: Literal["object", "string"] = "object"
-    splits_calls: bool = False  # it prints either the text of a message or its calls, not both
+    splits_calls: bool = False
 
 
 def probe_traits(render: Render) -> TemplateTraits:
-    """Find the traits of the template that `render` renders with the given variables."""
+    """Return the traits of a template, given a function that renders it with some variables."""
     text: dict[str, ContentForm] = {}
     parts: dict[str, ContentForm] = {}
     for role in ROLES:
@@ -55,7 +58,7 @@ def probe_traits(render: Render) -> TemplateTraits:
 
 
 def _try(render: Render, messages: Sequence[Message], tools: bool = False) -> str:
-    """Render a conversation; an empty text if the template does not take it."""
+    """Render a conversation. Return an empty text if the template fails on it."""
     variables = {
         "messages": list(messages),
         "tools": _TOOLS if tools else None,
@@ -76,7 +79,7 @@ def _try(render: Render, messages: Sequence[Message], tools: bool = False) -> st
 
 
 def _content_forms(render: Render, role: str) -> tuple[ContentForm, ContentForm]:
-    """Return how a string, and how several parts, are passed as the content of a message of `role`."""
+    """Return the forms in which a template reads a string, and several parts, in a message of this role."""
     whole, one, two = "probe_a probe_b", [_part("probe_a probe_b")], [_part("probe_a"), _part("probe_b")]
     reads_string, reads_part, reads_parts = (
         _shows_words(_try(render, _conversation(role, content))) for content in (whole, one, two)
@@ -90,23 +93,23 @@ def _part(text: str) -> dict[str, str]:
 
 
 def _shows_words(text: str) -> bool:
-    """Whether both words are there, not as a list's representation in Python or JSON."""
+    """Return whether a text has both words, but not in the Python or JSON representation of a list."""
     printed = any(f"{quote}text{quote}: {quote}probe_a" in text for quote in ("'", '"'))
     return "probe_a" in text and "probe_b" in text and not printed
 
 
 def _conversation(role: str, content: Any) -> list[Message]:
-    """A conversation in which one message of `role` has this content."""
-    said: Message = {"role": role, "content": content}
+    """Build a conversation in which one message of this role has this content."""
+    probe: Message = {"role": role, "content": content}
     user: Message = {"role": "user", "content": "Hi"}
     match role:
         case "system":
-            return [said, user]
+            return [probe, user]
         case "user":
-            return [said]
+            return [probe]
         case "assistant":
-            return [user, said, user]
-    return [user, _call({"content": ""}, {_KEY: _VALUE}), {**said, "tool_call_id": _CALL_ID, "name": _NAME}]
+            return [user, probe, user]
+    return [user, _call({"content": ""}, {_KEY: _VALUE}), {**probe, "tool_call_id": _CALL_ID, "name": _NAME}]
 
 
 # ----------------------------------------------------------------------------------------- calls
@@ -119,7 +122,7 @@ def _call(content: Message, arguments: Any) -> Message:
 
 
 def _with_call(*assistant: Message) -> list[Message]:
-    """A conversation around the messages of the assistant, the last of which calls a tool."""
+    """Build a conversation around assistant messages, the last of which calls a tool."""
     return [
         {"role": "user", "content": "Hi"},
         *assistant,
@@ -129,15 +132,15 @@ def _with_call(*assistant: Message) -> list[Message]:
     ]
 
 
-_CONTENTS: dict[Empty, Message] = {"empty": {"content": ""}, "null": {"content": None}, "absent": {}}
+_CONTENTS: dict[EmptyContent, Message] = {"empty": {"content": ""}, "null": {"content": None}, "absent": {}}
 _ARGUMENTS: dict[Literal["object", "string"], Any] = {
     "object": {_KEY: _VALUE},
     "string": f'{{"{_KEY}": "{_VALUE}"}}',
 }
 
 
-def _call_forms(render: Render) -> tuple[Empty, Literal["object", "string"]]:
-    """Return the forms with which call and result show best; the first ones if none does."""
+def _call_forms(render: Render) -> tuple[EmptyContent, Literal["object", "string"]]:
+    """Return the forms that render a tool call and its result best, by `_score`; on a tie the first ones."""
     forms = list(itertools.product(_CONTENTS, _ARGUMENTS))
     scores = {
         (empty, arguments): _score(
@@ -149,14 +152,14 @@ def _call_forms(render: Render) -> tuple[Empty, Literal["object", "string"]]:
 
 
 def _score(text: str) -> tuple[int, int, int]:
-    """Rate a rendered call: what it shows, then how often, then how well it is written."""
+    """Rate a rendered call by what it shows, then by repetitions, then by flaws. Higher is better."""
     counts = [text.count(word) for word in (_NAME, _KEY, _VALUE, _RESULT)]
-    # JSON within JSON, an object as Python prints it, and a content that should not be printed.
+    # JSON inside JSON, a Python representation, or null content that is printed.
     flaws = text.count(f'\\"{_KEY}') + text.count(f"'{_KEY}'") + text.count("None") + text.count("null")
     return sum(map(bool, counts)), -sum(count > 1 for count in counts), -flaws
 
 
-def _splits_calls(render: Render, empty: Empty, arguments: Literal["object", "string"]) -> bool:
+def _splits_calls(render: Render, empty: EmptyContent, arguments: Literal["object", "string"]) -> bool:
     given = _ARGUMENTS[arguments]
     words: Message = {"role": "assistant", "content": _WORDS}
     together = _try(render, _with_call(_call({"content": _WORDS}, given)), tools=True)

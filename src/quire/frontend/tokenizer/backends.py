@@ -1,7 +1,7 @@
-"""The two libraries that split text into tokens, behind one protocol: `tokenizers` and `sentencepiece`.
+"""The tokenizer libraries `tokenizers` and `sentencepiece` behind one protocol.
 
-A backend knows pieces and ids, and how a piece turns into bytes; what surrounds that (begin-of-sequence,
-defaults, templates) is `tokenizer.py`. Bytes, not text, are the unit: one token may hold half a character.
+A backend maps pieces to ids and to bytes. tokenizer.py adds begin-of-sequence tokens, defaults and chat templates. The
+unit is bytes, not text, because one token may hold part of a character.
 """
 
 from __future__ import annotations
@@ -17,47 +17,58 @@ from tokenizers import Tokenizer as JsonTokenizer
 from quire.types import ModelError
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SHORT_CHARS = 2048  # tokenized within a few milliseconds
-_WINDOW_CHARS = 65_536  # searched for special tokens in one call, which holds the interpreter's lock
-SPACE = "▁"  # how SentencePiece writes a space
+_SHORT_CHARS = 2048  # a text of this length is tokenized within a few milliseconds
+_WINDOW_CHARS = 65_536  # searched for special tokens in one call, which holds the GIL
+SPACE = "▁"  # SentencePiece's symbol for a space
 
 
 class Backend(Protocol):
-    """What a tokenizer library has to offer."""
+    """The operations that a tokenizer library must provide."""
 
-    strips_space: bool  # the first space of a whole text was put there by the encoder
+    strips_space: bool  # the encoder adds a space before a text, which decoding must remove
 
     @property
     def vocab_size(self) -> int: ...
 
     @property
     def special_ids(self) -> set[int]:
-        """Tokens that are markup, not text."""
+        """The ids of tokens that are markup, not text."""
         ...
 
-    def encode(self, text: str, add_special_tokens: bool) -> list[int]: ...
+    def encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a text, framed by the vocabulary's own rules if `add_special_tokens`."""
+        ...
 
-    def id_of(self, piece: str) -> int | None: ...
+    def id_of(self, piece: str) -> int | None:
+        """Return the id of a piece as the vocabulary spells it, or None."""
+        ...
 
-    def piece_of(self, token: int) -> str | None: ...
+    def piece_of(self, token: int) -> str | None:
+        """Return the piece of an id as the vocabulary spells it, or None."""
+        ...
 
-    def bytes_of(self, token: int) -> bytes: ...
+    def bytes_of(self, token: int) -> bytes:
+        """Return the bytes that a token adds inside a text; empty for an unknown id."""
+        ...
 
     def decode_whole(self, ids: list[int]) -> str | None:
-        """The text of `ids` where a first token reads differently from later ones; None where bytes tell it."""
+        """Return the text of `ids`, or None if it is the concatenation of their bytes.
+
+        Only decoders that treat the first token specially return a text.
+        """
         ...
 
     def mark_special(self, pieces: list[str]) -> None:
-        """Match these pieces, which the vocabulary has, as whole tokens in any text."""
+        """Match these pieces of the vocabulary as whole tokens in any text."""
         ...
 
     def extend(self, tokens: dict[int, tuple[str, bool]]) -> None:
-        """Add tokens (id to piece and whether it is special) that a config lists beside the vocabulary."""
+        """Add tokens that a config lists outside the vocabulary: id to (piece, is special)."""
         ...
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one visible character: itself if printable, else 256 and up."""
+    """Return the byte of each character of byte-level BPE: printable bytes are themselves, others start at U+0100."""
     plain = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     others = [b for b in range(256) if b not in plain]
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
@@ -73,7 +84,7 @@ def _decoder_steps(decoder: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 class JsonBackend:
-    """A `tokenizer.json`, or anything else built with the `tokenizers` library."""
+    """A backend for `tokenizer.json` files and other tokenizers of the `tokenizers` library."""
 
     def __init__(self, tokenizer: JsonTokenizer) -> None:
         tokenizer.no_truncation()
@@ -112,9 +123,9 @@ class JsonBackend:
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         if len(text) <= _SHORT_CHARS:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-        # Unlike `encode`, a batch releases the interpreter's lock, and leaves out offsets, which nobody needs.
-        (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
-        return found.ids
+        # Unlike `encode`, this releases the GIL and computes no offsets, which are not needed.
+        (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return encoding.ids
 
     def id_of(self, piece: str) -> int | None:
         return self._tokenizer.token_to_id(piece)
@@ -124,11 +135,11 @@ class JsonBackend:
 
     def bytes_of(self, token: int) -> bytes:
         piece = self._tokenizer.id_to_token(token)
-        if piece is None:  # a padded vocabulary: the model has ids that the tokenizer lacks
+        if piece is None:  # the model's vocabulary is padded with ids that the tokenizer does not have
             return b""
         if self._byte_level:
-            found = [BYTE_OF_CHAR.get(c) for c in piece]
-            return piece.encode() if None in found else bytes(b for b in found if b is not None)
+            values = [BYTE_OF_CHAR.get(c) for c in piece]
+            return piece.encode() if None in values else bytes(b for b in values if b is not None)
         if self._byte_fallback:
             byte = _BYTE_PIECE.fullmatch(piece)
             if byte:
@@ -139,7 +150,7 @@ class JsonBackend:
         return self._after_anchor(token)
 
     def _after_anchor(self, token: int) -> bytes:
-        """What a token adds to a text that is under way, whatever the decoder does with it."""
+        """Return the bytes that a token adds after another token, found by decoding both."""
         if self._anchor is None:
             return self._tokenizer.decode([token], skip_special_tokens=False).encode()
         before = self._tokenizer.decode([self._anchor], skip_special_tokens=False)
@@ -153,13 +164,13 @@ class JsonBackend:
 
     def mark_special(self, pieces: list[str]) -> None:
         added = {token.content: token for token in self._tokenizer.get_added_tokens_decoder().values()}
-        fresh = []
+        new = []
         for piece in pieces:
             token = added.get(piece) or AddedToken(piece, normalized=False)
             if not token.special:
                 token.special = True
-                fresh.append(token)
-        self._tokenizer.add_special_tokens(fresh)
+                new.append(token)
+        self._tokenizer.add_special_tokens(new)
 
     def extend(self, tokens: dict[int, tuple[str, bool]]) -> None:
         for token, (piece, special) in sorted(tokens.items()):
@@ -167,16 +178,23 @@ class JsonBackend:
                 self._tokenizer.add_tokens([AddedToken(piece, normalized=False, special=special)])
 
 
-# Appended to a serialised SentencePiece model (a protocol buffer, where later fields win): field 3,
-# normalizer_spec, two bytes: its field 3, add_dummy_prefix, is false.
+# Appended to a serialized SentencePiece model, this sets normalizer_spec.add_dummy_prefix to false. Later fields of a
+# protocol buffer win: field 3 (normalizer_spec), length 2, its field 3 (add_dummy_prefix), value 0.
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 
 
 class SentencePieceBackend:
-    """A SentencePiece model. Special tokens are cut out of the text first; the model itself never matches them."""
+    """A backend for SentencePiece models. It splits a text at special tokens, which the model itself never matches.
+
+    Args:
+        model: the serialized model, a protocol buffer.
+        legacy_prefix: add a leading space to every stretch between special tokens, not only to the first.
+
+    Raises:
+        ModelError: if the model cannot be parsed.
+    """
 
     def __init__(self, model: bytes, legacy_prefix: bool) -> None:
-        """`legacy_prefix`: every stretch between special tokens gets a leading space, not only the first."""
         import sentencepiece
 
         try:
@@ -189,7 +207,7 @@ class SentencePieceBackend:
         self._legacy_prefix = legacy_prefix
         self._added: dict[int, str] = {}
         size = self._model.get_piece_size()
-        # The unknown token counts: it is markup, and is matched in text, as everywhere else.
+        # The unknown token is markup, too, and is matched in text as other special tokens are.
         self._special = {i for i in range(size) if self._model.is_control(i) or self._model.is_unknown(i)}
         self.strips_space = self._model.normalize("a").startswith((SPACE, " "))
         self._matched = {self._model.id_to_piece(i): i for i in self._special}
@@ -197,7 +215,7 @@ class SentencePieceBackend:
 
     def _compile(self) -> None:
         pieces = sorted(filter(None, self._matched), key=len, reverse=True)  # the longest match wins
-        self._cut = re.compile("|".join(map(re.escape, pieces)) or r"(?!)")  # without pieces: never
+        self._cut = re.compile("|".join(map(re.escape, pieces)) or r"(?!)")  # (?!) matches nothing
         self._longest_matched = len(pieces[0]) if pieces else 0
 
     @property
@@ -210,7 +228,7 @@ class SentencePieceBackend:
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:
         ids: list[int] = []
-        text.encode()  # a lone surrogate is an error here, not a wrong token
+        text.encode()  # raises for a lone surrogate, which the model would turn into a wrong token
         begin = 0
         for match in self._matches(text):
             ids += self._encode_stretch(text[begin : match.start()], begin == 0)
@@ -224,16 +242,16 @@ class SentencePieceBackend:
         return found
 
     def _matches(self, text: str) -> Iterator[re.Match[str]]:
-        """Yield the special tokens in `text`, searching a window at a time."""
-        at = 0
-        while at < len(text):
-            end = at + _WINDOW_CHARS
-            match = self._cut.search(text, at, end + self._longest_matched)
-            if match is None or match.start() >= end:  # a longer token may begin behind the window
-                at = end
+        """Yield the special tokens in `text`, searching one window at a time."""
+        start = 0
+        while start < len(text):
+            end = start + _WINDOW_CHARS
+            match = self._cut.search(text, start, end + self._longest_matched)
+            if match is None or match.start() >= end:  # a longer token may begin after the window
+                start = end
             else:
                 yield match
-                at = match.end()
+                start = match.end()
 
     def id_of(self, piece: str) -> int | None:
         if piece in self._matched:

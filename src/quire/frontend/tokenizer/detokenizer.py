@@ -1,8 +1,7 @@
-"""Token ids to text as they arrive, and stop strings in that text.
+"""Incremental detokenization, and the search for stop strings in its text.
 
-Both hold back what is not yet certain: the detokenizer the bytes of an unfinished character, `StopStrings`
-the longest ending that could still become a stop string. The cost of a token does not depend on how many
-came before it.
+Both hold back what is not certain yet: the detokenizer the bytes of an incomplete character, `StopStrings` the longest
+suffix that could become a stop string. The cost per token does not depend on the length of the text.
 """
 
 from __future__ import annotations
@@ -17,11 +16,18 @@ _CONTEXT_BYTES = 3  # an unfinished UTF-8 character has at most three bytes
 
 
 class Detokenizer:
-    """The text that output tokens add behind a prompt.
+    """A decoder of the output tokens of one request.
 
     prompt bytes   .. e2 82            the prompt may end inside a character
-    output bytes            ac 20 f0   the text begins with the character that it completes
-    text                  "€ "         and what is still unfinished waits
+    output bytes            ac 20 f0   the text begins with the character that they complete
+    text                  "€ "         f0 is held back until its character is complete
+
+    Args:
+        tokenizer: the model's tokenizer.
+        prompt_ids: the prompt, of which only the last bytes matter.
+        skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: False removes the space that some decoders write between two special tokens.
+            Most write none, and then it has no effect.
     """
 
     def __init__(
@@ -31,8 +37,6 @@ class Detokenizer:
         skip_special_tokens: bool = True,
         spaces_between_special_tokens: bool = True,
     ) -> None:
-        """Of `prompt_ids` only the end matters. `spaces_between_special_tokens` false removes the space that
-        some decoders put before a special token; most put none, and then it changes nothing."""
         self._tokenizer = tokenizer
         self._skipped = tokenizer.special_ids if skip_special_tokens else frozenset()
         self._joins_special = not spaces_between_special_tokens and not skip_special_tokens
@@ -44,35 +48,39 @@ class Detokenizer:
                 break
             if token not in self._skipped:
                 tail = tokenizer.token_bytes(token) + tail
-        self._opening = not tail  # no text came before
+        self._opening = not tail  # the text has not begun
         self._decoder.decode(tail[-_CONTEXT_BYTES:])
 
     def push(self, ids: Sequence[int]) -> str:
-        """The characters that `ids` completed."""
+        """Return the characters that these tokens complete."""
         return self._decoder.decode(b"".join([self._bytes(i) for i in ids if i not in self._skipped]))
 
     def _bytes(self, token: int) -> bytes:
-        found = self._tokenizer.token_bytes(token)
-        if self._opening and found:
+        data = self._tokenizer.token_bytes(token)
+        if self._opening and data:
             self._opening = False
-            found = self._tokenizer.opening_bytes(token)
+            data = self._tokenizer.opening_bytes(token)
         if self._joins_special:
             special = self._tokenizer.is_special(token)
             if special and self._after_special:
-                found = found.removeprefix(b" ")
+                data = data.removeprefix(b" ")
             self._after_special = special
-        return found
+        return data
 
     def finish(self) -> str:
-        """What is left: U+FFFD for a character that never got its end, or nothing."""
+        """Return the rest of the text: U+FFFD if the last character is incomplete, else nothing."""
         return self._decoder.decode(b"", final=True)
 
 
 class StopStrings:
-    """Finds the first stop string in a text that comes in pieces, and lets no part of it out before.
+    """An incremental search for the first stop string in a text.
 
-    Of stop strings that overlap, the one that ends first wins, as it would token by token; of those that
-    end together, the one that began first.
+    Text that could be the beginning of a stop string is held back. Of overlapping stop strings the one that ends first
+    wins, as it would token by token; of those that end together, the one that begins first.
+
+    Args:
+        stops: the stop strings.
+        include: whether the text ends with the stop string or before it.
     """
 
     def __init__(self, stops: Sequence[str], include: bool = False) -> None:
@@ -84,30 +92,35 @@ class StopStrings:
         self.stopped: str | None = None
 
     def skip(self, text: str) -> str:
-        """Take in text in which no stop string may end, but one may begin. Return what may be shown."""
-        shown = self._hold(self._held + text)
+        """Append text in which a stop string may begin but not end. Return the text released."""
+        released = self._hold(self._held + text)
         self._exempt = len(self._held)
-        return shown
+        return released
 
     def _hold(self, text: str) -> str:
-        """Keep the end of `text` that may become a stop string. Return what comes before it."""
-        shown = len(text) - self._may_become(text)
-        self._held, self._exempt = text[shown:], max(0, self._exempt - shown)
-        return text[:shown]
+        """Hold back the suffix of `text` that may become a stop string. Return the text before it."""
+        end = len(text) - self._partial_length(text)
+        self._held, self._exempt = text[end:], max(0, self._exempt - end)
+        return text[:end]
 
     def push(self, text: str) -> tuple[str, str | None]:
-        """(text that may be shown, the stop string that ended it or None). After a stop nothing comes any more."""
+        """Append text.
+
+        Returns:
+            The text released, and the stop string that ended it or None. After a stop, only ("", that stop string).
+        """
         if not self._stops or self.stopped is not None:
             return ("" if self.stopped is not None else text), self.stopped
         held = self._held + text
-        found = self._first(held)
-        if found is not None:
-            begin, self.stopped = found
+        match = self._first(held)
+        if match is not None:
+            begin, self.stopped = match
             self._held = ""
             return held[: begin + len(self.stopped) if self._include else begin], self.stopped
         return self._hold(held), None
 
     def _first(self, text: str) -> tuple[int, str] | None:
+        """Return the position and text of the stop string that ends first, or None."""
         hits = [
             (at + len(stop), at, stop)
             for stop in self._stops
@@ -115,8 +128,8 @@ class StopStrings:
         ]
         return min(hits)[1:] if hits else None
 
-    def _may_become(self, text: str) -> int:
-        """Length of the longest ending of `text` that begins a stop string."""
+    def _partial_length(self, text: str) -> int:
+        """Return the length of the longest suffix of `text` that is a proper prefix of a stop string."""
         for size in range(min(self._longest - 1, len(text)), 0, -1):
             end = text[len(text) - size :]
             if any(stop.startswith(end) for stop in self._stops):
@@ -124,6 +137,6 @@ class StopStrings:
         return 0
 
     def finish(self) -> str:
-        """The text held back, now that no more comes."""
+        """Return the text held back. Call it once, at the end of the text."""
         held, self._held = self._held, ""
         return held

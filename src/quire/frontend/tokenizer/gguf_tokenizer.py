@@ -1,8 +1,8 @@
-"""Builds a tokenizer back end from the vocabulary inside a GGUF file.
+"""Build a tokenizer backend from the vocabulary inside a GGUF file.
 
-Two kinds exist in practice: `gpt2` (byte-level BPE: tokens and merges, split first by a regular
-expression that the file only names) and `llama` (SentencePiece BPE: tokens and scores, from which a
-SentencePiece model is written again).
+Two kinds are supported. `gpt2` is byte-level BPE: the file has tokens and merges, and names the regular expression that
+splits a text first. `llama` is SentencePiece BPE: the file has tokens and scores, from which a SentencePiece model is
+written.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from quire.frontend.tokenizer.backends import Backend, JsonBackend, SentencePiec
 from quire.frontend.tokenizer.limits import MAX_ADDED, check_count
 from quire.types import ModelError
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types, as in SentencePiece
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # token types of SentencePiece
 _TYPES = set(range(1, 7))
 
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -50,7 +50,7 @@ _DEEPSEEK_V3 = (
     + _TAIL,
 )
 
-# The splits by the name that files give them; each pattern is applied to what the one before left whole.
+# Splits by the names that files use. Each pattern is applied to the pieces that the one before left.
 SPLITS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("default", "gpt-2", "gpt2", "phi-2", "mpt", "olmo", "jais"), (_GPT2,)),
     **dict.fromkeys(("llama-bpe", "llama3", "llama-v3", "dbrx", "smaug-bpe"), _LLAMA3),
@@ -60,13 +60,26 @@ SPLITS: dict[str, tuple[str, ...]] = {
     "tekken": _TEKKEN,
     "deepseek-v3": _DEEPSEEK_V3,
 }
-_IGNORE_MERGES = ("llama-bpe", "llama3", "llama-v3", "tekken")  # a whole word of the vocabulary is one token
+_IGNORE_MERGES = (
+    "llama-bpe",
+    "llama3",
+    "llama-v3",
+    "tekken",
+)  # a word that is in the vocabulary is one token
 _NFC = ("qwen2", "deepseek-r1-qwen")
-ADDS_BOS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # where the file does not say
+ADDS_BOS = ("llama-bpe", "llama3", "llama-v3", "tekken")  # if the file does not say
 
 
 def gguf_backend(meta: dict[str, Any], name: str) -> Backend:
-    """The back end for the tokenizer that the header `meta` of file `name` describes."""
+    """Build the backend that a GGUF header describes.
+
+    Args:
+        meta: the metadata of the header.
+        name: name of the file, for errors.
+
+    Raises:
+        ModelError: if the file has no tokenizer, a corrupt one, or one of an unknown kind.
+    """
     kind = meta.get("tokenizer.ggml.model")
     tokens = meta.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens or not all(isinstance(t, str) for t in tokens):
@@ -114,7 +127,17 @@ def _byte_level_backend(meta: dict[str, Any], name: str, tokens: list[str], type
 
 
 def byte_level_bpe(vocab: dict[str, int], merges: list[Any], split: str, name: str) -> JsonTokenizer:
-    """Byte-level BPE from its parts."""
+    """Build a byte-level BPE tokenizer.
+
+    Args:
+        vocab: token ids by piece.
+        merges: pairs of pieces, best first.
+        split: name of the split (`SPLITS`).
+        name: name of the file or folder, for errors.
+
+    Raises:
+        ModelError: if a merge is not in the vocabulary.
+    """
     try:
         bpe = models.BPE(vocab=vocab, merges=merges, ignore_merges=split in _IGNORE_MERGES)
     except Exception as error:  # the library raises plain Exception for a merge outside the vocabulary
@@ -133,7 +156,7 @@ def _score_backend(meta: dict[str, Any], name: str, tokens: list[str], types: li
     scores = meta.get("tokenizer.ggml.scores") or []
     _check_column(name, "scores", scores, len(tokens), float)
     unknown = _unknown_id(meta, types)
-    # SentencePiece takes one unknown token; the others are markup all the same.
+    # SentencePiece accepts only one unknown token, so the others become control tokens.
     kinds = [_CONTROL if kind == _UNKNOWN and i != unknown else kind for i, kind in enumerate(types)]
     pieces = b"".join(
         _field(1, _field(1, token.encode()) + b"\x15" + struct.pack("<f", score) + _number(3, kind))
@@ -152,7 +175,7 @@ def _score_backend(meta: dict[str, Any], name: str, tokens: list[str], types: li
 
 
 def _unknown_id(meta: dict[str, Any], types: list[int]) -> int:
-    """The token that stands for what the vocabulary lacks: the one that the file names, or the first of its kind."""
+    """Return the id of the unknown token: the one that the file names, else the first of that type, else 0."""
     named = meta.get("tokenizer.ggml.unknown_token_id")
     if isinstance(named, int) and 0 <= named < len(types) and types[named] == _UNKNOWN:
         return named
@@ -160,12 +183,12 @@ def _unknown_id(meta: dict[str, Any], types: list[int]) -> int:
 
 
 def _number(field: int, value: int) -> bytes:
-    """One integer field of a protocol buffer."""
+    """Encode an integer field of a protocol buffer."""
     return _varint(field << 3) + _varint(int(value))
 
 
 def _field(field: int, payload: bytes) -> bytes:
-    """One field of a protocol buffer that holds bytes, a string or a message."""
+    """Encode a length-delimited field of a protocol buffer: bytes, a string or a message."""
     return _varint(field << 3 | 2) + _varint(len(payload)) + payload
 
 

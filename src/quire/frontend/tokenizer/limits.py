@@ -1,6 +1,6 @@
-"""What a `tokenizer.json` may hold, checked before the `tokenizers` library builds anything from it.
+"""Limits on the contents of a `tokenizer.json`, checked before the `tokenizers` library loads it.
 
-The library takes seconds for a million tokens, and runs each step of a pipeline for every text.
+The library takes seconds to load a million tokens, and runs each step of a pipeline for every text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from quire.types import ModelError
 MAX_TOKENS = 1 << 19  # twice the largest published vocabulary
 MAX_ADDED = 1 << 15
 _MAX_MERGES = 4 * MAX_TOKENS
-_MAX_STEPS = 1000  # objects in the description of one stage
+_MAX_STEPS = 1000  # objects and lists in the description of one stage
 _MAX_DEPTH = 16
 _STAGES = ("normalizer", "pre_tokenizer", "post_processor", "decoder")
 
@@ -25,11 +25,15 @@ _EMPTY = msgspec.Raw(b"null")
 
 
 class _TokenizerModel(msgspec.Struct):
+    """The `model` of a tokenizer.json, undecoded."""
+
     vocab: _Raw = _EMPTY
     merges: _Raw = _EMPTY
 
 
-class _File(msgspec.Struct):
+class _TokenizerFile(msgspec.Struct):
+    """The fields of a tokenizer.json that are checked, undecoded."""
+
     model: _TokenizerModel = msgspec.field(default_factory=_TokenizerModel)
     added_tokens: _Raw = _EMPTY
     normalizer: _Raw = _EMPTY
@@ -39,10 +43,10 @@ class _File(msgspec.Struct):
 
 
 def read_tokenizer_json(path: Path) -> str:
-    """The text of a tokenizer.json whose parts are of a size that is worth loading. Raises ModelError."""
+    """Return the text of a tokenizer.json. Raise ModelError if it is malformed or exceeds a limit."""
     text = read_text(path, MAX_VOCABULARY_BYTES)
     try:
-        file = msgspec.json.decode(text, type=_File)
+        file = msgspec.json.decode(text, type=_TokenizerFile)
         check_count(path, "tokens in its vocabulary", _count(file.model.vocab, MAX_TOKENS, 4), MAX_TOKENS)
         check_count(path, "merges", _count(file.model.merges, _MAX_MERGES, 4), _MAX_MERGES)
         check_count(path, "added tokens", _count(file.added_tokens, MAX_ADDED, 20), MAX_ADDED)
@@ -55,28 +59,30 @@ def read_tokenizer_json(path: Path) -> str:
     return text
 
 
-def check_count(path: Path | str, what: str, count: int, most: int) -> None:
-    if count > most:
-        raise ModelError(f"{path} has {count} {what}, but at most {most} are read")
+def check_count(path: Path | str, name: str, count: int, limit: int) -> None:
+    """Raise ModelError if the file at `path` has more than `limit` of the things called `name`."""
+    if count > limit:
+        raise ModelError(f"{path} has {count} {name}, but at most {limit} are read")
 
 
-def _count(raw: msgspec.Raw, most: int, each: int) -> int:
-    """Entries of a JSON object or list; with more than `most` * `each` commas, about so many.
+def _count(raw: msgspec.Raw, limit: int, max_commas: int) -> int:
+    """Return the number of entries of a JSON object or list, to compare with `limit`.
 
-    Commas tell it without decoding where there are so few, or so many, that what they separate does not matter.
+    Counting commas avoids decoding: with fewer than `limit` of them the result is 0, and with more than `limit` times
+    `max_commas`, the most that an entry has, it is their number.
     """
     commas = bytes(raw).count(b",")
-    if commas < most:
+    if commas < limit:
         return 0
-    if commas > each * most:
+    if commas > max_commas * limit:
         return commas
-    found = msgspec.json.decode(raw)
-    return len(found) if isinstance(found, (dict, list)) else 0
+    entries = msgspec.json.decode(raw)
+    return len(entries) if isinstance(entries, (dict, list)) else 0
 
 
-def _check_stage(path: Path, stage: str, found: Any) -> None:
-    """Walk level by level, so that depth costs no recursion."""
-    level, total = [found] if isinstance(found, (dict, list)) else [], 0
+def _check_stage(path: Path, stage: str, description: Any) -> None:
+    """Check the size and depth of a stage, level by level to avoid recursion."""
+    level, total = [description] if isinstance(description, (dict, list)) else [], 0
     for _ in range(_MAX_DEPTH):
         inner = [value.values() if isinstance(value, dict) else value for value in level]
         level = [value for values in inner for value in values if isinstance(value, (dict, list))]

@@ -1,9 +1,8 @@
-"""Text to token ids and back: one `Tokenizer` class, whatever file the vocabulary comes from.
+"""`Tokenizer` converts text to token ids and back, for every vocabulary format.
 
-Made by `load_tokenizer` from `tokenizer.json`, `tokenizer.model`, `vocab.json` with `merges.txt`, or a
-GGUF file. Decoding is the concatenation of each token's bytes, read as UTF-8: so the same table serves whole
-texts, streams (detokenizer.py) and log-probabilities, and they agree. `NoTokenizer` stands in when
-there is to be no text at all.
+`load_tokenizer` builds one from `tokenizer.json`, `tokenizer.model`, `vocab.json` with `merges.txt`, or a GGUF file.
+Decoding concatenates the bytes of the tokens and reads them as UTF-8. One table of bytes serves whole texts, streams
+(detokenizer.py) and log-probabilities, so they agree. `NoTokenizer` takes its place in an engine without text.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ from quire.frontend.tokenizer.limits import MAX_ADDED, MAX_TOKENS, check_count, 
 from quire.types import ModelError, RequestError
 
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
-_MAX_PIECES_BYTES = 32 << 20  # of a SentencePiece model: six times the largest published one
-# Ends of a turn, which GGUF files often carry without naming them as an end of sequence.
+_MAX_PIECES_BYTES = 32 << 20  # size of a SentencePiece model: six times the largest published one
+# End-of-turn tokens, which many GGUF files contain without naming them as end-of-sequence tokens.
 _END_OF_TURN = (
     "<|eot_id|>",
     "<|im_end|>",
@@ -39,17 +38,26 @@ _END_OF_TURN = (
 
 @dataclass(slots=True)
 class TokenizerSettings:
-    """What config files say about a vocabulary, in one shape for every format."""
+    """The settings of a tokenizer in its config files, in one form for every format."""
 
-    special_tokens: dict[str, str] = field(default_factory=dict)  # bos_token, eos_token, ...
-    add_bos: bool | None = None  # None: as the vocabulary's own rules have it
+    special_tokens: dict[str, str] = field(default_factory=dict)  # pieces by name: bos_token, eos_token, ...
+    add_bos: bool | None = None  # None: follow the vocabulary's own rules
     add_eos: bool | None = None
     eos_ids: list[int] = field(default_factory=list)
     chat_templates: dict[str, str] = field(default_factory=dict)
 
 
 class Tokenizer:
-    """Encodes and decodes. Not changed after it is made, but for its cache of token bytes."""
+    """An encoder and decoder of one vocabulary. It is immutable, except for its cache of token bytes.
+
+    Attributes:
+        special_tokens: pieces by name, such as bos_token.
+        special_ids: ids of the tokens that are markup, not text.
+        vocab_size: number of ids, which may be less than the model's.
+        bos_id: id of the begin-of-sequence token, or None.
+        eos_ids: ids of the end-of-sequence tokens.
+        chat_templates: Jinja sources by name; "default" is the main one.
+    """
 
     def __init__(self, backend: Backend, settings: TokenizerSettings) -> None:
         self._backend = backend
@@ -63,7 +71,7 @@ class Tokenizer:
         self.bos_id = self._special_id("bos_token")
         eos = self._special_id("eos_token")
         self.eos_ids: list[int] = list(dict.fromkeys(([] if eos is None else [eos]) + settings.eos_ids))
-        # Whether the vocabulary's own rules frame a text, found by looking at one.
+        # Encode a text to see which tokens the vocabulary's own rules add.
         probe = backend.encode("a", True)
         self._drop_bos = settings.add_bos is False and probe[:1] == [self.bos_id]
         self._put_bos = bool(settings.add_bos) and self.bos_id is not None and probe[:1] != [self.bos_id]
@@ -75,20 +83,32 @@ class Tokenizer:
 
     @cached_property
     def longest_token_chars(self) -> int:
-        """The most characters of a text that one token stands for. Takes 50 ms for a large vocabulary."""
+        """The length of the longest token in characters. Computing it takes 50 ms for a large vocabulary."""
         pieces = map(self._backend.piece_of, range(self.vocab_size))
         return max((len(piece) for piece in pieces if piece is not None), default=1)
 
     @property
     def chat_template(self) -> str | None:
+        """The main chat template, or None."""
         return self.chat_templates.get("default")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """The ids of `text`. A rendered chat template is encoded with add_special_tokens=False: it has its own."""
+        """Return the token ids of a text.
+
+        Args:
+            text: any text without lone surrogates.
+            add_special_tokens: add begin- and end-of-sequence tokens as the model's config says. False for rendered
+                chat templates, which contain them.
+
+        Raises:
+            RequestError: if the text is not valid Unicode.
+        """
         try:
             ids = self._backend.encode(text, add_special_tokens)
         except (UnicodeEncodeError, TypeError) as error:
-            raise RequestError("text must be valid Unicode: it holds half of a surrogate pair") from error
+            raise RequestError(
+                "text must be valid Unicode: it holds half of a surrogate pair", param="prompt"
+            ) from error
         if add_special_tokens:
             if self._drop_bos:
                 ids = ids[1:]
@@ -99,7 +119,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
-        """The text of a whole sequence. Bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of a whole sequence. Invalid UTF-8 becomes U+FFFD."""
         if skip_special_tokens:
             ids = [i for i in ids if i not in self.special_ids]
         whole = self._backend.decode_whole(ids)
@@ -109,26 +129,26 @@ class Tokenizer:
         return text[1:] if self._backend.strips_space and text.startswith(" ") else text
 
     def token_bytes(self, token: int) -> bytes:
-        """What `token` adds to a text under way; empty for an id outside the vocabulary."""
-        found = self._bytes.get(token)
-        if found is None:
-            found = self._bytes[token] = self._backend.bytes_of(token)
-        return found
+        """Return the bytes that a token adds inside a text; empty for an id outside the vocabulary."""
+        data = self._bytes.get(token)
+        if data is None:
+            data = self._bytes[token] = self._backend.bytes_of(token)
+        return data
 
     def opening_bytes(self, token: int) -> bytes:
-        """What `token` reads as when no text comes before it: some encoders put a space there, which goes."""
+        """Return the bytes of a token at the beginning of a text, without the space that some encoders add there."""
         whole = self._backend.decode_whole([token])
         if whole is not None:
             return whole.encode()
-        found = self.token_bytes(token)
-        return found.removeprefix(b" ") if self._backend.strips_space else found
+        data = self.token_bytes(token)
+        return data.removeprefix(b" ") if self._backend.strips_space else data
 
     def token_text(self, token: int) -> str:
-        """The token alone, for people to read; special tokens by name."""
+        """Return the text of one token, to be read by people. Special tokens are shown by name."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
     def token_id(self, piece: str) -> int | None:
-        """The id of a piece as the vocabulary spells it, such as `<|im_end|>`."""
+        """Return the id of a piece as the vocabulary spells it, such as `<|im_end|>`, or None."""
         return self._backend.id_of(piece)
 
     def is_special(self, token: int) -> bool:
@@ -136,19 +156,22 @@ class Tokenizer:
 
 
 class NoTokenizer(Tokenizer):
-    """Stands in with skip_tokenizer_init: ids pass, text is refused."""
+    """The tokenizer of an engine with `skip_tokenizer_init`. It accepts no text and produces none."""
 
     def __init__(self, eos_ids: list[int] | None = None) -> None:
         self.special_tokens, self.chat_templates = {}, {}
         self.special_ids = frozenset()
         self.vocab_size = 0
-        self.longest_token_chars = 1 << 30  # no text is too long to be refused by `encode`
+        self.longest_token_chars = (
+            1 << 30
+        )  # lets every text pass the length check, so that `encode` refuses it
         self.bos_id = None
         self.eos_ids = eos_ids or []
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         raise RequestError(
-            "this engine runs without a tokenizer (skip_tokenizer_init): give prompt_token_ids, not text"
+            "this engine runs without a tokenizer (skip_tokenizer_init): give prompt_token_ids, not text",
+            param="prompt",
         )
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -170,7 +193,11 @@ class NoTokenizer(Tokenizer):
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a model folder, a .gguf file, or a single tokenizer.json or tokenizer.model."""
+    """Load the tokenizer of a model folder, a .gguf file, or a single tokenizer.json or tokenizer.model.
+
+    Raises:
+        ModelError: if there is no tokenizer, or it is malformed or too large.
+    """
     if path.suffix == ".gguf":
         return _load_gguf(path)
     folder = path if path.is_dir() else path.parent
@@ -196,7 +223,7 @@ def _backend_of_folder(folder: Path, config: dict[str, Any]) -> Backend:
     if (folder / "vocab.json").exists() and (folder / "merges.txt").exists():
         lines = read_text(folder / "merges.txt", MAX_VOCABULARY_BYTES).split("\n")
         check_count(folder / "merges.txt", "merges", len(lines), 4 * MAX_TOKENS)
-        if lines[0].startswith("#version"):  # later lines that begin with # are merges of that character
+        if lines[0].startswith("#version"):  # a later line that begins with # is a merge
             lines = lines[1:]
         merges = [tuple(line.split(" ")) for line in lines if line]
         split = "qwen2" if str(config.get("tokenizer_class")).startswith("Qwen") else "gpt-2"
@@ -227,7 +254,7 @@ def _flag(config: dict[str, Any], name: str) -> bool | None:
 
 
 def _content(token: Any) -> str | None:
-    """A token in a config file is a string, or an object that holds one."""
+    """Return the piece of a token in a config file, which is a string or an object that holds one."""
     if isinstance(token, dict):
         token = token.get("content")
     return token if isinstance(token, str) and token else None
@@ -264,13 +291,13 @@ def _vocabulary(folder: Path) -> dict[str, int]:
 
 
 def _folder_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Chat templates by name. A file of its own comes before what a config holds."""
-    found: dict[str, str] = {}
+    """Return chat templates by name. Template files take precedence over the templates in configs."""
+    templates: dict[str, str] = {}
     for given in (config.get("chat_template"), _json(folder / "chat_template.json").get("chat_template")):
         if isinstance(given, str):
-            found["default"] = given
+            templates["default"] = given
         elif isinstance(given, list):
-            found |= {
+            templates |= {
                 e["name"]: e["template"]
                 for e in given
                 if isinstance(e, dict)
@@ -279,7 +306,7 @@ def _folder_templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
             }
     files = {"default": folder / "chat_template.jinja"}
     files |= {f.stem: f for f in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-    return found | {name: read_text(file) for name, file in files.items() if file.exists()}
+    return templates | {name: read_text(file) for name, file in files.items() if file.exists()}
 
 
 def _load_gguf(path: Path) -> Tokenizer:

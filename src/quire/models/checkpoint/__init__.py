@@ -1,1 +1,1 @@
-"""Checkpoint formats and the threads that read them onto a GPU."""
+"""Checkpoint formats, and the threads that read them into GPU memory."""

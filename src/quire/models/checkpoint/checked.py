@@ -1,4 +1,4 @@
-"""A checkpoint whose norms, embeddings and head are looked at as they are loaded: damaged ones are reported."""
+"""`CheckedCheckpoint`: reports norms, embeddings and heads that are not finite while they are loaded."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ log = logging.getLogger("quire")
 
 
 class CheckedCheckpoint(Checkpoint):
-    """Hands on what `source` has. `finish` warns, in one line, of watched tensors that are not finite.
+    """A wrapper around `source` that checks some tensors. `finish` logs those that are not finite, in one line.
 
-    These are the tensors in which a single NaN or infinity reaches every request, or every one with that token.
-    All others would cost more than a moment.
+    Checked are the tensors in which one NaN or infinity affects every request, or every request with that token.
+    Checking the others would take noticeably longer.
     """
 
     def __init__(self, source: Checkpoint) -> None:
         self._source = source
-        self._coming: list[tuple[str, torch.Tensor]] = []  # on a GPU: in place once the source is finished
+        self._pending: list[tuple[str, torch.Tensor]] = []  # on a GPU: complete once the source is finished
         self._damaged: list[str] = []
 
     def has(self, name: str) -> bool:
@@ -33,9 +33,9 @@ class CheckedCheckpoint(Checkpoint):
     def tensor(
         self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE
     ) -> torch.Tensor:
-        found = self._source.tensor(name, shape, rows, cols)
-        self._check(name, found)
-        return found
+        part = self._source.tensor(name, shape, rows, cols)
+        self._check(name, part)
+        return part
 
     def copy_into(
         self,
@@ -49,27 +49,27 @@ class CheckedCheckpoint(Checkpoint):
         if destination.device.type == "cpu":
             self._check(name, destination)
         elif _WATCHED.search(name):
-            self._coming.append((name, destination))
+            self._pending.append((name, destination))
 
     def finish(self) -> None:
         self._source.finish()
-        for name, values in self._coming:
+        for name, values in self._pending:
             self._check(name, values)
-        self._coming.clear()
+        self._pending.clear()
         if self._damaged:
             more = f" and {len(self._damaged) - 3} more" if len(self._damaged) > 3 else ""
             log.warning(
-                "%s%s: not finite in the model's dtype (NaN or infinity); requests that meet it will fail",
+                "%s%s: not finite in the model's dtype (NaN or infinity); requests that use such a value will fail",
                 ", ".join(self._damaged[:3]),
                 more,
             )
 
     def close(self) -> None:
-        self._coming.clear()
+        self._pending.clear()
         self._source.close()
 
     def _check(self, name: str, values: torch.Tensor) -> None:
-        # A sum is the quickest test; one that overflows does not decide.
+        # A sum is the fastest test. It may overflow, so a sum that is not finite decides nothing.
         if not _WATCHED.search(name) or bool(values.sum().isfinite()):
             return
         if not bool(values.isfinite().all()) and name not in self._damaged:

@@ -1,8 +1,8 @@
-"""Where weights come from: safetensors files, a GGUF file, or thin air (`DummyCheckpoint`).
+"""Sources of weights: safetensors files, a GGUF file, or random numbers (`DummyCheckpoint`).
 
-Files are memory-mapped and layers pull what they need, so a rank reads only its own part. For a GPU,
-large tensors are copied into place by threads (reader.py) while the start-up goes on. `finish` waits for them,
-and reports tensors that nobody asked for: a model that ignores a weight would be silently wrong.
+Files are memory-mapped, and each layer loads the tensors it needs, so a rank reads only its shard. For a GPU,
+threads copy large tensors into place (reader.py) while the rest of the start-up runs. `finish` waits for these
+copies. It also reports tensors that no layer loaded, because a model that ignores a weight computes wrong results.
 """
 
 from __future__ import annotations
@@ -25,17 +25,20 @@ from quire.types import ModelError
 log = logging.getLogger("quire")
 
 _WHOLE = slice(None)
-_COMPARED, _BLOCKS = 1 << 22, 64  # elements of two tensors that are compared, in so many blocks
+_COMPARED, _BLOCKS = (
+    1 << 22,
+    64,
+)  # elements of two tensors that are compared, and the number of blocks they are in
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Buffers that old checkpoints carry along, and the vision half of Gemma 3.
+# Buffers in old checkpoints, and the vision half of Gemma 3.
 _HARMLESS = re.compile(
     r"rotary_emb\.inv_freq$|\battn\.(masked_)?bias$|^(model\.)?(vision_tower|multi_modal_projector)\."
 )
 
 
 class Checkpoint(Protocol):
-    """`Weights` (layers/env.py) with an end."""
+    """`Weights` (layers/env.py) that can be finished and closed."""
 
     def has(self, name: str) -> bool: ...
 
@@ -51,15 +54,19 @@ class Checkpoint(Protocol):
         rows: slice = _WHOLE,
         cols: slice = _WHOLE,
     ) -> None:
-        """`destination[...] = tensor(...)`, until `finish` at the latest."""
+        """Copy a tensor into `destination`, which is complete when `finish` returns."""
         destination.copy_(self.tensor(name, shape, rows, cols))
 
     def finish(self) -> None:
-        """Wait for all copies. Raise ModelError naming tensors that were never read or could not be."""
+        """Wait for all copies, and close the files.
+
+        Raises:
+            ModelError: if a tensor of the checkpoint was not loaded, or could not be read; names it.
+        """
         ...
 
     def close(self) -> None:
-        """Give up what is not finished, and close the files."""
+        """Cancel unfinished copies, and close the files."""
         ...
 
 
@@ -72,9 +79,17 @@ def open_checkpoint(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
 ) -> Checkpoint:
-    """The weights at `path`, a folder or a .gguf file, for a model on `device`.
+    """Open the weights at `path`.
 
-    dtype and seed are for dummy weights only.
+    Args:
+        path: a folder or a .gguf file.
+        spec: the model's spec.
+        load_format: "auto", or "dummy" for random weights.
+        device: the model's device; None: the CPU.
+        dtype, seed: dtype and seed of random weights.
+
+    Raises:
+        ModelError: if the weights are missing, damaged, or in a format that is not supported.
     """
     device = device or torch.device("cpu")
     if load_format == "dummy":
@@ -82,10 +97,10 @@ def open_checkpoint(
     spec.check_quantization()
     path = Path(path)
     if path.suffix == ".gguf":
-        from quire.models.checkpoint.gguf import GGUFCheckpoint  # here: most runs need no GGUF reader
+        from quire.models.checkpoint.gguf import GGUFCheckpoint  # deferred: most runs need no GGUF reader
 
         return GGUFCheckpoint(path, spec)
-    # A CPU's weights are packed as soon as they are there: nothing could go on beside a reader.
+    # On a CPU, weights are packed right after reading, so there is nothing to overlap with a reader.
     reader = Reader(device) if device.type == "cuda" else None
     return SafetensorsCheckpoint(path, spec.tie_embeddings, reader)
 
@@ -94,12 +109,12 @@ def open_checkpoint(
 
 
 class SafetensorsCheckpoint(Checkpoint):
-    """One file, or the shards that an index names. Without a `reader`, copies are made at once."""
+    """One safetensors file, or the shards listed in an index. Without a `reader`, copies are synchronous."""
 
     def __init__(self, folder: Path, tied: bool, reader: Reader | None = None) -> None:
         self.files: dict[Path, Any] = {}
         self.where: dict[str, Path] = {}
-        self.offsets: dict[str, int] = {}  # of a tensor in its file; for the reader
+        self.offsets: dict[str, int] = {}  # first byte of a tensor in its file, for the reader
         self.unread: set[str] = set()
         self.tied, self.reader = tied, reader
         for file, names in _shards(folder).items():
@@ -155,7 +170,7 @@ class SafetensorsCheckpoint(Checkpoint):
             self.reader.close()
 
     def _compare_head(self) -> None:
-        """Warn if a head that is stored, but not used because it is tied, is not the embedding."""
+        """Warn if the checkpoint stores a head that differs from the embedding, although the config ties them."""
         head = next((n for n in self.unread if n.endswith("lm_head.weight")), None)
         table = next((n for n in self.where if n.endswith(("embed_tokens.weight", "wte.weight"))), None)
         if (
@@ -164,27 +179,30 @@ class SafetensorsCheckpoint(Checkpoint):
             and not _same_rows(*(self.files[self.where[n]].get_slice(n) for n in (head, table)))
         ):
             log.warning(
-                "%s differs from %s, but the config ties them (tie_word_embeddings): the stored head is not used",
+                "%s differs from %s, but the config ties them (tie_word_embeddings): the stored head is ignored",
                 head,
                 table,
             )
 
     def _find(self, name: str, shape: tuple[int, ...]) -> Any:
-        """The slice of `name`, which must be there, in this shape and in numbers that can be read."""
+        """Return the slice of `name`, after checking that it exists with this shape and a supported dtype."""
         if name not in self.where:
             raise ModelError(f"the checkpoint has no tensor {name} (expected shape {list(shape)})")
         part = self.files[self.where[name]].get_slice(name)
         check_shape(name, shape, tuple(part.get_shape()))
         if part.get_dtype() not in _FLOATS:
-            raise ModelError(f"tensor {name} has dtype {part.get_dtype()}, which is not supported")
+            raise ModelError(
+                f"tensor {name} has dtype {part.get_dtype()}, which is not supported; supported are: "
+                f"{', '.join(_FLOATS)}"
+            )
         self.unread.discard(name)
         return part
 
 
 def _shards(folder: Path) -> dict[Path, list[str] | None]:
-    """The safetensors files of a folder, each with the tensors to take from it (None: all)."""
+    """Return the safetensors files of a folder, each with the tensors to load from it (None: all)."""
     if not folder.is_dir():
-        raise ModelError(f"{folder} is no folder and no .gguf file")
+        raise ModelError(f"{folder} is neither a folder nor a .gguf file")
     index = folder / "model.safetensors.index.json"
     if index.exists():
         shards: dict[Path, list[str] | None] = {}
@@ -214,12 +232,12 @@ def _shards(folder: Path) -> dict[Path, list[str] | None]:
 
 
 def _weight_map(index: Path) -> dict[str, str]:
-    found = read_json(index, MAX_VOCABULARY_BYTES).get("weight_map")
-    if not isinstance(found, dict) or not all(
-        isinstance(f, str) and Path(f).name == f for f in found.values()
+    files = read_json(index, MAX_VOCABULARY_BYTES).get("weight_map")
+    if not isinstance(files, dict) or not all(
+        isinstance(f, str) and Path(f).name == f for f in files.values()
     ):
         raise ModelError(f"{index}: weight_map must map tensor names to file names")
-    return found
+    return files
 
 
 def _open(file: Path) -> Any:
@@ -229,15 +247,17 @@ def _open(file: Path) -> Any:
             length = int.from_bytes(opened.read(8), "little")
         if file.stat().st_size > length > MAX_VOCABULARY_BYTES:
             raise ModelError(
-                f"{file} has a header of {length} bytes, but at most {MAX_VOCABULARY_BYTES} are read"
+                f"{file} has a header of {length} bytes, but the limit is {MAX_VOCABULARY_BYTES}"
             )
         return safe_open(str(file), framework="pt", device="cpu")
     except (SafetensorError, OSError, ValueError) as error:
-        raise ModelError(f"{file} is not a readable safetensors file, perhaps cut short ({error})") from error
+        raise ModelError(
+            f"{file} is not a readable safetensors file; it may be truncated ({error})"
+        ) from error
 
 
 def _offsets(file: Path) -> dict[str, int]:
-    """Where in a file, which has been opened and found sound, each tensor begins."""
+    """Return the first byte of each tensor in a file whose header has been validated."""
     with file.open("rb") as opened:
         length = int.from_bytes(opened.read(8), "little")
         header = json.loads(opened.read(length))
@@ -246,8 +266,10 @@ def _offsets(file: Path) -> dict[str, int]:
 
 
 def _same_rows(one: Any, other: Any) -> bool:
-    """Whether two stored tensors are equal, in some blocks of rows where there are many: a head that was trained
-    on its own differs everywhere."""
+    """Return whether two stored tensors are equal. Of large ones, some blocks of rows are compared.
+
+    That is enough, because a head that was trained separately differs everywhere.
+    """
     shape = one.get_shape()
     if shape != other.get_shape():
         return False
@@ -257,11 +279,13 @@ def _same_rows(one: Any, other: Any) -> bool:
 
 
 def check_shape(name: str, expected: tuple[int, ...], found: tuple[int, ...]) -> None:
+    """Raise ModelError if a tensor's shape is not the one that the config implies."""
     if tuple(found) != tuple(expected):
         raise ModelError(f"tensor {name} has shape {list(found)}, but the config asks for {list(expected)}")
 
 
 def check_unread(unread: set[str], tied: bool) -> None:
+    """Raise ModelError if a tensor was not loaded, except for known harmless ones and the head of tied models."""
     left = sorted(
         n for n in unread if not _HARMLESS.search(n) and not (tied and n.endswith("lm_head.weight"))
     )
@@ -276,13 +300,13 @@ def check_unread(unread: set[str], tied: bool) -> None:
 
 
 class DummyCheckpoint(Checkpoint):
-    """Random weights in whatever shape is asked for, made on the device that will hold them.
+    """Random weights of any requested shape, created on the device that will hold them.
 
-    A tensor repeats one block of normal noise from an offset that its name decides, so the values depend
-    on seed, name and position alone, and eight billion of them cost a copy, not eight billion draws.
+    A tensor repeats one block of normal noise, starting at an offset derived from its name. So values depend on seed,
+    name and position only, and eight billion of them cost a copy instead of eight billion draws.
     """
 
-    BLOCK = 4_194_301  # prime: rows of no usual width repeat in step with it
+    BLOCK = 4_194_301  # prime, so that rows of common widths do not repeat in step with it
     STD = 0.02
 
     def __init__(self, seed: int, device: torch.device, dtype: torch.dtype) -> None:

@@ -1,8 +1,8 @@
-"""`GGUFCheckpoint`: weights from a GGUF file, under their Hugging Face names, unpacked as they are read.
+"""`GGUFCheckpoint`: weights of a GGUF file under their Hugging Face names, dequantised as they are read.
 
-llama.cpp's converter changes some tensors on the way in: Llama's q and k rows are reordered, Gemma's
-norm weights have 1 added, GPT-2's matrices are transposed, experts are stacked. All of that is undone
-here, so that a model does not know where its weights came from.
+llama.cpp's converter changes some tensors: it reorders Llama's q and k rows, adds 1 to Gemma's norm weights,
+transposes GPT-2's matrices, and stacks experts. This module undoes all of that, so a model does not depend on the
+format of its checkpoint.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class GGUFCheckpoint(Checkpoint):
         self.spec = spec
         self.arch = Metadata(reader, path).arch
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self.unread = set(self.tensors) - {"rope_freqs.weight"}  # that one is read into the spec
+        self.unread = set(self.tensors) - {"rope_freqs.weight"}  # which is part of the spec
         self.layer_names = {**_LAYER, **(_GEMMA3 if self.arch == "gemma3" else {}), **_GPT2}
 
     def has(self, name: str) -> bool:
@@ -78,20 +78,20 @@ class GGUFCheckpoint(Checkpoint):
     def tensor(
         self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE
     ) -> torch.Tensor:
-        theirs, expert = self._find(name)
-        if theirs not in self.tensors:
+        stored, expert = self._find(name)
+        if stored not in self.tensors:
             raise ModelError(
-                f"{self.path} has no tensor {theirs or 'for'} ({name}, expected shape {list(shape)})"
+                f"{self.path} has no tensor {stored or 'for'} ({name}, expected shape {list(shape)})"
             )
-        source = self.tensors[theirs]
+        source = self.tensors[stored]
         transposed = name.endswith(_TRANSPOSED)
         found = tuple(int(n) for n in reversed(source.shape))
         check_shape(name, shape, (found[1:] if expert is not None else found)[:: -1 if transposed else 1])
-        self.unread.discard(theirs)
+        self.unread.discard(stored)
         data = source.data if expert is None else source.data[expert]
         reordered = self.arch == "llama" and re.search(r"\.[qk]_proj\.", name)
-        early = not (reordered or transposed)  # rows can be cut while they are still packed
-        values = self._unpack(theirs, data[rows] if early else data, source.tensor_type)
+        early = not (reordered or transposed)  # rows can be selected before they are dequantised
+        values = self._unpack(stored, data[rows] if early else data, source.tensor_type)
         if reordered:
             heads = self.spec.num_heads if ".q_proj." in name else self.spec.num_kv_heads
             values = _restore_order(values, heads)
@@ -115,7 +115,7 @@ class GGUFCheckpoint(Checkpoint):
         )
 
     def _find(self, name: str) -> tuple[str, int | None]:
-        """The GGUF name of `name` (empty: it has none) and, in a stack of experts, which one."""
+        """Return the GGUF name of `name` (empty: none) and, for a stack of experts, the expert's index."""
         stem, _, kind = name.rpartition(".")
         if stem in _TOP:
             return f"{_TOP[stem]}.{kind}", None
@@ -129,7 +129,7 @@ class GGUFCheckpoint(Checkpoint):
                 f"blk.{layer}.{self.layer_names[inner]}.{kind}" if inner in self.layer_names else ""
             ), None
         number, which = expert.groups()
-        single = f"blk.{layer}.ffn_{which}.{number}.{kind}"  # files from before experts were stacked
+        single = f"blk.{layer}.ffn_{which}.{number}.{kind}"  # old files do not stack experts
         if single in self.tensors:
             return single, None
         return f"blk.{layer}.ffn_{which}_exps.{kind}", int(number)
@@ -141,11 +141,11 @@ class GGUFCheckpoint(Checkpoint):
             return gguf.quants.dequantize(data, kind)
         except (NotImplementedError, ValueError) as error:
             raise ModelError(
-                f"{self.path}: tensor {name} of kind {kind.name} cannot be read ({error})"
+                f"{self.path}: tensor {name} has the format {kind.name}, which cannot be read ({error})"
             ) from error
 
 
 def _restore_order(values: np.ndarray, heads: int) -> np.ndarray:
-    """From neighbouring pairs to halves: row 2i + j of a head came from row i + j * dim / 2."""
+    """Reorder rows from neighbouring pairs to halves: row 2i + j of a head becomes row i + j * dim / 2."""
     pairs = values.reshape(heads, values.shape[0] // heads // 2, 2, *values.shape[1:])
     return pairs.swapaxes(1, 2).reshape(values.shape)

@@ -1,9 +1,9 @@
-"""`Reader`: copies tensors out of files into place, with several threads, while its owner does other things.
+"""`Reader`: copies tensors from files to their destinations with several threads, in the background.
 
-A thread reads a piece of a tensor into a buffer of its own (pinned, for a GPU) and sends it from there to
-where it belongs, so files are read and the copy engine runs at the same time. Memory is bounded by the
-threads' buffers, whatever the size of the files. Pieces that are cut by columns, transposed or of another
-dtype go through device memory and are rearranged there.
+Each thread reads a piece of a tensor into its buffer (pinned, for a GPU) and copies it from there to the
+destination, so file reads and the GPU's copy engine overlap. The threads' buffers bound the memory, whatever the
+size of the files. Pieces that are cut by columns, transposed, or of another dtype are first copied to device memory
+and rearranged there.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from quire.types import ModelError
 
 _THREADS = 8
 _PIECE_BYTES = 32 << 20
-_READ_ONLY = os.O_RDONLY | getattr(os, "O_BINARY", 0)  # Windows would translate line ends
-_seeking = threading.Lock()
+_READ_ONLY = os.O_RDONLY | getattr(os, "O_BINARY", 0)  # without O_BINARY, Windows translates line ends
+_seek_lock = threading.Lock()
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor in a file: row-major numbers from byte `offset` on."""
+    """A tensor in a file: row-major numbers that begin at byte `offset`."""
 
     name: str
     file: Path
@@ -39,21 +39,21 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class _TensorPiece:
-    """Consecutive rows of a tensor, and where they go."""
+    """Consecutive rows of a tensor, and their destination."""
 
     stored: StoredTensor
     file: int  # descriptor
     offset: int  # of the first byte, in the file
     shape: tuple[int, ...]
-    cols: slice  # what is wanted of each row
+    cols: slice  # the part of each row to copy
     destination: torch.Tensor
-    ready: torch.cuda.Event | None  # from when on the destination may be written
+    ready: torch.cuda.Event | None  # after it, the destination may be written
 
 
 class Reader:
-    """Reads for `device`; pieces of at most `piece_bytes`, or one row where rows are longer.
+    """A pool of threads that read tensors for `device`, in pieces of at most `piece_bytes` or one row.
 
-    What has been added is in place once `finish` has returned. `close` drops what has not begun.
+    All added copies are complete when `finish` returns. `close` drops those that have not started.
     """
 
     def __init__(
@@ -61,21 +61,23 @@ class Reader:
     ) -> None:
         self.device, self.piece_bytes = device, piece_bytes
         self._pool = ThreadPoolExecutor(threads, "reader")
-        self._own = threading.local()  # each thread's lane
+        self._local = threading.local()  # holds each thread's lane
         self._copies: list[Future[None]] = []
         self._files: dict[Path, int] = {}  # descriptors
 
     def add(self, stored: StoredTensor, rows: slice, cols: slice, destination: torch.Tensor) -> None:
-        """Begin `destination[...] = stored[rows, cols]`; the destination may be any view of any dtype.
+        """Start copying `stored[rows, cols]` into `destination`, any view of any dtype.
 
-        Until `finish` it may hold anything, and it must not be written by others. Raises ModelError if the
-        file cannot be opened.
+        The contents of the destination are undefined until `finish` returns, and nothing else may write to it.
+
+        Raises:
+            ModelError: if the file cannot be opened.
         """
         shape = stored.shape
         first, last, _ = rows.indices(shape[0])
         width = math.prod(shape[1:])
         whole = len(shape) == 1 or cols.indices(shape[1]) == (0, shape[1], 1)
-        if whole and destination.is_contiguous():  # then rows are of no concern
+        if whole and destination.is_contiguous():  # then row boundaries do not matter
             destination, shape = destination.view(-1), (stored.shape[0] * width,)
             first, last, width = first * width, last * width, 1
         row_bytes = width * stored.dtype.itemsize
@@ -96,7 +98,11 @@ class Reader:
             self._copies.append(self._pool.submit(self._carry, piece))
 
     def finish(self) -> None:
-        """Wait until everything is in place. Raises ModelError if something could not be read."""
+        """Wait for all copies.
+
+        Raises:
+            ModelError: if a tensor could not be read.
+        """
         try:
             for copy in self._copies:
                 copy.result()
@@ -104,7 +110,7 @@ class Reader:
             self.close()
 
     def close(self) -> None:
-        """Wait for what is being copied, drop the rest, and end the threads. May be called again."""
+        """Wait for running copies, drop the others, and end the threads. It may be called repeatedly."""
         self._pool.shutdown(cancel_futures=True)
         self._copies.clear()
         while self._files:
@@ -123,21 +129,27 @@ class Reader:
         return self.device.type == "cuda"
 
     def _carry(self, piece: _TensorPiece) -> None:
-        lane: _Lane | None = getattr(self._own, "lane", None)
+        lane: CopyLane | None = getattr(self._local, "lane", None)
         if lane is None:
-            lane = self._own.lane = _Lane(self.device, self.piece_bytes)
+            lane = self._local.lane = CopyLane(self.device, self.piece_bytes)
         lane.carry(piece)
 
 
-class _Lane:
-    """One thread's buffer and stream."""
+class CopyLane:
+    """The buffer and the CUDA stream of one thread."""
 
     def __init__(self, device: torch.device, buffer_bytes: int) -> None:
         self._device, self._buffer_bytes = device, buffer_bytes
-        self._buffer = torch.empty(0, dtype=torch.uint8)  # made when the device is current
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # allocated by the thread, on its first piece
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
+    @property
+    def allocated_bytes(self) -> int:
+        """Size of the buffer."""
+        return self._buffer.nbytes
+
     def carry(self, piece: _TensorPiece) -> None:
+        """Read a piece, and copy it to its destination."""
         on_stream = torch.cuda.stream(self._stream) if self._stream else contextlib.nullcontext()
         with torch.inference_mode(), on_stream:
             values = self._read(piece)
@@ -149,10 +161,10 @@ class _Lane:
                     values = values.to(self._device, non_blocking=True)
             to.copy_(values if values.dim() == 1 else values[:, piece.cols], non_blocking=True)
             if self._stream:
-                self._stream.synchronize()  # the buffer is free again
+                self._stream.synchronize()  # after it, the buffer can be reused
 
     def _read(self, piece: _TensorPiece) -> torch.Tensor:
-        """The piece as it is in the file, in this lane's buffer."""
+        """Read a piece into the buffer, and return it in the file's shape and dtype."""
         stored = piece.stored
         size = math.prod(piece.shape) * stored.dtype.itemsize
         if size > len(self._buffer):
@@ -171,15 +183,16 @@ class _Lane:
 
 
 def _read_at(file: int, into: memoryview, offset: int) -> int:
-    """Fill `into`, or its beginning, from byte `offset` of a file; the number of bytes read."""
+    """Fill `into`, or a part of it, from byte `offset` of a file, and return the number of bytes read."""
     if hasattr(os, "preadv"):
         return os.preadv(file, [into], offset)
-    with _seeking:  # Windows: threads share the position in the file
+    with _seek_lock:  # Windows: threads share the position in the file
         os.lseek(file, offset, os.SEEK_SET)
         data = os.read(file, len(into))
     into[: len(data)] = data
     return len(data)
 
 
-def unreadable(stored: StoredTensor, why: object) -> ModelError:
-    return ModelError(f"cannot read tensor {stored.name} of {stored.file}: {why}")
+def unreadable(stored: StoredTensor, reason: object) -> ModelError:
+    """Return the error for a tensor that cannot be read."""
+    return ModelError(f"cannot read tensor {stored.name} of {stored.file}: {reason}")

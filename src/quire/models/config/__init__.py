@@ -1,1 +1,1 @@
-"""From a checkpoint's configuration to a `ModelSpec`, with every field checked."""
+"""Parsers from a checkpoint's configuration to a `ModelSpec`; they check every field."""

@@ -1,7 +1,7 @@
-"""`gguf_spec`: the metadata of a GGUF file (llama.cpp's format) to a `ModelSpec`.
+"""`gguf_spec`: from the metadata of a GGUF file (llama.cpp's format) to a `ModelSpec`.
 
-Several facts are not stored, but are constants of llama.cpp's graph for the architecture; they are
-stated here, next to the keys. Opening a file, and what a damaged one looks like, is here as well.
+Some facts are not stored in the file but are constants of llama.cpp's graph for the architecture. They are listed
+here, next to the keys. `open_gguf` opens a file and detects damaged ones.
 """
 
 from __future__ import annotations
@@ -23,18 +23,22 @@ from quire.models.config.rope import served_len
 from quire.models.spec import ModelSpec, MoESpec
 from quire.types import ModelError
 
-_DTYPES = {Kind.F32: "float32", Kind.F16: "float16", Kind.BF16: "bfloat16"}  # packed kinds: bfloat16
-_SWA_EVERY = 6  # Gemma 3: every sixth layer sees everything
-_GEMMA3_27B_LAYERS = 62  # the size whose queries are scaled by hidden / heads instead of by head_dim
+_DTYPES = {Kind.F32: "float32", Kind.F16: "float16", Kind.BF16: "bfloat16"}  # quantised formats: bfloat16
+_SWA_EVERY = 6  # Gemma 3: every sixth layer has no window
+_GEMMA3_27B_LAYERS = 62  # Gemma 3 27B scales queries by hidden / heads instead of by head_dim
 
 
 def open_gguf(path: Path) -> gguf.GGUFReader:
-    """The file's reader (memory-mapped); ModelError if it is missing, damaged or one of several parts."""
-    read_gguf_metadata(path)  # which checks all counts before anybody believes them
+    """Open a GGUF file, memory-mapped.
+
+    Raises:
+        ModelError: if the file is missing, damaged, big-endian, or one of several parts.
+    """
+    read_gguf_metadata(path)  # checks all counts before the reader below uses them
     try:
         reader = gguf.GGUFReader(path)
     except (ValueError, IndexError, KeyError, TypeError, OSError, OverflowError, MemoryError) as error:
-        raise ModelError(f"{path} is not a readable GGUF file, perhaps cut short ({error})") from error
+        raise ModelError(f"{path} is not a readable GGUF file; it may be truncated ({error})") from error
     if reader.byte_order == "S":
         raise ModelError(f"{path} is a big-endian GGUF file, which is not supported")
     if Metadata(reader, path).get("split.count", 1) not in (0, 1):
@@ -45,7 +49,7 @@ def open_gguf(path: Path) -> gguf.GGUFReader:
 
 
 class Metadata:
-    """Look-ups in a file's key/value pairs; `{arch}.` is put before keys that begin with a dot."""
+    """The key/value pairs of a file. Keys that begin with a dot get the name of the architecture in front."""
 
     def __init__(self, reader: gguf.GGUFReader, path: Path) -> None:
         self.reader = reader
@@ -54,10 +58,12 @@ class Metadata:
         self.arch = str(self.get("general.architecture", ""))
 
     def get(self, key: str, default: Any = None) -> Any:
+        """Return the value at `key`, or `default`."""
         field = self.reader.get_field(self.arch + key if key.startswith(".") else key)
         return default if field is None else field.contents()
 
     def need(self, key: str) -> Any:
+        """Return the value at `key`, or raise ModelError if there is none."""
         value = self.get(key)
         if value is None:
             raise ModelError(
@@ -66,11 +72,11 @@ class Metadata:
         return value
 
     def integer(self, key: str, name: str, default: int | None = None) -> int:
-        """The positive integer at `key`, in the range that `name` has in a config.json."""
+        """Return the positive integer at `key`, checked against the range of the config.json field `name`."""
         return self._keys(key, name, default).integer(name)
 
     def number(self, key: str, name: str, default: float | None = None) -> float:
-        """The number at `key`, in the range that `name` has in a config.json."""
+        """Return the number at `key`, checked against the range of the config.json field `name`."""
         return self._keys(key, name, default).number(name)
 
     def _keys(self, key: str, name: str, default: float | None) -> ConfigKeys:
@@ -79,7 +85,11 @@ class Metadata:
 
 
 def gguf_spec(path: Path) -> ModelSpec:
-    """The spec of the model in a .gguf file."""
+    """Read the spec of the model in a .gguf file.
+
+    Raises:
+        ModelError: if the file is damaged, a value is bad, or the architecture is not supported.
+    """
     reader = open_gguf(path)
     meta = Metadata(reader, path)
     if meta.arch not in ARCHITECTURES:
@@ -96,7 +106,7 @@ def gguf_spec(path: Path) -> ModelSpec:
     )
     head_dim = meta.integer(".attention.key_length", "head_dim", hidden // heads)
     if meta.get(".attention.value_length", head_dim) != head_dim:
-        raise ModelError(f"{path}: keys and values of different length are not supported")
+        raise ModelError(f"{path}: keys and values of different sizes are not supported")
     kv_heads = meta.integer(".attention.head_count_kv", "num_key_value_heads", heads)
     if heads % kv_heads or head_dim % 2:
         raise ModelError(
@@ -124,7 +134,7 @@ def gguf_spec(path: Path) -> ModelSpec:
     try:
         facts.update(ARCHITECTURES[meta.arch](meta, facts, tensors))
     except (TypeError, ValueError, ArithmeticError) as error:
-        raise ModelError(f"{path} holds a value of the wrong kind ({shown(error)})") from error
+        raise ModelError(f"{path} holds a value of a wrong type ({shown(error)})") from error
     return ModelSpec(**facts)
 
 
@@ -140,7 +150,7 @@ def _eos_ids(meta: Metadata, vocab_size: int) -> tuple[int, ...]:
 def _rotary(
     meta: Metadata, facts: dict[str, Any], tensors: dict[str, Any], base: float = 10000.0
 ) -> dict[str, Any]:
-    """Facts of every architecture with rotary positions and RMSNorm."""
+    """Return the fields of architectures with rotary embeddings and RMS norms."""
     if meta.get(".rope.dimension_count", facts["head_dim"]) != facts["head_dim"]:
         raise ModelError(f"{meta.path}: partial rotary embeddings are not supported")
     trained_len = meta.integer(".context_length", "max_position_embeddings")
@@ -159,7 +169,7 @@ def _rotary(
 
 def _rope(meta: Metadata, trained_len: int, base: float, tensors: dict[str, Any]) -> RopeParams:
     theta = meta.number(".rope.freq_base", "rope_theta", base)
-    if "rope_freqs.weight" in tensors:  # the rule of Llama 3.1 is stored as one divisor per frequency
+    if "rope_freqs.weight" in tensors:  # Llama 3.1's rule is stored as one divisor per frequency
         divisors = np.asarray(tensors["rope_freqs.weight"].data, dtype=np.float32)
         return RopeParams(
             theta=theta, kind="divisors", original_max_len=trained_len, divisors=tuple(divisors.tolist())
@@ -189,7 +199,7 @@ def _rope(meta: Metadata, trained_len: int, base: float, tensors: dict[str, Any]
 
 def _llama(meta: Metadata, facts: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
     found = {"family": "llama", **_rotary(meta, facts, tensors)}
-    if meta.get(".expert_count"):  # Mixtral goes by the name llama
+    if meta.get(".expert_count"):  # Mixtral's architecture is also called llama
         found.update(family="moe", moe=_moe(meta, facts, facts["intermediate_size"]))
     return found
 

@@ -1,8 +1,7 @@
-"""`parse_config`: a Hugging Face `config.json`, in the spellings of many years, to a `ModelSpec`.
+"""`parse_config`: from a Hugging Face `config.json` to a `ModelSpec`.
 
-Old and new names are both read (`torch_dtype`/`dtype`, `rope_scaling`/`rope_parameters`, GPT-2's
-`n_embd`, MLC's `sliding_window_size`); defaults are those of the model's configuration class in
-transformers, because that is what a config that leaves a key out means.
+Old and new names of fields are accepted (`torch_dtype`/`dtype`, `rope_scaling`/`rope_parameters`, GPT-2's `n_embd`,
+MLC's `sliding_window_size`). A missing field means the default of the model's configuration class in transformers.
 """
 
 from __future__ import annotations
@@ -26,7 +25,11 @@ from quire.types import ModelError
 
 
 def parse_config(config: dict[str, Any]) -> ModelSpec:
-    """The spec of a `config.json` dict."""
+    """Parse the contents of a `config.json`.
+
+    Raises:
+        ModelError: if a field is missing or has a bad value, or if the model is not supported; names it.
+    """
     if not isinstance(config, dict):
         raise ModelError("config.json must hold a JSON object")
     keys = ConfigKeys(config)
@@ -43,7 +46,7 @@ def parse_config(config: dict[str, Any]) -> ModelSpec:
     try:
         return parse(name, keys)
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
-        raise ModelError(f"config.json of {name} holds a value of the wrong kind ({shown(error)})") from error
+        raise ModelError(f"config.json of {name} holds a value of a wrong type ({shown(error)})") from error
 
 
 # ------------------------------------------------------------------------------------- the families
@@ -88,7 +91,7 @@ def _llama(name: str, keys: ConfigKeys) -> ModelSpec:
 
 def _mistral(name: str, keys: ConfigKeys) -> ModelSpec:
     refuse_bias(name, keys)
-    # a window of null is "off", a window left out is the default of transformers
+    # null turns the window off; a missing field means the default of transformers.
     default = None if keys.has("sliding_window", "sliding_window_size") else 4096
     return decoder(name, "llama", keys, window=_window(keys, default), kv_default=8)
 
@@ -137,7 +140,7 @@ def _qwen3_moe(name: str, keys: ConfigKeys) -> ModelSpec:
         norm_topk=keys.flag("norm_topk_prob"),
         sparse=tuple(i not in dense and (i + 1) % every == 0 for i in range(layers)),
     )
-    # this family windows every layer when it windows at all
+    # This family has a window in all layers or in none.
     window = _window(keys) if keys.flag("use_sliding_window") else None
     return decoder(
         name,
@@ -219,7 +222,7 @@ def _gemma3(name: str, keys: ConfigKeys) -> ModelSpec:
         embedding_scale=math.sqrt(keys.integer("hidden_size")),
         activation=keys.text("hidden_activation", "hidden_act", default="gelu_pytorch_tanh"),
         tie=True,
-        # attn_logit_softcapping is a field of the config that the model in transformers does not use
+        # The config's attn_logit_softcapping is ignored, as in transformers.
         final_soft_cap=keys.number("final_logit_softcapping") if soft_capped else None,
     )
 
@@ -237,5 +240,5 @@ _FAMILIES: dict[Callable[[str, ConfigKeys], ModelSpec], tuple[str, ...]] = {
     _mixtral: ("MixtralForCausalLM", "MixtralModel", "mixtral"),
     _qwen3_moe: ("Qwen3MoeForCausalLM", "Qwen3MoeModel", "qwen3_moe"),
 }  # fmt: skip
-# By architecture, with a head and without, and by model_type.
+# Keys are architectures, with and without a head, and values of model_type.
 PARSERS = {name: parse for parse, names in _FAMILIES.items() for name in names}

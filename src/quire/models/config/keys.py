@@ -1,7 +1,7 @@
-"""`ConfigKeys`: typed look-ups in a `config.json`, where one fact may go by several names.
+"""`ConfigKeys`: typed look-ups in a `config.json`, where a fact may have several names.
 
-Every number is checked against a range: wide enough for any model, and narrow enough that nothing which is
-made from it overflows or takes the machine's memory before a check of sizes.
+Every number is checked against a range. The ranges are wide enough for any model, and narrow enough that no value
+derived from the number overflows or exhausts the memory before sizes are checked.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from quire.types import ModelError
 
 _MISSING: Any = object()
 
-# The largest values of integers, by the first of a field's names.
+# Upper limits of integers, by the first of a field's names.
 _MOST = {
     "num_hidden_layers": 4096,
     "n_layer": 4096,
@@ -29,7 +29,7 @@ _MOST = {
 }
 _MOST_ANY = 1 << 30
 
-# Ranges of numbers, by the first of a field's names, both ends included.
+# Ranges of numbers, both ends included, by the first of a field's names.
 _RANGES = {
     "rms_norm_eps": (1e-30, 1.0),
     "layer_norm_epsilon": (1e-30, 1.0),
@@ -49,13 +49,17 @@ _RANGES = {
 
 
 class ConfigKeys:
-    """Typed look-ups in a config; a key may have several spellings, the first present one counts."""
+    """Typed look-ups in a config. Of several names for a field, the first one that is present counts.
+
+    Every look-up raises ModelError if the field is missing without a default, or has a bad value.
+    """
 
     def __init__(self, config: dict[str, Any], where: str = "config.json") -> None:
         self.config = config
         self.where = where
 
     def get(self, *names: str, default: Any = _MISSING) -> Any:
+        """Return the value of a field as it is; null counts as missing."""
         for name in names:
             if self.config.get(name) is not None:
                 return self.config[name]
@@ -64,9 +68,11 @@ class ConfigKeys:
         return default
 
     def refuse(self, name: str, wanted: str, value: object) -> ModelError:
+        """Build the error for a value that is not `wanted`."""
         return ModelError(f"{self.where}: {name} must be {wanted}, got {shown(value)}")
 
     def integer(self, *names: str, default: Any = _MISSING, least: int = 1) -> int:
+        """Return an integer between `least` and the field's upper limit."""
         value, most = self.get(*names, default=default), _MOST.get(names[0], _MOST_ANY)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
@@ -78,6 +84,7 @@ class ConfigKeys:
         return value
 
     def number(self, *names: str, default: Any = _MISSING) -> float:
+        """Return a number within the field's range."""
         value, (low, high) = self.get(*names, default=default), _RANGES[names[0]]
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             raise self.refuse(names[0], "a number", value)
@@ -86,26 +93,28 @@ class ConfigKeys:
         return float(value)
 
     def flag(self, *names: str, default: bool = False) -> bool:
+        """Return a boolean; 0 and 1 are accepted."""
         value = self.get(*names, default=default)
         if value not in (True, False) or not isinstance(value, (bool, int)):
             raise self.refuse(names[0], "true or false", value)
         return bool(value)
 
     def text(self, *names: str, default: Any = _MISSING) -> str:
+        """Return a string."""
         value = self.get(*names, default=default)
         if not isinstance(value, str):
             raise self.refuse(names[0], "a string", value)
         return value
 
     def section(self, *names: str) -> dict[str, Any]:
-        """An object; an empty one where there is none."""
+        """Return an object; an empty one if the field is missing."""
         value = self.get(*names, default={})
         if not isinstance(value, dict):
             raise self.refuse(names[0], "an object", value)
         return value
 
     def entries(self, name: str, kind: type, most: int = 1 << 16) -> list[Any] | None:
-        """A list whose entries are all of one type; None where there is none."""
+        """Return a list of at most `most` entries, all of type `kind`; None if the field is missing."""
         value = self.get(name, default=None)
         if value is None:
             return None
@@ -116,6 +125,7 @@ class ConfigKeys:
         return value
 
     def has(self, *names: str) -> bool:
+        """Return whether the config has one of the names, even with the value null."""
         return any(name in self.config for name in names)
 
 
@@ -123,13 +133,23 @@ _MOST_IDS = 256
 
 
 def token_ids(value: object, name: str, vocab_size: int, where: str) -> tuple[int, ...]:
-    """The token ids of a field that may hold none (null), one or a list."""
-    found = value if isinstance(value, list) else [] if value is None else [value]
-    if len(found) > _MOST_IDS:
-        raise ModelError(f"{where}: {name} must hold at most {_MOST_IDS} token ids, got {len(found)}")
-    for token in found:
+    """Return the token ids of a field that may hold null, one id, or a list.
+
+    Args:
+        value: the field's value.
+        name: the field's name, for messages.
+        vocab_size: ids must be below it.
+        where: the file, for messages.
+
+    Raises:
+        ModelError: if the value is anything else, or an id is out of range.
+    """
+    ids = value if isinstance(value, list) else [] if value is None else [value]
+    if len(ids) > _MOST_IDS:
+        raise ModelError(f"{where}: {name} must hold at most {_MOST_IDS} token ids, got {len(ids)}")
+    for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise ModelError(
                 f"{where}: {name} must hold token ids below vocab_size {vocab_size}, got {shown(token)}"
             )
-    return tuple(found)
+    return tuple(ids)

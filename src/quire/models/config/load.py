@@ -12,14 +12,20 @@ from quire.types import ModelError
 
 
 def load_spec(path: str | Path) -> ModelSpec:
-    """The spec of the model at `path`. End-of-sequence ids of generation_config.json come first."""
+    """Read the spec of the model at `path`, a folder or a .gguf file.
+
+    The end-of-sequence ids of generation_config.json come before those of config.json.
+
+    Raises:
+        ModelError: if a file is missing or damaged, or the model is not supported.
+    """
     path = Path(path)
     if path.suffix == ".gguf":
-        from quire.models.config.gguf import gguf_spec  # here: most runs need no GGUF reader
+        from quire.models.config.gguf import gguf_spec  # deferred: most runs need no GGUF reader
 
         return gguf_spec(path)
     if not path.is_dir():
-        raise ModelError(f"{path} is no folder and no .gguf file")
+        raise ModelError(f"{path} is neither a folder nor a .gguf file")
     if not (path / "config.json").exists():
         raise ModelError(f"{path} holds no config.json")
     spec = ModelSpec.from_config(read_json(path / "config.json"))
@@ -28,9 +34,9 @@ def load_spec(path: str | Path) -> ModelSpec:
             read_json(generation).get("eos_token_id"), "eos_token_id", spec.vocab_size, str(generation)
         )
         spec = replace(spec, eos_token_ids=tuple(dict.fromkeys([*first, *spec.eos_token_ids])))
-    # NVIDIA's exporter describes packed weights in a file of their own
+    # NVIDIA's exporter describes packed weights in a separate file.
     if (path / "hf_quant_config.json").exists() and spec.quantization is None:
-        found = read_json(path / "hf_quant_config.json").get("quantization")
-        name = shown(found.get("quant_algo", "unknown")) if isinstance(found, dict) else "unknown"
+        settings = read_json(path / "hf_quant_config.json").get("quantization")
+        name = shown(settings.get("quant_algo", "unknown")) if isinstance(settings, dict) else "unknown"
         spec = replace(spec, quantization=f"quant_algo {name}")
     return spec

@@ -1,4 +1,4 @@
-"""Pieces of `config.json` parsing that several families share (models/config/hf.py has the families)."""
+"""Parts of the `config.json` parser that several families share; hf.py has the families."""
 
 from __future__ import annotations
 
@@ -46,24 +46,39 @@ def decoder(
     final_soft_cap: float | None = None,
     moe: MoESpec | None = None,
 ) -> ModelSpec:
-    """What the rotary families have in common.
+    """Build the spec of a family with rotary embeddings.
 
-    `kv_default`, `theta` and `eps` are what the family's class in transformers has where a config says nothing.
+    Args:
+        name: the architecture.
+        family: key of FAMILIES in models/registry.py.
+        keys: the config.
+        window: window in tokens of layers with sliding attention.
+        window_from: first layer with a window, for families that window only the later layers.
+        pattern: attention kind by layer, for a config without `layer_types`.
+        default_dim, kv_default, theta, eps: head size, number of K/V heads, rotary base and epsilon for a config that
+            omits them: the defaults of the family's configuration class in transformers.
+        tie: default of `tie_word_embeddings`.
+        moe: the experts.
+
+    The other arguments become fields of the spec.
+
+    Raises:
+        ModelError: if a field is missing, has a bad value, or is not supported.
     """
     hidden = keys.integer("hidden_size")
     heads = keys.integer("num_attention_heads")
-    absent = (
-        heads if kv_default is None or keys.has("num_key_value_heads") else kv_default
-    )  # null: as many as heads
-    kv_heads = keys.integer("num_key_value_heads", default=absent)
+    # A value of null means as many as heads; a missing field means the default of the family.
+    if kv_default is None or keys.has("num_key_value_heads"):
+        kv_default = heads
+    kv_heads = keys.integer("num_key_value_heads", default=kv_default)
     layers = keys.integer("num_hidden_layers")
     head_dim = parse_head_dim(keys, hidden, heads, default_dim)
     if heads % kv_heads:
         raise ModelError(
-            f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+            f"config.json: num_attention_heads {heads} must be a multiple of num_key_value_heads {kv_heads}"
         )
     if head_dim % 2:
-        raise keys.refuse("head_dim", "even, because halves of a head turn against each other", head_dim)
+        raise keys.refuse("head_dim", "even, because rotary embeddings rotate halves of a head", head_dim)
     trained_len = keys.integer("max_position_embeddings", "context_window_size")
     rope, local_rope = parse_rope(keys, trained_len, theta, two_bases=family == "gemma3")
     if window_from is not None:
@@ -96,6 +111,7 @@ def decoder(
 
 
 def common(name: str, family: str, keys: ConfigKeys, tie: bool) -> dict[str, Any]:
+    """Parse the fields of `ModelSpec` that every family has; `tie` is the default of `tie_word_embeddings`."""
     vocab_size = keys.integer("vocab_size")
     bos, eos = (
         token_ids(keys.get(name, default=None), name, vocab_size, keys.where)
@@ -107,7 +123,7 @@ def common(name: str, family: str, keys: ConfigKeys, tie: bool) -> dict[str, Any
         "architecture": name,
         "family": family,
         "vocab_size": vocab_size,
-        # Embeddings stand in for a head that a bare model lacks: a request for a vector samples a token as well.
+        # A model without a head uses its embeddings as one, because a request for a vector also samples a token.
         "tie_embeddings": tied or not has_head,
         "has_head": has_head,
         "dtype": _dtype(keys),
@@ -135,6 +151,7 @@ def _quantization(keys: ConfigKeys) -> str | None:
 
 
 def parse_activation(name: str) -> str:
+    """Return Quire's name of an activation, or raise ModelError if it is not supported."""
     if name not in ACTIVATIONS:
         raise ModelError(
             f"activation {shown(name)} is not supported; supported are: {', '.join(ACTIVATIONS)}"
@@ -143,22 +160,24 @@ def parse_activation(name: str) -> str:
 
 
 def parse_head_dim(keys: ConfigKeys, hidden: int, heads: int, default: int | None = None) -> int:
+    """Return the head size: the config's, else `default`, else hidden / heads."""
     dim = keys.get("head_dim", default=default)
     if dim is None and hidden % heads:
         raise ModelError(
-            f"config.json has no head_dim, and hidden size {hidden} is no multiple of {heads} heads"
+            f"config.json has no head_dim, and its hidden size {hidden} is not a multiple of {heads} heads"
         )
     return keys.integer("head_dim", default=dim or hidden // heads)
 
 
 def refuse_bias(name: str, keys: ConfigKeys) -> None:
+    """Raise ModelError if the config sets biases, for families that have none."""
     for flag in ("attention_bias", "mlp_bias"):
         if keys.flag(flag):
             raise ModelError(f"{name} with {flag} is not supported")
 
 
 def window_from(keys: ConfigKeys) -> int | None:
-    """Qwen: layers from `max_window_layers` on have the window, and only if `use_sliding_window`."""
+    """Return Qwen's first layer with a window, `max_window_layers`; None unless `use_sliding_window` is set."""
     if not keys.flag("use_sliding_window"):
         return None
     return keys.integer("max_window_layers", default=28, least=0)

@@ -1,4 +1,4 @@
-"""The rotary part of a `config.json`: `rope_scaling` of old, `rope_parameters` of new, one or two bases."""
+"""Parser of the rotary part of a `config.json`: old `rope_scaling` or new `rope_parameters`, one or two bases."""
 
 from __future__ import annotations
 
@@ -14,9 +14,19 @@ from quire.types import ModelError
 def parse_rope(
     keys: ConfigKeys, trained_len: int, theta: float = 10000.0, two_bases: bool = False
 ) -> tuple[RopeParams, RopeParams | None]:
-    """(global, local) rotary parameters; `two_bases` for families whose windowed layers have their own.
+    """Parse the rotary parameters.
 
-    `theta` is the base of a config that has none.
+    Args:
+        keys: the config.
+        trained_len: context in tokens that the config states.
+        theta: base for a config without one.
+        two_bases: whether the family's windowed layers have a base of their own.
+
+    Returns:
+        Parameters of all layers and None; with `two_bases`, those of global and of windowed layers.
+
+    Raises:
+        ModelError: if a value is out of range or a rule is not supported.
     """
     settings = keys.section("rope_parameters", "rope_scaling")
     nested = {k: v for k, v in settings.items() if isinstance(v, dict)}
@@ -74,7 +84,7 @@ def _rope(settings: dict[str, Any], theta: float, trained_len: int) -> RopeParam
 
 
 def _yarn_attention_factor(keys: ConfigKeys, factor: float) -> float:
-    """0.1 ln(factor) + 1 unless given (YaRN, arXiv:2309.00071, section 3.4)."""
+    """Return the factor of cos and sin: 0.1 ln(factor) + 1 by default (YaRN, arXiv:2309.00071, section 3.4)."""
 
     def mscale(weight: float) -> float:
         return 0.1 * weight * math.log(factor) + 1.0
@@ -85,11 +95,11 @@ def _yarn_attention_factor(keys: ConfigKeys, factor: float) -> float:
 
 
 def served_len(rope: RopeParams, trained_len: int, stretch: bool = True) -> int:
-    """How long a context may be served.
+    """Return the longest context that can be served, in tokens.
 
-    yarn stretches the original context by `factor`, linear the stated one (not where the stated one
-    already counts it: `stretch` False). dynamic stays within the original: beyond it all angles
-    depend on the length of the sequence, which keys already in the cache cannot follow.
+    yarn extends the original context by `factor`. linear extends the stated one, unless that is already extended
+    (`stretch` False). dynamic stays within the original context: beyond it, all angles depend on the length of the
+    sequence, but keys in the cache keep their angles.
     """
     if rope.kind == "yarn":
         return max(trained_len, round(rope.original_max_len * rope.factor))

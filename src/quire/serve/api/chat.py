@@ -32,7 +32,7 @@ from quire.serve.api.sampling_fields import check_fields, sampling_params
 from quire.serve.async_engine import PromptJob
 from quire.serve.http.auth import ApiClient
 from quire.serve.http.errors import bad_request
-from quire.serve.http.stream import MARK, ChunkTemplate, event, finished, stream
+from quire.serve.http.stream import MARK, ChunkTemplate, complete_response, event, stream_response
 from quire.serve.observe.receipt import ReceiptMaker, receipt_maker
 from quire.types import SamplingParams
 
@@ -57,8 +57,8 @@ async def chat_completions(request: Request) -> Response:
     answer = ChatAnswer(turn)
     if chat.stream:
         slow_s = turn.server.settings.slow_reader_timeout
-        return await stream(request, turn.generation, answer.chunks, answer.last, slow_s)
-    return await finished(request, turn.generation, answer.response, thread_of(request))
+        return await stream_response(request, turn.generation, answer.chunks, answer.last, slow_s)
+    return await complete_response(request, turn.generation, answer.response, thread_of(request))
 
 
 async def begin(request: Request, chat: ChatRequest, warnings: list[str], exact: bool = False) -> Turn:
@@ -245,7 +245,7 @@ class ChatAnswer:
         if text is not None and not self._continuous:
             if (mould := self._moulds.get(piece.index)) is None:
                 mould = self._moulds[piece.index] = self._mould(piece.index)
-            return mould.cast(text)
+            return mould.render(text)
         chunk = self._chunk()
         chunk.choices = [piece]
         if self._continuous:

@@ -32,7 +32,7 @@ from quire.serve.api.protocol.sampling import Usage, usage_of
 from quire.serve.api.sampling_fields import MAX_CHOICES, check_fields, sampling_params
 from quire.serve.async_engine import PromptJob
 from quire.serve.http.errors import bad_request
-from quire.serve.http.stream import MARK, ChunkTemplate, event, finished, stream
+from quire.serve.http.stream import MARK, ChunkTemplate, complete_response, event, stream_response
 from quire.serve.observe.receipt import ReceiptMaker, receipt_maker
 from quire.types import CompletionOutput, RequestOutput, SamplingParams
 
@@ -72,8 +72,8 @@ async def completions(request: Request) -> Response:
     answer = CompletionAnswer(server, wanted, model, generation, warnings, receipt)
     if wanted.stream:
         slow_s = server.settings.slow_reader_timeout
-        return await stream(request, generation, answer.chunks, answer.last, slow_s)
-    return await finished(request, generation, answer.response, thread_of(request))
+        return await stream_response(request, generation, answer.chunks, answer.last, slow_s)
+    return await complete_response(request, generation, answer.response, thread_of(request))
 
 
 def prompts_of(given: str | list[Any], name: str = "prompt") -> list[Prompt]:
@@ -205,7 +205,7 @@ class CompletionAnswer:
             index = number * self._n + answer.index
             mould = self._moulds.get(index)
             if mould is not None and answer.finish_reason is None:
-                found.append(mould.cast(answer.text))
+                found.append(mould.render(answer.text))
                 continue
             chunk = self._chunk()
             chunk.choices = [self._piece(number, index, answer)]

@@ -22,7 +22,7 @@ from quire.serve.api.templates import ChatTemplates
 from quire.serve.async_engine import AsyncEngine
 from quire.serve.client_threads import ClientThreads
 from quire.serve.http.auth import ANYONE, ApiClient
-from quire.serve.http.body import Bodies
+from quire.serve.http.body import BodyReader
 from quire.serve.http.errors import ApiError
 from quire.serve.http.wire import decode_object, parse
 from quire.serve.observe.line_writer import STDOUT, LineWriter
@@ -57,14 +57,14 @@ class ServerContext:
     started_s: float = field(default_factory=time.time)
     lines: LineWriter = field(default_factory=LineWriter)  # to whoever started the server
     draining: bool = False
-    bodies: Bodies = field(init=False)
+    bodies: BodyReader = field(init=False)
     responses: ResponseStore = field(init=False)
     counting: ClientThreads = field(init=False)  # for work that no generation waits for: counting tokens
     live: LiveViews = field(init=False)  # what the engine does, for those who look
 
     def __post_init__(self) -> None:
         settings = self.settings
-        self.bodies = Bodies(
+        self.bodies = BodyReader(
             settings.max_body_bytes, settings.max_body_elements, self.engine.info.max_model_len
         )
         self.responses = ResponseStore(

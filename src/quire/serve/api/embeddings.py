@@ -18,7 +18,7 @@ from quire.serve.api.protocol.embeddings import EmbeddingsRequest, EmbeddingsRes
 from quire.serve.api.sampling_fields import MAX_CHOICES, check_request
 from quire.serve.async_engine import PromptJob
 from quire.serve.http.errors import bad_request
-from quire.serve.http.stream import whole
+from quire.serve.http.stream import wait_until_finished
 from quire.serve.http.wire import encode, json_response
 from quire.types import Pooling, SamplingParams
 
@@ -51,7 +51,7 @@ async def embeddings(request: Request) -> Response:
         False,
         wanted.timeout,
     )
-    await whole(request, generation)
+    await wait_until_finished(request, generation)
     pooled = [state.pooled or b"" for state in generation.states]
     data = await server.engine.in_thread(client_of(request), _data, pooled, wanted)
     usage = EmbeddingsUsage(generation.prompt_tokens, generation.prompt_tokens)

@@ -13,7 +13,7 @@ from quire.serve.api.protocol.other import GenerateRequest, GenerateResponse
 from quire.serve.api.sampling_fields import check_fields, sampling_params
 from quire.serve.async_engine import PromptJob
 from quire.serve.http.errors import bad_request
-from quire.serve.http.stream import whole
+from quire.serve.http.stream import wait_until_finished
 from quire.serve.http.wire import json_response
 from quire.serve.observe.receipt import receipt_maker
 
@@ -50,7 +50,7 @@ async def generate(request: Request) -> Response:
         length_field=field,
     )
     generation = await engine.generate(client, 1, lambda: [job], False, wanted.timeout)
-    await whole(request, generation)
+    await wait_until_finished(request, generation)
     answer = generation.states[0].output().outputs[0]
     return json_response(
         GenerateResponse(

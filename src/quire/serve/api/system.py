@@ -53,7 +53,7 @@ async def health(request: Request) -> Response:
         return json_response({"status": "dead", "cause": server.engine.cause}, 503)
     if server.draining:
         return json_response({"status": "draining"}, 503)
-    if silent_s := server.engine.pulse.overdue_s():
+    if silent_s := server.engine.heartbeat.overdue_s():
         cause = f"the engine process has not answered for {silent_s:.0f} s"
         return json_response({"status": "stalled", "cause": cause}, 503)
     return json_response({"status": "ok"})

@@ -7,7 +7,7 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.frontend.length import most_chars
+from quire.frontend.length import max_chars_of
 from quire.frontend.templates.chat import render_chat
 from quire.serve.api.context import ServerContext, client_of, read_request, server_of
 from quire.serve.api.protocol.other import DetokenizeRequest, TokenizeRequest, TokenizeResponse
@@ -20,7 +20,7 @@ _MAX_COUNTED = 1 << 20  # bytes, or token ids: a second of work
 def count_ids(server: ServerContext, text: str, add_special_tokens: bool, field: str) -> list[int]:
     """Tokenize a text that nobody generates from. Raises ApiError 400 if it is too long to be a prompt."""
     context = server.engine.info.max_model_len
-    most = most_chars(server.engine.tokenizer, context)
+    most = max_chars_of(server.engine.tokenizer, context)
     if len(text) > most:
         raise bad_request(
             f"{field} has {len(text)} characters of text; max_model_len ({context} tokens) holds at most {most}",
@@ -82,7 +82,7 @@ async def detokenize(request: Request) -> Response:
 def _detokenize(server: ServerContext, tokens: list[int]) -> Response:
     engine = server.engine
     size = engine.info.vocab_size
-    most = min(_MAX_COUNTED, most_chars(engine.tokenizer, engine.info.max_model_len))
+    most = min(_MAX_COUNTED, max_chars_of(engine.tokenizer, engine.info.max_model_len))
     if len(tokens) > most:
         raise bad_request(f"tokens holds {len(tokens)} ids; at most {most} are converted here", "tokens")
     if tokens and not (min(tokens) >= 0 and max(tokens) < size):

@@ -1,4 +1,4 @@
-"""The application: routes, and the layers around them. Others add a route by adding a line here."""
+"""The ASGI application: the table of routes and the layers around them."""
 
 from __future__ import annotations
 
@@ -37,6 +37,7 @@ _FIELDS = field_names(ChatRequest) | {"prompt", "tokens", "max_new_tokens"}
 
 
 def routes() -> list[Route]:
+    """Return the routes of the APIs, without the web page."""
     post, get = ["POST"], ["GET"]
     return [
         Route("/v1/chat/completions", chat_completions, methods=post),
@@ -65,14 +66,15 @@ def routes() -> list[Route]:
 
 
 def build_app(server: ServerContext, keys: ApiKeys) -> ASGIApp:
+    """Build the application: routes, error handlers, request middleware and, if origins are allowed, CORS."""
     handlers: dict[Any, Any] = {HTTPException: _http_error, ApiError: _error, QuireError: _error, 500: _error}
     settings = server.settings
-    block = (
+    page = (
         [*page_routes(len(keys) > 0), Route("/live/events", live_events, include_in_schema=False)]
         if settings.page
         else []
     )
-    app = Starlette(routes=[*routes(), *block], exception_handlers=handlers)
+    app = Starlette(routes=[*routes(), *page], exception_handlers=handlers)
     app.state.server = server
     front: ASGIApp = RequestMiddleware(
         app, make_guard(settings, len(keys) > 0), keys, (server.http, server.bodies, *server.observers)
@@ -97,11 +99,11 @@ async def _error(request: Request, error: Exception) -> Response:
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
-    """Starlette's own: no such route, or not with this method."""
+    """Answer an error that Starlette raises: an unknown route, or a wrong method."""
     assert isinstance(error, HTTPException)
     message = {
-        404: f"there is no {request.method} {request.url.path[:128]}",
-        405: f"{request.url.path[:128]} does not take {request.method}",
+        404: f"no route for {request.method} {request.url.path[:128]}; GET /openapi.json lists the routes",
+        405: f"{request.url.path[:128]} does not accept {request.method}",
     }.get(error.status_code, error.detail)
     found = ApiError(error.status_code, message, headers=dict(error.headers or {}))
     return error_response(found, request.scope)

@@ -1,4 +1,4 @@
-"""API keys: who may call, and whose request it is. A key never leaves this file; others see its client's name."""
+"""API keys and the clients that own them. Keys never leave this module; other code sees the client's name."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _OPTION = re.compile(r"(weight|name)=(\S+)|(admin)")
 
 @dataclass(frozen=True, slots=True)
 class ApiClient:
-    """A caller, known by its name: requests, stored responses and cached prefixes belong to it.
+    """A caller of the API, identified by its name. It owns its requests, stored responses and cached prefixes.
 
-    `weight`: its share of the tokens when requests have to wait. `admin`: it may see the requests of all.
+    `weight` is its share of the tokens while requests wait. An `admin` may see the requests of every client.
     """
 
     name: str = ""
@@ -27,7 +27,7 @@ class ApiClient:
 
     @property
     def sees(self) -> str | None:
-        """The name of the client whose requests it may see; None: those of all."""
+        """Return the name of the client whose requests it may see, or None for all clients."""
         return None if self.admin else self.name
 
 
@@ -35,10 +35,10 @@ ANYONE = ApiClient(admin=True)  # every caller of a server without keys
 
 
 class ApiKeys:
-    """The keys that open the server. Without any, every caller is `ANYONE`.
+    """The accepted API keys. Without keys, every caller is `ANYONE`.
 
-    Keys are held and looked up as digests under a secret of this process, so the time of a lookup tells nothing about
-    how much of a wrong key was right.
+    Keys are stored and looked up as digests keyed with a secret of this process, so the time of a lookup does not
+    reveal how much of a wrong key was correct.
     """
 
     def __init__(self, keys: dict[str, ApiClient]) -> None:
@@ -50,11 +50,11 @@ class ApiKeys:
 
     @property
     def total_weight(self) -> float:
-        """The weight of all clients, each counted once."""
+        """Return the sum of the weights of all clients, each counted once."""
         return sum(client.weight for client in set(self._clients.values())) or 1.0
 
     def client(self, given: str | None) -> ApiClient | None:
-        """Return the client of a key, or None if it is no key of this server."""
+        """Return the client that owns key `given`, or None if the server does not accept it."""
         return self._clients.get(self._digest(given or "")) if self._clients else ANYONE
 
     def _digest(self, key: str) -> bytes:
@@ -62,27 +62,32 @@ class ApiKeys:
 
 
 def load_keys(flags: Sequence[str], environment: str, file: str | None) -> ApiKeys:
-    """Read the keys of `--api-key`, of the comma-separated QUIRE_API_KEY and of a key file.
+    """Read the keys from `--api-key`, from the environment and from a key file.
 
     A line of the file is `KEY [name=team] [weight=2] [admin]`. Lines with the same name are keys of one client. A key
-    without a name is a client of its own, named by a digest of the key.
+    without a name gets a separate client, named by a digest of the key.
+
+    Args:
+        flags: values of `--api-key`.
+        environment: value of QUIRE_API_KEY: keys separated by commas.
+        file: path of the key file, or None.
 
     Raises:
         ConfigError: for a key that occurs twice, is empty, or cannot be sent in a header, and for lines that contradict
-            each other. The message never holds a key.
+            each other. The message never contains a key.
     """
     if not all(key.strip() for key in flags):
-        raise ConfigError("api_key is empty: the server would be open to everybody")
+        raise ConfigError("api_key must not be empty: without a key, anyone could call the server")
     keys: dict[str, ApiClient] = {}
     sources: dict[str, str] = {}
     for source, key, client in _entries(flags, environment, file):
         if not (key.isascii() and key.isprintable()):
             raise ConfigError(
-                "an API key has characters beyond printable ASCII, which no HTTP header carries faithfully"
+                "an API key contains characters other than printable ASCII, which HTTP headers cannot carry reliably"
             )
         if key in keys:
             where = source if source == sources[key] else f"{sources[key]} and in {source}"
-            raise ConfigError(f"an API key is given twice, in {where}: each key belongs to one client")
+            raise ConfigError(f"the same API key is given twice, in {where}: each key belongs to one client")
         keys[key], sources[key] = client, source
     _check_names(keys)
     return ApiKeys(keys)
@@ -101,7 +106,7 @@ def _entries(
 
 
 def _name_of(key: str) -> str:
-    """Return the name of a key that was given none: stable over restarts, and of no use for finding the key."""
+    """Return the name of a key without a name: stable over restarts, and too short to recover the key from."""
     return "key-" + blake2b(key.encode(), digest_size=5, person=b"quire api key").hexdigest()
 
 
@@ -109,7 +114,7 @@ def _client(key: str, options: Sequence[str], file: str | None) -> ApiClient:
     given: dict[str, str] = {}
     for option in options:
         if not (match := _OPTION.fullmatch(option)):
-            raise ConfigError(f"{file}: {option!r} must be weight=NUMBER, name=NAME or admin, after the key")
+            raise ConfigError(f"{file}: {option!r} after a key must be weight=NUMBER, name=NAME or admin")
         name, value = (match[1], match[2]) if match[1] else (match[3], "")
         if name in given:
             raise ConfigError(f"{file}: {name} is given twice for one key")
@@ -121,13 +126,13 @@ def _client(key: str, options: Sequence[str], file: str | None) -> ApiClient:
 
 
 def _check_names(keys: dict[str, ApiClient]) -> None:
-    """Raise ConfigError unless all keys of a name agree on its client."""
+    """Raise ConfigError unless all keys with the same name have the same weight and rights."""
     found: dict[str, ApiClient] = {}
     for client in keys.values():
         if found.setdefault(client.name, client) != client:
             raise ConfigError(
-                f"the API keys named {client.name!r} are one client: give all of them the same weight, "
-                "and admin to all or none"
+                f"the API keys named {client.name!r} belong to one client: give them the same weight, "
+                "and admin to all of them or none"
             )
 
 
@@ -139,7 +144,9 @@ def _lines(file: str) -> list[str]:
     found = [line.strip() for line in text.splitlines()]
     found = [line for line in found if line and not line.startswith("#")]
     if not found:
-        raise ConfigError(f"the API key file {file} holds no key: the server would be open to everybody")
+        raise ConfigError(
+            f"the API key file {file} contains no key: without a key, anyone could call the server"
+        )
     return found
 
 
@@ -149,11 +156,11 @@ def _weight(text: str, file: str | None) -> float:
     except ValueError:
         weight = 0.0
     if not 0 < weight < 1e6:
-        raise ConfigError(f"{file}: weight must be a number above 0, got {text!r}")
+        raise ConfigError(f"{file}: weight must be between 0 and 1000000, both excluded, got {text!r}")
     return weight
 
 
 def bearer(header: str | None, fallback: str | None) -> str | None:
-    """The key in an Authorization header, or in `fallback` (x-api-key, as Anthropic's clients send it)."""
+    """Return the key in an Authorization header, otherwise `fallback` (the x-api-key header of Anthropic clients)."""
     scheme, _, key = (header or "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else fallback

@@ -1,10 +1,10 @@
-"""Connections of the HTTP server: uvicorn's, with limits on what precedes a request and care for half-closed ones.
+"""Connections of the HTTP server: uvicorn's, with limits on request heads and support for half-closed connections.
 
-limit                      what happens beyond it
+case                       behaviour
 head of a request          431 beyond 64 KiB, 408 unless it is complete 10 s after its first byte
-requests sent ahead        400 beyond 32 on one connection
-chunks of a body           400 if there are thousands of less than 64 bytes on average
-client closes its half     the request is answered; from time to time a 100 Continue finds out whether anybody reads
+pipelined requests         400 beyond 32 on one connection
+chunks of a body           400 beyond 2048 chunks if they have less than 64 bytes on average
+client closes its half     the request is answered; a 100 Continue every 2 s detects a client that has gone
 """
 
 from __future__ import annotations
@@ -18,47 +18,58 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from quire.serve.http.errors import ApiError
 from quire.serve.http.wire import encode
-from quire.serve.http.writes import GatheringTransport, Outlet, Writes
+from quire.serve.http.writes import BodyWriter, GatheringTransport, WriteScheduler
 
 HEAD_S = 10.0
 _PROBE_S = 2.0
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_PIPELINED = 32
-_FREE_PIECES, _LEAST_PIECE_BYTES = 2048, 64  # of a body: each piece costs as much as some hundred bytes
-_FIELD_BYTES = 32  # what a header costs beside its text
+_FREE_PIECES, _LEAST_PIECE_BYTES = (
+    2048,
+    64,
+)  # limits on the chunks of a body: each costs as much time as some hundred bytes
+_FIELD_BYTES = 32  # overhead of a header beside its text
 _PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
-_HEAD_TOO_LARGE = ApiError(431, f"the head of the request is larger than {_MAX_HEAD_BYTES} bytes")
-_HEAD_TOO_LATE = ApiError(408, f"the head of the request did not arrive within {HEAD_S:g} s", code="timeout")
-_PIECES_TOO_SMALL = ApiError(400, f"the body is sent in chunks of less than {_LEAST_PIECE_BYTES} bytes")
-_TOO_MANY_AHEAD = ApiError(400, f"more than {_MAX_PIPELINED} requests were sent before an answer was read")
+_HEAD_TOO_LARGE = ApiError(431, f"the request line and headers are larger than {_MAX_HEAD_BYTES} bytes")
+_HEAD_TOO_LATE = ApiError(
+    408, f"the request line and headers did not arrive within {HEAD_S:g} s", code="timeout"
+)
+_PIECES_TOO_SMALL = ApiError(
+    400, f"the body is sent in chunks of less than {_LEAST_PIECE_BYTES} bytes on average: send larger chunks"
+)
+_TOO_MANY_AHEAD = ApiError(
+    400, f"more than {_MAX_PIPELINED} pipelined requests: wait for answers before sending more"
+)
 
 _connection_made = cast(Callable[[Any, Any], None], HttpToolsProtocol.connection_made)
 
 
 class Connection(HttpToolsProtocol):
-    """One connection of a client. `scope["outlet"]` of its requests is its Outlet. `writes` is set by `connections`."""
+    """One connection of a client. Routes find its BodyWriter in `scope["body_writer"]`. `connections` sets `writes`."""
 
-    writes: Writes
-    _head_bytes = 0  # that arrived after the beginning of a head that is not complete
-    _fields_bytes = 0  # of its parsed parts
+    writes: WriteScheduler
+    _head_bytes = 0  # received since the start of an incomplete head
+    _fields_bytes = 0  # size of the parsed parts of the head
     _in_head = False
-    _pieces = _body_bytes = 0  # of the body that arrives
-    _timer: asyncio.TimerHandle | None = None  # for the head, or between probes of a half-closed connection
+    _pieces = _body_bytes = 0  # received of the current body
+    _timer: asyncio.TimerHandle | None = (
+        None  # deadline of the head, or the next probe of a half-closed connection
+    )
 
     def connection_made(self, transport: Any) -> None:
         _connection_made(self, GatheringTransport(transport, self.writes))
-        self.outlet = Outlet(self.transport, self.flow)
+        self.body_writer = BodyWriter(self.transport, self.flow)
         self._set_timer(HEAD_S, self._head_is_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
         super().connection_lost(exc)
 
-    # ------------------------------------------------------------------------- heads of requests
+    # ----------------------------------------------------------------------------- request heads
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():  # sent ahead of a refusal
+        if self.transport.is_closing():  # the rest of a refused request
             return
         if self._in_head:
             self._head_bytes += len(data)
@@ -80,7 +91,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self._in_head, self._head_bytes, self._fields_bytes = True, 0, 0
         self._pieces = self._body_bytes = 0
-        cast(dict[str, Any], self.scope)["outlet"] = self.outlet
+        cast(dict[str, Any], self.scope)["body_writer"] = self.body_writer
 
     def on_url(self, url: bytes) -> None:
         self._add_field(url)
@@ -114,13 +125,13 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer bytes that are no request; called where the parser's error is handled."""
+        """Answer bytes that are not a valid request. uvicorn calls it while it handles the parser's error."""
         error = sys.exc_info()[1]
         cause = error.__context__ if error is not None else None
         self._refuse(cause if isinstance(cause, ApiError) else ApiError(400, msg))
 
     def _refuse(self, error: ApiError) -> None:
-        """Answer with `error`, unless another answer is under way, and close the connection."""
+        """Answer with `error`, unless another answer has started, and close the connection."""
         if not (self._is_answering and (self.pipeline or self.cycle.response_started)):
             body = encode(error.body())
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
@@ -130,19 +141,19 @@ class Connection(HttpToolsProtocol):
     # ----------------------------------------------------------------------------- half-closed
 
     def eof_received(self) -> bool:  # type: ignore[override]
-        """Keep the connection while an answer is owed to a client that has sent all it wants to send.
+        """Keep the connection open until a client that has closed its sending half has its answer.
 
-        TLS has no half-closed connections, and a request that is not whole gets no answer.
+        TLS has no half-closed connections, and an incomplete request gets no answer.
         """
         if self.scheme == "https" or not self._is_answering or self.cycle.more_body:
-            cast(GatheringTransport, self.transport).flush()  # the transport closes behind this
+            cast(GatheringTransport, self.transport).flush()  # the transport closes after this call
             return False
         self.cycle.keep_alive = False
         self._set_timer(_PROBE_S, self._probe)
         return True
 
     def _probe(self) -> None:
-        """Write what every client skips: if the client has gone, this ends the connection."""
+        """Write an interim response, which clients ignore. If the client has gone, the write ends the connection."""
         self._timer = None
         if self._is_answering and not self.transport.is_closing():
             if not (self.pipeline or self.cycle.response_started) and self.scope["http_version"] == "1.1":
@@ -162,5 +173,5 @@ class Connection(HttpToolsProtocol):
 
 
 def connections(loop: asyncio.AbstractEventLoop) -> type[Connection]:
-    """Return the class of connections on `loop`, for uvicorn's option `http`."""
-    return type("Connection", (Connection,), {"writes": Writes(loop)})
+    """Return the connection class for event loop `loop`, for uvicorn's option `http`."""
+    return type("Connection", (Connection,), {"writes": WriteScheduler(loop)})

@@ -1,7 +1,7 @@
-"""The limits of request fields as keywords of JSON Schema, for the server's description of itself.
+"""Limits of request fields as JSON Schema keywords, for the OpenAPI description.
 
-Read from the tables that requests are checked with, so that what is described is what is enforced. What depends
-on the model (ids within its vocabulary, lengths within its context) or on other fields is not here.
+They are read from the tables that requests are validated with, so the description matches the validation. Limits that
+depend on the model (vocabulary size, context length) or on other fields are not included.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _TYPES = {"minimum": ("integer", "number"), "exclusiveMinimum": ("number",), "mi
 
 
 def narrow(components: dict[str, Any]) -> None:
-    """Add the limits to the schemas of requests, in place."""
+    """Add the limits to the request schemas in `components`, in place."""
     for name, schema in components.items():
         if not name.endswith("Request"):
             continue
@@ -51,7 +51,7 @@ def narrow(components: dict[str, Any]) -> None:
 
 
 def _add(described: dict[str, Any], limits: dict[str, Any]) -> None:
-    """To that alternative which the limits are about: null has none."""
+    """Add `limits` to the alternatives of a schema that have the right type; null, for instance, has no limits."""
     (types,) = (_TYPES[keyword] for keyword in limits if keyword in _TYPES)
     for branch in described.get("anyOf", [described]):
         if branch.get("type") in types:

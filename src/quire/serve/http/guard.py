@@ -1,11 +1,11 @@
-"""Protection of a server without keys against web pages: which hosts and origins a request may name.
+"""Protection against requests from other sites' web pages, by the hosts and origins that a request names.
 
-A browser lets any page send requests to this machine. Two headers tell them apart, for no page can forge them:
+A browser lets any page send requests to this machine. Headers that no page can forge identify such requests:
 
-Host                      names this server. After DNS rebinding it names the attacker's host.
-Origin, Sec-Fetch-Site    name the page that sends the request, or its relation to this server.
+Host                      the name of this server; after DNS rebinding, the name of the attacker's host
+Origin, Sec-Fetch-Site    the site of the page that sends the request, or its relation to this server
 
-With API keys the key decides: a page that does not know one gets nowhere.
+With API keys the key decides: a page that does not know a key is refused anyway.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FOREIGN = ("cross-site", "same-site")
 
 
 def is_local(name: str) -> bool:
-    """Return whether a host name or address always means the machine that uses it."""
+    """Return whether a host name or address always means the local machine."""
     if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
@@ -37,36 +37,35 @@ def is_local(name: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """Refuses requests by their Host, Origin and Sec-Fetch-Site headers.
+    """The rules by which requests are refused for their Host, Origin and Sec-Fetch-Site headers.
 
-    `hosts` are patterns such as `*.example.com`, which local names need not match. `origins` may call from a
-    browser, beside the pages of this server.
+    `hosts` are accepted patterns such as `*.example.com`, beside local names. `origins` may call from a browser, beside
+    the pages of this server.
     """
 
     hosts: tuple[str, ...] = (_ANY,)
     origins: frozenset[str] = frozenset({_ANY})
 
     def check(self, scope: Scope, headers: Headers) -> None:
-        """Raise ApiError 403 for a request that this server should not answer."""
+        """Raise ApiError 403 for a request whose host or origin is not accepted."""
         hosts = headers.getlist("host")
         if len(hosts) > 1 or not self._knows(_name_of(hosts[0] if hosts else "localhost")):
             shown = ", ".join(hosts)[:128]
             raise _forbidden(
-                f"the Host header names {shown!r}, which this server does not answer to "
-                "(--allowed-hosts NAME lets it)"
+                f"host {shown!r} in the Host header is not accepted; start the server with --allowed-hosts to accept it"
             )
         if self._is_foreign(headers) and not _opens_page(scope, headers):
             shown = headers.get("origin", "another site")[:128]
             raise _forbidden(
-                f"a page of {shown} sent this request, and this server answers its own pages only "
-                "(--allowed-origins ORIGIN lets others)"
+                f"requests from pages of {shown} are not accepted; "
+                "start the server with --allowed-origins to accept them"
             )
 
     def _knows(self, name: str) -> bool:
         return is_local(name) or any(fnmatchcase(name, pattern) for pattern in self.hosts)
 
     def _is_foreign(self, headers: Headers) -> bool:
-        """Whether a page of another origin sent the request, and may not."""
+        """Return whether a page of an origin that is not allowed sent the request."""
         origin, site = headers.get("origin"), headers.get("sec-fetch-site")
         if _ANY in self.origins or origin in self.origins:
             return False
@@ -78,7 +77,12 @@ class Guard:
 
 
 def make_guard(settings: ServeConfig, has_keys: bool) -> Guard:
-    """Return the guard for these settings: strict on a loopback address without keys, else as the flags say."""
+    """Build the guard for `settings`.
+
+    With API keys only the Host header is checked, if --allowed-hosts is given. Without keys, a server on a loopback
+    address accepts local hosts and the allowed ones; on another address it accepts any host unless --allowed-hosts is
+    given.
+    """
     names = tuple(name.lower().rstrip(".") for name in settings.allowed_hosts)
     if has_keys:
         return Guard(names or (_ANY,))
@@ -87,13 +91,13 @@ def make_guard(settings: ServeConfig, has_keys: bool) -> Guard:
 
 
 def _name_of(host: str) -> str:
-    """The host without its port."""
+    """Return a Host header's value without the port, in lower case."""
     name = host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
     return name.lower().rstrip(".")
 
 
 def _opens_page(scope: Scope, headers: Headers) -> bool:
-    """Whether a link elsewhere was followed to the page, which holds no data."""
+    """Return whether the user followed a link to the web page, which contains no data."""
     opens = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
     return opens and scope["method"] in ("GET", "HEAD") and scope["path"] in PAGE_PATHS
 

@@ -1,4 +1,4 @@
-"""The port and the TLS files, before anything else: what is wrong with them is known before a model is loaded."""
+"""Checks of the port and the TLS files before the model is loaded, so that errors come early."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import ssl
 from quire.serve.settings import ServeConfig
 from quire.types import ConfigError
 
-_BACKLOG = 2048  # as uvicorn, which asks for it again
+_BACKLOG = 2048  # the same as uvicorn's, which calls listen() again
 
 
 def bind(settings: ServeConfig) -> socket.socket:
-    """A socket that is bound but does not listen yet. Raises ConfigError when that cannot be."""
+    """Return a socket bound to the configured address that does not listen yet. Raise ConfigError if that fails."""
     family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -26,8 +26,11 @@ def bind(settings: ServeConfig) -> socket.socket:
 
 
 def listen(sock: socket.socket, settings: ServeConfig) -> None:
-    """From now on clients can connect. Raises ConfigError if another process that had bound the same port, which
-    is possible while nobody listens, was first."""
+    """Start to accept connections on `sock`.
+
+    Raises:
+        ConfigError: if another process listens already. Several may bind a port while none listens.
+    """
     try:
         sock.listen(_BACKLOG)
     except OSError as error:
@@ -42,12 +45,12 @@ def _cannot_listen(settings: ServeConfig, error: OSError) -> ConfigError:
 
 
 def check_tls(settings: ServeConfig) -> None:
-    """Raises ConfigError for a certificate and a key that cannot be used."""
+    """Raise ConfigError if the TLS certificate and key cannot be loaded or do not match."""
     if settings.ssl_certfile is None:
         return
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
-    except OSError as error:  # ssl's own errors are OSErrors, too
+    except OSError as error:  # ssl.SSLError is an OSError
         raise ConfigError(
             f"TLS with ssl_certfile {settings.ssl_certfile} and ssl_keyfile {settings.ssl_keyfile} fails: "
             f"{error.strerror or error}"

@@ -1,6 +1,6 @@
-"""What happens to every request before and after its route: a name, a key, and a shape for its errors.
+"""The middleware around all routes: request ids, host and key checks, and error answers.
 
-One plain ASGI layer: it adds two function calls to a request and none to the pieces of a stream.
+It is one plain ASGI layer, which adds two function calls to a request and none to the chunks of a stream.
 """
 
 from __future__ import annotations
@@ -29,8 +29,10 @@ _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
 class RequestMiddleware:
-    """Names each request (`X-Request-Id`), checks where it comes from and its key, and turns exceptions into error
-    bodies."""
+    """The ASGI layer that sets `X-Request-Id`, checks origin and API key, and converts exceptions to error answers.
+
+    Every observer is told when a request has ended.
+    """
 
     def __init__(self, app: ASGIApp, guard: Guard, keys: ApiKeys, observers: Sequence[Observer]) -> None:
         self._app, self._guard, self._keys, self._observers = app, guard, keys, observers
@@ -43,14 +45,16 @@ class RequestMiddleware:
         given = headers.get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         scope["request_id"], scope["arrival_s"] = request_id, time.monotonic()
-        status = 0  # nothing is sent yet
+        status = 0  # no answer has started
 
         async def named(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
                 found = MutableHeaders(scope=message)
-                found["x-request-id"] = found["request-id"] = request_id  # OpenAI's name and Anthropic's
+                found["x-request-id"] = found["request-id"] = (
+                    request_id  # the names that OpenAI and Anthropic use
+                )
             await send(message)
 
         try:
@@ -61,7 +65,7 @@ class RequestMiddleware:
                     raise _unauthorized(headers)
                 scope["client_key"] = client
             await self._app(scope, receive, named)
-        except ClientDisconnect:  # in the middle of its body: there is nobody to answer
+        except ClientDisconnect:  # while it sent its body, so no answer can be sent
             pass
         except Exception as error:
             found = as_api_error(error)
@@ -77,8 +81,8 @@ class RequestMiddleware:
 def _unauthorized(headers: Headers) -> ApiError:
     given = bearer(headers.get("authorization"), headers.get("x-api-key")) is not None
     message = (
-        "the API key is not one of this server's"
+        "the API key is not accepted by this server"
         if given
-        else "this server needs an API key: send it as `Authorization: Bearer KEY`"
+        else "this server needs an API key: send the header `Authorization: Bearer KEY`"
     )
     return ApiError(401, message, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})

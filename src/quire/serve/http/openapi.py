@@ -1,6 +1,6 @@
-"""GET /openapi.json: the server's description of itself, made from its routes and the Structs that it reads.
+"""GET /openapi.json: the OpenAPI description, generated from the routes and the request and response Structs.
 
-What a field may be is what its type says, within limits.py. What is wrong in other ways gets a 400 too.
+A field's schema comes from its type and from field_limits.py. Requests may be refused with 400 for other reasons too.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from quire.serve.api.protocol.responses import ResponseObject, ResponsesRequest
 from quire.serve.http.field_limits import narrow
 from quire.serve.http.wire import encode
 
-# What routes read, and what they answer where that is a Struct.
+# Request and response types by route; None if the response is not a Struct.
 BODIES: dict[str, tuple[type[msgspec.Struct], type[msgspec.Struct] | None]] = {
     "/v1/chat/completions": (ChatRequest, ChatResponse),
     "/v1/completions": (CompletionRequest, CompletionResponse),
@@ -47,21 +47,21 @@ _STREAMED = {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/res
 _NOT_JSON = {"/metrics": "text/plain"}
 _REF = "#/components/schemas/{name}"
 _ERROR = {
-    "description": "An error; its message names the field and the limit. 503 comes with Retry-After.",
+    "description": "An error. Its message names the field and the limit; 503 has a Retry-After header.",
     "content": {"application/json": {"schema": {"type": "object", "required": ["error"]}}},
 }
 
 
 async def openapi(request: Request) -> Response:
-    """This description."""
+    """Return the OpenAPI description of this server."""
     state = request.app.state
-    if not hasattr(state, "openapi"):  # made when first asked for
+    if not hasattr(state, "openapi"):  # built for the first request
         state.openapi = encode(describe([r for r in request.app.routes if isinstance(r, Route)]))
     return Response(state.openapi, media_type="application/json")
 
 
 def describe(routes: Sequence[Route]) -> dict[str, Any]:
-    """OpenAPI 3.1 of `routes`; those that are left out of the schema are not in it."""
+    """Return the OpenAPI 3.1 description of the routes whose `include_in_schema` is true."""
     structs = list(dict.fromkeys(struct for pair in BODIES.values() for struct in pair if struct is not None))
     schemas, components = msgspec.json.schema_components(structs, ref_template=_REF)
     narrow(components)
@@ -97,7 +97,7 @@ def _operation(route: Route, method: str, named: dict[type[msgspec.Struct], Any]
     operation: dict[str, Any] = {
         "operationId": f"{method.lower()}{route.path}",
         "description": " ".join(text.split()),
-        "responses": {"200": {"description": "Done.", "content": content}, "4XX": _ERROR, "5XX": _ERROR},
+        "responses": {"200": {"description": "Success.", "content": content}, "4XX": _ERROR, "5XX": _ERROR},
     }
     if names := re.findall(r"{(\w+)(?::\w+)?}", route.path):
         operation["parameters"] = [

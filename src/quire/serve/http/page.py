@@ -1,7 +1,7 @@
-"""`GET /`: the page with playground and live view, from the files in `static/`. Open to all: it holds no secret.
+"""`GET /`: the web page with playground and live view, from the files in `static/`. It needs no key: it has no data.
 
-What the page shows comes from the other routes, with the key that its user gives. The policy in the headers
-lets it load nothing but its own files, so no text that a model writes can become a script.
+The page gets its data from the other routes, with the key that its user enters. Its Content-Security-Policy allows
+only the page's own files, so text that a model generates can never run as a script.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _HEADERS = {
 
 
 def page_routes(needs_key: bool) -> list[Route]:
-    """A route for each file, and one that says what the page must know before it can ask for anything."""
+    """Return a route for each file and one for about.json: the version, and whether the page must ask for a key."""
 
     async def about(request: Request) -> Response:
         return json_response({"version": __version__, "needs_key": needs_key}, headers=_HEADERS)
@@ -48,7 +48,7 @@ def page_routes(needs_key: bool) -> list[Route]:
 
 
 def _endpoint(file: Path) -> Callable[[Request], Awaitable[Response]]:
-    """Sends a file, unless the browser has it already."""
+    """Return an endpoint that sends `file`, or 304 if the browser has it already."""
     body = file.read_bytes()
     headers = {**_HEADERS, "etag": f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"'}
 

@@ -1,8 +1,9 @@
-"""From settings to a running server, and its end: start-up, signals, drain, exit code.
+"""The life of a server: start-up, signals, draining, exit code.
 
-port taken -> engine process starts -> (HTTP libraries load meanwhile) -> engine ready -> listening
-first SIGTERM or SIGINT: new requests get 503, open ones go on for shutdown_timeout; second: stop now
-the engine dies: every open request gets the cause, /health is 503, and the exit code is 1
+start-up         bind the port -> start the engine process -> load HTTP libraries meanwhile -> engine ready -> listen
+first signal     SIGTERM or SIGINT: new requests get 503, open ones may continue for shutdown_timeout seconds
+second signal    stop at once
+engine death     every open request ends with the cause, /health answers 503, and the exit code is 1
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from quire.serve.http.errors import ApiError
 from quire.serve.http.listen import listen
 from quire.serve.http.stop import ShutdownSignal
 from quire.serve.observe.line_writer import STDERR, LineWriter
-from quire.serve.observe.logs import set_up, write_stats
+from quire.serve.observe.logs import set_up_logging, write_stats
 from quire.serve.observe.observer import Observer, RequestLog
 from quire.serve.settings import ServeConfig
 
@@ -43,11 +44,13 @@ log = logging.getLogger("quire.serve")
 _SWITCH_S = 0.0005
 _GC_THRESHOLDS = 5000, 20, 1 << 30
 _GC_INTERVAL_S, _GC_LATEST_S = 5.0, 600.0
-_LAST_ANSWERS_S = 1.0  # from the engine's death to the end: open requests and health checks get their answer
+_LAST_ANSWERS_S = (
+    1.0  # from the engine's death to the exit: open requests and health checks get their answers
+)
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn without its signal handlers: when to stop is decided here."""
+    """A uvicorn server without signal handlers: this module decides when to stop."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -62,12 +65,29 @@ def run(
     sock: socket.socket,
     stop: ShutdownSignal,
 ) -> int:
-    """Serve until told to stop; the exit code. Raises ConfigError or ModelError when it cannot start."""
+    """Serve until a signal or the death of the engine.
+
+    Args:
+        config: settings of the engine.
+        settings: settings of the server.
+        keys: accepted API keys.
+        process: the engine process, started already.
+        sock: bound socket.
+        stop: signals received since the start of the process.
+
+    Returns:
+        The exit code: 0 after a drain, 1 if the engine died, 128 plus the signal's number after a second signal or a
+        signal during start-up.
+
+    Raises:
+        ConfigError: if the settings do not fit the model or the machine.
+        ModelError: if the model cannot be loaded.
+    """
     began_s = time.perf_counter()
-    # The event loop waits this long for each thread that computes, whenever it comes back from the system.
+    # After each system call the event loop waits this long for a computing thread to release the GIL.
     sys.setswitchinterval(_SWITCH_S)
     factory: Callable[[], asyncio.AbstractEventLoop] = asyncio.new_event_loop
-    with contextlib.suppress(ImportError):  # not there on every platform
+    with contextlib.suppress(ImportError):  # not available on every platform
         import uvloop
 
         factory = uvloop.new_event_loop
@@ -84,7 +104,7 @@ async def _serve(
     stop: ShutdownSignal,
     began_s: float,
 ) -> int:
-    lines = set_up(settings)
+    lines = set_up_logging(settings)
     names = list(dict.fromkeys(settings.served_model_name)) or [config.model]
     observers = _observers(settings, names[0])
     engine = AsyncEngine(config, settings, process, keys.total_weight)
@@ -108,7 +128,7 @@ async def _serve(
         while not web.started and not serving.done():
             await asyncio.sleep(0.001)
         if serving.done():
-            serving.result()  # raises what kept it from starting
+            serving.result()  # raise the error that prevented the start
         garbage = asyncio.ensure_future(_collect_garbage(engine))
         _announce(server, keys, sock, time.perf_counter() - began_s)
         warming = asyncio.ensure_future(asyncio.to_thread(templates.warm))
@@ -131,13 +151,13 @@ async def _serve(
 
 
 async def _collect_garbage(engine: AsyncEngine) -> None:
-    """Look for reference cycles in the whole heap only while nothing is open, at least every ten minutes.
+    """Run full garbage collections only while no request is open, but at least every ten minutes.
 
-    Otherwise a request for thousands of answers makes the collector walk all their objects again and again, which
+    Otherwise a request for thousands of answers makes the collector traverse all their objects again and again, which
     stops the process for 0.2 s each time.
     """
     gc.collect()
-    gc.freeze()  # what exists now lives as long as the server
+    gc.freeze()  # the objects that exist now live as long as the server
     gc.set_threshold(*_GC_THRESHOLDS)
     collected_s = time.monotonic()
     while True:
@@ -155,7 +175,7 @@ def _make_server(
     observers: list[Observer],
     lines: LineWriter,
 ) -> ServerContext:
-    """Of an engine that is ready. Raises ConfigError."""
+    """Build the context of the routes around a started engine. Raise ConfigError for wrong settings."""
     settings = engine.settings
     forms = Forms(
         engine.tokenizer,
@@ -173,23 +193,23 @@ def _options(server: ServerContext, keys: ApiKeys) -> uvicorn.Config:
     settings = server.settings
     return uvicorn.Config(
         build_app(server, keys),
-        log_config=None,  # logs.py
+        log_config=None,  # logs.py configures logging
         log_level=settings.log_level.lower(),
         access_log=False,
         lifespan="off",
         ws="none",
         http=connections(asyncio.get_running_loop()),
-        proxy_headers=False,  # nobody asks who the client is
+        proxy_headers=False,  # client addresses are not used
         server_header=False,
         ssl_keyfile=settings.ssl_keyfile,
         ssl_certfile=settings.ssl_certfile,
         timeout_graceful_shutdown=2,
-        timeout_keep_alive=75,  # longer than proxies keep theirs, so that it is they who close
+        timeout_keep_alive=75,  # longer than usual for proxies, so that the proxy closes the connection
     )
 
 
 def _observers(settings: ServeConfig, model: str) -> list[Observer]:
-    """Who looks at requests that are over. Raises ConfigError for what cannot be had."""
+    """Build the observers that the settings enable. Raise ConfigError if tracing is impossible."""
     found: list[Observer] = [RequestLog()] if settings.log_requests else []
     if settings.otlp_endpoint is not None:
         from quire.serve.observe.tracing import make_tracing
@@ -213,14 +233,15 @@ async def _until_the_end(server: ServerContext, stop: ShutdownSignal, serving: a
 
 
 async def _drain(server: ServerContext, stop: ShutdownSignal, died: asyncio.Future[Any]) -> None:
-    """Let open requests go on, for a while; then end them with an error."""
+    """Wait for open requests up to shutdown_timeout seconds, then end the rest with an error."""
     engine, timeout_s = server.engine, server.settings.shutdown_timeout
     server.draining = True
     engine.admission.draining = "the server is shutting down"
     deadline_s = time.monotonic() + timeout_s
     if engine.num_open:
         server.tell(
-            f"quire: stopping; {engine.num_open} open requests may go on for {timeout_s:g} s (again: stop now)",
+            f"quire: stopping; {engine.num_open} open requests may continue for {timeout_s:g} s "
+            "(send the signal again to stop now)",
             STDERR,
         )
     while engine.num_open and time.monotonic() < deadline_s and not (stop.second.done() or died.done()):
@@ -229,7 +250,7 @@ async def _drain(server: ServerContext, stop: ShutdownSignal, died: asyncio.Futu
 
 
 def _pooling(config: EngineConfig, settings: ServeConfig) -> str:
-    """Of embeddings, as the settings or the model's folder say."""
+    """Return the pooling of embeddings from the settings, or from the model's folder."""
     if settings.pooling != "auto":
         return settings.pooling
     return default_pooling(locate_model(config.model, config.revision).path)
@@ -247,13 +268,13 @@ def _announce(server: ServerContext, keys: ApiKeys, sock: socket.socket, took_s:
         else f"{info.num_parameters / 1e6:.1f} M parameters, {info.dtype}"
     )
     local = settings.host in ("127.0.0.1", "localhost", "::1")
-    reach = "this machine only; --host 0.0.0.0 opens it to the network" if local else "open to the network"
+    reach = "this machine only; use --host 0.0.0.0 for others" if local else "open to the network"
     if not local and not len(keys):
-        reach += ", to everybody: --api-key asks for a key"
+        reach += " without a key: use --api-key to require one"
     server.tell(
         f"quire {__version__}: {info.model} ({kind}) on {info.device}, context {info.max_model_len} tokens, "
-        f"{info.max_num_seqs} requests at once\n"
+        f"up to {info.max_num_seqs} concurrent requests\n"
         f"start-up {took_s:.2f} s; engine: {phases}\n"
         f"serving on {scheme}://{host}:{port} ({reach})"
-        + ("; a browser finds a playground and a live view there" if settings.page else ""),
+        + ("; open it in a browser for the playground and the live view" if settings.page else ""),
     )

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT, from the first moment on: one that comes while libraries load must not be lost."""
+"""SIGTERM and SIGINT, received from the start of the process: a signal while libraries load is not lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class ShutdownSignal:
-    """The first signal asks to stop, the second to stop at once. `attach` makes futures of them, by number."""
+    """The signals received so far. The first asks the server to stop, the second to stop at once.
+
+    `attach` creates the futures `first` and `second`, whose results are the signals' numbers.
+    """
 
     first: asyncio.Future[int]
     second: asyncio.Future[int]
@@ -24,7 +27,7 @@ class ShutdownSignal:
         self._early.append(number)
 
     def attach(self) -> None:
-        """From now on the running event loop hears of signals; those that came before count."""
+        """Deliver signals to the running event loop from now on, including those received before."""
         loop = asyncio.get_running_loop()
         self.first, self.second = loop.create_future(), loop.create_future()
         for number in _SIGNALS:

@@ -1,7 +1,8 @@
-"""Server-sent events, and what both kinds of answer need: to notice that the client has gone.
+"""Responses of generations: streamed as server-sent events, or complete. Both end when the client disconnects.
 
-await first(...)          nothing is sent until something is there, so an early error has its own status
-return EventStream(...)   one write per step, however many chunks; an error becomes an event
+await stream_response(...)      wait for the first output, so that an early error gets its own HTTP status, then
+                                return an EventStream: one write per step; a later error becomes an event
+await complete_response(...)    wait for the whole answer and return it as one body
 """
 
 from __future__ import annotations
@@ -19,55 +20,60 @@ from starlette.types import Receive, Scope, Send
 from quire.serve.answer.generation import Delta, Generation
 from quire.serve.http.errors import ApiError, as_api_error
 from quire.serve.http.wire import encode, json_response
-from quire.serve.http.writes import Outlet
+from quire.serve.http.writes import BodyWriter
 
-Chunks: TypeAlias = Callable[[list[Delta]], list[bytes]]
+ChunkMaker: TypeAlias = Callable[[list[Delta]], list[bytes]]
 InThread: TypeAlias = Callable[[Callable[[], bytes]], Awaitable[bytes]]
 
 log = logging.getLogger("quire.serve")
-MARK = "\ue000text\ue001"
-_FEW_ENTRIES = 2048  # tokens and log-probabilities: written as JSON in about a millisecond
+MARK = "\ue000text\ue001"  # placeholder of the text in a ChunkTemplate
+_FEW_ENTRIES = 2048  # tokens and log-probabilities that are encoded as JSON in about a millisecond
 _DONE = b"data: [DONE]\n\n"
 _HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 
 
 def event(body: Any) -> bytes:
+    """Encode `body` as a server-sent event without a name."""
     return b"data: " + encode(body) + b"\n\n"
 
 
 def named_event(body: dict[str, Any]) -> bytes:
-    """An event with a name, which is the body's type."""
+    """Encode `body` as a server-sent event named after its type."""
     return b"event: " + body["type"].encode() + b"\n" + event(body)
 
 
 class ChunkTemplate:
-    """The event of a chunk of which only one text changes: all around it is encoded once."""
+    """An encoded event in which only one text changes: the JSON around it is encoded once."""
 
     def __init__(self, chunk: Any) -> None:
-        """`chunk` has MARK in place of the text; what comes behind it is not a client's."""
+        """Encode `chunk`, which has MARK in place of the text. No text of a client may follow MARK."""
         self._before, _, self._after = event(chunk).rpartition(encode(MARK))
 
-    def cast(self, text: str) -> bytes:
+    def render(self, text: str) -> bytes:
+        """Return the event with `text`."""
         return b"%b%b%b" % (self._before, encode(text), self._after)
 
 
 @dataclass(frozen=True, slots=True)
 class StreamFraming:
-    """How an API writes an error in a stream, and the end."""
+    """The encoding of errors and of the end of a stream, which differs between APIs."""
 
     error: Callable[[ApiError], bytes]
     done: bytes = b""
 
 
-UNNAMED = StreamFraming(lambda error: event(error.body()), _DONE)  # chats and completions
+UNNAMED = StreamFraming(lambda error: event(error.body()), _DONE)  # chat completions and completions
 
 
 class DisconnectWatch:
-    """Ends a generation when its client hangs up. A context; may be handed on with `detach`."""
+    """A task that ends a generation when its client disconnects.
+
+    It is a context manager that closes the watch, unless `detach` has passed it on.
+    """
 
     def __init__(self, request: Request, generation: Generation) -> None:
         self._generation = generation
-        request.scope["generation"] = generation  # for those who look at the request when it is over
+        request.scope["generation"] = generation  # for the observers of the request
         self._task = asyncio.ensure_future(self._wait(request.receive))
         self._detached = False
 
@@ -77,13 +83,14 @@ class DisconnectWatch:
         self._generation.fail(ApiError(499, "the client closed the connection", code="client_closed"))
 
     def detach(self) -> None:
-        """Outlive the context: whoever sends the stream calls `close`."""
+        """Keep watching after the context has ended; the sender of the stream calls `close`."""
         self._detached = True
 
     def close(self) -> None:
+        """Stop watching, and abort the generation if it has not finished."""
         self._task.cancel()
         if not self._generation.finished:
-            self._generation.fail(ApiError(500, "the answer was given up", code="internal_error"))
+            self._generation.fail(ApiError(500, "the answer was aborted", code="internal_error"))
 
     def __enter__(self) -> DisconnectWatch:
         return self
@@ -93,8 +100,8 @@ class DisconnectWatch:
             self.close()
 
 
-async def whole(request: Request, generation: Generation) -> None:
-    """Wait until all is there. Raises the ApiError that ended it early."""
+async def wait_until_finished(request: Request, generation: Generation) -> None:
+    """Wait until the generation has finished. Raise the ApiError that ended it early."""
     with DisconnectWatch(request, generation):
         while not generation.finished:
             await generation.wait()
@@ -102,14 +109,21 @@ async def whole(request: Request, generation: Generation) -> None:
             raise generation.error
 
 
-async def finished(
+async def complete_response(
     request: Request, generation: Generation, make: Callable[[], Any], in_thread: InThread
 ) -> Response:
-    """Wait until all is there and return the response with the body that `make` returns.
+    """Wait until the generation has finished and return its answer as one JSON body.
 
-    A body with many tokens or log-probabilities is made in a thread. Raises the ApiError that ended it early.
+    Args:
+        request: watched for a disconnect.
+        generation: the generation to wait for.
+        make: returns the body.
+        in_thread: runs a function in a thread; used for bodies with many tokens or log-probabilities.
+
+    Raises:
+        ApiError: the error that ended the generation early.
     """
-    await whole(request, generation)
+    await wait_until_finished(request, generation)
     params = generation.states[0].params
     entries = generation.completion_tokens * (1 + (params.logprobs or 0))
     if params.prompt_logprobs is not None:
@@ -119,17 +133,26 @@ async def finished(
     return Response(await in_thread(lambda: encode(make())), media_type="application/json")
 
 
-async def stream(
+async def stream_response(
     request: Request,
     generation: Generation,
-    chunks: Chunks,
+    chunks: ChunkMaker,
     last: Callable[[], list[bytes]],
     slow_reader_timeout_s: float,
     framing: StreamFraming = UNNAMED,
 ) -> Response:
-    """The response of a stream, once its first chunk is there; before that an error has its own status.
+    """Wait for the first output and return the response that streams the generation.
 
-    `chunks` makes events of what is new, `last` those after everything has come.
+    Args:
+        request: watched for a disconnect.
+        generation: the generation to stream.
+        chunks: converts the new deltas to events.
+        last: returns the events after the last delta.
+        slow_reader_timeout_s: seconds without progress after which a client that does not read is disconnected.
+        framing: encoding of errors and of the end.
+
+    Raises:
+        ApiError: an error before the first output, which thus gets its own HTTP status.
     """
     with DisconnectWatch(request, generation) as watch:
         await generation.wait()
@@ -138,8 +161,10 @@ async def stream(
 
 
 class EventStream(Response):
-    """Pieces are written where they are made, in one pass over all streams when a step has ended. The coroutine of a
-    stream only wakes for what is rare: its end, an error, and a client that does not keep up."""
+    """A streamed response. Its events are written as soon as they are made, in one pass over all streams after a step.
+
+    The coroutine of a stream wakes up only for rare cases: its end, an error, and a client that does not keep up.
+    """
 
     media_type = "text/event-stream"
 
@@ -147,7 +172,7 @@ class EventStream(Response):
         self,
         generation: Generation,
         watch: DisconnectWatch,
-        chunks: Chunks,
+        chunks: ChunkMaker,
         last: Callable[[], list[bytes]],
         slow_reader_timeout_s: float,
         framing: StreamFraming,
@@ -159,24 +184,26 @@ class EventStream(Response):
         self.init_headers(_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        out: Outlet = scope["outlet"]
+        out: BodyWriter = scope["body_writer"]
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await self._send_all(out)
             await self._until_read(out)
             await send({"type": "http.response.body", "body": b"", "more_body": False})
-        except TimeoutError:  # the response stays unfinished, so the connection is closed
-            log.warning("a client did not read for %g s: dropped", self._slow_s)
+        except TimeoutError:  # an unfinished response makes uvicorn close the connection
+            log.warning(
+                "disconnected a client that did not read for %g s (slow_reader_timeout)", self._slow_s
+            )
         finally:
             self._watch.close()
 
-    async def _until_read(self, out: Outlet) -> None:
-        """Until there is room again in the client's buffers; TimeoutError if it takes too long."""
+    async def _until_read(self, out: BodyWriter) -> None:
+        """Wait until the client's buffers have room again. Raise TimeoutError if that takes too long."""
         if out.is_full:
             async with asyncio.timeout(self._slow_s):
                 await out.drain()
 
-    async def _send_all(self, out: Outlet) -> None:
+    async def _send_all(self, out: BodyWriter) -> None:
         generation, framing = self._generation, self._framing
 
         def write_new() -> bool:

@@ -1,6 +1,6 @@
-"""JSON in and out: bodies decoded into Structs, with unknown fields noted or refused. body.py receives them.
+"""JSON decoding and encoding: bodies become Structs, and unknown fields become warnings or errors.
 
-Everything that a client can send and that is wrong ends here as a 4xx that names the field.
+Every invalid body that a client can send ends here as a 4xx error that names the field. body.py receives the bodies.
 """
 
 from __future__ import annotations
@@ -35,15 +35,22 @@ _KINDS = {
 _EXPECTED = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
 _STREAM_OPTIONS = frozenset(StreamOptions.__struct_encode_fields__)
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
-_EXPLAINED_BYTES = 1 << 20  # of a body that is no JSON: looking for the reason takes longer than reading it
+_EXPLAINED_BYTES = (
+    1 << 20
+)  # largest invalid body that is searched for the reason, which takes longer than decoding
 _WHOLE = "the body"
 _MAX_DEPTH = 64
-_MAX_WARNINGS = 16  # about unknown fields, however many there are
-_SHOWN_CHARS = 64  # of a name that a client made up
+_MAX_WARNINGS = 16  # at most this many warnings about unknown fields
+_SHOWN_CHARS = 64  # characters shown of an unknown field's name
 
 
 def decode_object(body: bytes | bytearray) -> dict[str, Any]:
-    """Strict JSON: no NaN, no half surrogate pairs, no numbers beyond a double, no nesting beyond 64."""
+    """Decode a JSON object strictly.
+
+    Raises:
+        ApiError: 400 for invalid JSON, NaN, half surrogate pairs, numbers beyond a double, nesting deeper than 64, and
+            JSON that is not an object.
+    """
     try:
         found = msgspec.json.decode(body)
     except RecursionError:
@@ -58,7 +65,7 @@ def decode_object(body: bytes | bytearray) -> dict[str, Any]:
 
 
 def _unreadable(body: bytes | bytearray, error: Exception) -> ApiError:
-    """Why `body` is no JSON: in our words where it is a text that is no text, for nobody has typed that."""
+    """Return the error for an invalid body. Half surrogate pairs get a message that names the field."""
     try:
         text = body.decode()
         where = _half_pair(json.loads(text), "") if len(body) <= _EXPLAINED_BYTES and r"\u" in text else None
@@ -76,7 +83,7 @@ def _unreadable(body: bytes | bytearray, error: Exception) -> ApiError:
 
 
 def _half_pair(value: Any, path: str) -> str | None:
-    """The path of the first text in `value` that holds half of a surrogate pair, which is escaped in JSON."""
+    """Return the path of the first string in `value` that contains half of a surrogate pair, or None."""
     if isinstance(value, str):
         return path if _HALF_PAIR.search(value) else None
     for key, item in value.items() if isinstance(value, dict) else ():
@@ -91,7 +98,7 @@ def _half_pair(value: Any, path: str) -> str | None:
 
 
 def _deeper(value: Any, limit: int) -> bool:
-    """Whether objects and lists are nested more than `limit` deep; without recursion on what a client sent."""
+    """Return whether `value` is nested more than `limit` levels deep, without recursion on untrusted data."""
     level = [value]
     for _ in range(limit):
         level = [
@@ -106,11 +113,23 @@ def _deeper(value: Any, limit: int) -> bool:
 
 
 def parse(body: dict[str, Any], cls: type[T], strict: bool) -> tuple[T, list[str]]:
-    """The request in `body`, and warnings about fields that Quire does not know. `strict` refuses those."""
+    """Convert `body` to a request of type `cls`.
+
+    Args:
+        body: the decoded JSON object; floats with whole values in integer fields are converted in place.
+        cls: type of the request.
+        strict: raise an error for unknown fields.
+
+    Returns:
+        The request, and a warning for each unknown field, at most 16.
+
+    Raises:
+        ApiError: 400 for a field of a wrong type, and with `strict` for an unknown field.
+    """
     known, integers = field_names(cls), _integer_fields(cls)
     for name in integers & body.keys():
         if isinstance(value := body[name], float) and value.is_integer() and abs(value) < 2**53:
-            body[name] = int(value)  # JSON has one kind of number, and some clients write 16 as 16.0
+            body[name] = int(value)  # JSON has one number type, and some clients write 16 as 16.0
     unknown = _unknown(body, known)
     if unknown and strict:
         name = unknown[0][:_SHOWN_CHARS]
@@ -123,7 +142,7 @@ def parse(body: dict[str, Any], cls: type[T], strict: bool) -> tuple[T, list[str
 
 
 def _unknown(body: dict[str, Any], known: frozenset[str]) -> list[str]:
-    """The first of the fields that a request has and Quire does not know, those of its stream_options included."""
+    """Return the first 16 unknown fields of a request, including those of its stream_options."""
     found = (name for name in body if name not in known)
     options = body.get("stream_options") if "stream_options" in known else None
     names = options if isinstance(options, dict) else {}
@@ -132,6 +151,7 @@ def _unknown(body: dict[str, Any], known: frozenset[str]) -> list[str]:
 
 
 def field_names(cls: type[msgspec.Struct]) -> frozenset[str]:
+    """Return the names of a Struct's fields, as they appear in JSON."""
     return frozenset(cls.__struct_encode_fields__)
 
 
@@ -149,7 +169,7 @@ def _integer_fields(cls: type[msgspec.Struct]) -> frozenset[str]:
 
 
 def _explained(text: str) -> ApiError:
-    """msgspec's words, as a sentence about a field."""
+    """Convert the text of a msgspec error to an error about a field."""
     if match := _PATH.fullmatch(text):
         text, path = match[1], match[2]
     else:
@@ -166,11 +186,15 @@ def _explained(text: str) -> ApiError:
 
 
 def json_response(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    """Return a response with `body`, which msgspec can encode, as JSON."""
     return Response(encode(body), status, headers, media_type="application/json")
 
 
 def error_response(error: ApiError, scope: Scope) -> Response:
-    """In the shape of the API that the path belongs to; of one that both have, in that of the client."""
+    """Return the response for `error` in the form of the client's API.
+
+    That is Anthropic's for paths below /v1/messages and for clients that send the header anthropic-version.
+    """
     known = any(name == b"anthropic-version" for name, _ in scope["headers"])
     anthropic = known or scope["path"].startswith("/v1/messages")
     body = messages_error(error, scope["request_id"]) if anthropic else error.body()

@@ -1,10 +1,10 @@
-"""What a step brought to all streams is written at once, by transports that gather writes.
+"""Gathered writes: the chunks that a step produced for all streams are written to their sockets together.
 
-One token of 64 streams is 64 writes to 64 sockets. Made one by one, with the work for the next stream in
-between, each wakes a client that has just gone to sleep again, which costs more than everything else that is
-done for the token. Gathered until all streams have made their pieces, and then made in a row, they cost a tenth.
+One token of 64 streams is 64 writes to 64 sockets. With the work for the next stream between two writes, each write
+wakes a client that has just gone to sleep again, which costs more than all other work for the token. Gathered until
+every stream has its chunk and then made in a row, the writes cost a tenth of that.
 
-    step's outputs -> every stream's `Outlet` -> its transport -> `Writes.flush`: one write per connection
+    step's outputs -> every stream's `BodyWriter` -> its transport -> `WriteScheduler.flush`: one write per connection
 """
 
 from __future__ import annotations
@@ -15,32 +15,36 @@ from typing import Any
 from uvicorn.protocols.http.flow_control import FlowControl
 
 
-class Writes:
-    """Owns the list of transports that hold something back. One per event loop."""
+class WriteScheduler:
+    """The list of transports with gathered writes, flushed once per pass of the event loop. One per loop."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._waiting: list[GatheringTransport] = []
 
     def add(self, transport: GatheringTransport) -> None:
-        if not self._waiting:  # behind all that is ready now, which is what else this step has woken
+        """Schedule a flush of `transport`."""
+        if (
+            not self._waiting
+        ):  # runs after the callbacks that are ready now, such as the other streams of this step
             self._loop.call_soon(self.flush)
         self._waiting.append(transport)
 
     def flush(self) -> None:
+        """Flush all scheduled transports."""
         waiting, self._waiting = self._waiting, []
         for transport in waiting:
             transport.flush()
 
 
 class GatheringTransport(asyncio.Transport):
-    """A transport whose writes are made by `Writes`, in order. Flow control is that of the one beneath."""
+    """A transport that gathers writes until `WriteScheduler` flushes it. The wrapped transport does flow control."""
 
-    def __init__(self, transport: asyncio.Transport, writes: Writes) -> None:
+    def __init__(self, transport: asyncio.Transport, writes: WriteScheduler) -> None:
         super().__init__()
         self._transport, self._writes = transport, writes
         self._held: list[bytes] = []
-        # Unchanged, without a layer in between.
+        # Bound directly, to save a call.
         self.get_extra_info = transport.get_extra_info  # type: ignore[method-assign]
         self.is_closing = transport.is_closing  # type: ignore[method-assign]
         self.pause_reading = transport.pause_reading  # type: ignore[method-assign]
@@ -69,20 +73,21 @@ class GatheringTransport(asyncio.Transport):
         self._transport.set_protocol(protocol)
 
 
-class Outlet:
-    """Where the pieces of a body go whose head is sent, in chunks of HTTP: without a task or a message for each."""
+class BodyWriter:
+    """A writer of chunked HTTP bodies after the response head, without a task or an ASGI message per chunk."""
 
     def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
         self._transport, self._flow = transport, flow
 
     def write(self, piece: bytes) -> None:
-        """Never waits; `is_full` says afterwards whether to wait before the next piece."""
+        """Write `piece` as one HTTP chunk without waiting. If `is_full` is true afterwards, wait with `drain`."""
         self._transport.write(b"%x\r\n%b\r\n" % (len(piece), piece))
 
     @property
     def is_full(self) -> bool:
+        """Return whether the client's buffers are full."""
         return self._flow.write_paused
 
     async def drain(self) -> None:
-        """Until the client has read some of it, or has gone."""
+        """Wait until the client has read enough to continue, or has disconnected."""
         await self._flow.drain()

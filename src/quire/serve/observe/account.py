@@ -1,7 +1,7 @@
-"""What became of each engine request, as times and counts: the one source of metrics, /stats, receipts, traces.
+"""Times and counts of engine requests: the single source of /metrics, /stats, receipts and traces.
 
-Owns a track for each open engine request and the figures over all of them. Called once for every message of
-the engine process and twice for every HTTP request; nobody else writes here.
+A track records the times of each open engine request; counters and histograms sum up the finished ones. They change
+once per message of the engine process and twice per HTTP request.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ _CAUSES = ("step", "slots", "blocks", "tokens", "batch", "grammar")
 
 
 class RequestTrack:
-    """One engine request. Times are on the monotonic clock; `end_s` is when its last token came here."""
+    """The times and counts of one engine request.
+
+    Times are on the monotonic clock; `end_s` is the time of the last token.
+    """
 
     __slots__ = (
         "arrival_s", "end_s", "first_s", "id", "last_s", "params", "prompt_tokens", "sent_s", "timing", "tokens",
@@ -42,21 +45,24 @@ class RequestTrack:
         self.last_s = 0.0
         self.end_s: float | None = None
         self.tokens = 0
-        self.timing: Timing | None = None  # of the engine, as far as it has told; complete at the end
+        self.timing: Timing | None = None  # from the engine; complete when the request has ended
 
 
 @dataclass(slots=True)
 class ClientTotals:
-    """Counters of one client's requests that are over, in HTTP requests and tokens."""
+    """Counters of one client's finished requests."""
 
-    completed: int = 0
-    aborted: int = 0  # answers
+    completed: int = 0  # HTTP requests
+    aborted: int = 0  # choices
     prompt_tokens: int = 0
     generated_tokens: int = 0
 
 
 class RequestAccounts:
+    """Tracks of the open engine requests, and counters and histograms over all requests since the start."""
+
     def __init__(self, max_model_len: int) -> None:
+        """Start with empty counters; histograms of lengths reach up to `max_model_len` tokens."""
         self.figures = Figures()
         self.ttft_s, self.itl_s = Histogram(_TTFT_S), Histogram(_TOKEN_S)
         self.e2e_s, self.tpot_s = Histogram(_REQUEST_S), Histogram(_TOKEN_S)
@@ -71,13 +77,18 @@ class RequestAccounts:
         self.step_rows = Histogram(_ITERATION[:-3])
         self.prompt_tokens = self.cached_tokens = self.recomputed_tokens = 0
         self.ended: Counter[str] = Counter(dict.fromkeys(("stop", "length", "abort", "error"), 0))
-        self.waited_s = dict.fromkeys(_CAUSES, 0.0)  # in the engine
+        self.waited_s = dict.fromkeys(_CAUSES, 0.0)  # time in the engine's queue, by cause
         self.lost_s = self.preempted_s = self.recompute_s = 0.0
         self.clients: dict[str, ClientTotals] = {}  # by name
         self._tracks: dict[str, RequestTrack] = {}
 
+    @property
+    def open_ids(self) -> list[str]:
+        """Return the ids of the engine requests that have not ended in the engine."""
+        return list(self._tracks)
+
     def open(self, requests: Iterable[EngineRequest], arrival_s: float) -> list[RequestTrack]:
-        """Engine requests are about to be sent."""
+        """Create tracks for engine requests that are about to be sent; their HTTP request arrived at `arrival_s`."""
         sent_s = time.monotonic()
         found = [RequestTrack(request, arrival_s, sent_s) for request in requests]
         self._tracks.update((track.id, track) for track in found)
@@ -86,7 +97,14 @@ class RequestAccounts:
     def apply(
         self, outputs: Sequence[EngineOutput], figures: Figures, stopped: Iterable[str], now_s: float
     ) -> None:
-        """Take in a message of the engine. `stopped`: requests that a stop string ended in it."""
+        """Record a message of the engine.
+
+        Args:
+            outputs: new tokens, timings and finish reasons.
+            figures: the engine's totals and its steps since the last message.
+            stopped: ids of the requests that a stop string has ended with these outputs.
+            now_s: time of the message on the monotonic clock.
+        """
         self.figures = figures
         for rows, tokens, took_s in figures.steps:
             self.step_rows.observe(rows)
@@ -96,7 +114,7 @@ class RequestAccounts:
         for output in outputs:
             track = tracks.get(output.id)
             if track is None or track.end_s is not None:
-                if output.finish_reason is not None:  # an abort has arrived there
+                if output.finish_reason is not None:  # the engine confirms an abort
                     tracks.pop(output.id, None)
                 continue
             if output.token_ids:
@@ -116,7 +134,7 @@ class RequestAccounts:
             if (track := tracks.get(name)) is not None:
                 track.end_s = now_s
                 if track.timing is not None:
-                    track.timing = until(track.timing, figures)
+                    track.timing = extend_timing(track.timing, figures)
 
     def _take_timing(self, track: RequestTrack, timing: Timing) -> None:
         if timing.admitted_s is not None and (track.timing is None or track.timing.admitted_s is None):
@@ -126,14 +144,21 @@ class RequestAccounts:
         track.timing = timing
 
     def of(self, client: str | None) -> ClientTotals:
-        """Return the counters of one client, or their sums over all."""
+        """Return the counters of one client, or (None) their sums over all clients."""
         counters = self.clients.values() if client is None else [self.clients.get(client, ClientTotals())]
         return ClientTotals(*(sum(getattr(one, f.name) for one in counters) for f in fields(ClientTotals)))
 
     def close(
         self, states: Sequence[RequestState], tracks: Sequence[RequestTrack], client: str, complete: bool
     ) -> None:
-        """A request's answers are over, in whatever way. `client`: whose they were."""
+        """Record the end of a request.
+
+        Args:
+            states: the request's prompts with their answers.
+            tracks: one track per answer, in the same order.
+            client: name of the client that owns the request.
+            complete: whether it ended without an error.
+        """
         at = iter(tracks)
         totals = self.clients.setdefault(client, ClientTotals())
         totals.prompt_tokens += sum(track.prompt_tokens for track in tracks if track.timing is not None)
@@ -150,7 +175,7 @@ class RequestAccounts:
                 if track.timing is not None:
                     self._book(track.timing)
                 if track.end_s is None:
-                    track.end_s = time.monotonic()  # it is given up
+                    track.end_s = time.monotonic()  # it was aborted
                 elif answer.finish_reason in ("stop", "length"):
                     self._observe(track, track.end_s)
 
@@ -183,8 +208,8 @@ class RequestAccounts:
             self.max_tokens.observe(params.max_tokens)
 
 
-def until(timing: Timing, figures: Figures) -> Timing:
-    """`timing` with what has passed since it was told, up to the latest step."""
+def extend_timing(timing: Timing, figures: Figures) -> Timing:
+    """Return a copy of `timing` extended by the time from its last update to the latest step."""
     took_s = max(0.0, figures.time_s - timing.until_s)
     found = replace(timing, until_s=timing.until_s + took_s, lost_mark_s=figures.lost_s)
     if timing.phase == "decoding":

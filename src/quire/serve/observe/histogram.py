@@ -1,7 +1,7 @@
-"""Counts by size for Prometheus, and the newest values themselves for percentiles.
+"""Histograms for Prometheus that also keep the most recent values, for percentiles.
 
-A histogram of prometheus_client costs over a microsecond a value; this one, a third of that, and it is asked
-at every token. What is exported is made from it when somebody looks (metrics.py).
+A histogram of prometheus_client takes over a microsecond per value. This one takes a third of that, which matters
+because it counts every token. metrics.py converts it for each scrape.
 """
 
 from __future__ import annotations
@@ -14,31 +14,39 @@ _RECENT = 4096
 
 
 class Histogram:
+    """Counts of values by bucket, their sum, and the last 4096 values."""
+
     def __init__(self, bounds: Sequence[float]) -> None:
-        """`bounds`: upper ends of the buckets, ascending; a last one takes what is above."""
+        """Create empty buckets with upper `bounds`, in ascending order, and one more for larger values."""
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
         self.sum = 0.0
         self._recent: deque[float] = deque(maxlen=_RECENT)
 
     def observe(self, value: float) -> None:
+        """Count `value`."""
         self.counts[bisect_left(self.bounds, value)] += 1
         self.sum += value
         self._recent.append(value)
 
     @property
     def count(self) -> int:
+        """Return the number of observed values."""
         return sum(self.counts)
 
     def percentiles(self, *wanted: float) -> list[float] | None:
-        """Of the newest values, each the nearest one that is there; None when there is none."""
+        """Return percentiles of the last 4096 values, without interpolation; None if there are no values.
+
+        Args:
+            wanted: the percentiles, 0 to 100.
+        """
         ordered = sorted(self._recent)
         if not ordered:
             return None
         return [ordered[min(len(ordered) - 1, int(len(ordered) * p / 100))] for p in wanted]
 
     def buckets(self) -> list[tuple[str, float]]:
-        """(upper end, values up to it), as Prometheus wants them."""
+        """Return the cumulative buckets for Prometheus: pairs of an upper bound and the number of values up to it."""
         found, total = [], 0
         for bound, count in zip((*self.bounds, float("inf")), self.counts):
             total += count
@@ -47,7 +55,7 @@ class Histogram:
 
 
 def one_two_five(largest: int) -> list[int]:
-    """1, 2, 5, 10, 20, ... up to `largest`."""
+    """Return the list 1, 2, 5, 10, 20, 50, ... up to `largest`."""
     found, power = [], 1
     while power <= largest:
         found += [value for value in (power, 2 * power, 5 * power) if value <= largest]

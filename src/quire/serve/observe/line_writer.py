@@ -1,4 +1,4 @@
-"""Lines for whoever started the server. A disk that is full, or a reader that stalls or is gone, must not stop it."""
+"""Output of log lines from a thread, so that a full disk or a stalled reader cannot stop the server."""
 
 from __future__ import annotations
 
@@ -10,27 +10,28 @@ from collections import deque
 from collections.abc import Callable
 
 STDOUT, STDERR = 1, 2
-_MAX_BYTES = 1 << 20  # of lines that wait
-_REPORT_S = 0.5  # between the end of a stall and the line about it, so that a slow reader gets few of these
+_MAX_BYTES = 1 << 20  # of queued lines
+_REPORT_S = 0.5  # delay of the report after the last dropped line, so that a slow reader gets few reports
 
 
 def dropped_lines(count: int) -> str:
+    """Return the message about `count` dropped lines."""
     return f"quire: {count} lines were dropped because this output was not read fast enough"
 
 
 class LineWriter:
-    """Writes lines from a thread, so that a write that blocks delays nobody.
+    """A queue of lines and the thread that writes them.
 
-    At most 1 MiB of lines waits. Lines beyond it are dropped and counted; once there is room again a line says how
-    many. The thread starts with the first line.
+    The queue holds at most 1 MiB. Lines beyond that are dropped and counted; a later line reports their number. The
+    thread starts with the first line.
     """
 
     def __init__(self, report: Callable[[int], str] = dropped_lines) -> None:
-        """`report`: makes the line that tells how many were dropped."""
-        self.dropped = 0  # since the start
+        """Create an empty queue; `report` converts a number of dropped lines to the line that reports it."""
+        self.dropped = 0  # lines since the start
         self._report, self._reported, self._report_at_s = report, 0, 0.0
         self._waiting: deque[tuple[int, bytes]] = deque()
-        self._bytes = 0  # of `_waiting` and of what is being written
+        self._bytes = 0  # of `_waiting` and of the line that is being written
         self._closed = False
         self._change = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -51,7 +52,7 @@ class LineWriter:
                 self._thread.start()
 
     def close(self, timeout_s: float = 2.0) -> None:
-        """Wait until all lines are written, at most `timeout_s`. Lines after this are dropped."""
+        """Wait up to `timeout_s` seconds until all lines are written. Later lines are dropped."""
         with self._change:
             self._closed = True
             self._report_at_s = 0.0
@@ -67,7 +68,7 @@ class LineWriter:
                 self._bytes -= len(line)
 
     def _next(self) -> tuple[int, bytes] | None:
-        """Wait for a line; None: the writer is closed and everything is written."""
+        """Wait for the next line. Return None once the writer is closed and all lines are written."""
         with self._change:
             while True:
                 if self._waiting:
@@ -83,7 +84,7 @@ class LineWriter:
 
 
 def _write(to: int, line: bytes) -> None:
-    """Write past Python's buffers: what cannot be written is not tried again at exit."""
+    """Write without Python's buffers, which would retry a failed write at exit."""
     with contextlib.suppress(OSError):
         while line:
             line = line[os.write(to, line) :]

@@ -1,8 +1,8 @@
-"""GET /live/events: what the engine does, as server-sent events.
+"""GET /live/events: the engine's state and steps as server-sent events, for the live view.
 
-event: steps    a list of LiveStep, oldest first; each step comes once
-event: state    EngineLive without its steps, with the requests that the key may see; `blocks` in base64
-event: end      an error object: the engine has stopped
+event: steps    list of LiveStep, oldest first; each step is sent once
+event: state    EngineLive without its steps, with the requests that the key may see; `blocks` is base64
+event: end      error object: the engine has stopped
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ _KEEP_ALIVE_S = 15.0
 
 
 async def live_events(request: Request) -> Response:
+    """Stream the engine's state and steps until the client disconnects."""
     server = server_of(request)
-    if request.method == "HEAD":  # it has an end
+    if request.method == "HEAD":  # a HEAD answer must end
         return Response(headers=_HEADERS, media_type=LiveStream.media_type)
     return LiveStream(server.live.of(client_of(request)), server.settings.slow_reader_timeout)
 
 
 class LiveStream(Response):
+    """The event stream of one viewer."""
+
     media_type = "text/event-stream"
 
     def __init__(self, view: LiveView, slow_reader_timeout_s: float) -> None:
@@ -46,7 +49,7 @@ class LiveStream(Response):
         try:
             await asyncio.wait((sending, gone), return_when=asyncio.FIRST_COMPLETED)
             if sending.done():
-                # After a timeout the response stays unfinished, so the connection is closed.
+                # After a timeout the response is unfinished, so uvicorn closes the connection.
                 with contextlib.suppress(TimeoutError):
                     sending.result()
         finally:
@@ -61,7 +64,7 @@ class LiveStream(Response):
             while True:
                 try:
                     async with asyncio.timeout(_KEEP_ALIVE_S):
-                        events = await self._view.news(self._seen)
+                        events = await self._view.next_events(self._seen)
                 except TimeoutError:
                     await self._write(send, b": nothing new\n\n")
                     continue
@@ -73,7 +76,7 @@ class LiveStream(Response):
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _write(self, send: Send, body: bytes) -> None:
-        """Waits while the viewer's buffers are full; TimeoutError, which closes the connection, if for too long."""
+        """Send `body`. Raise TimeoutError if the viewer's buffers stay full for slow_reader_timeout seconds."""
         async with asyncio.timeout(self._slow_s):
             await send({"type": "http.response.body", "body": body, "more_body": True})
 

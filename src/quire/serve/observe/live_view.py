@@ -1,9 +1,9 @@
-"""What the engine does, for any number of people who look, at the price of one for each client.
+"""Live views: the engine's state, polled once per client and shared by all of its viewers.
 
-While somebody looks, the engine is asked some times a second, and never again before it has answered; while
-nobody does, never. What it says is kept once, in a bounded form: the state now and the latest steps. Each
-viewer takes what is newer than what it has when it has sent the last of it, so one that reads slowly skips
-states and gets several bars at once, and nothing is kept on its behalf.
+The engine is polled four times a second while a client has viewers, and not at all otherwise. The next poll starts
+after the answer to the last one. Only the latest state and the last 512 steps are kept. A viewer takes everything
+newer than its position when it has sent its previous events, so a slow viewer skips states and gets several steps at
+once, and needs no queue.
 """
 
 from __future__ import annotations
@@ -18,64 +18,67 @@ from quire.serve.http.errors import ApiError, as_api_error, overloaded
 from quire.serve.http.wire import encode
 from quire.types import EngineLive, LiveStep
 
-_KEPT_STEPS = 512
+KEPT_STEPS = 512
 _MAX_VIEWERS = 64
 
 
 @dataclass(slots=True)
 class ViewerPosition:
-    """How far a viewer is."""
+    """The version of the state and the last step that a viewer has got."""
 
     version: int = 0
     step: int = -1
 
 
 class LiveViews:
-    """A view for each client that looks, of its own requests; one for all who may see those of everybody."""
+    """The views by client: each shows the client's own requests. All admins share one view of all requests."""
 
     def __init__(self, ask: Callable[[int, str | None], Awaitable[EngineLive]]) -> None:
-        """`ask`: the engine's state with its steps after the given one, as AsyncEngine.live."""
+        """Start without views; `ask` is AsyncEngine.live."""
         self._ask = ask
-        self._views: dict[
-            str | None, LiveView
-        ] = {}  # by the name of the client; never more than there are keys
+        self._views: dict[str | None, LiveView] = {}  # by client name; never more than there are keys
 
     def of(self, client: ApiClient) -> LiveView:
-        """Return the view of what this client may see."""
+        """Return the view of the requests that `client` may see."""
         sees = client.sees
         if sees not in self._views:
             self._views[sees] = LiveView(lambda since: self._ask(since, sees))
         return self._views[sees]
 
     def close(self) -> None:
-        """End all views: the server stops."""
+        """End all streams, because the server stops."""
         for view in self._views.values():
             view.close()
 
 
 class LiveView:
-    """Owns the task that asks, the latest answer and the number of viewers."""
+    """The latest state and steps, the polling task, and the number of viewers."""
 
     def __init__(self, ask: Callable[[int], Awaitable[EngineLive]], interval_s: float = 0.25) -> None:
-        """`ask`: the engine's state now with its steps after the given one, as AsyncEngine.live for one client."""
+        """Start without viewers; `ask(step)` returns the engine's state and its steps after number `step`."""
         self._ask, self._interval_s = ask, interval_s
-        self._steps: deque[LiveStep] = deque(maxlen=_KEPT_STEPS)
+        self._steps: deque[LiveStep] = deque(maxlen=KEPT_STEPS)
         self._state = b""
         self._version = 0
         self._viewers = 0
         self._changed = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self.error: ApiError | None = None  # why there is nothing more to see
+        self.error: ApiError | None = None  # the error that ended the engine
         self.closed = False
 
     @property
     def viewers(self) -> int:
+        """Return the number of viewers."""
         return self._viewers
 
     def enter(self) -> ViewerPosition:
-        """Somebody begins to look. Raises ApiError 503 when too many do."""
+        """Add a viewer and return its position. The first viewer starts the polling.
+
+        Raises:
+            ApiError: 503 beyond 64 viewers.
+        """
         if self._viewers >= _MAX_VIEWERS:
-            raise overloaded(f"{_MAX_VIEWERS} live views are open already", 10)
+            raise overloaded(f"{_MAX_VIEWERS} live views are open already, which is the limit: close one", 10)
         self._viewers += 1
         if self._task is None:
             self._steps.clear()
@@ -84,19 +87,26 @@ class LiveView:
         return ViewerPosition()
 
     def leave(self) -> None:
+        """Remove a viewer, and stop polling if it was the last one."""
         self._viewers -= 1
         if self._viewers == 0 and self._task is not None:
             self._task.cancel()
             self._task = None
 
     def close(self) -> None:
-        """End all views: the server stops."""
+        """End all streams, because the server stops."""
         self.closed = True
         self._changed.set()
 
-    async def news(self, seen: ViewerPosition) -> list[tuple[str, bytes]]:
-        """Wait until there is something newer than `seen`, and move it there: names and bodies of events.
-        An empty list: there will be nothing more. Raises the ApiError that ended the engine."""
+    async def next_events(self, seen: ViewerPosition) -> list[tuple[str, bytes]]:
+        """Wait for events newer than `seen`, and advance `seen` past them.
+
+        Returns:
+            Pairs of an event's name and its body; an empty list after `close`.
+
+        Raises:
+            ApiError: the error that ended the engine.
+        """
         while not (self.closed or self.error) and (seen.version == self._version or not self._state):
             await self._changed.wait()
         if self.error is not None:
@@ -114,7 +124,7 @@ class LiveView:
             while True:
                 self._take(await self._ask(self._steps[-1].step if self._steps else -1))
                 await asyncio.sleep(self._interval_s)
-        except Exception as error:  # whatever it is, nobody may be left waiting
+        except Exception as error:  # any error must reach the viewers
             self.error = as_api_error(error)
             self._changed.set()
 

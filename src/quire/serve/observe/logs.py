@@ -1,6 +1,6 @@
-"""Lines of the server, as text or as JSON, and the one with its figures that is written every few seconds.
+"""Logging of the server as text or JSON lines, and the periodic line with its statistics.
 
-A thread writes them (lines.py): neither a full disk nor a reader that stalls stops the server.
+A thread writes the lines (line_writer.py), so neither a full disk nor a stalled reader stops the server.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _STATS = "quire.stats"
 
 
 class _ToLines(logging.Handler):
-    """Hands records to a LineWriter."""
+    """A logging handler that passes records to a LineWriter."""
 
     def __init__(self, lines: LineWriter) -> None:
         super().__init__()
@@ -36,47 +36,48 @@ class _ToLines(logging.Handler):
 
 
 class JsonLines(logging.Formatter):
-    """One object per record; what was given as `extra={"figures": {...}}` are fields of it."""
+    """A formatter that writes one JSON object per record, including the fields of `extra={"figures": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        body = line(record.levelname.lower(), record.name, record.getMessage(), record.created)
+        body = json_record(record.levelname.lower(), record.name, record.getMessage(), record.created)
         if record.exc_info:
             body["exception"] = self.formatException(record.exc_info)
         body |= record.__dict__.get("figures", {})
         return encode(body).decode()
 
 
-def line(level: str, logger: str, message: str, at_s: float) -> dict[str, Any]:
+def json_record(level: str, logger: str, message: str, at_s: float) -> dict[str, Any]:
+    """Return the fields of a JSON line; `at_s` is in seconds since the epoch."""
     time_ = datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds")
     return {"time": time_, "level": level, "logger": logger, "message": message}
 
 
-def set_up(settings: ServeConfig) -> LineWriter:
-    """Send what any logger says to standard error, in the form of the settings. Return what writes it."""
-    lines = LineWriter(lambda count: "\n".join(_in_form(settings, dropped_lines(count), "warning")))
+def set_up_logging(settings: ServeConfig) -> LineWriter:
+    """Send the records of all loggers to standard error, formatted as configured. Return the writer of the lines."""
+    lines = LineWriter(lambda count: "\n".join(_formatted(settings, dropped_lines(count), "warning")))
     handler = _ToLines(lines)
     text = logging.Formatter(_TEXT, "%m-%d %H:%M:%S")
     handler.setFormatter(JsonLines() if settings.log_format == "json" else text)
     logging.basicConfig(handlers=[handler], level=settings.log_level.upper(), force=True)
-    for name in (_STATS, REQUESTS):  # they have switches of their own
+    for name in (_STATS, REQUESTS):  # these have separate flags
         logging.getLogger(name).setLevel(logging.INFO)
     return lines
 
 
 def tell(lines: LineWriter, settings: ServeConfig, text: str, to: int = STDOUT) -> None:
-    """Say something to whoever started the server: as it is, or as a JSON line for each of its lines."""
-    lines.write("\n".join(_in_form(settings, text, "info")), to)
+    """Write `text` to the file descriptor `to`, as it is or as one JSON line for each of its lines."""
+    lines.write("\n".join(_formatted(settings, text, "info")), to)
 
 
-def _in_form(settings: ServeConfig, text: str, level: str) -> list[str]:
+def _formatted(settings: ServeConfig, text: str, level: str) -> list[str]:
     if settings.log_format != "json":
         return [text]
     now_s = time.time()
-    return [encode(line(level, "quire", one, now_s)).decode() for one in text.splitlines()]
+    return [encode(json_record(level, "quire", one, now_s)).decode() for one in text.splitlines()]
 
 
 class StatsLine:
-    """The line that vLLM writes, with the rates since it was last asked for."""
+    """The statistics line in the format of vLLM, with rates since the previous line."""
 
     def __init__(self, engine: AsyncEngine, now_s: float) -> None:
         self._engine, self._since_s = engine, now_s
@@ -90,7 +91,7 @@ class StatsLine:
         return account.prompt_tokens, totals.generated_tokens, totals.queried_tokens, totals.cached_tokens
 
     def figures(self, now_s: float) -> dict[str, float] | None:
-        """What there is to tell; None if nothing has happened since it was last told that nobody is there."""
+        """Return the statistics since the previous call, or None if the server was idle during the last two calls."""
         engine, counts = self._engine, self._counts()
         load, figures, blocks = engine.admission.load, engine.account.figures, engine.info.num_blocks
         prompt, generated, queried, cached = (new - old for new, old in zip(counts, self._before))
@@ -98,8 +99,8 @@ class StatsLine:
         if queried:
             self._hit_rate = cached / queried
         busy = bool(load.running or load.waiting or prompt or generated)
-        worth_it, self._was_busy = busy or self._was_busy, busy
-        if not worth_it:
+        relevant, self._was_busy = busy or self._was_busy, busy
+        if not relevant:
             return None
         used = blocks - figures.free_blocks if figures.totals.steps else 0
         return {
@@ -112,8 +113,8 @@ class StatsLine:
         }
 
 
-def as_text(figures: dict[str, float]) -> str:
-    """As vLLM words it, for those who read it and for programs that do."""
+def stats_text(figures: dict[str, float]) -> str:
+    """Return the statistics as text in vLLM's wording, which existing log parsers understand."""
     return (
         f"Engine 000: Avg prompt throughput: {figures['prompt_tokens_per_s']:.1f} tokens/s, "
         f"Avg generation throughput: {figures['generation_tokens_per_s']:.1f} tokens/s, "
@@ -124,10 +125,10 @@ def as_text(figures: dict[str, float]) -> str:
 
 
 async def write_stats(engine: AsyncEngine, interval_s: float) -> None:
-    """A line every `interval_s` seconds while there is something to tell; 0: never."""
+    """Log a statistics line every `interval_s` seconds unless the server is idle; 0: never."""
     log = logging.getLogger(_STATS)
     stats = StatsLine(engine, time.monotonic())
     while interval_s > 0:
         await asyncio.sleep(interval_s)
         if (figures := stats.figures(time.monotonic())) is not None:
-            log.info(as_text(figures), extra={"figures": figures})
+            log.info(stats_text(figures), extra={"figures": figures})

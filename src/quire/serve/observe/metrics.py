@@ -1,7 +1,7 @@
-"""GET /metrics: vLLM's names under `vllm:`, so that its dashboards work, and what is Quire's own under `quire:`.
+"""GET /metrics: Prometheus metrics under vLLM's names (`vllm:`), for its dashboards, and Quire's own (`quire:`).
 
-Nothing is kept here: each scrape reads what the engine last sent along and what serve/observe/account.py has counted.
-Families are made on the event loop, where nothing changes meanwhile; a thread writes them out.
+This module keeps no state: each scrape reads the engine's last figures and the counters of account.py. The families
+are built on the event loop, where nothing changes meanwhile; a thread encodes them.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from quire.serve.http.auth import ANYONE, ApiClient
 from quire.serve.observe.histogram import Histogram
 
 
-class _Fixed(Collector):
-    """Families that are there already."""
+class _FamilyCollector(Collector):
+    """A collector of families that are already built."""
 
     def __init__(self, families: list[Metric]) -> None:
         self._families = families
@@ -35,21 +35,22 @@ class _Fixed(Collector):
 
 
 async def metrics(request: Request) -> Response:
+    """Return the metrics in the Prometheus text format, or in OpenMetrics if the Accept header asks for it."""
     server = server_of(request)
-    families = list(Families(server, client_of(request)))
-    encode, content_type = writer(request.headers.get("accept", ""))
+    families = list(MetricFamilies(server, client_of(request)))
+    encode, content_type = exposition_writer(request.headers.get("accept", ""))
     registry = CollectorRegistry()
-    registry.register(_Fixed(families))
+    registry.register(_FamilyCollector(families))
     ProcessCollector(registry=registry)
     body = await server.engine.in_thread(client_of(request), encode, registry)
     return Response(body, headers={"content-type": content_type})
 
 
-def writer(accept: str) -> tuple[Callable[[Collector], bytes], str]:
-    """Return what writes metrics in the format that an Accept header asks for, and the type of the result.
+def exposition_writer(accept: str) -> tuple[Callable[[Collector], bytes], str]:
+    """Return the encoder for the format that an Accept header asks for, and its content type.
 
-    Names are the same in both formats. The library's own choice replaces their colons in OpenMetrics unless the
-    client sends `escaping=allow-utf-8`, and raises for a version that is no number.
+    Names are the same in both formats. The library's own function replaces colons in OpenMetrics names unless the
+    client sends `escaping=allow-utf-8`, and raises for a version that is not a number.
     """
     types = [part.partition(";")[0].strip().lower() for part in accept.split(",")]
     if "application/openmetrics-text" in types:
@@ -58,8 +59,11 @@ def writer(accept: str) -> tuple[Callable[[Collector], bytes], str]:
     return partial(generate_latest, escaping=openmetrics.ALLOWUTF8), CONTENT_TYPE_PLAIN_0_0_4
 
 
-class Families:
-    """All families with their values now. Of tokens by client, those that `viewer` may see."""
+class MetricFamilies:
+    """All metric families with their current values, in the order of export.
+
+    The token counts by client include only clients that `viewer` may see.
+    """
 
     def __init__(self, server: ServerContext, viewer: ApiClient = ANYONE) -> None:
         self._viewer = viewer
@@ -76,7 +80,7 @@ class Families:
         yield from self._http()
         yield from self._own()
 
-    # ----------------------------------------------------------------------------------- forms
+    # -------------------------------------------------------------------------------- builders
 
     def _gauge(self, name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
         labels = {**self._base, **(labels or {})}
@@ -107,7 +111,7 @@ class Families:
         family.add_metric(list(self._base.values()), histogram.buckets(), histogram.sum)
         return family
 
-    # ------------------------------------------------------------------------------ vLLM's names
+    # ---------------------------------------------------------------------------- vLLM's metrics
 
     def _usage(self) -> float:
         figures, blocks = self._account.figures, self._engine.info.num_blocks
@@ -115,17 +119,28 @@ class Families:
 
     def _state(self) -> Iterator[Metric]:
         load, figures, info = self._engine.admission.load, self._account.figures, self._engine.info
-        yield self._gauge("vllm:num_requests_running", "Requests in the running batch.", load.running)
-        yield self._gauge("vllm:num_requests_waiting", "Requests that wait for the engine.", load.waiting)
+        yield self._gauge(
+            "vllm:num_requests_running", "Number of requests in the running batch.", load.running
+        )
+        yield self._gauge(
+            "vllm:num_requests_waiting", "Number of requests waiting for a slot in the batch.", load.waiting
+        )
         yield self._gauges(
             "vllm:num_requests_waiting_by_reason",
-            "Requests that wait for room (capacity), or for something else first (deferred).",
+            "Number of waiting requests by reason: capacity (no room) or deferred (waiting for something else).",
             "reason",
             {"capacity": load.waiting - figures.held, "deferred": figures.held},
         )
-        yield self._gauge("vllm:kv_cache_usage_perc", "Part of the KV cache in use, 0 to 1.", self._usage())
+        yield self._gauge(
+            "vllm:kv_cache_usage_perc", "Fraction of KV cache blocks in use, 0 to 1.", self._usage()
+        )
         states = {"awake": 1.0, "weights_offloaded": 0.0, "discard_all": 0.0}
-        yield self._gauges("vllm:engine_sleep_state", "Quire is always awake.", "sleep_state", states)
+        yield self._gauges(
+            "vllm:engine_sleep_state",
+            "Sleep state of the engine; Quire is always awake.",
+            "sleep_state",
+            states,
+        )
         labels = {
             "block_size": str(info.block_size),
             "num_gpu_blocks": str(info.num_blocks),
@@ -133,32 +148,41 @@ class Families:
             "enable_prefix_caching": str(info.prefix_caching),
             "eviction": info.eviction,
         }
-        yield self._gauge("vllm:cache_config_info", "Settings of the KV cache, as labels.", 1, labels)
+        yield self._gauge("vllm:cache_config_info", "KV cache settings, as labels.", 1, labels)
 
     def _tokens(self) -> Iterator[Metric]:
         account, totals = self._account, self._account.figures.totals
         yield self._counter(
-            "vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", totals.queried_tokens
+            "vllm:prefix_cache_queries",
+            "Number of prompt tokens looked up in the prefix cache.",
+            totals.queried_tokens,
         )
         yield self._counter(
-            "vllm:prefix_cache_hits", "Tokens found in the prefix cache.", totals.cached_tokens
+            "vllm:prefix_cache_hits",
+            "Number of prompt tokens found in the prefix cache.",
+            totals.cached_tokens,
         )
-        yield self._counter("vllm:num_preemptions", "Preemptions.", totals.preemptions)
+        yield self._counter("vllm:num_preemptions", "Number of preemptions.", totals.preemptions)
         yield self._counter(
-            "vllm:prompt_tokens", "Prompt tokens of admitted requests.", account.prompt_tokens
+            "vllm:prompt_tokens", "Number of prompt tokens in admitted requests.", account.prompt_tokens
         )
-        yield self._counter("vllm:generation_tokens", "Tokens generated.", totals.generated_tokens)
+        yield self._counter("vllm:generation_tokens", "Number of generated tokens.", totals.generated_tokens)
         yield self._counter(
-            "vllm:prompt_tokens_cached", "Prompt tokens from the prefix cache.", account.cached_tokens
+            "vllm:prompt_tokens_cached",
+            "Number of prompt tokens taken from the prefix cache.",
+            account.cached_tokens,
         )
         computed = account.prompt_tokens - account.cached_tokens
         sources = {"local_compute": computed, "local_cache_hit": account.cached_tokens}
         yield self._counters(
-            "vllm:prompt_tokens_by_source", "Prompt tokens by where they came from.", "source", sources
+            "vllm:prompt_tokens_by_source",
+            "Number of prompt tokens by source: computed or cached.",
+            "source",
+            sources,
         )
         yield self._counters(
             "vllm:prompt_tokens_cached_by_source",
-            "Cached prompt tokens by where they were.",
+            "Number of cached prompt tokens by location of the cache.",
             "source",
             {"device": account.cached_tokens},
         )
@@ -166,62 +190,87 @@ class Families:
     def _requests(self) -> Iterator[Metric]:
         account = self._account
         yield self._counters(
-            "vllm:request_success", "Requests that ended, by how.", "finished_reason", account.ended
+            "vllm:request_success",
+            "Number of finished requests by finish reason.",
+            "finished_reason",
+            account.ended,
         )
         yield self._counters(
             "vllm:admission_rejections",
-            "Requests turned away with 503, by why.",
+            "Number of requests rejected with 503, by reason.",
             "reason",
             self._engine.admission.rejections,
         )
         for name, text, histogram in (
-            ("request_prompt_tokens", "Prompt tokens of a request.", account.prompt_sizes),
-            ("request_generation_tokens", "Tokens generated for a request.", account.generation_sizes),
-            ("request_max_num_generation_tokens", "Tokens of the longest choice.", account.longest_sizes),
-            ("request_params_max_tokens", "max_tokens of a request.", account.max_tokens),
-            ("request_prefill_kv_computed_tokens", "Prompt tokens computed.", account.computed_sizes),
-            ("iteration_tokens_total", "Tokens run in a step.", account.step_tokens),
-            ("request_params_n", "n of a request.", account.choices),
-            ("request_num_preemptions", "Preemptions of a request.", account.preemptions),
+            ("request_prompt_tokens", "Histogram of prompt tokens per request.", account.prompt_sizes),
+            (
+                "request_generation_tokens",
+                "Histogram of generated tokens per request.",
+                account.generation_sizes,
+            ),
+            (
+                "request_max_num_generation_tokens",
+                "Histogram of tokens in the longest choice of a request.",
+                account.longest_sizes,
+            ),
+            ("request_params_max_tokens", "Histogram of the max_tokens parameter.", account.max_tokens),
+            (
+                "request_prefill_kv_computed_tokens",
+                "Histogram of prompt tokens computed per request, without cached ones.",
+                account.computed_sizes,
+            ),
+            ("iteration_tokens_total", "Histogram of tokens per step.", account.step_tokens),
+            ("request_params_n", "Histogram of the n parameter.", account.choices),
+            ("request_num_preemptions", "Histogram of preemptions per request.", account.preemptions),
         ):
             yield self._histogram(f"vllm:{name}", text, histogram)
 
     def _latencies(self) -> Iterator[Metric]:
         account = self._account
         for name, text, histogram in (
-            ("time_to_first_token", "From arrival to the first token.", account.ttft_s),
-            ("inter_token_latency", "From a token to the next.", account.itl_s),
-            ("request_time_per_output_token", "Mean of a request, after its first token.", account.tpot_s),
-            ("e2e_request_latency", "From arrival to the last token.", account.e2e_s),
-            ("request_queue_time", "From arrival in the engine to its batch.", account.queue_s),
-            ("request_inference_time", "From the batch to the last token.", account.inference_s),
-            ("request_prefill_time", "From the batch to the first token.", account.prefill_s),
-            ("request_decode_time", "From the first token to the last.", account.decode_s),
+            ("time_to_first_token", "Time to first token.", account.ttft_s),
+            ("inter_token_latency", "Time between two tokens of a request.", account.itl_s),
+            (
+                "request_time_per_output_token",
+                "Mean time per output token of a request after its first token.",
+                account.tpot_s,
+            ),
+            ("e2e_request_latency", "Time from the arrival of a request to its last token.", account.e2e_s),
+            (
+                "request_queue_time",
+                "Time from the arrival in the engine to admission to the batch.",
+                account.queue_s,
+            ),
+            ("request_inference_time", "Time from admission to the last token.", account.inference_s),
+            ("request_prefill_time", "Time from admission to the first token.", account.prefill_s),
+            ("request_decode_time", "Time from the first token to the last one.", account.decode_s),
         ):
-            yield self._histogram(f"vllm:{name}_seconds", f"{text} Seconds.", histogram)
+            yield self._histogram(f"vllm:{name}_seconds", f"Histogram in seconds. {text}", histogram)
 
     def _older(self) -> Iterator[Metric]:
-        """Names that vLLM has given up and that dashboards still ask for."""
-        older = "Older name of"
+        """Yield metrics under names that vLLM no longer uses but dashboards still query."""
+        older = "Deprecated name of"
         yield self._gauge("vllm:gpu_cache_usage_perc", f"{older} kv_cache_usage_perc.", self._usage())
         yield self._histogram(
             "vllm:time_per_output_token_seconds", f"{older} inter_token_latency_seconds.", self._account.itl_s
         )
 
     def _http(self) -> Iterator[Metric]:
-        """As the instrumentation of FastAPI names them, which vLLM uses; without the labels of an engine."""
+        """Yield HTTP metrics under the names of vLLM's FastAPI instrumentator, without engine labels."""
         labels = ["method", "handler", "status"]
-        requests = CounterMetricFamily("http_requests", "HTTP requests by route and status.", labels=labels)
+        requests = CounterMetricFamily(
+            "http_requests", "Number of HTTP requests by method, route and status class.", labels=labels
+        )
         for key, count in self._server.http.requests.items():
             requests.add_metric(key, count)
         yield requests
-        text = "From a request's head to the end of its answer, by route."
+        text = "Duration of HTTP requests in seconds, from the request's head to the end of the answer."
         seconds = HistogramMetricFamily("http_request_duration_seconds", text, labels=labels[:2])
         for route, histogram in self._server.http.seconds.items():
             seconds.add_metric(route, histogram.buckets(), histogram.sum)
         yield seconds
 
-    # -------------------------------------------------------------------------------- Quire's own
+    # --------------------------------------------------------------------------- Quire's metrics
 
     def _own(self) -> Iterator[Metric]:
         engine, account = self._engine, self._account
@@ -233,46 +282,67 @@ class Families:
             "blank": free - figures.cached_blocks,
         }
         yield self._gauges(
-            "quire:blocks", "Blocks of the KV cache: used; free, but still cached; blank.", "state", states
+            "quire:blocks",
+            "Number of KV cache blocks by state: used, cached (free, but reusable as a prefix) and blank.",
+            "state",
+            states,
         )
         yield self._counter(
-            "quire:block_evictions", "Cached blocks that had to make room.", figures.evictions
+            "quire:block_evictions", "Number of cached blocks evicted to make room.", figures.evictions
         )
         yield self._counter(
             "quire:pressure_events",
-            "Times that blocks ran out: preemptions, and admissions that began to wait.",
+            "Number of times that blocks ran out: preemptions, and admissions that had to wait.",
             figures.totals.pressure,
         )
         yield self._counter(
             "quire:requests_not_finite",
-            "Requests ended because the model's output was NaN or infinite.",
+            "Number of requests aborted because the model's output was NaN or infinite.",
             figures.totals.not_finite,
         )
         yield self._counter(
             "quire:log_lines_dropped",
-            "Lines dropped because standard output or error was not read fast enough.",
+            "Number of log lines dropped because standard output or standard error was not read fast enough.",
             self._server.lines.dropped,
         )
-        yield self._gauge("quire:requests_open", "Answers that are asked for and not over.", engine.num_open)
+        yield self._gauge(
+            "quire:requests_open",
+            "Number of unfinished choices (answers), waiting ones included.",
+            engine.num_open,
+        )
         yield self._counter(
-            "quire:requests_completed", "HTTP requests answered in full.", account.of(None).completed
+            "quire:requests_completed",
+            "Number of HTTP requests answered completely.",
+            account.of(None).completed,
         )
         yield self._counters(
             "quire:queue_seconds",
-            "Time that requests waited in the engine, by why.",
+            "Time in seconds that requests waited in the engine, by cause.",
             "cause",
             account.waited_s,
         )
         for name, text, value in (
-            ("lost_to_prefills_seconds", "Time lost to other requests' prompts.", account.lost_s),
-            ("preempted_seconds", "Time that preempted requests waited.", account.preempted_s),
-            ("recompute_seconds", "Time to compute again what a preemption threw away.", account.recompute_s),
-            ("recomputed_tokens", "Tokens computed again after preemptions.", account.recomputed_tokens),
+            (
+                "lost_to_prefills_seconds",
+                "Time in seconds that decoding requests lost to the prefills of others.",
+                account.lost_s,
+            ),
+            ("preempted_seconds", "Time in seconds that preempted requests waited.", account.preempted_s),
+            (
+                "recompute_seconds",
+                "Time in seconds to recompute tokens after preemptions.",
+                account.recompute_s,
+            ),
+            (
+                "recomputed_tokens",
+                "Number of tokens recomputed after preemptions.",
+                account.recomputed_tokens,
+            ),
         ):
             yield self._counter(f"quire:{name}", text, value)
         family = CounterMetricFamily(
             "quire:client_tokens",
-            "Tokens of each client's requests that are over.",
+            "Number of tokens in finished requests, by client and kind.",
             labels=[*self._base, "client", "kind"],
         )
         for name, totals in account.clients.items():
@@ -283,8 +353,10 @@ class Families:
                 ):
                     family.add_metric([*self._base.values(), name, kind], count)
         yield family
-        yield self._histogram("quire:step_seconds", "Length of a step. Seconds.", account.step_s)
-        yield self._histogram("quire:step_rows", "Requests in a step.", account.step_rows)
+        yield self._histogram("quire:step_seconds", "Histogram of step durations in seconds.", account.step_s)
+        yield self._histogram("quire:step_rows", "Histogram of requests per step.", account.step_rows)
         phases = {name: float(seconds) for name, seconds in engine.info.phases_s.items()}
-        yield self._gauges("quire:start_up_seconds", "Start-up of the engine, by phase.", "phase", phases)
-        yield self._gauge("quire:build_info", "The version, as a label.", 1, {"version": __version__})
+        yield self._gauges(
+            "quire:start_up_seconds", "Start-up time of the engine in seconds, by phase.", "phase", phases
+        )
+        yield self._gauge("quire:build_info", "Version of Quire, as a label.", 1, {"version": __version__})

@@ -1,4 +1,4 @@
-"""Those who look at each HTTP request when it is over: counts by route, a line for each, traces (tracing.py)."""
+"""Observers of finished HTTP requests: counters by route and the request log. tracing.py has another one."""
 
 from __future__ import annotations
 
@@ -18,19 +18,27 @@ _BOUNDS_S = (0.1, 0.5, 1.0)
 
 
 class Observer(Protocol):
+    """An object that is told about every HTTP request that has ended."""
+
     def ended(self, scope: Scope, status: int) -> None:
-        """An HTTP request is over; if prompts came of it, `scope["generation"]` is what became of them. Status 0:
-        nothing was answered."""
+        """Handle the end of an HTTP request.
+
+        Args:
+            scope: the ASGI scope; `scope["generation"]` is the Generation, if the request started one.
+            status: HTTP status of the answer; 0 if there was none.
+        """
         ...
 
     def close(self) -> None:
-        """The server ends: bring home what is not told yet, within some seconds."""
+        """Deliver the remaining data within a few seconds, because the server stops."""
         ...
 
 
 class HttpCounts:
-    """Requests by (method, route, kind of status such as 2xx), and their times by (method, route). Paths that are
-    no route, or hold a name, count as "none": what clients make up must not make series."""
+    """Counters of requests by (method, route, status class such as 2xx), and their durations by (method, route).
+
+    Unknown paths and paths with parameters count as "none", so that clients cannot create time series.
+    """
 
     def __init__(self) -> None:
         self.requests: dict[tuple[str, str, str], int] = {}
@@ -52,7 +60,7 @@ class HttpCounts:
 
 
 class RequestLog:
-    """A line for each request that asks for something to be done, and for each that fails."""
+    """The request log: a line for every POST request and for every request that fails."""
 
     def __init__(self) -> None:
         self._log = logging.getLogger(REQUESTS)
@@ -72,9 +80,9 @@ class RequestLog:
         }
         text = f"{scope['method']} {path} {status} in {figures['ms']:.1f} ms"
         if generation is not None:
-            told = _figures(generation, scope["arrival_s"])
-            text += f", {told['prompt_tokens']} + {told['completion_tokens']} tokens, {told['ended']}"
-            figures |= told
+            generated = _figures(generation, scope["arrival_s"])
+            text += f", {generated['prompt_tokens']} + {generated['completion_tokens']} tokens, {generated['ended']}"
+            figures |= generated
         self._log.info("%s (%s)", text, scope["request_id"], extra={"figures": figures})
 
     def close(self) -> None:

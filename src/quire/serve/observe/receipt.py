@@ -1,9 +1,9 @@
-"""The latency receipt: where the time of one request went, in milliseconds whose sum is its whole time.
+"""The latency receipt: how one request spent its time, as terms in milliseconds that add up to its total latency.
 
     read | prepare | submit | queue  prefill  lost_to_prefills  preempted  recompute  decode | deliver
-      our body, text to ids    '---------- the engine's own booking (core/clocks.py) -------'  text, JSON
+     server: body, tokens     '------------- engine (core/clocks.py) ----------------------'   text, JSON
 
-With several choices it is that of the one that ended last, for which all others waited.
+With several choices, the receipt describes the choice that ended last, because all others waited for it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,24 @@ ReceiptMaker = Callable[[], "Receipt | UnsetType"]
 
 
 def receipt_maker(request: Request, wanted: SamplingFields, generation: Generation) -> ReceiptMaker:
-    """What writes the receipt once all is there: of nothing, unless the request or the server asks for it."""
-    asked = server_of(request).settings.receipts if wanted.receipt is None else wanted.receipt
-    if not asked:
+    """Return a function that builds the receipt at the end, or UNSET if neither request nor server enables it."""
+    enabled = server_of(request).settings.receipts if wanted.receipt is None else wanted.receipt
+    if not enabled:
         return lambda: UNSET
     arrived_s: float = request.scope["arrival_s"]
     return lambda: write_receipt(generation, arrived_s)
 
 
 def write_receipt(generation: Generation, arrived_s: float) -> Receipt | UnsetType:
-    """The receipt, up to this moment. `arrived_s`: when the request's head was there, monotonic clock."""
+    """Build the receipt of a request up to now.
+
+    Args:
+        generation: the finished generation.
+        arrived_s: when the request's head was received, on the monotonic clock.
+
+    Returns:
+        The receipt, or UNSET if the request never reached the engine.
+    """
     tracks = generation.tracks
     choice = max(range(len(tracks)), key=lambda index: tracks[index].end_s or 0.0)
     track, timing = tracks[choice], tracks[choice].timing

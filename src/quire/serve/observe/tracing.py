@@ -1,8 +1,8 @@
-"""OpenTelemetry traces: a span for each request, with its queue, prefill and decode inside, to an OTLP collector.
+"""OpenTelemetry traces: a span per request with child spans for queue, prefill and decode, sent to an OTLP collector.
 
-Spans are made when a request is over, from the times that its track holds (account.py), so tracing costs
-nothing before that; a thread of the library sends them. Names of spans and attributes are
-vLLM's, which are OpenTelemetry's for generative AI where there are such.
+Spans are created when a request has ended, from the times in its track (account.py), so tracing adds no work before
+that. A thread of the OpenTelemetry library sends them. The names of spans and attributes are those of vLLM, which
+follow OpenTelemetry's conventions for generative AI where such exist.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from quire.types import ConfigError
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace.export import SpanExporter
 
-_FLUSH_S = 2.0  # for what is left when the server ends
+_FLUSH_S = 2.0  # time to send the last spans when the server stops
 
 
 class Tracing:
-    """An Observer. Owns the library's provider; nothing global is touched."""
+    """An Observer that exports a trace per request. It has a private tracer provider and changes no global state."""
 
     def __init__(self, exporter: SpanExporter, model: str) -> None:
         from opentelemetry.sdk.resources import OTELResourceDetector, Resource
@@ -47,7 +47,7 @@ class Tracing:
             return
         from opentelemetry.trace import SpanKind, StatusCode, set_span_in_context
 
-        epoch_s = time.time() - time.monotonic()  # the clock of spans, from ours
+        epoch_s = time.time() - time.monotonic()  # converts monotonic times to the epoch times of spans
         context = self._propagator.extract(dict(Headers(scope=scope).items()))
         span = self._tracer.start_span(
             "llm_request", context, SpanKind.SERVER, start_time=_ns(scope["arrival_s"] + epoch_s)
@@ -93,7 +93,7 @@ class Tracing:
         return found
 
     def _phases(self, track: RequestTrack, inside: Any, epoch_s: float) -> None:
-        """Spans of the choice that ended last."""
+        """Add spans for the phases of the choice that ended last."""
         timing = track.timing
         if timing is None:
             return
@@ -104,7 +104,7 @@ class Tracing:
                 span.end(_ns(end_s + epoch_s))
 
     def close(self) -> None:
-        # The library does not keep to a limit while it tries again to reach a collector that is gone.
+        # The library ignores its time limit while it retries an unreachable collector.
         flush = threading.Thread(target=self._provider.force_flush, name="last-spans", daemon=True)
         flush.start()
         flush.join(_FLUSH_S)
@@ -115,14 +115,23 @@ def _ns(seconds: float) -> int:
 
 
 def make_tracing(endpoint: str, model: str) -> Tracing:
-    """Traces to `endpoint`, the address of a collector for OTLP over HTTP. Raises ConfigError without the
-    libraries, or for an address that is none."""
+    """Build the observer that sends traces to an OTLP/HTTP collector.
+
+    Args:
+        endpoint: URL of the collector; without a path, /v1/traces is used.
+        model: model name in the spans.
+
+    Raises:
+        ConfigError: if the URL is invalid or the OpenTelemetry libraries are not installed.
+    """
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ConfigError(f"otlp_endpoint must be a URL such as http://localhost:4318, got {endpoint!r}")
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
-        raise ConfigError(f"otlp_endpoint needs OpenTelemetry ({error}): pip install 'quire[otlp]'") from None
+        raise ConfigError(
+            f"otlp_endpoint needs OpenTelemetry ({error}); install it with: pip install 'quire[otlp]'"
+        ) from None
     path = parts.path if parts.path.strip("/") else "/v1/traces"
     return Tracing(OTLPSpanExporter(endpoint=urlunsplit(parts._replace(path=path))), model)

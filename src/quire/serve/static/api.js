@@ -1,6 +1,6 @@
-// Requests to this server: the key, errors with the server's own words, and server-sent events.
+// Requests to this server: API key, errors with the server's message, and server-sent events.
 
-const KEY = "quire-key"; // kept for this tab only
+const KEY = "quire-key"; // stored for this tab only
 
 export const storedKey = () => sessionStorage.getItem(KEY) ?? "";
 
@@ -13,7 +13,7 @@ export class ApiProblem extends Error {
   }
 }
 
-// The response of a request that went well. `body`, if given, is posted as JSON.
+// Send a request and return its response, or throw ApiProblem. `body`, if given, is posted as JSON.
 export async function api(path, { body, signal } = {}) {
   const headers = {};
   if (storedKey()) headers.authorization = `Bearer ${storedKey()}`;
@@ -33,12 +33,12 @@ export async function api(path, { body, signal } = {}) {
   try {
     message = JSON.parse(text).error.message;
   } catch {
-    // not one of our errors: show what came
+    // not an error of this server, such as a proxy's: show its text
   }
   throw new ApiProblem(message || `The server answered ${response.status}.`, response.status);
 }
 
-// The events of a stream, as { event, data }, while they come.
+// Yield the events of a stream as { event, data }.
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";

@@ -1,11 +1,11 @@
-// The map of blocks: one cell for each block of the KV cache (or for several, when there are very many).
+// The block map: one cell per block of the KV cache, or per group of blocks if there are very many.
 
 import { colours, count, REQUEST_COLOURS, requestColour, surface } from "./draw.js";
 
-const SIZES = [18, 16, 14, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2]; // of a cell, in pixels
-const MOST_HIGH = 430;
+const SIZES = [18, 16, 14, 12, 11, 10, 9, 8, 7, 6, 5, 4, 3, 2]; // cell sizes to choose from, in pixels
+const MAX_HEIGHT = 430; // pixels
 const MARGIN = 6;
-const [BLANK, FIRST_OWNER] = [0, 4]; // as in quire/core/live.py
+const [BLANK, FIRST_OWNER] = [0, 4]; // as in quire/core/live_state.py
 const PLAIN = ["blank", "evictable", "shared", "others"];
 
 export class BlockMap {
@@ -63,14 +63,14 @@ export class BlockMap {
     if (next >= 0 && next < this.cells.length) this.point(next);
   }
 
-  // The largest cells with which the map is not too high.
+  // Choose the largest cells with which the map fits into MAX_HEIGHT.
   arrange() {
     const width = this.canvas.parentElement.clientWidth - 2 - 2 * MARGIN;
     for (const size of SIZES) {
       this.size = size;
       this.columns = Math.max(1, Math.floor(width / size));
       this.rows = Math.ceil(this.cells.length / this.columns);
-      if (this.rows * size <= MOST_HIGH) break;
+      if (this.rows * size <= MAX_HEIGHT) break;
     }
     const height = `${Math.max(1, this.rows) * this.size + 2 * MARGIN + 2}px`;
     if (this.canvas.style.height !== height) this.canvas.style.height = height;
@@ -86,7 +86,7 @@ export class BlockMap {
     const { context } = on;
     const gap = this.size > 4 ? 1 : 0;
     const chosen = this.selected && this.running.findIndex((request) => request.id === this.selected) + FIRST_OWNER;
-    const groups = new Map(); // cells by colour and strength
+    const groups = new Map(); // cells by colour and opacity
     this.cells.forEach((value, cell) => {
       const name = PLAIN[value] ?? requestColour(this.running[value - FIRST_OWNER]?.slot ?? value);
       const faint = chosen >= FIRST_OWNER && value !== chosen && value !== BLANK;
@@ -106,8 +106,8 @@ export class BlockMap {
     this.describe();
   }
 
-  // Told apart by form, too, as far as cells are large enough for one: evictable blocks are frames, shared ones have a
-  // point in the middle.
+  // Distinguish states by shape too, if cells are large enough: evictable blocks are frames, shared ones have a dot in
+  // the middle.
   hollow(context, cells, name, colour) {
     if (this.size < 7) return;
     const edge = name === "evictable" ? 1.5 : Math.floor((this.size - 1) / 2) - 1;
@@ -133,21 +133,21 @@ export class BlockMap {
   }
 
   describe() {
-    const several = this.perCell > 1 ? ` Each cell stands for ${this.perCell} blocks and shows who holds one of them.` : "";
-    let text = `${count(this.blocks)} blocks.${several} Point at one, or use the arrow keys; Enter selects its request.`;
+    const several = this.perCell > 1 ? ` Each cell stands for ${this.perCell} blocks and shows the owner of one of them.` : "";
+    let text = `${count(this.blocks)} blocks.${several} Hover over a cell or use the arrow keys for details; click or press Enter to select its request.`;
     if (this.cursor !== null && this.cursor < this.cells.length) {
       const value = this.cells[this.cursor];
       const first = this.cursor * this.perCell;
       const name = this.perCell > 1 ? `Blocks ${count(first)} to ${count(Math.min(this.blocks, first + this.perCell) - 1)}` : `Block ${count(first)}`;
-      const states = ["blank", "evictable: free, but its content can still be found", "shared by several requests", "held by a request that is not in the list"];
-      text = `${name}: ${states[value] ?? `request ${this.owner(this.cursor)?.id ?? "beyond the list"}`}`;
+      const states = ["blank", "evictable: free, but its content is still cached", "shared by several requests", "held by a request that is not listed"];
+      text = `${name}: ${states[value] ?? `request ${this.owner(this.cursor)?.id ?? "not listed"}`}`;
     } else if (this.selected) {
       const index = this.running.findIndex((request) => request.id === this.selected);
       const request = this.running[index];
       if (request) {
         const own = this.cells.reduce((sum, value) => sum + (value === index + FIRST_OWNER), 0);
         const shared = this.perCell === 1 ? `, ${count(request.blocks - own)} of them shared` : "";
-        text = `Request ${request.id} holds ${count(request.blocks)} blocks${shared}. Esc ends the selection.`;
+        text = `Request ${request.id} holds ${count(request.blocks)} blocks${shared}. Press Esc to deselect.`;
       }
     }
     if (this.readout.textContent !== text) this.readout.textContent = text;

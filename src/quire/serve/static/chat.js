@@ -1,16 +1,16 @@
-// The playground: a conversation, or plain text to continue, streamed with the parameters beside it.
+// The playground: a conversation, or text to complete, streamed with the parameters from the form.
 
 import { ApiProblem, api, events } from "./api.js";
 import { copies } from "./clipboard.js";
 import { Message } from "./message.js";
 import { asCurl, readParameters, startParameters } from "./parameters.js";
 
-const TEXT_TOKENS = 512; // the route's own default is 16; that of a chat is the rest of the context
+const TEXT_TOKENS = 512; // the default of /v1/completions is 16; that of chat is the rest of the context
 const EXAMPLES = ["What is 27 + 45?", "Tell me a story about a rabbit.", "Who are you?"];
 const $ = (id) => document.getElementById(id);
 
-let history = []; // of { role, content }
-let running = null; // the AbortController of the answer that is being written
+let history = []; // { role, content } of the messages so far
+let running = null; // the AbortController of the open answer
 
 export function startChat() {
   startParameters();
@@ -40,7 +40,7 @@ function clear() {
   history = [];
   const empty = document.createElement("div");
   empty.className = "empty";
-  empty.append("Ask something, or try:", document.createElement("br"));
+  empty.append("Ask something, or try an example:", document.createElement("br"));
   for (const example of EXAMPLES) {
     const button = Object.assign(document.createElement("button"), { className: "plain", textContent: example });
     button.addEventListener("click", () => ask(example));
@@ -50,7 +50,7 @@ function clear() {
   $("prompt").focus();
 }
 
-// The route and the body for `text`, after what was said before.
+// Return route and body of the request for `text` after the conversation so far.
 function request(text) {
   const { kind, system, fields } = readParameters();
   const common = { ...fields, receipt: true };
@@ -62,7 +62,7 @@ function request(text) {
 
 async function ask(text) {
   const { path, body } = request(text);
-  const conversation = history; // it may be cleared meanwhile
+  const conversation = history; // `clear` may replace it meanwhile
   $("messages").querySelector(".empty")?.remove();
   add(new Message("user", text));
   const message = add(new Message("assistant"));
@@ -81,7 +81,7 @@ async function ask(text) {
     message.end();
   } catch (problem) {
     if (problem.name === "AbortError") message.end("stopped");
-    else message.fail(problem instanceof ApiProblem ? problem.message : `The stream broke: ${problem.message}`);
+    else message.fail(problem instanceof ApiProblem ? problem.message : `The stream ended early: ${problem.message}`);
   }
   if (path.includes("chat")) {
     conversation.push({ role: "user", content: text });
@@ -106,7 +106,7 @@ function busy(is) {
   $("prompt").focus();
 }
 
-// Keep the end in sight, unless the reader has scrolled up.
+// Scroll to the end, unless the user has scrolled up.
 function follow() {
   const box = $("messages");
   if (box.scrollHeight - box.scrollTop - box.clientHeight < 160) box.scrollTop = box.scrollHeight;

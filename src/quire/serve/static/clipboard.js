@@ -1,4 +1,4 @@
-// Copies text, also where browsers offer no clipboard: to pages that came over plain HTTP from another machine.
+// Copy text, also on pages loaded over plain HTTP from another machine, where browsers offer no clipboard API.
 
 export async function copyText(text) {
   try {
@@ -11,7 +11,7 @@ export async function copyText(text) {
   }
 }
 
-// A button that says for a moment that it has copied what `text` returns.
+// Make `button` copy the result of `text` and confirm it for a moment.
 export function copies(button, text) {
   const label = button.textContent;
   button.addEventListener("click", async () => {

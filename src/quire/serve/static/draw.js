@@ -1,8 +1,8 @@
-// What the two canvases share: colours of the theme, and pixels of the screen.
+// Helpers of both canvases: theme colours, pixel scaling, number formats.
 
 export const REQUEST_COLOURS = 10;
 
-// The value of a CSS colour variable as a canvas understands it, in the theme of now.
+// Resolve CSS colour variables to values that a canvas understands, in the current theme.
 export function colours(names) {
   const probe = document.body.appendChild(document.createElement("span"));
   const found = {};
@@ -16,7 +16,7 @@ export function colours(names) {
 
 export const requestColour = (slot) => `request-${slot % REQUEST_COLOURS}`;
 
-// The context of a canvas whose units are CSS pixels, cleared; null while it is not on the screen.
+// Return the cleared context of a canvas, in units of CSS pixels; null while it is not visible.
 export function surface(canvas) {
   const { clientWidth: width, clientHeight: height } = canvas;
   if (!width || !height) return null;
@@ -37,7 +37,7 @@ export const duration = (seconds) => {
   return `${Math.floor(seconds / 60)}:${String(Math.floor(seconds % 60)).padStart(2, "0")} min`;
 };
 
-// The smallest number of one round digit that is at least `value`: the top of a scale.
+// Return the smallest round number of one significant digit that is at least `value`, for the top of a scale.
 export function nice(value) {
   const power = 10 ** Math.floor(Math.log10(Math.max(value, 1e-9)));
   return [1, 2, 3, 4, 5, 6, 8, 10].map((digit) => digit * power).find((bound) => bound >= value * 0.999);

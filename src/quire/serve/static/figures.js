@@ -1,20 +1,20 @@
-// The row of figures: what is going on, in numbers.
+// The row of statistics: load, throughput, and the use of the KV cache.
 
 import { count } from "./draw.js";
 
-const WINDOW_MS = 2000; // over which speeds are taken
+const WINDOW_MS = 2000; // throughput is averaged over this time
 
 export class Figures {
   constructor(list) {
     this.list = list;
     this.values = {};
-    this.past = []; // of { at, totals }
+    this.past = []; // { at, totals } of the latest states
   }
 
   show({ stats, shared_blocks: shared }) {
     const { load, totals, blocks, free_blocks: free, cached_blocks: cached } = stats;
     const now = performance.now();
-    if (this.past.length && totals.steps < this.past.at(-1).totals.steps) this.past = []; // another engine
+    if (this.past.length && totals.steps < this.past.at(-1).totals.steps) this.past = []; // the engine was restarted
     this.past.push({ at: now, totals });
     while (this.past.length > 2 && now - this.past[0].at > WINDOW_MS) this.past.shift();
     const seconds = (now - this.past[0].at) / 1000;
@@ -24,11 +24,11 @@ export class Figures {
     this.put("Waiting", count(load.waiting));
     this.put("Generated", count(Math.round(speed("generated_tokens"))), "tokens/s");
     this.put("Computed", count(Math.round(speed("computed_tokens"))), "tokens/s");
-    this.put("Blocks held", count(used), `of ${count(blocks)} · ${Math.round((100 * used) / blocks)} %`);
+    this.put("Blocks in use", count(used), `of ${count(blocks)} · ${Math.round((100 * used) / blocks)} %`);
     this.put("Shared", count(shared), "blocks");
     this.put("Evictable", count(cached), "blocks");
     const seen = totals.prompt_tokens;
-    this.put("Prompts cached", seen ? `${((100 * totals.cached_tokens) / seen).toFixed(1)} %` : "–");
+    this.put("Prefix cache hits", seen ? `${((100 * totals.cached_tokens) / seen).toFixed(1)} %` : "–");
     this.put("Preemptions", count(totals.preemptions));
     this.put("Evictions", count(totals.evictions ?? 0));
   }

@@ -1,4 +1,4 @@
-// The live view: a subscription to the engine while somebody looks, and its parts on the screen.
+// The live view: its parts, and the event stream that feeds them. Data is collected only while the page is open.
 
 import { ApiProblem, api, events } from "./api.js";
 import { Figures } from "./figures.js";
@@ -21,7 +21,7 @@ export class LiveView {
     ];
     this.parts = [this.figures, this.blocks, ...this.tables];
     this.visible = this.paused = false;
-    this.stream = null; // the AbortController of the open subscription
+    this.stream = null; // the AbortController of the open event stream
     $("pause").addEventListener("click", () => this.pause(!this.paused));
     document.addEventListener("keydown", (event) => {
       const typing = /INPUT|TEXTAREA/.test(event.target.tagName);
@@ -38,7 +38,7 @@ export class LiveView {
     if (visible) this.redraw();
   }
 
-  // Paused, the picture stays as it is, and the server is not asked for more.
+  // While paused, the view keeps its last state and the event stream is closed.
   pause(paused) {
     this.paused = paused;
     $("pause").setAttribute("aria-pressed", paused);

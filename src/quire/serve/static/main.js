@@ -1,4 +1,4 @@
-// The frame of the page: which view is shown, theme, API key, and what the server says of itself.
+// The frame of the page: tabs, theme, API key, and the name of the model.
 
 import { ApiProblem, api, setKey, storedKey } from "./api.js";
 import { startChat } from "./chat.js";
@@ -59,13 +59,13 @@ async function describe() {
     const [model] = (await (await api("v1/models")).json()).data;
     $("model").textContent = `${model.id} · context ${model.max_model_len.toLocaleString("en")} tokens`;
   } catch (problem) {
-    $("model").textContent = problem instanceof ApiProblem ? problem.message : "the server does not answer";
+    $("model").textContent = problem instanceof ApiProblem ? problem.message : "the server does not respond";
   }
 }
 
 async function start() {
   startTheme();
-  startChat(); // what is typed while the rest is fetched counts
+  startChat(); // first, so that text typed while the rest loads is kept
   const about = await (await api("static/about.json")).json();
   $("key-field").hidden = !about.needs_key;
   $("key").value = storedKey();

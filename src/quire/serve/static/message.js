@@ -1,4 +1,4 @@
-// One message of the conversation. An answer collects chunks and says how fast they came.
+// One message of the conversation. An answer collects chunks and shows their latency and throughput.
 
 import { copies } from "./clipboard.js";
 import { receiptStrip } from "./receipt.js";
@@ -23,7 +23,7 @@ export class Message {
     this.element.setAttribute("aria-busy", "true");
     this.footer = this.element.appendChild(make("footer"));
     this.began = performance.now();
-    this.first = this.last = null; // when the first and the newest text came
+    this.first = this.last = null; // times of the first and the latest text
     this.thought = "";
     this.usage = null;
     this.warnings = [];
@@ -89,7 +89,7 @@ export class Message {
     return box;
   }
 
-  // First token, tokens, tokens per second after the first, what the cache saved, how it ended.
+  // Time to first token, tokens, tokens per second after the first one, cached prompt tokens, and the reason of the end.
   measures() {
     const list = make("dl", "measures");
     const put = (value, label) => {
@@ -97,13 +97,13 @@ export class Message {
       pair.append(make("dt", "", label), make("dd", "", value));
     };
     const tokens = this.usage?.completion_tokens ?? 0;
-    if (this.first !== null) put(`${(this.first - this.began).toFixed(0)} ms`, "to the first token");
+    if (this.first !== null) put(`${(this.first - this.began).toFixed(0)} ms`, "to first token");
     if (tokens) put(tokens.toLocaleString("en"), tokens === 1 ? "token" : "tokens");
     const seconds = (this.last - this.first) / 1000;
     if (tokens > 1 && seconds > 0) put(((tokens - 1) / seconds).toFixed(0), "tokens/s");
     const cached = this.usage?.prompt_tokens_details?.cached_tokens;
     if (this.usage) put(`${cached ?? 0} of ${this.usage.prompt_tokens}`, "prompt tokens cached");
-    const ends = { length: "reached max tokens", stopped: "stopped by you", error: "ended by an error" };
+    const ends = { length: "reached max tokens", stopped: "stopped by you", error: "ended with an error" };
     if (ends[this.reason]) list.append(make("div", "", ends[this.reason]));
     if (this.reason && this.text) list.append(copies(make("button", "plain", "Copy"), () => this.text));
     return list;

@@ -1,4 +1,4 @@
-// The form of parameters: what is left empty is not sent, so the server's own defaults hold.
+// The form of parameters. Empty fields are not sent, so the server's defaults apply.
 
 import { storedKey } from "./api.js";
 
@@ -32,7 +32,7 @@ function schemaProblem() {
     readSchema();
     return null;
   } catch (problem) {
-    return `Not JSON, so it is not sent: ${problem.message}`;
+    return `Not valid JSON, so it is not sent: ${problem.message}`;
   }
 }
 
@@ -41,7 +41,7 @@ function readSchema() {
   return text ? JSON.parse(text) : null;
 }
 
-// { kind: "chat" or "text", system, fields: of the request }
+// Return { kind: "chat" or "text", system: the system message, fields: further fields of the request }.
 export function readParameters() {
   const fields = {};
   for (const name of NUMBERS) {

@@ -1,16 +1,16 @@
-// The latency receipt of an answer as a small bar: the terms that add up to its whole time, whatever they are.
+// The latency receipt of an answer as a bar: the terms that add up to its total latency.
 
 const COLOURS = {
   queue: "request-8", prefill: "prefill", lost_to_prefills: "request-1", preempted: "preempted",
   recompute: "request-6", decode: "decode", deliver: "request-7",
 };
 
-const CAUSES = { slots: "a slot", step: "the next step", tokens: "the token budget", batch: "the batch to end" };
+const CAUSES = { slots: "a slot", step: "the next step", tokens: "the token budget", batch: "the end of the batch" };
 const CACHE_ENDED = {
-  new: "the next page is new",
-  evicted: "the next page had to make room",
-  off: "it is off",
-  prompt_logprobs: "prompt_logprobs computes all of the prompt",
+  new: "the next block was not cached",
+  evicted: "the next block was evicted",
+  off: "disabled",
+  prompt_logprobs: "prompt_logprobs needs the whole prompt computed",
 };
 
 const asText = (ms) => (ms >= 1000 ? `${(ms / 1000).toFixed(2)} s` : `${ms.toFixed(ms < 10 ? 1 : 0)} ms`);
@@ -29,7 +29,7 @@ export function receiptStrip(receipt) {
   if (!total) return make("div", "receipt");
   const strip = make("div", "strip");
   strip.setAttribute("role", "img");
-  strip.setAttribute("aria-label", `Where ${asText(total)} went`);
+  strip.setAttribute("aria-label", `Breakdown of ${asText(total)}`);
   const legend = make("ul", "legend", make("li", "", "Receipt ", make("b", "", asText(receipt.e2e_ms ?? total))));
   for (const [key, ms] of shown) {
     const part = make("i", "");
@@ -43,13 +43,13 @@ export function receiptStrip(receipt) {
   return make("div", "receipt", strip, legend, make("p", "notes", notes(receipt)));
 }
 
-// What the terms do not say: why it waited, why the cache did not have more, what a preemption cost.
+// Return notes beside the terms: why the request queued, why no more of it was cached, and the cost of preemptions.
 function notes(receipt) {
   const found = Object.entries(receipt.queue_ms ?? {})
     .filter(([, ms]) => ms >= 0.05)
     .map(([cause, ms]) => `queued for ${CAUSES[cause] ?? asName(cause)}: ${asText(ms)}`);
   const ended = receipt.prompt_tokens?.cache_ended;
   if (ended && ended !== "end") found.push(`prefix cache: ${CACHE_ENDED[ended] ?? ended}`);
-  if (receipt.preemptions) found.push(`preempted ${receipt.preemptions} times, ${receipt.recomputed_tokens} tokens computed again`);
+  if (receipt.preemptions) found.push(`preempted ${receipt.preemptions} times, ${receipt.recomputed_tokens} tokens recomputed`);
   return found.join(" · ");
 }

@@ -1,21 +1,21 @@
-// A table of requests, by rows that stay where they are while their numbers change. What changes in hundreds of rows
-// four times a second must be cheap: columns have fixed widths, and only rows that can be seen are brought up to date.
+// A table of requests whose rows are updated in place. Updating hundreds of rows four times a second must be cheap, so
+// columns have fixed widths and only visible rows are updated.
 
 import { count, duration, requestColour } from "./draw.js";
 
 const REASONS = {
-  slots: "all slots of the batch are taken",
+  slots: "all slots of the batch are in use",
   blocks: "not enough free blocks",
-  tokens: "the step's token budget is used up",
-  batch: "the batch before it must end (static batching)",
+  tokens: "the token budget of the step is used up",
+  batch: "the previous batch has not ended (static batching)",
   results: "preempted; its last step is in flight",
   grammar: "its grammar is being compiled",
-  new: "has just come",
-  turn: "others are before it",
+  new: "has just arrived",
+  turn: "other requests are ahead",
 };
-const SPARE_ROWS = 8; // above and below those in sight
+const SPARE_ROWS = 8; // updated above and below the visible rows
 
-// Columns: title, classes, width in rem (0: what is left), text.
+// Columns: title, classes, width in rem (0: the remaining width), text.
 const ID = ["Request", "words id", 5, (r) => r.id];
 const CLIENT = ["Key", "words key minor", 5, (r) => r.client];
 const PROMPT = ["Prompt", "", 4.2, (r) => count(r.prompt)];
@@ -30,7 +30,7 @@ const RUNNING = [
   ["Blocks", "", 3.6, (r) => count(r.blocks)],
   AGE, PREEMPTED,
 ];
-const WAITING = [ID, CLIENT, PROMPT, AGE, ["Waits, because", "words", 0, (r) => REASONS[r.state] ?? r.state], PREEMPTED];
+const WAITING = [ID, CLIENT, PROMPT, AGE, ["Waiting because", "words", 0, (r) => REASONS[r.state] ?? r.state], PREEMPTED];
 
 export class RequestTable {
   constructor(table, counter, running, select) {
@@ -52,7 +52,7 @@ export class RequestTable {
     const note = this.empty.appendChild(document.createElement("td"));
     note.className = "none";
     note.colSpan = this.columns.length;
-    note.textContent = running ? "Nobody runs." : "Nobody waits.";
+    note.textContent = running ? "No running requests." : "No waiting requests.";
     this.body.append(this.empty);
   }
 
@@ -90,12 +90,12 @@ export class RequestTable {
     cells[0].before(row.mark);
     row.bar = element.querySelector("b");
     this.rows.set(request.id, row);
-    this.fill(row, request); // also where it is not seen: it can be searched for
+    this.fill(row, request); // also if not visible, so that the browser's search finds it
     element.setAttribute("aria-selected", request.id === this.selected);
     return row;
   }
 
-  // Bring the rows in sight up to date.
+  // Update the visible rows.
   refresh() {
     const first = this.body.firstElementChild;
     const { scrollTop, clientHeight } = this.table.parentElement;
@@ -129,7 +129,7 @@ export class RequestTable {
     this.rows.delete(id);
   }
 
-  // One row can be reached with Tab: the selected one, or else the first.
+  // Tab reaches one row: the selected one, otherwise the first.
   reach() {
     const wanted = this.rows.get(this.selected)?.element ?? this.body.firstElementChild;
     if (this.body.contains(document.activeElement) || this.reachable === wanted) return;
@@ -159,5 +159,4 @@ export class RequestTable {
     for (const [name, row] of this.rows) row.element.setAttribute("aria-selected", name === id);
     this.reach();
   }
-
 }

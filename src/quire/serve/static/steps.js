@@ -1,4 +1,4 @@
-// A bar for each step, the newest at the right: prompt tokens, decoded tokens with drafts, time.
+// The step chart: a bar per step, the newest on the right, in three strips: prompt tokens, decode tokens, step time.
 
 import { colours, count, duration, nice, surface } from "./draw.js";
 
@@ -6,9 +6,9 @@ const KEPT = 1024;
 const PITCH = 4; // pixels from one bar to the next
 const LEFT = 104;
 const RIGHT = 10;
-const GAP = 15; // above each strip, where the marks of preemptions have their place
+const GAP = 15; // pixels above each strip, with room for preemption marks
 const REASONS = {
-  slots: "slots", blocks: "blocks", tokens: "the token budget", batch: "the batch to end",
+  slots: "a slot", blocks: "free blocks", tokens: "the token budget", batch: "the end of the batch",
   results: "results in flight", grammar: "a grammar",
 };
 const STRIPS = [
@@ -17,7 +17,7 @@ const STRIPS = [
   { label: "Time", parts: [["time", (s) => s.took_s * 1000]], scale: (top) => duration(top / 1000) },
 ];
 
-// The top of a scale, above all values but the few that would flatten all others.
+// Return the top of the scale. A few outliers may exceed it, so that they do not flatten all other bars.
 function highest(values) {
   const sorted = values.filter((value) => value > 0).toSorted((a, b) => a - b);
   const usual = sorted[Math.floor(0.97 * sorted.length)] ?? 0;
@@ -34,7 +34,7 @@ export class StepBars {
   }
 
   add(steps) {
-    if (steps.length && this.steps.length && steps[0].step <= this.steps.at(-1).step) this.steps = []; // began anew
+    if (steps.length && this.steps.length && steps[0].step <= this.steps.at(-1).step) this.steps = []; // the engine was restarted
     this.steps = [...this.steps, ...steps].slice(-KEPT);
   }
 
@@ -42,7 +42,7 @@ export class StepBars {
     return Math.max(1, Math.floor((this.canvas.clientWidth - LEFT - RIGHT) / PITCH));
   }
 
-  // The step under the x of a pointer.
+  // Return the step at pointer position x.
   at(x) {
     const back = Math.floor((this.canvas.clientWidth - RIGHT - x) / PITCH);
     return back < 0 || back >= this.bars ? null : (this.steps[this.steps.length - 1 - back] ?? null);
@@ -100,7 +100,7 @@ export class StepBars {
         const high = Math.min(Math.max(1, tall), height - bottom[index]);
         const x = this.x(width, shown.length, index);
         context.fillRect(x, top + height - bottom[index] - high, PITCH - 1, high);
-        if (tall > high + 1) context.clearRect(x, top + 4, PITCH - 1, 3); // broken: it is longer
+        if (tall > high + 1) context.clearRect(x, top + 4, PITCH - 1, 3); // a gap marks a bar that exceeds the scale
         bottom[index] += high;
       });
     }
@@ -134,9 +134,9 @@ export class StepBars {
     if (step) {
       const parts = [
         `step ${count(step.step)}`,
-        `${count(step.prefill)} prompt, ${count(step.decode)} decoded` + (step.drafts ? `, ${count(step.drafts)} drafts` : ""),
+        `${count(step.prefill)} prompt, ${count(step.decode)} decode` + (step.drafts ? `, ${count(step.drafts)} draft` : "") + " tokens",
         `${duration(step.took_s)} (host: schedule ${duration(step.schedule_s)}, launch ${duration(step.launch_s)}, ` +
-          `wait ${duration(step.wait_s)}, book ${duration(step.retire_s)})`,
+          `wait ${duration(step.wait_s)}, retire ${duration(step.retire_s)})`,
         `${count(step.running)} running`,
       ];
       if (step.waiting) {
@@ -147,11 +147,11 @@ export class StepBars {
       text = parts.join(" · ");
     } else if (shown.length > 1) {
       const seconds = shown.at(-1).time_s - shown[0].time_s;
-      text = `${count(shown.length)} steps over ${duration(seconds)}, the newest at the right. Point at a bar, or use the arrow keys.`;
+      text = `${count(shown.length)} steps over ${duration(seconds)}, the newest on the right. Hover over a bar or use the arrow keys for details.`;
     } else {
-      text = "No step yet: send a request.";
+      text = "No steps yet. Send a request to see some.";
     }
     if (this.readout.textContent !== text) this.readout.textContent = text;
-    this.canvas.setAttribute("aria-label", `A bar for each of the latest ${shown.length} steps`);
+    this.canvas.setAttribute("aria-label", `Chart of the latest ${shown.length} steps`);
   }
 }

@@ -13,7 +13,7 @@ from quire.serve.api.context import client_of, read_request, server_of, thread_o
 from quire.serve.api.protocol.messages import CountTokensRequest, MessagesRequest
 from quire.serve.api.tokens import count_ids
 from quire.serve.http.errors import messages_error
-from quire.serve.http.stream import StreamFraming, finished, named_event, stream
+from quire.serve.http.stream import StreamFraming, complete_response, named_event, stream_response
 from quire.serve.http.wire import json_response
 
 
@@ -24,8 +24,10 @@ async def messages(request: Request) -> Response:
     answer = MessageAnswer(turn)
     if chat.stream:
         slow_s = turn.server.settings.slow_reader_timeout
-        return await stream(request, turn.generation, answer.chunks, answer.last, slow_s, framing(request))
-    return await finished(request, turn.generation, answer.response, thread_of(request))
+        return await stream_response(
+            request, turn.generation, answer.chunks, answer.last, slow_s, framing(request)
+        )
+    return await complete_response(request, turn.generation, answer.response, thread_of(request))
 
 
 def framing(request: Request) -> StreamFraming:

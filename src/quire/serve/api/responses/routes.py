@@ -13,7 +13,7 @@ from quire.serve.api.responses.answer import ResponseAnswer
 from quire.serve.api.responses.input import chat_of, messages_of
 from quire.serve.api.responses.store import StoredResponse
 from quire.serve.http.errors import ApiError, bad_request
-from quire.serve.http.stream import StreamFraming, finished, stream
+from quire.serve.http.stream import StreamFraming, complete_response, stream_response
 from quire.serve.http.wire import json_response
 
 
@@ -45,8 +45,8 @@ async def create_response(request: Request) -> Response:
     if chat.stream:
         slow_s = server.settings.slow_reader_timeout
         framing = StreamFraming(answer.failed)
-        return await stream(request, turn.generation, answer.chunks, last, slow_s, framing)
-    response = await finished(request, turn.generation, answer.response, thread_of(request))
+        return await stream_response(request, turn.generation, answer.chunks, last, slow_s, framing)
+    response = await complete_response(request, turn.generation, answer.response, thread_of(request))
     keep()
     return response
 

@@ -1,15 +1,15 @@
-"""What users get."""
+"""The results that users of the Python API get. Names and fields as in vLLM."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from quire.types.sampling import FinishReason
+from quire.types.sampling_params import FinishReason
 
 
 @dataclass(slots=True)
 class Logprob:
-    """Log-probability of a token, its rank (1 = most likely) and its text."""
+    """Log-probability of a token, its rank (1 is the most likely) and its text."""
 
     logprob: float
     rank: int | None = None
@@ -18,7 +18,7 @@ class Logprob:
 
 @dataclass(slots=True)
 class CompletionOutput:
-    """One of the n answers to a prompt."""
+    """One of the n completions of a prompt. `finish_reason` is None while it is incomplete."""
 
     index: int
     text: str
@@ -26,12 +26,12 @@ class CompletionOutput:
     cumulative_logprob: float | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
+    stop_reason: int | str | None = None  # the stop token id or stop string; None for end of sequence
 
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """Times in seconds on the client's monotonic clock."""
+    """Times of a request in seconds on the client's monotonic clock."""
 
     arrival_s: float
     first_token_s: float | None = None
@@ -40,7 +40,7 @@ class RequestMetrics:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """The answer to one prompt, as vLLM users know it."""
+    """The result of one prompt: its completions, and the prompt's own log-probabilities if requested."""
 
     request_id: str
     prompt: str | None

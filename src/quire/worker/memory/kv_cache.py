@@ -1,8 +1,4 @@
-"""The KV cache: one key and one value tensor per layer, in the attention back end's block layout.
-
-Without a cache (`keeps_kv` off) all layers share one scratch layer: what a layer writes is read by that
-layer only, in the same step.
-"""
+"""The KV cache: one key and one value tensor per layer, in the attention back end's block layout."""
 
 from __future__ import annotations
 
@@ -15,11 +11,16 @@ from quire.attention.base import KV, AttentionBackend
 
 
 class KVCache:
-    """`num_blocks` blocks of `block_size` tokens for each of `num_layers` layers."""
+    """Key and value blocks of all layers.
+
+    Without `keeps_kv` all layers share one scratch layer: entries that a layer writes are read only by that layer, in
+    the same step.
+    """
 
     def __init__(
         self,
         backend: AttentionBackend,
+        *,
         num_layers: int,
         num_blocks: int,
         block_size: int,
@@ -38,11 +39,9 @@ class KVCache:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros, not garbage: what no request has written is finite.
-
-    numpy's zeros come from the operating system block by block, when first written: on a CPU a large cache
-    costs nothing until it is used.
-    """
+    """Return zeros, so that entries which no request has written are finite."""
+    # numpy's zeros get their memory from the operating system piece by piece, when it is first written: on a CPU a
+    # large cache costs nothing until it is used.
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
@@ -51,5 +50,5 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 def block_bytes(
     num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> int:
-    """Bytes of one block over `num_layers` layers, keys and values."""
+    """Return the bytes of one block over `num_layers` layers, keys and values."""
     return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize

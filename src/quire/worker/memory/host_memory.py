@@ -1,7 +1,7 @@
-"""The host's memory as far as this process may use it: limits of control groups and of the process count.
+"""Host memory that this process may use, under the limits of control groups and of the process.
 
-In a container the machine's own figures are no use: the kernel ends a process that exceeds its control group's
-limit, however much the machine has left. Groups form a tree, and each one above ours limits us as well.
+In a container the machine's own figures are wrong: the kernel ends a process that exceeds the limit of its control
+group, however much memory the machine has left. Control groups form a tree, and every group above ours limits us too.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ _ROOT = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class _Files:
-    """Names of a control group's files."""
+    """File names of a control group's memory controller."""
 
     limits: tuple[str, ...]  # bytes each, or "max"
     usage: str  # bytes, page cache included
-    inactive: str  # line of memory.stat: bytes of page cache that is dropped before anything is killed
+    inactive: str  # line of memory.stat: bytes of page cache that the kernel drops before it kills a process
 
 
 _V1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Files(
-    ("memory.max", "memory.high"), "memory.current", "inactive_file"
-)  # above high, we are slowed down
+# Above memory.high the kernel slows the process down.
+_V2 = _Files(("memory.max", "memory.high"), "memory.current", "inactive_file")
 
 
 def host_memory(root: Path = _ROOT) -> tuple[int, int]:
-    """(free, total) bytes that this process may use. `root` is where /proc and /sys are."""
-    import psutil  # here: a run on a GPU needs none
+    """Return the free and the total bytes that this process may use. `root` is the folder of /proc and /sys."""
+    import psutil  # here, because a run on a GPU does not need it
 
     memory = psutil.virtual_memory()
     free, total = memory.available, memory.total
@@ -41,7 +40,7 @@ def host_memory(root: Path = _ROOT) -> tuple[int, int]:
 
 
 def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, usage) in bytes of each control group that holds this process, from its own up to the mount."""
+    """Yield (limit, usage) in bytes of each control group with a limit, from our own group up to the mount."""
     for mount, group, files in _groups(root):
         while True:
             with suppress(OSError, ValueError):
@@ -52,7 +51,7 @@ def _group_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _groups(root: Path) -> Iterator[tuple[Path, Path, _Files]]:
-    """(where the tree is mounted, our own group below it, its files) for each version in use."""
+    """Yield (mount point, folder of our group, file names) for each version of control groups in use."""
     with suppress(OSError):
         own = _own_groups((root / "proc/self/cgroup").read_text())
         for line in (root / "proc/self/mountinfo").read_text().splitlines():
@@ -71,7 +70,7 @@ def _groups(root: Path) -> Iterator[tuple[Path, Path, _Files]]:
 
 
 def _own_groups(text: str) -> dict[str, str]:
-    """Path of our group by controller; "" is the unified hierarchy (version 2)."""
+    """Return the path of our group by controller; the key "" is the unified hierarchy (version 2)."""
     groups: dict[str, str] = {}
     for line in text.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -80,8 +79,10 @@ def _own_groups(text: str) -> dict[str, str]:
 
 
 def _below(mount: Path, top: str, path: str) -> Path:
-    """The folder of group `path`, where `top` is the group that is mounted. A container may see its own group as
-    the mount without the path saying so."""
+    """Return the folder of group `path` if `mount` shows group `top`.
+
+    A container may see its own group as the mount although the path does not say so.
+    """
     relative = Path(path.lstrip("/"))
     inner = Path(top.lstrip("/"))
     if relative.is_relative_to(inner):
@@ -91,20 +92,20 @@ def _below(mount: Path, top: str, path: str) -> Path:
 
 
 def _limit_of(group: Path, files: _Files) -> int:
-    """Raises ValueError where there is no limit."""
+    """Return the limit of a group in bytes. Raise ValueError if it has none."""
     texts = [(group / name).read_text().strip() for name in files.limits if (group / name).exists()]
     return min(int(text) for text in texts if text != "max")
 
 
 def _usage_of(group: Path, files: _Files) -> int:
-    """Without page cache that is given up first."""
+    """Return the bytes that a group uses, without the page cache that the kernel drops first."""
     stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
     return int((group / files.usage).read_text()) - int(stat.get(files.inactive, 0))
 
 
 def _process_limits() -> Iterator[tuple[int, int]]:
-    """(limit, usage) in bytes of address space and data (`ulimit -v`, `ulimit -d`)."""
-    with suppress(ImportError, OSError):  # Windows has none, macOS no /proc
+    """Yield (limit, usage) in bytes of address space and data (`ulimit -v`, `ulimit -d`), as far as limited."""
+    with suppress(ImportError, OSError):  # Windows has no such module, macOS no /proc
         import resource
 
         status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())

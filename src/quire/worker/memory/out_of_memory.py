@@ -1,15 +1,15 @@
-"""Recognising errors that mean: the device, or the host, has no memory for this."""
+"""Recognition of out-of-memory errors of the device and the host."""
 
 from __future__ import annotations
 
 import torch
 
-# Of the CPU allocator, of C++, of oneDNN, of a driver call that the allocator did not make.
+# From the CPU allocator, C++, oneDNN, and driver calls that bypass the allocator.
 _MESSAGES = ("can't allocate memory", "std::bad_alloc", "out of memory", "out_of_memory")
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """Return whether `error`, or one during whose handling it was raised, says that memory is short."""
+    """Return whether `error`, or an error during whose handling it was raised, reports a lack of memory."""
     while error is not None:
         if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
             return True

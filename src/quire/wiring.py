@@ -1,0 +1,67 @@
+"""The wiring of scheduler, step loop and executor, which `build.py` and `dry_run.py` share. Imports no torch."""
+
+from __future__ import annotations
+
+from quire.config import EngineConfig
+from quire.core import policy
+from quire.core.block_pool import FIFO, LRU, BlockPool
+from quire.core.engine import Engine
+from quire.core.grammar_interface import Grammar
+from quire.core.policy import Policy
+from quire.core.prefix_cache import HashPrefixCache, NoPrefixCache, PrefixCache
+from quire.core.request_limits import SchedulerLimits
+from quire.core.scheduler import Scheduler
+from quire.core.shared_prefix import CommonBlocks, NoSharedPrefix, SharedPrefix
+from quire.core.steplog import StepLog
+from quire.types import Executor
+
+_OVERLAP_DEPTH = 2
+
+
+def queue_depth(config: EngineConfig) -> int:
+    """Return the number of launched steps at which the step loop retires the oldest one."""
+    return _OVERLAP_DEPTH if config.overlap else 1
+
+
+def wire_engine(
+    config: EngineConfig,
+    *,
+    num_blocks: int,
+    block_size: int,
+    max_model_len: int,
+    executor: Executor,
+    grammar: Grammar,
+    shares_prefix: bool = False,
+) -> Engine:
+    """Build the host side of an engine around an executor.
+
+    Args:
+        config: resolved settings.
+        num_blocks: number of blocks of the KV cache.
+        block_size: tokens per block.
+        max_model_len: longest context in tokens.
+        executor: runs the steps.
+        grammar: structured output.
+        shares_prefix: look for blocks that rows share, for an attention back end that reads them once.
+    """
+    pool = BlockPool(num_blocks, FIFO() if config.eviction == "fifo" else LRU())
+    cache: PrefixCache = HashPrefixCache(pool, block_size) if config.prefix_caching else NoPrefixCache()
+    choices = Policy(
+        order=policy.priority if config.scheduling_policy == "priority" else policy.fcfs,
+        admits=policy.static if config.batching == "static" else policy.continuous,
+        chunk=policy.chunked if config.chunked_prefill else policy.whole,
+    )
+    depth = queue_depth(config)
+    limits = SchedulerLimits(
+        max_num_seqs=config.max_num_seqs or 1,
+        max_num_batched_tokens=config.max_num_batched_tokens or 1,
+        max_model_len=max_model_len,
+        block_size=block_size,
+        keeps_kv=config.kv_layout != "none",
+        lookahead=depth > 1,
+        mixed_prefill_tokens=config.mixed_prefill_tokens or config.max_num_batched_tokens or 1,
+    )
+    log = StepLog()
+    shared: SharedPrefix = CommonBlocks(block_size) if shares_prefix else NoSharedPrefix()
+    scheduler = Scheduler(pool, cache, choices, limits, log, shared)
+    return Engine(scheduler, executor, grammar, depth, log, config.check_invariants)

@@ -66,8 +66,8 @@ def test_only_slots_that_follow_each_other_are_a_slice(in_order: bool) -> None:
     assert isinstance(one.groups[0].kv, slice) == in_order
     assert one.writes == slice(40, 41) if in_order else isinstance(one.writes, slice)  # a single slot
     many = make_case(rng, backend, layer, [(40, 9), (0, 12)], block_size=4).batch.attn
-    assert isinstance(many.longs[0].kv, slice) == in_order
-    assert many.longs[1].kv is None
+    assert isinstance(many.long_rows[0].kv, slice) == in_order
+    assert many.long_rows[1].kv is None
     apart = make_case(rng, backend, layer, [(40, 1), (30, 1)], block_size=4).batch.attn
     assert isinstance(apart.writes, torch.Tensor)
 

@@ -14,7 +14,7 @@ from quire.attention.reference import ReferenceAttention
 from quire.layers import rope
 from quire.layers.rope import Rope
 from quire.layers.rope_params import RopeParams
-from quire.quant.packed import PackedMatmul, _can_pack, padded_rows
+from quire.quant.packed import PackedMatmul, can_pack, padded_rows
 from ragged import Layer, check, make_case
 
 
@@ -24,7 +24,7 @@ def test_numbers_of_rows_that_a_product_is_asked_for_are_few() -> None:
     assert all(rows <= padded_rows(rows) < max(rows + 16, 1.1 * rows) for rows in range(9, 2049))
 
 
-@pytest.mark.skipif(not _can_pack(), reason="torch without oneDNN")
+@pytest.mark.skipif(not can_pack(), reason="torch without oneDNN")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_padding_is_not_seen(dtype: torch.dtype) -> None:
     weight, bias = torch.randn(40, 24).to(dtype), torch.randn(40).to(dtype)
@@ -103,7 +103,7 @@ def test_masks_are_made_in_bounded_pieces(
 def test_masks_that_are_small_are_made_once_for_all_layers() -> None:
     backend, layer = ReferenceAttention(), Layer(4, 2, 16, 0.25)
     case = make_case(random.Random(1), backend, layer, [(50, 20)], 16)
-    (long,) = case.batch.attn.longs
+    (long,) = case.batch.attn.long_rows
     first, second = (list(long.pieces(layer)) for _ in range(2))
     assert first[0].mask is second[0].mask is not None
 

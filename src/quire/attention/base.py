@@ -62,9 +62,8 @@ class AttentionLayer(Protocol):
     num_kv_heads: int
     head_dim: int
     scale: float
-    window: (
-        int | None
-    )  # a token attends to itself and the window - 1 tokens before it; None: to all before it
+    # A token attends to itself and the window - 1 tokens before it; None: to all tokens before it.
+    window: int | None
     soft_cap: float | None  # a score s becomes cap * tanh(s / cap); None: off
 
 

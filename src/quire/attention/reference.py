@@ -25,15 +25,14 @@ _FEW_QUERIES = 32  # rows of up to this many queries need no padding: 2 MiB afte
 _QUERY_STEP, _KEY_STEP = 32, 64  # numbers of queries and keys that 16-bit attention is padded to
 # Padding a short prompt to 64 would cost up to 1.7 times its attention; steps of 16 add 14 shapes in all.
 _SHORT_PROMPT, _SHORT_STEP = 256, 16
-_MASK_ELEMENTS = (
-    1 << 24
-)  # limit for the masks of long rows that exist at once; attention converts them to floats
+# Limit for the masks of long rows that exist at once; attention converts them to floats.
+_MASK_ELEMENTS = 1 << 24
 
 Slots = torch.Tensor | slice  # int64 [n] KV slots, or a range of them
 
 
 @dataclass(slots=True)
-class _Group:
+class _RowGroup:
     """Rows with one new token each, padded to the same length."""
 
     tokens: torch.Tensor | None  # int64 [rows]: index of each row's token; None: all tokens, in order
@@ -94,8 +93,8 @@ class LongRow:
 @dataclass(slots=True)
 class _ReferencePlan:
     writes: Slots  # [tokens]: where the new keys and values go
-    groups: list[_Group]
-    longs: list[LongRow]
+    groups: list[_RowGroup]
+    long_rows: list[LongRow]
 
 
 class ReferenceAttention:
@@ -115,7 +114,7 @@ class ReferenceAttention:
         # Reading the lengths on a CPU does not wait for a device, so bounds are exact there.
         bounds = (batch.seq_lens if batch.seq_lens.device.type == "cpu" else batch.seq_bounds).tolist()
         ones: list[int] = []
-        longs: list[LongRow] = []
+        long_rows: list[LongRow] = []
         counts = batch.num_tokens
         assert counts is not None, "this back end cannot be captured, so it needs the row lengths"
         starts = [0, *counts.cumsum().tolist()]
@@ -124,35 +123,35 @@ class ReferenceAttention:
             if n == 1:
                 ones.append(row)
             else:
-                longs.append(self._long(batch, row, starts[row], starts[row + 1], bounds[row], keeps))
+                long_rows.append(self._long(batch, row, starts[row], starts[row + 1], bounds[row], keeps))
         ones.sort(key=bounds.__getitem__)
         groups, begin = [], 0
         for end in range(1, len(ones) + 1):
             if end == len(ones) or self._splits(bounds[ones[begin]], bounds[ones[end]], end + 1 - begin):
                 groups.append(self._group(batch, ones[begin:end], starts, bounds[ones[end - 1]]))
                 begin = end
-        return _ReferencePlan(_new_slots(batch), groups, longs)
+        return _ReferencePlan(_new_slots(batch), groups, long_rows)
 
     def _splits(self, shortest: int, longest: int, rows: int) -> bool:
         """Return whether a longer row should start a new group instead of padding the shorter ones."""
         return longest > 2 * shortest + 64 or rows * longest > _GROUP_TOKENS
 
-    def _group(self, batch: ForwardBatch, rows: list[int], starts: list[int], length: int) -> _Group:
+    def _group(self, batch: ForwardBatch, rows: list[int], starts: list[int], length: int) -> _RowGroup:
         device = batch.seq_lens.device
         rows = sorted(rows)
         everything = len(rows) == batch.seq_lens.shape[0]
-        tokens = None if everything else _send([starts[row] for row in rows], device)
+        tokens = None if everything else _to_device([starts[row] for row in rows], device)
         slots, lens = batch.slots, batch.seq_lens
         if device.type == "cpu" and len(rows) == 1:
-            return _Group(tokens, _row_slots(batch, rows[0], length), length, None, None)
+            return _RowGroup(tokens, _row_slots(batch, rows[0], length), length, None, None)
         if not everything:
-            index = _send(rows, device)
+            index = _to_device(rows, device)
             slots, lens = slots.index_select(0, index), lens.index_select(0, index)
         positions = torch.arange(length, device=device)
         tables = batch.block_table[:, : -(-length // batch.block_size)].index_select(0, slots)
         kv = _kv_slots(tables, positions, batch.block_size)
         distance = (lens.long().unsqueeze(1) - 1 - positions)[:, None, None, :]
-        return _Group(tokens, kv.flatten(), length, distance >= 0, distance)
+        return _RowGroup(tokens, kv.flatten(), length, distance >= 0, distance)
 
     def _long(self, batch: ForwardBatch, row: int, start: int, end: int, length: int, keeps: bool) -> LongRow:
         kv = None if length == end - start else _row_slots(batch, row, length)
@@ -176,14 +175,22 @@ class ReferenceAttention:
             assert group.tokens is not None
             rows = q.index_select(0, group.tokens)
             out.index_copy_(0, group.tokens, self._attend_group(layer, group, rows, keys, values))
-        for long in plan.longs:
+        for long in plan.long_rows:
             new = slice(long.start, long.end)
-            seen = (k[new], v[new]) if long.kv is None else (_read(keys, long.kv), _read(values, long.kv))
-            out[new] = self._attend_long(layer, long, q[new], *seen)
+            if long.kv is None:
+                row_k, row_v = k[new], v[new]
+            else:
+                row_k, row_v = _read(keys, long.kv), _read(values, long.kv)
+            out[new] = self._attend_long(layer, long, q[new], row_k, row_v)
         return out
 
     def _attend_group(
-        self, layer: AttentionLayer, group: _Group, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+        self,
+        layer: AttentionLayer,
+        group: _RowGroup,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
     ) -> torch.Tensor:
         """Return [rows, heads * dim] for q [rows, heads, dim]."""
         rows, heads, dim = q.shape[0], layer.num_kv_heads, layer.head_dim
@@ -225,13 +232,13 @@ def _read(blocks: torch.Tensor, slots: Slots) -> torch.Tensor:
     return blocks[slots] if isinstance(slots, slice) else blocks.index_select(0, slots)
 
 
-def _send(values: list[int], device: torch.device) -> torch.Tensor:
+def _to_device(values: list[int], device: torch.device) -> torch.Tensor:
     """Copy host integers into an int64 device tensor without waiting for the device."""
     host = torch.tensor(values)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
-def _follow(numbers: torch.Tensor) -> bool:
+def _are_consecutive(numbers: torch.Tensor) -> bool:
     """Return whether integers on the host are consecutive and ascending."""
     host = numbers.numpy()
     return bool((host[1:] - host[:-1] == 1).all())
@@ -241,7 +248,7 @@ def _row_slots(batch: ForwardBatch, row: int, length: int) -> Slots:
     """Return the KV slots of one row's first `length` positions."""
     tables = batch.block_table[:, : -(-length // batch.block_size)]
     blocks = tables.index_select(0, batch.slots[row : row + 1])[0]
-    if blocks.device.type == "cpu" and _follow(blocks):
+    if blocks.device.type == "cpu" and _are_consecutive(blocks):
         begin = int(blocks[0]) * batch.block_size
         return slice(begin, begin + length)
     positions = torch.arange(length, device=blocks.device)
@@ -251,7 +258,7 @@ def _row_slots(batch: ForwardBatch, row: int, length: int) -> Slots:
 def _new_slots(batch: ForwardBatch) -> Slots:
     """Return the KV slots of the step's tokens."""
     slots = batch.kv_slots
-    if slots.device.type == "cpu" and _follow(slots):
+    if slots.device.type == "cpu" and _are_consecutive(slots):
         begin = int(slots[0])
         return slice(begin, begin + len(slots))
     return slots
@@ -286,16 +293,15 @@ def _attend(
     """
     if (mask is None and not causal) or _known_finite(k, v):
         return _attend_finite(q, k, v, mask, causal, layer)
-    sick = ~(k.float().sum((1, 3)) + v.float().sum((1, 3))).isfinite()  # [rows, keys]
-    k, v = (x.masked_fill(sick[:, None, :, None], 0) for x in (k, v))
+    non_finite = ~(k.float().sum((1, 3)) + v.float().sum((1, 3))).isfinite()  # [rows, keys]
+    k, v = (x.masked_fill(non_finite[:, None, :, None], 0) for x in (k, v))
     out = _attend_finite(q, k, v, mask, causal, layer)
     if mask is None:
-        sees_sick = sick.cumsum(1) > 0  # the i-th query sees the first i + 1 keys
+        sees_non_finite = non_finite.cumsum(1) > 0  # the i-th query sees the first i + 1 keys
     else:
-        sees_sick = ((mask[:, 0] if mask.dim() == 4 else mask) & sick.unsqueeze(1)).any(
-            -1
-        )  # [rows, queries or 1]
-    return out.masked_fill(sees_sick[:, None, :, None], float("nan"))
+        visible = mask[:, 0] if mask.dim() == 4 else mask
+        sees_non_finite = (visible & non_finite.unsqueeze(1)).any(-1)  # [rows, queries or 1]
+    return out.masked_fill(sees_non_finite[:, None, :, None], float("nan"))
 
 
 def _known_finite(k: torch.Tensor, v: torch.Tensor) -> bool:

@@ -37,7 +37,7 @@ class _LayerPlan:
 
 @dataclass(slots=True)
 class _TritonPlan:
-    """The plan of a step; the part that depends on the kind of layer is made in each pass."""
+    """The plan of a step. Each pass over the model adds the part that depends on the kind of layer."""
 
     ones: bool  # whether every row has one new token
     reach: int  # upper bound of the number of keys of a row

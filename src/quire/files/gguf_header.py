@@ -62,19 +62,19 @@ class _Cursor:
             return list(self.numbers(_SCALARS[inner], count))
         return [self.value(inner, depth + 1) for _ in range(count)]
 
-    def count(self, noun: str, most: int, item_bytes: int) -> int:
+    def count(self, noun: str, limit: int, item_bytes: int) -> int:
         """Read a number of items, and check it before anything loops over it.
 
         Args:
             noun: name of the items, for messages.
-            most: the largest number accepted.
+            limit: the largest number accepted.
             item_bytes: minimal size of an item in the file.
         """
         count = self.length()
         if count * item_bytes > len(self._data) - self._at:
             raise ModelError(f"{self._path} is truncated or corrupt: {count} {noun} do not fit into it")
-        if count > most:
-            raise ModelError(f"{self._path} has {count} {noun}, but the limit is {most}")
+        if count > limit:
+            raise ModelError(f"{self._path} has {count} {noun}, but the limit is {limit}")
         return count
 
     def _array_length(self) -> int:
@@ -87,8 +87,8 @@ class _Cursor:
         return count
 
 
-def _check_vocabulary(found: dict[str, Any], path: Path) -> None:
-    tokens = found.get("tokenizer.ggml.tokens")
+def _check_vocabulary(metadata: dict[str, Any], path: Path) -> None:
+    tokens = metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, list) and len(tokens) > MAX_TOKENS:
         raise ModelError(f"{path} has a vocabulary of {len(tokens)} tokens, but the limit is {MAX_TOKENS}")
 
@@ -111,11 +111,11 @@ def read_gguf_metadata(path: Path) -> dict[str, Any]:
                     f"{path} has GGUF version {version}, but Quire reads little-endian versions 2 and 3 only"
                 )
             cursor.count("tensors", _MAX_TENSORS, _TENSOR_BYTES)
-            found: dict[str, Any] = {}
+            metadata: dict[str, Any] = {}
             for _ in range(cursor.count("keys", _MAX_KEYS, 12)):
                 key = cursor.string()
-                found[key] = cursor.value(cursor.numbers("I", 1)[0])
-            _check_vocabulary(found, path)
-            return found
+                metadata[key] = cursor.value(cursor.numbers("I", 1)[0])
+            _check_vocabulary(metadata, path)
+            return metadata
     except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
         raise ModelError(f"{path} cannot be read as a GGUF file: {error}") from error

@@ -22,8 +22,8 @@ def shown(value: object) -> str:
     return _short.repr(value)
 
 
-def check_regular(path: Path, most_bytes: int | None = None) -> None:
-    """Raise ModelError unless `path` is a regular file of at most `most_bytes`. (A named pipe would block.)"""
+def check_regular(path: Path, max_bytes: int | None = None) -> None:
+    """Raise ModelError unless `path` is a regular file of at most `max_bytes`. (A named pipe would block.)"""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -32,32 +32,32 @@ def check_regular(path: Path, most_bytes: int | None = None) -> None:
         raise ModelError(f"{path} cannot be read ({error})") from error
     if not stat.S_ISREG(status.st_mode):
         raise ModelError(f"{path} is not a regular file")
-    if most_bytes is not None and status.st_size > most_bytes:
-        raise ModelError(f"{path} has {status.st_size} bytes, but the limit is {most_bytes}")
+    if max_bytes is not None and status.st_size > max_bytes:
+        raise ModelError(f"{path} has {status.st_size} bytes, but the limit is {max_bytes}")
 
 
-def read_text(path: Path, most_bytes: int = MAX_CONFIG_BYTES) -> str:
-    """Return the text of a regular UTF-8 file of at most `most_bytes`, or raise ModelError."""
-    check_regular(path, most_bytes)
+def read_text(path: Path, max_bytes: int = MAX_CONFIG_BYTES) -> str:
+    """Return the text of a regular UTF-8 file of at most `max_bytes`, or raise ModelError."""
+    check_regular(path, max_bytes)
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read ({error})") from error
 
 
-def read_json(path: Path, most_bytes: int = MAX_CONFIG_BYTES, optional: bool = False) -> dict[str, Any]:
-    """Return the JSON object in a file of at most `most_bytes`, or raise ModelError.
+def read_json(path: Path, max_bytes: int = MAX_CONFIG_BYTES, optional: bool = False) -> dict[str, Any]:
+    """Return the JSON object in a file of at most `max_bytes`, or raise ModelError.
 
     With `optional`, a missing file counts as an empty object.
     """
     if optional and not path.exists():
         return {}
     try:
-        found = json.loads(read_text(path, most_bytes))
+        value = json.loads(read_text(path, max_bytes))
     except RecursionError:
         raise ModelError(f"{path} cannot be read: its lists and objects are nested too deeply") from None
     except ValueError as error:
         raise ModelError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object")
-    return found
+    return value

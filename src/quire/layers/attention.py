@@ -1,7 +1,7 @@
 """`Attention`: the layer that passes q, k and v to the attention back end. It has no weights.
 
-`rotary` adds the norm and rotation of q and k in front. If the back end takes packed q|k|v, all of it is one call;
-otherwise the operations run one after the other.
+`rotary_attention` adds the norm and rotation of q and k in front. If the back end takes packed q|k|v, all of it is
+one call; otherwise the operations run one after the other.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class Attention:
         return self.backend.forward(self, q, k, v, batch)
 
 
-def rotary(attention: Attention, norms: HeadNorm | None, kernels: Kernels | None) -> PackedAttention:
+def rotary_attention(
+    attention: Attention, norms: HeadNorm | None, kernels: Kernels | None
+) -> PackedAttention:
     """Return `attention` with the heads' norms (if any) and rotation in front."""
     packed = attention.backend.forward_packed
     if packed and kernels:

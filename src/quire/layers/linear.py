@@ -68,17 +68,16 @@ class Linear:
                 parts.append(Part(names[i] + ".weight", (out, in_features), rows, cols, transposed))
         self.in_features = cols.stop - cols.start
         self.out_features = sum(part.num_rows for part in parts)
-        self.sums = cut == "cols" and parallel.size > 1
+        self.needs_reduce = cut == "cols" and parallel.size > 1
         self.parallel = parallel
-        has_bias = bias and not (
-            cut == "cols" and parallel.rank > 0
-        )  # ranks sum their results, so one adds it
+        # Ranks sum their partial results, so only the first one adds the bias.
+        has_bias = bias and not (cut == "cols" and parallel.rank > 0)
         self.multiply = method.load(env, parts, _load_bias(env, parts) if has_bias else None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [tokens, out_features] for x [tokens, in_features]."""
         y = self.multiply(x)
-        return self.parallel.all_reduce(y) if self.sums else y
+        return self.parallel.all_reduce(y) if self.needs_reduce else y
 
 
 def _load_bias(env: Env, parts: list[Part]) -> torch.Tensor:

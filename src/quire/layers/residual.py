@@ -3,8 +3,9 @@
 The residual stream is passed on as (x, residual), which stands for x + residual: the next norm adds the two. A
 residual of None means that there is nothing to add.
 
-For few rows on a GPU, one kernel can fuse a product with the norm in front, the activation of a gated MLP, and the
-addition (kernels/matmul/gemv.py). In all other cases these classes run the operations one after the other.
+For few rows, one kernel can fuse a product with the norm in front, the activation of a gated MLP, and the addition
+(kernels/matmul/gemv.py on a GPU, quant/packed.py on a CPU). In all other cases these classes run the operations one
+after the other.
 """
 
 from __future__ import annotations
@@ -85,6 +86,6 @@ def _fuse(
 
 def _fusing_matmul(layer: object) -> FusingMatmul | None:
     """Return the layer's product if the layer consists of it alone and it can be fused with its neighbours."""
-    if not isinstance(layer, Linear) or layer.sums or not isinstance(layer.multiply, FusingMatmul):
+    if not isinstance(layer, Linear) or layer.needs_reduce or not isinstance(layer.multiply, FusingMatmul):
         return None
     return layer.multiply

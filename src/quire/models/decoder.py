@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from quire.attention.base import ForwardBatch
-from quire.layers.attention import Attention, rotary
+from quire.layers.attention import Attention, rotary_attention
 from quire.layers.embedding import Embedding, LMHead
 from quire.layers.env import Env, Weights
 from quire.layers.linear import Linear
@@ -66,7 +66,7 @@ class SelfAttention:
         self.attention = Attention(
             env, index, heads, kv_heads, dim, spec.query_scale, spec.windows[index], spec.attn_soft_cap
         )
-        self.attend = rotary(self.attention, qk_norm, env.kernels)
+        self.attend = rotary_attention(self.attention, qk_norm, env.kernels)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, batch: ForwardBatch

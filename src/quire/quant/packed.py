@@ -32,7 +32,7 @@ FEW_ROWS = 8
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None) -> Matmul:
     """Return the product with `weight` [outputs, inputs] in fp32 or bf16."""
-    if not _can_pack():
+    if not can_pack():
         return PlainMatmul(weight, bias)
     many = PackedMatmul(weight, bias)
     if isinstance(kernels, CpuKernels) and (form := find_packed(many.weight, weight)):
@@ -144,16 +144,16 @@ class _FusedNormMatmul:
         gates = kind is not None and matmul.outputs // 2 % (matmul.form.vectors * LANES) == 0
         self.weight = matmul.weight_struct(self.gain, kind if kind and gates else "")
         self.width = matmul.outputs // 2 if gates else matmul.outputs
-        self.gate_apart = kind is not None and not gates
+        self.separate_gate = kind is not None and not gates
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         x, y = x.contiguous(), x.new_empty(x.shape[0], self.width)
         total = x if residual is None else torch.empty_like(x)
         self.matmul.run(self.weight, x, residual, total, None, y)
-        return (self.matmul.kernels.gated(y, self.kind) if self.gate_apart and self.kind else y), total
+        return (self.matmul.kernels.gated(y, self.kind) if self.separate_gate and self.kind else y), total
 
 
-def _can_pack() -> bool:
+def can_pack() -> bool:
     """Return whether this build of PyTorch has oneDNN and the two operators, which are not a public interface."""
     try:
         return all((torch.ops.mkldnn._reorder_linear_weight, torch.ops.mkldnn._linear_pointwise))

@@ -161,8 +161,8 @@ def _by_search(
 def _reach_on_cpu(x: Tensor, mass: Tensor, need: Tensor, top: Tensor, cutoff: Tensor, p: Tensor) -> Tensor:
     """Compute the same as `_bisect`, from a few candidates if they suffice; testing that is free on a CPU."""
     best = largest(x, min(_FIRST_CANDIDATES, x.shape[1]))
-    reached, found = _reach(best, _mass(best, top, cutoff), need)
-    return reached if bool((found | (p >= 1)).all()) else _by_digits(x, mass, need)
+    reached, is_reached = _reach(best, _mass(best, top, cutoff), need)
+    return reached if bool((is_reached | (p >= 1)).all()) else _by_digits(x, mass, need)
 
 
 def _by_digits(x: Tensor, mass: Tensor, need: Tensor) -> Tensor:
@@ -175,8 +175,8 @@ def _by_digits(x: Tensor, mass: Tensor, need: Tensor) -> Tensor:
     number = _ordered(x.contiguous().view(torch.int32).long()) + (1 << 31)  # at least 0, in the order of x
     first, missing = _digit(number >> 16, mass, need)
     second, _ = _digit(number & 0xFFFF, torch.where(number >> 16 == first, mass, 0), missing)
-    found = ((first << 16) + second - (1 << 31)).clamp_(min=_MINUS_INF)  # for rows without any mass
-    return _ordered(found).to(torch.int32).view(torch.float32)
+    cutoff = ((first << 16) + second - (1 << 31)).clamp_(min=_MINUS_INF)  # for rows without any mass
+    return _ordered(cutoff).to(torch.int32).view(torch.float32)
 
 
 def _digit(digit: Tensor, mass: Tensor, need: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,9 +14,8 @@ def unpack(bits: Tensor, vocab_size: int) -> Tensor:
     """Expand int32 [rows, ceil(vocab / 32)] to float32 [rows, vocab]: 0 if the bit is set, else -inf."""
     byte = torch.arange(256, device=bits.device).unsqueeze(1)
     is_set = (byte >> torch.arange(8, device=bits.device)).bitwise_and_(1).bool()
-    table = torch.where(
-        is_set, 0.0, float("-inf")
-    )  # [256, 8]: the terms that a mask byte adds to eight logits
+    # [256, 8]: the terms that a mask byte adds to eight logits
+    table = torch.where(is_set, 0.0, float("-inf"))
     return embedding(bits.view(torch.uint8).int(), table).flatten(1)[:, :vocab_size]
 
 

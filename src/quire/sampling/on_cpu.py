@@ -64,8 +64,8 @@ def top_candidates(x: Tensor, k: int) -> TopCandidates | None:
 
 def largest(x: Tensor, k: int) -> Tensor:
     """Return the k largest values of each row of x [rows, vocab], in descending order."""
-    found = top_candidates(x, k) if x.device.type == "cpu" else None
-    return (x if found is None else found.values).topk(k).values
+    candidates = top_candidates(x, k) if x.device.type == "cpu" else None
+    return (x if candidates is None else candidates.values).topk(k).values
 
 
 def draw(x: Tensor, keep: Tensor, tokens: Tensor | None, vocab: int, k0: Tensor, k1: Tensor) -> Tensor:

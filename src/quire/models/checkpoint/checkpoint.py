@@ -25,10 +25,7 @@ from quire.types import ModelError
 log = logging.getLogger("quire")
 
 _WHOLE = slice(None)
-_COMPARED, _BLOCKS = (
-    1 << 22,
-    64,
-)  # elements of two tensors that are compared, and the number of blocks they are in
+_COMPARED, _BLOCKS = 1 << 22, 64  # a comparison of two tensors reads 2^22 elements, in 64 blocks
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Buffers in old checkpoints, and the vision half of Gemma 3.
@@ -278,10 +275,10 @@ def _same_rows(one: Any, other: Any) -> bool:
     return all(torch.equal(one[i : i + block], other[i : i + block]) for i in begins)
 
 
-def check_shape(name: str, expected: tuple[int, ...], found: tuple[int, ...]) -> None:
+def check_shape(name: str, expected: tuple[int, ...], actual: tuple[int, ...]) -> None:
     """Raise ModelError if a tensor's shape is not the one that the config implies."""
-    if tuple(found) != tuple(expected):
-        raise ModelError(f"tensor {name} has shape {list(found)}, but the config asks for {list(expected)}")
+    if tuple(actual) != tuple(expected):
+        raise ModelError(f"tensor {name} has shape {list(actual)}, but the config asks for {list(expected)}")
 
 
 def check_unread(unread: set[str], tied: bool) -> None:

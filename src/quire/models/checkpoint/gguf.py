@@ -85,8 +85,12 @@ class GGUFCheckpoint(Checkpoint):
             )
         source = self.tensors[stored]
         transposed = name.endswith(_TRANSPOSED)
-        found = tuple(int(n) for n in reversed(source.shape))
-        check_shape(name, shape, (found[1:] if expert is not None else found)[:: -1 if transposed else 1])
+        stored_shape = tuple(int(n) for n in reversed(source.shape))
+        check_shape(
+            name,
+            shape,
+            (stored_shape[1:] if expert is not None else stored_shape)[:: -1 if transposed else 1],
+        )
         self.unread.discard(stored)
         data = source.data if expert is None else source.data[expert]
         reordered = self.arch == "llama" and re.search(r"\.[qk]_proj\.", name)

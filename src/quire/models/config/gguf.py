@@ -62,7 +62,7 @@ class Metadata:
         field = self.reader.get_field(self.arch + key if key.startswith(".") else key)
         return default if field is None else field.contents()
 
-    def need(self, key: str) -> Any:
+    def require(self, key: str) -> Any:
         """Return the value at `key`, or raise ModelError if there is none."""
         value = self.get(key)
         if value is None:
@@ -80,7 +80,7 @@ class Metadata:
         return self._keys(key, name, default).number(name)
 
     def _keys(self, key: str, name: str, default: float | None) -> ConfigKeys:
-        value = self.need(key) if default is None else self.get(key, default)
+        value = self.require(key) if default is None else self.get(key, default)
         return ConfigKeys({name: value}, f"{self.path}: {self.arch}{key}")
 
 
@@ -140,8 +140,8 @@ def gguf_spec(path: Path) -> ModelSpec:
 
 def _eos_ids(meta: Metadata, vocab_size: int) -> tuple[int, ...]:
     keys = [f"tokenizer.ggml.{name}_token_id" for name in ("eos", "eot", "eom")]
-    found = [token for key in keys for token in token_ids(meta.get(key), key, vocab_size, str(meta.path))]
-    return tuple(dict.fromkeys(found))
+    ids = [token for key in keys for token in token_ids(meta.get(key), key, vocab_size, str(meta.path))]
+    return tuple(dict.fromkeys(ids))
 
 
 # ------------------------------------------------------------------------------- the architectures
@@ -198,10 +198,10 @@ def _rope(meta: Metadata, trained_len: int, base: float, tensors: dict[str, Any]
 
 
 def _llama(meta: Metadata, facts: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
-    found = {"family": "llama", **_rotary(meta, facts, tensors)}
+    fields = {"family": "llama", **_rotary(meta, facts, tensors)}
     if meta.get(".expert_count"):  # Mixtral's architecture is also called llama
-        found.update(family="moe", moe=_moe(meta, facts, facts["intermediate_size"]))
-    return found
+        fields.update(family="moe", moe=_moe(meta, facts, facts["intermediate_size"]))
+    return fields
 
 
 def _qwen(meta: Metadata, facts: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
@@ -230,16 +230,16 @@ def _moe(meta: Metadata, facts: dict[str, Any], intermediate: int) -> MoESpec:
 def _gemma3(meta: Metadata, facts: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
     layers, hidden = facts["num_layers"], facts["hidden_size"]
     window = meta.integer(".attention.sliding_window", "sliding_window")
-    found = {"family": "gemma3", **_rotary(meta, facts, tensors, base=1e6), "activation": "gelu_tanh"}
+    fields = {"family": "gemma3", **_rotary(meta, facts, tensors, base=1e6), "activation": "gelu_tanh"}
     if layers == _GEMMA3_27B_LAYERS:
-        found["query_scale"] = (hidden / facts["num_heads"]) ** -0.5
+        fields["query_scale"] = (hidden / facts["num_heads"]) ** -0.5
     soft_cap = meta.get(".final_logit_softcapping")
     if soft_cap is not None:
         soft_cap = meta.number(".final_logit_softcapping", "final_logit_softcapping")
     local_theta = meta.number(".rope.freq_base_swa", "rope_theta", 10000.0)
     return {
-        **found,
-        "local_rope": RopeParams(theta=local_theta, original_max_len=found["max_model_len"]),
+        **fields,
+        "local_rope": RopeParams(theta=local_theta, original_max_len=fields["max_model_len"]),
         "windows": tuple(None if (i + 1) % _SWA_EVERY == 0 else window for i in range(layers)),
         "embedding_scale": math.sqrt(hidden),
         "final_soft_cap": soft_cap,

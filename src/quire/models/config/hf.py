@@ -13,8 +13,8 @@ from typing import Any
 from quire.files.reading import shown
 from quire.models.config.keys import ConfigKeys
 from quire.models.config.parts import (
-    common,
-    decoder,
+    common_fields,
+    decoder_spec,
     parse_activation,
     parse_head_dim,
     refuse_bias,
@@ -64,7 +64,7 @@ def _gpt2(name: str, keys: ConfigKeys) -> ModelSpec:
     positions = keys.integer("n_positions", "max_position_embeddings", "context_window_size", "n_ctx")
     head_dim = parse_head_dim(keys, hidden, heads)
     return ModelSpec(
-        **common(name, "gpt2", keys, tie=True),
+        **common_fields(name, "gpt2", keys, tie=True),
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
@@ -86,14 +86,14 @@ def _gpt2(name: str, keys: ConfigKeys) -> ModelSpec:
 
 def _llama(name: str, keys: ConfigKeys) -> ModelSpec:
     bias = keys.flag("attention_bias")
-    return decoder(name, "llama", keys, qkv_bias=bias, o_bias=bias, mlp_bias=keys.flag("mlp_bias"))
+    return decoder_spec(name, "llama", keys, qkv_bias=bias, o_bias=bias, mlp_bias=keys.flag("mlp_bias"))
 
 
 def _mistral(name: str, keys: ConfigKeys) -> ModelSpec:
     refuse_bias(name, keys)
     # null turns the window off; a missing field means the default of transformers.
     default = None if keys.has("sliding_window", "sliding_window_size") else 4096
-    return decoder(name, "llama", keys, window=_window(keys, default), kv_default=8)
+    return decoder_spec(name, "llama", keys, window=_window(keys, default), kv_default=8)
 
 
 def _window(keys: ConfigKeys, default: int | None = None) -> int | None:
@@ -101,7 +101,7 @@ def _window(keys: ConfigKeys, default: int | None = None) -> int | None:
     return None if window is None else keys.integer("sliding_window", "sliding_window_size", default=default)
 
 
-def _checked(moe: MoESpec, keys: ConfigKeys) -> MoESpec:
+def _check_top_k(moe: MoESpec, keys: ConfigKeys) -> MoESpec:
     if moe.top_k > moe.num_experts:
         raise keys.refuse(
             "num_experts_per_tok", f"at most the number of experts, {moe.num_experts}", moe.top_k
@@ -110,12 +110,12 @@ def _checked(moe: MoESpec, keys: ConfigKeys) -> MoESpec:
 
 
 def _qwen2(name: str, keys: ConfigKeys) -> ModelSpec:
-    return decoder(name, "qwen", keys, qkv_bias=True, window_from=window_from(keys), kv_default=32)
+    return decoder_spec(name, "qwen", keys, qkv_bias=True, window_from=window_from(keys), kv_default=32)
 
 
 def _qwen3(name: str, keys: ConfigKeys) -> ModelSpec:
     bias = keys.flag("attention_bias")
-    return decoder(
+    return decoder_spec(
         name,
         "qwen",
         keys,
@@ -142,7 +142,7 @@ def _qwen3_moe(name: str, keys: ConfigKeys) -> ModelSpec:
     )
     # This family has a window in all layers or in none.
     window = _window(keys) if keys.flag("use_sliding_window") else None
-    return decoder(
+    return decoder_spec(
         name,
         "moe",
         keys,
@@ -150,7 +150,7 @@ def _qwen3_moe(name: str, keys: ConfigKeys) -> ModelSpec:
         o_bias=bias,
         qk_norm=True,
         window=window,
-        moe=_checked(moe, keys),
+        moe=_check_top_k(moe, keys),
         kv_default=4,
     )
 
@@ -164,8 +164,15 @@ def _mixtral(name: str, keys: ConfigKeys) -> ModelSpec:
         norm_topk=True,
         sparse=(True,) * keys.integer("num_hidden_layers"),
     )
-    return decoder(
-        name, "moe", keys, window=_window(keys), moe=_checked(moe, keys), kv_default=8, theta=1e6, eps=1e-5
+    return decoder_spec(
+        name,
+        "moe",
+        keys,
+        window=_window(keys),
+        moe=_check_top_k(moe, keys),
+        kv_default=8,
+        theta=1e6,
+        eps=1e-5,
     )
 
 
@@ -209,7 +216,7 @@ def _gemma3(name: str, keys: ConfigKeys) -> ModelSpec:
     soft_capped = keys.get("final_logit_softcapping", default=None) is not None
     layers = keys.integer("num_hidden_layers")
     pattern = ["full_attention" if (i + 1) % every == 0 else "sliding_attention" for i in range(layers)]
-    return decoder(
+    return decoder_spec(
         name,
         "gemma3",
         keys,

@@ -14,7 +14,7 @@ from quire.types import ModelError
 _MISSING: Any = object()
 
 # Upper limits of integers, by the first of a field's names.
-_MOST = {
+_MAX = {
     "num_hidden_layers": 4096,
     "n_layer": 4096,
     "num_attention_heads": 1 << 16,
@@ -27,7 +27,7 @@ _MOST = {
     "num_experts": 1 << 14,
     "num_local_experts": 1 << 14,
 }
-_MOST_ANY = 1 << 30
+_MAX_ANY = 1 << 30
 
 # Ranges of numbers, both ends included, by the first of a field's names.
 _RANGES = {
@@ -71,16 +71,16 @@ class ConfigKeys:
         """Build the error for a value that is not `wanted`."""
         return ModelError(f"{self.where}: {name} must be {wanted}, got {shown(value)}")
 
-    def integer(self, *names: str, default: Any = _MISSING, least: int = 1) -> int:
-        """Return an integer between `least` and the field's upper limit."""
-        value, most = self.get(*names, default=default), _MOST.get(names[0], _MOST_ANY)
+    def integer(self, *names: str, default: Any = _MISSING, minimum: int = 1) -> int:
+        """Return an integer between `minimum` and the field's upper limit."""
+        value, limit = self.get(*names, default=default), _MAX.get(names[0], _MAX_ANY)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            wanted = "a positive integer" if least == 1 else f"an integer of at least {least}"
+        if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
+            wanted = "a positive integer" if minimum == 1 else f"an integer of at least {minimum}"
             raise self.refuse(names[0], wanted, value)
-        if value > most:
-            raise self.refuse(names[0], f"at most {most}", value)
+        if value > limit:
+            raise self.refuse(names[0], f"at most {limit}", value)
         return value
 
     def number(self, *names: str, default: Any = _MISSING) -> float:
@@ -113,15 +113,15 @@ class ConfigKeys:
             raise self.refuse(names[0], "an object", value)
         return value
 
-    def entries(self, name: str, kind: type, most: int = 1 << 16) -> list[Any] | None:
-        """Return a list of at most `most` entries, all of type `kind`; None if the field is missing."""
+    def entries(self, name: str, kind: type, max_length: int = 1 << 16) -> list[Any] | None:
+        """Return a list of at most `max_length` entries, all of type `kind`; None if the field is missing."""
         value = self.get(name, default=None)
         if value is None:
             return None
         if not isinstance(value, list) or not all(type(entry) is kind for entry in value):
             raise self.refuse(name, f"a list of {kind.__name__}", value)
-        if len(value) > most:
-            raise self.refuse(name, f"a list of at most {most} entries", f"{len(value)} entries")
+        if len(value) > max_length:
+            raise self.refuse(name, f"a list of at most {max_length} entries", f"{len(value)} entries")
         return value
 
     def has(self, *names: str) -> bool:
@@ -129,7 +129,7 @@ class ConfigKeys:
         return any(name in self.config for name in names)
 
 
-_MOST_IDS = 256
+_MAX_IDS = 256
 
 
 def token_ids(value: object, name: str, vocab_size: int, where: str) -> tuple[int, ...]:
@@ -145,8 +145,8 @@ def token_ids(value: object, name: str, vocab_size: int, where: str) -> tuple[in
         ModelError: if the value is anything else, or an id is out of range.
     """
     ids = value if isinstance(value, list) else [] if value is None else [value]
-    if len(ids) > _MOST_IDS:
-        raise ModelError(f"{where}: {name} must hold at most {_MOST_IDS} token ids, got {len(ids)}")
+    if len(ids) > _MAX_IDS:
+        raise ModelError(f"{where}: {name} must hold at most {_MAX_IDS} token ids, got {len(ids)}")
     for token in ids:
         if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise ModelError(

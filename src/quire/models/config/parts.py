@@ -22,7 +22,7 @@ ACTIVATIONS = {
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-def decoder(
+def decoder_spec(
     name: str,
     family: str,
     keys: ConfigKeys,
@@ -85,7 +85,7 @@ def decoder(
         window = keys.integer("sliding_window", default=4096)
         pattern = ["sliding_attention" if i >= window_from else "full_attention" for i in range(layers)]
     return ModelSpec(
-        **common(name, family, keys, tie),
+        **common_fields(name, family, keys, tie),
         hidden_size=hidden,
         num_layers=layers,
         num_heads=heads,
@@ -110,7 +110,7 @@ def decoder(
     )
 
 
-def common(name: str, family: str, keys: ConfigKeys, tie: bool) -> dict[str, Any]:
+def common_fields(name: str, family: str, keys: ConfigKeys, tie: bool) -> dict[str, Any]:
     """Parse the fields of `ModelSpec` that every family has; `tie` is the default of `tie_word_embeddings`."""
     vocab_size = keys.integer("vocab_size")
     bos, eos = (
@@ -180,7 +180,7 @@ def window_from(keys: ConfigKeys) -> int | None:
     """Return Qwen's first layer with a window, `max_window_layers`; None unless `use_sliding_window` is set."""
     if not keys.flag("use_sliding_window"):
         return None
-    return keys.integer("max_window_layers", default=28, least=0)
+    return keys.integer("max_window_layers", default=28, minimum=0)
 
 
 def _windows(

@@ -52,9 +52,8 @@ class Admission:
         self.draining: str | None = None  # error message for new requests; None: they are admitted
         self._preparing = 0  # choices whose prompt is being tokenized
         self._sent = 0  # engine requests since the start
-        self._on_the_way: deque[tuple[int, int]] = (
-            deque()
-        )  # (value of `_sent` after this request, its prompt tokens)
+        # For each sent request: the value of `_sent` after it, and its prompt tokens.
+        self._on_the_way: deque[tuple[int, int]] = deque()
         self._way_tokens = 0
         self._finished = 0
         self._rate = 0.0  # requests finished per second, smoothed

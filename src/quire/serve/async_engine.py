@@ -240,9 +240,8 @@ class AsyncEngine:
         try:
             while True:
                 message = await self._process.receive()
-                if (
-                    time.monotonic() - yielded_s > _YIELD_S
-                ):  # receive() does not suspend while messages are queued
+                # receive() does not suspend while messages are queued.
+                if time.monotonic() - yielded_s > _YIELD_S:
                     await asyncio.sleep(0)
                     yielded_s = time.monotonic()
                 match message:

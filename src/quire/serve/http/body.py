@@ -23,18 +23,15 @@ from quire.serve.http.errors import ApiError, bad_request, overloaded
 
 T = TypeVar("T")
 
-SMALL_BYTES = (
-    16 << 10
-)  # up to this size: decoded on the event loop within a millisecond, and not counted as memory
+# Up to this size: decoded on the event loop within a millisecond, and not counted as memory.
+SMALL_BYTES = 16 << 10
 _PIECE_BYTES = 256 << 10  # bytes measured at once, in a millisecond or two
 _GRACE_S = 20.0  # for a body of any size
 _SLOWEST_BYTES_PER_S = 8192  # minimum average rate of a body after the grace period
 _NUMBERS_BESIDE_PROMPTS = 128 << 10
 _MEMORY_PER_BODY = 16  # total memory for bodies, as a multiple of the maximum body
-_ELEMENT_BYTES, _NUMBER_BYTES = (
-    96,
-    40,
-)  # memory of a decoded string, list or object, and of a number in a list
+# Memory of a decoded string, list or object, and of a number in a list.
+_ELEMENT_BYTES, _NUMBER_BYTES = 96, 40
 _CONTINUATIONS = bytes(range(0x80, 0xC0))  # the bytes of a UTF-8 character after its first
 _WIDE_LEADS = (b"\xf0", b"\xf1", b"\xf2", b"\xf3", b"\xf4")  # the first bytes of characters beyond U+FFFF
 

@@ -24,10 +24,8 @@ HEAD_S = 10.0
 _PROBE_S = 2.0
 _MAX_HEAD_BYTES = 64 << 10
 _MAX_PIPELINED = 32
-_FREE_PIECES, _LEAST_PIECE_BYTES = (
-    2048,
-    64,
-)  # limits on the chunks of a body: each costs as much time as some hundred bytes
+# Limits on the chunks of a body: each costs as much time as some hundred bytes.
+_FREE_PIECES, _LEAST_PIECE_BYTES = 2048, 64
 _FIELD_BYTES = 32  # overhead of a header beside its text
 _PROBE = b"HTTP/1.1 100 Continue\r\n\r\n"
 
@@ -53,9 +51,8 @@ class Connection(HttpToolsProtocol):
     _fields_bytes = 0  # size of the parsed parts of the head
     _in_head = False
     _pieces = _body_bytes = 0  # received of the current body
-    _timer: asyncio.TimerHandle | None = (
-        None  # deadline of the head, or the next probe of a half-closed connection
-    )
+    # Deadline of the head, or the next probe of a half-closed connection.
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
         _connection_made(self, GatheringTransport(transport, self.writes))

@@ -52,9 +52,8 @@ class RequestMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 found = MutableHeaders(scope=message)
-                found["x-request-id"] = found["request-id"] = (
-                    request_id  # the names that OpenAI and Anthropic use
-                )
+                # The names that OpenAI and Anthropic use.
+                found["x-request-id"] = found["request-id"] = request_id
             await send(message)
 
         try:

@@ -44,9 +44,8 @@ log = logging.getLogger("quire.serve")
 _SWITCH_S = 0.0005
 _GC_THRESHOLDS = 5000, 20, 1 << 30
 _GC_INTERVAL_S, _GC_LATEST_S = 5.0, 600.0
-_LAST_ANSWERS_S = (
-    1.0  # from the engine's death to the exit: open requests and health checks get their answers
-)
+# From the engine's death to the exit: open requests and health checks get their answers.
+_LAST_ANSWERS_S = 1.0
 
 
 class _Uvicorn(uvicorn.Server):

@@ -35,9 +35,8 @@ _KINDS = {
 _EXPECTED = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
 _STREAM_OPTIONS = frozenset(StreamOptions.__struct_encode_fields__)
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
-_EXPLAINED_BYTES = (
-    1 << 20
-)  # largest invalid body that is searched for the reason, which takes longer than decoding
+# Largest invalid body that is searched for the reason, which takes longer than decoding.
+_EXPLAINED_BYTES = 1 << 20
 _WHOLE = "the body"
 _MAX_DEPTH = 64
 _MAX_WARNINGS = 16  # at most this many warnings about unknown fields

@@ -123,7 +123,7 @@ class MetricFamilies:
             "vllm:num_requests_running", "Number of requests in the running batch.", load.running
         )
         yield self._gauge(
-            "vllm:num_requests_waiting", "Number of requests waiting for a slot in the batch.", load.waiting
+            "vllm:num_requests_waiting", "Number of requests waiting in the engine.", load.waiting
         )
         yield self._gauges(
             "vllm:num_requests_waiting_by_reason",

@@ -45,7 +45,7 @@ def start_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
 def wake_gpu(device: str) -> None:
     """Initialize the driver for the GPU that `device` names, and Triton's key of its kernel cache.
 
-    Triton hashes all of its own files (half a gigabyte) before it looks for a kernel on disk. Both results are kept in
+    Triton hashes its files (half a gigabyte) before it looks for a kernel on disk. Both results are kept in
     the process. Errors are ignored here: torch and Triton report them later.
     """
     kind, _, index = device.partition(":")

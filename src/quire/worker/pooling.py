@@ -15,7 +15,7 @@ from quire.worker.staging import Staging
 
 
 class Pooler:
-    """Sums of hidden states by slot, and the pooling that each slot's request wants."""
+    """Sums of hidden states by slot, and the pooling method of each slot."""
 
     def __init__(self, num_slots: int, device: torch.device) -> None:
         self._num_slots, self._device = num_slots, device

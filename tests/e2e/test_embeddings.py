@@ -1,4 +1,4 @@
-"""Embeddings against transformers, whatever else the engine does meanwhile."""
+"""Embeddings equal those of transformers, also beside other requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def states(folder: Path) -> list[np.ndarray]:
-    """float32 [tokens, hidden] of each prompt, by transformers."""
+    """Return the hidden states of each prompt by transformers, float32 [tokens, hidden]."""
     model = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
     with torch.inference_mode():
         return [model(torch.tensor([ids])).last_hidden_state[0].numpy() for ids in PROMPTS]

@@ -112,7 +112,7 @@ def test_stream_adds_up(llm: LLM) -> None:
 
 
 def test_streams_can_be_read_in_turns(llm: LLM) -> None:
-    """Whichever call lets the engine go on, each hears of its own answer, to the end."""
+    """Each call gets its complete answer, whichever call runs the engine."""
     prompts = ["first", "second", "third"]
     texts = [out.outputs[0].text for out in llm.generate(prompts, GREEDY, use_tqdm=False)]
     first, second = (llm.stream(prompt, GREEDY) for prompt in prompts[:2])

@@ -1,4 +1,4 @@
-"""Structured output through `LLM`: whatever the weights, settings and company, the answer is what was asked for."""
+"""Structured output through `LLM`: answers follow the grammar for any weights, settings and concurrent requests."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_any_object(llm: LLM) -> None:
 
 
 def test_ends(llm: LLM) -> None:
-    """ignore_eos writes on while it can; a complete answer ends whatever min_tokens says."""
+    """ignore_eos continues while the grammar allows it; a complete answer ends despite min_tokens."""
     assert texts(llm, "x", params(regex="a{1,5}", ignore_eos=True)) == ["aaaaa"]
     assert texts(llm, "x", params(regex="a{1,5}", min_tokens=3, n=5, seed=0)) != ["a"] * 5
     assert all(len(text) >= 3 for text in texts(llm, "x", params(regex="a{1,5}", min_tokens=3, n=5, seed=0)))
@@ -245,7 +245,7 @@ def test_a_grammar_that_is_too_slow_ends_its_request_alone(llm: LLM, monkeypatch
 
 
 def test_an_answer_goes_on_in_a_new_lexer(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a lexer has used up its states, the answer is the one that a larger lexer would have given."""
+    """A lexer that runs out of states is replaced without a change of the answer."""
     asked = params(regex="[a-z]{90}", seed=1)
     want, built, build = texts(llm, "x", asked), [], CheckedGrammar.matcher
 

@@ -1,4 +1,4 @@
-"""Messages between processes: whole, in order, never waiting to be sent, and read to the last one."""
+"""Messages between processes arrive whole and in order; sending never blocks; none is lost when the sender ends."""
 
 from __future__ import annotations
 

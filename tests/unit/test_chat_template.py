@@ -54,7 +54,7 @@ CALLS = [
 
 
 class TemplateOnly(NoTokenizer):
-    """A tokenizer of which only the template and the names of special tokens are asked."""
+    """A tokenizer that has only a template and special tokens."""
 
     def __init__(self, template: str | None, **named: str) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def ours(source: str, messages: list[dict[str, Any]], **options: Any) -> str:
 
 
 def outcome(call: Any) -> str | type:
-    """The text, or that there was an error: what a template refuses, both must refuse."""
+    """Return the rendered text, or a mark for an error: both implementations must refuse the same conversations."""
     try:
         return call()
     except Exception:
@@ -105,7 +105,7 @@ def test_published_templates_render_as_in_transformers(path: Path | None) -> Non
                 assert mine == theirs
                 rendered += isinstance(mine, str) and given is not CALLS
     assert rendered >= 2, "the template must render a plain conversation"
-    # One of them is made for tools alone.
+    # One of them only supports requests with tools.
     assert any(
         "who are you?" in str(outcome(lambda t=t: ours(source, PLAIN, tools=t, template_kwargs=extra)))
         for t in (None, TOOLS)
@@ -114,7 +114,7 @@ def test_published_templates_render_as_in_transformers(path: Path | None) -> Non
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda p: p.stem if p else "absent")
 def test_calls_without_content_are_calls_with_an_empty_one(path: Path | None) -> None:
-    """As OpenAI's client sends its own answers back. Nine of the templates write None, or fail at it."""
+    """OpenAI's client sends null content back with tool calls. Nine of the templates write None for it, or fail."""
     if path is None:
         pytest.skip("shared/data/chat_templates is absent")
     source = path.read_text(encoding="utf-8")
@@ -130,7 +130,7 @@ def test_all_templates_are_there() -> None:
 
 
 def called(content: Any, arguments: Any) -> list[dict[str, Any]]:
-    """A conversation in which the model calls a tool, as clients send it back."""
+    """Build a conversation in which the model calls a tool, in the form that clients send back."""
     call = {"id": "abcdefghi", "type": "function", "function": {"name": "find_sky", "arguments": arguments}}
     said = {"role": "assistant", "content": content, "tool_calls": [call]}
     result = {"role": "tool", "tool_call_id": "abcdefghi", "content": "blue-42"}
@@ -151,7 +151,7 @@ NAMES_RESULTS = ("openai-gpt-oss-120b", "upstage-Solar-Open-100B")  # with the n
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda p: p.stem if p else "absent")
 def test_a_call_and_its_result_appear_exactly_once(path: Path | None) -> None:
-    """Nine of the published templates drop them, print None, or fail, if they come in another form."""
+    """Given another form, nine of the published templates drop tool calls, print None, or fail."""
     if path is None:
         pytest.skip("shared/data/chat_templates is absent")
     source = path.read_text(encoding="utf-8")
@@ -218,7 +218,7 @@ BOTH = (
     "{% for c in m.get('content') %}({{ c.text }}){% endfor %}{% endif %}{% endfor %}"
 )
 FIRST = "{% for m in messages %}<{{ m.content[0].text }}>{% endfor %}"
-# Ollama's Gemma 3 reads parts alone, though it asks elsewhere whether something is a string.
+# Ollama's Gemma 3 reads only parts, although it tests elsewhere whether content is a string.
 MIXED = "{% if x is string %}{{ x }}{% endif %}" + PARTS
 
 
@@ -239,7 +239,7 @@ def test_content_comes_in_the_form_that_a_template_reads(source: str, of_parts: 
 
 
 def test_roles_may_read_content_differently() -> None:
-    """Parts for users, strings for all others."""
+    """The template reads parts in user messages and strings in all others."""
     source = (
         "{% for m in messages %}{% if m.role == 'user' %}{% for c in m.content %}({{ c.text }}){% endfor %}"
     )

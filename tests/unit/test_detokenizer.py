@@ -1,4 +1,4 @@
-"""Streams of tokens give the text of the whole, in any chunks, and stop strings never leak."""
+"""Incremental decoding gives the same text for any chunks, and stop strings never leak."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def stream(detokenizer: Detokenizer, ids: list[int]) -> str:
 
 
 def complete_characters(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str:
-    """The text of a prompt up to the character that it leaves unfinished."""
+    """Return the text of a prompt without its incomplete last character."""
     kept = [i for i in ids if not (skip and tokenizer.is_special(i))]
     raw = b"".join(map(tokenizer.token_bytes, kept))
     return codecs.getincrementaldecoder("utf-8")("replace").decode(raw)
@@ -47,7 +47,7 @@ def complete_characters(tokenizer: Tokenizer, ids: list[int], skip: bool) -> str
 
 @st.composite
 def token_lists(draw: st.DrawFn, tokenizer: Tokenizer) -> list[int]:
-    """Encoded texts, loose bytes (mostly no UTF-8) and special tokens, one after the other."""
+    """Return a random sequence of encoded texts, loose bytes (mostly invalid UTF-8) and special tokens."""
     special = sorted(tokenizer.special_ids)
     single_bytes = [i for i in range(300) if len(tokenizer.token_bytes(i)) == 1]
     part = st.one_of(
@@ -125,7 +125,7 @@ def test_sentencepiece_keeps_the_space_of_a_continuation_and_drops_that_of_a_beg
 
 @needs_data
 def test_spaces_between_special_tokens_can_be_removed() -> None:
-    """No decoder here puts any, so both settings agree; the one that removes must not remove text."""
+    """No decoder here adds such spaces, so both settings must give the same text."""
     qwen = real("tokenizers/qwen3")
     ids = qwen.encode("<|im_start|><|im_end|> a <|im_end|>")
     for spaces in (True, False):
@@ -153,7 +153,7 @@ def test_the_cost_of_a_token_does_not_grow() -> None:
 
 
 def by_character(text: str, stops: list[str], include: bool) -> tuple[str, str | None]:
-    """The definition: the first character at which the text so far ends with a stop string."""
+    """Cut by definition: at the first character where the text so far ends with a stop string."""
     for end in range(1, len(text) + 1):
         hits = sorted((s for s in stops if text[:end].endswith(s)), key=len, reverse=True)
         if hits:

@@ -91,7 +91,7 @@ def vocabulary() -> Vocabulary:
 
 
 class Source:
-    """In the place of the helper process; sometimes slow, and silent while its gate is shut."""
+    """A stand-in for the helper process that is sometimes slow, and does not answer while its gate is shut."""
 
     def __init__(self, delay_s: float = 0.0, shut: bool = False) -> None:
         self.delay_s = delay_s
@@ -116,7 +116,7 @@ class Source:
 
 @dataclass
 class MaskedDevice(FakeDevice):
-    """Picks among the tokens that a mask allows."""
+    """A sampler that picks among the tokens that a mask allows."""
 
     masks: dict[int, TokenMasks | None] = field(default_factory=dict)
     masked_rows: int = 0
@@ -154,7 +154,7 @@ def choose(h: int, allowed: np.ndarray | None) -> int:
 
 
 def reference(request: EngineRequest, max_model_len: int, vocabulary: Vocabulary) -> tuple[list[int], str]:
-    """Tokens and finish reason, one request alone, the rules for the end written once more."""
+    """Return the tokens and finish reason of a request that runs alone, by a second implementation of the end rules."""
     assert request.grammar is not None
     try:
         matcher = build_matcher(vocabulary, request.grammar, grammar_text(request.grammar))
@@ -205,7 +205,7 @@ TIGHT = dict(max_len=24, layout="paged", block_size=1, num_blocks=26, rows=8, ad
 
 
 def random_run(seed: int, vocabulary: Vocabulary) -> Engine:
-    """With seeds divisible by five no mask is in time, so every row is taken out of its step once."""
+    """Run a random load. With seeds divisible by five every mask is late, so every row leaves its step once."""
     rng = random.Random(seed)
     engine, max_len = make_engine(rng, **(TIGHT if seed % 2 else {}))
     grammar = with_grammar(engine, Source(rng.choice([0.0, 0.0, 0.001])), 10.0 if seed % 5 else 0.0)
@@ -327,7 +327,7 @@ def test_abort_while_held() -> None:
 
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_token_outside_the_grammar_is_never_handed_out(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after allowed_token_ids that exclude all that the grammar allows: the sampler falls back to some token."""
+    """The sampler falls back to some token if allowed_token_ids exclude everything that the grammar allows."""
     monkeypatch.setattr(sys.modules[__name__], "choose", lambda h, allowed: 9)
     engine = small(depth)
     engine.add(ask("r", SPECS[0]))
@@ -445,7 +445,7 @@ def test_classes_are_those_of_ecmascript(regex: str, taken: str, refused: str) -
 
 
 def test_patterns_of_properties_stay_apart() -> None:
-    """Two that mean the same are two still, since both bind."""
+    """Two patterns with the same meaning must both be enforced."""
     schema = {"patternProperties": {r"^\d$": {"minimum": 1}, "^[0-9]$": {"maximum": 5}}}
     found = json.loads(grammar_spec(StructuredOutputsParams(json=schema)).text)["patternProperties"]
     assert list(found.values()) == [{"minimum": 1}, {"maximum": 5}]
@@ -476,7 +476,7 @@ def allows(answer: GrammarAnswer, token: int) -> bool:
 
 
 def write(answer: GrammarAnswer, text: bytes, every: int = 1) -> None:
-    """Write a text byte by byte, with a mask before every so many of them."""
+    """Write a text byte by byte, with a mask before every `every` bytes."""
     for i in range(0, len(text), every):
         answer.work()
         assert answer.error is None, (i, answer.error)
@@ -498,7 +498,7 @@ def prose(length: int) -> str:
 
 
 def test_a_long_string_is_written_to_its_last_character(byte_vocabulary: Vocabulary) -> None:
-    """It has twice as many characters as a lexer may have states."""
+    """The text has twice as many characters as a lexer may have states."""
     answer = answer_to(byte_vocabulary, json_spec({"type": "string", "maxLength": 100_000}))
     write(answer, b'"' + prose(100_000).encode(), every=40)
     assert allows(answer, ord('"')) and not allows(answer, ord("a")) and not allows(answer, END)
@@ -530,7 +530,7 @@ def test_many_words_are_written_to_their_end(byte_vocabulary: Vocabulary) -> Non
 def test_an_answer_that_exhausts_its_lexer_ends_with_an_error(
     byte_vocabulary: Vocabulary, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is not an answer that is complete, and the next one with this spec begins anew."""
+    """The failed answer does not count as complete, and the next one with this spec starts with a new matcher."""
     monkeypatch.setattr(
         CheckedGrammar, "matcher", lambda g, n: build_matcher(g.vocabulary, g.spec, g.text, 60)
     )
@@ -559,7 +559,7 @@ def test_answers_share_no_lexer(vocabulary: Vocabulary) -> None:
 
 
 def spend(answer: GrammarAnswer, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let one mask take that long."""
+    """Make one mask take this long."""
     times = iter([0.0, seconds])
     with monkeypatch.context() as patch:
         patch.setattr("quire.grammar.answer.time.thread_time", lambda: next(times))
@@ -597,7 +597,7 @@ def test_slow_answers_are_computed_in_the_background_until_they_are_quick(
 
 
 def test_a_step_does_not_wait_for_a_slow_mask(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others get their tokens meanwhile, and the slow request the ones that it would have got anyway."""
+    """Other requests get tokens meanwhile, and the slow request gets the same tokens as when it runs alone."""
     gate, begun = threading.Event(), threading.Event()
     work = GrammarAnswer.work
 
@@ -636,7 +636,7 @@ def test_a_step_does_not_wait_for_a_slow_mask(monkeypatch: pytest.MonkeyPatch) -
 def test_more_stuck_masks_than_threads_delay_nobody(
     cores: int, stuck_masks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One thread per two cores does masks, and at most one more per core replaces those that are stuck."""
+    """There is one thread per two cores, and up to one replacement per core for stuck threads."""
     monkeypatch.setattr(os, "cpu_count", lambda: cores)
     gate = threading.Event()
     stuck = [threading.Event() for _ in range(stuck_masks)]
@@ -673,7 +673,7 @@ def test_more_stuck_masks_than_threads_delay_nobody(
 
 
 def test_memory_of_matchers_is_bounded() -> None:
-    """An answer whose grammar does not fit beside the others begins when one of them has ended."""
+    """An answer whose matcher does not fit into the memory limit starts when another one has ended."""
     source = Source()
     source.memory_bytes = 700 << 20
     engine = small(source=source)
@@ -688,7 +688,7 @@ def test_memory_of_matchers_is_bounded() -> None:
 
 
 def test_the_end_is_not_what_the_grammar_writes_with_the_same_token(vocabulary: Vocabulary) -> None:
-    """Wherever in a word of the mask the token is: 6 and 38 are "1" here, and 38 ends the answer."""
+    """Tokens 6 and 38 are both "1" and have the same bit in two words of the mask; 38 ends the answer."""
     tokens = [*TOKENS, *[b""] * 9, *TOKENS]
     spec = GrammarSpec("regex", "1{3}")
     grammar = CheckedGrammar(spec, grammar_text(spec), 0, Vocabulary(tokens))

@@ -1,4 +1,4 @@
-"""The helper process: hostile specs end there, each within its limits, and nobody else notices."""
+"""The helper process: hostile specs end there, within their limits, without an effect on other specs."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def checker() -> Iterator[Checker]:
 
 
 def refusal(checker: Checker, **given: Any) -> str:
-    """Why a spec is refused, by the checks before or in the process; empty if it is not."""
+    """Return why a spec is refused, before or in the process; empty if it is accepted."""
     try:
         checker.check(grammar_spec(StructuredOutputsParams(**given)))
     except RequestError as error:
@@ -40,7 +40,7 @@ def refusal(checker: Checker, **given: Any) -> str:
 
 
 def chain(n: int, link: Any) -> dict[str, Any]:
-    """$defs that refer to each other, n deep, through `link`."""
+    """Build `n` $defs, each of which refers to the next through `link`."""
     defs = {f"d{i}": link({"$ref": f"#/$defs/d{i + 1}"}) for i in range(n)}
     return {"$ref": "#/$defs/d0", "$defs": {**defs, f"d{n}": {"type": "integer"}}}
 
@@ -206,7 +206,7 @@ def test_a_missing_tokenizer_is_a_clear_error(tmp_path: Path) -> None:
 
 
 def test_a_spec_is_refused_for_the_same_reason_as_the_tokens(tmp_path: Path) -> None:
-    """The process without a tokenizer ends at once, so a question to it would find it gone."""
+    """A process without a tokenizer ends at once, so `check` must read the table first."""
     checker = Checker(tmp_path, 100)
     with pytest.raises(RequestError, match=r"has no tokenizer\.json"):
         checker.check(GOOD)

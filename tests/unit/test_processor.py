@@ -19,7 +19,7 @@ VOCAB = 300
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token per byte, one merge, and a begin-of-sequence token (257) in front."""
+    """Build a tokenizer with one token per byte, one merge, and a leading begin-of-sequence token (257)."""
     vocab = dict(BYTE_OF_CHAR) | {"Ġx": 256}
     raw = byte_level_bpe(vocab, [("Ġ", "x")], "gpt-2", "test")
     raw.add_special_tokens(["<s>", "</s>"])
@@ -42,7 +42,7 @@ def processor(**changes: Any) -> InputProcessor:
 
 
 def test_what_cannot_fit_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The longest token, `</s>`, has 4 characters: 20 tokens are 80 characters at most."""
+    """The longest token, `</s>`, has 4 characters, so 20 tokens have at most 80 characters."""
     tokenized: list[str] = []
 
     def encode(text: str, add_special_tokens: bool = True) -> list[int]:

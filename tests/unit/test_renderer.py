@@ -1,4 +1,4 @@
-"""Templates run in helper processes: hostile ones end in a clean error, and nothing else notices them."""
+"""Templates run in helper processes: hostile ones end in a clean error, without an effect on other renderings."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ DOUBLED = "{% set n = namespace(x=[1]) %}{% for i in range(LEVELS) %}{% set n.x 
 
 
 def doubled(levels: int, then: str) -> str:
-    """A list that holds itself twice, and so on: small in memory, and as large as 2 ** levels to look at."""
+    """Build nested lists that hold the next level twice: small in memory, but 2 ** levels items when traversed."""
     return DOUBLED.replace("LEVELS", str(levels)) + then
 
 
@@ -117,7 +117,7 @@ def short_limits() -> Iterator[None]:
 
 @pytest.mark.parametrize("source", HOSTILE, ids=lambda s: f"{s[:50]}-{len(s)}")
 def test_hostile_and_broken_templates_end(source: str, renderer: TemplateRenderer) -> None:
-    """In an error, or in a text where they stay within the limits. The next rendering is as ever."""
+    """Hostile templates end in an error, or in a text if they stay within the limits. The next rendering works."""
     try:
         text = renderer.render(source, VARIABLES)
         assert len(text) <= 16_000_000
@@ -128,7 +128,7 @@ def test_hostile_and_broken_templates_end(source: str, renderer: TemplateRendere
 
 
 def test_an_attack_slows_no_other_rendering(renderer: TemplateRenderer) -> None:
-    """Two processes: one is busy with what never ends, the other one answers."""
+    """One of two processes runs an endless template, and the other one answers."""
     renderer.render("{{ 1 }}", {})
     attack = threading.Thread(target=lambda: outcome(renderer, "{{ 7 ** 999999999 }}"))
     attack.start()
@@ -157,7 +157,7 @@ def test_a_template_that_exceeds_limits_again_is_refused_at_once(renderer: Templ
 
 
 def test_long_messages_do_not_bring_a_template_into_disrepute(renderer: TemplateRenderer) -> None:
-    """Else a client could have the server's own template refused, with a conversation that takes too long."""
+    """Otherwise a client could block the server's template with a conversation that takes too long."""
     source = "{% for a in x %}{% for b in x %}{% for c in x %}{% endfor %}{% endfor %}{% endfor %}fine"
     for _ in range(3):
         assert "processor time" in outcome(renderer, source, {"x": list(range(10_000))})
@@ -189,7 +189,7 @@ def test_a_process_that_dies_is_replaced(renderer: TemplateRenderer) -> None:
 def test_a_process_that_hangs_is_killed_at_the_deadline(
     renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on a platform whose kernel limits no processor time."""
+    """The deadline suffices where the kernel does not limit processor time."""
     monkeypatch.setattr(renderer_module, "_WALL_S", 0.2)
     renderer.render("{{ 1 }}", {})
     for pid in pids(renderer):

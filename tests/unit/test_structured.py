@@ -1,4 +1,4 @@
-"""From StructuredOutputsParams to a GrammarSpec: everything that is refused before anything runs, and how it says so."""
+"""StructuredOutputsParams become a GrammarSpec, or are refused with a message that names field and keyword."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ _loaded: dict[str, Tokenizer] = {}
 
 
 def real(name: str) -> Tokenizer:
-    """A tokenizer of shared/data, loaded once: a vocabulary of 128k takes a second."""
+    """Return a tokenizer of shared/data. It is cached, because loading 128k tokens takes a second."""
     if name not in _loaded:
         _loaded[name] = load_tokenizer(DATA / name)
     return _loaded[name]
@@ -190,7 +190,7 @@ def test_special_tokens_are_found_wherever_a_search_window_ends(
     "name", ["tokenizers/llama-3.1", "tokenizers/qwen3", "models/stories260K/tokenizer.model"]
 )
 def test_long_texts_leave_the_interpreter_to_other_threads(name: str) -> None:
-    """The event loop runs in another thread of the same interpreter."""
+    """Encoding must release the GIL, because the event loop runs in another thread."""
     tokenizer, ids = real(name), []
     thread = threading.Thread(target=lambda: ids.extend(tokenizer.encode("hello <s> 123 " * 20_000)))
     thread.start()
@@ -222,7 +222,7 @@ def test_the_longest_token_bounds_the_text_of_tokens() -> None:
 
 
 def gguf_bytes(values: dict[str, Any]) -> bytes:
-    """A GGUF file without tensors."""
+    """Build a GGUF file without tensors."""
 
     def text(s: str) -> bytes:
         return struct.pack("<Q", len(s.encode())) + s.encode()
@@ -314,7 +314,7 @@ def test_every_split_covers_every_text(pre: str) -> None:
 
 
 def test_other_decoders_work_through_what_a_token_adds() -> None:
-    """A vocabulary of words: the library puts the spaces, and the first word has none."""
+    """With a vocabulary of words, the library inserts spaces except before the first word."""
     from tokenizers import Tokenizer as Words
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import Whitespace
@@ -382,7 +382,7 @@ def test_broken_gguf_files_are_named(tmp_path: Path, content: bytes, says: str) 
 
 @pytest.mark.parametrize("named", [0, 2, 9, None])
 def test_a_gguf_vocabulary_with_several_unknown_tokens(tmp_path: Path, named: int | None) -> None:
-    """As Phi-3's: the others are markup, as in llama.cpp."""
+    """Phi-3 has several unknown tokens. The additional ones are markup, as in llama.cpp."""
     tokens = ["<unk>", "<s>", "<|placeholder1|>", "<|placeholder2|>", "▁", "a", "b", "ab"]
     meta: dict[str, Any] = {
         "tokenizer.ggml.model": "llama",

@@ -177,7 +177,7 @@ def _random_set_bit(mask: bytes, rng: random.Random) -> int | None:
 
 
 def _short_reason(message: str) -> str:
-    """Shorten a library error to its first line, which names the place, and the parser's finding after the excerpt."""
+    """Reduce a library error to its first line, which names the place, and the finding after the source excerpt."""
     if "oneOf constraints are not supported" in message:
         return "oneOf, unless its options provably exclude each other; use anyOf"
     first, *others = (line.strip() for line in message.strip().split("\n"))

@@ -152,7 +152,7 @@ def _call_forms(render: Render) -> tuple[EmptyContent, Literal["object", "string
 
 
 def _score(text: str) -> tuple[int, int, int]:
-    """Rate a rendered call by what it shows, then by repetitions, then by flaws. Higher is better."""
+    """Score a rendered call by what it shows, then by repetitions, then by flaws. Higher is better."""
     counts = [text.count(word) for word in (_NAME, _KEY, _VALUE, _RESULT)]
     # JSON inside JSON, a Python representation, or null content that is printed.
     flaws = text.count(f'\\"{_KEY}') + text.count(f"'{_KEY}'") + text.count("None") + text.count("null")

@@ -1,4 +1,4 @@
-"""Chats, through OpenAI's own client and as plain JSON."""
+"""Chats, through the OpenAI client and as plain JSON."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def test_prompt_logprobs(demo: Server) -> None:
 
 
 def test_cached_tokens_and_n(demo: Server) -> None:
-    """n answers share the prompt's blocks; what they share among themselves is not "cached"."""
+    """The `n` choices share the prompt's blocks; sharing among themselves does not count as cached."""
     long = chat("Rosa met Bobo at the mill. " * 20, n=3, max_tokens=2, cache_salt="fresh")
     first = demo.post("/v1/chat/completions", long).json()["usage"]
     again = demo.post("/v1/chat/completions", long).json()["usage"]
@@ -218,7 +218,7 @@ def test_unknown_roles_reach_the_template(dry: Server) -> None:
 
 
 def test_hostile_templates_of_requests_end(dry: Server) -> None:
-    """The process that renders them ends, and the next request finds another one."""
+    """The process that renders them ends, and another one serves the next request."""
     for source in ("{% set x=[['a']*2000]*2000 %}{{ (x|sum(start=[]))|length }}", "{{ 7 ** 999999999 }}"):
         answer = dry.post("/v1/chat/completions", {**chat("Hi"), "chat_template": source})
         assert answer.status_code == 400

@@ -1,4 +1,4 @@
-"""Completions, the short form, and the tokenizer's routes."""
+"""Completions, /generate, and the routes of the tokenizer."""
 
 from __future__ import annotations
 

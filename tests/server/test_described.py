@@ -1,4 +1,4 @@
-"""The server's description of itself, and requests that are made from it."""
+"""The server's OpenAPI description, and requests generated from it."""
 
 from __future__ import annotations
 

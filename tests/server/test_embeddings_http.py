@@ -1,4 +1,4 @@
-"""POST /v1/embeddings through OpenAI's client, and against the same in this process."""
+"""POST /v1/embeddings through the OpenAI client, compared with embeddings computed in this process."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_as_described(demo: Server, check: Check) -> None:
 
 
 def test_many_at_once_and_beside_chats(demo: Server, reference: LLM) -> None:
-    """More than the engine runs at once, in several requests."""
+    """Several requests together hold more inputs than the engine runs at once."""
     texts = [f"On Monday, {name} bought {n} oranges." for name in ("Rosa", "Vera") for n in range(200)]
     expected = np.array(reference.embed(texts, use_tqdm=False))
 
@@ -128,7 +128,7 @@ def test_what_is_refused(
 
 
 def test_without_a_model(dry: Server) -> None:
-    """The dry run has vectors, too: the same for the same text, and of length 1."""
+    """The dry run returns vectors too: equal for equal texts, and of length 1."""
     found = [
         dry.post(PATH, {"input": ["a b", "a b", "c"], "pooling": p}).json()["data"] for p in ("mean", "last")
     ]

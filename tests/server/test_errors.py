@@ -1,4 +1,4 @@
-"""What clients get wrong: always a 4xx in OpenAI's shape that names the field, and a server that goes on."""
+"""Requests with errors: each gets a 4xx in OpenAI's form that names the field, and the server keeps serving."""
 
 from __future__ import annotations
 
@@ -271,8 +271,8 @@ def test_a_compressed_body(dry: Server) -> None:
 
 
 def test_odd_but_harmless(dry: Server) -> None:
+    """Nulls, whole numbers as fractions, NUL characters, duplicate keys and content-type parameters are no errors."""
     assert dry.post(TEXT, {"prompt": "Hi", "suffix": "", "max_tokens": 1}).status_code == 200
-    """Not errors: nulls, whole numbers written as fractions, a NUL character, duplicate keys, parameters of the content type."""
     nulls = dict.fromkeys(
         ["temperature", "stop", "tools", "seed", "n", "logit_bias", "stream_options", "user"]
     )
@@ -299,7 +299,7 @@ def test_other_routes(dry: Server) -> None:
 
 
 def test_structured_output_is_refused_or_kept(dry: Server) -> None:
-    """Never a silent wrong answer: each way to ask reaches the engine's check."""
+    """Each field for structured output reaches the engine's check, so none is ignored in silence."""
     schema = {"type": "object"}
     for fields in (
         {"response_format": {"type": "json_object"}},

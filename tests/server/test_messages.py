@@ -1,4 +1,4 @@
-"""Anthropic's API: its own client against the demo model, and every kind of block through a server that echoes."""
+"""Anthropic's API: its client with the demo model, and every kind of block through a server that echoes its prompt."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def client(demo: Server) -> anthropic.Anthropic:
 
 
 def events(response: httpx.Response) -> list[dict[str, Any]]:
-    """The bodies of a stream of named events; the names must be those of the bodies."""
+    """Return the bodies of a stream of named events, checked to have the types that the names say."""
     assert response.headers["content-type"].startswith("text/event-stream")
     found = []
     for part in response.text.split("\n\n"):
@@ -46,7 +46,7 @@ def events(response: httpx.Response) -> list[dict[str, Any]]:
 
 
 def told(stream: list[dict[str, Any]]) -> dict[str, Any]:
-    """The message that a stream tells, once its order is checked."""
+    """Check the order of a stream; return its message."""
     kinds = [event["type"] for event in stream]
     assert kinds[0] == "message_start" and kinds[-2:] == ["message_delta", "message_stop"]
     assert kinds.count("ping") == (1 if "content_block_start" in kinds else 0)
@@ -80,7 +80,7 @@ def told(stream: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def both(server: Server, body: dict[str, Any]) -> dict[str, Any]:
-    """The answer, the same whole and as a stream."""
+    """Return the answer, checked to be the same whole and streamed."""
     response = server.post(PATH, body)
     assert response.status_code == 200, response.text
     whole, streamed = response.json(), told(events(server.post(PATH, {**body, "stream": True})))
@@ -100,7 +100,7 @@ def body(messages: list[Any], **fields: Any) -> dict[str, Any]:
 
 
 def asked(messages: list[Any], **fields: Any) -> dict[str, Any]:
-    """The same as arguments of the client, which knows nothing of temperatures."""
+    """Return a request as arguments of the client, which takes no temperature."""
     return {
         "model": "demo",
         "max_tokens": 100,

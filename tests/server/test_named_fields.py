@@ -1,4 +1,4 @@
-"""Fields are named as the client called them, whatever they became on the way: in errors, and where they do nothing."""
+"""Errors and warnings name fields as the client did, whatever the engine calls them."""
 
 from __future__ import annotations
 

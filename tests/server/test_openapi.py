@@ -1,4 +1,4 @@
-"""Answers and chunks, held against OpenAI's own description of its API."""
+"""Answers and chunks, checked against OpenAI's description of its API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OpenAI's Responses API: its own client against the demo model, and every event against OpenAI's description."""
+"""The Responses API: the OpenAI client with the demo model, and every event against OpenAI's description."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def body(given: Any, **fields: Any) -> dict[str, Any]:
 
 
 def told(stream: list[dict[str, Any]]) -> dict[str, Any]:
-    """The response that a stream tells, once its order and its pieces are checked."""
+    """Check the order and the pieces of a stream; return its response."""
     assert [event["sequence_number"] for event in stream] == list(range(len(stream)))
     kinds = [event["type"].removeprefix("response.") for event in stream]
     assert kinds[:2] == ["created", "in_progress"] and kinds[-1] in ("completed", "incomplete")
@@ -75,7 +75,7 @@ def told(stream: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def both(server: Server, asked: dict[str, Any], check: Check) -> dict[str, Any]:
-    """The response, the same whole and as a stream, and as OpenAI describes it."""
+    """Return the response, checked to be the same whole and streamed, and against OpenAI's description."""
     found = server.post(PATH, asked)
     assert found.status_code == 200, found.text
     whole, stream = found.json(), named_events(server.post(PATH, {**asked, "stream": True}))
@@ -110,7 +110,7 @@ def test_the_client(client: openai.OpenAI) -> None:
     assert response.usage.total_tokens == response.usage.input_tokens + response.usage.output_tokens
     with pytest.raises(openai.NotFoundError):
         client.responses.retrieve(response.id)
-    with pytest.raises(openai.BadRequestError, match="there is no response") as missing:
+    with pytest.raises(openai.BadRequestError, match="does not exist or is no longer stored") as missing:
         client.responses.create(model="demo", input="And?", previous_response_id=response.id)
     assert missing.value.code == "previous_response_not_found"
 
@@ -335,7 +335,7 @@ def test_what_is_refused(dry: Server, check: Check, fields: dict[str, Any], says
 
 @pytest.fixture(scope="module")
 def small() -> Iterator[Server]:
-    """Slow, keeps two responses, and has two clients."""
+    """Serve slow steps to two clients and store two responses for each."""
     flags = ["--dry-run-step-ms", "20", "--max-stored-responses", "2", "--api-key", "a", "--api-key", "b"]
     with serving("demo", "--dry-run", *flags) as server:
         yield server

@@ -1,4 +1,4 @@
-"""Structured output over HTTP on the demo model: every way to ask for it, on every route, whole and streamed."""
+"""Structured output over HTTP with the demo model: every field, on every route, whole and streamed."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ WAYS: dict[str, tuple[dict[str, Any], Any]] = {
 
 
 def texts(server: Server, path: str, body: dict[str, Any]) -> list[str]:
-    """The text of each choice, the same whole and as a stream."""
+    """Return the text of each choice, checked to be the same whole and streamed."""
     answer = server.post(path, body)
     assert answer.status_code == 200, answer.text
     choices = answer.json()["choices"]
@@ -98,7 +98,7 @@ def test_every_way_on_every_route(demo: Server, way: str) -> None:
 
 @pytest.mark.parametrize("way", ["guided_regex", "choice", "json"])
 def test_the_other_apis(demo: Server, way: str) -> None:
-    """They take the same fields, beside their own."""
+    """The newer APIs take these fields besides their own."""
     fields, check = WAYS[way]
     message = demo.post("/v1/messages", chat(ASK, max_tokens=100, temperature=0, **fields)).json()
     check(message["content"][0]["text"])
@@ -125,7 +125,7 @@ def test_the_client_parses(demo: Server) -> None:
 
 
 def test_many_schemas_at_once(demo: Server) -> None:
-    """Each answer keeps to its own, and free ones beside them are what they are alone."""
+    """Each answer follows its own constraint, and unconstrained answers are the same as alone."""
 
     async def run() -> list[Any]:
         async with openai.AsyncOpenAI(base_url=f"{demo.url}/v1", api_key="none", max_retries=0) as client:
@@ -186,7 +186,7 @@ def test_a_named_tool_is_called_by_its_schema(
         ({"guided_grammar": "start: nothing"}, "grammar"),
         ({"guided_choice": []}, "choice"),
         ({"guided_json": "{"}, "json"),
-        ({"guided_regex": "a", "guided_choice": ["b"]}, "only one kind"),
+        ({"guided_regex": "a", "guided_choice": ["b"]}, "only one field"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "exactly one"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),

@@ -1,5 +1,4 @@
-"""Tools and reasoning over HTTP: OpenAI's client and the demo model, and every format through a server that
-echoes its prompt."""
+"""Tools and reasoning over HTTP: the OpenAI client with the demo model, and every format through an echoing server."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def ask(text: str, **fields: Any) -> dict[str, Any]:
 
 
 def joined(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
-    """The message that a stream says, ids of calls left out; and why it ended."""
+    """Return the message of a stream without call ids, and its finish reason."""
     found: dict[str, Any] = {"content": "", "reasoning": "", "calls": []}
     for choice in [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]:
         delta = choice["delta"]
@@ -50,7 +49,7 @@ def joined(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
 
 
 def said(choice: dict[str, Any]) -> dict[str, Any]:
-    """The same of a whole answer."""
+    """Return the message of a whole answer without call ids, and its finish reason."""
     message = choice["message"]
     calls = message.get("tool_calls", [])
     assert all(call["type"] == "function" and call["id"] for call in calls)
@@ -65,7 +64,7 @@ def said(choice: dict[str, Any]) -> dict[str, Any]:
 
 
 def both(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
-    """What each choice says, the same whole and as a stream."""
+    """Return the message of each choice, checked to be the same whole and streamed."""
     response = server.post(PATH, body)
     assert response.status_code == 200, response.text
     whole = [said(choice) for choice in response.json()["choices"]]
@@ -145,7 +144,7 @@ def test_what_a_short_answer_cuts_off_is_content(demo: Server) -> None:
 
 @pytest.fixture(scope="module")
 def constrained(demo: Server) -> Server:
-    """The demo server, if the engine keeps to grammars."""
+    """Return the demo server, or skip the test if its engine does not enforce grammars."""
     answer = demo.post(PATH, chat("Hi", structured_outputs={"choice": ["a"]}, max_tokens=4))
     if answer.status_code == 400 and "not available" in answer.text:
         pytest.skip("this version has no structured output")
@@ -171,7 +170,7 @@ def test_a_forced_call_comes_as_it_is_written(constrained: Server) -> None:
 
 
 def test_random_tokens_under_a_forced_call(constrained: Server) -> None:
-    """At a temperature at which the model knows nothing any more."""
+    """The temperature is so high that the model's output is noise."""
     parameters = {
         "type": "object",
         "properties": {"text": {"type": "string", "maxLength": 20}, "kind": {"enum": ["a", "b"]}},

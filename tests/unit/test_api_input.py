@@ -1,4 +1,4 @@
-"""Requests of the other APIs as chats, responses that are kept, and answers as blocks."""
+"""Requests of the other APIs converted into chats, stored responses, and answers as content blocks."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from test_chat_template import CALLS, PLAIN, SYSTEM, TEMPLATES, TOOLS, ours, out
 
 from quire.frontend.templates.chat import check_messages
 from quire.frontend.templates.traits import TemplateTraits
-from quire.serve.answer.content_blocks import BlockDelta, BlockEnded, BlockStarted, ContentBlocks
-from quire.serve.answer.reasoning import THINK, ThoughtParser
+from quire.serve.answer.content_blocks import BlockDelta, BlockEnd, BlockStart, ContentBlocks
+from quire.serve.answer.reasoning import THINK, ReasoningParser
 from quire.serve.answer.tools.calls import CallOptions
 from quire.serve.answer.tools.hermes import HermesParser
 from quire.serve.api.anthropic.input import chat_of as chat_of_messages
@@ -75,7 +75,7 @@ thing = st.dictionaries(st.sampled_from(KEYS), value, max_size=6)
 def test_any_messages(
     given: list[dict[str, Any]], system: Any, tools: list[dict[str, Any]], other: dict[str, Any]
 ) -> None:
-    """Nothing but an error that names what is wrong, or messages that templates can read."""
+    """Random input gives either an error that names the field or messages that templates can read."""
     try:
         chat, _ = chat_of_messages(
             MessagesRequest(
@@ -104,7 +104,7 @@ def test_any_items(given: list[dict[str, Any]], tools: list[dict[str, Any]], oth
 
 
 def test_many_small_pieces_are_put_together_at_once() -> None:
-    """And not each to all before it, which takes minutes for a body of megabytes."""
+    """The time is linear in the number of neighbours; quadratic time is minutes for a body of megabytes."""
     began = time.process_time()
     says = [{"role": "user", "content": "x" * 20}] * 200_000
     chat, _ = chat_of_messages(MessagesRequest(messages=says, max_tokens=1))
@@ -116,7 +116,7 @@ def test_many_small_pieces_are_put_together_at_once() -> None:
 
 
 def as_blocks(chat: list[dict[str, Any]]) -> MessagesRequest:
-    """A chat of test_chat_template as a client of Anthropic's API sends it."""
+    """Return a chat of test_chat_template in the form of Anthropic's API."""
     found: list[dict[str, Any]] = []
     for message in [m for m in chat if m["role"] != "system"]:
         content: Any = message["content"]
@@ -134,7 +134,7 @@ def as_blocks(chat: list[dict[str, Any]]) -> MessagesRequest:
 
 
 def as_items(chat: list[dict[str, Any]]) -> ResponsesRequest:
-    """The same, for OpenAI's Responses API."""
+    """Return a chat of test_chat_template in the form of OpenAI's Responses API."""
     found: list[dict[str, Any]] = []
     for message in [m for m in chat if m["role"] != "system"]:
         if message["role"] == "tool":
@@ -200,7 +200,7 @@ TEXT = "<think>\nSo\n</think>\n\nHi <tool_call>\n" + '{"name": "f", "arguments":
 
 
 def blocks() -> ContentBlocks:
-    return ContentBlocks(ThoughtParser(THINK, False, HermesParser(CallOptions(frozenset("f"), hold=False))))
+    return ContentBlocks(ReasoningParser(THINK, False, HermesParser(CallOptions(frozenset("f"), hold=False))))
 
 
 @pytest.mark.parametrize("size", range(1, len(TEXT) + 1))
@@ -209,7 +209,7 @@ def test_pieces_of_any_size_make_the_same_blocks(size: int) -> None:
     for at in range(0, len(TEXT), size):
         end = "stop" if at + size >= len(TEXT) else None
         for change in found.add(CompletionOutput(0, TEXT[at : at + size], [], finish_reason=end)):
-            if isinstance(change, BlockStarted):
+            if isinstance(change, BlockStart):
                 assert opened is None
                 opened = change.block
                 seen.append([opened.kind, opened.name, ""])
@@ -217,7 +217,9 @@ def test_pieces_of_any_size_make_the_same_blocks(size: int) -> None:
                 assert opened is change.block and change.text
                 seen[-1][2] += change.text
             else:
-                assert isinstance(change, BlockEnded) and opened is change.block
+                assert isinstance(change, BlockEnd) and opened is change.block
                 opened = None
     assert opened is None and [block.text for block in found.all] == [text for _, _, text in seen]
-    assert seen == [["thought", "", "So"], ["text", "", "Hi"], ["call", "f", '{"a": 1}']] and found.called
+    assert (
+        seen == [["reasoning", "", "So"], ["text", "", "Hi"], ["call", "f", '{"a": 1}']] and found.has_calls
+    )

@@ -1,4 +1,4 @@
-"""Thoughts apart from answers, however the text is cut."""
+"""The parser of reasoning, for every way to cut the text."""
 
 from __future__ import annotations
 
@@ -10,24 +10,23 @@ from hypothesis import strategies as st
 
 from quire.frontend.location import locate_model
 from quire.frontend.tokenizer.tokenizer import load_tokenizer
-from quire.serve.answer.choice import merged
-from quire.serve.answer.parser import Content, ParserEvent, PlainText, Reasoning, TextParser
+from quire.serve.answer.parser import Content, ParserEvent, PlainText, Reasoning, TextParser, merge_events
 from quire.serve.answer.reasoning import (
     THINK,
-    ThoughtParser,
-    choose_thought,
+    ReasoningParser,
+    choose_reasoning,
+    count_reasoning_tokens,
     known_reasoning_parser,
-    thought_tokens,
 )
-from quire.serve.answer.tools.registry import TOOL_PARSERS
+from quire.serve.answer.tools.formats import TOOL_PARSERS
 
 TOKENIZER = load_tokenizer(locate_model("demo").path)
 
 
 def events(pieces: list[str], inside: bool = False, inner: TextParser | None = None) -> list[ParserEvent]:
-    parser = ThoughtParser(THINK, inside, inner or PlainText())
+    parser = ReasoningParser(THINK, inside, inner or PlainText())
     found = [event for piece in pieces for event in parser.feed(piece)]
-    return merged(found + parser.finish())
+    return merge_events(found + parser.finish())
 
 
 def read(found: list[ParserEvent]) -> tuple[str, str]:
@@ -66,9 +65,9 @@ def test_thoughts_however_cut(text: str, inside: bool, wanted: tuple[str, str]) 
 
 @pytest.mark.parametrize("text, inside, wanted", CASES)
 def test_tokens_of_thoughts(text: str, inside: bool, wanted: tuple[str, str]) -> None:
-    """The last one is that which completes the closing mark."""
+    """The last reasoning token is the one that completes the closing mark."""
     ids = TOKENIZER.encode(text, add_special_tokens=False)
-    count = thought_tokens(THINK, inside, TOKENIZER, ids)
+    count = count_reasoning_tokens(THINK, inside, TOKENIZER, ids)
     if not (inside or text.lstrip().startswith("<think>")):
         assert count == 0
     elif "</think>" not in text:
@@ -110,8 +109,8 @@ def test_who_opens_and_closes_thoughts() -> None:
 
 def test_parsers_by_name() -> None:
     assert (
-        choose_thought("auto", "... <think> ... </think>") == THINK
-        and choose_thought("auto", "plain") is None
+        choose_reasoning("auto", "... <think> ... </think>") == THINK
+        and choose_reasoning("auto", "plain") is None
     )
-    assert choose_thought("none", "</think>") is None and choose_thought("deepseek_r1", "") == THINK
+    assert choose_reasoning("none", "</think>") is None and choose_reasoning("deepseek_r1", "") == THINK
     assert known_reasoning_parser("qwen3") and not known_reasoning_parser("nonsense")

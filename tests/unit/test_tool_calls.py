@@ -1,4 +1,4 @@
-"""Calls of tools in the text of answers: every format, every way to cut the text, and nothing lost."""
+"""Parsers of tool calls: every format, every way to cut the text, and no text lost."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from quire.serve.answer.choice import merged
-from quire.serve.answer.parser import Arguments, Content, ParserEvent, ToolCall
+from quire.serve.answer.parser import Arguments, Content, ParserEvent, ToolCall, merge_events
 from quire.serve.answer.tools.calls import CallOptions, call_id
-from quire.serve.answer.tools.registry import TOOL_PARSERS, choose_format, known_tool_parser
+from quire.serve.answer.tools.formats import TOOL_PARSERS, choose_format, known_tool_parser
 
 TEMPLATES = Path(__file__).parents[2] / ".." / "shared" / "data" / "chat_templates" / "templates"
 NAMES = frozenset({"weather", "find"})
@@ -26,7 +25,7 @@ def events(form: str, pieces: list[str], hold: bool = True, single: bool = False
     options = CallOptions(NAMES, hold, single, lambda: f"call_{next(ids)}")
     parser = TOOL_PARSERS[form].parser(options)
     found = [event for piece in pieces for event in parser.feed(piece)]
-    return merged(found + parser.finish())
+    return merge_events(found + parser.finish())
 
 
 def read(found: list[ParserEvent]) -> Found:
@@ -43,7 +42,7 @@ def read(found: list[ParserEvent]) -> Found:
 
 
 def same_however_cut(form: str, text: str, hold: bool = True, single: bool = False) -> Found:
-    """What is in `text`, after comparing every split in two, single characters, and random pieces."""
+    """Return the events of `text`, checked to be the same for all splits in two and for random pieces."""
     whole = events(form, [text], hold, single)
     cuts = [[text[:at], text[at:]] for at in range(1, len(text))] + [list(text)]
     rng = random.Random(0)
@@ -115,7 +114,7 @@ GOOD: list[tuple[str, str, Found]] = [
     ],
 )
 def test_what_turns_out_to_be_no_call_is_not_counted(form: str, broken: str, good: str, single: bool) -> None:
-    """The call behind it is the first: clients put the pieces of calls together by their index."""
+    """The call after it has index 0: clients join the pieces of calls by index."""
     assert same_however_cut(form, f"{broken}\n{good}", single=single) == (broken, [CALL])
 
 
@@ -194,7 +193,7 @@ def test_calls_that_are_not_held_come_as_they_are_written() -> None:
 
 @pytest.mark.parametrize("form", ["hermes", "mistral"])
 def test_an_answer_that_is_cut_off_in_a_call_that_was_told(form: str) -> None:
-    """What came of the arguments is told as it is, as with OpenAI."""
+    """Arguments that were cut off are returned as they are, as in OpenAI's API."""
     head = {"hermes": '<tool_call>{"name": "weather", "arguments": ', "mistral": "[TOOL_CALLS]weather[ARGS]"}[
         form
     ]
@@ -237,7 +236,7 @@ def test_any_text(form: str, parts: list[str], hold: bool, data: st.DataObject) 
 
 
 def test_long_texts_take_linear_time() -> None:
-    """Nothing is searched again and again; the bound is loose, for machines are busy."""
+    """No text is searched repeatedly. The bound is loose because machines are busy."""
     for text in (
         "<tool_call>" * 20_000,
         '<tool_call>{"name": "' * 10_000,

@@ -1,4 +1,4 @@
-"""Grammars of forced calls: what they allow is what the parsers read."""
+"""Grammars of tool calls: the parsers read every text that they allow."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from quire.frontend.tokenizer.tokenizer import NoTokenizer
-from quire.serve.answer.choice import merged
-from quire.serve.answer.form import AnswerForm, Forms
-from quire.serve.answer.parser import Arguments, Content, Reasoning, ToolCall
-from quire.serve.answer.tools.registry import TOOL_PARSERS
-from quire.serve.answer.tools.request import tool_use
+from quire.serve.answer.form import AnswerForm, AnswerForms
+from quire.serve.answer.parser import Arguments, Content, Reasoning, ToolCall, merge_events
+from quire.serve.answer.tools.formats import TOOL_PARSERS
+from quire.serve.answer.tools.tool_use import tool_use
 from quire.serve.api.protocol.chat import ChatRequest
 from quire.serve.api.structured_fields import structured_outputs
 from quire.serve.http.errors import ApiError
@@ -35,7 +34,7 @@ TOOLS = [
 
 
 class Marks(NoTokenizer):
-    """Bytes, and then `special` as special tokens."""
+    """A tokenizer whose tokens are bytes, followed by the special tokens."""
 
     def __init__(self, special: list[str]) -> None:
         super().__init__()
@@ -50,12 +49,12 @@ def form_of(
     form: str, prompt: str = "", template: str = "", special: bool = False, **fields: Any
 ) -> AnswerForm:
     chat = ChatRequest(messages=[], **{"tools": TOOLS, **fields})
-    forms = Forms(Marks(SPECIAL if special else []), form, "auto")
-    return forms.of(chat, tool_use(chat), template, prompt, structured_outputs(chat))
+    forms = AnswerForms(Marks(SPECIAL if special else []), form, "auto")
+    return forms.choose(chat, tool_use(chat), template, prompt, structured_outputs(chat))
 
 
 class Writer:
-    """Writes texts that a constraint allows, token by token."""
+    """A writer of texts that a constraint allows, token by token."""
 
     def __init__(self, form: AnswerForm, special: bool = False) -> None:
         matching = pytest.importorskip("quire.grammar.matching", reason="this version has no grammars")
@@ -79,7 +78,7 @@ class Writer:
         return all(matcher.consume_token(token) for token in self.ids(text)) and matcher.is_accepting()
 
     def random(self, seed: int, most: int = 400) -> str | None:
-        """None if it did not come to an end."""
+        """Return a random text that the constraint allows, or None if it did not end."""
         rng, matcher, found = random.Random(seed), self._start.deep_copy(), b""
         for _ in range(most):
             mask = matcher.compute_bitmask()
@@ -93,9 +92,9 @@ class Writer:
 
 
 def read(form: AnswerForm, text: str) -> tuple[str, str, list[tuple[str, str]]]:
-    """Reasoning, content, calls."""
+    """Return the reasoning, the content and the calls of a text."""
     parser = form.make_parser()
-    found = merged(parser.feed(text) + parser.finish())
+    found = merge_events(parser.feed(text) + parser.finish())
     calls = [(e.name, "".join(a.text for a in found if isinstance(a, Arguments) and a.index == e.index))
              for e in found if isinstance(e, ToolCall)]  # fmt: skip
     thought = "".join(e.text for e in found if isinstance(e, Reasoning))

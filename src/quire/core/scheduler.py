@@ -140,7 +140,7 @@ class Scheduler:
                 request.held = None
             if error is not None:
                 output = self._finish(request, [], "error")
-                output.error = RequestFailure(error)
+                output.error = RequestFailure(error, param="structured_outputs")
                 self._outputs.append(output)
 
     def pause(self, request_id: str, drops_token: bool) -> None:

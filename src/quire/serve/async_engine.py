@@ -273,9 +273,8 @@ class AsyncEngine:
             generation = self._open.get(name)
             if generation is None:
                 continue
-            if (error := state.error) is not None:
-                status = 500 if error.internal else 400
-                generation.fail(ApiError(status, error.message, error.param, error.code))
+            if state.error is not None:
+                generation.fail(ApiError(500 if state.internal else 400, state.error))
             else:
                 generation.changed(state)
 

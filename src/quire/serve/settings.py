@@ -155,7 +155,7 @@ class ServeConfig:
 
     def _check_parsers(self) -> None:
         if self.tool_call_parser not in ("auto", "none"):
-            from quire.serve.answer.tools.registry import TOOL_PARSERS, known_tool_parser
+            from quire.serve.answer.tools.formats import TOOL_PARSERS, known_tool_parser
 
             if not known_tool_parser(self.tool_call_parser):
                 names = ", ".join(["auto", *TOOL_PARSERS])

@@ -1,1 +1,1 @@
-"""From generated text to an answer: parsers of reasoning and tool calls, blocks, choices."""
+"""The path from generated text to an answer: parsers of reasoning and tool calls, content blocks, choices."""

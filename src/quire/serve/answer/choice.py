@@ -1,6 +1,6 @@
-"""One choice of a chat as it grows: text through the parser, into a message or into pieces of a stream.
+"""One choice of a chat: its text, parsed into a message or into the pieces of a stream.
 
-Streams and whole answers both go through `ChatChoiceBuilder.add`: the pieces put together are the message.
+Streams and whole answers go through the same parser, so the concatenated pieces equal the message.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from quire.serve.answer.parser import (
     Reasoning,
     TextParser,
     ToolCall,
-    merged,
-    read,
+    merge_events,
+    parse_output,
 )
 from quire.serve.api.logprobs import chat_logprobs
 from quire.serve.api.protocol.chat import (
@@ -31,7 +31,7 @@ from quire.serve.api.protocol.chat import (
 from quire.types import CompletionOutput
 
 
-def delta_of(event: ParserEvent) -> Delta:
+def _delta_of(event: ParserEvent) -> Delta:
     match event:
         case Content(text):
             return Delta(content=text)
@@ -44,7 +44,7 @@ def delta_of(event: ParserEvent) -> Delta:
 
 
 class ChatChoiceBuilder:
-    """Owns the parser of one choice and what came out of it."""
+    """The builder of one choice, either as a message or as pieces. Owns the choice's parser."""
 
     def __init__(
         self,
@@ -59,28 +59,39 @@ class ChatChoiceBuilder:
         token_ids: bool,
         reasoning: bool,
     ) -> None:
-        """`prefix` is put before the content (echo). `top_logprobs` None: no log-probabilities;
-        `token_ids`: return them; `reasoning` False: leave it out of the answer."""
+        """Create a builder.
+
+        Args:
+            index: the index of the choice.
+            parser: a new parser.
+            tokenizer: decodes the tokens of log-probabilities.
+            role: the role of the message.
+            prefix: text to put before the content (`echo`).
+            top_logprobs: the number of most likely tokens to list for each token; None for no log-probabilities.
+            as_ids: write tokens as `token_id:N`.
+            token_ids: return the token ids.
+            reasoning: include the reasoning.
+        """
         self.index = index
         self._parser, self._tokenizer = parser, tokenizer
         self._role, self._prefix = role, prefix
         self._top, self._as_ids, self._token_ids, self._reasoning = top_logprobs, as_ids, token_ids, reasoning
-        self._begun = False
-        self._called = False
-        self._held_logprobs: ChoiceLogprobs | None = None  # of tokens whose text is not out yet
+        self._started = False
+        self._has_calls = False
+        self._held_logprobs: ChoiceLogprobs | None = None  # of tokens whose text has not been emitted
         self._held_ids: list[int] = []
 
     def _events(self, output: CompletionOutput) -> list[ParserEvent]:
-        events = read(self._parser, output)
-        if not self._begun and self._prefix:
+        events = parse_output(self._parser, output)
+        if not self._started and self._prefix:
             events = [Content(self._prefix), *events]
         if not self._reasoning:
             events = [event for event in events if not isinstance(event, Reasoning)]
-        self._called = self._called or any(isinstance(event, ToolCall) for event in events)
-        return merged(events)
+        self._has_calls = self._has_calls or any(isinstance(event, ToolCall) for event in events)
+        return merge_events(events)
 
     def _finish_reason(self, output: CompletionOutput) -> str | None:
-        if output.finish_reason == "stop" and self._called:
+        if output.finish_reason == "stop" and self._has_calls:
             return "tool_calls"
         return output.finish_reason
 
@@ -90,7 +101,7 @@ class ChatChoiceBuilder:
         return chat_logprobs(output.token_ids, output.logprobs, self._top, self._tokenizer, self._as_ids)
 
     def message(self, output: CompletionOutput) -> ChatChoice:
-        """The whole choice from its whole output."""
+        """Return the choice with its whole output."""
         texts: dict[type[ParserEvent], list[str]] = {Content: [], Reasoning: []}
         calls: list[ToolCallPart] = []
         for event in self._events(output):
@@ -120,18 +131,18 @@ class ChatChoiceBuilder:
         )
 
     def chunks(self, output: CompletionOutput) -> list[ChunkChoice]:
-        """What is new, as pieces of a stream: the role first, why it ended last."""
-        found = [] if self._begun else [ChunkChoice(self.index, Delta(role=self._role, content=""))]
-        pieces = [ChunkChoice(self.index, delta_of(event)) for event in self._events(output)]
-        self._begun = True
+        """Return new output as pieces of a stream: the role first, the finish reason last."""
+        first = [] if self._started else [ChunkChoice(self.index, Delta(role=self._role, content=""))]
+        pieces = [ChunkChoice(self.index, _delta_of(event)) for event in self._events(output)]
+        self._started = True
         reason = self._finish_reason(output)
         if reason is not None:
             pieces.append(ChunkChoice(self.index, Delta(), None, reason, output.stop_reason))
         self._attach(output, pieces)
-        return found + pieces
+        return first + pieces
 
     def _attach(self, output: CompletionOutput, pieces: list[ChunkChoice]) -> None:
-        """Log-probabilities and ids ride on the first piece; they wait if there is none yet."""
+        """Attach log-probabilities and ids to the first piece, or hold them until there is one."""
         new = self._logprobs(output)
         if new is not None and new.content is not None and self._held_logprobs is not None:
             new.content = [*(self._held_logprobs.content or []), *new.content]

@@ -1,7 +1,7 @@
-"""An answer as blocks, one after the other: for APIs whose answers are lists of thoughts, texts and calls.
+"""An answer as a list of content blocks, for APIs whose answers are lists of reasoning, texts and calls.
 
 events   Reasoning Reasoning   Content Content   ToolCall Arguments Arguments
-blocks   [thought          ]   [text         ]   [call                      ]
+blocks   [reasoning        ]   [text         ]   [call                      ]
 """
 
 from __future__ import annotations
@@ -16,87 +16,95 @@ from quire.serve.answer.parser import (
     Reasoning,
     TextParser,
     ToolCall,
-    merged,
-    read,
+    merge_events,
+    parse_output,
 )
 from quire.types import CompletionOutput
 
 
 @dataclass(slots=True)
 class ContentBlock:
+    """One block of an answer."""
+
     index: int
-    kind: Literal["thought", "text", "call"]
+    kind: Literal["reasoning", "text", "call"]
     call_id: str = ""
-    name: str = ""  # of the function that is called
+    name: str = ""  # of the called function
     pieces: list[str] = field(default_factory=list)
 
     @property
     def text(self) -> str:
-        """The thought, the text, or the call's arguments (JSON), so far."""
+        """The reasoning, the text, or the call's arguments (JSON) so far."""
         return "".join(self.pieces)
 
 
 @dataclass(frozen=True, slots=True)
-class BlockStarted:
+class BlockStart:
+    """The change that opens a block."""
+
     block: ContentBlock
 
 
 @dataclass(frozen=True, slots=True)
 class BlockDelta:
+    """The change that appends text to a block."""
+
     block: ContentBlock
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class BlockEnded:
+class BlockEnd:
+    """The change that closes a block."""
+
     block: ContentBlock
 
 
-BlockChange: TypeAlias = BlockStarted | BlockDelta | BlockEnded
+BlockChange: TypeAlias = BlockStart | BlockDelta | BlockEnd
 
 
 class ContentBlocks:
-    """Owns the parser of one answer, and its blocks; the last of them may still grow."""
+    """The blocks of one choice. Owns its parser; only the last block may still grow."""
 
-    def __init__(self, parser: TextParser, thoughts: bool = True) -> None:
-        """`thoughts` False: leave them out."""
+    def __init__(self, parser: TextParser, reasoning: bool = True) -> None:
+        """Create an empty list; `reasoning` says whether blocks of reasoning are included."""
         self.all: list[ContentBlock] = []
-        self._parser, self._thoughts = parser, thoughts
+        self._parser, self._reasoning = parser, reasoning
         self._open: ContentBlock | None = None
 
     @property
-    def called(self) -> bool:
+    def has_calls(self) -> bool:
         return any(block.kind == "call" for block in self.all)
 
     def add(self, output: CompletionOutput) -> list[BlockChange]:
-        """What a piece of the answer, or all of it, changes; put together, pieces change as much as all at once."""
+        """Add a piece of the answer, or all of it; return the changes to the blocks."""
         changes: list[BlockChange] = []
-        for event in merged(read(self._parser, output)):
-            if self._thoughts or not isinstance(event, Reasoning):
+        for event in merge_events(parse_output(self._parser, output)):
+            if self._reasoning or not isinstance(event, Reasoning):
                 self._apply(event, changes)
         if output.finish_reason is not None:
-            self._end(changes)
+            self._close_block(changes)
         return changes
 
     def _apply(self, event: ParserEvent, changes: list[BlockChange]) -> None:
         if isinstance(event, ToolCall):
-            self._begin(ContentBlock(len(self.all), "call", event.id, event.name), changes)
+            self._open_block(ContentBlock(len(self.all), "call", event.id, event.name), changes)
             return
         if isinstance(event, (Content, Reasoning)):
-            kind: Literal["thought", "text"] = "text" if isinstance(event, Content) else "thought"
+            kind: Literal["reasoning", "text"] = "text" if isinstance(event, Content) else "reasoning"
             if self._open is None or self._open.kind != kind:
-                self._begin(ContentBlock(len(self.all), kind), changes)
+                self._open_block(ContentBlock(len(self.all), kind), changes)
         assert self._open is not None and (self._open.kind == "call") == isinstance(event, Arguments)
         self._open.pieces.append(event.text)
         changes.append(BlockDelta(self._open, event.text))
 
-    def _begin(self, block: ContentBlock, changes: list[BlockChange]) -> None:
-        self._end(changes)
+    def _open_block(self, block: ContentBlock, changes: list[BlockChange]) -> None:
+        self._close_block(changes)
         self._open = block
         self.all.append(block)
-        changes.append(BlockStarted(block))
+        changes.append(BlockStart(block))
 
-    def _end(self, changes: list[BlockChange]) -> None:
+    def _close_block(self, changes: list[BlockChange]) -> None:
         if self._open is not None:
-            changes.append(BlockEnded(self._open))
+            changes.append(BlockEnd(self._open))
             self._open = None

@@ -1,7 +1,7 @@
-"""One HTTP request's prompts on their way through the engine: what is new, how it ended, how to end it.
+"""The generation for one HTTP request: its output as it arrives, its end, and how to end it early.
 
-When something is new, whoever waits is called or woken, and takes all that came since it last did: a client that
-reads slowly gets larger pieces, and nothing is kept twice on its behalf.
+New output calls or wakes the route that waits, which then takes everything since it last did. A slow client gets larger
+pieces, and nothing is stored twice on its behalf.
 """
 
 from __future__ import annotations
@@ -9,43 +9,54 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from typing import NamedTuple
 
 from quire.frontend.output import RequestState
 from quire.serve.http.errors import ApiError
 from quire.serve.observe.account import RequestTrack
 from quire.types import CompletionOutput
 
-Delta: TypeAlias = tuple[
-    int, CompletionOutput
-]  # the number of a prompt, and what is new of one of its answers
+
+class ChoiceDelta(NamedTuple):
+    """New output of one choice."""
+
+    prompt_index: int
+    output: CompletionOutput  # text and tokens since the last delta
 
 
 class Generation:
+    """The generation of the choices for the prompts of one HTTP request."""
+
     def __init__(
         self,
         states: Sequence[RequestState],
         tracks: Sequence[RequestTrack],
         live: bool,
-        over: Callable[[Generation], None],
+        on_end: Callable[[Generation], None],
     ) -> None:
-        """`tracks` are those of all their answers, in order. `live`: wake for every token, not only for the end.
-        `over` is called once, when all is finished or an error ended it."""
+        """Create a generation on the running event loop.
+
+        Args:
+            states: the prompts.
+            tracks: the accounts of all choices, in the order of their prompts.
+            live: wake the waiting route for every token, not only at the end.
+            on_end: called once, when everything is finished or an error ended it.
+        """
         self.states, self.tracks = list(states), list(tracks)
-        self._answers = [(n, answer) for n, state in enumerate(self.states) for answer in state.answers]
-        self.error: ApiError | None = None  # why it ended early; its answers are worth nothing then
+        self._choices = [(n, answer) for n, state in enumerate(self.states) for answer in state.answers]
+        self.error: ApiError | None = None  # why it ended early; its answers are void then
         self._live = live
-        self._left = len(self.states)  # prompts whose answers are not finished
-        self._over: Callable[[Generation], None] | None = over
+        self._unfinished = len(self.states)  # prompts
+        self._on_end: Callable[[Generation], None] | None = on_end
         self._loop = asyncio.get_running_loop()
-        self._new = False  # since somebody waited
+        self._has_new = False  # output since the last wait
         self._waiter: asyncio.Future[None] | None = None
-        self._take: Callable[[], bool] | None = None  # what `_waiter` wants to have called
+        self._take: Callable[[], bool] | None = None  # called instead of waking the waiter
         self._deadline: asyncio.TimerHandle | None = None
 
     @property
     def finished(self) -> bool:
-        return self.error is not None or self._left == 0
+        return self.error is not None or self._unfinished == 0
 
     @property
     def prompt_tokens(self) -> int:
@@ -60,33 +71,41 @@ class Generation:
         return sum(len(answer.token_ids) for state in self.states for answer in state.answers)
 
     async def wait(self, take: Callable[[], bool] | None = None) -> None:
-        """Until something is new (`live`) or all is finished. Raises the ApiError that ended it early.
+        """Wait until there is new output (`live`) or everything is finished.
 
-        `take` is called instead whenever something is new, as long as it says that it can take more.
+        Args:
+            take: called with every new output instead of ending the wait, as long as it returns True.
+
+        Raises:
+            ApiError: the error that ended the generation early.
         """
-        if not self._new and not self.finished:
+        if not self._has_new and not self.finished:
             self._take, self._waiter = take, self._loop.create_future()
             await self._waiter
-        self._new = False
+        self._has_new = False
         if self.error is not None:
             raise self.error
 
-    def take(self) -> list[Delta]:
-        """What is new, in the order of prompts and of their answers. All deltas of an answer put together are its
-        final text and tokens."""
-        return [(n, delta) for n, answer in self._answers if (delta := answer.take_delta()) is not None]
+    def take(self) -> list[ChoiceDelta]:
+        """Return everything produced since the last call, ordered by prompt and choice.
+
+        Concatenating the deltas of a choice gives its final text and tokens.
+        """
+        return [
+            ChoiceDelta(n, delta) for n, answer in self._choices if (delta := answer.take_delta()) is not None
+        ]
 
     def changed(self, state: RequestState) -> None:
-        """Something is new in one of its states."""
+        """Notify the waiting route of new output in one of the states."""
         if state.finished:
-            self._left -= 1
+            self._unfinished -= 1
         if self.finished:
             self._end()
         elif self._live:
-            self._tell()
+            self._notify()
 
-    def _tell(self) -> None:
-        """Have whoever waits take what is new."""
+    def _notify(self) -> None:
+        """Let the waiting route take the new output, or wake it."""
         waiter = self._waiter
         if self._take is None or waiter is None or waiter.done():
             self._wake()
@@ -94,17 +113,17 @@ class Generation:
         try:
             if not self._take():
                 self._wake()
-        except Exception as error:  # it is the waiter's, and must not reach other streams
+        except Exception as error:  # raised in the waiting route only: other streams go on
             waiter.set_exception(error)
 
     def _wake(self) -> None:
-        self._new = True
+        self._has_new = True
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def fail(self, error: ApiError) -> None:
-        """End it with an error, unless it is over."""
-        if self._over is not None:
+        """End the generation with an error, unless it has ended."""
+        if self._on_end is not None:
             self.error = error
             self._end()
 
@@ -112,12 +131,12 @@ class Generation:
         self._wake()
         if self._deadline is not None:
             self._deadline.cancel()
-        over, self._over = self._over, None
-        if over is not None:
-            over(self)
+        on_end, self._on_end = self._on_end, None
+        if on_end is not None:
+            on_end(self)
 
     def give_up_at(self, arrival_s: float, timeout_s: float) -> None:
-        """End it with 504 unless it is finished `timeout_s` after it arrived."""
+        """End the generation with status 504 unless it finishes within `timeout_s` of its arrival."""
         error = ApiError(504, f"the request took longer than its timeout of {timeout_s:g} s", code="timeout")
         left_s = max(0.0, arrival_s + timeout_s - time.monotonic())
         self._deadline = self._loop.call_later(left_s, self.fail, error)

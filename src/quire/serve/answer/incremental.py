@@ -1,10 +1,10 @@
-"""Parsers of text that comes in pieces, written as one coroutine that reads straight ahead.
+"""The base of parsers whose text arrives in pieces. A parser is one generator that reads straight ahead.
 
-`_run` looks at `_text[_at:]`, consumes with `_advance`, emits events, and yields when it needs more text; it
-ends when the text has. A parser decides by text alone, never by where a piece ended, so pieces of any size
-bring the same events, but for how their texts are cut.
+`_run` looks at `_text[_at:]`, consumes with `_advance`, emits events, and yields when it needs more text. It returns at
+the end of the text. A parser decides by the text alone and never by where a piece ended, so pieces of any size give the
+same events, except for where the texts of events are cut.
 
-    feed("Hi <too") -> Content("Hi")         " <too" waits: it may be the beginning of a tag
+    feed("Hi <too") -> Content("Hi")         " <too" waits: it may be the start of a tag
     feed("l_box>")  -> Content(" <tool_box>")
 """
 
@@ -17,80 +17,82 @@ from typing import TypeAlias, TypeVar
 from quire.serve.answer.parser import ParserEvent
 
 T = TypeVar("T")
-Steps: TypeAlias = Generator[None, None, T]  # yields whenever it needs more text
+ParserSteps: TypeAlias = Generator[None, None, T]  # yields whenever it needs more text
 
 SPACE = " \t\r\n"
 
 
-class Incremental:
-    """Owns the text that is not consumed yet, and the events that are not handed out."""
+class IncrementalParser:
+    """A parser that waits for text. Owns the text not consumed yet and the events not returned yet."""
 
     def __init__(self) -> None:
         self._text = ""
-        self._at = 0  # of `_text`, consumed
+        self._at = 0  # characters of `_text` consumed
         self._ended = False
         self._events: list[ParserEvent] = []
-        self._record: list[str] | None = None  # what was consumed since somebody began to record
+        self._consumed: list[str] | None = None  # pieces consumed during an attempt; None outside one
         self._running = self._run()
 
-    def _run(self) -> Steps[None]:
+    def _run(self) -> ParserSteps[None]:
+        """Parse the text. Subclasses implement this."""
         raise NotImplementedError
 
     def feed(self, text: str) -> list[ParserEvent]:
         self._text = self._text[self._at :] + text
         self._at = 0
-        return self._go_on()
+        return self._resume()
 
     def finish(self) -> list[ParserEvent]:
         self._ended = True
-        return self._go_on()
+        return self._resume()
 
-    def _go_on(self) -> list[ParserEvent]:
+    def _resume(self) -> list[ParserEvent]:
         next(self._running, None)
-        found, self._events = self._events, []
-        return found
+        events, self._events = self._events, []
+        return events
 
     # --------------------------------------------------------------------------------- reading
 
     def _advance(self, end: int) -> str:
-        """Consume up to `end`, a place in `_text`."""
+        """Consume up to index `end` of `_text` and return the consumed text."""
         piece = self._text[self._at : end]
         self._at = end
-        if self._record is not None and piece:
-            self._record.append(piece)
+        if self._consumed is not None and piece:
+            self._consumed.append(piece)
         return piece
 
-    def _peek(self) -> Steps[str]:
-        """The next character; "" at the end."""
+    def _peek(self) -> ParserSteps[str]:
+        """Return the next character without consuming it; "" at the end."""
         while self._at == len(self._text):
             if self._ended:
                 return ""
             yield
         return self._text[self._at]
 
-    def _sees(self, word: str) -> Steps[bool]:
-        """Whether `word` comes next. It is not consumed."""
+    def _sees(self, word: str) -> ParserSteps[bool]:
+        """Return whether `word` comes next, without consuming it."""
         while len(self._text) - self._at < len(word) and not self._ended:
             if not word.startswith(self._text[self._at :]):
                 return False
             yield
         return self._text.startswith(word, self._at)
 
-    def _while(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Consume as long as characters fit `pattern`, one or more of a class."""
-        found = []
+    def _while(self, pattern: re.Pattern[str]) -> ParserSteps[str]:
+        """Consume the characters that match `pattern`, which stands for one or more of a class; return them."""
+        pieces = []
         while (yield from self._peek()):
             match = pattern.match(self._text, self._at)
             if match is None:
                 break
-            found.append(self._advance(match.end()))
-        return "".join(found)
+            pieces.append(self._advance(match.end()))
+        return "".join(pieces)
 
-    def _until(self, word: str) -> Steps[str | None]:
-        """Consume what certainly comes before `word`, and before the white space before `word`.
+    def _until(self, word: str) -> ParserSteps[str | None]:
+        """Consume text that certainly precedes `word` and the white space before it.
 
-        Returns the consumed text as soon as there is some, or None once `word` (after white space) or the end
-        comes next.
+        Returns:
+            The consumed text, as soon as there is some. None once `word`, possibly after white space, or the end of
+            the text comes next.
         """
         while True:
             at = self._text.find(word, self._at)
@@ -105,13 +107,13 @@ class Incremental:
                 return None
             yield
 
-    def _rest(self) -> Steps[str | None]:
-        """Consume whatever is there, as soon as there is some; None at the end."""
+    def _rest(self) -> ParserSteps[str | None]:
+        """Consume all text that has arrived, waiting for some; return None at the end."""
         return self._advance(len(self._text)) if (yield from self._peek()) else None
 
 
 def overlap(text: str, word: str) -> int:
-    """Length of the longest beginning of `word`, but not all of it, with which `text` ends."""
+    """Return the length of the longest proper prefix of `word` that `text` ends with."""
     for size in range(min(len(word) - 1, len(text)), 0, -1):
         if text.endswith(word[:size]):
             return size

@@ -1,8 +1,8 @@
-"""What a model's text means: content, reasoning, calls of tools. The seam for parsers of tools and reasoning.
+"""The interface of parsers, which split a model's text into content, reasoning and tool calls.
 
-A parser is made per choice and fed the text as it comes; streams and whole answers go through the same one,
-so they cannot differ. It may hold text back until it knows what it is, and must let everything out at
-`finish`. Off is `PlainText`, for which all text is content.
+Each choice has its own parser, fed with text as it is generated. Streams and whole answers use the same parsers, so
+they cannot differ. A parser may hold text back until it can classify it, and must emit the rest at `finish`.
+`PlainText` is the parser of models and requests without reasoning and tools.
 """
 
 from __future__ import annotations
@@ -15,17 +15,21 @@ from quire.types import CompletionOutput
 
 @dataclass(frozen=True, slots=True)
 class Content:
+    """A piece of the answer's text."""
+
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Reasoning:
+    """A piece of the reasoning before the answer."""
+
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """The beginning of a call; its arguments follow. `index` counts the calls of a choice from 0."""
+    """The start of a tool call; its arguments follow. `index` counts the calls of a choice from 0."""
 
     index: int
     id: str
@@ -34,7 +38,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """A further piece of a call's arguments: the pieces put together are one JSON text."""
+    """A piece of a call's arguments. Concatenating the pieces of a call gives one JSON text."""
 
     index: int
     text: str
@@ -44,17 +48,19 @@ ParserEvent: TypeAlias = Content | Reasoning | ToolCall | Arguments
 
 
 class TextParser(Protocol):
+    """A parser of one choice."""
+
     def feed(self, text: str) -> list[ParserEvent]:
-        """What `text`, the next piece of the answer, brought to light."""
+        """Parse the next piece of text and return the events that it completes."""
         ...
 
     def finish(self) -> list[ParserEvent]:
-        """No more text comes: let out what was held back."""
+        """Return the events for the text that was held back. No text follows."""
         ...
 
 
 class PlainText:
-    """All text is content."""
+    """The parser for which all text is content."""
 
     def feed(self, text: str) -> list[ParserEvent]:
         return [Content(text)] if text else []
@@ -63,23 +69,23 @@ class PlainText:
         return []
 
 
-def read(parser: TextParser, output: CompletionOutput) -> list[ParserEvent]:
-    """What a piece of an answer, or all of it, brought to light."""
+def parse_output(parser: TextParser, output: CompletionOutput) -> list[ParserEvent]:
+    """Feed a piece of an answer, or all of it, to the parser; return its events."""
     events = parser.feed(output.text) if output.text else []
     return events if output.finish_reason is None else [*events, *parser.finish()]
 
 
-def merged(events: list[ParserEvent]) -> list[ParserEvent]:
-    """The same events with neighbouring pieces of text joined."""
-    found: list[ParserEvent] = []
+def merge_events(events: list[ParserEvent]) -> list[ParserEvent]:
+    """Join neighbouring events of the same kind."""
+    joined: list[ParserEvent] = []
     for event in events:
-        last = found[-1] if found else None
+        last = joined[-1] if joined else None
         if isinstance(event, Content) and isinstance(last, Content):
-            found[-1] = Content(last.text + event.text)
+            joined[-1] = Content(last.text + event.text)
         elif isinstance(event, Reasoning) and isinstance(last, Reasoning):
-            found[-1] = Reasoning(last.text + event.text)
+            joined[-1] = Reasoning(last.text + event.text)
         elif isinstance(event, Arguments) and isinstance(last, Arguments) and last.index == event.index:
-            found[-1] = Arguments(event.index, last.text + event.text)
+            joined[-1] = Arguments(event.index, last.text + event.text)
         else:
-            found.append(event)
-    return found
+            joined.append(event)
+    return joined

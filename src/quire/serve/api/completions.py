@@ -1,39 +1,29 @@
-"""POST /v1/completions: one prompt or several, as text or token ids, n answers to each."""
+"""POST /v1/completions: one prompt or several, as text or token ids, with `n` choices for each."""
 
 from __future__ import annotations
 
-import time
-from typing import Any
+from collections.abc import Sequence
 
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.frontend.processor import Prompt
-from quire.serve.answer.generation import Delta, Generation
-from quire.serve.api.chat import keep_last
-from quire.serve.api.context import (
-    ServerContext,
-    answer_id,
-    client_of,
-    length_field,
-    read_request,
-    server_of,
-    thread_of,
-)
+from quire.serve.answer.generation import ChoiceDelta
+from quire.serve.api.api_answer import ChunkedAnswer, OpenRequest
+from quire.serve.api.context import ServerContext, answer_id, client_of, read_request, server_of
 from quire.serve.api.logprobs import completion_logprobs, prompt_logprobs
+from quire.serve.api.prompts import length_field, prompt_job, prompts_of
 from quire.serve.api.protocol.completions import (
     CompletionChoice,
     CompletionLogprobs,
     CompletionRequest,
     CompletionResponse,
 )
-from quire.serve.api.protocol.sampling import Usage, usage_of
+from quire.serve.api.protocol.fields import Usage, usage_of
 from quire.serve.api.sampling_fields import MAX_CHOICES, check_fields, sampling_params
 from quire.serve.async_engine import PromptJob
 from quire.serve.http.errors import bad_request
-from quire.serve.http.stream import MARK, ChunkTemplate, complete_response, event, stream_response
-from quire.serve.observe.receipt import ReceiptMaker, receipt_maker
+from quire.serve.observe.receipt import receipt_maker
 from quire.types import CompletionOutput, RequestOutput, SamplingParams
 
 _MAX_TOKENS = 16  # OpenAI's default for this route
@@ -41,111 +31,81 @@ _MAX_TOKENS = 16  # OpenAI's default for this route
 
 async def completions(request: Request) -> Response:
     server = server_of(request)
-    wanted, warnings = await read_request(request, CompletionRequest)
-    model = server.check_model(wanted.model)
-    check_fields(wanted)
-    prompts = prompts_of(wanted.prompt)
-    params = _params(server, wanted)
+    completion, warnings = await read_request(request, CompletionRequest)
+    model = server.check_model(completion.model)
+    check_fields(completion)
+    prompts = prompts_of(completion.prompt)
+    params = _sampling_params(server, completion)
     choices = len(prompts) * params.n
     if choices > MAX_CHOICES:
         raise bad_request(f"prompts times n must be at most {MAX_CHOICES}, got {choices}", "n")
-    client = client_of(request)
-    field = length_field(wanted, "max_tokens")
 
     def jobs() -> list[PromptJob]:
         return [
-            PromptJob(
+            prompt_job(
+                server,
+                completion,
                 prompt,
                 params,
-                wanted.priority or 0,
-                wanted.cache_salt or "",
-                wanted.add_special_tokens is not False,
-                keep_last(server, wanted.truncate_prompt_tokens, params.max_tokens if field else None),
-                bool(wanted.echo),
-                length_field=field,
+                add_special_tokens=completion.add_special_tokens is not False,
+                length_field=length_field(completion, "max_tokens"),
+                echo=bool(completion.echo),
             )
             for prompt in prompts
         ]
 
-    generation = await server.engine.generate(client, choices, jobs, bool(wanted.stream), wanted.timeout)
-    receipt = receipt_maker(request, wanted, generation)
-    answer = CompletionAnswer(server, wanted, model, generation, warnings, receipt)
-    if wanted.stream:
-        slow_s = server.settings.slow_reader_timeout
-        return await stream_response(request, generation, answer.chunks, answer.last, slow_s)
-    return await complete_response(request, generation, answer.response, thread_of(request))
+    client, streamed = client_of(request), bool(completion.stream)
+    generation = await server.engine.generate(client, choices, jobs, streamed, completion.timeout)
+    receipt = receipt_maker(request, completion, generation)
+    answer = CompletionAnswer(OpenRequest(server, model, params, generation, warnings, receipt), completion)
+    return await answer.send(request, streamed)
 
 
-def prompts_of(given: str | list[Any], name: str = "prompt") -> list[Prompt]:
-    """The four forms of a prompt, in the field `name`, as a list of prompts."""
-    if isinstance(given, str):
-        return [given]
-    if not given:
-        raise bad_request(f"{name} is empty: it needs at least one token", name)
-    if len({type(part) for part in given}) > 1:
-        raise bad_request(f"{name} must hold either strings, or token ids, or lists of token ids", name)
-    if isinstance(given[0], int):
-        return [given]
-    return given
-
-
-def _params(server: ServerContext, wanted: CompletionRequest) -> SamplingParams:
+def _sampling_params(server: ServerContext, completion: CompletionRequest) -> SamplingParams:
     engine = server.engine
     defaults = engine.processor.defaults
-    if wanted.best_of is not None and wanted.best_of != (wanted.n or 1):
+    if completion.best_of is not None and completion.best_of != (completion.n or 1):
         raise bad_request("best_of is not available in Quire, unless it equals n", "best_of")
-    max_tokens = wanted.max_tokens
+    max_tokens = completion.max_tokens
     if max_tokens is None:
         max_tokens = defaults.get("max_tokens", _MAX_TOKENS)
-    if max_tokens == 0 and wanted.echo:
-        max_tokens = 1  # the prompt is to be scored: what comes after it is dropped
-    if wanted.echo and wanted.stream and wanted.logprobs is not None:
+    if max_tokens == 0 and completion.echo:
+        max_tokens = 1  # only the prompt is scored: the token after it is dropped
+    if completion.echo and completion.stream and completion.logprobs is not None:
         raise bad_request("echo with logprobs cannot be streamed: set stream to false", "echo")
-    logprobs = wanted.logprobs
+    logprobs = completion.logprobs
     params = sampling_params(
-        wanted, defaults, max_tokens, logprobs, server.settings.max_logprobs, engine.info.vocab_size
+        completion, defaults, max_tokens, logprobs, server.settings.max_logprobs, engine.info.vocab_size
     )
-    if wanted.echo and logprobs is not None and params.prompt_logprobs is None:
+    if completion.echo and logprobs is not None and params.prompt_logprobs is None:
         params.prompt_logprobs = logprobs
     return params
 
 
-class CompletionAnswer:
-    """The answer to one request, whole or in chunks. Choice `i` of prompt `p` has index p * n + i."""
+class CompletionAnswer(ChunkedAnswer[CompletionChoice]):
+    """The answer to one request. Choice `i` of prompt `p` has index p * n + i."""
 
-    def __init__(
-        self,
-        server: ServerContext,
-        wanted: CompletionRequest,
-        model: str,
-        generation: Generation,
-        warnings: list[str],
-        receipt: ReceiptMaker,
-    ) -> None:
-        self._tokenizer = server.engine.tokenizer
-        self._wanted, self._model, self._generation = wanted, model, generation
-        self._warnings, self._receipt = warnings, receipt
-        self._id = answer_id("cmpl", wanted.request_id)
-        self._created = int(time.time())
+    def __init__(self, opened: OpenRequest, completion: CompletionRequest) -> None:
+        super().__init__(opened, answer_id("cmpl", completion.request_id), completion.stream_options)
+        generation = opened.generation
+        self._completion = completion
+        self._tokenizer = opened.server.engine.tokenizer
         self._n = len(generation.states[0].answers)
-        self._nothing = wanted.max_tokens == 0  # only the prompt is wanted
-        self._as_ids = bool(wanted.return_tokens_as_token_ids)
-        self._echoed = [state.prompt or "" if wanted.echo else "" for state in generation.states]
-        self._said: dict[
-            int, int
-        ] = {}  # characters sent so far, by index of the choice; for log-probabilities
-        self._unfinished = len(generation.states) * self._n
-        self._moulds: dict[int, ChunkTemplate] = {}  # by index of the choice
-        self._first = True
-        options = wanted.stream_options
-        self._include_usage = bool(options and options.include_usage)
-        self._continuous = bool(options and options.include_usage and options.continuous_usage_stats)
-        more = (self._nothing, self._continuous, wanted.return_token_ids, wanted.logprobs is not None)
-        self._text_only = not any(more)
+        self._prompt_only = completion.max_tokens == 0
+        self._as_ids = bool(completion.return_tokens_as_token_ids)
+        self._echoed = [state.prompt or "" if completion.echo else "" for state in generation.states]
+        # Characters sent so far, by index of the choice: log-probabilities come with places in the text.
+        self._sent_chars: dict[int, int] = {}
+        self._text_only = not (
+            self._prompt_only
+            or self._continuous_usage
+            or completion.return_token_ids
+            or completion.logprobs is not None
+        )
 
-    def _usage(self) -> Usage:
+    def _usage(self, final: bool = True) -> Usage:
         generation = self._generation
-        completion_tokens = 0 if self._nothing else generation.completion_tokens
+        completion_tokens = 0 if self._prompt_only else generation.completion_tokens
         return usage_of(generation.prompt_tokens, completion_tokens, generation.cached_tokens)
 
     def response(self) -> CompletionResponse:
@@ -153,19 +113,13 @@ class CompletionAnswer:
         for number, state in enumerate(self._generation.states):
             output = state.output()
             choices += [self._choice(number, output, answer) for answer in output.outputs]
-        return CompletionResponse(
-            id=self._id,
-            created=self._created,
-            model=self._model,
-            choices=choices,
-            usage=self._usage(),
-            warnings=self._warnings or UNSET,
-            receipt=self._receipt(),
-        )
+        body = self._new_chunk(choices)
+        body.usage, body.warnings, body.receipt = self._usage(), self._warnings or UNSET, self._receipt()
+        return body
 
     def _choice(self, number: int, output: RequestOutput, answer: CompletionOutput) -> CompletionChoice:
-        wanted, echoed = self._wanted, self._echoed[number]
-        if self._nothing:
+        completion, echoed = self._completion, self._echoed[number]
+        if self._prompt_only:
             answer.text, answer.token_ids, answer.finish_reason = "", [], "length"
             answer.logprobs = None if answer.logprobs is None else []
         choice = CompletionChoice(
@@ -175,9 +129,9 @@ class CompletionAnswer:
             answer.finish_reason,
             answer.stop_reason,
         )
-        if wanted.prompt_logprobs is not None and output.prompt_logprobs is not None:
+        if completion.prompt_logprobs is not None and output.prompt_logprobs is not None:
             choice.prompt_logprobs = prompt_logprobs(output.prompt_logprobs)
-        if wanted.return_token_ids:
+        if completion.return_token_ids:
             choice.token_ids, choice.prompt_token_ids = answer.token_ids, output.prompt_token_ids
         return choice
 
@@ -186,76 +140,53 @@ class CompletionAnswer:
     ) -> CompletionLogprobs | None:
         if answer.logprobs is None:
             return None
-        found = completion_logprobs(answer.token_ids, answer.logprobs, offset, self._tokenizer, self._as_ids)
-        if self._wanted.echo and output.prompt_logprobs is not None:
+        logprobs = completion_logprobs(
+            answer.token_ids, answer.logprobs, offset, self._tokenizer, self._as_ids
+        )
+        if self._completion.echo and output.prompt_logprobs is not None:
             prompt = completion_logprobs(
                 output.prompt_token_ids, output.prompt_logprobs, 0, self._tokenizer, self._as_ids
             )
-            found = CompletionLogprobs(
-                prompt.text_offset + found.text_offset,
-                prompt.token_logprobs + found.token_logprobs,
-                prompt.tokens + found.tokens,
-                prompt.top_logprobs + found.top_logprobs,
+            logprobs = CompletionLogprobs(
+                prompt.text_offset + logprobs.text_offset,
+                prompt.token_logprobs + logprobs.token_logprobs,
+                prompt.tokens + logprobs.tokens,
+                prompt.top_logprobs + logprobs.top_logprobs,
             )
-        return found
+        return logprobs
 
-    def chunks(self, deltas: list[Delta]) -> list[bytes]:
-        found = []
+    def chunks(self, deltas: list[ChoiceDelta]) -> list[bytes]:
+        events = []
         for number, answer in deltas:
             index = number * self._n + answer.index
-            mould = self._moulds.get(index)
-            if mould is not None and answer.finish_reason is None:
-                found.append(mould.render(answer.text))
-                continue
-            chunk = self._chunk()
-            chunk.choices = [self._piece(number, index, answer)]
-            if self._continuous:
-                chunk.usage = self._usage()
-            if answer.finish_reason is not None and not self._include_usage:
-                self._unfinished -= 1
-                if not self._unfinished:
-                    chunk.receipt = self._receipt()
-            found.append(event(chunk))
-            if self._text_only:
-                self._moulds[index] = self._mould(index)
-        return found
-
-    def _mould(self, index: int) -> ChunkTemplate:
-        """Of the further pieces of a choice, which say nothing but their text."""
-        chunk = self._chunk()
-        chunk.choices = [CompletionChoice(index, MARK)]
-        return ChunkTemplate(chunk)
+            if self._text_only and index in self._sent_chars and answer.finish_reason is None:
+                events.append(self._text_event(index, answer.text))
+            else:
+                events.append(self._event(self._piece(number, index, answer)))
+        return events
 
     def _piece(self, number: int, index: int, answer: CompletionOutput) -> CompletionChoice:
-        begins = index not in self._said
-        text = "" if self._nothing else answer.text
-        if begins:
+        is_first = index not in self._sent_chars
+        text = "" if self._prompt_only else answer.text
+        if is_first:
             text = self._echoed[number] + text
-        said = self._said.get(index, 0)
-        self._said[index] = said + len(text)
+        offset = self._sent_chars.get(index, 0)
+        self._sent_chars[index] = offset + len(text)
         choice = CompletionChoice(index, text, None, answer.finish_reason, answer.stop_reason)
         if answer.logprobs is not None:
             choice.logprobs = completion_logprobs(
-                answer.token_ids, answer.logprobs, said, self._tokenizer, self._as_ids
+                answer.token_ids, answer.logprobs, offset, self._tokenizer, self._as_ids
             )
-        if self._wanted.return_token_ids:
+        if self._completion.return_token_ids:
             choice.token_ids = answer.token_ids
-            if begins:
+            if is_first:
                 choice.prompt_token_ids = self._generation.states[number].prompt_token_ids
         return choice
 
-    def _chunk(self) -> CompletionResponse:
-        chunk = CompletionResponse(id=self._id, created=self._created, model=self._model, choices=[])
-        if self._include_usage:
-            chunk.usage = None
-        if self._first:
-            self._first = False
-            chunk.warnings = self._warnings or UNSET
-        return chunk
+    def _new_chunk(self, choices: Sequence[CompletionChoice]) -> CompletionResponse:
+        return CompletionResponse(
+            id=self._id, created=self._created, model=self._model, choices=list(choices)
+        )
 
-    def last(self) -> list[bytes]:
-        if not self._include_usage:
-            return []
-        chunk = self._chunk()
-        chunk.usage, chunk.receipt = self._usage(), self._receipt()
-        return [event(chunk)]
+    def _text_choice(self, index: int, text: str) -> CompletionChoice:
+        return CompletionChoice(index, text)

@@ -1,4 +1,4 @@
-"""What every route needs: the engine, the settings, the names of the model; and a request once it is parsed."""
+"""The state that routes share, and the steps that open every route: read the body, find the client."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import TypeVar, cast
 import msgspec
 from starlette.requests import Request
 
-from quire.serve.answer.form import Forms
+from quire.serve.answer.form import AnswerForms
+from quire.serve.api.protocol.fields import RequestFields
 from quire.serve.api.protocol.messages import CountTokensRequest
 from quire.serve.api.protocol.other import GenerateRequest
 from quire.serve.api.protocol.responses import ResponsesRequest
-from quire.serve.api.protocol.sampling import RequestFields
 from quire.serve.api.responses.store import ResponseStore
 from quire.serve.api.templates import ChatTemplates
 from quire.serve.async_engine import AsyncEngine
@@ -33,34 +33,33 @@ from quire.serve.settings import ServeConfig
 
 T = TypeVar("T", bound=msgspec.Struct)
 R = TypeVar("R")
-MAX_COUNTING = 64  # calls of a client that may wait
+MAX_COUNTING = 64  # waiting calls of one client
 _NO_EFFECT = ("stream_interval", "verbosity", "vllm_xargs")
-_OF_CHOICES = ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
-_WITHOUT_CHOICES = (
-    CountTokensRequest,
-    GenerateRequest,
-    ResponsesRequest,
-)  # their answers have no place for those
+_CHOICE_FIELDS = ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
+# Requests whose answers have no place for those.
+_WITHOUT_CHOICES = (CountTokensRequest, GenerateRequest, ResponsesRequest)
 
 
 @dataclass(slots=True)
 class ServerContext:
+    """The parts of a server that its routes use."""
+
     engine: AsyncEngine
     settings: ServeConfig
-    names: list[str]  # of the model; the first is used in answers
-    forms: Forms  # of its answers
+    names: list[str]  # of the model; answers use the first
+    forms: AnswerForms
     templates: ChatTemplates
     pooling: str = "mean"  # of embeddings
-    total_weight: float = 1.0  # of all clients that there are keys for
-    observers: Sequence[Observer] = ()  # of requests that are over, beside `http`
+    total_weight: float = 1.0  # of all clients with keys
+    observers: Sequence[Observer] = ()  # of finished requests, besides `http`
     http: HttpCounts = field(default_factory=HttpCounts)
     started_s: float = field(default_factory=time.time)
-    lines: LineWriter = field(default_factory=LineWriter)  # to whoever started the server
+    lines: LineWriter = field(default_factory=LineWriter)  # messages to the operator
     draining: bool = False
     bodies: BodyReader = field(init=False)
     responses: ResponseStore = field(init=False)
-    counting: ClientThreads = field(init=False)  # for work that no generation waits for: counting tokens
-    live: LiveViews = field(init=False)  # what the engine does, for those who look
+    counting: ClientThreads = field(init=False)  # counts tokens; generations never wait for it
+    live: LiveViews = field(init=False)  # the engine's activity, for the page
 
     def __post_init__(self) -> None:
         settings = self.settings
@@ -74,15 +73,15 @@ class ServerContext:
         self.live = LiveViews(self.engine.live)
 
     def tell(self, text: str, to: int = STDOUT) -> None:
-        """Say something to whoever started the server."""
+        """Write a message to the operator."""
         tell(self.lines, self.settings, text, to)
 
     def check_model(self, name: str | None) -> str:
-        """The model's name for the answer; ApiError 404 for another model."""
+        """Return the model's name for the answer. Raise ApiError 404 for a model that is not served."""
         if name is not None and name not in self.names:
             raise ApiError(
                 404,
-                f"the model {name[:128]!r} is not served here; there is {' and '.join(self.names)}",
+                f"the model {name[:128]!r} is not served here; available: {', '.join(self.names)}",
                 "model",
                 "model_not_found",
             )
@@ -98,35 +97,35 @@ def client_of(request: Request) -> ApiClient:
 
 
 def thread_of(request: Request) -> Callable[[Callable[[], R]], Awaitable[R]]:
-    """Return what runs work of the request's client in one of the tokenizer's threads."""
+    """Return a function that runs work for the request's client in one of the tokenizer's threads."""
     return partial(server_of(request).engine.in_thread, client_of(request))
 
 
 async def read_request(request: Request, cls: type[T]) -> tuple[T, list[str]]:
-    """The body as a `cls`, and warnings about what is ignored."""
+    """Read the body of a request.
+
+    Returns:
+        The body as a `cls`, and a warning for each field that is ignored.
+
+    Raises:
+        ApiError: 400 for a body that is malformed or has fields of other types; 413 and 503 for one that is too large.
+    """
     settings = server_of(request).settings
     bodies = server_of(request).bodies
-    found, warnings = await bodies.read(
-        request, lambda body: parse(decode_object(body), cls, settings.strict)
-    )
-    request.scope["asked"] = found  # for errors that are found where the fields have other names
+    body, warnings = await bodies.read(request, lambda raw: parse(decode_object(raw), cls, settings.strict))
+    request.scope["api_request"] = body  # for errors, which name its fields
     for name in _NO_EFFECT:
-        if getattr(found, name, None) not in (None, 1):
+        if getattr(body, name, None) not in (None, 1):
             warnings.append(f"{name} has no effect in Quire")
-    if isinstance(found, _WITHOUT_CHOICES):
-        given = [name for name in _OF_CHOICES if getattr(found, name) not in (None, False)]
+    if isinstance(body, _WITHOUT_CHOICES):
+        given = [name for name in _CHOICE_FIELDS if getattr(body, name) not in (None, False)]
         warnings += [f"{name} has no effect here: use /v1/chat/completions" for name in given]
     policy = server_of(request).engine.config.scheduling_policy
-    if isinstance(found, RequestFields) and found.priority and policy != "priority":
+    if isinstance(body, RequestFields) and body.priority and policy != "priority":
         warnings.append("priority has no effect: the server runs without --scheduling-policy priority")
-    return found, warnings
-
-
-def length_field(wanted: object, *names: str) -> str | None:
-    """The first of the fields `names` in which a request says how long its answer may be."""
-    return next((name for name in names if getattr(wanted, name) is not None), None)
+    return body, warnings
 
 
 def answer_id(prefix: str, given: str | None) -> str:
-    """The id of an answer; a client may choose what comes behind the prefix."""
+    """Return the id of an answer; a client may choose the part after the prefix."""
     return f"{prefix}-{given or uuid.uuid4().hex}"

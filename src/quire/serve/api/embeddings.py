@@ -1,5 +1,7 @@
-"""POST /v1/embeddings: pooled hidden states of the served model. Each input is a request like any other, which ends
-with its first token; what it is for comes with that token."""
+"""POST /v1/embeddings: pooled hidden states of the served model.
+
+Each input is an ordinary engine request that ends with its first token; the pooled states come with that token.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,8 @@ from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.serve.api.chat import keep_last
-from quire.serve.api.completions import prompts_of
 from quire.serve.api.context import client_of, read_request, server_of
+from quire.serve.api.prompts import prompt_job, prompts_of
 from quire.serve.api.protocol.embeddings import EmbeddingsRequest, EmbeddingsResponse, EmbeddingsUsage
 from quire.serve.api.sampling_fields import MAX_CHOICES, check_request
 from quire.serve.async_engine import PromptJob
@@ -25,35 +26,33 @@ from quire.types import Pooling, SamplingParams
 
 async def embeddings(request: Request) -> Response:
     server = server_of(request)
-    wanted, warnings = await read_request(request, EmbeddingsRequest)
-    model = server.check_model(wanted.model)
-    check_request(wanted)
-    prompts = prompts_of(wanted.input, "input")
+    body, warnings = await read_request(request, EmbeddingsRequest)
+    model = server.check_model(body.model)
+    check_request(body)
+    prompts = prompts_of(body.input, "input")
     if len(prompts) > MAX_CHOICES:
         raise bad_request(f"input must hold at most {MAX_CHOICES} inputs, got {len(prompts)}", "input")
-    if wanted.encoding_format not in (None, "float", "base64"):
-        raise bad_request("encoding_format must be float or base64", "encoding_format")
-    if wanted.dimensions is not None and wanted.dimensions < 1:
-        raise bad_request(f"dimensions must be at least 1, got {wanted.dimensions}", "dimensions")
+    if body.encoding_format not in (None, "float", "base64"):
+        raise bad_request(
+            f"encoding_format must be float or base64, got {body.encoding_format[:64]!r}", "encoding_format"
+        )
+    if body.dimensions is not None and body.dimensions < 1:
+        raise bad_request(f"dimensions must be at least 1, got {body.dimensions}", "dimensions")
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-    options = (
-        params,
-        wanted.priority or 0,
-        wanted.cache_salt or "",
-        wanted.add_special_tokens is not False,
-        keep_last(server, wanted.truncate_prompt_tokens),
-    )
-    pooling = _pooling(wanted.pooling or server.pooling)
-    generation = await server.engine.generate(
-        client_of(request),
-        len(prompts),
-        lambda: [PromptJob(prompt, *options, pooling=pooling) for prompt in prompts],
-        False,
-        wanted.timeout,
-    )
+    pooling = _pooling(body.pooling or server.pooling)
+    special = body.add_special_tokens is not False
+
+    def jobs() -> list[PromptJob]:
+        return [
+            prompt_job(server, body, prompt, params, add_special_tokens=special, pooling=pooling)
+            for prompt in prompts
+        ]
+
+    client = client_of(request)
+    generation = await server.engine.generate(client, len(prompts), jobs, False, body.timeout)
     await wait_until_finished(request, generation)
     pooled = [state.pooled or b"" for state in generation.states]
-    data = await server.engine.in_thread(client_of(request), _data, pooled, wanted)
+    data = await server.engine.in_thread(client, _encoded_data, pooled, body)
     usage = EmbeddingsUsage(generation.prompt_tokens, generation.prompt_tokens)
     return json_response(EmbeddingsResponse(data=data, model=model, usage=usage, warnings=warnings or UNSET))
 
@@ -64,17 +63,17 @@ def _pooling(name: str) -> Pooling:
     return "last" if name == "last" else "mean"
 
 
-def _data(pooled: Sequence[bytes], wanted: EmbeddingsRequest) -> list[msgspec.Raw]:
-    """In a thread, one by one: thousands of numbers each take their time to write."""
-    from quire.frontend.normalize import embedding  # numpy, which nothing else here needs
+def _encoded_data(pooled: Sequence[bytes], body: EmbeddingsRequest) -> list[msgspec.Raw]:
+    """Encode the embeddings. Runs in a thread, because each may hold thousands of numbers."""
+    from quire.frontend.normalize import embedding  # imports numpy, which other routes do not need
 
-    found = []
+    encoded = []
     for index, states in enumerate(pooled):
         try:
-            vector = embedding(states, wanted.dimensions, wanted.normalize is not False)
+            vector = embedding(states, body.dimensions, body.normalize is not False)
         except ValueError as error:
             raise bad_request(str(error), "dimensions") from None
-        as_text = wanted.encoding_format == "base64"
+        as_text = body.encoding_format == "base64"
         values = base64.b64encode(vector.tobytes()).decode() if as_text else vector.tolist()
-        found.append(msgspec.Raw(encode({"object": "embedding", "index": index, "embedding": values})))
-    return found
+        encoded.append(msgspec.Raw(encode({"object": "embedding", "index": index, "embedding": values})))
+    return encoded

@@ -1,4 +1,7 @@
-"""Log-probabilities in the shapes of the two APIs. JSON has no infinity: -9999 stands for it, as with OpenAI."""
+"""Log-probabilities in the forms of the chat and completions APIs.
+
+JSON has no infinity: -9999 stands for it, as in OpenAI's API.
+"""
 
 from __future__ import annotations
 
@@ -25,18 +28,26 @@ def _text(token: int, entry: Logprob, as_ids: bool) -> str:
 def chat_logprobs(
     tokens: Sequence[int], entries: Sequence[Entry], top: int, tokenizer: Tokenizer, as_ids: bool
 ) -> ChoiceLogprobs:
-    """For each token its own log-probability and the `top` most likely ones, in order."""
+    """Return the log-probabilities of a chat's tokens.
 
-    def one(token: int, entry: Logprob) -> TokenLogprob:
+    Args:
+        tokens: token ids.
+        entries: for each token, the log-probabilities at its position.
+        top: the number of most likely tokens to list for each token, most likely first.
+        tokenizer: gives the bytes of tokens.
+        as_ids: write tokens as `token_id:N`.
+    """
+
+    def item(token: int, entry: Logprob) -> TokenLogprob:
         return TokenLogprob(_text(token, entry, as_ids), _value(entry), list(tokenizer.token_bytes(token)))
 
-    found = []
+    items = []
     for token, entry in zip(tokens, entries):
         best = sorted((e.rank or 0, t) for t, e in entry.items() if 0 < (e.rank or 0) <= top)
-        chosen = one(token, entry[token])
-        chosen.top_logprobs = [one(t, entry[t]) for _, t in best]
-        found.append(chosen)
-    return ChoiceLogprobs(found)
+        chosen = item(token, entry[token])
+        chosen.top_logprobs = [item(t, entry[t]) for _, t in best]
+        items.append(chosen)
+    return ChoiceLogprobs(items)
 
 
 def completion_logprobs(
@@ -46,24 +57,32 @@ def completion_logprobs(
     tokenizer: Tokenizer,
     as_ids: bool,
 ) -> CompletionLogprobs:
-    """`offset` is the place of the first token in the text of the choice."""
-    found = CompletionLogprobs([], [], [], [])
+    """Return the log-probabilities of a completion's tokens.
+
+    Args:
+        tokens: token ids.
+        entries: for each token, the log-probabilities at its position; None for the first token of a prompt.
+        offset: the place of the first token in the text of the choice, in characters.
+        tokenizer: gives the texts of tokens.
+        as_ids: write tokens as `token_id:N`.
+    """
+    logprobs = CompletionLogprobs([], [], [], [])
     for token, entry in zip(tokens, entries):
         text = tokenizer.token_text(token)
-        found.text_offset.append(offset)
+        logprobs.text_offset.append(offset)
         offset += len(text)
-        found.tokens.append(f"token_id:{token}" if as_ids else text)
-        found.token_logprobs.append(None if entry is None else _value(entry[token]))
+        logprobs.tokens.append(f"token_id:{token}" if as_ids else text)
+        logprobs.token_logprobs.append(None if entry is None else _value(entry[token]))
         top: dict[str, float] = {}
         for other, logprob in (entry or {}).items():
             name = _text(other, logprob, as_ids)
             top[name] = max(top.get(name, _LOWEST), _value(logprob))
-        found.top_logprobs.append(None if entry is None else top)
-    return found
+        logprobs.top_logprobs.append(None if entry is None else top)
+    return logprobs
 
 
 def prompt_logprobs(entries: Sequence[Entry | None]) -> list[Any]:
-    """As vLLM gives them: by token id, with rank and text; null for the first token."""
+    """Return a prompt's log-probabilities in vLLM's form: by token id, with rank and text; null for the first token."""
     return [
         None
         if entry is None

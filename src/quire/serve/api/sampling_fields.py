@@ -1,6 +1,7 @@
-"""Fields of a request to SamplingParams: the request's own values over the model's over Quire's.
+"""The sampling fields of a request, as SamplingParams.
 
-Also what is refused: fields that ask for something that Quire does not do are an error, not a silence.
+The request's values replace the model's defaults, which replace Quire's. A field for something that Quire does not
+implement is an error, never ignored in silence.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from quire.serve.api.protocol.sampling import RequestFields, SamplingFields
+from quire.serve.api.protocol.fields import RequestFields, SamplingFields
 from quire.serve.api.structured_fields import structured_outputs
 from quire.serve.http.errors import bad_request
 from quire.types import MAX_LOGPROBS, SamplingParams
@@ -35,7 +36,7 @@ _SAME_NAME = (
     "allowed_token_ids",
     "bad_words",
 )
-# Fields for things that Quire does not do, with the values (besides null) that ask for nothing.
+# Fields that Quire does not implement, with the values besides null that change nothing.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "length_penalty": (1.0,),
@@ -64,7 +65,7 @@ MAX_CHOICES = 2048
 
 
 def check_fields(request: SamplingFields) -> None:
-    """Raise ApiError 400 for fields that exclude each other, are out of range, or are not available."""
+    """Raise ApiError 400 for fields that exclude each other, are out of range, or are not implemented."""
     for name, harmless in REFUSED.items():
         value = getattr(request, name, None)
         if value is not None and value not in harmless:
@@ -78,19 +79,22 @@ def check_fields(request: SamplingFields) -> None:
 
 
 def check_request(request: RequestFields) -> None:
-    """The same for the fields that every request has."""
+    """Raise ApiError 400 for the fields of every route that are out of range."""
     if request.cache_salt is not None and not 0 < len(request.cache_salt) <= _MAX_SALT_CHARS:
         raise bad_request(
-            f"cache_salt must have 1 to {_MAX_SALT_CHARS} characters, or be left out", "cache_salt"
+            f"cache_salt must have 1 to {_MAX_SALT_CHARS} characters, got {len(request.cache_salt)}",
+            "cache_salt",
         )
     if request.timeout is not None and not 0 < request.timeout <= 1e6:
         raise bad_request(
             f"timeout must be above 0 and at most 1e6 seconds, got {request.timeout}", "timeout"
         )
     if request.priority is not None and abs(request.priority) > 2**31:
-        raise bad_request("priority must be between -2**31 and 2**31", "priority")
+        raise bad_request(f"priority must be between -2**31 and 2**31, got {request.priority}", "priority")
     if request.request_id is not None and not 0 < len(request.request_id) <= 128:
-        raise bad_request("request_id must have 1 to 128 characters", "request_id")
+        raise bad_request(
+            f"request_id must have 1 to 128 characters, got {len(request.request_id)}", "request_id"
+        )
     keep = request.truncate_prompt_tokens
     if keep is not None and keep != -1 and keep < 1:
         raise bad_request(
@@ -99,7 +103,10 @@ def check_request(request: RequestFields) -> None:
 
 
 def _check_words(request: SamplingFields) -> None:
-    """Looking for stop strings is work on the event loop at every token: it has a bound."""
+    """Raise ApiError 400 for too many or too long stop strings and bad words.
+
+    The event loop searches for stop strings at every token, so their number is bounded.
+    """
     stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
     if len(stops) > _MAX_STOPS or any(len(stop) > _MAX_STOP_CHARS for stop in stops):
         raise bad_request(
@@ -121,9 +128,19 @@ def sampling_params(
     max_logprobs: int,
     vocab_size: int,
 ) -> SamplingParams:
-    """What the engine gets. Raises RequestError or ApiError 400 for a value out of range.
+    """Return the sampling parameters of a request.
 
-    `defaults` are the model's own; `max_tokens` and `logprobs` come from fields that differ between routes.
+    Args:
+        request: its fields.
+        defaults: the model's defaults.
+        max_tokens: the limit on the answer, from the route's field.
+        logprobs: the number of log-probabilities per token, from the route's field.
+        max_logprobs: the server's limit on those; negative for none.
+        vocab_size: of the model.
+
+    Raises:
+        ApiError: 400 for a value out of range.
+        RequestError: for a value that SamplingParams refuses.
     """
     given = {name: value for name in _SAME_NAME if (value := getattr(request, name)) is not None}
     prompt_logprobs = request.prompt_logprobs
@@ -132,11 +149,13 @@ def sampling_params(
     most = MAX_LOGPROBS if max_logprobs < 0 else max_logprobs
     for name, value in (("logprobs", logprobs), ("prompt_logprobs", prompt_logprobs)):
         if value is not None and value > most:
-            given_as = f"-1, which is all {value}" if getattr(request, name, None) == -1 else value
-            raise bad_request(f"{name} must be at most {most} (max_logprobs), got {given_as}", name)
+            shown = f"-1, which is all {value}" if getattr(request, name, None) == -1 else value
+            raise bad_request(f"{name} must be at most {most} (max_logprobs), got {shown}", name)
     for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
         if len(given.get(name, ())) > vocab_size:
-            raise bad_request(f"{name} must not hold more ids than the vocabulary ({vocab_size})", name)
+            raise bad_request(
+                f"{name} must hold at most {vocab_size} ids (the vocabulary), got {len(given[name])}", name
+            )
     bias = given.get("logit_bias")
     if bias is not None and any(not math.isfinite(value) for value in bias.values()):
         raise bad_request("logit_bias must hold finite numbers", "logit_bias")

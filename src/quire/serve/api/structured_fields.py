@@ -1,13 +1,13 @@
-"""The several ways in which clients ask for structured output, as one StructuredOutputsParams.
+"""The fields for structured output, as one StructuredOutputsParams.
 
-OpenAI: `response_format`. vLLM: `structured_outputs`, and `guided_json` and its kin of older versions.
+OpenAI has `response_format`. vLLM has `structured_outputs` and, from older versions, `guided_json` and similar fields.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from quire.serve.api.protocol.sampling import SamplingFields
+from quire.serve.api.protocol.fields import SamplingFields
 from quire.serve.http.errors import bad_request
 from quire.types import StructuredOutputsParams
 
@@ -28,22 +28,26 @@ _TYPES: dict[str, tuple[type, ...]] = {
 
 
 def structured_outputs(request: SamplingFields) -> StructuredOutputsParams | None:
-    """What the text must be, or None. Raises ApiError 400 for an unknown kind, or for more than one."""
-    found: list[tuple[str, StructuredOutputsParams]] = []
+    """Return the constraint on the text, or None.
+
+    Raises:
+        ApiError: 400 for an unknown kind, a value of the wrong type, or more than one constraint.
+    """
+    constraints: list[tuple[str, StructuredOutputsParams]] = []
     if request.response_format is not None:
-        wanted = _response_format(request.response_format)
-        if wanted is not None:
-            found.append(("response_format", wanted))
+        constraint = _response_format(request.response_format)
+        if constraint is not None:
+            constraints.append(("response_format", constraint))
     if request.structured_outputs is not None:
-        found.append(("structured_outputs", _structured(request.structured_outputs)))
+        constraints.append(("structured_outputs", _structured(request.structured_outputs)))
     for name, kind in _GUIDED.items():
         value = getattr(request, name)
         if value is not None:
-            found.append((name, _made(name, {kind: value})))
-    if len(found) > 1:
-        names = " and ".join(name for name, _ in found)
-        raise bad_request(f"only one kind of structured output can be asked for, got {names}", found[1][0])
-    return found[0][1] if found else None
+            constraints.append((name, _checked(name, {kind: value})))
+    if len(constraints) > 1:
+        names = " and ".join(name for name, _ in constraints)
+        raise bad_request(f"only one field for structured output can be set, got {names}", constraints[1][0])
+    return constraints[0][1] if constraints else None
 
 
 def _response_format(given: dict[str, Any]) -> StructuredOutputsParams | None:
@@ -60,7 +64,7 @@ def _response_format(given: dict[str, Any]) -> StructuredOutputsParams | None:
     wrapped = given.get("json_schema")
     schema = wrapped.get("schema") if isinstance(wrapped, dict) else given.get("schema")
     if schema is True or (schema is None and isinstance(wrapped, dict)):
-        schema = {}  # OpenAI: a format without a schema takes any value
+        schema = {}  # as with OpenAI, a format without a schema takes any value
     if not isinstance(schema, dict):
         raise bad_request("response_format needs a JSON schema in json_schema.schema", "response_format")
     return StructuredOutputsParams(json=schema)
@@ -72,19 +76,19 @@ def _structured(given: dict[str, Any]) -> StructuredOutputsParams:
             raise bad_request(
                 f"structured_outputs.{name[:64]} is not available in Quire", "structured_outputs"
             )
-    return _made(
+    return _checked(
         "structured_outputs", {k: v for k, v in given.items() if k in _KINDS and v not in (None, False)}
     )
 
 
-def _made(where: str, kinds: dict[str, Any]) -> StructuredOutputsParams:
+def _checked(field: str, kinds: dict[str, Any]) -> StructuredOutputsParams:
     for kind, value in kinds.items():
         fits = isinstance(value, _TYPES[kind])
         if kind == "choice":
             fits = fits and bool(value) and all(isinstance(text, str) for text in value)
         if not fits:
-            wanted = {"choice": "a list of at least one string", "json": "a JSON schema"}.get(
+            expected = {"choice": "a list of at least one string", "json": "a JSON schema"}.get(
                 kind, "a string"
             )
-            raise bad_request(f"{where}: {kind} must be {wanted}", where)
+            raise bad_request(f"{field}: {kind} must be {expected}", field)
     return StructuredOutputsParams(**kinds)

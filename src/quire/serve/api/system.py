@@ -1,4 +1,4 @@
-"""What the server says of itself: models, health, version, figures."""
+"""The routes about the server: models, health, version, statistics."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from quire.serve.observe.histogram import Histogram
 from quire.types import EngineStats
 
 
-def _card(server: ServerContext, name: str) -> dict[str, Any]:
+def _model_card(server: ServerContext, name: str) -> dict[str, Any]:
     return {
         "id": name,
         "object": "model",
-        "type": "model",  # this and the next two: for clients of Anthropic's API
+        "type": "model",  # this field and the next two are Anthropic's
         "display_name": name,
         "created_at": datetime.fromtimestamp(server.started_s, UTC).isoformat(timespec="seconds"),
         "created": int(server.started_s),
@@ -37,17 +37,17 @@ def _card(server: ServerContext, name: str) -> dict[str, Any]:
 async def models(request: Request) -> Response:
     server = server_of(request)
     names = server.names
-    blocks = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
-    return json_response({"object": "list", "data": [_card(server, name) for name in names], **blocks})
+    paging = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+    return json_response({"object": "list", "data": [_model_card(server, name) for name in names], **paging})
 
 
 async def model(request: Request) -> Response:
     server = server_of(request)
-    return json_response(_card(server, server.check_model(request.path_params["name"])))
+    return json_response(_model_card(server, server.check_model(request.path_params["name"])))
 
 
 async def health(request: Request) -> Response:
-    """200 while requests are taken; 503 while the server drains, and when the engine is silent or has died."""
+    """Return 200 while the server accepts requests, and 503 while it drains or its engine is silent or dead."""
     server = server_of(request)
     if server.engine.cause is not None:
         return json_response({"status": "dead", "cause": server.engine.cause}, 503)
@@ -64,52 +64,57 @@ async def version(request: Request) -> Response:
 
 
 def spread(histogram: Histogram, unit: float = 1) -> dict[str, float] | None:
-    """Percentiles of the newest values, and how many there have been; None before the first."""
-    found = histogram.percentiles(50, 90, 99, 100)
-    if found is None:
+    """Return percentiles of the newest values and the count of all, or None without values.
+
+    The percentiles are multiplied by `unit`.
+    """
+    values = histogram.percentiles(50, 90, 99, 100)
+    if values is None:
         return None
     names = ("p50", "p90", "p99", "max")
-    return {**{name: round(x * unit, 3) for name, x in zip(names, found)}, "count": histogram.count}
+    return {**{name: round(x * unit, 3) for name, x in zip(names, values)}, "count": histogram.count}
 
 
-def _requests(engine: AsyncEngine, client: ApiClient, found: EngineStats) -> dict[str, Any]:
-    """Count the requests that the client may see; those of others are sums."""
-    load, admission, totals = found.load, engine.admission, engine.account.of(client.sees)
+def _requests(engine: AsyncEngine, client: ApiClient, engine_stats: EngineStats) -> dict[str, Any]:
+    """Count the requests of the client. Those of other clients appear as sums."""
+    load, admission, totals = engine_stats.load, engine.admission, engine.account.of(client.sees)
     counts: dict[str, Any] = {
         "waiting": load.waiting,
         "waiting_tokens": load.waiting_tokens,
-        "wait_reason": found.wait_reason,
+        "wait_reason": engine_stats.wait_reason,
         "active": load.running,
         "open": admission.open_of(client.sees),
         "completed": totals.completed,
         "rejected": admission.rejected_of(client.sees),
-        "aborted": found.totals["aborted"] if client.admin else totals.aborted,
-        "not_finite": found.totals["not_finite"],
+        "aborted": engine_stats.totals["aborted"] if client.admin else totals.aborted,
+        "not_finite": engine_stats.totals["not_finite"],
     }
     if not client.admin:
-        counts["others"] = {"waiting": found.others.waiting, "active": found.others.running}
+        counts["others"] = {"waiting": engine_stats.others.waiting, "active": engine_stats.others.running}
     return counts
 
 
 async def stats(request: Request) -> Response:
-    """Figures for people. Sizes in blocks and tokens, times in seconds unless they are named in ms. A client that is no
-    admin sees its own requests, and those of others as sums."""
+    """Return the server's statistics. Sizes are in blocks and tokens, times in seconds unless the name ends in `_ms`.
+
+    A client that is no admin sees its own requests, and the sums of those of other clients.
+    """
     server, client = server_of(request), client_of(request)
     engine = server.engine
-    found = await engine.stats(client.sees)
-    totals, account = found.totals, engine.account
+    engine_stats = await engine.stats(client.sees)
+    totals, account = engine_stats.totals, engine.account
     queried = totals["queried_tokens"]
     return json_response(
         {
             "model": server.names[0],
             "uptime_s": round(time.time() - server.started_s, 3),
-            "requests": _requests(engine, client, found),
+            "requests": _requests(engine, client, engine_stats),
             "blocks": {
-                "total": found.blocks,
-                "used": found.blocks - found.free_blocks,
-                "free": found.free_blocks,
-                "cached": found.cached_blocks,
-                "tokens_per_block": found.block_size,
+                "total": engine_stats.blocks,
+                "used": engine_stats.blocks - engine_stats.free_blocks,
+                "free": engine_stats.free_blocks,
+                "cached": engine_stats.cached_blocks,
+                "tokens_per_block": engine_stats.block_size,
                 "evictions": totals["evictions"],
                 "preemptions": totals["preemptions"],
                 "preemptions_for_other_keys": totals["yielded"],
@@ -121,7 +126,7 @@ async def stats(request: Request) -> Response:
                 "computed": totals["computed_tokens"],
                 "generated": totals["generated_tokens"],
                 "hit_rate": round(totals["cached_tokens"] / queried, 4) if queried else 0.0,
-                "by_client": found.served_tokens,
+                "by_client": engine_stats.served_tokens,
             },
             "latency_ms": {
                 "ttft": spread(account.ttft_s, 1000),
@@ -134,7 +139,7 @@ async def stats(request: Request) -> Response:
                 "tokens": spread(account.step_tokens),
                 "step_ms": spread(account.step_s, 1000),
             },
-            "last_step": found.last_step,
+            "last_step": engine_stats.last_step,
             "start_up_s": engine.info.phases_s,
             "engine": asdict(engine.info),
         }

@@ -1,7 +1,7 @@
 """The chat templates of a server: the model's or the operator's, and those that requests bring.
 
-Both are rendered in helper processes. Templates of requests have a process and a thread of their own, which
-yield to all others, so that a slow one delays nobody who brings none.
+Helper processes render both kinds. The templates of requests have a separate process and thread with low priority, so a
+slow one does not delay requests without a template.
 """
 
 from __future__ import annotations
@@ -21,26 +21,23 @@ from quire.types import ConfigError, QuireError
 
 T = TypeVar("T")
 _NICE = 10
-_MAX_WAITING = 64  # templates of a client's requests
+_MAX_WAITING = 64  # templates of one client
 
 
 class ChatTemplates:
-    """Chooses, and renders, the template of a request. Owns the processes and the threads for both kinds.
-
-    Args:
-        engine: prepares requests in its threads.
-    """
+    """The chat templates of a server. Owns the processes and threads that render them."""
 
     def __init__(self, engine: AsyncEngine) -> None:
+        """Create the templates of a server; `engine` has the settings, and the threads for its own templates."""
         self._engine = engine
-        self._given: str | None = None  # the operator's template, which replaces the model's
+        self._given: str | None = None  # by the operator; replaces the model's template
         self._trusts_requests = engine.settings.trust_request_chat_template
         self._renderer = TemplateRenderer()
         self._foreign = TemplateRenderer(processes=1, nice=_NICE)
         self._threads = ClientThreads(1, _MAX_WAITING, "templates of requests")
 
     def read_setting(self) -> None:
-        """Read the operator's template, which may be a file. Raises ConfigError if it is wrong."""
+        """Read the operator's template, which may be a file. Raise ConfigError if it is not a valid template."""
         given = self._engine.settings.chat_template
         if given is None:
             return
@@ -54,25 +51,34 @@ class ChatTemplates:
             raise ConfigError(f"chat_template: {error}") from None
         self._given = given
 
-    def choose(self, asked: str | None, with_tools: bool) -> str:
-        """Return the request's, the operator's or the model's template. Raises ApiError 400."""
-        if asked and not self._trusts_requests:
+    def choose(self, own: str | None, with_tools: bool) -> str:
+        """Return the template for a request.
+
+        Args:
+            own: the template that the request brings, if it does.
+            with_tools: whether the request has tools: some models have a separate template for them.
+
+        Raises:
+            ApiError: 400 if the request brings a template and the server does not trust it.
+        """
+        if own and not self._trusts_requests:
             raise bad_request(
-                "chat_template is not taken from requests: start the server with --trust-request-chat-template",
+                "chat_template is not accepted from requests: start the server with --trust-request-chat-template",
                 "chat_template",
             )
-        return asked or self._given or template_of(self._engine.tokenizer, with_tools)
+        return own or self._given or template_of(self._engine.tokenizer, with_tools)
 
-    def renderer(self, asked: str | None) -> TemplateRenderer:
-        return self._foreign if asked else self._renderer
+    def renderer(self, own: str | None) -> TemplateRenderer:
+        """Return the renderer for a request that may bring its own template."""
+        return self._foreign if own else self._renderer
 
-    async def in_thread(self, client: ApiClient, asked: str | None, work: Callable[[], T]) -> T:
-        """Run `work`, which renders the template of a client's request, in a thread for its kind."""
-        return await (self._threads.run(client, work) if asked else self._engine.in_thread(client, work))
+    async def in_thread(self, client: ApiClient, own: str | None, work: Callable[[], T]) -> T:
+        """Run `work`, which renders a client's template (`own`) or the server's, in a thread for that kind."""
+        return await (self._threads.run(client, work) if own else self._engine.in_thread(client, work))
 
     def warm(self) -> None:
-        """Start a process and let it compile the server's template, before the first request needs it."""
-        with contextlib.suppress(QuireError):  # requests will be told
+        """Start a process that compiles the server's template before the first request needs it."""
+        with contextlib.suppress(QuireError):  # every request will report it
             self._renderer.traits(self._given or template_of(self._engine.tokenizer, False))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: the model's tokenizer and chat template, for clients that count tokens."""
+"""POST /tokenize and /detokenize: the model's tokenizer and chat template for clients."""
 
 from __future__ import annotations
 
@@ -14,11 +14,21 @@ from quire.serve.api.protocol.other import DetokenizeRequest, TokenizeRequest, T
 from quire.serve.http.errors import bad_request
 from quire.serve.http.wire import json_response
 
-_MAX_COUNTED = 1 << 20  # bytes, or token ids: a second of work
+_MAX_COUNTED = 1 << 20  # bytes or token ids; one second of work
 
 
 def count_ids(server: ServerContext, text: str, add_special_tokens: bool, field: str) -> list[int]:
-    """Tokenize a text that nobody generates from. Raises ApiError 400 if it is too long to be a prompt."""
+    """Tokenize a text without generating from it.
+
+    Args:
+        server: the server.
+        text: a prompt.
+        add_special_tokens: add the tokenizer's special tokens.
+        field: the request field that errors name.
+
+    Raises:
+        ApiError: 400 if the text is too long for a prompt of the model, or for this route.
+    """
     context = server.engine.info.max_model_len
     most = max_chars_of(server.engine.tokenizer, context)
     if len(text) > most:
@@ -36,47 +46,47 @@ def count_ids(server: ServerContext, text: str, add_special_tokens: bool, field:
 
 async def tokenize(request: Request) -> Response:
     server = server_of(request)
-    wanted, _ = await read_request(request, TokenizeRequest)
-    server.check_model(wanted.model)
-    if (wanted.prompt is None) == (wanted.messages is None):
-        raise bad_request("give either prompt or messages", "prompt")
-    client, text = client_of(request), wanted.prompt
+    body, _ = await read_request(request, TokenizeRequest)
+    server.check_model(body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise bad_request("set either prompt or messages, not both", "prompt")
+    client, text = client_of(request), body.prompt
     if text is None:
-        render = partial(_render, server, wanted)
-        text = await server.templates.in_thread(client, wanted.chat_template, render)
-    return await server.counting.run(client, partial(_tokenize, server, wanted, text))
+        render = partial(_render, server, body)
+        text = await server.templates.in_thread(client, body.chat_template, render)
+    return await server.counting.run(client, partial(_tokenize, server, body, text))
 
 
-def _tokenize(server: ServerContext, wanted: TokenizeRequest, text: str) -> Response:
+def _tokenize(server: ServerContext, body: TokenizeRequest, text: str) -> Response:
     engine = server.engine
-    if wanted.prompt is not None:
-        ids = count_ids(server, text, wanted.add_special_tokens is not False, "prompt")
+    if body.prompt is not None:
+        ids = count_ids(server, text, body.add_special_tokens is not False, "prompt")
     else:
-        ids = count_ids(server, text, bool(wanted.add_special_tokens), "messages")
-    pieces = [engine.tokenizer.token_text(token) for token in ids] if wanted.return_token_strs else None
+        ids = count_ids(server, text, bool(body.add_special_tokens), "messages")
+    pieces = [engine.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
     return json_response(TokenizeResponse(len(ids), engine.info.max_model_len, ids, pieces))
 
 
-def _render(server: ServerContext, wanted: TokenizeRequest) -> str:
-    continues = bool(wanted.continue_final_message)
-    generation_prompt = wanted.add_generation_prompt
+def _render(server: ServerContext, body: TokenizeRequest) -> str:
+    continues = bool(body.continue_final_message)
+    generation_prompt = body.add_generation_prompt
     return render_chat(
-        server.templates.renderer(wanted.chat_template),
+        server.templates.renderer(body.chat_template),
         server.engine.tokenizer,
-        wanted.messages or [],
-        wanted.tools,
+        body.messages or [],
+        body.tools,
         not continues if generation_prompt is None else generation_prompt,
         continues,
-        wanted.chat_template_kwargs,
-        chat_template=server.templates.choose(wanted.chat_template, bool(wanted.tools)),
+        body.chat_template_kwargs,
+        chat_template=server.templates.choose(body.chat_template, bool(body.tools)),
     )
 
 
 async def detokenize(request: Request) -> Response:
     server = server_of(request)
-    wanted, _ = await read_request(request, DetokenizeRequest)
-    server.check_model(wanted.model)
-    return await server.counting.run(client_of(request), partial(_detokenize, server, wanted.tokens))
+    body, _ = await read_request(request, DetokenizeRequest)
+    server.check_model(body.model)
+    return await server.counting.run(client_of(request), partial(_detokenize, server, body.tokens))
 
 
 def _detokenize(server: ServerContext, tokens: list[int]) -> Response:

@@ -18,22 +18,19 @@ from quire.serve.api.completions import completions
 from quire.serve.api.context import ServerContext
 from quire.serve.api.embeddings import embeddings
 from quire.serve.api.generate import generate
-from quire.serve.api.protocol.chat import ChatRequest
 from quire.serve.api.responses.routes import cancel_response, create_response, delete_response, get_response
 from quire.serve.api.system import health, model, models, stats, version
 from quire.serve.api.tokens import detokenize, tokenize
 from quire.serve.http.auth import ApiKeys
-from quire.serve.http.errors import ApiError, as_api_error, with_field
+from quire.serve.http.errors import ApiError, as_api_error, with_client_field
 from quire.serve.http.guard import make_guard
 from quire.serve.http.middleware import RequestMiddleware
 from quire.serve.http.openapi import openapi
 from quire.serve.http.page import page_routes
-from quire.serve.http.wire import error_response, field_names
+from quire.serve.http.wire import error_response
 from quire.serve.observe.live import live_events
 from quire.serve.observe.metrics import metrics
 from quire.types import QuireError
-
-_FIELDS = field_names(ChatRequest) | {"prompt", "tokens", "max_new_tokens"}
 
 
 def routes() -> list[Route]:
@@ -92,9 +89,9 @@ def build_app(server: ServerContext, keys: ApiKeys) -> ASGIApp:
 
 
 async def _error(request: Request, error: Exception) -> Response:
-    found = as_api_error(error, _FIELDS)
+    found = as_api_error(error)
     if found.status == 400:
-        found = with_field(found, request.scope.get("asked"))
+        found = with_client_field(found, request.scope.get("api_request"))
     return error_response(found, request.scope)
 
 

@@ -1,8 +1,11 @@
-"""What goes wrong, as clients of OpenAI's API know it: a status, and an object that names field and limit."""
+"""Errors as HTTP answers, in the form of OpenAI's API and in that of Anthropic's.
+
+Every error carries its status, the request field at fault (`param`) and, where programs act on it, a word for its kind
+(`code`). Nothing here reads them out of a message.
+"""
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from quire.types import EngineDead, Overloaded, RequestError
@@ -18,15 +21,23 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-
-
+_ANTHROPIC_TYPES = {413: "request_too_large", 429: "rate_limit_error", 499: "invalid_request_error"}
 _MESSAGE_CHARS, _PARAM_CHARS = 2048, 128
-# The words by which agents know that they have to shorten a conversation: not all of them look at the code.
-_TOO_LONG = "; this model's maximum context length is exceeded (context_length_exceeded)"
+_TOO_LONG = "context_length_exceeded"
+# Agents shorten a conversation when they see these words: not all of them look at the code.
+_TOO_LONG_WORDS = f"; this model's maximum context length is exceeded ({_TOO_LONG})"
 
 
 class ApiError(Exception):
-    """An answer that is an error. `param` is the field of the request that caused it."""
+    """An error with its HTTP status.
+
+    Args:
+        status: the HTTP status.
+        message: one sentence for the user; it is cut if it repeats too much of what a client sent.
+        param: the request field at fault, or None.
+        code: a word that identifies the kind of error to programs, or None.
+        headers: headers for the response.
+    """
 
     def __init__(
         self,
@@ -36,7 +47,7 @@ class ApiError(Exception):
         code: str | None = None,
         headers: dict[str, str] | None = None,
     ) -> None:
-        if len(message) > _MESSAGE_CHARS:  # it repeats something that a client sent
+        if len(message) > _MESSAGE_CHARS:
             message = f"{message[:_MESSAGE_CHARS]} ..."
         super().__init__(message)
         self.status, self.message, self.code = status, message, code
@@ -44,44 +55,18 @@ class ApiError(Exception):
         self.headers = headers or {}
 
     def body(self) -> dict[str, Any]:
+        """Return the body of the response in the form of OpenAI's API."""
         kind = _TYPES.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-
-# Fields that mean the same on different routes, and what errors about them begin with.
-_PROMPTS = ("messages", "input", "prompt")
-_CONSTRAINTS = (
-    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format",
-    "text", "output_config", "output_format", "tools",
-)  # fmt: skip
-_CONSTRAINT_WORDS = ("json", "regex", "choice", "grammar")
-
-
-def with_field(error: ApiError, asked: object) -> ApiError:
-    """`error`, naming that field of the request `asked` by which the prompt or the structured output came."""
-    message, param = error.message, error.param
-    if message.startswith("prompt "):
-        param = next((name for name in _PROMPTS if hasattr(asked, name)), param)
-        message = message.replace("prompt", "input", 1) if param == "input" else message
-    elif message.startswith("the chat template") and param is None:
-        param = "chat_template" if getattr(asked, "chat_template", None) else "messages"
-    elif message.startswith(_CONSTRAINT_WORDS) and param is None:
-        given = [name for name in _CONSTRAINTS if getattr(asked, name, None)]
-        if len(given) == 1:
-            param, message = given[0], f"{given[0]}: {message}"
-    return ApiError(error.status, message, param, error.code, error.headers)
-
-
-_MESSAGES_TYPES = {413: "request_too_large", 429: "rate_limit_error", 499: "invalid_request_error"}
-
-
-def messages_error(error: ApiError, request_id: str) -> dict[str, Any]:
-    """The same in the shape of Anthropic's API."""
-    known = _MESSAGES_TYPES.get(error.status) or _TYPES.get(error.status)
-    kind = known or ("invalid_request_error" if error.status < 500 else "api_error")
-    too_long = error.code == "context_length_exceeded"  # in words that Anthropic's clients know
-    body = {"type": kind, "message": f"prompt is too long: {error.message}" if too_long else error.message}
-    return {"type": "error", "error": body, "request_id": request_id}
+    def anthropic_body(self, request_id: str) -> dict[str, Any]:
+        """Return the body of the response in the form of Anthropic's API."""
+        kind = _ANTHROPIC_TYPES.get(self.status) or _TYPES.get(self.status)
+        kind = kind or ("invalid_request_error" if self.status < 500 else "api_error")
+        # Anthropic's clients know a conversation that is too long by the beginning of the message.
+        prefix = "prompt is too long: " if self.code == _TOO_LONG else ""
+        error = {"type": kind, "message": prefix + self.message}
+        return {"type": "error", "error": error, "request_id": request_id}
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
@@ -89,24 +74,64 @@ def bad_request(message: str, param: str | None = None) -> ApiError:
 
 
 def overloaded(message: str, retry_after_s: float) -> ApiError:
-    """503 with the whole seconds after which to try again."""
+    """Return an error with status 503 and the whole seconds after which the client may retry."""
     headers = {"Retry-After": str(max(1, round(retry_after_s)))}
     return ApiError(503, message, code="overloaded", headers=headers)
 
 
-def as_api_error(error: Exception, fields: frozenset[str] = frozenset()) -> ApiError:
-    """The answer to an exception. A RequestError begins with the name of the field that it is about."""
-    if isinstance(error, ApiError):
-        return error
-    if isinstance(error, RequestError):
-        message = str(error)
-        word = re.match(r"\w*", message)[0]  # type: ignore[index]
-        param = word if word in fields else None
-        if "max_model_len" in message:
-            return ApiError(400, message + _TOO_LONG, param, "context_length_exceeded")
-        return ApiError(400, message, param)
-    if isinstance(error, Overloaded):
-        return overloaded(str(error), 1)
-    if isinstance(error, EngineDead):
-        return ApiError(500, str(error), code="engine_dead")
+def as_api_error(error: Exception) -> ApiError:
+    """Return the HTTP answer to an exception: 400, 503 or 500, or the exception itself if it is an ApiError."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError():
+            message = str(error) + (_TOO_LONG_WORDS if error.code == _TOO_LONG else "")
+            return ApiError(400, message, _field_of(error.param), error.code)
+        case Overloaded():
+            return overloaded(str(error), 1)
+        case EngineDead():
+            return ApiError(500, str(error), code="engine_dead")
     return ApiError(500, f"an error inside the server: {type(error).__name__}", code="internal_error")
+
+
+def _field_of(path: str | None) -> str | None:
+    """Return the request field of a path such as messages[2].content."""
+    return path and path.partition("[")[0].partition(".")[0]
+
+
+# The engine calls the prompt `prompt` or `messages` and a constraint on the output `structured_outputs`. The fields
+# that carry them on the routes:
+_PROMPTS = ("messages", "input", "prompt")
+_CONSTRAINTS = (
+    "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format",
+    "text", "output_config", "output_format", "tools",
+)  # fmt: skip
+
+
+def with_client_field(error: ApiError, request: object) -> ApiError:
+    """Return `error` with the name of the field at fault that the client used.
+
+    Args:
+        error: an error whose `param` may be a name that only the engine uses.
+        request: the decoded request, or None if there is none yet.
+    """
+    given = {name for name in (*_PROMPTS, *_CONSTRAINTS, "chat_template") if getattr(request, name, None)}
+    prompt = next((name for name in _PROMPTS if getattr(request, name, None) is not None), error.param)
+    message, param = error.message, error.param
+    match param:
+        case "prompt":
+            param = prompt
+            if param == "input":
+                message = message.replace("prompt", "input", 1)
+        case "messages":
+            param = prompt
+        case "chat_template" if "chat_template" not in given:
+            param = prompt  # the template is the server's, so the conversation does not suit it
+        case "structured_outputs":
+            carriers = [name for name in _CONSTRAINTS if name in given]
+            if len(carriers) == 1 and carriers != [param]:
+                param = carriers[0]
+                message = f"{param}: {message}"
+        case _:
+            return error
+    return ApiError(error.status, message, param, error.code, error.headers)

@@ -24,7 +24,7 @@ from quire import __version__
 from quire.config import EngineConfig
 from quire.frontend.generation_config import default_pooling
 from quire.frontend.location import locate_model
-from quire.serve.answer.form import Forms
+from quire.serve.answer.form import AnswerForms
 from quire.serve.api.context import ServerContext
 from quire.serve.api.templates import ChatTemplates
 from quire.serve.async_engine import AsyncEngine
@@ -176,7 +176,7 @@ def _make_server(
 ) -> ServerContext:
     """Build the context of the routes around a started engine. Raise ConfigError for wrong settings."""
     settings = engine.settings
-    forms = Forms(
+    forms = AnswerForms(
         engine.tokenizer,
         settings.tool_call_parser,
         settings.reasoning_parser,

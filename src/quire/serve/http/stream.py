@@ -17,12 +17,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from quire.serve.answer.generation import Delta, Generation
+from quire.serve.answer.generation import ChoiceDelta, Generation
 from quire.serve.http.errors import ApiError, as_api_error
 from quire.serve.http.wire import encode, json_response
 from quire.serve.http.writes import BodyWriter
 
-ChunkMaker: TypeAlias = Callable[[list[Delta]], list[bytes]]
+ChunkMaker: TypeAlias = Callable[[list[ChoiceDelta]], list[bytes]]
 InThread: TypeAlias = Callable[[Callable[[], bytes]], Awaitable[bytes]]
 
 log = logging.getLogger("quire.serve")

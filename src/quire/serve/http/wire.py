@@ -16,8 +16,8 @@ import msgspec.inspect
 from starlette.responses import Response
 from starlette.types import Scope
 
-from quire.serve.api.protocol.sampling import StreamOptions
-from quire.serve.http.errors import ApiError, bad_request, messages_error
+from quire.serve.api.protocol.fields import StreamOptions
+from quire.serve.http.errors import ApiError, bad_request
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -196,5 +196,5 @@ def error_response(error: ApiError, scope: Scope) -> Response:
     """
     known = any(name == b"anthropic-version" for name, _ in scope["headers"])
     anthropic = known or scope["path"].startswith("/v1/messages")
-    body = messages_error(error, scope["request_id"]) if anthropic else error.body()
+    body = error.anthropic_body(scope["request_id"]) if anthropic else error.body()
     return json_response(body, error.status, error.headers)

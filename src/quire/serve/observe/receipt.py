@@ -16,8 +16,8 @@ from starlette.requests import Request
 
 from quire.serve.answer.generation import Generation
 from quire.serve.api.context import server_of
+from quire.serve.api.protocol.fields import SamplingFields
 from quire.serve.api.protocol.receipt import PromptReceipt, Receipt
-from quire.serve.api.protocol.sampling import SamplingFields
 
 ReceiptMaker = Callable[[], "Receipt | UnsetType"]
 

@@ -1,1 +1,1 @@
-"""Calls of tools: what a request asks for, how models write calls, and grammars that make them."""
+"""Tool calls: the tools of a request, parsers of the formats of calls, and grammars that enforce them."""

@@ -1,12 +1,12 @@
-"""Reads calls of tools, whatever stands around them: one JSON object per call, with a name and arguments.
+"""The base of the parsers of tool calls. A call is a JSON object with a name and arguments.
 
-A call is attempted from where it may begin. What turns out not to be one comes back as content, all of it.
-Held calls come out when they are complete, so what came out can be relied on; calls that are not held come
-out while they are written, for texts that a grammar keeps in shape.
+The parser attempts to read a call wherever one may start. If the text turns out to be something else, all of it becomes
+content. Held calls are emitted when they are complete, so clients can rely on them. Calls that are not held are emitted
+while they are generated, which is safe for text that a grammar enforces.
 
     attempt -- text --> accept (a call is complete) -- text --> accept ... end
        |                                                 |
-       +-- Malformed: all text since the last accept, or since the attempt, is content, but for what was told
+       +-- MalformedJson: the text since the last accept, or since the attempt, is content unless it was emitted
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from quire.serve.answer.incremental import SPACE, Steps
+from quire.serve.answer.incremental import SPACE, ParserSteps
 from quire.serve.answer.parser import Arguments, Content, ParserEvent, ToolCall
 from quire.serve.answer.tools.json_reader import JsonReader, MalformedJson, UnfinishedJson, discard, is_object
 
@@ -29,31 +29,33 @@ def call_id() -> str:
 
 @dataclass(frozen=True, slots=True)
 class CallOptions:
-    """How the calls of one answer are read."""
+    """Options for parsing the calls of one choice."""
 
-    names: frozenset[str]  # of the functions that there are
-    hold: bool = True  # until a call is complete
-    single: bool = False  # keep the first call only
+    names: frozenset[str]  # of the functions that may be called
+    hold: bool = True  # hold a call until it is complete
+    single: bool = False  # keep only the first call
     make_id: Callable[[], str] = call_id
 
 
 @dataclass(slots=True)
 class PartialCall:
-    index: int | None = None  # once it has a name
-    seen: set[str] = field(default_factory=set)  # its keys
-    waiting: list[str] = field(default_factory=list)  # arguments that came before the name
+    """A call of which only the beginning has been read."""
+
+    index: int | None = None  # None until its name has been read
+    seen: set[str] = field(default_factory=set)  # keys
+    waiting: list[str] = field(default_factory=list)  # arguments read before the name
 
 
 class CallParser(JsonReader):
-    """Base of the formats. Owns what was recorded of the call under way, and counts calls."""
+    """The base of the parsers of all formats. Owns the events of the call in progress and the number of calls."""
 
-    marked = True  # a call follows a mark that means nothing else, so its name need not be known
+    marked = True  # a mark that means nothing else precedes each call, so calls may have unknown names
 
     def __init__(self, options: CallOptions) -> None:
         super().__init__()
         self._options = options
         self._held: list[ParserEvent] = []
-        self._calls = 0  # begun
+        self._calls = 0  # started
 
     # ------------------------------------------------------------------------------ text and calls
 
@@ -61,47 +63,48 @@ class CallParser(JsonReader):
         if text:
             self._events.append(Content(text))
 
-    def _text_until(self, mark: str) -> Steps[bool]:
-        """Content up to `mark`, or to white space before it; False if the text ended without."""
+    def _text_until(self, mark: str) -> ParserSteps[bool]:
+        """Emit text up to `mark` or the white space before it as content. Return False if the text ends first."""
         while (piece := (yield from self._until(mark))) is not None:
             self._content(piece)
         return (yield from self._peek()) != ""
 
-    def _all_text(self) -> Steps[None]:
+    def _all_text(self) -> ParserSteps[None]:
         while (piece := (yield from self._rest())) is not None:
             self._content(piece)
 
-    def _attempt(self, reading: Steps[None]) -> Steps[bool]:
-        """Read one or several calls; False, with the text as content, for something else.
+    def _attempt(self, reading: ParserSteps[None]) -> ParserSteps[bool]:
+        """Run `reading`, which reads one or several calls. If it fails, emit the text as content and return False.
 
-        White space behind calls is left out, as is that before them, which `reading` consumes.
+        White space after the calls is dropped here; `reading` drops the white space before them.
         """
-        self._record, self._held = [], []
+        self._consumed, self._held = [], []
         try:
             yield from reading
         except MalformedJson:
-            self._calls -= sum(isinstance(event, ToolCall) for event in self._held)  # nobody was told of them
-            self._content("".join(self._record or ()))
+            self._calls -= sum(isinstance(event, ToolCall) for event in self._held)  # never emitted
+            self._content("".join(self._consumed or ()))
             return False
         finally:
-            self._record, self._held = None, []
+            self._consumed, self._held = None, []
         yield from self._spaces()
         return True
 
     def _accept(self) -> None:
-        """The call is complete."""
+        """Emit the events held for a call that is complete."""
         for event in self._held:
-            self._out(event)
-        self._record, self._held = [], []
+            self._emit_unless_extra(event)
+        self._consumed, self._held = [], []
 
-    def _out(self, event: ParserEvent) -> None:
+    def _emit_unless_extra(self, event: ParserEvent) -> None:
+        """Emit an event, unless it belongs to a call after the only one allowed."""
         if not (isinstance(event, (ToolCall, Arguments)) and self._options.single and event.index > 0):
             self._events.append(event)
 
     # --------------------------------------------------------------------------------- one call
 
-    def _begin(self, name: str) -> int:
-        """A call has a name: its index."""
+    def _start_call(self, name: str) -> int:
+        """Emit the start of a call and return its index. Raise MalformedJson for a name that cannot be called."""
         if not name or not (self.marked or name in self._options.names):
             raise MalformedJson
         index = self._calls
@@ -110,15 +113,15 @@ class CallParser(JsonReader):
         return index
 
     def _emit(self, event: ParserEvent) -> None:
-        """All that was read of the call is told by its events so far."""
+        """Hold an event, or emit it. The events so far stand for all text that has been read of the call."""
         if self._options.hold:
             self._held.append(event)
         else:
-            self._record = []
-            self._out(event)
+            self._consumed = []
+            self._emit_unless_extra(event)
 
-    def _call(self) -> Steps[None]:
-        """An object with a name and arguments, in any order. Without arguments, there are none."""
+    def _call(self) -> ParserSteps[None]:
+        """Read an object with a name and, before or after it, arguments; missing arguments are empty."""
         call = PartialCall()
         yield from self._character("{")
         after = ","
@@ -133,16 +136,16 @@ class CallParser(JsonReader):
         if call.index is None:
             raise MalformedJson
         if "arguments" not in call.seen:
-            self._take(call, "{}")
+            self._add_arguments(call, "{}")
 
-    def _member(self, call: PartialCall, key: str) -> Steps[None]:
+    def _member(self, call: PartialCall, key: str) -> ParserSteps[None]:
         if key in call.seen:
             raise MalformedJson
         call.seen.add(key)
         if key == "name":
-            call.index = self._begin((yield from self._read_string()))
+            call.index = self._start_call((yield from self._read_string()))
             if call.waiting:
-                self._take(call, "".join(call.waiting))
+                self._add_arguments(call, "".join(call.waiting))
         elif key == "arguments":
             yield from self._arguments(call)
         elif self.marked or key in _BESIDE:
@@ -150,15 +153,15 @@ class CallParser(JsonReader):
         else:
             raise MalformedJson
 
-    def _take(self, call: PartialCall, piece: str) -> None:
-        """A piece of the arguments."""
+    def _add_arguments(self, call: PartialCall, piece: str) -> None:
+        """Emit a piece of the arguments, or keep it until the name has been read."""
         if call.index is None:
             call.waiting.append(piece)
         else:
             self._emit(Arguments(call.index, piece))
 
-    def _arguments(self, call: PartialCall) -> Steps[None]:
-        """An object; also null, or a string that holds an object, as some models write it."""
+    def _arguments(self, call: PartialCall) -> ParserSteps[None]:
+        """Read arguments: an object, null, or a string that holds an object, as some models write it."""
         first = yield from self._peek()
         if first == "{":
             yield from self._object_of_arguments(call)
@@ -166,24 +169,24 @@ class CallParser(JsonReader):
             text = (yield from self._read_string()).strip(SPACE) or "{}"
             if not is_object(text):
                 raise MalformedJson
-            self._take(call, text)
+            self._add_arguments(call, text)
         elif (yield from self._sees("null")):
             self._advance(self._at + len("null"))
-            self._take(call, "{}")
+            self._add_arguments(call, "{}")
         else:
             raise MalformedJson
 
-    def _object_of_arguments(self, call: PartialCall) -> Steps[None]:
+    def _object_of_arguments(self, call: PartialCall) -> ParserSteps[None]:
         try:
-            yield from self._object(lambda piece: self._take(call, piece))
+            yield from self._object(lambda piece: self._add_arguments(call, piece))
         except UnfinishedJson:
-            if not self._options.hold and call.index is not None:  # it was told so far: tell all of it
+            if not self._options.hold and call.index is not None:  # its beginning was emitted: emit the rest
                 self._advance(len(self._text))
-                self._take(call, "".join(self._record or ()))
+                self._add_arguments(call, "".join(self._consumed or ()))
             raise
 
-    def _list_of_calls(self) -> Steps[None]:
-        """`[call, call]`, each accepted when it is complete."""
+    def _list_of_calls(self) -> ParserSteps[None]:
+        """Read `[call, call]`, accepting each call when it is complete."""
         yield from self._character("[")
         after = ","
         while after == ",":

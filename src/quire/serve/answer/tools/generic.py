@@ -1,18 +1,18 @@
-"""Calls for models without a form of their own: the whole answer is a call in JSON, or a list of calls.
+"""The format for models that define none: the whole answer is a call in JSON, or a list of calls.
 
     {"name": "get_weather", "arguments": {"city": "Oakford"}}        [{"name": ...}, {"name": ...}]
 
-A Markdown fence around it is left out. As any JSON answer begins like that, a call must name a function that
-there is, and hold nothing else.
+A Markdown fence around it is dropped. Any JSON answer starts like that, so a call must name a known function and hold
+no other keys.
 """
 
 from __future__ import annotations
 
 import re
 
-from quire.serve.answer.incremental import Steps
+from quire.serve.answer.incremental import ParserSteps
+from quire.serve.answer.tools.call_grammar import CallShape
 from quire.serve.answer.tools.calls import CallParser
-from quire.serve.answer.tools.grammar import CallShape
 from quire.serve.answer.tools.json_reader import MalformedJson
 
 _FENCE = "```"
@@ -20,13 +20,15 @@ _LANGUAGE = re.compile(r"[a-z_]+")
 
 
 class GenericParser(CallParser):
+    """The parser of the generic format."""
+
     marked = False
 
-    def _run(self) -> Steps[None]:
+    def _run(self) -> ParserSteps[None]:
         yield from self._attempt(self._block())
         yield from self._all_text()
 
-    def _block(self) -> Steps[None]:
+    def _block(self) -> ParserSteps[None]:
         yield from self._spaces()
         fenced = yield from self._sees(_FENCE)
         if fenced:
@@ -46,7 +48,7 @@ class GenericParser(CallParser):
 
 
 def shape(template: str, single: bool) -> CallShape:
-    """One object, or a list."""
+    """Return the shape of one object or, unless `single`, of a list."""
     begin, end = ("", "") if single else ("[", "]")
     return CallShape(
         open='{"name": ', middle=', "arguments": ', close="}", between=", ", begin=begin, end=end

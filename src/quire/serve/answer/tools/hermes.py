@@ -1,4 +1,4 @@
-"""Calls as Hermes, Qwen and the demo model write them.
+"""The format in which Hermes, Qwen and the demo model write calls.
 
 Some text
 <tool_call>
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import re
 
-from quire.serve.answer.incremental import Steps
+from quire.serve.answer.incremental import ParserSteps
+from quire.serve.answer.tools.call_grammar import CallShape
 from quire.serve.answer.tools.calls import CallParser
-from quire.serve.answer.tools.grammar import CallShape
 from quire.serve.answer.tools.json_reader import MalformedJson
 
 BEGIN, END = "<tool_call>", "</tool_call>"
@@ -20,17 +20,19 @@ _OBJECT = re.compile(r'\{\\?"name\\?"')
 
 
 def matches(template: str) -> bool:
-    """Whether a chat template asks for such calls; others put XML between the same tags."""
+    """Return whether a chat template asks for this format. Others put XML between the same tags."""
     return BEGIN in template and _OBJECT.search(template) is not None
 
 
 class HermesParser(CallParser):
-    def _run(self) -> Steps[None]:
+    """The parser of the Hermes format."""
+
+    def _run(self) -> ParserSteps[None]:
         while (yield from self._text_until(BEGIN)):
             yield from self._attempt(self._block())
 
-    def _block(self) -> Steps[None]:
-        """One call between the tags, or a list of them. The closing tag, or some of it, may be missing at the end."""
+    def _block(self) -> ParserSteps[None]:
+        """Read one call, or a list, between the tags. The closing tag may be cut off or missing at the end."""
         yield from self._spaces()
         self._advance(self._at + len(BEGIN))
         yield from self._spaces()

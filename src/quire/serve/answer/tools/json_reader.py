@@ -1,7 +1,7 @@
-"""Reads JSON that comes in pieces, and passes it on as it was written.
+"""A reader of JSON that arrives in pieces. It passes the text on as the model wrote it.
 
-What is passed on is valid JSON: as the model wrote it, but for raw control characters in strings, which
-models like to write in code and JSON forbids. These become escapes.
+The result is valid JSON. The only change is that raw control characters in strings become escapes: JSON forbids them,
+but models often write them in code.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import re
 from collections.abc import Callable
 from typing import TypeAlias
 
-from quire.serve.answer.incremental import SPACE, Incremental, Steps
+from quire.serve.answer.incremental import SPACE, IncrementalParser, ParserSteps
 
-Sink: TypeAlias = Callable[[str], object]  # takes what was read, piece by piece
+Sink: TypeAlias = Callable[[str], object]  # takes the text in pieces as it is read
 
 MAX_DEPTH = 64
 _SPACES = re.compile(f"[{SPACE}]+")
@@ -25,19 +25,19 @@ _LITERALS = ("true", "false", "null")
 
 
 class MalformedJson(Exception):
-    """The text is not what it began as."""
+    """The text started like JSON of the expected form, but is something else."""
 
 
 class UnfinishedJson(MalformedJson):
-    """The text ended too early; so far it was right."""
+    """The text ended before the JSON did; it was well-formed up to there."""
 
 
 def discard(piece: str) -> None:
-    """The sink for what nobody wants."""
+    """Ignore a piece: the sink for text that is not needed."""
 
 
 def is_object(text: str) -> bool:
-    """Whether `text` is a JSON object, by the standard: without NaN and Infinity."""
+    """Return whether `text` is a JSON object by the standard, so without NaN and Infinity."""
 
     def refuse(name: str) -> object:
         raise ValueError(name)
@@ -48,15 +48,18 @@ def is_object(text: str) -> bool:
         return False
 
 
-class JsonReader(Incremental):
-    """Each method consumes one part of a JSON text; the steps raise Malformed if it is something else, or ends."""
+class JsonReader(IncrementalParser):
+    """A parser with one method for each part of a JSON text.
 
-    def _spaces(self, sink: Sink = discard) -> Steps[None]:
+    Each method consumes its part. It raises MalformedJson if the text is something else and UnfinishedJson if it ends.
+    """
+
+    def _spaces(self, sink: Sink = discard) -> ParserSteps[None]:
         if found := (yield from self._while(_SPACES)):
             sink(found)
 
-    def _character(self, choices: str, sink: Sink = discard) -> Steps[str]:
-        """One of `choices`."""
+    def _character(self, choices: str, sink: Sink = discard) -> ParserSteps[str]:
+        """Consume and return one character of `choices`."""
         found = yield from self._peek()
         if not found:
             raise UnfinishedJson
@@ -65,7 +68,7 @@ class JsonReader(Incremental):
         sink(self._advance(self._at + 1))
         return found
 
-    def _value(self, sink: Sink, depth: int = 0) -> Steps[None]:
+    def _value(self, sink: Sink, depth: int = 0) -> ParserSteps[None]:
         first = yield from self._peek()
         if depth > MAX_DEPTH:
             raise MalformedJson
@@ -83,7 +86,7 @@ class JsonReader(Incremental):
                 raise MalformedJson
             sink(word)
 
-    def _object(self, sink: Sink, depth: int = 0) -> Steps[None]:
+    def _object(self, sink: Sink, depth: int = 0) -> ParserSteps[None]:
         yield from self._character("{", sink)
         yield from self._spaces(sink)
         if (yield from self._peek()) == "}":
@@ -95,15 +98,15 @@ class JsonReader(Incremental):
             yield from self._value(sink, depth + 1)
             after = yield from self._after_item("}", sink)
 
-    def _key(self, sink: Sink) -> Steps[None]:
-        """A key with its colon, and the white space around both."""
+    def _key(self, sink: Sink) -> ParserSteps[None]:
+        """Consume a key with its colon and the white space around both."""
         yield from self._spaces(sink)
         yield from self._string(sink)
         yield from self._spaces(sink)
         yield from self._character(":", sink)
         yield from self._spaces(sink)
 
-    def _list(self, sink: Sink, depth: int) -> Steps[None]:
+    def _list(self, sink: Sink, depth: int) -> ParserSteps[None]:
         yield from self._character("[", sink)
         yield from self._spaces(sink)
         if (yield from self._peek()) == "]":
@@ -115,12 +118,12 @@ class JsonReader(Incremental):
             yield from self._value(sink, depth + 1)
             after = yield from self._after_item("]", sink)
 
-    def _after_item(self, end: str, sink: Sink) -> Steps[str]:
-        """A comma, or the end of a list or object."""
+    def _after_item(self, end: str, sink: Sink) -> ParserSteps[str]:
+        """Consume and return a comma or `end`, the end of a list or object."""
         yield from self._spaces(sink)
         return (yield from self._character("," + end, sink))
 
-    def _string(self, sink: Sink) -> Steps[None]:
+    def _string(self, sink: Sink) -> ParserSteps[None]:
         yield from self._character('"', sink)
         while (first := (yield from self._peek())) != '"':
             if match := _PLAIN.match(self._text, self._at):
@@ -133,7 +136,7 @@ class JsonReader(Incremental):
                 raise UnfinishedJson
         sink(self._advance(self._at + 1))
 
-    def _escape(self) -> Steps[str]:
+    def _escape(self) -> ParserSteps[str]:
         size = 2
         while len(self._text) - self._at < size and not self._ended:
             yield
@@ -146,8 +149,8 @@ class JsonReader(Incremental):
             raise UnfinishedJson if len(self._text) - self._at < size else MalformedJson
         return self._advance(match.end())
 
-    def _read_string(self) -> Steps[str]:
-        """The string that comes next, decoded. Half a surrogate pair is malformed: no answer could hold it."""
+    def _read_string(self) -> ParserSteps[str]:
+        """Consume a string and return it decoded. Half of a surrogate pair is malformed: UTF-8 cannot encode it."""
         pieces: list[str] = []
         yield from self._string(pieces.append)
         found = str(json.loads("".join(pieces)))

@@ -1,1 +1,1 @@
-"""Anthropic's API: its requests as chats, and answers to chats as its messages."""
+"""Anthropic's Messages API: it turns requests into chats and answers into messages."""

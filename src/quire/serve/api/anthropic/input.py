@@ -1,9 +1,9 @@
-"""A request of Anthropic's API as a chat.
+"""The conversion of Anthropic's requests into chats.
 
 system                      the first message
 text, thinking              content and reasoning of a message
-tool_use, tool_result       calls of an assistant's message, and messages of role tool
-last message: assistant     its text is continued
+tool_use, tool_result       calls of an assistant's message, and messages with role tool
+last message: assistant     the answer continues its text
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from quire.serve.api.protocol.chat import ChatRequest
+from quire.serve.api.protocol.fields import shared_fields
 from quire.serve.api.protocol.messages import CountTokensRequest
-from quire.serve.api.protocol.sampling import same_fields
 from quire.serve.http.errors import bad_request
 
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
@@ -26,36 +26,43 @@ _BLOCKS = {
 ChatMessageDict = dict[str, Any]
 
 
-def chat_of(wanted: CountTokensRequest) -> tuple[ChatRequest, list[str]]:
-    """The same as a chat, and warnings about what has no effect. Raises ApiError 400."""
+def chat_of(request: CountTokensRequest) -> tuple[ChatRequest, list[str]]:
+    """Convert a request into a chat.
+
+    Returns:
+        The chat, and a warning for each field without effect.
+
+    Raises:
+        ApiError: 400 for fields and blocks that Quire does not support.
+    """
     for name in ("container", "mcp_servers"):
-        if getattr(wanted, name):
+        if getattr(request, name):
             raise bad_request(f"{name} is not available in Quire", name)
-    if wanted.n not in (None, 1):
-        raise bad_request("n must be 1 here: use /v1/chat/completions", "n")
-    if wanted.stop is not None:
-        raise bad_request("stop is called stop_sequences here", "stop")
-    messages = _messages(wanted)
-    chat = ChatRequest(messages=messages, **same_fields(wanted))
-    chat.stop = wanted.stop_sequences
+    if request.n not in (None, 1):
+        raise bad_request(f"n must be 1 on this route, got {request.n}: use /v1/chat/completions", "n")
+    if request.stop is not None:
+        raise bad_request("stop is called stop_sequences on this route", "stop")
+    messages = _messages(request)
+    chat = ChatRequest(messages=messages, **shared_fields(request))
+    chat.stop = request.stop_sequences
     last = messages[-1]
     if last["role"] == "assistant" and not last.get("tool_calls") and last["content"]:
         chat.continue_final_message = True
-    _tools(wanted, chat)
-    config = wanted.output_config or {}
-    if (found := config.get("format") or wanted.output_format) is not None:
-        if not isinstance(found, dict) or found.get("type") != "json_schema":
+    _tools(request, chat)
+    config = request.output_config or {}
+    if (output_format := config.get("format") or request.output_format) is not None:
+        if not isinstance(output_format, dict) or output_format.get("type") != "json_schema":
             raise bad_request("output_config.format must have type json_schema", "output_config")
-        chat.response_format = found
+        chat.response_format = output_format
     if config.get("effort"):
         chat.reasoning_effort = _text(config, "effort", "output_config")
-    warnings = ["context_management has no effect in Quire"] if wanted.context_management else []
-    return chat, [*warnings, *_thinking(wanted, chat)]
+    warnings = ["context_management has no effect in Quire"] if request.context_management else []
+    return chat, [*warnings, *_thinking(request, chat)]
 
 
-def _thinking(wanted: CountTokensRequest, chat: ChatRequest) -> list[str]:
-    """Whether the model is to think: a variable of chat templates."""
-    thinking = wanted.thinking
+def _thinking(request: CountTokensRequest, chat: ChatRequest) -> list[str]:
+    """Set the chat template's variable that switches reasoning on or off; return warnings."""
+    thinking = request.thinking
     if thinking is None:
         return []
     kind = thinking.get("type")
@@ -69,10 +76,10 @@ def _thinking(wanted: CountTokensRequest, chat: ChatRequest) -> list[str]:
 # ----------------------------------------------------------------------------------------- tools
 
 
-def _tools(wanted: CountTokensRequest, chat: ChatRequest) -> None:
-    if wanted.tools:  # an empty list is as good as none
-        chat.tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(wanted.tools)]
-    choice = wanted.tool_choice
+def _tools(request: CountTokensRequest, chat: ChatRequest) -> None:
+    if request.tools:  # an empty list means no tools
+        chat.tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+    choice = request.tool_choice
     if choice is None:
         return
     kind = choice.get("type")
@@ -102,24 +109,24 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
 # -------------------------------------------------------------------------------------- messages
 
 
-def _messages(wanted: CountTokensRequest) -> list[ChatMessageDict]:
-    found: list[ChatMessageDict] = []
-    if wanted.system:
-        found.append({"role": "system", "content": _texts(wanted.system, "system")})
-    names: dict[str, str] = {}  # of functions, by the id of their call
-    for i, message in enumerate(wanted.messages):
+def _messages(request: CountTokensRequest) -> list[ChatMessageDict]:
+    messages: list[ChatMessageDict] = []
+    if request.system:
+        messages.append({"role": "system", "content": _texts(request.system, "system")})
+    names: dict[str, str] = {}  # function names by call id
+    for i, message in enumerate(request.messages):
         role, where = message.get("role"), f"messages[{i}]"
         if role not in ("user", "assistant", "system"):
             raise bad_request(f"{where}.role must be user or assistant, got {str(role)[:64]!r}", "messages")
         blocks = _blocks(message.get("content"), role, f"{where}.content")
-        found += _results(blocks, names, where) + _message(role, blocks, names, where)
-    if not wanted.messages:
+        messages += _results(blocks, names, where) + _message(role, blocks, names, where)
+    if not request.messages:
         raise bad_request("messages must hold at least one message", "messages")
-    return _turns(found)
+    return _merge_turns(messages)
 
 
-def _turns(messages: list[ChatMessageDict]) -> list[ChatMessageDict]:
-    """Neighbours of the same role are one turn."""
+def _merge_turns(messages: list[ChatMessageDict]) -> list[ChatMessageDict]:
+    """Merge neighbouring messages of the same role."""
     turns: list[list[ChatMessageDict]] = []
     for message in messages:
         last: ChatMessageDict = turns[-1][-1] if turns else {"role": None}
@@ -127,17 +134,17 @@ def _turns(messages: list[ChatMessageDict]) -> list[ChatMessageDict]:
             turns[-1].append(message)
         else:
             turns.append([message])
-    return [_joined(turn) for turn in turns]
+    return [_join(turn) for turn in turns]
 
 
-def _joined(turn: list[ChatMessageDict]) -> ChatMessageDict:
-    found = {**turn[-1], "content": "\n".join(m["content"] for m in turn if m["content"])}
+def _join(turn: list[ChatMessageDict]) -> ChatMessageDict:
+    message = {**turn[-1], "content": "\n".join(m["content"] for m in turn if m["content"])}
     thoughts = [m["reasoning_content"] for m in turn if "reasoning_content" in m]
-    return {**found, "reasoning_content": "\n".join(thoughts)} if thoughts else found
+    return {**message, "reasoning_content": "\n".join(thoughts)} if thoughts else message
 
 
 def _blocks(content: Any, role: str, where: str) -> list[dict[str, Any]]:
-    """The blocks of a message or of a tool's result, each of a type that may be there."""
+    """Return the content of a message or a tool result as blocks. Raise ApiError 400 for types not allowed there."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}] if content else []
     if not isinstance(content, list):
@@ -152,38 +159,42 @@ def _blocks(content: Any, role: str, where: str) -> list[dict[str, Any]]:
 
 
 def _texts(content: Any, role: str, where: str = "") -> str:
-    """Blocks of text, together: not every template reads them one by one."""
+    """Return the texts of blocks joined into one: not every template accepts a list."""
     where = where or role
-    return "\n".join(_words(block, f"{where}[{i}]") for i, block in enumerate(_blocks(content, role, where)))
+    return "\n".join(
+        _block_text(block, f"{where}[{i}]") for i, block in enumerate(_blocks(content, role, where))
+    )
 
 
-def _words(block: dict[str, Any], where: str) -> str:
+def _block_text(block: dict[str, Any], where: str) -> str:
     if block["type"] == "text":
         return _text(block, "text", where)
     source = block.get("source")
     if not isinstance(source, dict) or source.get("type") != "text":
-        raise bad_request(f"{where}.source must have type text: Quire reads no other documents", "messages")
+        raise bad_request(
+            f"{where}.source must have type text: Quire supports no other documents", "messages"
+        )
     return _text(source, "data", f"{where}.source")
 
 
 def _results(blocks: Sequence[dict[str, Any]], names: dict[str, str], where: str) -> list[ChatMessageDict]:
-    """Results of tools come before what the user says beside them."""
-    found = []
+    """Return the tool results among the blocks as messages. They precede the user's text in the same message."""
+    results = []
     for i, block in enumerate(blocks):
         if block["type"] == "tool_result":
             at = f"{where}.content[{i}]"
             call = _text(block, "tool_use_id", at)
             content = _texts(block.get("content") or "", "tool_result", f"{at}.content")
-            found.append({"role": "tool", "tool_call_id": call, "content": content})
+            results.append({"role": "tool", "tool_call_id": call, "content": content})
             if call in names:
-                found[-1]["name"] = names[call]
-    return found
+                results[-1]["name"] = names[call]
+    return results
 
 
 def _message(
     role: str, blocks: list[dict[str, Any]], names: dict[str, str], where: str
 ) -> list[ChatMessageDict]:
-    """What else the message says; nothing, if it holds results of tools alone."""
+    """Return the other blocks as one message, or nothing if all blocks are tool results."""
     texts = [block for block in blocks if block["type"] in ("text", "document")]
     if not texts and any(block["type"] == "tool_result" for block in blocks):
         return []

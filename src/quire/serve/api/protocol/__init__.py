@@ -1,1 +1,1 @@
-"""What requests and responses look like on the wire: one msgspec Struct each."""
+"""The bodies of requests and responses, as msgspec Structs."""

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions, as OpenAI's API describes it."""
+"""The bodies of POST /v1/chat/completions, as in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.serve.api.protocol.fields import ConversationFields, Usage
 from quire.serve.api.protocol.receipt import Receipt
-from quire.serve.api.protocol.sampling import ConversationFields, Usage
 
 
 class ChatRequest(ConversationFields, kw_only=True):
@@ -41,7 +41,7 @@ class FunctionCall(msgspec.Struct, omit_defaults=True):
 
 
 class ToolCallPart(msgspec.Struct, omit_defaults=True):
-    """A call in a message, or a piece of one in a stream: id, type and name come with the first piece only."""
+    """A call in a message, or a piece of one in a stream. Only the first piece has id, type and name."""
 
     index: int | UnsetType = UNSET
     id: str | None = None
@@ -55,7 +55,7 @@ class AssistantMessage(msgspec.Struct):
     refusal: str | None = None
     tool_calls: list[ToolCallPart] | UnsetType = UNSET
     reasoning: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET  # the older name of the same
+    reasoning_content: str | UnsetType = UNSET  # the older name of `reasoning`
 
 
 class TokenLogprob(msgspec.Struct):
@@ -111,7 +111,7 @@ class ChunkChoice(msgspec.Struct):
 
     @property
     def only_text(self) -> str | None:
-        """The content, if there is nothing else in it."""
+        """The content, if the piece holds nothing else; otherwise None."""
         delta = self.delta
         if (
             self.logprobs is None

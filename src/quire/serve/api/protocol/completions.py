@@ -1,4 +1,4 @@
-"""POST /v1/completions, as OpenAI's API describes it."""
+"""The bodies of POST /v1/completions, as in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.serve.api.protocol.fields import SamplingFields, Usage
 from quire.serve.api.protocol.receipt import Receipt
-from quire.serve.api.protocol.sampling import SamplingFields, Usage
 
 
 class CompletionRequest(SamplingFields, kw_only=True):
@@ -22,7 +22,7 @@ class CompletionRequest(SamplingFields, kw_only=True):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """One entry per token; the very first token of an echoed prompt has no log-probability."""
+    """Lists with one entry per token. The first token of an echoed prompt has no log-probability."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -42,7 +42,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
-    """A whole answer, or one chunk of a stream: they have the same shape."""
+    """A whole answer or one chunk of a stream, which have the same form."""
 
     id: str
     object: str = "text_completion"

@@ -1,4 +1,4 @@
-"""POST /v1/embeddings, as OpenAI's API describes it."""
+"""The bodies of POST /v1/embeddings, as in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from quire.serve.api.protocol.sampling import RequestFields
+from quire.serve.api.protocol.fields import RequestFields
 
 
 class EmbeddingsRequest(RequestFields, kw_only=True):
     input: str | list[str | int | list[int]]
     encoding_format: str | None = None
     dimensions: int | None = None
-    pooling: str | None = None  # mean or last; else as the server is set up
+    pooling: str | None = None  # mean or last; None: the server's setting
     normalize: bool | None = None
 
 

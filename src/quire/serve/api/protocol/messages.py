@@ -1,5 +1,7 @@
-"""POST /v1/messages and /v1/messages/count_tokens, as Anthropic's API describes them. Events of streams are
-plain objects, made in serve/api/anthropic/answer.py."""
+"""The bodies of POST /v1/messages and /v1/messages/count_tokens, as in Anthropic's API.
+
+serve/api/anthropic/answer.py makes the events of streams, which are plain objects.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.serve.api.protocol.fields import ConversationFields
 from quire.serve.api.protocol.receipt import Receipt
-from quire.serve.api.protocol.sampling import ConversationFields
 
 
 class CountTokensRequest(ConversationFields, kw_only=True):
@@ -26,7 +28,7 @@ class CountTokensRequest(ConversationFields, kw_only=True):
     mcp_servers: Any = None
     context_management: Any = None  # has no effect
 
-    # Accepted, for they change nothing that a client could see.
+    # Accepted and ignored: they change nothing that a client could see.
     cache_control: Any = None
     diagnostics: Any = None
     inference_geo: str | None = None
@@ -40,7 +42,7 @@ class MessagesRequest(CountTokensRequest, kw_only=True):
 
 
 class MessagesUsage(msgspec.Struct, kw_only=True):
-    """Tokens; the whole prompt is `input_tokens` and what was read from the cache."""
+    """Token counts. The prompt has `input_tokens` plus `cache_read_input_tokens` tokens."""
 
     input_tokens: int
     cache_creation_input_tokens: int = 0

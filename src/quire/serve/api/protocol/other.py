@@ -1,4 +1,4 @@
-"""The smaller routes: models, tokenize, detokenize, and the short form of a completion."""
+"""The bodies of the smaller routes: tokenize, detokenize, and the short form of a completion."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.serve.api.protocol.fields import SamplingFields
 from quire.serve.api.protocol.receipt import Receipt
-from quire.serve.api.protocol.sampling import SamplingFields
 
 
 class GenerateRequest(SamplingFields, kw_only=True):
@@ -28,7 +28,7 @@ class GenerateResponse(msgspec.Struct, omit_defaults=True, kw_only=True):
 
 
 class TokenizeRequest(msgspec.Struct, kw_only=True):
-    """Either `prompt`, or `messages` with what a chat may have beside them."""
+    """A request with either `prompt` or `messages`; the fields after `return_token_strs` go with messages."""
 
     model: str | None = None
     prompt: str | None = None

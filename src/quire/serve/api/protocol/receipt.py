@@ -1,4 +1,4 @@
-"""The latency receipt of an answer (serve/observe/receipt.py). Times in milliseconds."""
+"""The latency receipt of an answer (serve/observe/receipt.py). Times are in milliseconds."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class PromptReceipt(msgspec.Struct, kw_only=True):
-    """Tokens of the prompt. `cache_ended`: why no more of them were found in the prefix cache."""
+    """Token counts of the prompt. `cache_ended` says why the prefix cache held no more of them."""
 
     total: int
     cached: int
@@ -15,7 +15,7 @@ class PromptReceipt(msgspec.Struct, kw_only=True):
 
 
 class Receipt(msgspec.Struct, kw_only=True):
-    """`terms_ms` add up to `e2e_ms`; `queue_ms` is its term "queue" by cause."""
+    """The latency of one request by phase. The sum of `terms_ms` is `e2e_ms`; `queue_ms` splits the term `queue`."""
 
     e2e_ms: float
     ttft_ms: float | None

@@ -1,5 +1,7 @@
-"""POST /v1/responses, as OpenAI's API describes it. Items and events are plain objects, made in
-serve/api/responses/answer.py."""
+"""The bodies of POST /v1/responses, as in OpenAI's API.
+
+serve/api/responses/answer.py makes items and events, which are plain objects.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ from typing import Any
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from quire.serve.api.protocol.fields import ConversationFields
 from quire.serve.api.protocol.receipt import Receipt
-from quire.serve.api.protocol.sampling import ConversationFields
 
 
 class ResponsesRequest(ConversationFields, kw_only=True):
@@ -42,7 +44,7 @@ class ResponsesUsage(msgspec.Struct, kw_only=True):
 
 
 class ResponseObject(msgspec.Struct, kw_only=True):
-    """A response: under way in the first events of a stream, with all its output in the last."""
+    """A response. In the first events of a stream it is in progress; in the last one it has all its output."""
 
     id: str
     object: str = "response"

@@ -1,1 +1,1 @@
-"""OpenAI's Responses API: its requests as chats, answers to chats as its items, and what is kept of them."""
+"""OpenAI's Responses API: it turns requests into chats and answers into items, and stores responses."""

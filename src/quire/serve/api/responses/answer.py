@@ -1,69 +1,69 @@
-"""The answer to a chat as OpenAI's Responses API tells it: items, whole or in the events of a stream.
+"""The answer to a chat in the form of OpenAI's Responses API: items, or the events of a stream.
 
-    created, in_progress, per item (output_item.added, its parts and deltas, output_item.done), completed
+created, in_progress, per item (output_item.added, its parts and deltas, output_item.done), completed
 
-of a message and of a thought    content_part.added, ...delta ..., ...done, content_part.done
-of a call                        function_call_arguments.delta ..., function_call_arguments.done
+message, reasoning   content_part.added, ...delta ..., ...done, content_part.done
+function_call        function_call_arguments.delta ..., function_call_arguments.done
 """
 
 from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from msgspec import UNSET
+from starlette.requests import Request
 
-from quire.serve.answer.content_blocks import (
-    BlockChange,
-    BlockDelta,
-    BlockEnded,
-    BlockStarted,
-    ContentBlock,
-    ContentBlocks,
-)
-from quire.serve.answer.generation import Delta
-from quire.serve.api.chat import Turn
+from quire.serve.answer.content_blocks import BlockChange, BlockDelta, BlockEnd, BlockStart, ContentBlock
+from quire.serve.api.api_answer import BlockAnswer, OpenChat
 from quire.serve.api.logprobs import chat_logprobs
 from quire.serve.api.protocol.chat import TokenLogprob
 from quire.serve.api.protocol.responses import ResponseObject, ResponsesRequest, ResponsesUsage
 from quire.serve.http.errors import ApiError
-from quire.serve.http.stream import named_event
+from quire.serve.http.stream import StreamFraming, named_event
 from quire.types import CompletionOutput
 
 ResponsesEvent = dict[str, Any]
 Item = dict[str, Any]
-_PREFIXES = {"text": "msg", "thought": "rs", "call": "fc"}
-_NAMES = {"text": "response.output_text", "thought": "response.reasoning_text"}
+_PREFIXES = {"text": "msg", "reasoning": "rs", "call": "fc"}
+_NAMES = {"text": "response.output_text", "reasoning": "response.reasoning_text"}
 
 
-class ResponseAnswer:
-    """Owns the items of one answer, and counts the events of its stream."""
+class ResponseAnswer(BlockAnswer):
+    """The answer to one request of the Responses API. Owns its items and numbers the events of its stream."""
 
-    def __init__(self, turn: Turn, wanted: ResponsesRequest, store: bool) -> None:
-        """`store`: it will be kept."""
-        self._turn = turn
-        self._blocks = ContentBlocks(turn.form.make_parser(), turn.chat.include_reasoning is not False)
+    def __init__(
+        self, opened: OpenChat, request: ResponsesRequest, store: Callable[[ResponseObject], None] | None
+    ) -> None:
+        """`store` keeps the complete response; None: it is not kept."""
+        super().__init__(opened)
+        self._store = store
         self._items: list[Item] = []
-        self._held: list[TokenLogprob] = []  # of tokens whose text is not out yet
-        self._logprobs: list[TokenLogprob] = []  # of the last text
+        self._held: list[TokenLogprob] = []  # of tokens whose text has not been emitted
+        self._logprobs: list[TokenLogprob] = []  # of the open text block
         self._sequence = 0
-        self.object = _begun(turn, wanted, store)
+        self._response = _empty_response(opened, request, store is not None)
 
     def response(self) -> ResponseObject:
-        """The whole, once all has come."""
-        self._add(self._turn.generation.states[0].output().outputs[0])
-        return self.object
+        self._add_all()
+        return self._response
+
+    def on_complete(self) -> None:
+        # The client may continue from this response as soon as it sees the end, so it is stored before that.
+        if self._store is not None:
+            self._store(self._response)
 
     def _add(self, output: CompletionOutput) -> list[ResponsesEvent]:
-        """Take in a piece of the answer, or all of it."""
-        if self._turn.chat.logprobs and output.logprobs is not None:
-            chat, tokenizer = self._turn.chat, self._turn.server.engine.tokenizer
+        chat = self._opened.chat
+        if chat.logprobs and output.logprobs is not None:
+            tokenizer = self._opened.server.engine.tokenizer
             as_ids = bool(chat.return_tokens_as_token_ids)
             top = chat.top_logprobs or 0
-            found = chat_logprobs(output.token_ids, output.logprobs, top, tokenizer, as_ids)
-            self._held += found.content or []
+            logprobs = chat_logprobs(output.token_ids, output.logprobs, top, tokenizer, as_ids)
+            self._held += logprobs.content or []
         changes = self._blocks.add(output)
         cut = output.finish_reason == "length"
         events = []
@@ -74,22 +74,21 @@ class ResponseAnswer:
         return events
 
     def _finish(self, cut: bool) -> None:
-        found = self.object
-        found.status = "incomplete" if cut else "completed"
-        found.incomplete_details = {"reason": "max_output_tokens"} if cut else None
-        found.completed_at = None if cut else int(time.time())
-        found.output = self._items
-        found.usage = self._usage()
-        found.receipt = self._turn.receipt()
+        response = self._response
+        response.status = "incomplete" if cut else "completed"
+        response.incomplete_details = {"reason": "max_output_tokens"} if cut else None
+        response.completed_at = None if cut else int(time.time())
+        response.output = self._items
+        response.usage = self._usage()
+        response.receipt = self._receipt()
 
     def _usage(self) -> ResponsesUsage:
-        generation, count = self._turn.generation, self._turn.form.thought_tokens
-        thinking = 0 if count is None else count(generation.states[0].answers[0].token_ids)
+        generation = self._generation
         return ResponsesUsage(
             input_tokens=generation.prompt_tokens,
             input_tokens_details={"cached_tokens": generation.cached_tokens, "cache_write_tokens": 0},
             output_tokens=generation.completion_tokens,
-            output_tokens_details={"reasoning_tokens": thinking},
+            output_tokens_details={"reasoning_tokens": self._opened.reasoning_tokens() or 0},
             total_tokens=generation.prompt_tokens + generation.completion_tokens,
         )
 
@@ -97,30 +96,30 @@ class ResponseAnswer:
 
     def _change(self, change: BlockChange, status: str) -> list[ResponsesEvent]:
         block = change.block
-        if isinstance(change, BlockStarted):
+        if isinstance(change, BlockStart):
             self._items.append(_item(block))
-            return self._begin(block)
+            return self._start(block)
         if isinstance(change, BlockDelta):
             return [self._grow(block, change.text)]
-        assert isinstance(change, BlockEnded)
+        assert isinstance(change, BlockEnd)
         return self._end(block, status)
 
-    def _begin(self, block: ContentBlock) -> list[ResponsesEvent]:
+    def _start(self, block: ContentBlock) -> list[ResponsesEvent]:
         events = [
             self._event("response.output_item.added", output_index=block.index, item=dict(self._items[-1]))
         ]
         if block.kind != "call":
-            events.append(self._of(block, "response.content_part.added", part=_part(block, "", [])))
+            events.append(self._item_event(block, "response.content_part.added", part=_part(block, "", [])))
         return events
 
     def _grow(self, block: ContentBlock, text: str) -> ResponsesEvent:
         if block.kind == "call":
-            return self._of(block, "response.function_call_arguments.delta", delta=text)
-        if block.kind == "thought":
-            return self._of(block, "response.reasoning_text.delta", delta=text)
+            return self._item_event(block, "response.function_call_arguments.delta", delta=text)
+        if block.kind == "reasoning":
+            return self._item_event(block, "response.reasoning_text.delta", delta=text)
         new, self._held = self._held, []
         self._logprobs += new
-        return self._of(block, "response.output_text.delta", delta=text, logprobs=new)
+        return self._item_event(block, "response.output_text.delta", delta=text, logprobs=new)
 
     def _end(self, block: ContentBlock, status: str) -> list[ResponsesEvent]:
         item, text = self._items[block.index], block.text
@@ -128,15 +127,15 @@ class ResponseAnswer:
         if block.kind == "call":
             item["arguments"] = text
             names = {"name": block.name, "arguments": text}
-            events = [self._of(block, "response.function_call_arguments.done", **names)]
+            events = [self._item_event(block, "response.function_call_arguments.done", **names)]
         else:
             part = _part(block, text, [*self._logprobs, *self._held])
             self._logprobs, self._held = [], []
             item["content"] = [part]
             more = {"logprobs": part["logprobs"]} if block.kind == "text" else {}
             events = [
-                self._of(block, f"{_NAMES[block.kind]}.done", text=text, **more),
-                self._of(block, "response.content_part.done", part=part),
+                self._item_event(block, f"{_NAMES[block.kind]}.done", text=text, **more),
+                self._item_event(block, "response.content_part.done", part=part),
             ]
         return [*events, self._event("response.output_item.done", output_index=block.index, item=item)]
 
@@ -146,84 +145,82 @@ class ResponseAnswer:
         self._sequence += 1
         return {"type": kind, "sequence_number": self._sequence - 1, **fields}
 
-    def _of(self, block: ContentBlock, kind: str, **fields: Any) -> ResponsesEvent:
-        """An event about the inside of an item."""
+    def _item_event(self, block: ContentBlock, kind: str, **fields: Any) -> ResponsesEvent:
+        """Return an event about the content of a block's item."""
         item_id = self._items[block.index]["id"]
         if block.kind != "call":
             fields["content_index"] = 0
         return self._event(kind, item_id=item_id, output_index=block.index, **fields)
 
-    def chunks(self, deltas: list[Delta]) -> list[bytes]:
-        events: list[ResponsesEvent] = []
-        if not self._sequence:
-            events = [self._told("response.created"), self._told("response.in_progress")]
-        for _, output in deltas:
-            events += self._add(output)
-        return list(map(named_event, events))
+    def _opening(self) -> list[ResponsesEvent]:
+        return [self._snapshot("response.created"), self._snapshot("response.in_progress")]
 
-    def last(self) -> list[bytes]:
-        return [named_event(self._told(f"response.{self.object.status}"))]
+    def _closing(self) -> list[ResponsesEvent]:
+        return [self._snapshot(f"response.{self._response.status}")]
 
-    def _told(self, kind: str) -> ResponsesEvent:
-        """An event about the whole, as it is now."""
-        return self._event(kind, response=msgspec.structs.replace(self.object))
+    def _snapshot(self, kind: str) -> ResponsesEvent:
+        """Return an event with the whole response in its present state."""
+        return self._event(kind, response=msgspec.structs.replace(self._response))
 
-    def failed(self, error: ApiError) -> bytes:
-        """How a stream ends that cannot go on."""
-        self.object.status = "failed"
-        self.object.error = {"code": "server_error", "message": error.message}
+    def framing(self, request: Request) -> StreamFraming:
+        return StreamFraming(self._failed)
+
+    def _failed(self, error: ApiError) -> bytes:
+        """Return the events that end a stream with an error."""
+        self._response.status = "failed"
+        self._response.error = {"code": "server_error", "message": error.message}
         events = [
             self._event("error", code=error.code, message=error.message, param=error.param),
-            self._told("response.failed"),
+            self._snapshot("response.failed"),
         ]
         return b"".join(map(named_event, events))
 
 
 def _item(block: ContentBlock) -> Item:
-    """An item that has just begun."""
-    found = {"type": "message", "id": f"{_PREFIXES[block.kind]}_{uuid.uuid4().hex}", "status": "in_progress"}
+    """Return the item of a block that has just started."""
+    item = {"type": "message", "id": f"{_PREFIXES[block.kind]}_{uuid.uuid4().hex}", "status": "in_progress"}
     match block.kind:
         case "text":
-            return {**found, "role": "assistant", "content": []}
-        case "thought":
-            return {**found, "type": "reasoning", "summary": [], "content": []}
+            return {**item, "role": "assistant", "content": []}
+        case "reasoning":
+            return {**item, "type": "reasoning", "summary": [], "content": []}
         case "call":
             call = {"call_id": block.call_id, "name": block.name, "arguments": ""}
-            return {**found, "type": "function_call", **call}
+            return {**item, "type": "function_call", **call}
 
 
 def _part(block: ContentBlock, text: str, logprobs: list[TokenLogprob]) -> dict[str, Any]:
-    if block.kind == "thought":
+    if block.kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def _begun(turn: Turn, wanted: ResponsesRequest, store: bool) -> ResponseObject:
-    """A response without output. What was asked for comes again in it."""
+def _empty_response(opened: OpenChat, request: ResponsesRequest, store: bool) -> ResponseObject:
+    """Return a response without output, which repeats the fields of its request."""
     functions = [
-        {"description": None, "strict": None, "parameters": None, **tool} for tool in wanted.tools or ()
+        {"description": None, "strict": None, "parameters": None, **tool} for tool in request.tools or ()
     ]
     return ResponseObject(
-        id=f"resp_{wanted.request_id or uuid.uuid4().hex}",
+        id=f"resp_{request.request_id or uuid.uuid4().hex}",
         created_at=int(time.time()),
         status="in_progress",
-        instructions=wanted.instructions,
-        max_output_tokens=wanted.max_output_tokens,
-        model=turn.model,
+        instructions=request.instructions,
+        max_output_tokens=request.max_output_tokens,
+        model=opened.model,
         output=[],
-        parallel_tool_calls=wanted.parallel_tool_calls is not False,
-        previous_response_id=wanted.previous_response_id,
-        prompt_cache_key=wanted.prompt_cache_key,
-        reasoning={"effort": turn.chat.reasoning_effort, "summary": None},
-        safety_identifier=wanted.safety_identifier,
+        parallel_tool_calls=request.parallel_tool_calls is not False,
+        previous_response_id=request.previous_response_id,
+        prompt_cache_key=request.prompt_cache_key,
+        reasoning={"effort": opened.chat.reasoning_effort, "summary": None},
+        safety_identifier=request.safety_identifier,
         store=store,
-        temperature=turn.params.temperature,
-        text={"format": {"type": "text"}, **(wanted.text or {})},
-        tool_choice=wanted.tool_choice or "auto",
+        temperature=opened.params.temperature,
+        text={"format": {"type": "text"}, **(request.text or {})},
+        tool_choice=request.tool_choice or "auto",
         tools=functions,
-        top_logprobs=wanted.top_logprobs or 0,
-        top_p=turn.params.top_p,
-        user=wanted.user if wanted.user is not None else UNSET,
-        metadata=wanted.metadata or {},
-        warnings=turn.warnings or UNSET,
+        top_logprobs=request.top_logprobs or 0,
+        top_p=opened.params.top_p,
+        user=request.user if request.user is not None else UNSET,
+        metadata=request.metadata or {},
+        warnings=opened.warnings or UNSET,
     )

@@ -1,6 +1,6 @@
-"""Stored responses, in memory and within bounds of each client. Those not used for the longest time are dropped first.
+"""The store of responses, in memory, with limits per client. The least recently used responses are dropped first.
 
-A response belongs to the client that asked for it; no other client finds it, and none can displace it.
+A response belongs to the client that requested it. No other client can read or displace it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from quire.serve.http.wire import encode
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response and its conversation to its end, without instructions, both as JSON: what is counted is what is held."""
+    """A response, and the conversation up to its end without instructions. Both are JSON, so their size is known."""
 
     response: bytes
     conversation: bytes
@@ -29,13 +29,13 @@ class StoredResponse:
         return len(self.response) + len(self.conversation)
 
     def messages(self) -> list[dict[str, Any]]:
-        """Decode the conversation. May take milliseconds."""
-        found: list[dict[str, Any]] = msgspec.json.decode(self.conversation)
-        return found
+        """Decode the conversation, which may take milliseconds."""
+        messages: list[dict[str, Any]] = msgspec.json.decode(self.conversation)
+        return messages
 
 
-class _Shelf:
-    """The responses of one client, the next to be dropped first."""
+class _ClientResponses:
+    """The responses of one client, least recently used first."""
 
     def __init__(self) -> None:
         self.stored: OrderedDict[str, StoredResponse] = OrderedDict()
@@ -47,50 +47,54 @@ class _Shelf:
         self.size += stored.size
 
     def pop(self, response_id: str) -> StoredResponse | None:
-        found = self.stored.pop(response_id, None)
-        self.size -= found.size if found is not None else 0
-        return found
+        stored = self.stored.pop(response_id, None)
+        self.size -= stored.size if stored is not None else 0
+        return stored
 
     def drop_oldest(self) -> None:
         self.pop(next(iter(self.stored)))
 
 
 class ResponseStore:
-    """Owns the responses of all clients."""
+    """The responses of all clients. Owns them."""
 
-    def __init__(self, most: int, max_bytes: int, total_weight: float = 1.0) -> None:
-        """Keep at most `most` responses for each client, and `max_bytes` for all: each client has its share by weight.
+    def __init__(self, max_responses: int, max_bytes: int, total_weight: float = 1.0) -> None:
+        """Create an empty store.
 
-        Messages that conversations have in common are counted for each.
+        Args:
+            max_responses: the limit for each client.
+            max_bytes: the limit for all clients together, who share it by weight. Messages that conversations have in
+                common count once for each.
+            total_weight: the sum of the weights of all clients.
         """
-        self._most, self._max_bytes, self._total_weight = most, max_bytes, total_weight
-        self._shelves: dict[str, _Shelf] = {}
+        self._max_responses, self._max_bytes, self._total_weight = max_responses, max_bytes, total_weight
+        self._by_client: dict[str, _ClientResponses] = {}
 
     def __len__(self) -> int:
-        return sum(len(shelf.stored) for shelf in self._shelves.values())
+        return sum(len(shelf.stored) for shelf in self._by_client.values())
 
     @property
     def size(self) -> int:
         """Bytes of all responses."""
-        return sum(shelf.size for shelf in self._shelves.values())
+        return sum(shelf.size for shelf in self._by_client.values())
 
     def put(self, client: ApiClient, response: ResponseObject, messages: Sequence[dict[str, Any]]) -> None:
-        """Keep a response; older ones of the same client make room for it."""
-        shelf = self._shelves.setdefault(client.name, _Shelf())
+        """Store a response; older ones of the same client make room for it."""
+        shelf = self._by_client.setdefault(client.name, _ClientResponses())
         shelf.put(response.id, StoredResponse(encode(response), encode(messages)))
         share = self._max_bytes * min(1.0, client.weight / self._total_weight)
-        while len(shelf.stored) > self._most or shelf.size > share:
+        while len(shelf.stored) > self._max_responses or shelf.size > share:
             shelf.drop_oldest()
 
     def get(self, client: ApiClient, response_id: str) -> StoredResponse | None:
-        """Return a response of this client, or None; it then counts as just used."""
-        shelf = self._shelves.get(client.name)
-        found = shelf.stored.get(response_id) if shelf is not None else None
-        if shelf is not None and found is not None:
+        """Return a response of this client and mark it as used; None if there is none."""
+        shelf = self._by_client.get(client.name)
+        stored = shelf.stored.get(response_id) if shelf is not None else None
+        if shelf is not None and stored is not None:
             shelf.stored.move_to_end(response_id)
-        return found
+        return stored
 
     def delete(self, client: ApiClient, response_id: str) -> bool:
         """Delete a response of this client; return whether there was one."""
-        shelf = self._shelves.get(client.name)
+        shelf = self._by_client.get(client.name)
         return shelf is not None and shelf.pop(response_id) is not None

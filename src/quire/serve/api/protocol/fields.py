@@ -1,4 +1,4 @@
-"""The fields that requests share: OpenAI's, and those that users of vLLM send beside them."""
+"""The fields that requests share: those of OpenAI's API and vLLM's additional ones. Also the usage of answers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from msgspec import UNSET, UnsetType
 class StreamOptions(msgspec.Struct, kw_only=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
-    include_obfuscation: bool | None = None  # accepted: chunks are never padded
+    include_obfuscation: bool | None = None  # accepted and ignored: chunks are never padded
 
 
 class RequestFields(msgspec.Struct, kw_only=True):
-    """What every request to the model may say."""
+    """The fields of every request to the model."""
 
     model: str | None = None
     truncate_prompt_tokens: int | None = None
@@ -24,11 +24,11 @@ class RequestFields(msgspec.Struct, kw_only=True):
     request_id: str | None = None
     cache_salt: str | None = None
     timeout: float | None = None
-    user: str | None = None  # accepted, for it changes nothing
+    user: str | None = None  # accepted and ignored
 
 
 class SamplingFields(RequestFields, kw_only=True):
-    """None is "not given": the model's own default, or else that of SamplingParams."""
+    """The fields of every request that generates. None selects the model's default, or that of SamplingParams."""
 
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -65,7 +65,7 @@ class SamplingFields(RequestFields, kw_only=True):
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
 
-    # What these ask for is refused unless it is what happens anyway (REFUSED in serve/api/sampling_fields.py).
+    # Not implemented: refused unless the value changes nothing (REFUSED in serve/api/sampling_fields.py).
     use_beam_search: bool | None = None
     length_penalty: float | None = None
     logprob_token_ids: Any = None
@@ -73,9 +73,10 @@ class SamplingFields(RequestFields, kw_only=True):
     repetition_detection: Any = None
     thinking_token_budget: Any = None
     return_hidden_states: Any = None
+    return_token_offsets: bool | None = None
     lora_path: Any = None
 
-    # Accepted, for they change nothing that a client could see.
+    # Accepted and ignored: they change nothing that a client could see.
     metadata: Any = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -86,11 +87,10 @@ class SamplingFields(RequestFields, kw_only=True):
     session_id: str | None = None
     vllm_xargs: Any = None
     stream_interval: int | None = None
-    return_token_offsets: bool | None = None
 
 
 class ConversationFields(SamplingFields, kw_only=True):
-    """What the APIs of conversations have in common, beside messages and tools."""
+    """The fields that all chat APIs share, besides messages and tools."""
 
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
@@ -101,13 +101,13 @@ class ConversationFields(SamplingFields, kw_only=True):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-def same_fields(request: ConversationFields) -> dict[str, Any]:
-    """What `request` has in common with those of other APIs: to say the same in another form."""
+def shared_fields(request: ConversationFields) -> dict[str, Any]:
+    """Return the fields of `request` that all chat APIs share, by name, to convert it into another API's request."""
     return {name: getattr(request, name) for name in ConversationFields.__struct_fields__}
 
 
 class Usage(msgspec.Struct, kw_only=True):
-    """Tokens of a request. `prompt_tokens` counts each prompt once, however many answers it got."""
+    """Token counts of a request. `prompt_tokens` counts each prompt once, whatever the number of its choices."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -119,7 +119,7 @@ class Usage(msgspec.Struct, kw_only=True):
 def usage_of(
     prompt_tokens: int, completion_tokens: int, cached_tokens: int, reasoning_tokens: int | None = None
 ) -> Usage:
-    """`reasoning_tokens`: of the completion's; None: no thoughts are told apart."""
+    """Return the usage of a request. `reasoning_tokens` is None if reasoning is not parsed."""
     details = UNSET if reasoning_tokens is None else {"reasoning_tokens": reasoning_tokens}
     return Usage(
         prompt_tokens=prompt_tokens,

@@ -1,15 +1,15 @@
-"""Calls as Llama 3 writes them: the whole answer, or what follows `<|python_tag|>`, is JSON.
+"""The format in which Llama 3 writes calls: the whole answer, or the text after `<|python_tag|>`, is JSON.
 
     {"name": "get_weather", "parameters": {"city": "Oakford"}}; {"name": ...}
 
-Any JSON answer begins like that, so a call must name a function that there is, and hold nothing else.
+Any JSON answer starts like that, so a call must name a known function and hold no other keys.
 """
 
 from __future__ import annotations
 
-from quire.serve.answer.incremental import Steps
+from quire.serve.answer.incremental import ParserSteps
+from quire.serve.answer.tools.call_grammar import CallShape
 from quire.serve.answer.tools.calls import CallParser
-from quire.serve.answer.tools.grammar import CallShape
 
 MARK = "<|python_tag|>"
 
@@ -19,15 +19,17 @@ def matches(template: str) -> bool:
 
 
 class LlamaParser(CallParser):
+    """The parser of Llama's format."""
+
     marked = False
 
-    def _run(self) -> Steps[None]:
-        yield from self._attempt(self._calls_at_once())
+    def _run(self) -> ParserSteps[None]:
+        yield from self._attempt(self._adjacent_calls())
         while (yield from self._text_until(MARK)):
-            yield from self._attempt(self._calls_at_once())
+            yield from self._attempt(self._adjacent_calls())
 
-    def _calls_at_once(self) -> Steps[None]:
-        """Calls with nothing but white space and semicolons between them."""
+    def _adjacent_calls(self) -> ParserSteps[None]:
+        """Read calls that only white space and semicolons separate."""
         yield from self._spaces()
         if (yield from self._sees(MARK)):
             self._advance(self._at + len(MARK))

@@ -1,22 +1,33 @@
-"""The formats in which models write calls, chosen by name or by what a chat template asks the model to write."""
+"""The formats in which models write calls. They are chosen by name, or by the chat template."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from quire.serve.answer.tools import generic, hermes, llama, mistral
+from quire.serve.answer.tools import generic, hermes, llama3, mistral
+from quire.serve.answer.tools.call_grammar import CallShape
 from quire.serve.answer.tools.calls import CallOptions, CallParser, call_id
-from quire.serve.answer.tools.grammar import CallShape
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
+    """One format.
+
+    Attributes:
+        name: its name in `--tool-call-parser`.
+        parser: the class of its parser.
+        matches: returns whether a chat template asks for this format.
+        shape: returns the shape of calls for a chat template; its second argument allows one call only.
+        marks: texts that the parser must see even if they are special tokens.
+        make_id: returns a new id for a call.
+    """
+
     name: str
     parser: type[CallParser]
-    matches: Callable[[str], bool]  # whether a chat template asks for this format
-    shape: Callable[[str, bool], CallShape]  # by chat template, and whether there may be one call only
-    marks: tuple[str, ...] = ()  # which the parser must see, even if they are special tokens
+    matches: Callable[[str], bool]
+    shape: Callable[[str, bool], CallShape]
+    marks: tuple[str, ...] = ()
     make_id: Callable[[], str] = call_id
 
     def make_parser(self, names: frozenset[str], hold: bool, single: bool) -> CallParser:
@@ -33,10 +44,10 @@ _FORMATS = (
         mistral.call_id,
     ),
     ToolFormat("hermes", hermes.HermesParser, hermes.matches, hermes.shape, (hermes.BEGIN, hermes.END)),
-    ToolFormat("llama3_json", llama.LlamaParser, llama.matches, llama.shape),
-    ToolFormat("json", generic.GenericParser, lambda template: True, generic.shape),  # for all others
+    ToolFormat("llama3_json", llama3.LlamaParser, llama3.matches, llama3.shape),
+    ToolFormat("json", generic.GenericParser, lambda template: True, generic.shape),  # matches every template
 )
-TOOL_PARSERS = {found.name: found for found in _FORMATS}
+TOOL_PARSERS = {tool_format.name: tool_format for tool_format in _FORMATS}
 _ALIASES = {
     "qwen": "hermes",
     "qwen25": "hermes",
@@ -53,9 +64,9 @@ def known_tool_parser(name: str) -> bool:
 
 
 def choose_format(name: str, template: str) -> ToolFormat | None:
-    """The format by the name of a parser; auto: the first that the chat template matches; none: None."""
+    """Return the format of a parser by its name; for `auto` the first that matches the template, for `none` None."""
     if name == "none":
         return None
     if name == "auto":
-        return next(found for found in _FORMATS if found.matches(template))
+        return next(tool_format for tool_format in _FORMATS if tool_format.matches(template))
     return TOOL_PARSERS[_ALIASES.get(name, name)]

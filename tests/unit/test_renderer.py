@@ -104,15 +104,15 @@ def renderer() -> Iterator[TemplateRenderer]:
 
 
 def pids(found: TemplateRenderer) -> list[int]:
-    return found._pool.pids()
+    return found.pids()
 
 
 @pytest.fixture(autouse=True, scope="module")
 def short_limits() -> Iterator[None]:
-    before = renderer_module._CPU_S
-    renderer_module._CPU_S = 0.3  # before the module's processes start
+    before = renderer_module.CPU_S
+    renderer_module.CPU_S = 0.3  # before the module's processes start
     yield
-    renderer_module._CPU_S = before
+    renderer_module.CPU_S = before
 
 
 @pytest.mark.parametrize("source", HOSTILE, ids=lambda s: f"{s[:50]}-{len(s)}")
@@ -165,7 +165,7 @@ def test_long_messages_do_not_bring_a_template_into_disrepute(renderer: Template
 
 
 def test_memory_is_limited_and_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(renderer_module, "_CPU_S", 4)
+    monkeypatch.setattr(renderer_module, "CPU_S", 4)
     renderer = TemplateRenderer()
     said = outcome(renderer, "{% set x = 'a' * 10 ** 9 %}{{ x | length }}")
     assert "MiB of memory" in said
@@ -190,7 +190,7 @@ def test_a_process_that_hangs_is_killed_at_the_deadline(
     renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deadline suffices where the kernel does not limit processor time."""
-    monkeypatch.setattr(renderer_module, "_WALL_S", 0.2)
+    monkeypatch.setattr(renderer_module, "WALL_S", 0.2)
     renderer.render("{{ 1 }}", {})
     for pid in pids(renderer):
         psutil.Process(pid).suspend()
@@ -236,7 +236,7 @@ def test_texts_of_any_kind_pass() -> None:
 def test_no_process_outlives_its_parent(end: str) -> None:
     code = (
         "from quire.frontend.templates.renderer import TemplateRenderer; import threading, time; renderer = TemplateRenderer(); "
-        "renderer.render('{{ 1 }}', {}); print(*renderer._pool.pids(), flush=True); "
+        "renderer.render('{{ 1 }}', {}); print(*renderer.pids(), flush=True); "
         "threading.Thread(target=lambda: renderer.render('{{ 7 ** 999999999 }}', {}), daemon=True).start(); "
         f"time.sleep(0.1); {end}"
     )

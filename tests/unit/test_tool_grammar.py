@@ -62,7 +62,7 @@ class Writer:
         self.names = SPECIAL if special else []
         vocabulary = matching.Vocabulary([*matching.BYTES, *(b"" for _ in self.names)])
         spec = structured.grammar_spec(form.constraint)
-        self._start = matching.compiled(vocabulary, spec, matching.grammar_text(spec))
+        self._start = matching.build_matcher(vocabulary, spec, matching.grammar_text(spec))
         self._end = vocabulary.end
 
     def ids(self, text: str) -> list[int]:

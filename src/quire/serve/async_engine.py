@@ -193,7 +193,8 @@ class AsyncEngine:
             total += len(prepared[-1].state.prompt_token_ids)
             if total > most:
                 raise RequestError(
-                    f"prompt: all prompts of a request together must have at most {most} tokens, got {total} so far"
+                    f"prompt must have at most {most} tokens over all prompts of a request, got {total} so far",
+                    param="prompt",
                 )
         return prepared
 
@@ -273,8 +274,9 @@ class AsyncEngine:
             generation = self._open.get(name)
             if generation is None:
                 continue
-            if state.error is not None:
-                generation.fail(ApiError(500 if state.internal else 400, state.error))
+            if (error := state.error) is not None:
+                status = 500 if error.internal else 400
+                generation.fail(ApiError(status, error.message, error.param, error.code))
             else:
                 generation.changed(state)
 

@@ -22,9 +22,9 @@ from quire.types import Overloaded, RequestError
 MAX_SOURCE_CHARS = 1 << 18  # the longest published template has 17,000
 _RENDER, _TRAITS = 0, 1
 _TEXT = 0
-_TIME_SIGNAL = getattr(signal, "SIGPROF", 0)  # ends a process after _CPU_S; 0: there is only the deadline
-_CPU_S = 1.0
-_WALL_S = 5.0  # deadline, including the start of the process
+_TIME_SIGNAL = getattr(signal, "SIGPROF", 0)  # ends a process after CPU_S; 0: there is only the deadline
+CPU_S = 1.0  # processor time of one rendering
+WALL_S = 5.0  # deadline, including the start of the process
 _QUEUE_S = 5.0
 _MAX_ANSWER_BYTES = 80 << 20
 _SMALL_BYTES = 1 << 15  # a template that is too slow for variables of this size is too slow for any
@@ -42,7 +42,7 @@ class TemplateRenderer:
     """
 
     def __init__(self, processes: int = 2, nice: int = 0) -> None:
-        command = [sys.executable, "-m", "quire.frontend.templates.process", str(_CPU_S), str(nice)]
+        command = [sys.executable, "-m", "quire.frontend.templates.process", str(CPU_S), str(nice)]
         self._pool = HelperPool(command, processes, _MAX_ANSWER_BYTES)
         self._lock = threading.Lock()  # guards the next two attributes
         self._traits: OrderedDict[str, TemplateTraits] = OrderedDict()
@@ -71,6 +71,10 @@ class TemplateRenderer:
                 _keep(self._traits, source, traits)
         return traits
 
+    def pids(self) -> list[int]:
+        """Return the ids of the running processes."""
+        return self._pool.pids()
+
     def close(self) -> None:
         self._pool.close()
 
@@ -82,7 +86,7 @@ class TemplateRenderer:
         self._refuse_if_struck(source)
         question = marshal.dumps((source, variables))
         try:
-            answer = self._pool.ask(kind, question, _WALL_S, _QUEUE_S)
+            answer = self._pool.ask(kind, question, WALL_S, _QUEUE_S)
         except HelpersBusy:
             raise Overloaded(
                 f"chat templates: no process became free within {_QUEUE_S:.0f} s; try again"
@@ -134,7 +138,7 @@ def _took_too_long(error: HelperEnded) -> bool:
 def _failure_text(error: HelperEnded) -> str:
     """Describe why the process that rendered a template ended."""
     if error.overdue:
-        return f"the chat template was stopped: it runs for more than {_WALL_S:g} s"
+        return f"the chat template was stopped: it runs for more than {WALL_S:g} s"
     if error.signal and error.signal == _TIME_SIGNAL:
-        return f"the chat template was stopped: it takes more than {_CPU_S:g} s of processor time"
+        return f"the chat template was stopped: it takes more than {CPU_S:g} s of processor time"
     return "the chat template was stopped: its process crashed, as too deep nesting or too much memory causes"

@@ -261,10 +261,10 @@ async def defend(server: Server, attacks: list[Attack], seconds: float, victims:
 
 async def attack_server(url: str, attack: Attack, seconds: float) -> Counter[str]:
     """Send the attack's requests, `attack.at_once` at a time, until the time is over. Return the answers."""
+    body = attack.body()  # takes seconds for some, so before the clock starts
     end = time.monotonic() + seconds
     answers: Counter[str] = Counter()
     headers = {"authorization": f"Bearer {ATTACKER}", "content-type": "application/json", **attack.headers}
-    body = attack.body()
     timeout = aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S)
 
     async def send(session: aiohttp.ClientSession) -> None:

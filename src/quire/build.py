@@ -171,6 +171,7 @@ def launch_options(config: EngineConfig, depth: int) -> LaunchOptions:
     return LaunchOptions(
         depth=depth,
         cuda_graphs=config.cuda_graphs,
+        capture_at_start=config.capture_at_start,
         cpu_replay=config.cpu_replay,
         cpu_threads=config.cpu_threads,
     )

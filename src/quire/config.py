@@ -115,6 +115,11 @@ class EngineConfig:
         "reference",
     )
     cuda_graphs: bool = _kernels(True, "capture steps as CUDA graphs and replay them, on a GPU")
+    capture_at_start: bool = _kernels(
+        True,
+        "capture the most common steps before the first request: off starts about a second sooner, but the first "
+        "minute is slower",
+    )
     cpu_kernels: bool = _kernels(
         True, "run small steps on a CPU with C kernels, which are compiled at the first start"
     )

@@ -35,6 +35,7 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
 }
 GPU_SWITCHES = SWITCHES | {
     "cuda_graphs": (True, False),
+    "capture_at_start": (False, True),
     "shared_prefix": (True, False),
 }
 _ALONE = {"overlap": False, "max_num_seqs": 1, "kv_layout": "contiguous", "prefix_caching": False}

@@ -32,7 +32,7 @@ class LastRowFirst(ReferenceAttention):
                 positions=batch.positions[begin:end],
                 kv_slots=batch.kv_slots[begin:end],
                 seq_lens=batch.seq_lens[only],
-                block_table=batch.block_table[only],
+                slots=batch.slots[only],
                 num_tokens=batch.num_tokens[only],
                 seq_bounds=batch.seq_bounds[only],
             )

@@ -26,21 +26,11 @@ from targets import TARGETS, TargetDriver
 from triton import knobs
 from triton.runtime import driver, jit
 
-from quire.kernels import (
-    activation,
-    attend_long,
-    attend_shared,
-    attend_short,
-    batch,
-    grouped,
-    kv_write,
-    masks,
-    norm,
-    penalties,
-    rope,
-    sampling,
-)
+from quire.kernels import activation, batch, norm, rope
 from quire.kernels import target as targets
+from quire.kernels.attention import kv_write, long, shared, short
+from quire.kernels.matmul import grouped
+from quire.kernels.sampling import choose, masks, penalties
 from quire.kernels.sampling.row import COLUMNS
 from quire.kernels.target import Target
 from quire.layers.moe import grouped_in_library
@@ -101,19 +91,19 @@ def attention(model: Shapes, dtype: torch.dtype, target: Target) -> None:
     q, keys, values = zeros(rows, heads, dim), zeros(9, kv_heads, 16, dim), zeros(9, kv_heads, 16, dim)
     table, out, lens, starts = ints(rows, 8), zeros(rows, heads * dim), ints(rows), ints(rows + 1)
     slots = longs(rows)
-    queries = max(attend_short.SHORT_ROWS // group, 1)
-    begun = attend_shared.attend_shared(q, keys, values, ints(rows, 4)[:, 3], table, slots, 0.1, cap)
-    short = partial(attend_short.attend_short, q, keys, values, out, lens)
+    queries = max(short.SHORT_ROWS // group, 1)
+    partial_sums = shared.attend_shared(q, keys, values, ints(rows, 4)[:, 3], table, slots, 0.1, cap)
+    attend = partial(short.attend_short, q, keys, values, out, lens)
     for window in dict.fromkeys((model.window, None)):  # first what takes most, for a sample
-        short(starts, table, slots, 0.1, window, cap, queries, 64)
+        attend(starts, table, slots, 0.1, window, cap, queries, 64)
         for splits in (1, 64):
-            short(None, table, slots, 0.1, window, cap, 1, splits)
-        per_tile = attend_long.long_tokens(dim, dtype.itemsize, group, target)
-        tiles = attend_long.list_tiles(starts, lens, slots, 9, queries, per_tile, kv_heads)
-        attend_long.attend_long(q, keys, values, out, table, tiles, 0.1, window, cap)
-    short(None, table, slots, 0.1, None, cap, 1, 1, begun)
+            attend(None, table, slots, 0.1, window, cap, 1, splits)
+        per_tile = long.long_tokens(dim, dtype.itemsize, group, target)
+        tiles = long.list_tiles(starts, lens, slots, 9, queries, per_tile, kv_heads)
+        long.attend_long(q, keys, values, out, table, tiles, 0.1, window, cap)
+    attend(None, table, slots, 0.1, None, cap, 1, 1, partial_sums)
     many = 4 * target.sms // kv_heads  # rows for which the buffers of a program are smaller
-    attend_short.attend_short(
+    short.attend_short(
         zeros(many, heads, dim),
         keys,
         values,
@@ -191,9 +181,9 @@ def step(model: Shapes, dtype: torch.dtype, target: Target) -> None:
 def sample(model: Shapes, dtype: torch.dtype, target: Target) -> None:
     slots, parameters = longs(256), longs(257, len(COLUMNS))
     for vocab in (model.vocab, 1):  # a launch argument of 1 is a constant to the compiler
-        scratch = sampling.Scratch.empty(257, vocab, CPU)
+        scratch = choose.Scratch.empty(257, vocab, CPU)
         logits = torch.empty(256, vocab, dtype=dtype)
-        sampling.choose(logits, slots, parameters, ints(257), scratch, ints(256), True)
+        choose.choose(logits, slots, parameters, ints(257), scratch, ints(256), True)
     masks.apply_masks(logits, slots[:3], ints(3, -(-model.vocab // 32)))
     penalties.penalise(
         torch.empty(256, model.vocab), slots, longs(257, len(penalties.COLUMNS)), ints(257, 4096), ints(257),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +10,8 @@ import numpy as np
 import torch
 
 from quire.types import StepPlan
-from quire.worker import graphs
-from quire.worker.graphs import CudaGraphs, GraphLimits, row_sizes, token_sizes
+from quire.worker.graphs import CudaGraphs
+from quire.worker.step_shapes import GraphLimits, StepShape, StepShapes, row_sizes, token_sizes
 
 
 class Graphs(CudaGraphs):
@@ -28,17 +29,27 @@ class Graphs(CudaGraphs):
         )
         self._set_limits(limits)
         self._logits = torch.zeros(max_rows, 1)
-        self._sampler = SimpleNamespace(needs_host_work=lambda slots: False, has_filters=lambda slots: False)
-        self._batcher = SimpleNamespace(load=lambda *args: None, step=lambda plan: None)
+        self.filters = False
+        self._sampler = SimpleNamespace(
+            needs_host_work=lambda slots: False,
+            has_filters=lambda slots: self.filters,
+            choose=lambda logits, slots, tokens, filtered: self.done.append(("choose", len(logits))),
+        )
+        self._batcher = SimpleNamespace(
+            load=lambda *args: None,
+            step=lambda plan: None,
+            slots=lambda rows: None,
+            advance_rows=lambda *args: None,
+        )
         self._eager = SimpleNamespace(launch=lambda plan, staging: self.done.append(("eager", None)))
 
-    def _run(self, shape: graphs.StepShape) -> None:
+    def _run(self, shape: StepShape) -> None:
         self.done.append(("run", (shape.rows, shape.tokens)))
 
     def _begin_pool(self) -> Any:
         self.done.append(("pool", None))
 
-    def _capture(self, run: Any) -> Any:
+    def _graph_of(self, run: Any) -> Any:
         run()
         if not self.has_memory:
             self.done.pop()
@@ -79,23 +90,81 @@ def test_shapes_beyond_the_most_run_eagerly() -> None:
 
 
 def test_an_idle_engine_captures_all_sizes_of_rows_once() -> None:
-    steps, staging = Graphs(16, 64, 64), SimpleNamespace(begin=lambda: None)
+    steps, staging = Graphs(300, 64, 64), SimpleNamespace(begin=lambda: None)
     steps.step(1, 1)
     captured = 0
     while steps.warm_up(staging):
         captured += 1
-    assert captured == len(row_sizes(16)) - 1
-    assert steps.step(*[1] * 16) == [("replay", (16, 16))]
+    assert captured >= len(row_sizes(300)) - 1
+    for rows in row_sizes(300):
+        assert steps.step(*[1] * rows) == [("replay", (rows, rows))]
+
+
+def started(max_rows: int, max_tokens: int, max_graphs: int = 512) -> Graphs:
+    steps = Graphs(max_rows, max_tokens, 8192, max_graphs)
+    steps.capture_common()
+    return steps
+
+
+def test_after_the_start_no_step_of_up_to_max_tokens_waits_for_a_capture() -> None:
+    rng = random.Random(0)
+    for max_rows, max_tokens in ((1024, 2048), (256, 512), (7, 100), (1, 16)):
+        steps = started(max_rows, max_tokens)
+        for _ in range(300):
+            rows = rng.randint(1, max_rows)
+            counts = [1] * rows
+            if rng.random() < 0.5 and rows < max_tokens:
+                counts[rng.randrange(rows)] += rng.randint(1, max_tokens - rows)
+            fit = steps.shapes.fit(rows, sum(counts), "plain", False)
+            if fit is None:
+                continue
+            (kind, (run_rows, run_tokens)), *tail = steps.step(*counts)
+            assert kind in ("replay", "run") and run_rows >= rows and run_tokens >= sum(counts)
+            if kind == "run":  # padding has cost as much as a capture
+                assert tail == [("capture", (fit.rows, fit.tokens))]
+                assert steps.step(*counts) == [("replay", (fit.rows, fit.tokens))]
+
+
+def test_a_stand_in_is_used_until_its_padding_has_cost_a_capture() -> None:
+    steps = started(64, 2048)
+    kinds = []
+    for _ in range(40):
+        kinds.append(steps.step(600, 1)[0])
+    replays = kinds.index(("run", (8, 640)))
+    assert kinds[:replays] == [("replay", (32, 768))] * replays
+    lost = StepShape(32, 768, "later").excess_over(StepShape(8, 640))
+    assert replays * lost >= 3 > (replays - 1) * lost
+    assert set(kinds[replays + 1 :]) == {("replay", (8, 640))}
+
+
+def test_a_stand_in_that_ends_with_the_logits_is_sampled_after_it() -> None:
+    steps = started(64, 2048)
+    steps.filters = True
+    assert steps.step(1, 1, 1) == [("replay", (4, 4)), ("choose", 4)]
+    assert steps.step(400, 1) == [("replay", (32, 512)), ("choose", 32)]
+
+
+def test_stand_ins_serve_when_no_graph_may_be_added() -> None:
+    steps = started(64, 2048)
+    steps._max_graphs = 0
+    for _ in range(50):
+        assert steps.step(600, 1)[0] == ("replay", (32, 768))
+
+
+def test_steps_that_share_blocks_have_graphs_of_their_own() -> None:
+    shape, sharing = StepShape(64, 64), StepShape(64, 64, "plain", True)
+    assert not shape.stands_in_for(sharing) and not sharing.stands_in_for(shape)
+    assert any(common.stands_in_for(sharing) for common in StepShapes(started(64, 64)._limits).at_start())
 
 
 def test_a_shape_for_which_memory_is_short_runs_without_a_graph() -> None:
     steps = Graphs(64, 2048, 8192)
-    steps.step(1, 1)
+    steps.step(1)
     steps.has_memory = False
-    assert steps.step(1) == [("run", (1, 1))], "the step has run, so it must not fail"
+    assert steps.step(1, 1) == [("run", (2, 2))], "the step has run, so it must not fail"
     steps.has_memory = True
-    assert steps.step(1) == [("run", (1, 1))], "a capture would fail in every step"
-    assert steps.step(1, 1) == [("replay", (2, 2))]
+    assert steps.step(1, 1) == [("run", (2, 2))], "a capture would fail in every step"
+    assert steps.step(1) == [("replay", (1, 1))]
 
 
 def test_graphs_that_were_dropped_are_captured_again_once_the_engine_is_idle() -> None:

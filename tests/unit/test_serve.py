@@ -392,7 +392,7 @@ def test_nesting_has_a_limit(depth: int, begin: str, end: str) -> None:
     if depth <= 63:
         assert decode_object(body)
     else:
-        with pytest.raises(ApiError, match="nested more than 64 deep"):
+        with pytest.raises(ApiError, match="nested more than 64 levels deep"):
             decode_object(body)
 
 

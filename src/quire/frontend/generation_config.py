@@ -1,5 +1,4 @@
-"""What a model folder says about generation: `generation_config.json`, in the words of SamplingParams; and about
-pooling."""
+"""Read a model folder's settings for generation (`generation_config.json`) and pooling (`1_Pooling/config.json`)."""
 
 from __future__ import annotations
 

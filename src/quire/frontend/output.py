@@ -290,6 +290,7 @@ class OutputAssembler:
         return len({id(state) for state in self._states.values()})
 
     def add(self, state: RequestState) -> None:
+        """Register an open request."""
         self._states.update((answer.engine_id, state) for answer in state.answers)
 
     def apply(self, outputs: Iterable[EngineOutput], now_s: float | None = None) -> OutputChanges:

@@ -79,6 +79,7 @@ class Checker:
         return self._running().wait_for_table()
 
     def close(self) -> None:
+        """End the process. A later question starts it again."""
         with self._lock:
             if self._process is not None:
                 self._process.close()
@@ -119,6 +120,7 @@ class CheckerProcess:
         return len(self._pending)
 
     def wait_for_table(self) -> list[bytes]:
+        """Return the bytes of each token id, waiting until the process has read the tokenizer."""
         table = _result(self._table, _START_S)
         if table.error is not None:
             raise RequestError(
@@ -142,6 +144,7 @@ class CheckerProcess:
         return _result(future, _ANSWER_S)
 
     def close(self) -> None:
+        """End the process. Unanswered checks raise Overloaded."""
         with self._lock:
             self.dead = True
         self._popen.terminate()  # first, so that no thread keeps waiting for it to read

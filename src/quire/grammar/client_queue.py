@@ -50,7 +50,7 @@ class ClientQueue(Generic[T]):
         line = self._lines.pop(client)
         item = line.popleft()
         if line:
-            self._lines[client] = line  # behind the others
+            self._lines[client] = line  # now the last line
         self._running[client] += 1
         return client, item
 

@@ -106,7 +106,7 @@ class Compiler:
 
     @property
     def started(self) -> bool:
-        """Whether a spec has ever been submitted, so that threads run."""
+        """True once a spec has been submitted, so that threads run."""
         return bool(self._threads)
 
     def wait(self, timeout_s: float) -> None:

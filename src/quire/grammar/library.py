@@ -1,4 +1,4 @@
-"""`LibraryGrammar`, the implementation of the grammar seam (core/grammar.py) with llguidance.
+"""`LibraryGrammar`, the implementation of the grammar seam (core/grammar_interface.py) with llguidance.
 
 There is one `GrammarAnswer` per request, found by request id; its slot only says where its row currently is.
 Preemption, chunks and overlap replay nothing, because an answer knows the tokens that its request was given, and
@@ -48,7 +48,7 @@ class LibraryGrammar:
 
     @property
     def started(self) -> bool:
-        """Whether a request has ever needed a grammar, so that threads and the helper process run."""
+        """True once a request has needed a grammar, so that threads and the helper process run."""
         return self._compiler.started
 
     @property
@@ -58,7 +58,7 @@ class LibraryGrammar:
 
     @property
     def idle(self) -> bool:
-        """Whether no request is known."""
+        """True if no request waits for a grammar or has one."""
         return not (self._answers or self._requests or self._by_slot)
 
     # -------------------------------------------------------------------------- requests in and out

@@ -82,6 +82,12 @@ class CpuReplay:
     def drop_graphs(self) -> None:
         self.captured.clear()
 
+    def capture_common(self) -> None:
+        pass
+
+    def run_common(self) -> None:
+        pass
+
     def _capture(self, rows: int, batch: ForwardBatch) -> torch.Tensor:
         """Run the step and return its logits. Keep its kernel calls if they are all that it computes."""
         static = replace(batch, **{name: getattr(batch, name).clone() for name in _COPIED})

@@ -4,19 +4,18 @@ A step is the batch, the model, the logits and, unless the host takes part in it
 from the host but the header that `KernelBatcher` sends, so one graph serves every plan of its shape: the numbers of rows
 and tokens, rounded up to a few sizes. Missing rows are filled with the dummy slot.
 
-A new shape first runs eagerly, which compiles and loads its kernels, and is captured while the device still runs it.
-Common shapes are captured while the engine is idle. All graphs share one memory pool, because they run one after the
-other. The memory of a graph itself is never returned, so there is a limit on the number of graphs; further shapes run
-eagerly every time.
+Common shapes are captured before the first request and while the engine is idle. A step of a new shape is padded to a
+captured one that stands in for it (step_shapes.py). Without one, it runs eagerly, which compiles and loads its kernels,
+and is captured while the device still runs it. All graphs share one memory pool, because they run one after the other.
+The memory of a graph itself is never returned, so the number of graphs is limited.
 """
 
 from __future__ import annotations
 
-import bisect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 
@@ -26,6 +25,7 @@ from quire.types import StepPlan
 from quire.worker.batch import Batcher, DeviceStep, KernelBatcher, plan_header
 from quire.worker.memory.out_of_memory import is_out_of_memory
 from quire.worker.staging import Staging
+from quire.worker.step_shapes import GraphLimits, SamplingMode, StandIns, StepShape, StepShapes
 
 log = logging.getLogger("quire")
 
@@ -52,6 +52,14 @@ class Launcher(Protocol):
 
     def drop_graphs(self) -> None:
         """Release the memory of captured steps."""
+        ...
+
+    def capture_common(self) -> None:
+        """Capture the steps that most requests need. They do not run, so the weights may still be undefined."""
+        ...
+
+    def run_common(self) -> None:
+        """Run the steps of `capture_common` once each, with any content, so that their kernels are compiled."""
         ...
 
 
@@ -99,37 +107,14 @@ class Eager:
     def drop_graphs(self) -> None:
         pass
 
+    def capture_common(self) -> None:
+        pass
 
-# Sampling of a captured step. later: outside of the graph, because the host takes part in it.
-SamplingMode = Literal["plain", "filtered", "later"]
-
-
-@dataclass(frozen=True, slots=True)
-class StepShape:
-    """Shape of a captured step. With as many tokens as rows, each row has one token."""
-
-    rows: int
-    tokens: int
-    sampling: SamplingMode
-    shares: bool = False  # rows share blocks that attention reads once
-
-    @property
-    def one_each(self) -> bool:
-        return self.rows == self.tokens
+    def run_common(self) -> None:
+        pass
 
 
 MAX_GRAPHS = 512  # of one runner
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphLimits:
-    """Bounds on the steps that are captured."""
-
-    max_rows: int
-    max_tokens: int  # of a step with prompts that is padded
-    full_tokens: int  # the token budget of a step, which is captured without padding; 0: it is not captured
-    shared_bytes: int  # about the memory of the largest captured step
-    max_graphs: int
 
 
 class CudaGraphs:
@@ -158,12 +143,17 @@ class CudaGraphs:
         self._first: torch.cuda.CUDAGraph | None = self._begin_pool()
 
     def _set_limits(self, limits: GraphLimits) -> None:
-        self._row_sizes, self._token_sizes = row_sizes(limits.max_rows), token_sizes(limits.max_tokens)
+        self.shapes = StepShapes(limits)
         self._limits, self._max_graphs = limits, limits.max_graphs
         self._captured: dict[StepShape, torch.cuda.CUDAGraph] = {}
-        self._idle_sizes = self._row_sizes[::-1]  # decode steps not captured yet, the smallest last
+        self._stand_ins = StandIns()
+        self._for_idle = self._ascending()
         self._may_capture = True  # False: memory was short, so steps run eagerly until the engine is idle
         self._dropped = False  # graphs were dropped for lack of memory; retry when the engine is idle
+
+    def _ascending(self) -> list[StepShape]:
+        """Return all shapes that are worth capturing before they occur, the most important last."""
+        return [*self.shapes.at_start(), *self.shapes.when_idle()][::-1]
 
     def _begin_pool(self) -> torch.cuda.CUDAGraph:
         """Capture a first allocation that is as large as any step needs; all graphs are cut from it.
@@ -172,55 +162,61 @@ class CudaGraphs:
         """
         self._pool = torch.cuda.graph_pool_handle()
         size, device = max(self._limits.shared_bytes, 1 << 20), self._logits.device
-        return self._capture(lambda: torch.empty(size, dtype=torch.uint8, device=device)[:1].zero_())
+        return self._graph_of(lambda: torch.empty(size, dtype=torch.uint8, device=device)[:1].zero_())
 
     def drop_graphs(self) -> None:
         self._may_capture, self._dropped = False, True
         self._captured.clear()
+        self._stand_ins.forget()
         self._first = None
 
     def launch(self, plan: StepPlan, staging: Staging) -> LaunchedStep:
-        shape = self._shape_for(plan)
-        if shape is None:
+        wanted = self._shape_of(plan)
+        if wanted is None:
             return self._eager.launch(plan, staging)
+        shape = wanted
+        if wanted not in self._captured:
+            shape = self._stand_ins.choose(wanted, self._captured, self._has_room)
         self._batcher.load(plan_header(plan), staging, shape.rows, shape.one_each)
         if graph := self._captured.get(shape):
             graph.replay()
+            if shape.sampling != wanted.sampling:
+                self._choose_tokens(self._logits[: shape.rows], wanted.sampling)
         else:
-            self._run_new(shape)
-        logits = self._logits[: len(plan.slots)] if shape.sampling == "later" else None
+            self._run(shape)
+            self._capture(shape)
+        logits = self._logits[: len(plan.slots)] if wanted.sampling == "later" else None
         return LaunchedStep(self._batcher.step(plan), logits)
+
+    @property
+    def _has_room(self) -> bool:
+        return self._may_capture and len(self._captured) < self._max_graphs
+
+    def capture_common(self) -> None:
+        for shape in self.shapes.at_start():
+            self._capture(shape)
+
+    def run_common(self) -> None:
+        for shape in self.shapes.at_start():
+            self._run(shape)
 
     def warm_up(self, staging: Staging) -> bool:
         if self._dropped:
             self._dropped = False
             self._first, self._may_capture = self._begin_pool(), True
-        while self._idle_sizes:
-            size = self._idle_sizes.pop()
-            shape = StepShape(size, size, "plain")
+            self._for_idle = self._ascending()
+        while self._for_idle:
+            shape = self._for_idle.pop()
             if shape not in self._captured:
-                staging.begin()
-                self._batcher.load(plan_header(None), staging, size, True)
-                self._run_new(shape)
+                self._capture(shape)
                 return True
         return False
 
-    def _shape_for(self, plan: StepPlan) -> StepShape | None:
-        rows, tokens = len(plan.slots), plan.total_tokens
+    def _shape_of(self, plan: StepPlan) -> StepShape | None:
         if plan.keeps_hidden:
             return None
-        sampling = self._sampling(plan)
-        if rows == tokens:
-            size = _round_up(self._row_sizes, rows)
-            return StepShape(size, size, sampling, plan.shared is not None)
-        is_full = tokens == self._limits.full_tokens
-        if tokens > self._token_sizes[-1] and not is_full:
-            return None
-        # Few row sizes are enough: a padding row costs little beside the tokens of the others.
-        rows = min(max(8, 1 << (rows - 1).bit_length()), self._row_sizes[-1])
-        if not is_full:
-            tokens = _round_up(self._token_sizes, max(tokens, rows + 1))
-        return StepShape(rows, tokens, sampling) if tokens > rows else None
+        shares = plan.shared is not None
+        return self.shapes.fit(len(plan.slots), plan.total_tokens, self._sampling(plan), shares)
 
     def _sampling(self, plan: StepPlan) -> SamplingMode:
         if self._sampler.needs_host_work(plan.slots):
@@ -233,28 +229,33 @@ class CudaGraphs:
         logits = self._model.logits(self._model(batch))
         if shape.sampling == "later":
             self._logits[: shape.rows].copy_(logits)
-            return
-        tokens = torch.empty(shape.rows, dtype=torch.int32, device=logits.device)
-        self._sampler.choose(logits, self._batcher.slots(shape.rows), tokens, shape.sampling == "filtered")
-        self._batcher.advance_rows(shape.rows, tokens)
+        else:
+            self._choose_tokens(logits, shape.sampling)
 
-    def _run_new(self, shape: StepShape) -> None:
-        self._run(shape)
-        if not self._may_capture or len(self._captured) >= self._max_graphs:
+    def _choose_tokens(self, logits: torch.Tensor, sampling: SamplingMode) -> None:
+        """Sample a token for each row of `logits` [rows, vocab], and update the slot columns."""
+        rows = len(logits)
+        tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
+        self._sampler.choose(logits, self._batcher.slots(rows), tokens, sampling == "filtered")
+        self._batcher.advance_rows(rows, tokens)
+
+    def _capture(self, shape: StepShape) -> None:
+        """Capture a step of `shape`, if there is room for another graph."""
+        if not self._has_room:
             return
         try:
-            self._captured[shape] = self._capture(lambda: self._run(shape))
+            self._captured[shape] = self._graph_of(lambda: self._run(shape))
+            self._stand_ins.forget()
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
-            # The step itself has run. Later steps of new shapes run eagerly too.
             self._max_graphs = len(self._captured)
             log.warning(
-                "no memory for more than %d captured steps; steps of other shapes run eagerly",
+                "no memory for more than %d captured steps; others are padded or run eagerly",
                 self._max_graphs,
             )
 
-    def _capture(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    def _graph_of(self, run: Callable[[], object]) -> torch.cuda.CUDAGraph:
         """Return a graph of the work that `run` launches."""
         graph = torch.cuda.CUDAGraph()
         # Without torch.cuda.graph, which waits for the device and collects garbage first.
@@ -266,29 +267,3 @@ class CudaGraphs:
             finally:
                 graph.capture_end()
         return graph
-
-
-def _round_up(sizes: list[int], wanted: int) -> int:
-    """Return the least of the ascending `sizes` that is at least `wanted`, or the largest size."""
-    return sizes[min(bisect.bisect_left(sizes, wanted), len(sizes) - 1)]
-
-
-def row_sizes(max_rows: int) -> list[int]:
-    """Return the numbers of rows to capture, ascending: close together where few rows make a step cheap."""
-    sizes = {1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, 4097, 32)}
-    return [*sorted(size for size in sizes if size < max_rows), max_rows]
-
-
-def token_sizes(max_tokens: int) -> list[int]:
-    """Return the numbers of tokens to capture for steps with prompts, ascending.
-
-    From 128 tokens on, at most a ninth of a step is padding.
-    """
-    sizes = {
-        *range(16, 65, 16),
-        80,
-        96,
-        112,
-        *(base * part // 8 for base in (128, 256, 512, 1024) for part in range(8, 17)),
-    }
-    return [*sorted(size for size in sizes if size < max_tokens), max_tokens]

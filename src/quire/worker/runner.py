@@ -95,6 +95,16 @@ class Runner:
         return self.launcher.warm_up(self._staging)
 
     @torch.inference_mode()
+    def capture_common(self) -> None:
+        """Capture the steps that most requests need. They do not run, so the weights may still be undefined."""
+        self.launcher.capture_common()
+
+    @torch.inference_mode()
+    def run_common(self) -> None:
+        """Run the steps of `capture_common` once each, with any content, so that their kernels are compiled."""
+        self.launcher.run_common()
+
+    @torch.inference_mode()
     def recover(self, drop_graphs: bool) -> None:
         """Prepare for the next step after one that failed half-way, and release the memory that it held.
 

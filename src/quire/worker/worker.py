@@ -19,7 +19,7 @@ from quire.sampling.sampler import Sampler
 from quire.types import StepPlan
 from quire.worker.batch import Batcher, KernelBatcher, TorchBatcher
 from quire.worker.cpu_replay import CpuReplay
-from quire.worker.graphs import MAX_GRAPHS, CudaGraphs, Eager, GraphLimits, Launcher, Threads
+from quire.worker.graphs import MAX_GRAPHS, CudaGraphs, Eager, Launcher, Threads
 from quire.worker.memory.kv_cache import KVCache
 from quire.worker.memory.sizing import KVSize, MemoryPlanner, gpu_memory
 from quire.worker.pooling import Pooler
@@ -27,6 +27,7 @@ from quire.worker.results import Results
 from quire.worker.runner import Runner
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
+from quire.worker.step_shapes import GraphLimits
 
 _PADDED_GRAPH_TOKENS = 2048  # the longest step with prompts that is captured with padding
 _FULL_GRAPH_TOKENS = 8192  # and without padding: launching a longer step takes less time than running it
@@ -42,6 +43,7 @@ class LaunchOptions:
 
     depth: int  # steps in flight at once
     cuda_graphs: bool = True  # replay captured steps on a GPU, if the attention back end can be captured
+    capture_at_start: bool = True  # capture the steps that most requests need before the first one
     cpu_replay: bool = True  # replay captured steps on a CPU with C kernels
     cpu_threads: int | None = None  # None: all cores, or one for a small step
 
@@ -94,6 +96,8 @@ class Worker:
                 for count in _KERNEL_ROW_COUNTS:
                     if count <= rows:
                         run_step(usual, count, 1)
+                if self._options.capture_at_start:
+                    usual.run_common()
         del eager, usual, blocks
         torch.cuda.empty_cache()
 
@@ -175,6 +179,8 @@ class Worker:
     def rehearse(self, runner: Runner, size: KVSize) -> None:
         """Run a first request, so that everything it needs is loaded. The weights may still be undefined."""
         self._run_request(runner, size)
+        if self._options.capture_at_start:
+            runner.capture_common()
         # Admission overwrites a slot's columns but not its blocks, and the entries after the end of a request must be
         # finite. A slot without an owner uses the first block, padding the last.
         for pair in self.blocks:

@@ -102,9 +102,11 @@ class HelperProcess:
             self.kill()
 
     def kill(self) -> None:
+        """Kill the process: SIGKILL, or TerminateProcess on Windows."""
         self._popen.kill()
 
     def close(self) -> None:
+        """Kill the process, close its pipes and wait for its end."""
         self.kill()
         for pipe in (self._stdin, self._stdout):
             with contextlib.suppress(OSError):

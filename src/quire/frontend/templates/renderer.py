@@ -76,6 +76,7 @@ class TemplateRenderer:
         return self._pool.pids()
 
     def close(self) -> None:
+        """End the processes. Later renderings raise Overloaded."""
         self._pool.close()
 
     def _ask(self, kind: int, source: str, variables: dict[str, Any]) -> str:

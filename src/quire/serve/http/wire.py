@@ -53,13 +53,13 @@ def decode_object(body: bytes | bytearray) -> dict[str, Any]:
     try:
         found = msgspec.json.decode(body)
     except RecursionError:
-        raise bad_request(f"the body is nested more than {_MAX_DEPTH} deep") from None
+        raise bad_request(f"the body is nested more than {_MAX_DEPTH} levels deep") from None
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise _unreadable(body, error) from None
     if not isinstance(found, dict):
         raise bad_request("the body must be a JSON object")
     if body.count(b"[") + body.count(b"{") > _MAX_DEPTH and _deeper(found, _MAX_DEPTH):
-        raise bad_request(f"the body is nested more than {_MAX_DEPTH} deep")
+        raise bad_request(f"the body is nested more than {_MAX_DEPTH} levels deep")
     return found
 
 

@@ -1,0 +1,173 @@
+"""Shapes of captured steps: which exist, which are captured before the first request, and which stand in for others.
+
+A graph is captured for fixed numbers of rows and tokens, and a step with fewer of them is padded with dummies. So a new
+shape needs no capture if the graph of a larger one is there: the step runs at once, at the price of the padding. A shape
+is captured exactly when the padding that it has cost adds up to about the cost of a capture (rent until you have paid
+the price, then buy: at most twice the cost of knowing the future).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+_BUY_AT_STEPS = 3.0  # a capture takes about as long as 3 steps (12 to 25 ms)
+_MAX_EXCESS = 0.9  # a stand-in that wastes more of a step is worse than running eagerly
+_TAIL = 0.1  # of a step: cost of sampling operation by operation after a graph that ends with the logits
+
+_STAND_IN_ROWS = (32, 256, 1024)
+_STAND_IN_TOKENS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
+_STAND_IN_DECODE_ROWS = (1, 4, 16, 64, 256, 1024)
+_SHARING_ROWS = (16, 64, 128, 256, 512, 1024)
+_START_ROWS = 256  # decode steps of up to so many rows are captured before the first request
+
+# Sampling of a captured step. later: outside of the graph, for example because the host takes part in it.
+SamplingMode = Literal["plain", "filtered", "later"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphLimits:
+    """Bounds on the steps that are captured."""
+
+    max_rows: int
+    max_tokens: int  # of a step with prompts that is padded
+    full_tokens: int  # the token budget of a step, which is captured without padding; 0: it is not captured
+    shared_bytes: int  # about the memory of the largest captured step
+    max_graphs: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """Shape of a captured step. With as many tokens as rows, each row has one token."""
+
+    rows: int
+    tokens: int
+    sampling: SamplingMode = "plain"
+    shares: bool = False  # rows share blocks that attention reads once
+
+    @property
+    def one_each(self) -> bool:
+        return self.rows == self.tokens
+
+    def stands_in_for(self, other: StepShape) -> bool:
+        """Return True if a graph of this shape can run a step of `other`.
+
+        A graph that ends with the logits does for every kind of sampling.
+        """
+        return (
+            self.one_each == other.one_each
+            and self.rows >= other.rows
+            and self.tokens >= other.tokens
+            and self.shares == other.shares
+            and self.sampling in (other.sampling, "later")
+            and self.excess_over(other) <= _MAX_EXCESS
+        )
+
+    def excess_over(self, other: StepShape) -> float:
+        """Return about the share of a step that is lost if this shape stands in for `other`."""
+        tail = _TAIL if self.sampling != other.sampling else 0.0
+        return (self.tokens - other.tokens) / self.tokens + tail
+
+
+class StepShapes:
+    """The shapes within `limits`."""
+
+    def __init__(self, limits: GraphLimits) -> None:
+        self._limits = limits
+        self.row_sizes, self.token_sizes = row_sizes(limits.max_rows), token_sizes(limits.max_tokens)
+
+    def fit(self, rows: int, tokens: int, sampling: SamplingMode, shares: bool) -> StepShape | None:
+        """Return the smallest shape that holds a step, or None if such steps are not captured."""
+        if rows == tokens:
+            size = _round_up(self.row_sizes, rows)
+            return StepShape(size, size, sampling, shares)
+        is_full = tokens == self._limits.full_tokens
+        if tokens > self.token_sizes[-1] and not is_full:
+            return None
+        # Few row sizes are enough: a padding row costs little beside the tokens of the others.
+        rows = min(max(8, 1 << (rows - 1).bit_length()), self.row_sizes[-1])
+        if not is_full:
+            tokens = _round_up(self.token_sizes, max(tokens, rows + 1))
+        return StepShape(rows, tokens, sampling) if tokens > rows else None
+
+    def at_start(self) -> list[StepShape]:
+        """Return the shapes to capture before the first request, without duplicates.
+
+        Decode steps in all sizes up to 256 rows, and a coarse grid of stand-ins for all other steps.
+        """
+        most = self.row_sizes[-1]
+        decode = [StepShape(size, size) for size in self.row_sizes if size <= _START_ROWS or size == most]
+        logits = [StepShape(rows, rows, "later") for rows in self._clipped(_STAND_IN_DECODE_ROWS)]
+        sharing = [StepShape(rows, rows, "plain", True) for rows in self._clipped(_SHARING_ROWS)]
+        longest = self.token_sizes[-1]
+        tokens = dict.fromkeys(min(size, longest) for size in _STAND_IN_TOKENS)
+        mixed = [
+            StepShape(rows, count, "later")
+            for rows in self._clipped(_STAND_IN_ROWS)
+            for count in tokens
+            if count > rows
+        ]
+        if self._limits.full_tokens > longest:
+            mixed += [
+                StepShape(rows, self._limits.full_tokens, "later") for rows in self._clipped(_STAND_IN_ROWS)
+            ]
+        return [*decode, *mixed, *logits, *sharing]
+
+    def when_idle(self) -> list[StepShape]:
+        """Return further shapes to capture while the engine is idle."""
+        return [StepShape(size, size) for size in self.row_sizes if size > _START_ROWS]
+
+    def _clipped(self, sizes: Iterable[int]) -> list[int]:
+        return list(dict.fromkeys(min(size, self.row_sizes[-1]) for size in sizes))
+
+
+class StandIns:
+    """Choice between a captured shape that stands in for a new one, and capturing the new one."""
+
+    def __init__(self) -> None:
+        self._lost: defaultdict[StepShape, float] = defaultdict(float)  # steps' worth of padding by shape
+        self._found: dict[StepShape, StepShape | None] = {}  # while the captured shapes stay the same
+
+    def choose(self, shape: StepShape, captured: Iterable[StepShape], may_capture: bool) -> StepShape:
+        """Return the shape to run a step of `shape` with: one of `captured`, or `shape` itself, which is new."""
+        if shape not in self._found:
+            fitting = (other for other in captured if other.stands_in_for(shape))
+            self._found[shape] = min(fitting, key=lambda other: other.excess_over(shape), default=None)
+        stand_in = self._found[shape]
+        if stand_in is None or (may_capture and self._lost[shape] >= _BUY_AT_STEPS):
+            return shape
+        self._lost[shape] += stand_in.excess_over(shape)
+        return stand_in
+
+    def forget(self) -> None:
+        """Note that the set of captured shapes has changed."""
+        self._found.clear()
+
+
+def _round_up(sizes: list[int], wanted: int) -> int:
+    """Return the least of the ascending `sizes` that is at least `wanted`, or the largest size."""
+    return sizes[min(bisect.bisect_left(sizes, wanted), len(sizes) - 1)]
+
+
+def row_sizes(max_rows: int) -> list[int]:
+    """Return the numbers of rows to capture, ascending: close together where few rows make a step cheap."""
+    sizes = {1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, 4097, 32)}
+    return [*sorted(size for size in sizes if size < max_rows), max_rows]
+
+
+def token_sizes(max_tokens: int) -> list[int]:
+    """Return the numbers of tokens to capture for steps with prompts, ascending.
+
+    From 128 tokens on, at most a ninth of a step is padding.
+    """
+    sizes = {
+        *range(16, 65, 16),
+        80,
+        96,
+        112,
+        *(base * part // 8 for base in (128, 256, 512, 1024) for part in range(8, 17)),
+    }
+    return [*sorted(size for size in sizes if size < max_tokens), max_tokens]

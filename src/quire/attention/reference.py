@@ -320,7 +320,7 @@ def _attend_finite(
     causal: bool,
     layer: AttentionLayer,
 ) -> torch.Tensor:
-    """Compute `_attend` for finite k and v. (A probability of 0 times a non-finite number would be NaN.)"""
+    """Compute `_attend` for finite k and v: a probability of 0 times a non-finite number would be NaN."""
     if q.shape[1] != k.shape[1] and (layer.soft_cap is not None or q.device.type != "cpu"):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     queries = q.shape[2]

@@ -23,7 +23,7 @@ def shown(value: object) -> str:
 
 
 def check_regular(path: Path, max_bytes: int | None = None) -> None:
-    """Raise ModelError unless `path` is a regular file of at most `max_bytes`. (A named pipe would block.)"""
+    """Raise ModelError unless `path` is a regular file of at most `max_bytes`. A named pipe would block."""
     try:
         status = path.stat()
     except FileNotFoundError:

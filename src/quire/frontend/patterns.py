@@ -1,8 +1,8 @@
-"""Regular expressions with the character classes of ECMAScript.
+r"""Regular expressions with the character classes of ECMAScript.
 
-JSON Schema patterns are those of ECMAScript, whose `\\d` and `\\w` match only ASCII digits and letters. Most authors
+JSON Schema patterns are those of ECMAScript, whose `\d` and `\w` match only ASCII digits and letters. Most authors
 of plain regular expressions expect the same. The grammar library follows ECMAScript only in schemas; in plain regular
-expressions its classes are those of Unicode. Its `\\s` is that of Unicode in both and differs by two characters.
+expressions its classes are those of Unicode. Its `\s` is that of Unicode in both and differs by two characters.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CLASSES = {
 
 
 def with_ecma_classes(pattern: str) -> str:
-    """Replace the classes `\\d`, `\\w`, `\\s` and their negations by the sets of ECMA-262 (CharacterClassEscape).
+    r"""Replace the classes `\d`, `\w`, `\s` and their negations by the sets of ECMA-262 (CharacterClassEscape).
 
     This also works inside brackets, because the library's syntax allows nested ones. Applying the function twice does
     not change what the pattern matches.

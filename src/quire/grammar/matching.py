@@ -31,10 +31,10 @@ BYTES = [bytes([b]) for b in range(256)]  # the vocabulary of a check without a 
 
 
 def limits(max_lexer_states: int) -> LLParserLimits:
-    """Return the limits on the work of one mask and on the memory of one matcher.
+    r"""Return the limits on the work of one mask and on the memory of one matcher.
 
     A lexer state takes 0.5 to 2 kB. With 151,936 tokens `_STEP_FUEL` lasts about 30 ms, and a pattern for the words of
-    a text, `(\\w{1,30}[ .,]?){1,200}`, needs up to 28 ms.
+    a text, `(\w{1,30}[ .,]?){1,200}`, needs up to 28 ms.
 
     Args:
         max_lexer_states: largest number of lexer states of the matcher.

@@ -1,5 +1,7 @@
-"""Gemma 3 (text): norms before and after each half of a layer, local and global layers with their own
-rotary bases, scaled embeddings, norm weights stored minus one (arXiv:2503.19786).
+"""Gemma 3, text part (arXiv:2503.19786).
+
+Norms before and after each half of a layer, local and global layers with their own rotary bases, scaled embeddings,
+and norm weights that are stored minus one.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class _StreamDelta(msgspec.Struct):
     tool_calls: list[Any] | None = None
 
 
-class _Choice(msgspec.Struct):
+class _StreamChoice(msgspec.Struct):
     text: str | None = None
     delta: _StreamDelta | None = None
 
@@ -78,7 +78,7 @@ class _StreamUsage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
-    choices: list[_Choice] = []
+    choices: list[_StreamChoice] = []
     usage: _StreamUsage | None = None
     error: Any = None
 

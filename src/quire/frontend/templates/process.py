@@ -1,4 +1,6 @@
-"""The process in which chat templates run: python -m quire.frontend.templates.process CPU_SECONDS NICE
+"""The process in which chat templates run.
+
+    python -m quire.frontend.templates.process CPU_SECONDS NICE
 
 It answers one question at a time and keeps compiled templates. A template that exceeds its processor time ends the
 process by a signal. One that exceeds its memory gets an error, after which the process exits. renderer.py is the other

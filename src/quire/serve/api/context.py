@@ -16,7 +16,7 @@ from quire.serve.answer.form import AnswerForms
 from quire.serve.api.protocol.fields import RequestFields
 from quire.serve.api.protocol.messages import CountTokensRequest
 from quire.serve.api.protocol.other import GenerateRequest
-from quire.serve.api.protocol.responses import ResponsesRequest
+from quire.serve.api.protocol.responses import InputTokensRequest
 from quire.serve.api.responses.store import ResponseStore
 from quire.serve.api.templates import ChatTemplates
 from quire.serve.async_engine import AsyncEngine
@@ -37,7 +37,7 @@ MAX_COUNTING = 64  # waiting calls of one client
 _NO_EFFECT = ("stream_interval", "verbosity", "vllm_xargs")
 _CHOICE_FIELDS = ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
 # Requests whose answers have no place for those.
-_WITHOUT_CHOICES = (CountTokensRequest, GenerateRequest, ResponsesRequest)
+_WITHOUT_CHOICES = (CountTokensRequest, GenerateRequest, InputTokensRequest)
 
 
 @dataclass(slots=True)

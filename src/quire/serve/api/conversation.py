@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import Request
@@ -13,7 +14,9 @@ from quire.serve.api.api_answer import OpenChat
 from quire.serve.api.context import ServerContext, client_of, server_of
 from quire.serve.api.prompts import length_field, prompt_job
 from quire.serve.api.protocol.chat import ChatRequest
+from quire.serve.api.protocol.fields import ConversationFields
 from quire.serve.api.sampling_fields import check_fields, sampling_params
+from quire.serve.api.tokens import count_ids
 from quire.serve.async_engine import PromptJob
 from quire.serve.http.auth import ApiClient
 from quire.serve.http.errors import bad_request
@@ -75,6 +78,34 @@ async def open_chat(
     if field and params.max_tokens is not None and params.max_tokens > room:
         warnings.append(f"the answer can have {room} tokens: more do not fit into max_model_len ({context})")
     return OpenChat(server, model, params, generation, warnings, receipt, chat, forms[0])
+
+
+async def count_prompt(
+    request: Request, body: ConversationFields, make_chat: Callable[[], ChatRequest]
+) -> int:
+    """Count the tokens of the prompt of a request that would continue a conversation.
+
+    Args:
+        request: the HTTP request.
+        body: its decoded body.
+        make_chat: converts the body; called in a thread.
+
+    Raises:
+        ApiError: 400 for fields that cannot be served, 404 for another model, 503 under overload.
+        RequestError: for messages that the template refuses.
+    """
+    server, client = server_of(request), client_of(request)
+    server.check_model(body.model)
+
+    def render() -> str:
+        chat = make_chat()
+        use = tool_use(chat)
+        template = server.templates.choose(chat.chat_template, bool(use.tools))
+        return chat_prompt(server, chat, use.tools, template)
+
+    text = await server.templates.in_thread(client, body.chat_template, render)
+    special = bool(body.add_special_tokens)
+    return len(await server.counting.run(client, lambda: count_ids(server, text, special, "messages")))
 
 
 async def _rendered_apart(

@@ -18,7 +18,15 @@ from quire.serve.api.completions import completions
 from quire.serve.api.context import ServerContext
 from quire.serve.api.embeddings import embeddings
 from quire.serve.api.generate import generate
-from quire.serve.api.responses.routes import cancel_response, create_response, delete_response, get_response
+from quire.serve.api.responses import conversations
+from quire.serve.api.responses.routes import (
+    cancel_response,
+    count_input_tokens,
+    create_response,
+    delete_response,
+    get_response,
+    list_input_items,
+)
 from quire.serve.api.system import health, model, models, stats, version
 from quire.serve.api.tokens import detokenize, tokenize
 from quire.serve.http.auth import ApiKeys
@@ -35,16 +43,27 @@ from quire.types import QuireError
 
 def routes() -> list[Route]:
     """Return the routes of the APIs, without the web page."""
-    post, get = ["POST"], ["GET"]
+    post, get, delete = ["POST"], ["GET"], ["DELETE"]
+    one = "/v1/conversations/{conversation_id}"
     return [
         Route("/v1/chat/completions", chat_completions, methods=post),
         Route("/v1/completions", completions, methods=post),
         Route("/v1/messages", messages, methods=post),
         Route("/v1/messages/count_tokens", count_tokens, methods=post),
         Route("/v1/responses", create_response, methods=post),
+        Route("/v1/responses/input_tokens", count_input_tokens, methods=post),
         Route("/v1/responses/{response_id}", get_response, methods=get),
-        Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
+        Route("/v1/responses/{response_id}", delete_response, methods=delete),
         Route("/v1/responses/{response_id}/cancel", cancel_response, methods=post),
+        Route("/v1/responses/{response_id}/input_items", list_input_items, methods=get),
+        Route("/v1/conversations", conversations.create_conversation, methods=post),
+        Route(one, conversations.get_conversation, methods=get),
+        Route(one, conversations.update_conversation, methods=post),
+        Route(one, conversations.delete_conversation, methods=delete),
+        Route(f"{one}/items", conversations.list_items, methods=get),
+        Route(f"{one}/items", conversations.add_items, methods=post),
+        Route(f"{one}/items/{{item_id}}", conversations.get_item, methods=get),
+        Route(f"{one}/items/{{item_id}}", conversations.delete_item, methods=delete),
         Route("/v1/embeddings", embeddings, methods=post),
         Route("/v1/generate", generate, methods=post),
         Route("/generate", generate, methods=post),

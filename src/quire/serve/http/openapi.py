@@ -26,7 +26,16 @@ from quire.serve.api.protocol.other import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from quire.serve.api.protocol.responses import ResponseObject, ResponsesRequest
+from quire.serve.api.protocol.responses import (
+    ConversationItems,
+    ConversationObject,
+    ConversationRequest,
+    ConversationUpdate,
+    InputTokensRequest,
+    ItemList,
+    ResponseObject,
+    ResponsesRequest,
+)
 from quire.serve.http.field_limits import narrow
 from quire.serve.http.wire import encode
 
@@ -37,6 +46,10 @@ BODIES: dict[str, tuple[type[msgspec.Struct], type[msgspec.Struct] | None]] = {
     "/v1/messages": (MessagesRequest, MessagesResponse),
     "/v1/messages/count_tokens": (CountTokensRequest, None),
     "/v1/responses": (ResponsesRequest, ResponseObject),
+    "/v1/responses/input_tokens": (InputTokensRequest, None),
+    "/v1/conversations": (ConversationRequest, ConversationObject),
+    "/v1/conversations/{conversation_id}": (ConversationUpdate, ConversationObject),
+    "/v1/conversations/{conversation_id}/items": (ConversationItems, ItemList),
     "/v1/embeddings": (EmbeddingsRequest, EmbeddingsResponse),
     "/v1/generate": (GenerateRequest, GenerateResponse),
     "/generate": (GenerateRequest, GenerateResponse),
@@ -88,6 +101,8 @@ def describe(routes: Sequence[Route]) -> dict[str, Any]:
 
 def _operation(route: Route, method: str, named: dict[type[msgspec.Struct], Any]) -> dict[str, Any]:
     reads, answers = BODIES.get(route.path, (None, None))
+    reads = reads if method == "POST" else None
+    answers = answers if method != "DELETE" else None
     schema = {"type": "object"} if answers is None else named[answers]
     kind = _NOT_JSON.get(route.path, "application/json")
     content: dict[str, Any] = {kind: {"schema": schema} if kind == "application/json" else {}}

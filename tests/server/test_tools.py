@@ -32,7 +32,7 @@ def joined(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
     found: dict[str, Any] = {"content": "", "reasoning": "", "calls": []}
     for choice in [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]:
         delta = choice["delta"]
-        found["content"] += delta.get("content", "")
+        found["content"] += delta.get("content") or ""
         found["reasoning"] += delta.get("reasoning", "")
         assert delta.get("reasoning") == delta.get("reasoning_content")
         for part in delta.get("tool_calls", []):
@@ -70,6 +70,8 @@ def both(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
     whole = [said(choice) for choice in response.json()["choices"]]
     *chunks, done = events(server.post(PATH, {**body, "stream": True}))
     assert done == "[DONE]"
+    opening = chunks[0]["choices"][0]["delta"]
+    assert opening == {"role": "assistant", "content": None if body.get("tools") else ""}
     assert [joined(chunks, index) for index in range(len(whole))] == whole
     return whole
 
@@ -286,3 +288,40 @@ def test_parsers_by_flag(other: Server) -> None:
 def test_unknown_parsers_are_refused(flag: str) -> None:
     with pytest.raises(RuntimeError, match="got 'nonsense'"), serving("demo", "--dry-run", flag, "nonsense"):
         pass
+
+
+# --------------------------------------------------------------------------------- functions before tools
+
+
+def test_functions_are_called_and_answered_from(client: openai.OpenAI) -> None:
+    functions = [tool["function"] for tool in TOOLS]
+    asked = [{"role": "user", "content": ASK}]
+    options: dict[str, Any] = {"model": "demo", "functions": functions, "temperature": 0}
+    (choice,) = client.chat.completions.create(messages=asked, **options).choices
+    call = choice.message.function_call
+    assert choice.finish_reason == "function_call" and not choice.message.tool_calls
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Oakford"})
+    pieces = [
+        chunk.choices[0] for chunk in client.chat.completions.create(messages=asked, stream=True, **options)
+    ]
+    calls = [piece.delta.function_call for piece in pieces if piece.delta.function_call]
+    assert calls[0].name == call.name and "".join(c.arguments for c in calls) == call.arguments
+    assert pieces[-1].finish_reason == "function_call"
+    asked += [
+        {
+            "role": "assistant",
+            "content": None,
+            "function_call": {"name": call.name, "arguments": call.arguments},
+        },
+        {"role": "function", "name": call.name, "content": '{"condition": "sunny", "temperature": 21}'},
+    ]
+    (choice,) = client.chat.completions.create(messages=asked, **options).choices
+    assert choice.message.content == "The weather in Oakford is sunny, with 21 degrees."
+    (choice,) = client.chat.completions.create(
+        messages=asked[:1], **{**options, "function_call": {"name": functions[-1]["name"]}}
+    ).choices
+    assert choice.message.function_call.name == functions[-1]["name"]
+    (choice,) = client.chat.completions.create(
+        messages=asked[:1], **{**options, "function_call": "none"}
+    ).choices
+    assert choice.message.function_call is None and choice.finish_reason == "stop"

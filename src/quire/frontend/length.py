@@ -62,6 +62,17 @@ def check_room(field: str, max_tokens: int, prompt_tokens: int, max_model_len: i
         )
 
 
+def first_tokens(tokenizer: Tokenizer, text: str, keep_first: int, add_special_tokens: bool) -> list[int]:
+    """Return the first `keep_first` tokens of `text`. Tokenizes only slightly more than its beginning."""
+    needed = keep_first + _CUT_TOKENS
+    size = _TYPICAL_CHARS * needed
+    while True:
+        ids = tokenizer.encode(text[:size], add_special_tokens)
+        if len(ids) >= needed or size >= min(len(text), max_chars_of(tokenizer, needed)):
+            return ids[:keep_first]
+        size *= 2
+
+
 def last_tokens(tokenizer: Tokenizer, text: str, keep_last: int, add_special_tokens: bool) -> list[int]:
     """Return the last `keep_last` tokens of `text`. Tokenizes only slightly more than its end."""
     needed = keep_last + _CUT_TOKENS

@@ -129,6 +129,10 @@ class ChunkedAnswer(ApiAnswer, Generic[Choice]):
     def _usage(self, final: bool = True) -> Usage:
         """Return the usage so far. Counting reasoning tokens takes time, so only the `final` usage includes them."""
 
+    def _usage_beside(self, choice: Choice) -> Usage:
+        """Return the usage in the chunk with a piece of a choice."""
+        return self._usage(final=False)
+
     @abstractmethod
     def _new_chunk(self, choices: Sequence[Choice]) -> ChatChunk | CompletionResponse:
         """Return a chunk with these choices."""
@@ -141,7 +145,7 @@ class ChunkedAnswer(ApiAnswer, Generic[Choice]):
         """Return the event of a piece of a choice. The last one of a stream without usage carries the receipt."""
         chunk = self._chunk([choice])
         if self._continuous_usage:
-            chunk.usage = self._usage(final=False)
+            chunk.usage = self._usage_beside(choice)
         if choice.finish_reason is not None and not self._include_usage:
             self._unfinished -= 1
             if not self._unfinished:

@@ -88,6 +88,7 @@ class CompletionAnswer(ChunkedAnswer[CompletionChoice]):
     def __init__(self, opened: OpenRequest, completion: CompletionRequest) -> None:
         super().__init__(opened, answer_id("cmpl", completion.request_id), completion.stream_options)
         generation = opened.generation
+        self._fingerprint = opened.server.fingerprint
         self._completion = completion
         self._tokenizer = opened.server.engine.tokenizer
         self._n = len(generation.states[0].answers)
@@ -185,7 +186,11 @@ class CompletionAnswer(ChunkedAnswer[CompletionChoice]):
 
     def _new_chunk(self, choices: Sequence[CompletionChoice]) -> CompletionResponse:
         return CompletionResponse(
-            id=self._id, created=self._created, model=self._model, choices=list(choices)
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            system_fingerprint=self._fingerprint,
+            choices=list(choices),
         )
 
     def _text_choice(self, index: int, text: str) -> CompletionChoice:

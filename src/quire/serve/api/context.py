@@ -12,6 +12,7 @@ from typing import TypeVar, cast
 import msgspec
 from starlette.requests import Request
 
+from quire import __version__
 from quire.serve.answer.form import AnswerForms
 from quire.serve.api.protocol.fields import RequestFields
 from quire.serve.api.protocol.messages import CountTokensRequest
@@ -72,13 +73,23 @@ class ServerContext:
         self.counting = ClientThreads(1, MAX_COUNTING, "counting")
         self.live = LiveViews(self.engine.live)
 
+    @property
+    def mode(self) -> str:
+        """Return `model`, or `dry-run` if answers are echoes of prompts."""
+        return "dry-run" if self.settings.dry_run else "model"
+
+    @property
+    def fingerprint(self) -> str:
+        """Return what OpenAI's API calls `system_fingerprint`: the version that answers, and whether it has a model."""
+        return f"quire-{__version__}" + ("-dry-run" if self.settings.dry_run else "")
+
     def tell(self, text: str, to: int = STDOUT) -> None:
         """Write a message to the operator."""
         tell(self.lines, self.settings, text, to)
 
     def check_model(self, name: str | None) -> str:
         """Return the model's name for the answer. Raise ApiError 404 for a model that is not served."""
-        if name is not None and name not in self.names:
+        if name is not None and name not in self.names and not self.settings.any_model_name:
             raise ApiError(
                 404,
                 f"the model {name[:128]!r} is not served here; available: {', '.join(self.names)}",

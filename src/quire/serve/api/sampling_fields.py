@@ -49,8 +49,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "lora_path": (),
     "suffix": ("",),
     "prompt_embeds": (),
-    "functions": (),
-    "function_call": ("none",),
     "audio": (),
     "modalities": (["text"],),
     "moderation": (),
@@ -59,9 +57,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
 }
-_HINTS = {"functions": "; use tools", "function_call": "; use tool_choice"}
 _MAX_STOPS, _MAX_STOP_CHARS, _MAX_BAD_WORDS, _MAX_SALT_CHARS = 64, 512, 1024, 1024
 MAX_CHOICES = 2048
+TRUNCATION_SIDES = ("left", "right")
 
 
 def check_fields(request: SamplingFields) -> None:
@@ -69,7 +67,7 @@ def check_fields(request: SamplingFields) -> None:
     for name, harmless in REFUSED.items():
         value = getattr(request, name, None)
         if value is not None and value not in harmless:
-            raise bad_request(f"{name} is not available in Quire{_HINTS.get(name, '')}", name)
+            raise bad_request(f"{name} is not available in Quire", name)
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options needs stream to be true", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
@@ -99,6 +97,10 @@ def check_request(request: RequestFields) -> None:
     if keep is not None and keep != -1 and keep < 1:
         raise bad_request(
             f"truncate_prompt_tokens must be -1 or at least 1, got {keep}", "truncate_prompt_tokens"
+        )
+    if request.truncation_side not in (None, *TRUNCATION_SIDES):
+        raise bad_request(
+            f"truncation_side must be left or right, got {request.truncation_side[:16]!r}", "truncation_side"
         )
 
 

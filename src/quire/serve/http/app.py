@@ -93,7 +93,11 @@ def build_app(server: ServerContext, keys: ApiKeys) -> ASGIApp:
     app = Starlette(routes=[*routes(), *page], exception_handlers=handlers)
     app.state.server = server
     front: ASGIApp = RequestMiddleware(
-        app, make_guard(settings, len(keys) > 0), keys, (server.http, server.bodies, *server.observers)
+        app,
+        make_guard(settings, len(keys) > 0),
+        keys,
+        (server.http, server.bodies, *server.observers),
+        settings.dry_run,
     )
     if settings.allowed_origins:
         front = CORSMiddleware(

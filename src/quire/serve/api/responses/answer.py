@@ -66,7 +66,8 @@ class ResponseAnswer(BlockAnswer):
             tokenizer = self._opened.server.engine.tokenizer
             as_ids = bool(chat.return_tokens_as_token_ids)
             top = chat.top_logprobs or 0
-            logprobs = chat_logprobs(output.token_ids, output.logprobs, top, tokenizer, as_ids)
+            with_end = bool(chat.include_stop_str_in_output)
+            logprobs = chat_logprobs(output, top, tokenizer, as_ids, with_end)
             self._held += logprobs.content or []
         changes = self._blocks.add(output)
         cut = output.finish_reason == "length"

@@ -195,6 +195,31 @@ def test_schemas_that_cannot_be_enforced(constrained: Server) -> None:
     assert constrained.post(PATH, chat("Hi", tools=[tool], max_tokens=2)).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"type": "unknown_type"}, "tools[1] 'f': properties.a.type must be one of string,"),
+        ({"items": {"anyOf": [{"type": "text"}]}}, "tools[1] 'f': properties.a.items.anyOf[0].type must be"),
+        ({"minContains": 2}, "properties.a "),
+    ],
+)
+def test_errors_in_schemas_name_the_function_and_the_path(
+    constrained: Server, schema: dict[str, Any], says: str
+) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}}
+    tools = [
+        TOOLS[0],
+        {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}},
+    ]
+    error = constrained.post(PATH, chat("Hi", tools=tools)).json()["error"]
+    assert says in error["message"] and error["message"].startswith("tools[1] 'f': ")
+    assert error["param"] == "tools"
+    if "minContains" not in schema:
+        wanted = {"type": "json_schema", "json_schema": {"name": "f", "schema": parameters}}
+        error = constrained.post(PATH, chat("Hi", response_format=wanted)).json()["error"]
+        assert says.split("'f': ")[1] in error["message"] and error["param"] == "response_format"
+
+
 def test_strict_tools_and_json_beside_tools(constrained: Server) -> None:
     strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
     (found,) = both(constrained, ask(ASK, tools=strict))

@@ -10,10 +10,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from quire.serve.answer.tools.schema_check import wrong_type
 from quire.serve.api.protocol.fields import RequestFields, SamplingFields
 from quire.serve.api.structured_fields import structured_outputs
 from quire.serve.http.errors import bad_request
-from quire.types import MAX_LOGPROBS, SamplingParams
+from quire.types import MAX_LOGPROBS, RequestError, SamplingParams
 
 _SAME_NAME = (
     "n",
@@ -161,6 +162,9 @@ def sampling_params(
     bias = given.get("logit_bias")
     if bias is not None and any(not math.isfinite(value) for value in bias.values()):
         raise bad_request("logit_bias must hold finite numbers", "logit_bias")
+    structured = structured_outputs(request)
+    if structured is not None and (wrong := wrong_type(structured.json)) is not None:
+        raise RequestError(f"json schema: {wrong}", param="structured_outputs")
     return SamplingParams(
         **{
             **defaults,
@@ -168,6 +172,6 @@ def sampling_params(
             "max_tokens": max_tokens,
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
-            "structured_outputs": structured_outputs(request),
+            "structured_outputs": structured,
         }
     )

@@ -38,7 +38,6 @@ from quire.types import (
     StepResult,
 )
 
-
 # What a chunk of a prompt counts for at least in a step that also decodes: on two CPU cores, a chunk of 9 tokens takes
 # as long as 20 more tokens in a chunk that is there.
 _CHUNK_TOKENS = 32

@@ -26,7 +26,7 @@ from quire.serve.http.errors import bad_request
 from quire.serve.observe.receipt import receipt_maker
 from quire.types import CompletionOutput, RequestOutput, SamplingParams
 
-PromptScores = Sequence[Entry | None]
+EchoedLogprobs = Sequence[Entry | None]
 _MAX_TOKENS = 16  # OpenAI's default for this route
 
 
@@ -143,7 +143,7 @@ class CompletionAnswer(ChunkedAnswer[CompletionChoice]):
             answer.finish_reason = answer.finish_reason and "length"
 
     def _logprobs(
-        self, prompt_ids: list[int], scored: PromptScores | None, answer: CompletionOutput, offset: int
+        self, prompt_ids: list[int], scored: EchoedLogprobs | None, answer: CompletionOutput, offset: int
     ) -> CompletionLogprobs | None:
         """Return the log-probabilities of an answer that starts at `offset`, after those of an echoed prompt."""
         if answer.logprobs is None:

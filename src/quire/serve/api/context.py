@@ -12,7 +12,9 @@ from typing import TypeVar, cast
 import msgspec
 from starlette.requests import Request
 
+from quire.frontend.location import ModelFiles
 from quire.serve.answer.form import AnswerForms
+from quire.serve.api.ollama.pull import ModelPulls
 from quire.serve.api.protocol.fields import RequestFields
 from quire.serve.api.protocol.messages import CountTokensRequest
 from quire.serve.api.protocol.other import GenerateRequest
@@ -49,6 +51,7 @@ class ServerContext:
     names: list[str]  # of the model; answers use the first
     forms: AnswerForms
     templates: ChatTemplates
+    files: ModelFiles  # of the model
     pooling: str = "mean"  # of embeddings
     total_weight: float = 1.0  # of all clients with keys
     observers: Sequence[Observer] = ()  # of finished requests, besides `http`
@@ -58,6 +61,7 @@ class ServerContext:
     draining: bool = False
     bodies: BodyReader = field(init=False)
     responses: ResponseStore = field(init=False)
+    pulls: ModelPulls = field(default_factory=ModelPulls)  # downloads of other models
     counting: ClientThreads = field(init=False)  # counts tokens; generations never wait for it
     live: LiveViews = field(init=False)  # the engine's activity, for the page
 

@@ -49,7 +49,7 @@ class PullCancelled(Exception):
 
 
 class ModelPull:
-    """The download of one model. Owns its thread."""
+    """The download of one model in a thread."""
 
     def __init__(self, name: HubName) -> None:
         """Start the download on the running event loop."""
@@ -59,12 +59,12 @@ class ModelPull:
         self._loop = asyncio.get_running_loop()
         self._done: asyncio.Future[None] = self._loop.create_future()
         # A daemon: neither the end of the server nor that of the interpreter waits for a download.
-        self._thread = threading.Thread(target=self._run, name="pull", daemon=True)
-        self._thread.start()
+        threading.Thread(target=self._run, name="pull", daemon=True).start()
 
     @property
     def running(self) -> bool:
-        return self._thread.is_alive()
+        """Return whether the thread has not reported its end."""
+        return not self._done.done()
 
     def cancel(self) -> None:
         """End the download, unless it is complete."""

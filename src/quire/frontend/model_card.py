@@ -108,7 +108,7 @@ def _folder_facts(path: Path) -> tuple[dict[str, Any], str]:
     facts: dict[str, Any] = {"general.architecture": architecture}
     for name, keys in _GGUF_KEYS.items():
         value = next((config[key] for key in keys if config.get(key) is not None), None)
-        if isinstance(value, (int, float)):
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
             facts[f"{architecture}.{name}"] = value
     return facts, _stored_format(config)
 

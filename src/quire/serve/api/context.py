@@ -13,6 +13,7 @@ import msgspec
 from starlette.requests import Request
 
 from quire.frontend.location import ModelFiles
+from quire.frontend.model_card import ModelCard
 from quire.serve.answer.form import AnswerForms
 from quire.serve.api.ollama.pull import ModelPulls
 from quire.serve.api.protocol.fields import RequestFields
@@ -61,6 +62,7 @@ class ServerContext:
     draining: bool = False
     bodies: BodyReader = field(init=False)
     responses: ResponseStore = field(init=False)
+    card: ModelCard | None = None  # of `files`, once a client has asked for it
     pulls: ModelPulls = field(default_factory=ModelPulls)  # downloads of other models
     counting: ClientThreads = field(init=False)  # counts tokens; generations never wait for it
     live: LiveViews = field(init=False)  # the engine's activity, for the page

@@ -87,8 +87,11 @@ async def ollama_show(request: Request) -> Response:
 
 
 async def _card(request: Request) -> ModelCard:
+    """Return the description of the model's files, which are read for the first request only."""
     server = server_of(request)
-    return await server.engine.in_thread(client_of(request), read_model_card, server.files)
+    if server.card is None:
+        server.card = await server.engine.in_thread(client_of(request), read_model_card, server.files)
+    return server.card
 
 
 def _entry(server: ServerContext, card: ModelCard, name: str) -> dict[str, Any]:

@@ -19,8 +19,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,7 +150,8 @@ def operator_text(op: ast.AST) -> str:
 
 def run_tests(tree: Path, tests: list[str], limit_s: float) -> bool:
     """Return whether the tests pass with the package in `tree`."""
-    environment = os.environ | {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    path = os.pathsep.join([str(tree / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     for test in tests:
         command = [
             sys.executable,
@@ -200,18 +201,23 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=300, help="seconds for each test file")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants to test at a time")
     args = parser.parse_args()
     chosen = choose(args.package, args.count, args.seed)
-    survivors = 0
-    for number, (package, mutant) in enumerate(chosen, 1):
-        source, begin = (ROOT / mutant.path).read_text(encoding="utf-8"), time.monotonic()
-        killed = judge(mutant, package, args.limit)
-        survivors += not killed
-        verdict = "killed" if killed else "SURVIVED"
-        print(
-            f"{number}/{len(chosen)} {verdict} after {time.monotonic() - begin:.0f} s {mutant.describe(source)}",
-            flush=True,
-        )
+    with ThreadPoolExecutor(args.jobs) as pool:
+        packages = sorted({package for package, _ in chosen})
+        for package, passes in zip(
+            packages, pool.map(lambda package: run_tests(ROOT, TESTS[package], args.limit), packages)
+        ):
+            if not passes:
+                raise SystemExit(f"the tests of {package} fail without a mutant: {', '.join(TESTS[package])}")
+        survivors = 0
+        verdicts = pool.map(lambda one: judge(one[1], one[0], args.limit), chosen)
+        for number, ((_, mutant), killed) in enumerate(zip(chosen, verdicts), 1):
+            survivors += not killed
+            source = (ROOT / mutant.path).read_text(encoding="utf-8")
+            verdict = "killed" if killed else "SURVIVED"
+            print(f"{number}/{len(chosen)} {verdict} {mutant.describe(source)}", flush=True)
     print(f"{len(chosen)} mutants, {len(chosen) - survivors} killed, {survivors} survived (seed {args.seed})")
     return int(survivors > 0)
 

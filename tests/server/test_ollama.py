@@ -88,7 +88,7 @@ def test_options(demo: Server) -> None:
     assert say(num_predict=-1)["message"]["content"] == "27 + 45 = 72"
     assert say(stop=["="])["message"]["content"] == "27 + 45 "
     assert say(temperature=1, top_k=1.0, seed=-1, num_ctx=2048)["message"]["content"] == "27 + 45 = 72"
-    assert say(repeat_penalty=100)["message"]["content"] != "27 + 45 = 72"
+    assert say(repeat_penalty=100, num_predict=12)["message"]["content"] != "27 + 45 = 72"
     assert say(num_gpu=1)["warnings"] == ["unknown field 'options.num_gpu' was ignored"]
     sampled = {"temperature": 2, "seed": 7, "num_predict": 8}
     assert say(**sampled) == say(**sampled) != say(**{**sampled, "seed": 8})
@@ -197,7 +197,12 @@ def test_the_model_is_described(demo: Server) -> None:
 
 
 def test_a_request_without_a_prompt_finds_the_model_loaded(demo: Server) -> None:
-    for path, empty in ((CHAT, {"messages": []}), (TEXT, {}), (TEXT, {"prompt": "", "keep_alive": 0})):
+    for path, empty in (
+        (CHAT, {"messages": []}),
+        (CHAT, {}),
+        (TEXT, {}),
+        (TEXT, {"prompt": "", "keep_alive": 0}),
+    ):
         answer = demo.post(path, {"model": "demo", **empty}).json()
         assert answer["done"] is True and answer["done_reason"] == "load"
     assert demo.post("/api/embed", {"input": ""}).json()["embeddings"] == []

@@ -40,7 +40,7 @@ def chat_of(request: OllamaChatRequest, max_model_len: int) -> tuple[ChatRequest
     Raises:
         ApiError: 400 for fields and values that Quire does not support.
     """
-    chat, warnings = _chat(request, _messages(request.messages), max_model_len)
+    chat, warnings = _chat(request, _messages(request.messages or []), max_model_len)
     if request.tools:  # an empty list means no tools
         chat.tools = [{"type": "function", **tool} for tool in request.tools]
     last = chat.messages[-1]

@@ -72,7 +72,7 @@ class OllamaTextRequest(OllamaRequest, kw_only=True):
 
 
 class OllamaChatRequest(OllamaTextRequest, kw_only=True):
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
 
 

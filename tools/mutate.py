@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -176,14 +176,24 @@ def run_tests(tree: Path, tests: list[str], limit_s: float) -> bool:
     return True
 
 
-def judge(mutant: Mutant, package: str, limit_s: float) -> bool:
-    """Return whether the package's tests kill the mutant."""
+def passing(packages: list[str], pool: Executor, limit_s: float) -> dict[str, list[str]]:
+    """Return the test files of each package that pass without a mutant: the others could kill anything."""
+    files = sorted({test for package in packages for test in TESTS[package]})
+    passes = dict(zip(files, pool.map(lambda test: run_tests(ROOT, [test], limit_s), files)))
+    for test in files:
+        if not passes[test]:
+            print(f"not used, because it fails without a mutant: {test}", flush=True)
+    return {package: [test for test in TESTS[package] if passes[test]] for package in packages}
+
+
+def judge(mutant: Mutant, tests: list[str], limit_s: float) -> bool:
+    """Return whether the tests kill the mutant."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         shutil.copytree(ROOT / "src", tree / "src", ignore=shutil.ignore_patterns("__pycache__"))
         file = tree / mutant.path
         file.write_text(mutant.apply(file.read_text(encoding="utf-8")), encoding="utf-8")
-        return not run_tests(tree, TESTS[package], limit_s)
+        return not run_tests(tree, tests, limit_s)
 
 
 def choose(packages: list[str], count: int, seed: int) -> list[tuple[str, Mutant]]:
@@ -205,14 +215,9 @@ def main() -> int:
     args = parser.parse_args()
     chosen = choose(args.package, args.count, args.seed)
     with ThreadPoolExecutor(args.jobs) as pool:
-        packages = sorted({package for package, _ in chosen})
-        for package, passes in zip(
-            packages, pool.map(lambda package: run_tests(ROOT, TESTS[package], args.limit), packages)
-        ):
-            if not passes:
-                raise SystemExit(f"the tests of {package} fail without a mutant: {', '.join(TESTS[package])}")
+        useful = passing(sorted({package for package, _ in chosen}), pool, args.limit)
         survivors = 0
-        verdicts = pool.map(lambda one: judge(one[1], one[0], args.limit), chosen)
+        verdicts = pool.map(lambda one: judge(one[1], useful[one[0]], args.limit), chosen)
         for number, ((_, mutant), killed) in enumerate(zip(chosen, verdicts), 1):
             survivors += not killed
             source = (ROOT / mutant.path).read_text(encoding="utf-8")

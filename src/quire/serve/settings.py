@@ -69,6 +69,10 @@ class ServeConfig:
         "seconds that open requests may continue after SIGTERM; a second signal stops the server at once",
     )
 
+    allow_pull: bool = _setting(
+        False, "let clients of Ollama's API download models into the Hugging Face cache (POST /api/pull)"
+    )
+
     pooling: str = _setting(
         "auto",
         "pooling of embeddings: mean, last (token) or auto (the model's 1_Pooling/config.json, otherwise mean)",

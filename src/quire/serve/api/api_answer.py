@@ -2,7 +2,7 @@
 
 ApiAnswer
     ChunkedAnswer    OpenAI's chats and completions: a stream of chunks of one shape
-    BlockAnswer      Anthropic's messages and OpenAI's responses: a stream of events about content blocks
+    BlockAnswer      OpenAI's responses, Anthropic's messages, Ollama's answers: a stream about content blocks
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class ChunkedAnswer(ApiAnswer, Generic[Choice]):
 
 
 class BlockAnswer(ApiAnswer):
-    """An answer with one choice, as content blocks. Its stream consists of named events about them."""
+    """An answer with one choice, as content blocks. Its stream consists of events about them, by default named ones."""
 
     def __init__(self, opened: OpenChat) -> None:
         super().__init__(opened)
@@ -187,16 +187,20 @@ class BlockAnswer(ApiAnswer):
         self._is_first = True  # no event has been made
 
     @abstractmethod
-    def _opening(self) -> list[dict[str, Any]]:
+    def _opening(self) -> list[Any]:
         """Return the events that begin a stream."""
 
     @abstractmethod
-    def _add(self, output: CompletionOutput) -> list[dict[str, Any]]:
+    def _add(self, output: CompletionOutput) -> list[Any]:
         """Add a piece of the answer, or all of it; return the events for it."""
 
     @abstractmethod
-    def _closing(self) -> list[dict[str, Any]]:
+    def _closing(self) -> list[Any]:
         """Return the events that end a stream."""
+
+    def _encode(self, body: Any) -> bytes:
+        """Encode an event."""
+        return named_event(body)
 
     def _add_all(self) -> CompletionOutput:
         """Add the whole answer and return it."""
@@ -209,7 +213,7 @@ class BlockAnswer(ApiAnswer):
         self._is_first = False
         for _, output in deltas:
             events += self._add(output)
-        return list(map(named_event, events))
+        return list(map(self._encode, events))
 
     def last(self) -> list[bytes]:
-        return list(map(named_event, self._closing()))
+        return list(map(self._encode, self._closing()))

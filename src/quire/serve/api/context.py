@@ -13,7 +13,10 @@ import msgspec
 from starlette.requests import Request
 
 from quire import __version__
+from quire.frontend.location import ModelFiles
+from quire.frontend.model_card import ModelCard
 from quire.serve.answer.form import AnswerForms
+from quire.serve.api.ollama.pull import ModelPulls
 from quire.serve.api.protocol.fields import RequestFields
 from quire.serve.api.protocol.messages import CountTokensRequest
 from quire.serve.api.protocol.other import GenerateRequest
@@ -50,6 +53,7 @@ class ServerContext:
     names: list[str]  # of the model; answers use the first
     forms: AnswerForms
     templates: ChatTemplates
+    files: ModelFiles  # of the model
     pooling: str = "mean"  # of embeddings
     total_weight: float = 1.0  # of all clients with keys
     observers: Sequence[Observer] = ()  # of finished requests, besides `http`
@@ -59,6 +63,8 @@ class ServerContext:
     draining: bool = False
     bodies: BodyReader = field(init=False)
     responses: ResponseStore = field(init=False)
+    card: ModelCard | None = None  # of `files`, once a client has asked for it
+    pulls: ModelPulls = field(default_factory=ModelPulls)  # downloads of other models
     counting: ClientThreads = field(init=False)  # counts tokens; generations never wait for it
     live: LiveViews = field(init=False)  # the engine's activity, for the page
 

@@ -18,6 +18,8 @@ from quire.serve.api.completions import completions
 from quire.serve.api.context import ServerContext
 from quire.serve.api.embeddings import embeddings
 from quire.serve.api.generate import generate
+from quire.serve.api.ollama.about import ollama_ps, ollama_pull, ollama_show, ollama_tags, ollama_version
+from quire.serve.api.ollama.routes import ollama_chat, ollama_embed, ollama_embeddings, ollama_generate
 from quire.serve.api.responses import conversations
 from quire.serve.api.responses.routes import (
     cancel_response,
@@ -69,6 +71,15 @@ def routes() -> list[Route]:
         Route("/generate", generate, methods=post),
         Route("/v1/models", models, methods=get),
         Route("/v1/models/{name:path}", model, methods=get),
+        Route("/api/chat", ollama_chat, methods=post),
+        Route("/api/generate", ollama_generate, methods=post),
+        Route("/api/embed", ollama_embed, methods=post),
+        Route("/api/embeddings", ollama_embeddings, methods=post),
+        Route("/api/tags", ollama_tags, methods=get),
+        Route("/api/show", ollama_show, methods=post),
+        Route("/api/ps", ollama_ps, methods=get),
+        Route("/api/version", ollama_version, methods=get),
+        Route("/api/pull", ollama_pull, methods=post),
         Route("/tokenize", tokenize, methods=post),
         Route("/detokenize", detokenize, methods=post),
         Route("/health", health, methods=get),

@@ -210,6 +210,11 @@ class AsyncEngine:
         requests = self.processor.process(
             name, prompt, job.params, job.priority, salt, job.add_special_tokens, job.pooling
         )
+        grammar = requests[0].grammar
+        if self.settings.strict and grammar is not None and grammar.warnings:
+            raise RequestError(
+                f"{grammar.warnings[0]} (the server runs with --strict)", param="structured_outputs"
+            )
         if job.length_field is not None and (max_tokens := job.params.max_tokens) is not None:
             check_room(job.length_field, max_tokens, len(requests[0].prompt), self.info.max_model_len)
         requests = [replace(request, client=client.name, weight=client.weight) for request in requests]

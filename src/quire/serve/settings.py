@@ -23,7 +23,10 @@ class ServeConfig:
     host: str = _setting("127.0.0.1", "address to listen on; 0.0.0.0 accepts connections from the network")
     port: int = _setting(8000, "port to listen on; 0 picks a free port and prints it")
     served_model_name: list[str] = _list("model names accepted in requests; answers carry the first one")
-    strict: bool = _setting(False, "refuse requests with unknown fields instead of answering with a warning")
+    strict: bool = _setting(
+        False,
+        "refuse requests with unknown fields, and schemas with unknown keywords, instead of answering with a warning",
+    )
 
     api_key: list[str] = _list("accepted API keys; clients must send one of them (also QUIRE_API_KEY)")
     api_key_file: str | None = _setting(

@@ -69,6 +69,7 @@ async def open_chat(
         ]
 
     generation = await server.engine.generate(client, params.n, jobs, bool(chat.stream), chat.timeout)
+    warnings += generation.warnings
     receipt = receipt_maker(request, chat, generation)
     context = server.engine.info.max_model_len
     room = context - generation.prompt_tokens

@@ -11,6 +11,7 @@ import re
 from dataclasses import replace
 from typing import Any
 
+from quire.frontend.gbnf import gbnf_to_lark, is_gbnf
 from quire.frontend.json_schema import STRUCTURED_OUTPUTS, SchemaOptions, prepared_schema, read_json
 from quire.frontend.patterns import with_ecma_classes
 from quire.types import GrammarSpec, RequestError, StructuredOutputsParams
@@ -106,7 +107,9 @@ def _choice(choice: Any) -> str:
 
 
 def _grammar(text: str, writer: SchemaWriter) -> str:
-    """Return the grammar after checking each JSON schema embedded in it (`%json {...}`)."""
+    """Return the grammar in Lark, after checking each JSON schema embedded in it (`%json {...}`)."""
+    if is_gbnf(text):
+        return gbnf_to_lark(text)
     parts, end = [], 0
     while match := _EMBEDDED.search(text, end):
         try:

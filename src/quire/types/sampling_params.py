@@ -65,7 +65,7 @@ GrammarKind = Literal["json", "regex", "choice", "grammar"]
 class GrammarSpec:
     """A validated `StructuredOutputsParams` for the engine. Equal specs share one compiled grammar.
 
-    `text` is a JSON schema, a regular expression, a JSON list of strings, or a Lark or GBNF grammar.
+    `text` is a JSON schema, a regular expression, a JSON list of strings, or a Lark grammar.
     """
 
     kind: GrammarKind

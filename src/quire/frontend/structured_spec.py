@@ -62,7 +62,7 @@ class SchemaWriter:
     """
 
     def __init__(self, params: StructuredOutputsParams) -> None:
-        self._options = SchemaOptions(params.disable_additional_properties)
+        self._options = SchemaOptions(params.disable_additional_properties is not False)
         self._library_options: dict[str, Any] = {"json_allowed_escapes": _ESCAPES}
         if params.disable_any_whitespace:
             self._library_options["whitespace_flexible"] = False

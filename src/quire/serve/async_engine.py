@@ -207,8 +207,9 @@ class AsyncEngine:
             assert isinstance(prompt, list)
             prompt = prompt[-job.keep_last :]
         salt = prefix_salt(client, job.cache_salt, self.settings.share_prefix_cache)
+        params = _with_server_options(job.params, self.settings)
         requests = self.processor.process(
-            name, prompt, job.params, job.priority, salt, job.add_special_tokens, job.pooling
+            name, prompt, params, job.priority, salt, job.add_special_tokens, job.pooling
         )
         grammar = requests[0].grammar
         if self.settings.strict and grammar is not None and grammar.warnings:
@@ -351,6 +352,15 @@ class AsyncEngine:
                 task.cancel()
         await self._process.close(kill)
         self._threads.close()
+
+
+def _with_server_options(params: SamplingParams, settings: ServeConfig) -> SamplingParams:
+    """Return `params` with the server's options for schemas where the request names none."""
+    structured = params.structured_outputs
+    if structured is None or structured.disable_additional_properties is not None:
+        return params
+    structured = replace(structured, disable_additional_properties=settings.close_objects)
+    return replace(params, structured_outputs=structured)
 
 
 def prefix_salt(client: ApiClient, salt: str, shared: bool) -> str:

@@ -94,6 +94,10 @@ class ServeConfig:
         "auto",
         "format of the model's tool calls: hermes, llama3_json, mistral, json, none or auto (from the chat template)",
     )
+    close_objects: bool = _setting(
+        True,
+        "let objects in schemas with properties take no other keys, unless the schema has additionalProperties",
+    )
     reasoning_parser: str = _setting(
         "auto", "format of the model's reasoning: think (<think> tags), none or auto (from the chat template)"
     )

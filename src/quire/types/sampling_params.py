@@ -31,7 +31,7 @@ class StructuredOutputsParams:
         whitespace_pattern: a regular expression for the white space between two parts of JSON; None for at most one
             space.
         disable_additional_properties: let objects whose schemas have `properties` take no other keys, unless
-            `additionalProperties` says so.
+            `additionalProperties` says so. None: as the server is set, otherwise True.
 
     Raises:
         RequestError: unless exactly one field is set.
@@ -44,7 +44,7 @@ class StructuredOutputsParams:
     json_object: bool = False
     disable_any_whitespace: bool = False
     whitespace_pattern: str | None = None
-    disable_additional_properties: bool = True
+    disable_additional_properties: bool | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]

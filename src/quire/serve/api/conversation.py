@@ -43,6 +43,8 @@ async def open_chat(
     _check_logprobs(chat, server.settings.max_logprobs)
     use = tool_use(chat)
     params = _sampling_params(server, chat)
+    if use.forced and params.stop:
+        warnings.append("stop has no effect on the tool call that tool_choice forces")
     field = length_field(chat, "max_completion_tokens", "max_tokens")
     client = client_of(request)
     template = server.templates.choose(chat.chat_template, bool(use.tools))

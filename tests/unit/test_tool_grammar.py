@@ -234,7 +234,6 @@ def test_strict_functions_are_kept_to_in_free_text(special: bool) -> None:
         ({"tools": [tool("x", [])]}, "tools", "JSON schema"),
         ({"tools": [tool("x", strict="yes")]}, "tools", "strict"),
         ({"tools": [tool("x", {"type": "string"})], "tool_choice": "required"}, "tools", "type object"),
-        ({"tool_choice": "required", "response_format": {"type": "json_object"}}, "tool_choice", "excludes"),
         ({"structured_outputs": {"grammar": "start: /a/"}}, "structured_outputs", "none"),
     ],
 )

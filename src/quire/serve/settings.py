@@ -26,7 +26,10 @@ class ServeConfig:
     any_model_name: bool = _setting(
         False, "accept every model name in requests, for clients that send one of their own; answers carry it"
     )
-    strict: bool = _setting(False, "refuse requests with unknown fields instead of answering with a warning")
+    strict: bool = _setting(
+        False,
+        "refuse requests with unknown fields, and schemas with unknown keywords, instead of answering with a warning",
+    )
 
     api_key: list[str] = _list("accepted API keys; clients must send one of them (also QUIRE_API_KEY)")
     api_key_file: str | None = _setting(
@@ -97,6 +100,10 @@ class ServeConfig:
     tool_call_parser: str = _setting(
         "auto",
         "format of the model's tool calls: hermes, llama3_json, mistral, json, none or auto (from the chat template)",
+    )
+    close_objects: bool = _setting(
+        True,
+        "let objects in schemas with properties take no other keys, unless the schema has additionalProperties",
     )
     reasoning_parser: str = _setting(
         "auto", "format of the model's reasoning: think (<think> tags), none or auto (from the chat template)"

@@ -7,7 +7,7 @@ prompt opened one.
     none             as in `response_format`, or free                     never
     auto             free; calls, or as in `response_format`              when complete
     auto, strict     free, but text that starts like a call is a call     while they are generated
-    required, named  calls                                                while they are generated
+    required, named  calls; a format applies to later answers             while they are generated
 """
 
 from __future__ import annotations
@@ -48,17 +48,20 @@ class AnswerForm:
         constraint: what the whole text must be, or None.
         count_reasoning: counts the reasoning tokens among a choice's ids; None if reasoning is not parsed.
         show_special: whether special tokens stay in the text because the parser needs them.
+        ignores_stop: whether stop strings are ignored, because the text is a call that they would cut off.
     """
 
     make_parser: Callable[[], TextParser]
     constraint: StructuredOutputsParams | None = None
     count_reasoning: Callable[[list[int]], int] | None = None
     show_special: bool = False
+    ignores_stop: bool = False
 
     def params(self, params: SamplingParams) -> SamplingParams:
         """Return `params` with the constraint, as the engine gets them."""
         skip = params.skip_special_tokens and not self.show_special
-        return replace(params, structured_outputs=self.constraint, skip_special_tokens=skip)
+        stop = [] if self.ignores_stop else params.stop
+        return replace(params, structured_outputs=self.constraint, skip_special_tokens=skip, stop=stop)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,8 @@ class AnswerForms:
         """
         tools = choose_format(self.tool_parser, template) if use.choice != "none" else None
         if use.forced:
-            _check_forced(use, tools, structured)
+            _check_forced(tools)
+            structured = None  # applies to the text of a later answer
         if tools is not None:
             check_tool_schemas(chat, use)
         reasoning = choose_reasoning(self.reasoning_parser, template)
@@ -117,7 +121,7 @@ class AnswerForms:
         counter = None
         if reasoning is not None:
             counter = partial(count_reasoning_tokens, reasoning, inside, self.tokenizer)
-        return AnswerForm(make_parser, constraint, counter, bool(special))
+        return AnswerForm(make_parser, constraint, counter, bool(special), use.forced)
 
     def _special(self, tools: ToolFormat | None, reasoning: ReasoningMarks | None) -> dict[str, int]:
         """Return the ids of the marks that are special tokens of the model."""
@@ -130,15 +134,10 @@ class AnswerForms:
         }
 
 
-def _check_forced(use: ToolUse, tools: ToolFormat | None, structured: StructuredOutputsParams | None) -> None:
+def _check_forced(tools: ToolFormat | None) -> None:
     if tools is None:
         raise bad_request(
             "tool_choice must be none or auto: this server parses no tool calls (--tool-call-parser none)",
-            "tool_choice",
-        )
-    if structured is not None:
-        raise bad_request(
-            "tool_choice forces a tool call, which excludes response_format and structured_outputs",
             "tool_choice",
         )
 
@@ -176,4 +175,7 @@ def _constraint(
         return None
     if reasoning is not None and not reasoning.closed_by(prompt):
         body = after_reasoning(lark, reasoning, inside, body)
-    return StructuredOutputsParams(grammar=lark.text(body))
+    grammar = lark.text(body)
+    if structured is None:
+        return StructuredOutputsParams(grammar=grammar)
+    return replace(structured, json=None, json_object=False, regex=None, choice=None, grammar=grammar)

@@ -11,13 +11,8 @@ from hypothesis import strategies as st
 from quire.frontend.location import locate_model
 from quire.frontend.tokenizer.tokenizer import load_tokenizer
 from quire.serve.answer.parser import Content, ParserEvent, PlainText, Reasoning, TextParser, merge_events
-from quire.serve.answer.reasoning import (
-    THINK,
-    ReasoningParser,
-    choose_reasoning,
-    count_reasoning_tokens,
-    known_reasoning_parser,
-)
+from quire.serve.answer.reasoning import ReasoningParser, count_reasoning_tokens
+from quire.serve.answer.reasoning_formats import THINK, choose_reasoning, known_reasoning_parser
 from quire.serve.answer.tools.formats import TOOL_PARSERS
 
 TOKENIZER = load_tokenizer(locate_model("demo").path)
@@ -112,5 +107,6 @@ def test_parsers_by_name() -> None:
         choose_reasoning("auto", "... <think> ... </think>") == THINK
         and choose_reasoning("auto", "plain") is None
     )
-    assert choose_reasoning("none", "</think>") is None and choose_reasoning("deepseek_r1", "") == THINK
+    assert choose_reasoning("none", "</think>") is None and choose_reasoning("glm45", "") == THINK
+    assert choose_reasoning("deepseek_r1", "") == choose_reasoning("auto", "only </think>")
     assert known_reasoning_parser("qwen3") and not known_reasoning_parser("nonsense")

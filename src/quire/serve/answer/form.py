@@ -19,7 +19,7 @@ from functools import partial
 from quire.frontend.tokenizer.tokenizer import Tokenizer
 from quire.serve.answer.parser import PlainText, TextParser
 from quire.serve.answer.reasoning import ReasoningMarks, count_reasoning_tokens
-from quire.serve.answer.reasoning_formats import choose_reasoning
+from quire.serve.answer.reasoning_formats import choose_reasoning, reasoning_name
 from quire.serve.answer.tools.call_grammar import (
     ANY_TEXT,
     LarkGrammar,
@@ -118,6 +118,19 @@ class AnswerForms:
         if reasoning is not None:
             counter = partial(count_reasoning_tokens, reasoning, inside, self.tokenizer)
         return AnswerForm(make_parser, constraint, counter, bool(special))
+
+    def report(self, template: str) -> tuple[str, bool]:
+        """Return which formats are used with a chat template and why, and whether that of calls is a guess."""
+        by_template = "from the chat template"
+        tools = choose_format(self.tool_parser, template)
+        guess = self.tool_parser == "auto" and tools is not None and tools.name == "json"
+        if guess:
+            why = "a guess: the chat template shows no known format"
+        else:
+            why = by_template if self.tool_parser == "auto" else "from --tool-call-parser"
+        name = reasoning_name(self.reasoning_parser, template)
+        origin = by_template if self.reasoning_parser == "auto" else "from --reasoning-parser"
+        return f"tool calls: {tools.name if tools else 'none'} ({why}); reasoning: {name} ({origin})", guess
 
     def _special(self, tools: ToolFormat | None, reasoning: ReasoningMarks | None) -> dict[str, int]:
         """Return the ids of the marks that are special tokens of the model."""

@@ -255,6 +255,18 @@ def _pooling(config: EngineConfig, settings: ServeConfig) -> str:
     return default_pooling(locate_model(config.model, config.revision).path)
 
 
+def _formats(server: ServerContext) -> str:
+    """Return a line on the formats of calls and reasoning; "" without a chat template. Warn if one is a guess."""
+    try:
+        template = server.templates.choose(None, True)
+    except QuireError:
+        return ""
+    line, guess = server.forms.report(template)
+    if guess and "tools" in template:
+        log.warning("%s; name it with --tool-call-parser (docs/TOOLS.md lists the formats)", line)
+    return f"{line}\n"
+
+
 def _announce(server: ServerContext, keys: ApiKeys, sock: socket.socket, took_s: float) -> None:
     settings, info = server.settings, server.engine.info
     port = sock.getsockname()[1]
@@ -274,6 +286,7 @@ def _announce(server: ServerContext, keys: ApiKeys, sock: socket.socket, took_s:
         f"quire {__version__}: {info.model} ({kind}) on {info.device}, context {info.max_model_len} tokens, "
         f"up to {info.max_num_seqs} concurrent requests\n"
         f"start-up {took_s:.2f} s; engine: {phases}\n"
+        f"{_formats(server)}"
         f"serving on {scheme}://{host}:{port} ({reach})"
         + ("; open it in a browser for the playground and the live view" if settings.page else ""),
     )

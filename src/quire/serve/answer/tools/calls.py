@@ -86,9 +86,11 @@ class CallParser(JsonReader):
         self._consumed, self._held, self._partly_emitted = [], [], False
         try:
             yield from reading
-        except MalformedJson as error:
+        except MalformedJson:
             self._calls -= sum(isinstance(event, ToolCall) for event in self._held)  # never emitted
-            if not (self._partly_emitted and isinstance(error, UnfinishedJson)):
+            if self._partly_emitted and self._ended:  # the call is cut off
+                self._advance(len(self._text))
+            else:
                 self._content("".join(self._consumed or ()))
             return False
         finally:

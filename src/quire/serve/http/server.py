@@ -39,6 +39,7 @@ from quire.serve.observe.line_writer import STDERR, LineWriter
 from quire.serve.observe.logs import set_up_logging, write_stats
 from quire.serve.observe.observer import Observer, RequestLog
 from quire.serve.settings import ServeConfig
+from quire.types import QuireError
 
 log = logging.getLogger("quire.serve")
 _SWITCH_S = 0.0005

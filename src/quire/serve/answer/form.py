@@ -18,15 +18,13 @@ from functools import partial
 
 from quire.frontend.tokenizer.tokenizer import Tokenizer
 from quire.serve.answer.parser import PlainText, TextParser
-from quire.serve.answer.reasoning import (
-    ReasoningMarks,
-    ReasoningParser,
-    choose_reasoning,
-    count_reasoning_tokens,
-)
+from quire.serve.answer.reasoning import ReasoningMarks, count_reasoning_tokens
+from quire.serve.answer.reasoning_formats import choose_reasoning, reasoning_name
 from quire.serve.answer.tools.call_grammar import (
+    ANY_TEXT,
     LarkGrammar,
     after_reasoning,
+    as_content,
     calls_expression,
     constraint_expression,
     text_with_calls,
@@ -105,27 +103,45 @@ class AnswerForms:
         inside = reasoning is not None and reasoning.opened_by(prompt)
         special = self._special(tools, reasoning)
         constraint = structured
-        if tools is not None or inside:
+        if tools is not None or inside or (reasoning is not None and _content_marked(reasoning)):
             constraint = _constraint(
                 use, tools, reasoning, inside, prompt, structured, LarkGrammar(special), template
             )
         guarded = constraint is not None and use.choice != "none"
+        names = frozenset(function.name for function in use.functions)
+        schemas = {function.name: function.parameters for function in use.functions}
+
+        def make_calls(hold: bool = True) -> TextParser:
+            return PlainText() if tools is None else tools.make_parser(names, hold, use.single, schemas)
+
+        # A grammar closes the reasoning before a call; without one models forget that.
+        call_mark = "" if tools is None or guarded else tools.shape(template, use.single).mark
 
         def make_parser() -> TextParser:
-            inner: TextParser = PlainText()
-            if tools is not None:
-                names = frozenset(function.name for function in use.functions)
-                inner = tools.make_parser(names, not (guarded or self.eager), use.single)
-            return inner if reasoning is None else ReasoningParser(reasoning, inside, inner)
+            inner = make_calls(hold=not (guarded or self.eager))
+            return inner if reasoning is None else reasoning.make_parser(inside, inner, call_mark, make_calls)
 
         counter = None
         if reasoning is not None:
             counter = partial(count_reasoning_tokens, reasoning, inside, self.tokenizer)
         return AnswerForm(make_parser, constraint, counter, bool(special), use.forced)
 
+    def report(self, template: str) -> tuple[str, bool]:
+        """Return which formats are used with a chat template and why, and whether that of calls is a guess."""
+        by_template = "from the chat template"
+        tools = choose_format(self.tool_parser, template)
+        guess = self.tool_parser == "auto" and tools is not None and tools.name == "json"
+        if guess:
+            why = "a guess: the chat template shows no known format"
+        else:
+            why = by_template if self.tool_parser == "auto" else "from --tool-call-parser"
+        name = reasoning_name(self.reasoning_parser, template)
+        origin = by_template if self.reasoning_parser == "auto" else "from --reasoning-parser"
+        return f"tool calls: {tools.name if tools else 'none'} ({why}); reasoning: {name} ({origin})", guess
+
     def _special(self, tools: ToolFormat | None, reasoning: ReasoningMarks | None) -> dict[str, int]:
         """Return the ids of the marks that are special tokens of the model."""
-        marks = [*(tools.marks if tools else ()), *((reasoning.begin, reasoning.end) if reasoning else ())]
+        marks = [*(tools.marks if tools else ()), *(reasoning.marks if reasoning else ())]
         ids = {mark: self.tokenizer.token_id(mark) for mark in marks}
         return {
             mark: token
@@ -140,6 +156,11 @@ def _check_forced(tools: ToolFormat | None) -> None:
             "tool_choice must be none or auto: this server parses no tool calls (--tool-call-parser none)",
             "tool_choice",
         )
+
+
+def _content_marked(reasoning: ReasoningMarks) -> bool:
+    """Return whether the model always writes marks around its content."""
+    return bool(reasoning.content_begin) and not reasoning.optional_content
 
 
 def _constraint(
@@ -163,6 +184,8 @@ def _constraint(
                 "structured_outputs.grammar cannot be combined with tools: set tool_choice to none",
                 "structured_outputs",
             )
+        if reasoning is not None and _content_marked(reasoning):
+            body = as_content(lark, reasoning, body)
     if tools is not None:
         shape = tools.shape(template, use.single)
         if use.forced:
@@ -171,6 +194,9 @@ def _constraint(
             body = f"{calls_expression(lark, shape, use, exact=False)} | {body}"
         elif any(function.strict for function in use.functions):
             body = text_with_calls(lark, shape, use)
+            if reasoning is not None and _content_marked(reasoning):
+                calls = calls_expression(lark, shape, use, exact=False)
+                body = f"{as_content(lark, reasoning, ANY_TEXT)} | {calls}"
     if body is None:
         return None
     if reasoning is not None and not reasoning.closed_by(prompt):

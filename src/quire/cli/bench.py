@@ -27,7 +27,7 @@ from quire.cli.bench_flags import (
 )
 from quire.cli.bench_serve import run as serve
 from quire.cli.bench_serve_flags import add_arguments as add_serve_arguments
-from quire.cli.flags import add_flags, given
+from quire.cli.flags import add_flags, add_model, engine_settings
 from quire.config import EngineConfig
 from quire.types import ConfigError, EngineInfo, SamplingParams
 
@@ -71,6 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     startup.add_argument("--num-iters", type=int, default=3, help="processes to start (default 3)")
     startup.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures to this file")
     add_flags(startup, "engine", EngineConfig)
+    for kind in (throughput, latency, startup):
+        add_model(kind)
     for kind in (throughput, latency):
         add_result_arguments(kind)
         add_flags(kind, "engine", EngineConfig)
@@ -183,7 +185,7 @@ def _conditions(args: argparse.Namespace, info: EngineInfo) -> dict[str, Any]:
         "device": info.device,
         "dtype": info.dtype,
         "attention": info.attention,
-        "engine": given(args, EngineConfig),
+        "engine": engine_settings(args),
         "sampling": sampling(args),
     }
 
@@ -206,7 +208,7 @@ def _startup(args: argparse.Namespace) -> int:
     from quire.bench.report import save
     from quire.bench.startup import start_up
 
-    settings = {"skip_tokenizer_init": True, **given(args, EngineConfig)}
+    settings = {"skip_tokenizer_init": True, **engine_settings(args)}
     starts = [start_up(settings) for _ in range(args.num_iters)]
     print(f"Seconds to the first token in {args.num_iters} fresh processes:")
     for phase in starts[0]:

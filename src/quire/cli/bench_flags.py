@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.load.workloads import WORKLOADS
-from quire.cli.flags import given
+from quire.cli.flags import engine_settings, given
 from quire.config import EngineConfig
 from quire.types import ConfigError, SamplingParams
 
@@ -113,7 +113,7 @@ def add_result_arguments(parser: argparse.ArgumentParser) -> None:
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Return the engine settings that were given, without a tokenizer."""
-    return EngineConfig(**{"skip_tokenizer_init": True, **given(args, EngineConfig)})
+    return EngineConfig(**{"skip_tokenizer_init": True, **engine_settings(args)})
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from quire.cli.bench_flags import (
     at_least_one,
     chosen_figures,
 )
+from quire.cli.flags import check_one_model
 from quire.types import ConfigError
 
 ENDPOINTS = {
@@ -85,7 +86,13 @@ def _server(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--header", nargs="*", default=[], metavar="KEY=VALUE", help="HTTP headers of each request"
     )
-    group.add_argument("--model", help="name of the model (default: the first that the server lists)")
+    parser.add_argument(
+        "model_name",
+        nargs="?",
+        metavar="MODEL",
+        help="name of the model (default: the first that the server lists)",
+    )
+    group.add_argument("-m", "--model", help="name of the model (default: the first that the server lists)")
     group.add_argument("--served-model-name", help="model name in requests, if it differs from --model")
     group.add_argument(
         "--tokenizer",
@@ -158,6 +165,9 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raise ConfigError for an impossible combination of flags, and fill in the flags that follow from others."""
+    if args.model_name is not None:
+        check_one_model(args.model_name, {} if args.model is None else {"model": args.model})
+        args.model = args.model_name
     if args.workload or args.trace:
         args.dataset_name = "workload" if args.workload else "trace"
         args.dataset_path = args.trace

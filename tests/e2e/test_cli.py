@@ -163,6 +163,30 @@ def test_bench_latency_of_one_batch_size_and_of_several(
     assert [one["batch_size"] for one in json.loads(file.read_text())["batches"]] == [1, 2]
 
 
+def test_a_sweep_that_is_interrupted_keeps_its_finished_levels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quire.bench import offline
+
+    file, measure = tmp_path / "found.json", offline.latency
+
+    def latency(bench: object, size: int, *rest: object) -> object:
+        if size == 4:
+            raise KeyboardInterrupt
+        return measure(bench, size, *rest)
+
+    monkeypatch.setattr(offline, "latency", latency)
+    few = ["--input-len", "20", "--output-len", "6", "--num-iters-warmup", "0", "--num-iters", "1"]
+    sweep = ["bench", "latency", "demo", *few, "--output-json", str(file), "--batch-size"]
+    assert main([*sweep, "1", "2", "4"]) == 130
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 3 and "the results hold the 2 finished levels" in err
+    assert [one["batch_size"] for one in json.loads(file.read_text())["batches"]] == [1, 2]
+    file.unlink()
+    assert main([*sweep, "4", "1"]) == 130
+    assert not file.exists(), "there is nothing to keep"
+
+
 def test_bench_replays_a_trace_and_draws_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib")
     trace, plot = tmp_path / "trace.jsonl", tmp_path / "plots" / "found.svg"

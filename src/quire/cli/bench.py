@@ -23,6 +23,8 @@ from quire.cli.bench_flags import (
     check_load,
     chosen_figures,
     engine_config,
+    keep_finished,
+    machine_line,
     sampling,
 )
 from quire.cli.bench_serve import run as serve
@@ -124,7 +126,7 @@ def _throughput(args: argparse.Namespace) -> int:
         from quire.bench.plots import plot_serving
 
         load_name = args.trace.name if args.trace else args.workload or "uniform lengths"
-        plot_serving(done, _title(result, load_name), args.plot)
+        plot_serving(done, _title(result, load_name, bench.machine.device), args.plot)
     _save(args, {**result, **details(done)} if args.save_detailed else result)
     return 0
 
@@ -135,23 +137,30 @@ def _latency(args: argparse.Namespace) -> int:
         raise ConfigError(f"num_iters_warmup must be at least 0, got {args.num_iters_warmup}")
     from quire.bench.drive import Bench
     from quire.bench.offline import latency
-    from quire.bench.report import print_latency, print_sweep
+    from quire.bench.report import print_batch, print_latency
 
     lengths, rounds = (args.input_len, args.output_len), (args.num_iters_warmup, args.num_iters)
-    with Bench(engine_config(args)) as bench:
-        batches = [latency(bench, size, *lengths, *rounds, sampling(args)) for size in args.batch_size]
+    batches: list[dict[str, Any]] = []
+    sweeps = len(args.batch_size) > 1
+    with Bench(engine_config(args)) as bench, keep_finished(batches) as outcome:
         conditions = _conditions(args, bench.info)
-    if len(batches) == 1:
+        for size in args.batch_size:
+            batches.append(latency(bench, size, *lengths, *rounds, sampling(args)))
+            if sweeps:
+                print_batch(batches[-1], first=len(batches) == 1)
+    if not sweeps:
         print_latency(batches[0])
-    else:
-        print_sweep(batches)
     if args.plot:
         from quire.bench.plots import plot_sweep
 
         title = f"{args.input_len} tokens in, {args.output_len} out"
-        plot_sweep(sorted(batches, key=lambda one: one["batch_size"]), _title(conditions, title), args.plot)
-    _save(args, {**conditions, **(batches[0] if len(batches) == 1 else {"batches": batches})})
-    return 0
+        plot_sweep(
+            sorted(batches, key=lambda one: one["batch_size"]),
+            _title(conditions, title, bench.machine.device),
+            args.plot,
+        )
+    _save(args, {**conditions, **({"batches": batches} if sweeps else batches[0])})
+    return outcome.code
 
 
 def _load(args: argparse.Namespace, info: EngineInfo, trace: list[TraceRequest]) -> OfferedLoad:
@@ -190,8 +199,10 @@ def _conditions(args: argparse.Namespace, info: EngineInfo) -> dict[str, Any]:
     }
 
 
-def _title(conditions: dict[str, Any], load: object) -> str:
-    return f"{conditions['model_id']}, {conditions['dtype']} on {conditions['device']}: {load}"
+def _title(conditions: dict[str, Any], load: object, device: str) -> str:
+    """Return the title of a plot: model, load, machine and version."""
+    name = None if conditions["device"] == "cpu" else device
+    return f"{conditions['model_id']}, {conditions['dtype']} on {conditions['device']}: {load}\n{machine_line(name)}"
 
 
 def _save(args: argparse.Namespace, result: dict[str, Any]) -> None:

@@ -126,7 +126,7 @@ def _dataset(parser: argparse.ArgumentParser) -> None:
         "--trace-scale", type=float, default=1.0, help="replay the trace this many times faster (default 1)"
     )
     group.add_argument(
-        "--num-prompts", type=int, help="number of requests (default 1000, or all of a workload or trace)"
+        "--num-prompts", type=int, help="number of requests (default 100, or all of a workload or trace)"
     )
     group.add_argument("--input-len", type=int, help="prompt tokens; replaces the flag of the chosen dataset")
     group.add_argument(

@@ -8,6 +8,10 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 # pip shows its downloads on a terminal; otherwise it is quiet.
 PROGRESS := $(shell [ -t 2 ] && echo --progress-bar=on || echo --quiet)
+# Tests of parts that need neither torch nor a model.
+FAST := account api_input bench_load bench_metrics body clocks config connection conversation fairness \
+   guard imports lines live location output package processor readability reasoning settings shares \
+   streams tool_calls waiting workloads writes
 PROMPT ?= Once upon a time
 
 .PHONY: demo test test-fast lint bench-host clean
@@ -19,7 +23,7 @@ test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 $(PYTEST_ARGS)
 
 test-fast: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2 -m "not slow" tests/unit $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 $(FAST:%=tests/unit/test_%.py) $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

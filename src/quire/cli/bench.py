@@ -66,9 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output-len", type=int, default=128, help="output tokens of a request (default 128)"
     )
     latency.add_argument(
-        "--num-iters-warmup", type=int, default=10, help="batches to run before the timed ones (default 10)"
+        "--num-iters-warmup", type=int, default=3, help="batches to run before the timed ones (default 3)"
     )
-    latency.add_argument("--num-iters", type=int, default=30, help="timed batches (default 30)")
+    latency.add_argument("--num-iters", type=int, default=10, help="timed batches (default 10)")
     startup = kinds.add_parser("startup", help="seconds to the first token in fresh processes, by phase")
     startup.add_argument("--num-iters", type=int, default=3, help="processes to start (default 3)")
     startup.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures to this file")

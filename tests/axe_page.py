@@ -14,8 +14,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent / "server"))
 
-from browser import Browser, browsing  # noqa: E402
-from serving import Server, serving  # noqa: E402
+from browser import Browser, browsing
+from serving import Server, serving
 
 _TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
 _AXE = """

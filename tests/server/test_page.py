@@ -25,17 +25,13 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 FORGET = """
-    localStorage.clear();
-    sessionStorage.clear();
-    return new Promise((resolve) => {
-        const open = indexedDB.open("quire", 1);
-        open.onupgradeneeded = () => open.result.createObjectStore("conversations", { keyPath: "id" });
-        open.onsuccess = () => {
-            const write = open.result.transaction("conversations", "readwrite");
-            write.objectStore("conversations").clear();
-            write.oncomplete = () => resolve(open.result.close());
-        };
-    }).catch(() => {});
+    return (async () => {
+        localStorage.clear();
+        sessionStorage.clear();
+        const { openStore } = await import("/static/store.js");
+        const store = await openStore();
+        for (const { id } of await store.all()) await store.delete(id);
+    })().catch(() => {});  // a page without storage, such as about:blank
 """
 
 
@@ -423,6 +419,9 @@ def test_a_server_with_a_key(browser: Browser) -> None:
     with serving("demo", "--dry-run", "--api-key", "secret") as server:
         browser.open(server.url)
         assert browser.find("#key").is_displayed()
+        assert (
+            browser.text("#blocked") == "Not sent: this server needs an API key. Enter it at the top right."
+        )
         assert browser.complaints() == []  # no request was sent without a key
         browser.type("#key", "wrong", TAB)
         browser.until(lambda: "API key" in browser.text("#model"))
@@ -434,6 +433,7 @@ def test_a_server_with_a_key(browser: Browser) -> None:
         assert "Hello there" in answered(browser)
         browser.click("#tab-live")
         browser.until(lambda: "Live" in browser.text("#connection"))
+        browser.driver.get("about:blank")  # otherwise the page misses the server that ends now
 
 
 # --------------------------------------------------------------------------------------- live view
@@ -496,6 +496,61 @@ def test_live_view_by_keyboard(busy: Server, browser: Browser) -> None:
     browser.until(lambda: browser.text("#connection") == "Live")
 
 
+def test_live_view_says_how_fast_requests_are(busy: Server, browser: Browser) -> None:
+    browser.open(busy.url + "/#live")
+    speeds = "return [...document.querySelectorAll('#running tbody tr[data-id] td:nth-child(7)')].map((e) => e.textContent)"
+    browser.until(lambda: any(float(speed or 0) > 0 for speed in browser.js(speeds)))
+
+
+def test_terms_are_explained(busy: Server, browser: Browser) -> None:
+    browser.open(busy.url + "/#live")
+    browser.until(lambda: browser.text("#figures"))
+    unknown = """
+        return import('/static/terms.js').then(({ TERMS }) =>
+            [...document.querySelectorAll('[data-term]')].map((e) => e.dataset.term).filter((name) => !TERMS[name]))
+    """
+    assert browser.js(unknown) == []
+    assert browser.js("return document.querySelectorAll('#live [data-term]').length") >= 30
+    hover(browser, "#figures [data-term=evictable-blocks]")
+    assert "prefix cache can still find it" in browser.text("#tip") and browser.find("#tip").is_displayed()
+    browser.type("body", ESCAPE)
+    assert not browser.find("#tip").is_displayed()
+    browser.click("#terms summary")
+    assert "Time from the end of the previous step" in browser.text("#glossary")
+    assert not browser.find("#drafts-legend").is_displayed()  # no step had drafts
+
+
+STEP = {
+    "prefill": 0, "decode": 1, "drafts": 0, "running": 1, "waiting": 0, "preempted": 0, "took_s": 0.01,
+    "schedule_s": 0.0, "launch_s": 0.0, "wait_s": 0.0, "retire_s": 0.0,
+}  # fmt: skip
+
+
+def test_gaps_between_steps_are_shown(dry: Server, browser: Browser) -> None:
+    browser.open(dry.url)
+    code = """
+        const [first, second] = [arguments[0], arguments[1]];
+        return import('/static/steps.js').then(({ StepBars }) => {
+            const canvas = document.body.appendChild(document.createElement('canvas'));
+            const bars = new StepBars(canvas, document.createElement('p'));
+            bars.add(first);
+            const unknown = bars.clock_s;
+            bars.add(second);
+            const now_s = Date.now() / 1000;
+            bars.restart();
+            bars.add([...first, ...second]); // again, as after a pause
+            canvas.remove();
+            return [unknown, bars.clock_s - now_s, bars.steps.map((step) => step.idle_s), bars.arrange(1000).map(({ x }) => x)];
+        })
+    """
+    first = [STEP | {"step": 1, "time_s": 100.0}, STEP | {"step": 2, "time_s": 100.005}]
+    unknown, clock_s, idle_s, x = browser.js(code, first, [STEP | {"step": 3, "time_s": 102.02}])
+    assert unknown is None  # the newest of the first steps may have ended long ago
+    assert abs(clock_s + 102.03) < 5
+    assert [round(s, 3) for s in idle_s] == [0.0, -0.005, 2.0]
+    assert x[1] - x[0] == 4 and x[2] - x[1] > 40
+
+
 def test_live_view_asks_only_while_it_is_seen(busy: Server, browser: Browser) -> None:
     opened = "return performance.getEntriesByType('resource').filter((e) => e.name.endsWith('/live/events')).length"
     browser.open(busy.url)
@@ -526,6 +581,47 @@ def test_live_view_when_the_server_ends(browser: Browser) -> None:
         assert "as it was at" in browser.text("#gone-text")
     browser.driver.get("about:blank")  # otherwise the page reconnects again and again
     assert all("ERR_CONNECTION_REFUSED" in line for line in browser.complaints())
+
+
+# ------------------------------------------------------------------------------- the API reference
+
+
+def test_the_api_reference(dry: Server, browser: Browser) -> None:
+    described = dry.http.get("/openapi.json").json()
+    browser.open(dry.url + "/docs")
+    shown = "return [...document.querySelectorAll('.operation h2')].map((e) => e.textContent)"
+    routes = [method + path for path, methods in described["paths"].items() for method in methods]
+    browser.until(lambda: browser.js(shown) == routes)
+    objects = "return [...document.querySelectorAll('.schema h3')].map((e) => e.textContent)"
+    assert browser.js(objects) == list(described["components"]["schemas"])
+    fields = browser.text("#post-v1-chat-completions .fields")
+    for name in described["components"]["schemas"]["ChatRequest"]["properties"]:
+        assert name in fields
+    assert "from 0 to 100" in fields
+    broken = "return [...document.querySelectorAll('a[href^=\"#\"]')].filter((e) => !document.getElementById(e.hash.slice(1))).map((e) => e.href)"
+    assert browser.js(broken) == []
+    browser.type("#find", "max_output_tokens")
+    assert browser.js(
+        "return [...document.querySelectorAll('.operation:not([hidden])')].map((e) => e.id)"
+    ) == ["post-v1-responses"]
+
+
+def test_routes_can_be_tried(browser: Browser) -> None:
+    with serving("demo", "--dry-run", "--api-key", "secret") as server:
+        browser.open(server.url + "/docs")
+        browser.until(lambda: "Enter it at the top right" in browser.text("#state"))
+        browser.type("#key", "secret", TAB)
+        browser.until(lambda: browser.text("#operations"))
+        for page, wanted in (
+            ("post-v1-chat-completions", '"content":'),
+            ("get-version", '"version"'),
+        ):
+            browser.js("document.querySelector(`#${arguments[0]} .try`).open = true", page)
+            browser.click(f"#{page} .try form button")
+            browser.until(lambda page=page, wanted=wanted: wanted in browser.text(f"#{page} .try pre"))
+        browser.js("document.querySelector('#post-v1-chat-completions textarea').value = '{'")
+        browser.click("#post-v1-chat-completions .try form button")
+        browser.until(lambda: "Not sent" in browser.text("#post-v1-chat-completions .try pre"))
 
 
 # ------------------------------------------------------------------------------------------- looks
@@ -580,6 +676,8 @@ def test_the_files(dry: Server) -> None:
     assert "default-src 'none'" in page.headers["content-security-policy"]
     again = dry.http.get("/", headers={"If-None-Match": page.headers["etag"]})
     assert again.status_code == 304 and not again.content
+    docs = dry.http.get("/docs")
+    assert docs.status_code == 200 and "default-src 'none'" in docs.headers["content-security-policy"]
     assert dry.http.get("/static/about.json").json()["needs_key"] is False
     assert dry.http.get("/static/nothing.js").status_code == 404
     for name in ("main.js", "live.js", "style.css"):
@@ -597,6 +695,7 @@ def test_the_files_ask_for_nothing_from_elsewhere() -> None:
 def test_no_page() -> None:
     with serving("demo", "--dry-run", "--no-page") as server:
         assert server.http.get("/").status_code == 404
+        assert server.http.get("/docs").status_code == 404
         assert server.http.get("/live/events").status_code == 404
 
 

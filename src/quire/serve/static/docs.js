@@ -47,13 +47,16 @@ function typeOf(schema) {
   return [schema.type ?? "any"];
 }
 
+// Return a number as text. Those beyond 2**53 are not exact in JavaScript.
+const asNumber = (number) => (Number.isSafeInteger(number) || Math.abs(number) < 1e6 ? `${number}` : `about ${number.toPrecision(3)}`);
+
 // Return the limits of a schema and of its alternatives as text.
 function limitsOf(schema) {
   const found = [];
   for (const one of schema.anyOf ?? [schema]) {
-    if (one.minimum !== undefined) found.push(`from ${one.minimum}`);
-    if (one.exclusiveMinimum !== undefined) found.push(`above ${one.exclusiveMinimum}`);
-    if (one.maximum !== undefined) found.push(`to ${one.maximum}`);
+    if (one.minimum !== undefined) found.push(`from ${asNumber(one.minimum)}`);
+    if (one.exclusiveMinimum !== undefined) found.push(`above ${asNumber(one.exclusiveMinimum)}`);
+    if (one.maximum !== undefined) found.push(`to ${asNumber(one.maximum)}`);
     if (one.minLength !== undefined) found.push(`${one.minLength} to ${one.maxLength ?? "any number of"} characters`);
     if (one.minItems !== undefined) found.push(`at least ${one.minItems} item${one.minItems === 1 ? "" : "s"}`);
   }

@@ -165,12 +165,13 @@ export class StepBars {
     context.textAlign = "left";
     context.fillText(this.clock_s === null ? "Before the end" : "Clock", 10, height - AXIS / 2);
     context.textAlign = "center";
-    let free = width - 34; // the next label must end left of here
+    let [last, free] = ["", width - 34]; // the last label; the next one must end left of `free`
     for (const { step, x } of this.shown.toReversed()) {
-      if (x + 30 > free || x < LEFT + 20) continue;
+      const label = this.time(step);
+      if (label === last || x + 30 > free || x < LEFT + 20) continue;
       context.fillRect(x + 1, height - AXIS - 2, 1, 4);
-      context.fillText(this.time(step), x + 1, height - AXIS / 2 + 1);
-      free = x - TICK + 30;
+      context.fillText(label, x + 1, height - AXIS / 2 + 1);
+      [last, free] = [label, x - TICK + 30];
     }
   }
 

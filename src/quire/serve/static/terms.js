@@ -3,7 +3,7 @@
 
 import { make } from "./dom.js";
 
-const TERMS = {
+export const TERMS = {
   // the row of figures
   running: ["Running", "Requests that hold a slot of the batch: each step computes some of their tokens."],
   waiting: ["Waiting", "Requests that the server has accepted and that have no slot yet."],

@@ -19,8 +19,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,7 +150,8 @@ def operator_text(op: ast.AST) -> str:
 
 def run_tests(tree: Path, tests: list[str], limit_s: float) -> bool:
     """Return whether the tests pass with the package in `tree`."""
-    environment = os.environ | {"PYTHONPATH": str(tree / "src"), "PYTHONDONTWRITEBYTECODE": "1"}
+    path = os.pathsep.join([str(tree / "src"), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
     for test in tests:
         command = [
             sys.executable,
@@ -175,14 +176,24 @@ def run_tests(tree: Path, tests: list[str], limit_s: float) -> bool:
     return True
 
 
-def judge(mutant: Mutant, package: str, limit_s: float) -> bool:
-    """Return whether the package's tests kill the mutant."""
+def passing(packages: list[str], pool: Executor, limit_s: float) -> dict[str, list[str]]:
+    """Return the test files of each package that pass without a mutant: the others could kill anything."""
+    files = sorted({test for package in packages for test in TESTS[package]})
+    passes = dict(zip(files, pool.map(lambda test: run_tests(ROOT, [test], limit_s), files)))
+    for test in files:
+        if not passes[test]:
+            print(f"not used, because it fails without a mutant: {test}", flush=True)
+    return {package: [test for test in TESTS[package] if passes[test]] for package in packages}
+
+
+def judge(mutant: Mutant, tests: list[str], limit_s: float) -> bool:
+    """Return whether the tests kill the mutant."""
     with tempfile.TemporaryDirectory() as folder:
         tree = Path(folder)
         shutil.copytree(ROOT / "src", tree / "src", ignore=shutil.ignore_patterns("__pycache__"))
         file = tree / mutant.path
         file.write_text(mutant.apply(file.read_text(encoding="utf-8")), encoding="utf-8")
-        return not run_tests(tree, TESTS[package], limit_s)
+        return not run_tests(tree, tests, limit_s)
 
 
 def choose(packages: list[str], count: int, seed: int) -> list[tuple[str, Mutant]]:
@@ -200,18 +211,18 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=300, help="seconds for each test file")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants to test at a time")
     args = parser.parse_args()
     chosen = choose(args.package, args.count, args.seed)
-    survivors = 0
-    for number, (package, mutant) in enumerate(chosen, 1):
-        source, begin = (ROOT / mutant.path).read_text(encoding="utf-8"), time.monotonic()
-        killed = judge(mutant, package, args.limit)
-        survivors += not killed
-        verdict = "killed" if killed else "SURVIVED"
-        print(
-            f"{number}/{len(chosen)} {verdict} after {time.monotonic() - begin:.0f} s {mutant.describe(source)}",
-            flush=True,
-        )
+    with ThreadPoolExecutor(args.jobs) as pool:
+        useful = passing(sorted({package for package, _ in chosen}), pool, args.limit)
+        survivors = 0
+        verdicts = pool.map(lambda one: judge(one[1], useful[one[0]], args.limit), chosen)
+        for number, ((_, mutant), killed) in enumerate(zip(chosen, verdicts), 1):
+            survivors += not killed
+            source = (ROOT / mutant.path).read_text(encoding="utf-8")
+            verdict = "killed" if killed else "SURVIVED"
+            print(f"{number}/{len(chosen)} {verdict} {mutant.describe(source)}", flush=True)
     print(f"{len(chosen)} mutants, {len(chosen) - survivors} killed, {survivors} survived (seed {args.seed})")
     return int(survivors > 0)
 

@@ -77,7 +77,8 @@ class EngineConfig:
     mixed_prefill_tokens: int | None = _scheduling(
         None,
         "prompt-token budget of steps that also decode: lower keeps inter-token latency even, higher lowers time to "
-        "first token (default: 512 on a CPU; no limit on a GPU or with chunked_prefill off)",
+        "first token; a chunk counts for at least 32 tokens (default: 256 on a CPU; no limit on a GPU or with "
+        "chunked_prefill off)",
     )
     scheduling_policy: SchedulingPolicy = _scheduling(
         "fcfs", "order of requests: fcfs (first come, first served) or priority (lower numbers first)"
@@ -175,7 +176,7 @@ class EngineConfig:
             prefix_caching=not recompute if self.prefix_caching is None else self.prefix_caching,
             max_num_seqs=self.max_num_seqs or _default_seqs(gpu_bytes),
             max_num_batched_tokens=budget,
-            mixed_prefill_tokens=min(self.mixed_prefill_tokens or (budget if gpu_bytes else 512), budget)
+            mixed_prefill_tokens=min(self.mixed_prefill_tokens or (budget if gpu_bytes else 256), budget)
             if chunked
             else None,
             max_model_len=max_len,

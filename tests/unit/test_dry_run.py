@@ -20,7 +20,7 @@ def build(**settings: Any) -> Engine:
 
 def test_settings_of_the_scheduler_take_effect() -> None:
     default = build()
-    assert (default.depth, default.scheduler.limits.mixed_prefill_tokens) == (2, 512)
+    assert (default.depth, default.scheduler.limits.mixed_prefill_tokens) == (2, 256)
     assert isinstance(default.scheduler.pool.evictor, LRU)
     assert isinstance(build(eviction="fifo").scheduler.pool.evictor, FIFO)
     assert build(batching="static").scheduler.policy.admits is policy.static

@@ -619,3 +619,20 @@ def test_a_broken_rule_of_failed_steps_is_noticed(rule: str, monkeypatch: pytest
     with pytest.raises(Exception):  # noqa: B017  an assertion, or a crash of the loop
         for seed in range(400):
             random_run(seed, fails=True)
+
+
+def test_a_step_that_decodes_takes_few_chunks_however_short() -> None:
+    """Each chunk has a cost of its own, so 64 tokens of budget are two chunks of 32, not sixteen of 4."""
+    engine, _ = make_engine(
+        max_len=40, layout="paged", block_size=4, num_blocks=1000, chunk=True, budget=96, depth=2, prefix=False,
+        evictor=LRU, order=fcfs, admits=continuous, mixed=64, rows=32,
+    )  # fmt: skip
+    first = SamplingParams(max_tokens=20, ignore_eos=True)
+    engine.add(EngineRequest("first", [1, 2], first))
+    engine.step()
+    for i in range(16):
+        engine.add(EngineRequest(f"r{i}", [3, 4, 5, i + 1], SamplingParams(max_tokens=1)))
+    while engine.has_work:
+        engine.step()
+    chunks = [sum(count > 1 for *_, count in record.rows) for record in engine.log]
+    assert max(chunks) == 2 and sum(chunks) >= 16

@@ -22,10 +22,14 @@ class PromptScores:
 
 @dataclass(slots=True)
 class PlanBuilder:
-    """A plan under construction, with one list per column. `budget` is the number of tokens that may still be added."""
+    """A plan under construction, with one list per column.
+
+    `budget` is the number of tokens that may still be added; a row takes at least `min_charge` of it.
+    """
 
     budget: int
     step: int
+    min_charge: int = 0
     rows: list[Request] = field(default_factory=list)
     slots: list[int] = field(default_factory=list)
     num_tokens: list[int] = field(default_factory=list)
@@ -53,7 +57,7 @@ class PlanBuilder:
         """
         drafts, start = request.drafts, request.computed
         samples = start + n == len(request.tokens) + request.pending + drafts
-        self.budget -= n
+        self.charge(n)
         self.rows.append(request)
         self.slots.append(request.slot)
         self.num_tokens.append(n)
@@ -63,6 +67,10 @@ class PlanBuilder:
         if request.catching_up:
             self.catching_up.append(CatchUpRow(request, n, samples))
         return samples
+
+    def charge(self, n: int) -> None:
+        """Take a row of `n` tokens out of the budget."""
+        self.budget = max(0, self.budget - max(n, self.min_charge))
 
     def forget_sample(self, request: Request) -> None:
         """Note that the sampled token of a request is dropped, so that the request has not caught up."""

@@ -5,6 +5,7 @@ head of a request          431 beyond 64 KiB, 408 unless it is complete 10 s aft
 pipelined requests         400 beyond 32 on one connection
 chunks of a body           400 beyond 2048 chunks if they have less than 64 bytes on average
 client closes its half     the request is answered; a 100 Continue every 2 s detects a client that has gone
+burst of requests          a few handlers start in each pass of the event loop, so that streams continue meanwhile
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any, cast
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from quire.serve.http.errors import ApiError
+from quire.serve.http.handler_starts import HandlerStarts
 from quire.serve.http.wire import encode
 from quire.serve.http.writes import BodyWriter, GatheringTransport, WriteScheduler
 
@@ -44,9 +46,10 @@ _connection_made = cast(Callable[[Any, Any], None], HttpToolsProtocol.connection
 
 
 class Connection(HttpToolsProtocol):
-    """One connection of a client. Routes find its BodyWriter in `scope["body_writer"]`. `connections` sets `writes`."""
+    """One connection of a client. Routes find its BodyWriter in `scope["body_writer"]`. `connections` sets the rest."""
 
     writes: WriteScheduler
+    starts: HandlerStarts
     _head_bytes = 0  # received since the start of an incomplete head
     _fields_bytes = 0  # size of the parsed parts of the head
     _in_head = False
@@ -107,6 +110,9 @@ class Connection(HttpToolsProtocol):
         self._in_head = False
         self._stop_timer()
         super().on_headers_complete()
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self.starts.start(lambda: super(Connection, self)._start_asgi_task(cycle, app))
 
     def on_body(self, body: bytes) -> None:
         self._pieces, self._body_bytes = self._pieces + 1, self._body_bytes + len(body)
@@ -171,4 +177,4 @@ class Connection(HttpToolsProtocol):
 
 def connections(loop: asyncio.AbstractEventLoop) -> type[Connection]:
     """Return the connection class for event loop `loop`, for uvicorn's option `http`."""
-    return type("Connection", (Connection,), {"writes": WriteScheduler(loop)})
+    return type("Connection", (Connection,), {"writes": WriteScheduler(loop), "starts": HandlerStarts(loop)})

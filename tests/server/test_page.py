@@ -566,6 +566,7 @@ def test_live_view_of_an_idle_engine(dry: Server, browser: Browser) -> None:
     dry.wait_until_idle()
     browser.open(dry.url + "/#live")
     browser.until(lambda: browser.text("#connection") == "Live, idle")
+    assert browser.text("#steps-readout")
     assert "No running requests." in browser.text("#running") and browser.text("#waiting-count") == "0"
 
 

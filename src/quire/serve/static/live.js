@@ -91,7 +91,7 @@ export class LiveView {
     if (message === null) return;
     this.say("Not connected");
     const since = this.heard ? ` Everything below is as it was at ${this.heard.toLocaleTimeString("en-GB")}.` : " There is nothing to show yet.";
-    const again = wait_ms === null ? "" : ` The page tries again every ${wait_ms < 1000 ? "second" : `${wait_ms / 1000} s`}.`;
+    const again = wait_ms === null ? "" : ` The page tries again every ${wait_ms <= 1000 ? "second" : `${wait_ms / 1000} s`}.`;
     const text = message + since + again;
     if ($("gone-text").textContent !== text) $("gone-text").textContent = text;
   }

@@ -220,7 +220,7 @@ export class StepBars {
       const seconds = shown.at(-1).end_s - shown[0].time_s;
       text = `${count(shown.length)} steps over ${duration(seconds)}, the newest on the right. Hover over a bar or use the arrow keys for details.`;
     } else {
-      text = "No steps yet. Send a request to see some.";
+      text = this.fresh ? "" : "No steps yet. Send a request to see some."; // fresh: the server has not told
     }
     if (this.readout.textContent !== text) this.readout.textContent = text;
     this.canvas.setAttribute("aria-label", `Chart of the latest ${shown.length} steps`);

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import openai
 import pytest
-from serving import Server, chat, events
+from serving import Server, chat, events, serving
 
 SUM = "What is 27 + 45?"
 WEATHER = {
@@ -114,6 +115,7 @@ def test_usage_in_streams(demo: Server) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     running = events(demo.post("/v1/chat/completions", {**body, "stream_options": options}))
     counts = [chunk["usage"]["completion_tokens"] for chunk in running[:-1]]
+    assert counts[0] == 0 and running[0]["usage"]["prompt_tokens"] > 0  # before any text
     assert counts == sorted(counts) and counts[-1] == 11
 
 
@@ -121,8 +123,12 @@ def test_logprobs(demo: Server) -> None:
     body = chat(SUM, temperature=0, logprobs=True, top_logprobs=2)
     (choice,) = demo.post("/v1/chat/completions", body).json()["choices"]
     content = choice["logprobs"]["content"]
-    assert "".join(entry["token"] for entry in content) == "27 + 45 = 72<|im_end|>"
-    assert bytes(content[0]["bytes"]) == b"2"
+    assert "".join(entry["token"] for entry in content) == "27 + 45 = 72"
+    with_end = demo.post("/v1/chat/completions", {**body, "include_stop_str_in_output": True}).json()
+    assert with_end["choices"][0]["logprobs"]["content"][-1]["token"] == "<|im_end|>"
+    *chunks, _ = events(demo.post("/v1/chat/completions", {**body, "stream": True}))
+    streamed = [e for c in chunks for e in (c["choices"][0]["logprobs"] or {}).get("content", [])]
+    assert streamed == content and bytes(content[0]["bytes"]) == b"2"
     for entry in content:
         assert next(top["token"] for top in entry["top_logprobs"]) == entry["token"]  # greedy
         assert len(entry["top_logprobs"]) == 2 and entry["logprob"] <= 0
@@ -225,3 +231,49 @@ def test_hostile_templates_of_requests_end(dry: Server) -> None:
         assert answer.json()["error"]["message"].startswith("the chat template was stopped")
         assert answer.json()["error"]["param"] == "chat_template"
     assert dry.post("/v1/chat/completions", chat("Hi")).status_code == 200
+
+
+def test_fields_of_other_engines_are_null(demo: Server) -> None:
+    answer = demo.post("/v1/chat/completions", chat(SUM, temperature=0)).json()
+    for name in ("service_tier", "prompt_logprobs", "prompt_token_ids", "kv_transfer_params"):
+        assert answer[name] is None
+    (choice,) = answer["choices"]
+    assert choice["token_ids"] is None and choice["stop_reason"] is None
+    assert choice["message"]["reasoning"] is None and choice["message"]["audio"] is None
+
+
+def test_the_prompt_is_cut_at_either_side(dry: Server) -> None:
+    def echoed(**fields: Any) -> str:
+        body = {"prompt": "one two three four", "max_tokens": 0, "echo": True, **fields}
+        return dry.post("/v1/completions", body).json()["choices"][0]["text"]
+
+    ids = dry.post("/tokenize", {"prompt": "one two three four"}).json()["tokens"]
+    assert len(ids) > 3
+    for prompt in ("one two three four", ids):
+        parts = [
+            echoed(prompt=prompt, truncate_prompt_tokens=3, truncation_side=s) for s in ("left", "right")
+        ]
+        texts = [dry.post("/detokenize", {"tokens": part}).json()["prompt"] for part in (ids[-3:], ids[:3])]
+        assert parts == texts
+
+
+def test_a_dry_run_says_so(dry: Server, demo: Server) -> None:
+    for server, mode in ((dry, "dry-run"), (demo, "model")):
+        health, stats = server.http.get("/healthz").json(), server.stats()
+        assert health == {"status": "ok", "model": "demo", "mode": mode}
+        assert stats["mode"] == server.http.get("/version").json()["mode"] == mode
+        assert stats["blocks"]["eviction_policy"] == "lru"
+        answer = server.post("/v1/chat/completions", chat("Hi", max_tokens=2))
+        assert answer.json()["system_fingerprint"].endswith("-dry-run") == (mode == "dry-run")
+        assert answer.headers.get("x-quire-mode") == ("dry-run" if mode == "dry-run" else None)
+        rows = server.stats()["batch"]["rows"]
+        assert 1 <= rows["mean"] <= rows["max"]
+        owner = server.http.get("/v1/models/demo").json()["owned_by"]
+        assert owner == ("quire (dry-run)" if mode == "dry-run" else "quire")
+
+
+def test_any_model_name() -> None:
+    with serving("demo", "--dry-run", "--any-model-name") as server:
+        answer = server.post("/v1/chat/completions", chat("Hi", model="gpt-4o-mini", max_tokens=2)).json()
+        assert answer["model"] == "gpt-4o-mini"
+        assert server.http.get("/v1/models").json()["data"][0]["id"] == "demo"

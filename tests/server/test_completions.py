@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import openai
 import pytest
 from serving import Server, events
@@ -149,3 +151,26 @@ def test_only_what_can_be_a_prompt_is_tokenized(dry: Server) -> None:
     assert answer.status_code == 400 and "at most 32768" in answer.json()["error"]["message"]
     kept = dry.post("/generate", {"prompt": long * 20, "truncate_prompt_tokens": 5, "max_tokens": 5})
     assert kept.status_code == 200
+
+
+@pytest.mark.parametrize("fields", [{"max_tokens": 5}, {"max_tokens": 0}, {"max_tokens": 5, "n": 3}])
+def test_a_streamed_echo_has_the_log_probabilities_of_the_prompt(
+    demo: Server, fields: dict[str, Any]
+) -> None:
+    asked = {"prompt": [STORY, "The end."], "temperature": 0, "logprobs": 2, "echo": True, **fields}
+    whole = demo.post("/v1/completions", asked).json()["choices"]
+    *chunks, done = events(demo.post("/v1/completions", {**asked, "stream": True}))
+    assert done == "[DONE]"
+    for choice in whole:
+        pieces = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
+        assert "".join(piece["text"] for piece in pieces) == choice["text"]
+        assert pieces[-1]["finish_reason"] == choice["finish_reason"]
+        assert pieces[0]["logprobs"]["token_logprobs"][0] is None
+        for name, expected in choice["logprobs"].items():
+            found = [value for piece in pieces for value in piece["logprobs"][name]]
+            if name in ("tokens", "text_offset"):
+                assert found == expected
+            else:
+                assert len(found) == len(expected)
+        logprobs = [value for piece in pieces for value in piece["logprobs"]["token_logprobs"][1:]]
+        assert all(value is not None for value in logprobs)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gzip
-import json
 import re
 from typing import Any
 
 import openai
 import pytest
 from serving import JSON, Server, chat, events
+
+FUNCTION = {"name": "f", "parameters": {"type": "object"}}
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
@@ -129,6 +130,12 @@ def test_fields_out_of_range_are_named(dry: Server, fields: dict, name: str) -> 
         ({"chat_template": "{% for i in range(10**9) %}{% endfor %}"}, "chat template"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"functions": []}, "functions"),
+        ({"functions": [{}]}, "functions[0].name"),
+        ({"functions": [FUNCTION], "tools": [{"type": "function", "function": FUNCTION}]}, "functions"),
+        ({"functions": [FUNCTION], "function_call": {"name": "g"}}, "function_call"),
+        ({"functions": [FUNCTION], "function_call": "perhaps"}, "function_call"),
+        ({"function_call": "auto"}, "function_call"),
+        ({"truncate_prompt_tokens": 3, "truncation_side": "middle"}, "truncation_side"),
         ({"modalities": ["audio"]}, "modalities"),
     ],
     ids=lambda v: str(v)[:60],
@@ -347,4 +354,4 @@ def test_still_healthy_and_nothing_leaked(dry: Server) -> None:
     assert stats["blocks"]["used"] == 0
     answer = dry.post(CHAT, chat("Hi", stream=True))
     assert events(answer)[-1] == "[DONE]"
-    assert json.loads(dry.http.get("/health").text) == {"status": "ok"}
+    assert dry.http.get("/health").json() == {"status": "ok", "model": "demo", "mode": "dry-run"}

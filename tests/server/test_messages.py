@@ -17,6 +17,7 @@ SUM = [{"role": "user", "content": "What is 27 + 45?"}]
 ASK = [{"role": "user", "content": "What is the weather in Oakford?"}]
 TWO = [{"role": "user", "content": "What is the weather in Oakford? What is the weather in Westbrook?"}]
 PATH = "/v1/messages"
+SEARCH = {"type": "web_search_20250305", "name": "web_search"}
 
 
 def tool(name: str, **fields: Any) -> dict[str, Any]:
@@ -276,6 +277,49 @@ def test_blocks_become_messages(dry: Server) -> None:
     assert shown(dry, [say], thinking={"type": "adaptive"}).endswith("|True")
 
 
+def test_tools_that_anthropic_runs_are_left_out(dry: Server) -> None:
+    asked = body(SUM, tools=[SEARCH, {"type": "bash_20250124", "name": "bash"}, *TOOLS])
+    answer = dry.post(PATH, asked).json()
+    unused = [warning for warning in answer["warnings"] if "is not used" in warning]
+    assert [warning.split(" is ")[0] for warning in unused] == [
+        "tools[0] of type 'web_search_20250305'",
+        "tools[1] of type 'bash_20250124'",
+    ]
+    count = "/v1/messages/count_tokens"
+    assert dry.post(count, asked).json() == dry.post(count, body(SUM, tools=TOOLS)).json()
+    answer = dry.post(PATH, body(SUM, tools=[SEARCH] * 40, tool_choice={"type": "auto"})).json()
+    assert len(answer["warnings"]) == 17 and answer["warnings"][-1] == "24 more tools are not used"
+    said = [
+        {"role": "user", "content": "Hi"},
+        {
+            "role": "assistant",
+            "content": [
+                {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "x"}},
+                {"type": "web_search_tool_result", "tool_use_id": "s", "content": []},
+                text("So."),
+                {"type": "tool_use", "id": "t", "name": "find", "input": {}},
+            ],
+        },
+        {
+            "role": "user",
+            "content": [
+                {
+                    "type": "tool_result",
+                    "tool_use_id": "t",
+                    "content": [{"type": "tool_reference", "tool_name": "get_weather"}],
+                }
+            ],
+        },
+    ]
+    asked = body(said, chat_template=SHOWS)
+    answer = dry.post(PATH, asked).json()
+    assert "So." in answer["content"][0]["text"] and "get_weather|from find" in answer["content"][0]["text"]
+    assert answer["warnings"] == [
+        "content blocks of type 'server_tool_use' are left out",
+        "content blocks of type 'web_search_tool_result' are left out",
+    ]
+
+
 def test_calls_and_results_become_messages(dry: Server) -> None:
     calls = [
         {"type": "thinking", "thinking": "Hm.", "signature": "x"},
@@ -345,7 +389,11 @@ def test_unknown_fields_are_named(dry: Server) -> None:
             "input must be an object",
         ),
         ({"system": [{"type": "image"}]}, "system[0]"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "web_search_20250305"),
+        ({"tools": [SEARCH], "tool_choice": {"type": "any"}}, "tool_choice needs tools"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "tool_reference", "tool_name": "f"}]}]},
+            "tool_reference",
+        ),
         ({"tools": [{"name": "f"}]}, "input_schema"),
         ({"tools": [{"name": 5, "input_schema": {}}]}, "tools[0].function.name"),
         ({"tool_choice": {"type": "any"}}, "tool_choice needs tools"),

@@ -286,6 +286,181 @@ def test_items_become_messages(dry: Server) -> None:
     )
 
 
+def test_tools_that_openai_runs_are_left_out(dry: Server, check: Check) -> None:
+    crm = {
+        "type": "namespace",
+        "name": "crm",
+        "description": "Customers",
+        "tools": [
+            {"type": "function", "name": "find", "parameters": {"type": "object"}},
+            {"type": "custom", "name": "note"},
+        ],
+    }
+    others = [{"type": "web_search"}, {"type": "custom", "name": "patch"}, {"type": "local_shell"}]
+    call = '<tool_call>\n{"name": "crm__find", "arguments": {"a": 1}}\n</tool_call>'
+    asked = body("Hi", tools=[*TOOLS, crm, *others], chat_template=f"{call}{{% if tools %}}{{% endif %}}")
+    whole = both(dry, asked, check)
+    (item,) = whole["output"]
+    assert (item["type"], item["namespace"], item["name"]) == ("function_call", "crm", "find")
+    assert [warning.split(" is not used")[0] for warning in whole["warnings"]] == [
+        "tools[3].tools[1] 'note' of type 'custom'",
+        "tools[4] of type 'web_search'",
+        "tools[5] 'patch' of type 'custom'",
+        "tools[6] of type 'local_shell'",
+    ]
+    assert both(dry, body("Hi", tools=others), check)["output"][0]["type"] == "message"
+    listed = "{% for t in tools %}[{{ t.function.name }}]{% endfor %}"
+    choice = {
+        "type": "allowed_tools",
+        "mode": "auto",
+        "tools": [{"type": "function", "name": "crm__find"}, others[0]],
+    }
+    answer = dry.post(
+        PATH, body("Hi", tools=[*TOOLS, crm, *others], tool_choice=choice, chat_template=listed)
+    )
+    assert texts(answer.json()) == "[crm__find]"
+
+
+def test_items_of_other_tools(dry: Server) -> None:
+    called = {"type": "custom_tool_call", "call_id": "1", "name": "patch", "input": "*** Begin"}
+    items = [
+        {"type": "function_call", "call_id": "0", "namespace": "crm", "name": "find", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "0", "output": "none"},
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
+        called,
+        {"type": "custom_tool_call_output", "call_id": "1", "output": "done"},
+    ]
+    answer = dry.post(PATH, body(items, chat_template=SHOWS)).json()
+    assert texts(answer) == (
+        '[assistant||crm__find {}][tool|none|from crm__find][assistant||patch {"input": "*** Begin"}][tool|done|from patch]'
+    )
+    assert answer["warnings"] == ["input items of type 'web_search_call' are left out"]
+
+
+def test_input_items_and_references(client: openai.OpenAI, demo: Server, dry: Server, check: Check) -> None:
+    first = client.responses.create(model="demo", input=SUM, temperature=0)
+    asked = [{"role": "assistant", "content": "Hm."}, {"role": "user", "content": "And 1 + 1?"}]
+    second = client.responses.create(model="demo", input=asked, previous_response_id=first.id, temperature=0)
+    listed = client.responses.input_items.list(second.id, order="asc")
+    said = [(item.role, item.content[0].type, item.content[0].text) for item in listed.data]
+    assert said == [
+        ("user", "input_text", SUM),
+        ("assistant", "output_text", first.output_text),
+        ("assistant", "output_text", "Hm."),
+        ("user", "input_text", "And 1 + 1?"),
+    ]
+    pages = [item.id for item in client.responses.input_items.list(second.id, limit=1)]  # follows the pages
+    assert pages == [item.id for item in reversed(listed.data)] and listed.data[1].id == first.output[0].id
+    check(demo.http.get(f"{PATH}/{second.id}/input_items").json(), "ResponseItemList")
+    for query in ("limit=0", "limit=101", "limit=x", "order=up", "after=nobody"):
+        refused = demo.http.get(f"{PATH}/{second.id}/input_items?{query}")
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == query.split("=")[0]
+    with pytest.raises(openai.NotFoundError):
+        client.responses.input_items.list("resp_nobody")
+
+    stored = dry.post(PATH, body("Hi", chat_template="You")).json()
+    reference = {"type": "item_reference", "id": stored["output"][0]["id"]}
+    assert shown(dry, [{"role": "user", "content": "Hi"}, reference]) == "[user|Hi][assistant|You]"
+
+
+def test_tokens_are_counted(client: openai.OpenAI) -> None:
+    for fields in ({}, {"instructions": "Be kind."}, {"tools": TOOLS}):
+        response = client.responses.create(model="demo", input=SUM, temperature=0, **fields)
+        counted = client.responses.input_tokens.count(model="demo", input=SUM, **fields)
+        assert counted.input_tokens == response.usage.input_tokens
+        assert counted.object == "response.input_tokens"
+    more = client.responses.input_tokens.count(input="And?", previous_response_id=response.id)
+    alone = client.responses.input_tokens.count(input="And?")
+    assert more.input_tokens > alone.input_tokens + 20
+    with pytest.raises(openai.BadRequestError, match="at least one item"):
+        client.responses.input_tokens.count(model="demo")
+
+
+@pytest.mark.parametrize(
+    "fields", [{}, {"input": TWO, "tools": TOOLS}, {"max_output_tokens": 3}, {"top_logprobs": 1}]
+)
+def test_a_stored_response_is_streamed(demo: Server, check: Check, fields: dict[str, Any]) -> None:
+    live = named_events(demo.post(PATH, {**body(SUM), **fields, "stream": True}))
+    final = live[-1]["response"]
+    path = f"{PATH}/{final['id']}?stream=true"
+    again = named_events(demo.http.get(path))
+    for event in again:
+        check(event, "ResponseStreamEvent")
+    assert told(again) == final
+
+    def without_deltas(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        kept = [event for event in events if not event["type"].endswith(".delta")]
+        return [{**event, "sequence_number": 0} for event in kept]
+
+    assert without_deltas(again) == without_deltas(live)
+    assert named_events(demo.http.get(f"{path}&starting_after=2")) == again[3:]
+    assert demo.http.get(f"{path}&starting_after=x").status_code == 400
+
+
+def test_the_client_streams_a_stored_response(client: openai.OpenAI) -> None:
+    response = client.responses.create(model="demo", input=SUM, temperature=0)
+    *_, last = client.responses.retrieve(response.id, stream=True)
+    assert last.type == "response.completed" and last.response == response
+
+
+def test_conversations(client: openai.OpenAI, demo: Server, check: Check) -> None:
+    rule = {"type": "message", "role": "user", "content": "Hello."}
+    conversation = client.conversations.create(items=[rule], metadata={"who": "me"})
+    assert conversation.id.startswith("conv_") and conversation.metadata == {"who": "me"}
+    first = client.responses.create(
+        model="demo", input=ASK, tools=TOOLS, conversation=conversation.id, temperature=0
+    )
+    (call,) = first.output
+    assert first.conversation.id == conversation.id
+    output = {
+        "type": "function_call_output",
+        "call_id": call.call_id,
+        "output": '{"condition": "sunny", "temperature": 21}',
+    }
+    second = client.responses.create(
+        model="demo", input=[output], tools=TOOLS, conversation=conversation.id, temperature=0, store=False
+    )
+    assert "sunny" in second.output_text
+    items = client.conversations.items.list(conversation.id, order="asc").data
+    assert [item.type for item in items] == [
+        "message",
+        "message",
+        "function_call",
+        "function_call_output",
+        "message",
+    ]
+    assert items[-1].content[0].text == second.output_text
+    found = demo.http.get(f"/v1/conversations/{conversation.id}/items?limit=2").json()
+    assert found["has_more"]
+    check(found, "ConversationItemList")
+    check(demo.http.get(f"/v1/conversations/{conversation.id}").json(), "ConversationResource")
+
+    added = client.conversations.items.create(conversation.id, items=[rule, rule]).data
+    assert client.conversations.items.retrieve(added[1].id, conversation_id=conversation.id) == added[1]
+    client.conversations.items.delete(added[0].id, conversation_id=conversation.id)
+    client.conversations.items.delete(call.id, conversation_id=conversation.id)  # its output stays
+    assert len(client.conversations.items.list(conversation.id).data) == 5
+    assert (
+        client.responses.create(model="demo", input=SUM, conversation=conversation.id).status == "completed"
+    )
+    assert client.conversations.update(conversation.id, metadata={"a": "b"}).metadata == {"a": "b"}
+    with pytest.raises(openai.BadRequestError, match="at most 20"):
+        client.conversations.items.create(conversation.id, items=[rule] * 21)
+    with pytest.raises(openai.BadRequestError, match=r"items\[0\]") as refused:
+        client.conversations.items.create(conversation.id, items=[{"type": "mystery"}])
+    assert refused.value.param == "items"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(conversation.id)  # is no response
+    assert client.conversations.delete(conversation.id).deleted
+    for missing in (
+        client.conversations.retrieve,
+        client.conversations.delete,
+        client.conversations.items.list,
+    ):
+        with pytest.raises(openai.NotFoundError):
+            missing(conversation.id)
+
+
 def test_previous_responses_without_their_instructions(dry: Server) -> None:
     first = dry.post(PATH, body("Hi", instructions="Be kind.", chat_template="You")).json()
     previous = first["id"]
@@ -306,7 +481,29 @@ def test_previous_responses_without_their_instructions(dry: Server) -> None:
         ({"input": [{"role": "user", "content": 5}]}, "input[0].content", "input"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "call_id", "input"),
         ({"input": [{"type": "function_call_output", "call_id": "1"}]}, "output must be", "input"),
-        ({"tools": [{"type": "web_search"}]}, "web_search", "tools"),
+        (
+            {"tools": [{"type": "web_search"}], "tool_choice": "required"},
+            "tool_choice needs tools",
+            "tool_choice",
+        ),
+        (
+            {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}},
+            "'web_search'",
+            "tool_choice",
+        ),
+        ({"tools": [{"type": "namespace", "tools": []}]}, "tools[0].name", "tools"),
+        ({"tools": [{"type": "namespace", "name": "crm"}]}, "tools[0].tools", "tools"),
+        (
+            {"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]},
+            "belongs to no function_call",
+            "input",
+        ),
+        (
+            {"input": [{"type": "custom_tool_call_output", "call_id": "1", "output": "x"}]},
+            "belongs to no function_call",
+            "input",
+        ),
+        ({"input": [{"type": "mystery"}]}, "'mystery'", "input"),
         ({"tools": [{"type": "function"}]}, "tools[0].function.name", "tools"),
         ({"tool_choice": "required"}, "tool_choice needs tools", "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "x"}}, "'x'", "tool_choice"),
@@ -318,7 +515,9 @@ def test_previous_responses_without_their_instructions(dry: Server) -> None:
         ({"metadata": {"a": "x" * 513}}, "at most 16 pairs", "metadata"),
         ({"metadata": {str(i): "x" for i in range(17)}}, "at most 16 pairs", "metadata"),
         ({"background": True}, "background", "background"),
-        ({"conversation": "x"}, "conversation", "conversation"),
+        ({"conversation": "x"}, "conversation: 'x' does not exist", "conversation"),
+        ({"conversation": {"name": "x"}}, "object with an id", "conversation"),
+        ({"conversation": "x", "previous_response_id": "y"}, "not both", "conversation"),
         ({"previous_response_id": "resp_x"}, "resp_x", "previous_response_id"),
         ({"n": 2}, "n must be 1", "n"),
         ({"max_output_tokens": 0}, "max_output_tokens", "max_output_tokens"),
@@ -359,7 +558,6 @@ def test_few_are_kept_and_each_for_its_own_client(small: Server) -> None:
     ids.append(ask())
     assert [status(i, a) for i in ids] == [200, 404, 200]
     assert small.http.post(f"{PATH}/{ids[0]}/cancel", headers=a).status_code == 400
-    assert small.http.get(f"{PATH}/{ids[0]}?stream=true", headers=a).status_code == 400
 
 
 def test_a_stream_that_fails(small: Server, check: Check) -> None:

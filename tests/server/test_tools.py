@@ -32,7 +32,7 @@ def joined(chunks: list[dict[str, Any]], index: int = 0) -> dict[str, Any]:
     found: dict[str, Any] = {"content": "", "reasoning": "", "calls": []}
     for choice in [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]:
         delta = choice["delta"]
-        found["content"] += delta.get("content", "")
+        found["content"] += delta.get("content") or ""
         found["reasoning"] += delta.get("reasoning", "")
         assert delta.get("reasoning") == delta.get("reasoning_content")
         for part in delta.get("tool_calls", []):
@@ -70,6 +70,8 @@ def both(server: Server, body: dict[str, Any]) -> list[dict[str, Any]]:
     whole = [said(choice) for choice in response.json()["choices"]]
     *chunks, done = events(server.post(PATH, {**body, "stream": True}))
     assert done == "[DONE]"
+    opening = chunks[0]["choices"][0]["delta"]
+    assert opening == {"role": "assistant", "content": None if body.get("tools") else ""}
     assert [joined(chunks, index) for index in range(len(whole))] == whole
     return whole
 
@@ -193,6 +195,31 @@ def test_schemas_that_cannot_be_enforced(constrained: Server) -> None:
     assert constrained.post(PATH, chat("Hi", tools=[tool], max_tokens=2)).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("schema", "says"),
+    [
+        ({"type": "unknown_type"}, "tools[1] 'f': properties.a.type must be one of string,"),
+        ({"items": {"anyOf": [{"type": "text"}]}}, "tools[1] 'f': properties.a.items.anyOf[0].type must be"),
+        ({"minContains": 2}, "properties.a "),
+    ],
+)
+def test_errors_in_schemas_name_the_function_and_the_path(
+    constrained: Server, schema: dict[str, Any], says: str
+) -> None:
+    parameters = {"type": "object", "properties": {"a": schema}}
+    tools = [
+        TOOLS[0],
+        {"type": "function", "function": {"name": "f", "parameters": parameters, "strict": True}},
+    ]
+    error = constrained.post(PATH, chat("Hi", tools=tools)).json()["error"]
+    assert says in error["message"] and error["message"].startswith("tools[1] 'f': ")
+    assert error["param"] == "tools"
+    if "minContains" not in schema:
+        wanted = {"type": "json_schema", "json_schema": {"name": "f", "schema": parameters}}
+        error = constrained.post(PATH, chat("Hi", response_format=wanted)).json()["error"]
+        assert says.split("'f': ")[1] in error["message"] and error["param"] == "response_format"
+
+
 def test_strict_tools_and_json_beside_tools(constrained: Server) -> None:
     strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
     (found,) = both(constrained, ask(ASK, tools=strict))
@@ -286,3 +313,40 @@ def test_parsers_by_flag(other: Server) -> None:
 def test_unknown_parsers_are_refused(flag: str) -> None:
     with pytest.raises(RuntimeError, match="got 'nonsense'"), serving("demo", "--dry-run", flag, "nonsense"):
         pass
+
+
+# --------------------------------------------------------------------------------- functions before tools
+
+
+def test_functions_are_called_and_answered_from(client: openai.OpenAI) -> None:
+    functions = [tool["function"] for tool in TOOLS]
+    asked = [{"role": "user", "content": ASK}]
+    options: dict[str, Any] = {"model": "demo", "functions": functions, "temperature": 0}
+    (choice,) = client.chat.completions.create(messages=asked, **options).choices
+    call = choice.message.function_call
+    assert choice.finish_reason == "function_call" and not choice.message.tool_calls
+    assert (call.name, json.loads(call.arguments)) == ("get_weather", {"city": "Oakford"})
+    pieces = [
+        chunk.choices[0] for chunk in client.chat.completions.create(messages=asked, stream=True, **options)
+    ]
+    calls = [piece.delta.function_call for piece in pieces if piece.delta.function_call]
+    assert calls[0].name == call.name and "".join(c.arguments for c in calls) == call.arguments
+    assert pieces[-1].finish_reason == "function_call"
+    asked += [
+        {
+            "role": "assistant",
+            "content": None,
+            "function_call": {"name": call.name, "arguments": call.arguments},
+        },
+        {"role": "function", "name": call.name, "content": '{"condition": "sunny", "temperature": 21}'},
+    ]
+    (choice,) = client.chat.completions.create(messages=asked, **options).choices
+    assert choice.message.content == "The weather in Oakford is sunny, with 21 degrees."
+    (choice,) = client.chat.completions.create(
+        messages=asked[:1], **{**options, "function_call": {"name": functions[-1]["name"]}}
+    ).choices
+    assert choice.message.function_call.name == functions[-1]["name"]
+    (choice,) = client.chat.completions.create(
+        messages=asked[:1], **{**options, "function_call": "none"}
+    ).choices
+    assert choice.message.function_call is None and choice.finish_reason == "stop"

@@ -20,9 +20,10 @@ from quire.serve.answer.tools.calls import CallOptions
 from quire.serve.answer.tools.hermes import HermesParser
 from quire.serve.api.anthropic.input import chat_of as chat_of_messages
 from quire.serve.api.protocol.messages import MessagesRequest
-from quire.serve.api.protocol.responses import ResponseObject, ResponsesRequest
+from quire.serve.api.protocol.responses import ResponsesRequest
 from quire.serve.api.responses.input import chat_of as chat_of_items
-from quire.serve.api.responses.store import ResponseStore
+from quire.serve.api.responses.items import StoredItem
+from quire.serve.api.responses.store import ResponseStore, StoredConversation, StoredResponse
 from quire.serve.http.auth import ApiClient
 from quire.serve.http.errors import ApiError
 from quire.types import CompletionOutput, RequestError
@@ -170,30 +171,40 @@ def test_prompts_are_those_of_chats(path: Path | None) -> None:
 
 
 def test_the_store_keeps_to_the_bounds_of_each_client() -> None:
-    def response(name: str) -> ResponseObject:
-        options: dict[str, Any] = dict.fromkeys(ResponseObject.__struct_fields__)
-        return ResponseObject(**{**options, "id": name})
+    item = StoredItem("msg_1", b"x" * 1000)
 
-    a, b, message = ApiClient("a"), ApiClient("b", weight=3.0), {"role": "user", "content": "x" * 1000}
+    def response(name: str, items: int = 1) -> StoredResponse:
+        return StoredResponse(name, b"y" * 1000, (item,) * (items - 1), (item,))
+
+    def ids(client: ApiClient) -> list[str]:
+        return [stored.id for stored in store.all_of(client)]
+
+    a, b = ApiClient("a"), ApiClient("b", weight=3.0)
     store = ResponseStore(3, 40_000, total_weight=4.0)
-    store.put(b, response("1"), [message])
+    store.put(b, response("1"))
     for name in "1234":
-        store.put(a, response(name), [message])
-    assert len(store) == 4 and store.get(a, "1") is None and store.get(b, "2") is None
-    assert store.get(b, "1") is not None, "another client displaced it"
-    assert store.get(a, "2") is not None and store.get(a, "2").messages() == [message]  # used last
-    store.put(a, response("4"), [message])  # again
-    assert len(store) == 4
-    store.put(a, response("5"), [message] * 6)  # older ones make room
-    assert store.get(a, "3") is None and store.get(a, "5") is not None and store.size <= 40_000
-    store.put(a, response("6"), [message] * 12)  # larger than the client's share
-    assert len(store) == 1 and store.get(b, "1") is not None
-    store.put(b, response("7"), [message] * 12)
-    assert store.get(b, "7") is not None and not store.delete(a, "7") and store.delete(b, "7")
+        store.put(a, response(name))
+    assert ids(a) == ["4", "3", "2"] and ids(b) == ["1"]
+    found = store.get(a, "2", StoredResponse)
+    assert found is not None and found.items == (item,) and ids(a) == ["2", "4", "3"]
+    store.put(a, response("4"))  # again
+    assert ids(a) == ["4", "2", "3"] and store.size == 8000
+    store.put(a, response("5", 7))  # older ones make room
+    assert ids(a) == ["5", "4"] and store.size == 12_000
+    store.put(a, response("6", 12))  # larger than the client's share
+    assert not ids(a) and ids(b) == ["1"]
+    store.put(b, response("7", 12))
+    assert not store.delete(a, "7", StoredResponse) and store.delete(b, "7", StoredResponse)
     for number in range(50):
-        store.put(a, response(f"n{number}"), [message])
-    assert store.get(b, "1") is not None and len(store) == 4
-    assert store.delete(b, "1") and not store.delete(b, "1")
+        store.put(a, response(f"n{number}"))
+    assert ids(b) == ["1"] and len(store) == 4
+    assert store.delete(b, "1", StoredResponse) and not store.delete(b, "1", StoredResponse)
+
+    store.put(b, StoredConversation("conv_1", 0, {"who": "me"}, (item, item)))
+    assert store.get(b, "conv_1", StoredResponse) is None and not store.delete(b, "conv_1", StoredResponse)
+    known = store.get(b, "conv_1", StoredConversation)
+    assert known is not None and known.size == 2005
+    assert store.delete(b, "conv_1", StoredConversation) and not ids(b)
 
 
 TEXT = "<think>\nSo\n</think>\n\nHi <tool_call>\n" + '{"name": "f", "arguments": {"a": 1}}\n</tool_call>'

@@ -65,7 +65,7 @@ def test_what_cannot_fit_is_not_tokenized(monkeypatch: pytest.MonkeyPatch) -> No
     assert tokenized == ["x" * 20], "the first piece shows it"
 
 
-def test_the_last_tokens_of_a_text_need_little_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ends_of_a_text_need_little_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[int] = []
     encode = TOKENIZER.encode
     monkeypatch.setattr(
@@ -76,8 +76,10 @@ def test_the_last_tokens_of_a_text_need_little_of_it(monkeypatch: pytest.MonkeyP
     for keep in (1, 7, 100, 3000):
         seen.clear()
         assert length.last_tokens(TOKENIZER, text, keep, True) == whole[-keep:]
-        assert sum(seen) < 20 * (keep + 8)
+        assert length.first_tokens(TOKENIZER, text, keep, True) == whole[:keep]
+        assert sum(seen) < 40 * (keep + 8)
     assert length.last_tokens(TOKENIZER, "ab", 5, True) == [257, 97, 98]
+    assert length.first_tokens(TOKENIZER, "ab", 2, True) == [257, 97]
     spaces = " " * 100_000  # a token has few of them
     assert length.last_tokens(TOKENIZER, spaces, 50, False) == encode(spaces, False)[-50:]
 

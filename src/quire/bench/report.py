@@ -132,11 +132,12 @@ def details(run: Run) -> dict[str, list[Any]]:
     return found
 
 
-def result_name(found: dict[str, Any], kind: str) -> str:
-    """Return a file name for a result, made of its label, request rate, model and time."""
+def result_name(found: dict[str, Any], kind: str, stamped: bool = True) -> str:
+    """Return a file name for a result, made of its label, request rate, model and, if `stamped`, time."""
     model = str(found["model_id"]).rstrip("/").split("/")[-1]
     rate = f"-{found['request_rate']}qps" if "request_rate" in found else ""
-    return f"{found.get('label') or kind}{rate}-{model}-{datetime.now():%Y%m%d-%H%M%S}.json"
+    time = f"-{datetime.now():%Y%m%d-%H%M%S}" if stamped else ""
+    return f"{found.get('label') or kind}{rate}-{model}{time}.json"
 
 
 def save(path: Path, found: dict[str, Any], append: bool = False) -> None:

@@ -198,5 +198,7 @@ def _save(args: argparse.Namespace, result: dict[str, Any]) -> None:
     if args.output_json:
         save(args.output_json, result)
     if args.save_result or args.append_result:
-        path = args.result_dir / (args.result_filename or result_name(result, "serve"))
+        path = args.result_dir / (
+            args.result_filename or result_name(result, "serve", stamped=not args.append_result)
+        )
         save(path, result, args.append_result)

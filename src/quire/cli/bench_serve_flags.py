@@ -61,7 +61,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_figure_arguments(parser)
     add_result_arguments(parser)
     group = parser.add_argument_group("more results")
-    group.add_argument("--append-result", action="store_true", help="append a line to the result file")
+    group.add_argument(
+        "--append-result",
+        action="store_true",
+        help="append a line to the result file, whose name then has no time",
+    )
     group.add_argument(
         "--metadata", nargs="*", default=[], metavar="KEY=VALUE", help="fields to add to the result"
     )

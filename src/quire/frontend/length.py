@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from quire.frontend.tokenizer.tokenizer import Tokenizer
 from quire.types import RequestError
 
@@ -64,10 +66,26 @@ def check_room(field: str, max_tokens: int, prompt_tokens: int, max_model_len: i
 
 def last_tokens(tokenizer: Tokenizer, text: str, keep_last: int, add_special_tokens: bool) -> list[int]:
     """Return the last `keep_last` tokens of `text`. Tokenizes only slightly more than its end."""
-    needed = keep_last + _CUT_TOKENS
+    return _edge_tokens(tokenizer, text, keep_last, add_special_tokens, lambda size: text[-size:])[
+        -keep_last:
+    ]
+
+
+def first_tokens(tokenizer: Tokenizer, text: str, keep_first: int, add_special_tokens: bool) -> list[int]:
+    """Return the first `keep_first` tokens of `text`. Tokenizes only slightly more than its beginning."""
+    return _edge_tokens(tokenizer, text, keep_first, add_special_tokens, lambda size: text[:size])[
+        :keep_first
+    ]
+
+
+def _edge_tokens(
+    tokenizer: Tokenizer, text: str, keep: int, add_special_tokens: bool, cut: Callable[[int], str]
+) -> list[int]:
+    """Return at least `keep` tokens of one end of `text`, or all it has; `cut(n)` returns n characters of that end."""
+    needed = keep + _CUT_TOKENS
     size = _TYPICAL_CHARS * needed
     while True:
-        ids = tokenizer.encode(text[-size:], add_special_tokens)
+        ids = tokenizer.encode(cut(size), add_special_tokens)
         if len(ids) >= needed or size >= min(len(text), max_chars_of(tokenizer, needed)):
-            return ids[-keep_last:]
+            return ids
         size *= 2

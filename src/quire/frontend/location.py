@@ -81,6 +81,22 @@ def locate_tokenizer(name: str, revision: str | None = None) -> Path:
     return _fetch(name, revision, _HUB_FILES[1:])
 
 
+def fetch_model(name: str, revision: str | None = None, progress: type[Any] | None = None) -> Path:
+    """Fetch the missing files of a Hugging Face repository into the local cache; return its folder there.
+
+    Args:
+        name: a Hugging Face id.
+        revision: branch, tag or commit.
+        progress: a class like `tqdm.tqdm` whose bars are told about the bytes; an exception in it ends the fetch.
+
+    Raises:
+        ModelError: if it cannot be fetched.
+    """
+    if not _HUB_ID.fullmatch(name):
+        raise ModelError(f"{name[:128]!r} is not a Hugging Face id, such as Qwen/Qwen3-0.6B: check the name")
+    return _fetch(name, revision, _HUB_FILES, progress)
+
+
 def _folder(path: Path, name: str) -> ModelFiles:
     if not (path / "config.json").is_file():
         if name in BUILT_IN:
@@ -91,7 +107,7 @@ def _folder(path: Path, name: str) -> ModelFiles:
     return ModelFiles(path, "folder", name)
 
 
-def _fetch(name: str, revision: str | None, files: list[str]) -> Path:
+def _fetch(name: str, revision: str | None, files: list[str], progress: type[Any] | None = None) -> Path:
     """Return the snapshot of a Hugging Face repository in the local cache, fetching missing files.
 
     The library itself honours HF_TOKEN, HF_HOME and HF_HUB_OFFLINE.
@@ -99,6 +115,8 @@ def _fetch(name: str, revision: str | None, files: list[str]) -> Path:
     import huggingface_hub
 
     options: dict[str, Any] = {"revision": revision, "allow_patterns": files, "ignore_patterns": _HUB_SKIPPED}
+    if progress is not None:
+        options["tqdm_class"] = progress
     try:
         return Path(huggingface_hub.snapshot_download(name, **options))
     except Exception as error:  # each library below has its own exception classes

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 from quire.config import EngineConfig
 from quire.frontend.client import ipc as msg
 from quire.frontend.client.channel import frame
-from quire.frontend.length import check_room, last_tokens
+from quire.frontend.length import check_room, first_tokens, last_tokens
 from quire.frontend.model import processor_of, tokenizer_of
 from quire.frontend.output import OutputAssembler, RequestState
 from quire.frontend.processor import Prompt
@@ -62,11 +62,12 @@ class PromptJob:
     priority: int = 0
     cache_salt: str = ""
     add_special_tokens: bool = True
-    keep_last: int | None = None  # number of prompt tokens to keep, from the end; None: all
+    keep: int | None = None  # number of prompt tokens to keep; None: all
     echo: bool = False  # return the text of the prompt, even if it was sent as token ids
     pooling: Pooling | None = None  # return the prompt's pooled hidden states
     # Request field that set max_tokens, which must then fit into the context; None: clip it to what fits.
     length_field: str | None = None
+    keep_first: bool = False  # keep tokens at the beginning of the prompt, not at its end
 
 
 @dataclass(slots=True)
@@ -201,11 +202,12 @@ class AsyncEngine:
     def _prepare_one(self, job: PromptJob, client: ApiClient, arrival_s: float) -> PreparedRequest:
         name = f"{next(self._ids):x}"
         prompt = job.prompt
-        if job.keep_last is not None:
+        if job.keep is not None:
             if isinstance(prompt, str):
-                prompt = last_tokens(self.tokenizer, prompt, job.keep_last, job.add_special_tokens)
+                cut = first_tokens if job.keep_first else last_tokens
+                prompt = cut(self.tokenizer, prompt, job.keep, job.add_special_tokens)
             assert isinstance(prompt, list)
-            prompt = prompt[-job.keep_last :]
+            prompt = prompt[: job.keep] if job.keep_first else prompt[-job.keep :]
         salt = prefix_salt(client, job.cache_salt, self.settings.share_prefix_cache)
         requests = self.processor.process(
             name, prompt, job.params, job.priority, salt, job.add_special_tokens, job.pooling

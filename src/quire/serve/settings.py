@@ -23,6 +23,9 @@ class ServeConfig:
     host: str = _setting("127.0.0.1", "address to listen on; 0.0.0.0 accepts connections from the network")
     port: int = _setting(8000, "port to listen on; 0 picks a free port and prints it")
     served_model_name: list[str] = _list("model names accepted in requests; answers carry the first one")
+    any_model_name: bool = _setting(
+        False, "accept every model name in requests, for clients that send one of their own; answers carry it"
+    )
     strict: bool = _setting(False, "refuse requests with unknown fields instead of answering with a warning")
 
     api_key: list[str] = _list("accepted API keys; clients must send one of them (also QUIRE_API_KEY)")
@@ -64,6 +67,10 @@ class ServeConfig:
     shutdown_timeout: float = _setting(
         30.0,
         "seconds that open requests may continue after SIGTERM; a second signal stops the server at once",
+    )
+
+    allow_pull: bool = _setting(
+        False, "let clients of Ollama's API download models into the Hugging Face cache (POST /api/pull)"
     )
 
     pooling: str = _setting(

@@ -147,6 +147,10 @@ class Tokenizer:
         """Return the text of one token, to be read by people. Special tokens are shown by name."""
         return self.token_bytes(token).decode("utf-8", "replace")
 
+    def piece(self, token: int) -> str:
+        """Return a token as the vocabulary spells it, such as `Ġthe`; empty for an id outside the vocabulary."""
+        return self._backend.piece_of(token) or ""
+
     def token_id(self, piece: str) -> int | None:
         """Return the id of a piece as the vocabulary spells it, such as `<|im_end|>`, or None."""
         return self._backend.id_of(piece)
@@ -184,6 +188,9 @@ class NoTokenizer(Tokenizer):
 
     def opening_bytes(self, token: int) -> bytes:
         return b""
+
+    def piece(self, token: int) -> str:
+        return ""
 
     def token_id(self, piece: str) -> int | None:
         return None

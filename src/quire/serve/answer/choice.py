@@ -31,12 +31,16 @@ from quire.serve.api.protocol.chat import (
 from quire.types import CompletionOutput
 
 
-def _delta_of(event: ParserEvent) -> Delta:
+def _delta_of(event: ParserEvent, legacy: bool) -> Delta:
     match event:
         case Content(text):
             return Delta(content=text)
         case Reasoning(text):
             return Delta(reasoning=text, reasoning_content=text)
+        case ToolCall(_, _, name) if legacy:
+            return Delta(function_call=FunctionCall(name, ""))
+        case Arguments(_, text) if legacy:
+            return Delta(function_call=FunctionCall(arguments=text))
         case ToolCall(index, id, name):
             return Delta(tool_calls=[ToolCallPart(index, id, "function", FunctionCall(name, ""))])
         case Arguments(index, text):
@@ -58,6 +62,9 @@ class ChatChoiceBuilder:
         as_ids: bool,
         token_ids: bool,
         reasoning: bool,
+        legacy: bool = False,
+        has_tools: bool = False,
+        with_end: bool = False,
     ) -> None:
         """Create a builder.
 
@@ -71,11 +78,15 @@ class ChatChoiceBuilder:
             as_ids: write tokens as `token_id:N`.
             token_ids: return the token ids.
             reasoning: include the reasoning.
+            legacy: write the call as `function_call`, as before there were tools.
+            has_tools: the message may turn out to be a call, so a stream does not begin with empty content.
+            with_end: the token that ends the answer is part of the content, and so are its log-probabilities.
         """
         self.index = index
         self._parser, self._tokenizer = parser, tokenizer
         self._role, self._prefix = role, prefix
         self._top, self._as_ids, self._token_ids, self._reasoning = top_logprobs, as_ids, token_ids, reasoning
+        self._legacy, self._has_tools, self._with_end = legacy, has_tools, with_end
         self._started = False
         self._has_calls = False
         self._held_logprobs: ChoiceLogprobs | None = None  # of tokens whose text has not been emitted
@@ -92,13 +103,13 @@ class ChatChoiceBuilder:
 
     def _finish_reason(self, output: CompletionOutput) -> str | None:
         if output.finish_reason == "stop" and self._has_calls:
-            return "tool_calls"
+            return "function_call" if self._legacy else "tool_calls"
         return output.finish_reason
 
     def _logprobs(self, output: CompletionOutput) -> ChoiceLogprobs | None:
         if self._top is None or output.logprobs is None:
             return None
-        return chat_logprobs(output.token_ids, output.logprobs, self._top, self._tokenizer, self._as_ids)
+        return chat_logprobs(output, self._top, self._tokenizer, self._as_ids, self._with_end)
 
     def message(self, output: CompletionOutput) -> ChatChoice:
         """Return the choice with its whole output."""
@@ -120,20 +131,22 @@ class ChatChoiceBuilder:
             AssistantMessage(
                 self._role,
                 content if content or not calls else None,
-                tool_calls=calls or UNSET,
-                reasoning=reasoning or UNSET,
-                reasoning_content=reasoning or UNSET,
+                tool_calls=UNSET if self._legacy else calls or UNSET,
+                function_call=calls[0].function if self._legacy and calls else UNSET,
+                reasoning=reasoning or None,
+                reasoning_content=reasoning or None,
             ),
             self._logprobs(output),
             self._finish_reason(output) or "stop",
             output.stop_reason,
-            output.token_ids if self._token_ids else UNSET,
+            output.token_ids if self._token_ids else None,
         )
 
     def chunks(self, output: CompletionOutput) -> list[ChunkChoice]:
         """Return new output as pieces of a stream: the role first, the finish reason last."""
-        first = [] if self._started else [ChunkChoice(self.index, Delta(role=self._role, content=""))]
-        pieces = [ChunkChoice(self.index, _delta_of(event)) for event in self._events(output)]
+        opening = Delta(role=self._role, content=None if self._has_tools else "")
+        first = [] if self._started else [ChunkChoice(self.index, opening)]
+        pieces = [ChunkChoice(self.index, _delta_of(event, self._legacy)) for event in self._events(output)]
         self._started = True
         reason = self._finish_reason(output)
         if reason is not None:

@@ -6,8 +6,9 @@ blocks   [reasoning        ]   [text         ]   [call                      ]
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from quire.serve.answer.parser import (
     Arguments,
@@ -36,6 +37,15 @@ class ContentBlock:
     def text(self) -> str:
         """The reasoning, the text, or the call's arguments (JSON) so far."""
         return "".join(self.pieces)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments of a call as an object; an empty one if max_tokens cut their JSON off."""
+        try:
+            arguments = json.loads(self.text)
+        except (ValueError, RecursionError):
+            return {}
+        return arguments if isinstance(arguments, dict) else {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from quire.serve.answer.tools.call_grammar import (
     text_with_calls,
 )
 from quire.serve.answer.tools.formats import ToolFormat, choose_format
+from quire.serve.answer.tools.schema_check import check_tool_schemas
 from quire.serve.answer.tools.tool_use import ToolUse
 from quire.serve.api.protocol.chat import ChatRequest
 from quire.serve.http.errors import bad_request
@@ -92,6 +93,8 @@ class AnswerForms:
         tools = choose_format(self.tool_parser, template) if use.choice != "none" else None
         if use.forced:
             _check_forced(use, tools, structured)
+        if tools is not None:
+            check_tool_schemas(chat, use)
         reasoning = choose_reasoning(self.reasoning_parser, template)
         if chat.separate_reasoning is False or (structured is not None and structured.grammar is not None):
             reasoning = None

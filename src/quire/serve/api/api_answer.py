@@ -2,7 +2,7 @@
 
 ApiAnswer
     ChunkedAnswer    OpenAI's chats and completions: a stream of chunks of one shape
-    BlockAnswer      Anthropic's messages and OpenAI's responses: a stream of events about content blocks
+    BlockAnswer      OpenAI's responses, Anthropic's messages, Ollama's answers: a stream about content blocks
 """
 
 from __future__ import annotations
@@ -129,6 +129,10 @@ class ChunkedAnswer(ApiAnswer, Generic[Choice]):
     def _usage(self, final: bool = True) -> Usage:
         """Return the usage so far. Counting reasoning tokens takes time, so only the `final` usage includes them."""
 
+    def _usage_beside(self, choice: Choice) -> Usage:
+        """Return the usage in the chunk with a piece of a choice."""
+        return self._usage(final=False)
+
     @abstractmethod
     def _new_chunk(self, choices: Sequence[Choice]) -> ChatChunk | CompletionResponse:
         """Return a chunk with these choices."""
@@ -141,7 +145,7 @@ class ChunkedAnswer(ApiAnswer, Generic[Choice]):
         """Return the event of a piece of a choice. The last one of a stream without usage carries the receipt."""
         chunk = self._chunk([choice])
         if self._continuous_usage:
-            chunk.usage = self._usage(final=False)
+            chunk.usage = self._usage_beside(choice)
         if choice.finish_reason is not None and not self._include_usage:
             self._unfinished -= 1
             if not self._unfinished:
@@ -174,7 +178,7 @@ class ChunkedAnswer(ApiAnswer, Generic[Choice]):
 
 
 class BlockAnswer(ApiAnswer):
-    """An answer with one choice, as content blocks. Its stream consists of named events about them."""
+    """An answer with one choice, as content blocks. Its stream consists of events about them, by default named ones."""
 
     def __init__(self, opened: OpenChat) -> None:
         super().__init__(opened)
@@ -183,16 +187,20 @@ class BlockAnswer(ApiAnswer):
         self._is_first = True  # no event has been made
 
     @abstractmethod
-    def _opening(self) -> list[dict[str, Any]]:
+    def _opening(self) -> list[Any]:
         """Return the events that begin a stream."""
 
     @abstractmethod
-    def _add(self, output: CompletionOutput) -> list[dict[str, Any]]:
+    def _add(self, output: CompletionOutput) -> list[Any]:
         """Add a piece of the answer, or all of it; return the events for it."""
 
     @abstractmethod
-    def _closing(self) -> list[dict[str, Any]]:
+    def _closing(self) -> list[Any]:
         """Return the events that end a stream."""
+
+    def _encode(self, body: Any) -> bytes:
+        """Encode an event."""
+        return named_event(body)
 
     def _add_all(self) -> CompletionOutput:
         """Add the whole answer and return it."""
@@ -205,7 +213,7 @@ class BlockAnswer(ApiAnswer):
         self._is_first = False
         for _, output in deltas:
             events += self._add(output)
-        return list(map(named_event, events))
+        return list(map(self._encode, events))
 
     def last(self) -> list[bytes]:
-        return list(map(named_event, self._closing()))
+        return list(map(self._encode, self._closing()))

@@ -13,6 +13,7 @@ from quire.serve.answer.generation import ChoiceDelta
 from quire.serve.api.api_answer import ChunkedAnswer, OpenChat
 from quire.serve.api.context import answer_id, read_request
 from quire.serve.api.conversation import open_chat
+from quire.serve.api.legacy_functions import convert_functions
 from quire.serve.api.logprobs import prompt_logprobs
 from quire.serve.api.protocol.chat import ChatChunk, ChatRequest, ChatResponse, ChunkChoice
 from quire.serve.api.protocol.chat import Delta as ContentDelta
@@ -21,14 +22,16 @@ from quire.serve.api.protocol.fields import Usage, usage_of
 
 async def chat_completions(request: Request) -> Response:
     chat, warnings = await read_request(request, ChatRequest)
-    answer = ChatAnswer(await open_chat(request, chat, warnings, must_fit=True))
+    legacy = convert_functions(chat)
+    answer = ChatAnswer(await open_chat(request, chat, warnings, must_fit=True), legacy)
     return await answer.send(request, bool(chat.stream))
 
 
 class ChatAnswer(ChunkedAnswer[ChunkChoice]):
     """The answer to one chat. Owns the builders of its choices."""
 
-    def __init__(self, opened: OpenChat) -> None:
+    def __init__(self, opened: OpenChat, legacy: bool) -> None:
+        """`legacy`: write calls as `function_call`, for a request with `functions`."""
         chat, server = opened.chat, opened.server
         super().__init__(opened, answer_id("chatcmpl", chat.request_id), chat.stream_options)
         self._chat, self._opened = chat, opened
@@ -44,6 +47,9 @@ class ChatAnswer(ChunkedAnswer[ChunkChoice]):
                 as_ids=bool(chat.return_tokens_as_token_ids),
                 token_ids=bool(chat.return_token_ids),
                 reasoning=chat.include_reasoning is not False,
+                legacy=legacy,
+                has_tools=bool(chat.tools),
+                with_end=bool(chat.include_stop_str_in_output),
             )
             for index in range(len(opened.generation.states[0].answers))
         ]
@@ -57,6 +63,7 @@ class ChatAnswer(ChunkedAnswer[ChunkChoice]):
             model=self._model,
             choices=[b.message(o) for b, o in zip(self._builders, output.outputs)],
             usage=self._usage(),
+            system_fingerprint=self._opened.server.fingerprint,
             warnings=self._warnings or UNSET,
         )
         if output.prompt_logprobs is not None:
@@ -77,6 +84,11 @@ class ChatAnswer(ChunkedAnswer[ChunkChoice]):
             self._opened.reasoning_tokens() if final else None,
         )
 
+    def _usage_beside(self, choice: ChunkChoice) -> Usage:
+        if choice.delta.role is UNSET:
+            return super()._usage_beside(choice)
+        return usage_of(self._generation.prompt_tokens, 0, self._generation.cached_tokens)
+
     def chunks(self, deltas: list[ChoiceDelta]) -> list[bytes]:
         return [
             self._choice_event(choice)
@@ -91,7 +103,13 @@ class ChatAnswer(ChunkedAnswer[ChunkChoice]):
         return self._text_event(choice.index, text)
 
     def _new_chunk(self, choices: Sequence[ChunkChoice]) -> ChatChunk:
-        chunk = ChatChunk(id=self._id, created=self._created, model=self._model, choices=list(choices))
+        chunk = ChatChunk(
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            system_fingerprint=self._opened.server.fingerprint,
+            choices=list(choices),
+        )
         if self._is_first and self._chat.return_token_ids:
             chunk.prompt_token_ids = self._generation.states[0].prompt_token_ids
         return chunk

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from quire.serve.answer.generation import ChoiceDelta
 from quire.serve.api.api_answer import ChunkedAnswer, OpenRequest
 from quire.serve.api.context import ServerContext, answer_id, client_of, read_request, server_of
-from quire.serve.api.logprobs import completion_logprobs, prompt_logprobs
+from quire.serve.api.logprobs import Entry, completion_logprobs, prompt_logprobs
 from quire.serve.api.prompts import length_field, prompt_job, prompts_of
 from quire.serve.api.protocol.completions import (
     CompletionChoice,
@@ -26,6 +26,7 @@ from quire.serve.http.errors import bad_request
 from quire.serve.observe.receipt import receipt_maker
 from quire.types import CompletionOutput, RequestOutput, SamplingParams
 
+EchoedLogprobs = Sequence[Entry | None]
 _MAX_TOKENS = 16  # OpenAI's default for this route
 
 
@@ -71,8 +72,6 @@ def _sampling_params(server: ServerContext, completion: CompletionRequest) -> Sa
         max_tokens = defaults.get("max_tokens", _MAX_TOKENS)
     if max_tokens == 0 and completion.echo:
         max_tokens = 1  # only the prompt is scored: the token after it is dropped
-    if completion.echo and completion.stream and completion.logprobs is not None:
-        raise bad_request("echo with logprobs cannot be streamed: set stream to false", "echo")
     logprobs = completion.logprobs
     params = sampling_params(
         completion, defaults, max_tokens, logprobs, server.settings.max_logprobs, engine.info.vocab_size
@@ -88,12 +87,15 @@ class CompletionAnswer(ChunkedAnswer[CompletionChoice]):
     def __init__(self, opened: OpenRequest, completion: CompletionRequest) -> None:
         super().__init__(opened, answer_id("cmpl", completion.request_id), completion.stream_options)
         generation = opened.generation
+        self._fingerprint = opened.server.fingerprint
         self._completion = completion
         self._tokenizer = opened.server.engine.tokenizer
         self._n = len(generation.states[0].answers)
         self._prompt_only = completion.max_tokens == 0
         self._as_ids = bool(completion.return_tokens_as_token_ids)
         self._echoed = [state.prompt or "" if completion.echo else "" for state in generation.states]
+        self._held: list[ChoiceDelta] = []  # of prompts whose log-probabilities have not arrived
+        self._echoes_logprobs = bool(completion.echo) and completion.logprobs is not None
         # Characters sent so far, by index of the choice: log-probabilities come with places in the text.
         self._sent_chars: dict[int, int] = {}
         self._text_only = not (
@@ -119,13 +121,11 @@ class CompletionAnswer(ChunkedAnswer[CompletionChoice]):
 
     def _choice(self, number: int, output: RequestOutput, answer: CompletionOutput) -> CompletionChoice:
         completion, echoed = self._completion, self._echoed[number]
-        if self._prompt_only:
-            answer.text, answer.token_ids, answer.finish_reason = "", [], "length"
-            answer.logprobs = None if answer.logprobs is None else []
+        self._drop_answer(answer)
         choice = CompletionChoice(
             number * self._n + answer.index,
             echoed + answer.text,
-            self._logprobs(output, answer, len(echoed)),
+            self._logprobs(output.prompt_token_ids, output.prompt_logprobs, answer, len(echoed)),
             answer.finish_reason,
             answer.stop_reason,
         )
@@ -135,18 +135,24 @@ class CompletionAnswer(ChunkedAnswer[CompletionChoice]):
             choice.token_ids, choice.prompt_token_ids = answer.token_ids, output.prompt_token_ids
         return choice
 
+    def _drop_answer(self, answer: CompletionOutput) -> None:
+        """Remove the token after a prompt that is only scored (`max_tokens` 0)."""
+        if self._prompt_only:
+            answer.text, answer.token_ids = "", []
+            answer.logprobs = None if answer.logprobs is None else []
+            answer.finish_reason = answer.finish_reason and "length"
+
     def _logprobs(
-        self, output: RequestOutput, answer: CompletionOutput, offset: int
+        self, prompt_ids: list[int], scored: EchoedLogprobs | None, answer: CompletionOutput, offset: int
     ) -> CompletionLogprobs | None:
+        """Return the log-probabilities of an answer that starts at `offset`, after those of an echoed prompt."""
         if answer.logprobs is None:
             return None
         logprobs = completion_logprobs(
             answer.token_ids, answer.logprobs, offset, self._tokenizer, self._as_ids
         )
-        if self._completion.echo and output.prompt_logprobs is not None:
-            prompt = completion_logprobs(
-                output.prompt_token_ids, output.prompt_logprobs, 0, self._tokenizer, self._as_ids
-            )
+        if self._completion.echo and scored is not None:
+            prompt = completion_logprobs(prompt_ids, scored, 0, self._tokenizer, self._as_ids)
             logprobs = CompletionLogprobs(
                 prompt.text_offset + logprobs.text_offset,
                 prompt.token_logprobs + logprobs.token_logprobs,
@@ -157,6 +163,8 @@ class CompletionAnswer(ChunkedAnswer[CompletionChoice]):
 
     def chunks(self, deltas: list[ChoiceDelta]) -> list[bytes]:
         events = []
+        if self._echoes_logprobs:
+            deltas = self._scored(deltas)
         for number, answer in deltas:
             index = number * self._n + answer.index
             if self._text_only and index in self._sent_chars and answer.finish_reason is None:
@@ -165,27 +173,38 @@ class CompletionAnswer(ChunkedAnswer[CompletionChoice]):
                 events.append(self._event(self._piece(number, index, answer)))
         return events
 
+    def _scored(self, deltas: list[ChoiceDelta]) -> list[ChoiceDelta]:
+        """Return the deltas, also those held so far, whose prompts have log-probabilities; hold the others.
+
+        Only the first choice computes those of a prompt, and another choice may have its first token earlier.
+        """
+        states, waiting = self._generation.states, [*self._held, *deltas]
+        ready = [delta for delta in waiting if states[delta.prompt_index].prompt_logprobs is not None]
+        self._held = [delta for delta in waiting if states[delta.prompt_index].prompt_logprobs is None]
+        return ready
+
     def _piece(self, number: int, index: int, answer: CompletionOutput) -> CompletionChoice:
-        is_first = index not in self._sent_chars
-        text = "" if self._prompt_only else answer.text
-        if is_first:
-            text = self._echoed[number] + text
-        offset = self._sent_chars.get(index, 0)
-        self._sent_chars[index] = offset + len(text)
-        choice = CompletionChoice(index, text, None, answer.finish_reason, answer.stop_reason)
-        if answer.logprobs is not None:
-            choice.logprobs = completion_logprobs(
-                answer.token_ids, answer.logprobs, offset, self._tokenizer, self._as_ids
-            )
+        state, is_first = self._generation.states[number], index not in self._sent_chars
+        self._drop_answer(answer)
+        echoed = self._echoed[number] if is_first else ""
+        offset = self._sent_chars.get(index, 0) + len(echoed)
+        self._sent_chars[index] = offset + len(answer.text)
+        choice = CompletionChoice(index, echoed + answer.text, None, answer.finish_reason, answer.stop_reason)
+        scored = state.prompt_logprobs if is_first else None
+        choice.logprobs = self._logprobs(state.prompt_token_ids, scored, answer, offset)
         if self._completion.return_token_ids:
             choice.token_ids = answer.token_ids
             if is_first:
-                choice.prompt_token_ids = self._generation.states[number].prompt_token_ids
+                choice.prompt_token_ids = state.prompt_token_ids
         return choice
 
     def _new_chunk(self, choices: Sequence[CompletionChoice]) -> CompletionResponse:
         return CompletionResponse(
-            id=self._id, created=self._created, model=self._model, choices=list(choices)
+            id=self._id,
+            created=self._created,
+            model=self._model,
+            system_fingerprint=self._fingerprint,
+            choices=list(choices),
         )
 
     def _text_choice(self, index: int, text: str) -> CompletionChoice:

@@ -12,11 +12,15 @@ from typing import TypeVar, cast
 import msgspec
 from starlette.requests import Request
 
+from quire import __version__
+from quire.frontend.location import ModelFiles
+from quire.frontend.model_card import ModelCard
 from quire.serve.answer.form import AnswerForms
+from quire.serve.api.ollama.pull import ModelPulls
 from quire.serve.api.protocol.fields import RequestFields
 from quire.serve.api.protocol.messages import CountTokensRequest
 from quire.serve.api.protocol.other import GenerateRequest
-from quire.serve.api.protocol.responses import ResponsesRequest
+from quire.serve.api.protocol.responses import InputTokensRequest
 from quire.serve.api.responses.store import ResponseStore
 from quire.serve.api.templates import ChatTemplates
 from quire.serve.async_engine import AsyncEngine
@@ -37,7 +41,7 @@ MAX_COUNTING = 64  # waiting calls of one client
 _NO_EFFECT = ("stream_interval", "verbosity", "vllm_xargs")
 _CHOICE_FIELDS = ("prompt_logprobs", "return_token_ids", "return_tokens_as_token_ids")
 # Requests whose answers have no place for those.
-_WITHOUT_CHOICES = (CountTokensRequest, GenerateRequest, ResponsesRequest)
+_WITHOUT_CHOICES = (CountTokensRequest, GenerateRequest, InputTokensRequest)
 
 
 @dataclass(slots=True)
@@ -49,6 +53,7 @@ class ServerContext:
     names: list[str]  # of the model; answers use the first
     forms: AnswerForms
     templates: ChatTemplates
+    files: ModelFiles  # of the model
     pooling: str = "mean"  # of embeddings
     total_weight: float = 1.0  # of all clients with keys
     observers: Sequence[Observer] = ()  # of finished requests, besides `http`
@@ -58,6 +63,8 @@ class ServerContext:
     draining: bool = False
     bodies: BodyReader = field(init=False)
     responses: ResponseStore = field(init=False)
+    card: ModelCard | None = None  # of `files`, once a client has asked for it
+    pulls: ModelPulls = field(default_factory=ModelPulls)  # downloads of other models
     counting: ClientThreads = field(init=False)  # counts tokens; generations never wait for it
     live: LiveViews = field(init=False)  # the engine's activity, for the page
 
@@ -72,13 +79,23 @@ class ServerContext:
         self.counting = ClientThreads(1, MAX_COUNTING, "counting")
         self.live = LiveViews(self.engine.live)
 
+    @property
+    def mode(self) -> str:
+        """Return `model`, or `dry-run` if answers are echoes of prompts."""
+        return "dry-run" if self.settings.dry_run else "model"
+
+    @property
+    def fingerprint(self) -> str:
+        """Return what OpenAI's API calls `system_fingerprint`: the version that answers, and whether it has a model."""
+        return f"quire-{__version__}" + ("-dry-run" if self.settings.dry_run else "")
+
     def tell(self, text: str, to: int = STDOUT) -> None:
         """Write a message to the operator."""
         tell(self.lines, self.settings, text, to)
 
     def check_model(self, name: str | None) -> str:
         """Return the model's name for the answer. Raise ApiError 404 for a model that is not served."""
-        if name is not None and name not in self.names:
+        if name is not None and name not in self.names and not self.settings.any_model_name:
             raise ApiError(
                 404,
                 f"the model {name[:128]!r} is not served here; available: {', '.join(self.names)}",

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from starlette.requests import Request
 
+from quire.frontend.processor import Prompt
 from quire.frontend.templates.chat import render_chat
 from quire.serve.answer.form import AnswerForm
+from quire.serve.answer.parser import PlainText
 from quire.serve.answer.tools.tool_use import ToolUse, tool_use
 from quire.serve.api.api_answer import OpenChat
 from quire.serve.api.context import ServerContext, client_of, server_of
 from quire.serve.api.prompts import length_field, prompt_job
 from quire.serve.api.protocol.chat import ChatRequest
+from quire.serve.api.protocol.fields import ConversationFields
 from quire.serve.api.sampling_fields import check_fields, sampling_params
+from quire.serve.api.tokens import count_ids
 from quire.serve.async_engine import PromptJob
 from quire.serve.http.auth import ApiClient
 from quire.serve.http.errors import bad_request
@@ -22,7 +27,12 @@ from quire.types import SamplingParams
 
 
 async def open_chat(
-    request: Request, chat: ChatRequest, warnings: list[str], *, must_fit: bool = False
+    request: Request,
+    chat: ChatRequest,
+    warnings: list[str],
+    *,
+    must_fit: bool = False,
+    context: Sequence[int] = (),
 ) -> OpenChat:
     """Check a chat, render its prompt, and send it to the engine.
 
@@ -32,18 +42,15 @@ async def open_chat(
         warnings: warnings for the answer; this function appends to them.
         must_fit: refuse a chat whose prompt leaves less room than the answer may take. Otherwise the answer ends
             where the context does, and a warning says so.
+        context: token ids of an earlier conversation that this one continues.
 
     Raises:
         ApiError: 400 for fields that cannot be served, 404 for another model, 503 under overload.
         RequestError: for a prompt or parameters that cannot be served.
     """
     server = server_of(request)
-    model = server.check_model(chat.model)
-    check_fields(chat)
-    _check_logprobs(chat, server.settings.max_logprobs)
+    params = _check_params(server, chat)
     use = tool_use(chat)
-    params = _sampling_params(server, chat)
-    field = length_field(chat, "max_completion_tokens", "max_tokens")
     client = client_of(request)
     template = server.templates.choose(chat.chat_template, bool(use.tools))
     if use.tools and "tools" not in template:
@@ -51,30 +58,117 @@ async def open_chat(
     forms: list[AnswerForm] = []
     rendered = await _rendered_apart(server, client, chat, use, template)
 
-    def jobs() -> list[PromptJob]:
+    def make_job() -> PromptJob:
         prompt = chat_prompt(server, chat, use.tools, template) if rendered is None else rendered
         form = server.forms.choose(chat, use, template, prompt, params.structured_outputs)
         forms.append(form)
-        return [
-            prompt_job(
-                server,
-                chat,
-                prompt,
-                form.params(params),
-                add_special_tokens=bool(chat.add_special_tokens),
-                length_field=field,
-                must_fit=must_fit,
-                echo=bool(chat.return_prompt_text),
-            )
-        ]
+        return prompt_job(
+            server,
+            chat,
+            _after(context, prompt, server),
+            form.params(params),
+            add_special_tokens=bool(chat.add_special_tokens),
+            length_field=_length_field(chat),
+            must_fit=must_fit,
+            echo=bool(chat.return_prompt_text),
+        )
 
-    generation = await server.engine.generate(client, params.n, jobs, bool(chat.stream), chat.timeout)
+    return await _open(request, chat, params, make_job, warnings, forms)
+
+
+async def open_text(
+    request: Request, chat: ChatRequest, prompt: str, warnings: list[str], context: Sequence[int] = ()
+) -> OpenChat:
+    """Send a prompt to the engine unchanged: no template renders it, and nothing in the answer is parsed.
+
+    `chat` gives the other fields. The other arguments and the errors are those of `open_chat`.
+    """
+    server = server_of(request)
+    params = _check_params(server, chat)
+
+    def make_job() -> PromptJob:
+        return prompt_job(
+            server,
+            chat,
+            _after(context, prompt, server),
+            params,
+            add_special_tokens=chat.add_special_tokens is not False,
+            length_field=_length_field(chat),
+            must_fit=False,
+        )
+
+    return await _open(request, chat, params, make_job, warnings, [AnswerForm(PlainText)])
+
+
+async def _open(
+    request: Request,
+    chat: ChatRequest,
+    params: SamplingParams,
+    make_job: Callable[[], PromptJob],
+    warnings: list[str],
+    forms: Sequence[AnswerForm],
+) -> OpenChat:
+    """Send the job of a chat to the engine. `forms` has its form once the job is made."""
+    server, client = server_of(request), client_of(request)
+    generation = await server.engine.generate(
+        client, params.n, lambda: [make_job()], bool(chat.stream), chat.timeout
+    )
     receipt = receipt_maker(request, chat, generation)
     context = server.engine.info.max_model_len
     room = context - generation.prompt_tokens
-    if field and params.max_tokens is not None and params.max_tokens > room:
+    if _length_field(chat) and params.max_tokens is not None and params.max_tokens > room:
         warnings.append(f"the answer can have {room} tokens: more do not fit into max_model_len ({context})")
+    model = server.check_model(chat.model)
     return OpenChat(server, model, params, generation, warnings, receipt, chat, forms[0])
+
+
+async def count_prompt(
+    request: Request, body: ConversationFields, make_chat: Callable[[], ChatRequest]
+) -> int:
+    """Count the tokens of the prompt of a request that would continue a conversation.
+
+    Args:
+        request: the HTTP request.
+        body: its decoded body.
+        make_chat: converts the body; called in a thread.
+
+    Raises:
+        ApiError: 400 for fields that cannot be served, 404 for another model, 503 under overload.
+        RequestError: for messages that the template refuses.
+    """
+    server, client = server_of(request), client_of(request)
+    server.check_model(body.model)
+
+    def render() -> str:
+        chat = make_chat()
+        use = tool_use(chat)
+        template = server.templates.choose(chat.chat_template, bool(use.tools))
+        return chat_prompt(server, chat, use.tools, template)
+
+    text = await server.templates.in_thread(client, body.chat_template, render)
+    special = bool(body.add_special_tokens)
+    return len(await server.counting.run(client, lambda: count_ids(server, text, special, "messages")))
+
+
+def _length_field(chat: ChatRequest) -> str | None:
+    return length_field(chat, "max_completion_tokens", "max_tokens")
+
+
+def _check_params(server: ServerContext, chat: ChatRequest) -> SamplingParams:
+    """Check the model and the fields of a chat; return its sampling parameters."""
+    server.check_model(chat.model)
+    check_fields(chat)
+    _check_logprobs(chat, server.settings.max_logprobs)
+    return _sampling_params(server, chat)
+
+
+def _after(context: Sequence[int], prompt: str, server: ServerContext) -> Prompt:
+    """Return a rendered prompt that follows `context`, without a second begin-of-sequence token."""
+    if not context:
+        return prompt
+    engine = server.engine
+    text = prompt.removeprefix(engine.tokenizer.special_tokens.get("bos_token", ""))
+    return [*context, *engine.processor.prompt_ids(text, add_special_tokens=False)]
 
 
 async def _rendered_apart(

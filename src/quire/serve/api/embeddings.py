@@ -6,16 +6,19 @@ Each input is an ordinary engine request that ends with its first token; the poo
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import msgspec
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
 
+from quire.frontend.processor import Prompt
 from quire.serve.api.context import client_of, read_request, server_of
 from quire.serve.api.prompts import prompt_job, prompts_of
 from quire.serve.api.protocol.embeddings import EmbeddingsRequest, EmbeddingsResponse, EmbeddingsUsage
+from quire.serve.api.protocol.fields import RequestFields
 from quire.serve.api.sampling_fields import MAX_CHOICES, check_request
 from quire.serve.async_engine import PromptJob
 from quire.serve.http.errors import bad_request
@@ -38,26 +41,58 @@ async def embeddings(request: Request) -> Response:
         )
     if body.dimensions is not None and body.dimensions < 1:
         raise bad_request(f"dimensions must be at least 1, got {body.dimensions}", "dimensions")
+    pooling = pooling_of(body.pooling or server.pooling)
+    pooled = await pool_prompts(request, body, len(prompts), lambda: prompts, pooling)
+    data = await server.engine.in_thread(client_of(request), _encoded_data, pooled.states, body)
+    usage = EmbeddingsUsage(pooled.prompt_tokens, pooled.prompt_tokens)
+    return json_response(EmbeddingsResponse(data=data, model=model, usage=usage, warnings=warnings or UNSET))
+
+
+@dataclass(frozen=True, slots=True)
+class PooledPrompts:
+    """The pooled hidden states of the prompts of a request, in their order: float32 [hidden] each."""
+
+    states: list[bytes]
+    prompt_tokens: int
+
+
+async def pool_prompts(
+    request: Request,
+    body: RequestFields,
+    count: int,
+    make_prompts: Callable[[], Sequence[Prompt]],
+    pooling: Pooling,
+) -> PooledPrompts:
+    """Compute the pooled hidden states of prompts.
+
+    Args:
+        request: the HTTP request.
+        body: its decoded body.
+        count: number of prompts.
+        make_prompts: returns them; runs in a thread.
+        pooling: how to pool.
+
+    Raises:
+        ApiError: 503 under overload, 504 after a timeout.
+        RequestError: for a prompt that cannot be served.
+    """
+    server = server_of(request)
     params = SamplingParams(max_tokens=1, temperature=0, detokenize=False)
-    pooling = _pooling(body.pooling or server.pooling)
     special = body.add_special_tokens is not False
 
     def jobs() -> list[PromptJob]:
         return [
             prompt_job(server, body, prompt, params, add_special_tokens=special, pooling=pooling)
-            for prompt in prompts
+            for prompt in make_prompts()
         ]
 
-    client = client_of(request)
-    generation = await server.engine.generate(client, len(prompts), jobs, False, body.timeout)
+    generation = await server.engine.generate(client_of(request), count, jobs, False, body.timeout)
     await wait_until_finished(request, generation)
-    pooled = [state.pooled or b"" for state in generation.states]
-    data = await server.engine.in_thread(client, _encoded_data, pooled, body)
-    usage = EmbeddingsUsage(generation.prompt_tokens, generation.prompt_tokens)
-    return json_response(EmbeddingsResponse(data=data, model=model, usage=usage, warnings=warnings or UNSET))
+    return PooledPrompts([state.pooled or b"" for state in generation.states], generation.prompt_tokens)
 
 
-def _pooling(name: str) -> Pooling:
+def pooling_of(name: str) -> Pooling:
+    """Return the pooling of this name. Raise ApiError 400 if there is none."""
     if name not in ("mean", "last"):
         raise bad_request(f"pooling must be mean or last, got {name[:64]!r}", "pooling")
     return "last" if name == "last" else "mean"

@@ -11,7 +11,7 @@ from typing import Any
 from quire.frontend.tokenizer.tokenizer import Tokenizer
 from quire.serve.api.protocol.chat import ChoiceLogprobs, TokenLogprob
 from quire.serve.api.protocol.completions import CompletionLogprobs
-from quire.types import Logprob
+from quire.types import CompletionOutput, Logprob
 
 _LOWEST = -9999.0
 Entry = Mapping[int, Logprob]  # by token id, the chosen token first
@@ -26,24 +26,27 @@ def _text(token: int, entry: Logprob, as_ids: bool) -> str:
 
 
 def chat_logprobs(
-    tokens: Sequence[int], entries: Sequence[Entry], top: int, tokenizer: Tokenizer, as_ids: bool
+    output: CompletionOutput, top: int, tokenizer: Tokenizer, as_ids: bool, with_end: bool
 ) -> ChoiceLogprobs:
     """Return the log-probabilities of a chat's tokens.
 
     Args:
-        tokens: token ids.
-        entries: for each token, the log-probabilities at its position.
+        output: tokens with log-probabilities.
         top: the number of most likely tokens to list for each token, most likely first.
         tokenizer: gives the bytes of tokens.
         as_ids: write tokens as `token_id:N`.
+        with_end: include the token that ended the answer, which is not part of its content.
     """
+    tokens, entries = output.token_ids, output.logprobs or []
+    if output.finish_reason == "stop" and not isinstance(output.stop_reason, str) and not with_end:
+        tokens = tokens[:-1]
 
     def item(token: int, entry: Logprob) -> TokenLogprob:
         return TokenLogprob(_text(token, entry, as_ids), _value(entry), list(tokenizer.token_bytes(token)))
 
     items = []
     for token, entry in zip(tokens, entries):
-        best = sorted((e.rank or 0, t) for t, e in entry.items() if 0 < (e.rank or 0) <= top)
+        best = sorted((e.rank or 0, t) for t, e in entry.items() if 0 < (e.rank or 0) <= top)[:top]  # ties
         chosen = item(token, entry[token])
         chosen.top_logprobs = [item(t, entry[t]) for _, t in best]
         items.append(chosen)

@@ -73,11 +73,12 @@ def prompt_job(
         echo,
         pooling,
         length_field if must_fit else None,
+        keep_first=request.truncation_side == "right",
     )
 
 
 def _tokens_to_keep(truncate_prompt_tokens: int | None, longest: int | None, context: int) -> int | None:
-    """Return how many tokens at the end of a prompt are kept, or None to keep all.
+    """Return how many tokens of a prompt are kept, or None to keep all.
 
     -1 keeps what leaves room for an answer of `longest` tokens. If no prompt can leave that much, or `longest` is
     None, it leaves room for one token.

@@ -10,10 +10,11 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from quire.serve.answer.tools.schema_check import wrong_type
 from quire.serve.api.protocol.fields import RequestFields, SamplingFields
 from quire.serve.api.structured_fields import structured_outputs
 from quire.serve.http.errors import bad_request
-from quire.types import MAX_LOGPROBS, SamplingParams
+from quire.types import MAX_LOGPROBS, RequestError, SamplingParams
 
 _SAME_NAME = (
     "n",
@@ -49,8 +50,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "lora_path": (),
     "suffix": ("",),
     "prompt_embeds": (),
-    "functions": (),
-    "function_call": ("none",),
     "audio": (),
     "modalities": (["text"],),
     "moderation": (),
@@ -59,9 +58,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "mm_processor_kwargs": ({},),
     "media_io_kwargs": ({},),
 }
-_HINTS = {"functions": "; use tools", "function_call": "; use tool_choice"}
 _MAX_STOPS, _MAX_STOP_CHARS, _MAX_BAD_WORDS, _MAX_SALT_CHARS = 64, 512, 1024, 1024
 MAX_CHOICES = 2048
+TRUNCATION_SIDES = ("left", "right")
 
 
 def check_fields(request: SamplingFields) -> None:
@@ -69,7 +68,7 @@ def check_fields(request: SamplingFields) -> None:
     for name, harmless in REFUSED.items():
         value = getattr(request, name, None)
         if value is not None and value not in harmless:
-            raise bad_request(f"{name} is not available in Quire{_HINTS.get(name, '')}", name)
+            raise bad_request(f"{name} is not available in Quire", name)
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options needs stream to be true", "stream_options")
     if request.prompt_logprobs is not None and request.stream:
@@ -99,6 +98,10 @@ def check_request(request: RequestFields) -> None:
     if keep is not None and keep != -1 and keep < 1:
         raise bad_request(
             f"truncate_prompt_tokens must be -1 or at least 1, got {keep}", "truncate_prompt_tokens"
+        )
+    if request.truncation_side not in (None, *TRUNCATION_SIDES):
+        raise bad_request(
+            f"truncation_side must be left or right, got {request.truncation_side[:16]!r}", "truncation_side"
         )
 
 
@@ -159,6 +162,9 @@ def sampling_params(
     bias = given.get("logit_bias")
     if bias is not None and any(not math.isfinite(value) for value in bias.values()):
         raise bad_request("logit_bias must hold finite numbers", "logit_bias")
+    structured = structured_outputs(request)
+    if structured is not None and (wrong := wrong_type(structured.json)) is not None:
+        raise RequestError(f"json schema: {wrong}", param="structured_outputs")
     return SamplingParams(
         **{
             **defaults,
@@ -166,6 +172,6 @@ def sampling_params(
             "max_tokens": max_tokens,
             "logprobs": logprobs,
             "prompt_logprobs": prompt_logprobs,
-            "structured_outputs": structured_outputs(request),
+            "structured_outputs": structured,
         }
     )

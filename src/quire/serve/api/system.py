@@ -27,7 +27,7 @@ def _model_card(server: ServerContext, name: str) -> dict[str, Any]:
         "display_name": name,
         "created_at": datetime.fromtimestamp(server.started_s, UTC).isoformat(timespec="seconds"),
         "created": int(server.started_s),
-        "owned_by": "quire",
+        "owned_by": "quire" if server.mode == "model" else f"quire ({server.mode})",
         "root": server.engine.config.model,
         "parent": None,
         "max_model_len": server.engine.info.max_model_len,
@@ -56,23 +56,25 @@ async def health(request: Request) -> Response:
     if silent_s := server.engine.heartbeat.overdue_s():
         cause = f"the engine process has not answered for {silent_s:.0f} s"
         return json_response({"status": "stalled", "cause": cause}, 503)
-    return json_response({"status": "ok"})
+    return json_response({"status": "ok", "model": server.names[0], "mode": server.mode})
 
 
 async def version(request: Request) -> Response:
-    return json_response({"version": __version__})
+    return json_response({"version": __version__, "mode": server_of(request).mode})
 
 
 def spread(histogram: Histogram, unit: float = 1) -> dict[str, float] | None:
-    """Return percentiles of the newest values and the count of all, or None without values.
+    """Return percentiles of the newest values, and the mean and the count of all, or None without values.
 
-    The percentiles are multiplied by `unit`.
+    Percentiles and mean are multiplied by `unit`.
     """
     values = histogram.percentiles(50, 90, 99, 100)
     if values is None:
         return None
     names = ("p50", "p90", "p99", "max")
-    return {**{name: round(x * unit, 3) for name, x in zip(names, values)}, "count": histogram.count}
+    found = {name: round(x * unit, 3) for name, x in zip(names, values)}
+    mean = round(histogram.sum * unit / histogram.count, 3)
+    return {**found, "mean": mean, "count": histogram.count}
 
 
 def _requests(engine: AsyncEngine, client: ApiClient, engine_stats: EngineStats) -> dict[str, Any]:
@@ -107,6 +109,7 @@ async def stats(request: Request) -> Response:
     return json_response(
         {
             "model": server.names[0],
+            "mode": server.mode,
             "uptime_s": round(time.time() - server.started_s, 3),
             "requests": _requests(engine, client, engine_stats),
             "blocks": {
@@ -116,6 +119,7 @@ async def stats(request: Request) -> Response:
                 "cached": engine_stats.cached_blocks,
                 "tokens_per_block": engine_stats.block_size,
                 "evictions": totals["evictions"],
+                "eviction_policy": engine.info.eviction,
                 "preemptions": totals["preemptions"],
                 "preemptions_for_other_keys": totals["yielded"],
                 "pressure_events": totals["pressure"],

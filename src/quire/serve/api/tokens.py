@@ -63,7 +63,7 @@ def _tokenize(server: ServerContext, body: TokenizeRequest, text: str) -> Respon
         ids = count_ids(server, text, body.add_special_tokens is not False, "prompt")
     else:
         ids = count_ids(server, text, bool(body.add_special_tokens), "messages")
-    pieces = [engine.tokenizer.token_text(token) for token in ids] if body.return_token_strs else None
+    pieces = [engine.tokenizer.piece(token) for token in ids] if body.return_token_strs else None
     return json_response(TokenizeResponse(len(ids), engine.info.max_model_len, ids, pieces))
 
 

@@ -18,7 +18,17 @@ from quire.serve.api.completions import completions
 from quire.serve.api.context import ServerContext
 from quire.serve.api.embeddings import embeddings
 from quire.serve.api.generate import generate
-from quire.serve.api.responses.routes import cancel_response, create_response, delete_response, get_response
+from quire.serve.api.ollama.about import ollama_ps, ollama_pull, ollama_show, ollama_tags, ollama_version
+from quire.serve.api.ollama.routes import ollama_chat, ollama_embed, ollama_embeddings, ollama_generate
+from quire.serve.api.responses import conversations
+from quire.serve.api.responses.routes import (
+    cancel_response,
+    count_input_tokens,
+    create_response,
+    delete_response,
+    get_response,
+    list_input_items,
+)
 from quire.serve.api.system import health, model, models, stats, version
 from quire.serve.api.tokens import detokenize, tokenize
 from quire.serve.http.auth import ApiKeys
@@ -35,21 +45,41 @@ from quire.types import QuireError
 
 def routes() -> list[Route]:
     """Return the routes of the APIs, without the web page."""
-    post, get = ["POST"], ["GET"]
+    post, get, delete = ["POST"], ["GET"], ["DELETE"]
+    one = "/v1/conversations/{conversation_id}"
     return [
         Route("/v1/chat/completions", chat_completions, methods=post),
         Route("/v1/completions", completions, methods=post),
         Route("/v1/messages", messages, methods=post),
         Route("/v1/messages/count_tokens", count_tokens, methods=post),
         Route("/v1/responses", create_response, methods=post),
+        Route("/v1/responses/input_tokens", count_input_tokens, methods=post),
         Route("/v1/responses/{response_id}", get_response, methods=get),
-        Route("/v1/responses/{response_id}", delete_response, methods=["DELETE"]),
+        Route("/v1/responses/{response_id}", delete_response, methods=delete),
         Route("/v1/responses/{response_id}/cancel", cancel_response, methods=post),
+        Route("/v1/responses/{response_id}/input_items", list_input_items, methods=get),
+        Route("/v1/conversations", conversations.create_conversation, methods=post),
+        Route(one, conversations.get_conversation, methods=get),
+        Route(one, conversations.update_conversation, methods=post),
+        Route(one, conversations.delete_conversation, methods=delete),
+        Route(f"{one}/items", conversations.list_items, methods=get),
+        Route(f"{one}/items", conversations.add_items, methods=post),
+        Route(f"{one}/items/{{item_id}}", conversations.get_item, methods=get),
+        Route(f"{one}/items/{{item_id}}", conversations.delete_item, methods=delete),
         Route("/v1/embeddings", embeddings, methods=post),
         Route("/v1/generate", generate, methods=post),
         Route("/generate", generate, methods=post),
         Route("/v1/models", models, methods=get),
         Route("/v1/models/{name:path}", model, methods=get),
+        Route("/api/chat", ollama_chat, methods=post),
+        Route("/api/generate", ollama_generate, methods=post),
+        Route("/api/embed", ollama_embed, methods=post),
+        Route("/api/embeddings", ollama_embeddings, methods=post),
+        Route("/api/tags", ollama_tags, methods=get),
+        Route("/api/show", ollama_show, methods=post),
+        Route("/api/ps", ollama_ps, methods=get),
+        Route("/api/version", ollama_version, methods=get),
+        Route("/api/pull", ollama_pull, methods=post),
         Route("/tokenize", tokenize, methods=post),
         Route("/detokenize", detokenize, methods=post),
         Route("/health", health, methods=get),
@@ -74,7 +104,11 @@ def build_app(server: ServerContext, keys: ApiKeys) -> ASGIApp:
     app = Starlette(routes=[*routes(), *page], exception_handlers=handlers)
     app.state.server = server
     front: ASGIApp = RequestMiddleware(
-        app, make_guard(settings, len(keys) > 0), keys, (server.http, server.bodies, *server.observers)
+        app,
+        make_guard(settings, len(keys) > 0),
+        keys,
+        (server.http, server.bodies, *server.observers),
+        settings.dry_run,
     )
     if settings.allowed_origins:
         front = CORSMiddleware(

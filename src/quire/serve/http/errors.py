@@ -1,4 +1,4 @@
-"""Errors as HTTP answers, in the form of OpenAI's API and in that of Anthropic's.
+"""Errors as HTTP answers, in the forms of OpenAI's, Anthropic's and Ollama's APIs.
 
 Every error carries its status, the request field at fault (`param`) and, where programs act on it, a word for its kind
 (`code`). Nothing here reads them out of a message.
@@ -68,6 +68,10 @@ class ApiError(Exception):
         error = {"type": kind, "message": prefix + self.message}
         return {"type": "error", "error": error, "request_id": request_id}
 
+    def ollama_body(self) -> dict[str, Any]:
+        """Return the body of the response in the form of Ollama's API, with the field at fault."""
+        return {"error": self.message} if self.param is None else {"error": self.message, "param": self.param}
+
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
     return ApiError(400, message, param)
@@ -104,7 +108,7 @@ def _field_of(path: str | None) -> str | None:
 _PROMPTS = ("messages", "input", "prompt")
 _CONSTRAINTS = (
     "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format",
-    "text", "output_config", "output_format", "tools",
+    "text", "output_config", "output_format", "format", "tools",
 )  # fmt: skip
 
 
@@ -118,6 +122,9 @@ def with_client_field(error: ApiError, request: object) -> ApiError:
     given = {name for name in (*_PROMPTS, *_CONSTRAINTS, "chat_template") if getattr(request, name, None)}
     prompt = next((name for name in _PROMPTS if getattr(request, name, None) is not None), error.param)
     message, param = error.message, error.param
+    own = getattr(request, "client_fields", {}).get(param)
+    if param is not None and own is not None and getattr(request, own.partition(".")[0]) is not None:
+        return ApiError(error.status, message.replace(param, own, 1), own, error.code, error.headers)
     match param:
         case "prompt":
             param = prompt

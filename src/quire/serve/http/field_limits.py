@@ -41,7 +41,7 @@ _TYPES = {"minimum": ("integer", "number"), "exclusiveMinimum": ("number",), "mi
 def narrow(components: dict[str, Any]) -> None:
     """Add the limits to the request schemas in `components`, in place."""
     for name, schema in components.items():
-        if not name.endswith("Request"):
+        if not name.endswith(("Request", "Options")):
             continue
         for field, described in schema["properties"].items():
             if field in REFUSED:

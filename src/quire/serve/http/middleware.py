@@ -34,7 +34,11 @@ class RequestMiddleware:
     Every observer is told when a request has ended.
     """
 
-    def __init__(self, app: ASGIApp, guard: Guard, keys: ApiKeys, observers: Sequence[Observer]) -> None:
+    def __init__(
+        self, app: ASGIApp, guard: Guard, keys: ApiKeys, observers: Sequence[Observer], dry_run: bool = False
+    ) -> None:
+        """`dry_run`: say in each answer that it comes from no model."""
+        self._dry_run = dry_run
         self._app, self._guard, self._keys, self._observers = app, guard, keys, observers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -54,6 +58,8 @@ class RequestMiddleware:
                 found = MutableHeaders(scope=message)
                 # The names that OpenAI and Anthropic use.
                 found["x-request-id"] = found["request-id"] = request_id
+                if self._dry_run:
+                    found["x-quire-mode"] = "dry-run"
             await send(message)
 
         try:

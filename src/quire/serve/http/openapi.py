@@ -19,6 +19,18 @@ from quire.serve.api.protocol.chat import ChatRequest, ChatResponse
 from quire.serve.api.protocol.completions import CompletionRequest, CompletionResponse
 from quire.serve.api.protocol.embeddings import EmbeddingsRequest, EmbeddingsResponse
 from quire.serve.api.protocol.messages import CountTokensRequest, MessagesRequest, MessagesResponse
+from quire.serve.api.protocol.ollama import (
+    OllamaChatRequest,
+    OllamaChatResponse,
+    OllamaEmbeddingsRequest,
+    OllamaEmbeddingsResponse,
+    OllamaEmbedRequest,
+    OllamaEmbedResponse,
+    OllamaGenerateRequest,
+    OllamaGenerateResponse,
+    OllamaModelRequest,
+    OllamaPullRequest,
+)
 from quire.serve.api.protocol.other import (
     DetokenizeRequest,
     GenerateRequest,
@@ -26,7 +38,16 @@ from quire.serve.api.protocol.other import (
     TokenizeRequest,
     TokenizeResponse,
 )
-from quire.serve.api.protocol.responses import ResponseObject, ResponsesRequest
+from quire.serve.api.protocol.responses import (
+    ConversationItems,
+    ConversationObject,
+    ConversationRequest,
+    ConversationUpdate,
+    InputTokensRequest,
+    ItemList,
+    ResponseObject,
+    ResponsesRequest,
+)
 from quire.serve.http.field_limits import narrow
 from quire.serve.http.wire import encode
 
@@ -37,13 +58,28 @@ BODIES: dict[str, tuple[type[msgspec.Struct], type[msgspec.Struct] | None]] = {
     "/v1/messages": (MessagesRequest, MessagesResponse),
     "/v1/messages/count_tokens": (CountTokensRequest, None),
     "/v1/responses": (ResponsesRequest, ResponseObject),
+    "/v1/responses/input_tokens": (InputTokensRequest, None),
+    "/v1/conversations": (ConversationRequest, ConversationObject),
+    "/v1/conversations/{conversation_id}": (ConversationUpdate, ConversationObject),
+    "/v1/conversations/{conversation_id}/items": (ConversationItems, ItemList),
     "/v1/embeddings": (EmbeddingsRequest, EmbeddingsResponse),
     "/v1/generate": (GenerateRequest, GenerateResponse),
     "/generate": (GenerateRequest, GenerateResponse),
+    "/api/chat": (OllamaChatRequest, OllamaChatResponse),
+    "/api/generate": (OllamaGenerateRequest, OllamaGenerateResponse),
+    "/api/embed": (OllamaEmbedRequest, OllamaEmbedResponse),
+    "/api/embeddings": (OllamaEmbeddingsRequest, OllamaEmbeddingsResponse),
+    "/api/show": (OllamaModelRequest, None),
+    "/api/pull": (OllamaPullRequest, None),
     "/tokenize": (TokenizeRequest, TokenizeResponse),
     "/detokenize": (DetokenizeRequest, None),
 }
-_STREAMED = {"/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"}
+_EVENTS, _LINES = "text/event-stream", "application/x-ndjson"
+# Media types of streams by route.
+_STREAMED = {
+    **dict.fromkeys(("/v1/chat/completions", "/v1/completions", "/v1/messages", "/v1/responses"), _EVENTS),
+    **dict.fromkeys(("/api/chat", "/api/generate", "/api/pull"), _LINES),
+}
 _NOT_JSON = {"/metrics": "text/plain"}
 _REF = "#/components/schemas/{name}"
 _ERROR = {
@@ -88,11 +124,13 @@ def describe(routes: Sequence[Route]) -> dict[str, Any]:
 
 def _operation(route: Route, method: str, named: dict[type[msgspec.Struct], Any]) -> dict[str, Any]:
     reads, answers = BODIES.get(route.path, (None, None))
+    reads = reads if method == "POST" else None
+    answers = answers if method != "DELETE" else None
     schema = {"type": "object"} if answers is None else named[answers]
     kind = _NOT_JSON.get(route.path, "application/json")
     content: dict[str, Any] = {kind: {"schema": schema} if kind == "application/json" else {}}
     if route.path in _STREAMED:
-        content["text/event-stream"] = {}
+        content[_STREAMED[route.path]] = {}
     text = (route.endpoint.__doc__ or "").strip().split("\n\n")[0]
     operation: dict[str, Any] = {
         "operationId": f"{method.lower()}{route.path}",

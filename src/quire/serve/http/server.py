@@ -182,9 +182,10 @@ def _make_server(
         settings.reasoning_parser,
         settings.stream_tool_arguments,
     )
-    pooling = _pooling(engine.config, settings)
+    files = locate_model(engine.config.model, engine.config.revision)
+    pooling = settings.pooling if settings.pooling != "auto" else default_pooling(files.path)
     return ServerContext(
-        engine, settings, names, forms, templates, pooling, total_weight, observers, lines=lines
+        engine, settings, names, forms, templates, files, pooling, total_weight, observers, lines=lines
     )
 
 
@@ -246,13 +247,6 @@ async def _drain(server: ServerContext, stop: ShutdownSignal, died: asyncio.Futu
     while engine.num_open and time.monotonic() < deadline_s and not (stop.second.done() or died.done()):
         await asyncio.wait((stop.second, died), timeout=0.05, return_when=asyncio.FIRST_COMPLETED)
     engine.fail_all(ApiError(503, "the server is shutting down", code="shutting_down"))
-
-
-def _pooling(config: EngineConfig, settings: ServeConfig) -> str:
-    """Return the pooling of embeddings from the settings, or from the model's folder."""
-    if settings.pooling != "auto":
-        return settings.pooling
-    return default_pooling(locate_model(config.model, config.revision).path)
 
 
 def _announce(server: ServerContext, keys: ApiKeys, sock: socket.socket, took_s: float) -> None:

@@ -1,4 +1,4 @@
-"""Responses of generations: streamed as server-sent events, or complete. Both end when the client disconnects.
+"""Responses of generations: streamed as server-sent events or JSON lines, or complete. Both end when the client disconnects.
 
 await stream_response(...)      wait for the first output, so that an early error gets its own HTTP status, then
                                 return an EventStream: one write per step; a later error becomes an event
@@ -42,6 +42,11 @@ def named_event(body: dict[str, Any]) -> bytes:
     return b"event: " + body["type"].encode() + b"\n" + event(body)
 
 
+def json_line(body: Any) -> bytes:
+    """Encode `body` as one line of a stream of JSON lines."""
+    return encode(body) + b"\n"
+
+
 class ChunkTemplate:
     """An encoded event in which only one text changes: the JSON around it is encoded once."""
 
@@ -56,10 +61,11 @@ class ChunkTemplate:
 
 @dataclass(frozen=True, slots=True)
 class StreamFraming:
-    """The encoding of errors and of the end of a stream, which differs between APIs."""
+    """The media type of a stream and the encoding of errors and of its end, which differ between APIs."""
 
     error: Callable[[ApiError], bytes]
     done: bytes = b""
+    media_type: str = "text/event-stream"
 
 
 UNNAMED = StreamFraming(lambda error: event(error.body()), _DONE)  # chat completions and completions
@@ -166,8 +172,6 @@ class EventStream(Response):
     The coroutine of a stream wakes up only for rare cases: its end, an error, and a client that does not keep up.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
         self,
         generation: Generation,
@@ -179,7 +183,7 @@ class EventStream(Response):
     ) -> None:
         self._generation, self._watch, self._chunks, self._last = generation, watch, chunks, last
         self._slow_s, self._framing = slow_reader_timeout_s, framing
-        self.status_code = 200
+        self.status_code, self.media_type = 200, framing.media_type
         self.background = None
         self.init_headers(_HEADERS)
 

@@ -5,7 +5,6 @@ Every invalid body that a client can send ends here as a 4xx error that names th
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from functools import lru_cache
@@ -16,7 +15,6 @@ import msgspec.inspect
 from starlette.responses import Response
 from starlette.types import Scope
 
-from quire.serve.api.protocol.fields import StreamOptions
 from quire.serve.http.errors import ApiError, bad_request
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -33,7 +31,6 @@ _KINDS = {
     "null": "null",
 }
 _EXPECTED = re.compile(r"Expected `([^`]*)`, got `([^`]*)`")
-_STREAM_OPTIONS = frozenset(StreamOptions.__struct_encode_fields__)
 _HALF_PAIR = re.compile("[\ud800-\udfff]")
 # Largest invalid body that is searched for the reason, which takes longer than decoding.
 _EXPLAINED_BYTES = 1 << 20
@@ -125,11 +122,11 @@ def parse(body: dict[str, Any], cls: type[T], strict: bool) -> tuple[T, list[str
     Raises:
         ApiError: 400 for a field of a wrong type, and with `strict` for an unknown field.
     """
-    known, integers = field_names(cls), _integer_fields(cls)
-    for name in integers & body.keys():
-        if isinstance(value := body[name], float) and value.is_integer() and abs(value) < 2**53:
-            body[name] = int(value)  # JSON has one number type, and some clients write 16 as 16.0
-    unknown = _unknown(body, known)
+    _write_integers(body, cls)
+    for name, struct in _nested(cls).items():
+        if isinstance(inner := body.get(name), dict):
+            _write_integers(inner, struct)
+    unknown = _unknown(body, cls)
     if unknown and strict:
         name = unknown[0][:_SHOWN_CHARS]
         raise bad_request(f"unknown field {name!r} (the server runs with --strict)", name.split(".")[0])
@@ -140,13 +137,25 @@ def parse(body: dict[str, Any], cls: type[T], strict: bool) -> tuple[T, list[str
     return found, [f"unknown field {name[:_SHOWN_CHARS]!r} was ignored" for name in unknown]
 
 
-def _unknown(body: dict[str, Any], known: frozenset[str]) -> list[str]:
-    """Return the first 16 unknown fields of a request, including those of its stream_options."""
-    found = (name for name in body if name not in known)
-    options = body.get("stream_options") if "stream_options" in known else None
-    names = options if isinstance(options, dict) else {}
-    nested = (f"stream_options.{name[:_SHOWN_CHARS]}" for name in names if name not in _STREAM_OPTIONS)
-    return list(itertools.islice(itertools.chain(found, nested), _MAX_WARNINGS))
+def _write_integers(body: dict[str, Any], cls: type[msgspec.Struct]) -> None:
+    """Convert floats with whole values in integer fields, in place.
+
+    JSON has one number type, and some clients write 16 as 16.0.
+    """
+    for name in _integer_fields(cls) & body.keys():
+        if isinstance(value := body[name], float) and value.is_integer() and abs(value) < 2**53:
+            body[name] = int(value)
+
+
+def _unknown(body: dict[str, Any], cls: type[msgspec.Struct]) -> list[str]:
+    """Return the first 16 unknown fields of a request, including those of its options (`_nested`)."""
+    known = field_names(cls)
+    found = [name for name in body if name not in known]
+    for field, struct in _nested(cls).items():
+        inner = body.get(field)
+        names = inner if isinstance(inner, dict) else {}
+        found += [f"{field}.{name[:_SHOWN_CHARS]}" for name in names if name not in field_names(struct)]
+    return found[:_MAX_WARNINGS]
 
 
 def field_names(cls: type[msgspec.Struct]) -> frozenset[str]:
@@ -155,12 +164,28 @@ def field_names(cls: type[msgspec.Struct]) -> frozenset[str]:
 
 
 @lru_cache
-def _integer_fields(cls: type[msgspec.Struct]) -> frozenset[str]:
+def _nested(cls: type[msgspec.Struct]) -> dict[str, type[msgspec.Struct]]:
+    """Return the fields of a request that hold one object of named fields, such as stream_options, with their types."""
+    structs = {}
+    for field in _fields(cls):
+        kinds = field.type.types if isinstance(field.type, msgspec.inspect.UnionType) else (field.type,)
+        for kind in kinds:
+            if isinstance(kind, msgspec.inspect.StructType):
+                structs[field.name] = kind.cls
+    return structs
+
+
+def _fields(cls: type[msgspec.Struct]) -> tuple[msgspec.inspect.Field, ...]:
     found = msgspec.inspect.type_info(cls)
     assert isinstance(found, msgspec.inspect.StructType)
+    return found.fields
+
+
+@lru_cache
+def _integer_fields(cls: type[msgspec.Struct]) -> frozenset[str]:
     plain = (msgspec.inspect.IntType, msgspec.inspect.NoneType)
     names = []
-    for field in found.fields:
+    for field in _fields(cls):
         kinds = field.type.types if isinstance(field.type, msgspec.inspect.UnionType) else (field.type,)
         if all(isinstance(kind, plain) for kind in kinds):
             names.append(field.name)
@@ -192,8 +217,11 @@ def json_response(body: Any, status: int = 200, headers: dict[str, str] | None =
 def error_response(error: ApiError, scope: Scope) -> Response:
     """Return the response for `error` in the form of the client's API.
 
-    That is Anthropic's for paths below /v1/messages and for clients that send the header anthropic-version.
+    That is Ollama's for paths below /api. It is Anthropic's for paths below /v1/messages and for clients that send the
+    header anthropic-version.
     """
+    if scope["path"].startswith("/api/"):
+        return json_response(error.ollama_body(), error.status, error.headers)
     known = any(name == b"anthropic-version" for name, _ in scope["headers"])
     anthropic = known or scope["path"].startswith("/v1/messages")
     body = error.anthropic_body(scope["request_id"]) if anthropic else error.body()

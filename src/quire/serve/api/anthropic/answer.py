@@ -6,7 +6,6 @@ message_stop; a ping follows the first content_block_start
 
 from __future__ import annotations
 
-import json
 import uuid
 from typing import Any
 
@@ -131,13 +130,4 @@ def _whole(block: ContentBlock) -> dict[str, Any]:
         case "reasoning":
             return {**_empty_block(block), "thinking": block.text}
         case "call":
-            return {**_empty_block(block), "input": _arguments(block.text)}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """Return the arguments of a call as an object; an empty one if max_tokens cut their JSON off."""
-    try:
-        arguments = json.loads(text)
-    except (ValueError, RecursionError):
-        return {}
-    return arguments if isinstance(arguments, dict) else {}
+            return {**_empty_block(block), "input": block.arguments}

@@ -14,15 +14,23 @@ from typing import Any
 from quire.serve.api.protocol.chat import ChatRequest
 from quire.serve.api.protocol.fields import shared_fields
 from quire.serve.api.protocol.messages import CountTokensRequest
+from quire.serve.api.responses.tools import summed_up
 from quire.serve.http.errors import bad_request
 
+_TURNS = ("user", "assistant")
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _BLOCKS = {
     "system": ("text",),
     "user": ("text", "document", "tool_result"),
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
-    "tool_result": ("text", "document"),
+    "tool_result": ("text", "document", "tool_reference"),
 }
+# Blocks about tools that Anthropic runs itself, which a client sends again with the conversation.
+_SERVER_BLOCKS = (
+    "server_tool_use", "web_search_tool_result", "web_fetch_tool_result", "code_execution_tool_result",
+    "bash_code_execution_tool_result", "text_editor_code_execution_tool_result", "tool_search_tool_result",
+    "mcp_tool_use", "mcp_tool_result", "container_upload", "compaction",
+)  # fmt: skip
 ChatMessageDict = dict[str, Any]
 
 
@@ -48,7 +56,7 @@ def chat_of(request: CountTokensRequest) -> tuple[ChatRequest, list[str]]:
     last = messages[-1]
     if last["role"] == "assistant" and not last.get("tool_calls") and last["content"]:
         chat.continue_final_message = True
-    _tools(request, chat)
+    unused = _tools(request, chat)
     config = request.output_config or {}
     if (output_format := config.get("format") or request.output_format) is not None:
         if not isinstance(output_format, dict) or output_format.get("type") != "json_schema":
@@ -57,7 +65,7 @@ def chat_of(request: CountTokensRequest) -> tuple[ChatRequest, list[str]]:
     if config.get("effort"):
         chat.reasoning_effort = _text(config, "effort", "output_config")
     warnings = ["context_management has no effect in Quire"] if request.context_management else []
-    return chat, [*warnings, *_thinking(request, chat)]
+    return chat, [*warnings, *unused, *_left_out(request), *_thinking(request, chat)]
 
 
 def _thinking(request: CountTokensRequest, chat: ChatRequest) -> list[str]:
@@ -76,12 +84,22 @@ def _thinking(request: CountTokensRequest, chat: ChatRequest) -> list[str]:
 # ----------------------------------------------------------------------------------------- tools
 
 
-def _tools(request: CountTokensRequest, chat: ChatRequest) -> None:
-    if request.tools:  # an empty list means no tools
-        chat.tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
+def _tools(request: CountTokensRequest, chat: ChatRequest) -> list[str]:
+    """Set the chat's tools and their choice. Return a warning for each tool that Anthropic defines: it is left out."""
+    unused = []
+    functions = []
+    for i, tool in enumerate(request.tools or ()):
+        if tool.get("type") in (None, "custom"):
+            functions.append(_tool(tool, f"tools[{i}]"))
+        else:
+            shown = str(tool["type"])[:64]
+            unused.append(
+                f"tools[{i}] of type {shown!r} is not used: Quire calls tools with an input_schema only"
+            )
+    chat.tools = functions or None  # an empty list means no tools
     choice = request.tool_choice
     if choice is None:
-        return
+        return summed_up(unused)
     kind = choice.get("type")
     if kind == "tool":
         name = _text(choice, "name", "tool_choice")
@@ -90,13 +108,14 @@ def _tools(request: CountTokensRequest, chat: ChatRequest) -> None:
         chat.tool_choice = _CHOICES[kind]
     else:
         raise bad_request("tool_choice.type must be auto, any, tool or none", "tool_choice")
+    if chat.tool_choice == "auto" and not functions:
+        chat.tool_choice = None
     if choice.get("disable_parallel_tool_use"):
         chat.parallel_tool_calls = False
+    return summed_up(unused)
 
 
 def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    if tool.get("type") not in (None, "custom"):
-        raise bad_request(f"{where} has type {str(tool['type'])[:64]!r}; Quire takes type custom", "tools")
     if not isinstance(tool.get("input_schema"), dict):
         raise bad_request(f"{where}.input_schema must be a JSON schema", "tools")
     function = {"name": tool.get("name"), "description": tool.get("description") or ""}
@@ -151,11 +170,23 @@ def _blocks(content: Any, role: str, where: str) -> list[dict[str, Any]]:
         raise bad_request(f"{where} must be a string or a list of blocks")
     for i, block in enumerate(content):
         kind = block.get("type") if isinstance(block, dict) else None
-        if kind not in _BLOCKS[role]:
+        if kind not in _BLOCKS[role] and not (role in _TURNS and _is_server_block(block)):
             raise bad_request(
                 f"{where}[{i}] has type {str(kind)[:64]!r}; Quire takes {', '.join(_BLOCKS[role])} here"
             )
     return content
+
+
+def _is_server_block(block: Any) -> bool:
+    kind = block.get("type") if isinstance(block, dict) else None
+    return kind in _SERVER_BLOCKS
+
+
+def _left_out(request: CountTokensRequest) -> list[str]:
+    """Return a warning for each type of block that is left out of the messages."""
+    blocks = (m["content"] for m in request.messages if isinstance(m.get("content"), list))
+    kinds = dict.fromkeys(b["type"] for content in blocks for b in content if _is_server_block(b))
+    return [f"content blocks of type {kind!r} are left out" for kind in kinds]
 
 
 def _texts(content: Any, role: str, where: str = "") -> str:
@@ -169,6 +200,10 @@ def _texts(content: Any, role: str, where: str = "") -> str:
 def _block_text(block: dict[str, Any], where: str) -> str:
     if block["type"] == "text":
         return _text(block, "text", where)
+    if (
+        block["type"] == "tool_reference"
+    ):  # the result of a search for tools; the prompt lists all of them anyway
+        return _text(block, "tool_name", where)
     source = block.get("source")
     if not isinstance(source, dict) or source.get("type") != "text":
         raise bad_request(

@@ -5,13 +5,11 @@ from __future__ import annotations
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.serve.answer.tools.tool_use import tool_use
 from quire.serve.api.anthropic.answer import MessageAnswer
 from quire.serve.api.anthropic.input import chat_of
 from quire.serve.api.context import client_of, read_request, server_of
-from quire.serve.api.conversation import chat_prompt, open_chat
+from quire.serve.api.conversation import count_prompt, open_chat
 from quire.serve.api.protocol.messages import CountTokensRequest, MessagesRequest
-from quire.serve.api.tokens import count_ids
 from quire.serve.http.wire import json_response
 
 
@@ -24,17 +22,5 @@ async def messages(request: Request) -> Response:
 
 async def count_tokens(request: Request) -> Response:
     """Count the tokens of the prompt that the same request to /v1/messages would have."""
-    server = server_of(request)
     message, _ = await read_request(request, CountTokensRequest)
-    server.check_model(message.model)
-
-    def render() -> str:
-        chat, _ = chat_of(message)
-        use = tool_use(chat)
-        template = server.templates.choose(chat.chat_template, bool(use.tools))
-        return chat_prompt(server, chat, use.tools, template)
-
-    client = client_of(request)
-    text = await server.templates.in_thread(client, message.chat_template, render)
-    ids = await server.counting.run(client, lambda: count_ids(server, text, False, "messages"))
-    return json_response({"input_tokens": len(ids)})
+    return json_response({"input_tokens": await count_prompt(request, message, lambda: chat_of(message)[0])})

@@ -22,9 +22,9 @@ class ChatRequest(ConversationFields, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     return_prompt_text: bool | None = None
+    functions: list[dict[str, Any]] | None = None  # the older form of tools
+    function_call: str | dict[str, Any] | None = None  # the older form of tool_choice
 
-    functions: Any = None
-    function_call: Any = None
     audio: Any = None
     modalities: Any = None
     moderation: Any = None
@@ -54,8 +54,10 @@ class AssistantMessage(msgspec.Struct):
     content: str | None
     refusal: str | None = None
     tool_calls: list[ToolCallPart] | UnsetType = UNSET
-    reasoning: str | UnsetType = UNSET
-    reasoning_content: str | UnsetType = UNSET  # the older name of `reasoning`
+    function_call: FunctionCall | UnsetType = UNSET
+    audio: None = None
+    reasoning: str | None = None
+    reasoning_content: str | None = None  # the older name of `reasoning`
 
 
 class TokenLogprob(msgspec.Struct):
@@ -76,7 +78,7 @@ class ChatChoice(msgspec.Struct):
     logprobs: ChoiceLogprobs | None
     finish_reason: str
     stop_reason: int | str | None = None
-    token_ids: list[int] | UnsetType = UNSET
+    token_ids: list[int] | None = None
 
 
 class ChatResponse(msgspec.Struct, kw_only=True):
@@ -84,10 +86,13 @@ class ChatResponse(msgspec.Struct, kw_only=True):
     object: str = "chat.completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChatChoice]
     usage: Usage
-    prompt_logprobs: list[Any] | UnsetType = UNSET
-    prompt_token_ids: list[int] | UnsetType = UNSET
+    service_tier: None = None
+    prompt_logprobs: list[Any] | None = None
+    prompt_token_ids: list[int] | None = None
+    kv_transfer_params: None = None
     prompt_text: str | UnsetType = UNSET
     warnings: list[str] | UnsetType = UNSET
     receipt: Receipt | UnsetType = UNSET
@@ -95,10 +100,11 @@ class ChatResponse(msgspec.Struct, kw_only=True):
 
 class Delta(msgspec.Struct):
     role: str | UnsetType = UNSET
-    content: str | UnsetType = UNSET
+    content: str | UnsetType | None = UNSET
     reasoning: str | UnsetType = UNSET
     reasoning_content: str | UnsetType = UNSET
     tool_calls: list[ToolCallPart] | UnsetType = UNSET
+    function_call: FunctionCall | UnsetType = UNSET
 
 
 class ChunkChoice(msgspec.Struct):
@@ -118,7 +124,7 @@ class ChunkChoice(msgspec.Struct):
             and self.finish_reason is None
             and self.token_ids is UNSET
             and delta.role is UNSET
-            and delta.content is not UNSET
+            and isinstance(delta.content, str)
         ):
             return delta.content
         return None
@@ -129,6 +135,7 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     object: str = "chat.completion.chunk"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
     prompt_token_ids: list[int] | UnsetType = UNSET

@@ -48,6 +48,7 @@ class CompletionResponse(msgspec.Struct, kw_only=True):
     object: str = "text_completion"
     created: int
     model: str
+    system_fingerprint: str
     choices: list[CompletionChoice]
     usage: Usage | UnsetType | None = UNSET
     warnings: list[str] | UnsetType = UNSET

@@ -19,6 +19,7 @@ class RequestFields(msgspec.Struct, kw_only=True):
 
     model: str | None = None
     truncate_prompt_tokens: int | None = None
+    truncation_side: str | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
     request_id: str | None = None

@@ -1,4 +1,4 @@
-"""The bodies of POST /v1/responses, as in OpenAI's API.
+"""The bodies of /v1/responses and /v1/conversations, as in OpenAI's API.
 
 serve/api/responses/answer.py makes items and events, which are plain objects.
 """
@@ -14,8 +14,10 @@ from quire.serve.api.protocol.fields import ConversationFields
 from quire.serve.api.protocol.receipt import Receipt
 
 
-class ResponsesRequest(ConversationFields, kw_only=True):
-    input: str | list[dict[str, Any]]
+class InputTokensRequest(ConversationFields, kw_only=True):
+    """The body of POST /v1/responses/input_tokens, which counts the tokens of a response's prompt."""
+
+    input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
     max_output_tokens: int | None = None
@@ -33,6 +35,10 @@ class ResponsesRequest(ConversationFields, kw_only=True):
     max_tool_calls: Any = None
     moderation: Any = None
     prompt: Any = None
+
+
+class ResponsesRequest(InputTokensRequest, kw_only=True):
+    input: str | list[dict[str, Any]]
 
 
 class ResponsesUsage(msgspec.Struct, kw_only=True):
@@ -61,6 +67,7 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     output: list[dict[str, Any]]
     parallel_tool_calls: bool
     previous_response_id: str | None
+    conversation: dict[str, str] | None
     prompt_cache_key: str | None
     reasoning: dict[str, Any]
     safety_identifier: str | None
@@ -77,3 +84,41 @@ class ResponseObject(msgspec.Struct, kw_only=True):
     metadata: dict[str, str]
     warnings: list[str] | UnsetType = UNSET
     receipt: Receipt | UnsetType = UNSET
+
+
+class ItemList(msgspec.Struct, kw_only=True):
+    """A page of items. `data` holds items that are already JSON."""
+
+    object: str = "list"
+    data: list[msgspec.Raw]
+    first_id: str
+    last_id: str
+    has_more: bool
+
+
+class ConversationRequest(msgspec.Struct, kw_only=True):
+    """The body of POST /v1/conversations."""
+
+    items: list[dict[str, Any]] | None = None
+    metadata: dict[str, Any] | None = None
+
+
+class ConversationUpdate(msgspec.Struct, kw_only=True):
+    """The body of POST /v1/conversations/{id}."""
+
+    metadata: dict[str, Any] | None
+
+
+class ConversationItems(msgspec.Struct, kw_only=True):
+    """The body of POST /v1/conversations/{id}/items."""
+
+    items: list[dict[str, Any]]
+
+
+class ConversationObject(msgspec.Struct, kw_only=True):
+    """A conversation without its items."""
+
+    id: str
+    object: str = "conversation"
+    created_at: int
+    metadata: dict[str, str]

@@ -8,22 +8,42 @@ function_call_output                           a message with role tool
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from quire.serve.api.protocol.chat import ChatRequest
 from quire.serve.api.protocol.fields import shared_fields
-from quire.serve.api.protocol.responses import ResponsesRequest
+from quire.serve.api.protocol.responses import InputTokensRequest
+from quire.serve.api.responses.tools import chat_tool_choice, chat_tools, flat_name
 from quire.serve.http.errors import bad_request
 
-_REFUSED = ("background", "context_management", "conversation", "max_tool_calls", "moderation", "prompt")
+_REFUSED = ("background", "context_management", "max_tool_calls", "moderation", "prompt")
 _TEXTS = ("input_text", "output_text", "text", "refusal")
+# Items about tools that OpenAI runs itself, and about the tools of a conversation: a model without them has no use for
+# them, and a client that changes models in the middle of a conversation sends them again.
+_LEFT_OUT = (
+    "additional_tools", "apply_patch_call", "apply_patch_call_output", "code_interpreter_call", "compaction",
+    "computer_call", "computer_call_output", "file_search_call", "image_generation_call", "local_shell_call",
+    "local_shell_call_output", "mcp_approval_request", "mcp_approval_response", "mcp_call", "mcp_list_tools",
+    "program", "program_output", "shell_call", "shell_call_output", "tool_search_call", "tool_search_output",
+    "web_search_call",
+)  # fmt: skip
 _PAIRS, _KEY_CHARS, _VALUE_CHARS = 16, 64, 512  # limits of metadata, as in OpenAI's API
 _LOGPROBS = "message.output_text.logprobs"
 ConversationDict = dict[str, Any]
+ItemDict = dict[str, Any]
 
 
-def chat_of(request: ResponsesRequest, history: Sequence[ConversationDict]) -> tuple[ChatRequest, list[str]]:
+def input_items(request: InputTokensRequest) -> list[ItemDict]:
+    """Return the items of `input`, which may be a text or absent."""
+    if request.input is None:
+        return []
+    return [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
+
+
+def chat_of(request: InputTokensRequest, history: Sequence[ItemDict]) -> tuple[ChatRequest, list[str]]:
     """Convert a request into a chat that continues `history`.
 
     Returns:
@@ -37,8 +57,7 @@ def chat_of(request: ResponsesRequest, history: Sequence[ConversationDict]) -> t
             raise bad_request(f"{name} is not available in Quire", name)
     if request.n not in (None, 1):
         raise bad_request(f"n must be 1 on this route, got {request.n}: use /v1/chat/completions", "n")
-    items = [{"role": "user", "content": request.input}] if isinstance(request.input, str) else request.input
-    messages = [*history, *messages_of(items, history)]
+    messages, warnings = messages_of(input_items(request), history)
     if request.instructions:
         messages.insert(0, {"role": "system", "content": request.instructions})
     if not messages:
@@ -52,15 +71,14 @@ def chat_of(request: ResponsesRequest, history: Sequence[ConversationDict]) -> t
         chat.max_completion_tokens = request.max_output_tokens
     if request.top_logprobs or _LOGPROBS in (request.include or ()):
         chat.logprobs, chat.top_logprobs = True, request.top_logprobs
-    if request.tools:  # an empty list means no tools
-        chat.tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(request.tools)]
-        chat.tool_choice = _choice(request.tool_choice)
-    elif request.tool_choice not in (None, "auto"):
-        chat.tool_choice = request.tool_choice
-    return chat, _set_output_fields(request, chat)
+    functions, unused = chat_tools(request.tools or ())
+    chat.tools = functions or None  # an empty list means no tools
+    choice = chat_tool_choice(request.tool_choice)
+    chat.tool_choice = None if choice == "auto" else choice
+    return chat, [*warnings, *unused, *_set_output_fields(request, chat)]
 
 
-def _set_output_fields(request: ResponsesRequest, chat: ChatRequest) -> list[str]:
+def _set_output_fields(request: InputTokensRequest, chat: ChatRequest) -> list[str]:
     """Set the chat's output format and reasoning effort, check the metadata, and return warnings."""
     text_format = (request.text or {}).get("format")
     if text_format is not None:
@@ -75,17 +93,7 @@ def _set_output_fields(request: ResponsesRequest, chat: ChatRequest) -> list[str
     if not isinstance(effort, (str, type(None))):
         raise bad_request("reasoning.effort must be a string", "reasoning")
     chat.reasoning_effort = effort or request.reasoning_effort
-    metadata = {} if request.metadata is None else request.metadata
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise bad_request("metadata must be an object whose values are strings", "metadata")
-    if len(metadata) > _PAIRS or any(
-        len(k) > _KEY_CHARS or len(v) > _VALUE_CHARS for k, v in metadata.items()
-    ):
-        raise bad_request(
-            f"metadata must hold at most {_PAIRS} pairs, with keys of at most {_KEY_CHARS} characters and values of "
-            f"at most {_VALUE_CHARS}",
-            "metadata",
-        )
+    checked_metadata(request.metadata)
     warnings = []
     if request.truncation not in (None, "disabled"):
         warnings.append("truncation has no effect in Quire: a conversation that is too long is refused")
@@ -97,49 +105,51 @@ def _set_output_fields(request: ResponsesRequest, chat: ChatRequest) -> list[str
     return warnings
 
 
-# ----------------------------------------------------------------------------------------- tools
+def checked_metadata(metadata: Any) -> dict[str, str]:
+    """Return the metadata of a request. Raise ApiError 400 for metadata that OpenAI's API would refuse."""
+    metadata = {} if metadata is None else metadata
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise bad_request("metadata must be an object whose values are strings", "metadata")
+    if len(metadata) > _PAIRS or any(
+        len(k) > _KEY_CHARS or len(v) > _VALUE_CHARS for k, v in metadata.items()
+    ):
+        raise bad_request(
+            f"metadata must hold at most {_PAIRS} pairs, with keys of at most {_KEY_CHARS} characters and values of "
+            f"at most {_VALUE_CHARS}",
+            "metadata",
+        )
+    return metadata
 
 
-def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return a function in the form of the chat API."""
-    if tool.get("type") != "function":
-        raise bad_request(f"{where} has type {str(tool.get('type'))[:64]!r}; Quire takes functions", "tools")
-    function = {name: value for name, value in tool.items() if name in ("name", "description", "strict")}
-    function = {name: value for name, value in function.items() if value is not None}
-    function["parameters"] = tool.get("parameters") or {}
-    return {"type": "function", "function": function}
-
-
-def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
-    """Return `tool_choice` in the form of the chat API."""
-    if not isinstance(choice, dict):
-        return choice
-    if choice.get("type") == "allowed_tools":
-        tools = choice.get("tools")
-        if isinstance(tools, list):
-            tools = [_named_function(tool) if isinstance(tool, dict) else tool for tool in tools]
-        return {"type": "allowed_tools", "allowed_tools": {"mode": choice.get("mode"), "tools": tools}}
-    return _named_function(choice)
-
-
-def _named_function(choice: dict[str, Any]) -> dict[str, Any]:
-    return {"type": choice.get("type"), "function": {"name": choice.get("name")}}
+def conversation_id(request: InputTokensRequest) -> str | None:
+    """Return the id of the conversation that the request continues, or None. Raise ApiError 400 for another form."""
+    given = request.conversation
+    found = given.get("id") if isinstance(given, dict) else given
+    if not isinstance(found, (str, type(None))) or (found is None and given is not None):
+        raise bad_request("conversation must be an id or an object with an id", "conversation")
+    if found is not None and request.previous_response_id is not None:
+        raise bad_request("set either conversation or previous_response_id, not both", "conversation")
+    return found
 
 
 # ----------------------------------------------------------------------------------------- items
 
 
 def messages_of(
-    items: Sequence[dict[str, Any]], history: Sequence[ConversationDict] = ()
-) -> list[ConversationDict]:
-    """Convert the items of a request or of an answer into the messages that follow `history`.
+    items: Sequence[ItemDict], history: Sequence[ItemDict] = ()
+) -> tuple[list[ConversationDict], list[str]]:
+    """Convert `history` and the items that a request adds to it into messages.
+
+    Returns:
+        The messages, and a warning if items are left out because Quire has no place for them.
 
     Raises:
-        ApiError: 400 for an item of a type that Quire does not support.
+        ApiError: 400 for an item of a type that Quire does not support, or the output of a call that is not there.
     """
     messages: list[ConversationDict] = []
-    names = {call["id"]: call["function"]["name"] for m in history for call in m.get("tool_calls", ())}
-    for i, item in enumerate(items):
+    names: dict[str, str] = {}  # function names by call id
+    left_out: dict[str, None] = {}  # types, in order
+    for i, item in enumerate(itertools.chain(history, items), -len(history)):
         where = f"input[{i}]"
         match item.get("type", "message"):
             case "message":
@@ -149,16 +159,14 @@ def messages_of(
                 _assistant_message(messages, "content", "tool_calls").setdefault("thoughts", []).extend(
                     thought
                 )
-            case "function_call":
+            case "function_call" | "custom_tool_call":
                 call = _call(item, where)
                 names[call["id"]] = call["function"]["name"]
                 _assistant_message(messages).setdefault("tool_calls", []).append(call)
-            case "function_call_output":
-                call_id = _text(item, "call_id", where)
-                output = _texts(item.get("output"), f"{where}.output", _TEXTS)
-                messages.append({"role": "tool", "tool_call_id": call_id, "content": "\n".join(output)})
-                if call_id in names:
-                    messages[-1]["name"] = names[call_id]
+            case "function_call_output" | "custom_tool_call_output":
+                messages.append(_call_output(item, names, where, must_be_known=i >= 0))
+            case str(kind) if kind in _LEFT_OUT:
+                left_out[kind] = None
             case other:
                 raise bad_request(
                     f"{where} has type {str(other)[:64]!r}; Quire takes message, reasoning, function_call and "
@@ -168,7 +176,23 @@ def messages_of(
     for message in messages:
         if "thoughts" in message:
             message["reasoning_content"] = "".join(message.pop("thoughts"))
-    return messages
+    return messages, [f"input items of type {kind!r} are left out" for kind in left_out]
+
+
+def _call_output(
+    item: ItemDict, names: Mapping[str, str], where: str, must_be_known: bool
+) -> ConversationDict:
+    call_id = _text(item, "call_id", where)
+    output = _texts(item.get("output"), f"{where}.output", _TEXTS)
+    message = {"role": "tool", "tool_call_id": call_id, "content": "\n".join(output)}
+    if call_id in names:
+        message["name"] = names[call_id]
+    elif must_be_known:  # a call that is stored may have been deleted from its conversation
+        raise bad_request(
+            f"{where}.call_id {call_id[:64]!r} belongs to no function_call before it in the conversation",
+            "input",
+        )
+    return message
 
 
 def _assistant_message(messages: list[ConversationDict], *without: str) -> ConversationDict:
@@ -208,8 +232,14 @@ def _texts(content: Any, where: str, kinds: tuple[str, ...]) -> list[str]:
     return texts
 
 
-def _call(item: dict[str, Any], where: str) -> dict[str, Any]:
-    function = {"name": _text(item, "name", where), "arguments": _text(item, "arguments", where)}
+def _call(item: ItemDict, where: str) -> ConversationDict:
+    """Return a call of an earlier answer. A custom tool's input is a text, which becomes an argument."""
+    if item["type"] == "custom_tool_call":
+        arguments = json.dumps({"input": _text(item, "input", where)}, ensure_ascii=False)
+    else:
+        arguments = _text(item, "arguments", where)
+    name = _text({"name": flat_name(item)}, "name", where)
+    function = {"name": name, "arguments": arguments}
     return {"id": _text(item, "call_id", where), "type": "function", "function": function}
 
 

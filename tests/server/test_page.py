@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,6 +24,17 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
         yield browser
 
 
+FORGET = """
+    return (async () => {
+        localStorage.clear();
+        sessionStorage.clear();
+        const { openStore } = await import("/static/store.js");
+        const store = await openStore();
+        for (const { id } of await store.all()) await store.delete(id);
+    })().catch(() => {});  // a page without storage, such as about:blank
+"""
+
+
 @pytest.fixture
 def browser(window: Browser) -> Iterator[Browser]:
     """Return the window in its initial state, and check after the test that the console is empty."""
@@ -32,7 +44,7 @@ def browser(window: Browser) -> Iterator[Browser]:
     window.prefer("light")
     yield window
     assert window.complaints() == []
-    window.js("try { localStorage.clear(); sessionStorage.clear() } catch {}")
+    window.js(FORGET)
 
 
 def ask(browser: Browser, text: str) -> None:
@@ -90,18 +102,18 @@ def test_a_chat(demo: Server, browser: Browser) -> None:
     assert "7" in answered(browser, 2)
     assert browser.js("return document.querySelectorAll('.message').length") == 4
     assert browser.text("#announce").startswith("Answer complete")
-    browser.click(".measures button")
-    browser.until(lambda: browser.text(".measures button") == "Copied")
-    browser.click("#clear")
+    browser.click(".message.assistant .actions button")
+    browser.until(lambda: browser.text(".message.assistant .actions button") == "Copied")
+    browser.click("#new")
     assert browser.js("return document.querySelectorAll('.message').length") == 0
 
 
-def test_clearing_while_an_answer_comes_forgets_it(browser: Browser) -> None:
+def test_a_new_conversation_while_an_answer_comes_knows_nothing_of_it(browser: Browser) -> None:
     with serving("demo", "--dry-run", "--dry-run-step-ms", "10") as server:
         browser.open(server.url)
         ask(browser, "secret " * 200)
         browser.until(lambda: "tokens/s" in browser.text(".measures"))
-        browser.click("#clear")
+        browser.click("#new")
         browser.until(lambda: browser.find("#send").is_displayed())
         ask(browser, "Hello")
         assert "Hello" in answered(browser) and "secret" not in answered(browser)
@@ -125,9 +137,9 @@ def test_an_answer_by_schema(demo: Server, browser: Browser) -> None:
     browser.open(demo.url)
     schema = '{"type": "object", "properties": {"age": {"enum": [41]}}, "required": ["age"], "additionalProperties": false}'
     browser.type("[name=schema]", schema[:-1])
-    assert "Not valid JSON" in browser.text("#schema-state")
+    assert "not valid JSON" in browser.text("#blocked")
     browser.type("[name=schema]", "}")
-    assert "follow" in browser.text("#schema-state")
+    assert browser.text("#blocked") == ""
     ask(browser, "How old is Rosa?")
     assert answered(browser).replace(" ", "") == '{"age":41}'
 
@@ -166,6 +178,222 @@ def test_parameters_are_kept_and_copied(dry: Server, browser: Browser) -> None:
     assert browser.js(code).endswith("-d '{\"a\":\"it'\\''s\"}'")
 
 
+def test_wrong_parameters_block_sending(dry: Server, browser: Browser) -> None:
+    browser.open(dry.url)
+    for name, text, reason in (
+        ("temperature", "200", "Temperature must be between 0 and 100, got 200."),
+        ("top_p", "0", "Top p must be above 0 and at most 1, got 0."),
+        ("max_tokens", "1.5", "Max tokens must be a whole number, got 1.5."),
+        ("seed", "1e", "Seed must be a number."),
+        ("schema", "[1]", "JSON schema must be an object, { ... }."),
+    ):
+        browser.type(f"[name={name}]", text)
+        assert browser.text("#blocked") == f"Not sent: {reason}"
+        assert browser.text(f"#wrong-{name}") == reason
+        ask(browser, "Hello")
+        assert browser.js("return document.activeElement.name") == name  # the field that is wrong
+        assert browser.js("return document.querySelectorAll('.message').length") == 0
+        assert browser.find("#prompt").get_property("value") == "Hello"  # kept
+        browser.js("document.getElementById('prompt').value = ''")
+        browser.click("#defaults")
+        assert browser.text("#blocked") == "" and browser.find(f"[name={name}]").get_property("value") == ""
+    assert browser.find("[name=temperature]").get_property("placeholder") == "1"  # the default
+
+
+def test_the_limits_of_parameters_are_those_of_the_server(dry: Server, browser: Browser) -> None:
+    browser.open(dry.url)
+    fields = dry.http.get("/openapi.json").json()["components"]["schemas"]["ChatRequest"]["properties"]
+    shown = browser.js(
+        "return [...document.querySelectorAll('#parameters input[type=number]')]"
+        ".map((e) => [e.name, Number(e.min), Number(e.max), e.dataset.above !== undefined])"
+    )
+    assert len(shown) == 9
+    for name, low, high, above in shown:
+        limits = fields[name]["anyOf"][0]
+        if name == "seed":  # numbers of JavaScript are exact up to 2**53
+            assert limits["minimum"] <= low and limits["maximum"] >= high == 2**53 - 1
+        else:
+            assert (low, high) == (limits["exclusiveMinimum" if above else "minimum"], limits["maximum"]), (
+                name
+            )
+
+
+def test_conversations_are_kept(dry: Server, browser: Browser) -> None:
+    browser.open(dry.url)
+    ask(browser, "First question")
+    answered(browser)
+    browser.click("#new")
+    ask(browser, "Second question")
+    answered(browser)
+    titles = "return [...document.querySelectorAll('#conversations .open')].map((e) => e.textContent)"
+    browser.until(lambda: browser.js(titles) == ["Second question", "First question"])
+    browser.open(dry.url + "/?again")
+    browser.until(lambda: browser.js(titles) == ["Second question", "First question"])
+    browser.click("#conversations li:nth-child(2) .open")
+    assert "First question" in browser.text(".message.user") and browser.text("#title") == "First question"
+    assert "First question" in answered(browser)
+    browser.click("#conversations [aria-label^=Rename][aria-label*=First]")
+    browser.driver.switch_to.active_element.send_keys("Renamed", ENTER)
+    browser.until(lambda: browser.js(titles) == ["Second question", "Renamed"])
+    assert browser.text("#title") == "Renamed"
+    browser.click("#conversations [aria-label^=Delete][aria-label*=Renamed]")
+    browser.until(lambda: browser.js(titles) == ["Second question"])
+    assert browser.js("return document.querySelectorAll('.message').length") == 0
+    browser.click("#undo")
+    browser.until(lambda: browser.js(titles) == ["Second question", "Renamed"])
+
+
+def test_export_and_import(dry: Server, browser: Browser, tmp_path: Path) -> None:
+    browser.driver.execute_cdp_cmd(
+        "Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(tmp_path)}
+    )
+    browser.open(dry.url)
+    ask(browser, "A question <b>to keep</b>")
+    answered(browser)
+    browser.click("#export")
+    browser.until(lambda: list(tmp_path.glob("quire-conversations-*.json")))
+    (file,) = tmp_path.glob("quire-conversations-*.json")
+    assert (
+        json.loads(file.read_text())["conversations"][0]["messages"][0]["content"]
+        == "A question <b>to keep</b>"
+    )
+    browser.click("#conversations [aria-label^=Delete]")
+    browser.until(lambda: not browser.text("#conversations"))
+    browser.type("#import-file", str(file))
+    browser.until(lambda: browser.text("#library-state") == "Imported 1 conversation.")
+    browser.click("#conversations .open")
+    assert browser.text(".message.user .text") == "A question <b>to keep</b>"
+    wrong = tmp_path / "wrong.json"
+    for text, reason in (
+        ("{", "is not JSON"),
+        ("{}", "is not an export of this page"),
+        (file.read_text().replace('"user"', '"root"'), 'message 1: "role" must be'),
+    ):
+        wrong.write_text(text)
+        browser.type("#import-file", str(wrong))
+        browser.until(lambda reason=reason: reason in browser.text("#library-state"))
+    assert browser.js("return document.querySelectorAll('#conversations li').length") == 1
+
+
+def test_edit_and_regenerate(demo: Server, browser: Browser) -> None:
+    browser.open(demo.url)
+    browser.type("[name=temperature]", "0")
+    ask(browser, "What is 27 + 45?")
+    answered(browser)
+    ask(browser, "What is 3 + 4?")
+    answered(browser, 2)
+    press(browser, "Regenerate", 1)
+    browser.until(lambda: browser.js("return document.querySelectorAll('.message.streaming').length") == 0)
+    assert "7" in answered(browser, 2)
+    press(browser, "Edit", 0)
+    browser.js("document.querySelector('.edit textarea').value = 'What is 5 + 6?'")
+    browser.type(".edit textarea", ENTER)
+    browser.until(lambda: browser.js("return document.querySelectorAll('.message').length") == 2)
+    assert answered(browser) == "5 + 6 = 11"
+
+
+def press(browser: Browser, label: str, index: int) -> None:
+    """Click button number `index` of those with this label."""
+    code = "return [...document.querySelectorAll('#messages button')].filter((e) => e.textContent === arguments[0])[arguments[1]]"
+    browser.until(lambda: browser.js(code, label, index)).click()
+
+
+def test_log_probabilities(demo: Server, browser: Browser) -> None:
+    browser.open(demo.url)
+    browser.type("[name=temperature]", "0")
+    browser.click("[name=logprobs]")
+    for kind in ("chat", "text"):
+        browser.click("#new")
+        browser.click(f"[name=kind][value={kind}]")
+        ask(browser, {"chat": "What is 27 + 45?", "text": "Once upon a time there was"}[kind])
+        answered(browser)
+        browser.type(".tokens", RIGHT, RIGHT)
+        keyed = browser.text(".token-readout")
+        assert "log-probability" in keyed and "otherwise" in keyed and "%" in keyed
+        hover(browser, ".token:nth-child(3)")
+        browser.until(lambda keyed=keyed: browser.text(".token-readout") != keyed)
+    press(browser, "Log-probabilities", 0)
+    assert browser.js("return document.querySelectorAll('.token').length") == 0
+
+
+def hover(browser: Browser, selector: str) -> None:
+    from selenium.webdriver import ActionChains
+
+    ActionChains(browser.driver, duration=0).move_to_element(browser.find(selector)).perform()
+
+
+def test_try_again_after_an_error(browser: Browser) -> None:
+    with serving("demo", "--dry-run") as server:
+        browser.open(server.url)
+        browser.until(lambda: "demo" in browser.text("#model"))
+        # The first request fails as it does without a network.
+        browser.js(
+            "const real = fetch; window.fetch = (...a) => { window.fetch = real; return Promise.reject(new TypeError()) }"
+        )
+        ask(browser, "Hello there")
+        browser.until(lambda: "cannot be reached" in browser.text(".problem"))
+        press(browser, "Try again", 0)
+        assert "Hello there" in answered(browser)
+        assert browser.js("return document.querySelectorAll('.message').length") == 2
+
+
+MARKDOWN = [
+    ("# Title\n\ntext **bold *both* bold**", "<h4>Title</h4><p>text <strong>bold <em>both</em> bold</strong></p>"),
+    ("```py\n<b>*x*</b>\n```", "<code>&lt;b&gt;*x*&lt;/b&gt;</code>"),
+    ("```\nopen", "<code>open</code>"),
+    ("- a\n- b\n  1. c\n\n- d", "<ul><li><p>a</p></li><li><p>b</p><ol><li>c</li></ol></li><li><p>d</p></li></ul>"),
+    ("3. x\n4. y", '<ol start="3"><li>x</li><li>y</li></ol>'),
+    ("> a\n> b", "<blockquote><p>a\nb</p></blockquote>"),
+    ("| a | b |\n|---|--:|\n| 1 | `2` |", '<th class="right">b</th></tr></thead><tbody><tr><td>1</td><td class="right"><code>2</code></td>'),
+    ("a\n\n---\nb", "<p>a</p><hr><p>b</p>"),
+    ("27 * 45 _ snake_case_name 2 ** 3", "<p>27 * 45 _ snake_case_name 2 ** 3</p>"),
+    ("\\*no\\* ~~old~~ ~x", "<p>*no* <del>old</del> ~x</p>"),
+    ("``a`b`` `open", "<p><code>a`b</code> `open</p>"),
+    ("<img src=x onerror=alert(1)>", "<p>&lt;img src=x onerror=alert(1)&gt;</p>"),
+    ("[x](javascript:alert(1)) [y](data:text/html,a)", "<p>[x](javascript:alert(1)) [y](data:text/html,a)</p>"),
+    ("**[site](https://a.example/b_(c))**", '<strong><a href="https://a.example/b_(c)" target="_blank" rel="noopener noreferrer nofollow">site</a></strong>'),
+    ("see https://a.example/x_y_z.", '>https://a.example/x_y_z</a>.</p>'),
+    ("![alt](https://a.example/i.png)", ">alt</a></p>"),
+    ("**open and [bracket", "<p>**open and [bracket</p>"),
+]  # fmt: skip
+
+
+def test_markdown(dry: Server, browser: Browser) -> None:
+    browser.open(dry.url)
+    code = """
+        return import('/static/markdown.js').then((m) => texts.map((text) => {
+            const whole = document.createElement('div');
+            new m.MarkdownView(whole).show(text);
+            const grown = document.createElement('div');
+            const view = new m.MarkdownView(grown);
+            for (let end = 1; end <= text.length; end++) view.show(text.slice(0, end));
+            return [whole.innerHTML, grown.innerHTML];
+        }))
+    """
+    drawn = browser.js("const texts = arguments[0];" + code, [text for text, _ in MARKDOWN])
+    for (text, wanted), (whole, grown) in zip(MARKDOWN, drawn):
+        assert wanted in whole, text
+        assert whole == grown, text
+
+
+@pytest.mark.parametrize(
+    "text", ["[", "](", "*", "`", "**a ", "> ", "- ", "| a |\n", "_a", "h", "![", "`a``b", "\\", "<br", "1. "]
+)
+def test_markdown_in_linear_time(dry: Server, browser: Browser, text: str) -> None:
+    """A renderer with a quadratic pass takes minutes for 200,000 characters."""
+    if not browser.driver.current_url.startswith(dry.url):
+        browser.open(dry.url)
+    code = """
+        const text = arguments[0].repeat(200000 / arguments[0].length);
+        return import('/static/markdown.js').then((m) => {
+            const began = performance.now();
+            new m.MarkdownView(document.createElement('div')).show(text);
+            return performance.now() - began;
+        })
+    """
+    assert browser.js(code, text) < 15_000
+
+
 RECEIPT = {
     "e2e_ms": 1234.5,
     "ttft_ms": 50.0,
@@ -191,6 +419,9 @@ def test_a_server_with_a_key(browser: Browser) -> None:
     with serving("demo", "--dry-run", "--api-key", "secret") as server:
         browser.open(server.url)
         assert browser.find("#key").is_displayed()
+        assert (
+            browser.text("#blocked") == "Not sent: this server needs an API key. Enter it at the top right."
+        )
         assert browser.complaints() == []  # no request was sent without a key
         browser.type("#key", "wrong", TAB)
         browser.until(lambda: "API key" in browser.text("#model"))
@@ -202,6 +433,7 @@ def test_a_server_with_a_key(browser: Browser) -> None:
         assert "Hello there" in answered(browser)
         browser.click("#tab-live")
         browser.until(lambda: "Live" in browser.text("#connection"))
+        browser.driver.get("about:blank")  # otherwise the page misses the server that ends now
 
 
 # --------------------------------------------------------------------------------------- live view
@@ -264,6 +496,61 @@ def test_live_view_by_keyboard(busy: Server, browser: Browser) -> None:
     browser.until(lambda: browser.text("#connection") == "Live")
 
 
+def test_live_view_says_how_fast_requests_are(busy: Server, browser: Browser) -> None:
+    browser.open(busy.url + "/#live")
+    speeds = "return [...document.querySelectorAll('#running tbody tr[data-id] td:nth-child(7)')].map((e) => e.textContent)"
+    browser.until(lambda: any(float(speed or 0) > 0 for speed in browser.js(speeds)))
+
+
+def test_terms_are_explained(busy: Server, browser: Browser) -> None:
+    browser.open(busy.url + "/#live")
+    browser.until(lambda: browser.text("#figures"))
+    unknown = """
+        return import('/static/terms.js').then(({ TERMS }) =>
+            [...document.querySelectorAll('[data-term]')].map((e) => e.dataset.term).filter((name) => !TERMS[name]))
+    """
+    assert browser.js(unknown) == []
+    assert browser.js("return document.querySelectorAll('#live [data-term]').length") >= 30
+    hover(browser, "#figures [data-term=evictable-blocks]")
+    assert "prefix cache can still find it" in browser.text("#tip") and browser.find("#tip").is_displayed()
+    browser.type("body", ESCAPE)
+    assert not browser.find("#tip").is_displayed()
+    browser.click("#terms summary")
+    assert "Time from the end of the previous step" in browser.text("#glossary")
+    assert not browser.find("#drafts-legend").is_displayed()  # no step had drafts
+
+
+STEP = {
+    "prefill": 0, "decode": 1, "drafts": 0, "running": 1, "waiting": 0, "preempted": 0, "took_s": 0.01,
+    "schedule_s": 0.0, "launch_s": 0.0, "wait_s": 0.0, "retire_s": 0.0,
+}  # fmt: skip
+
+
+def test_gaps_between_steps_are_shown(dry: Server, browser: Browser) -> None:
+    browser.open(dry.url)
+    code = """
+        const [first, second] = [arguments[0], arguments[1]];
+        return import('/static/steps.js').then(({ StepBars }) => {
+            const canvas = document.body.appendChild(document.createElement('canvas'));
+            const bars = new StepBars(canvas, document.createElement('p'));
+            bars.add(first);
+            const unknown = bars.clock_s;
+            bars.add(second);
+            const now_s = Date.now() / 1000;
+            bars.restart();
+            bars.add([...first, ...second]); // again, as after a pause
+            canvas.remove();
+            return [unknown, bars.clock_s - now_s, bars.steps.map((step) => step.idle_s), bars.arrange(1000).map(({ x }) => x)];
+        })
+    """
+    first = [STEP | {"step": 1, "time_s": 100.0}, STEP | {"step": 2, "time_s": 100.005}]
+    unknown, clock_s, idle_s, x = browser.js(code, first, [STEP | {"step": 3, "time_s": 102.02}])
+    assert unknown is None  # the newest of the first steps may have ended long ago
+    assert abs(clock_s + 102.03) < 5
+    assert [round(s, 3) for s in idle_s] == [0.0, -0.005, 2.0]
+    assert x[1] - x[0] == 4 and x[2] - x[1] > 40
+
+
 def test_live_view_asks_only_while_it_is_seen(busy: Server, browser: Browser) -> None:
     opened = "return performance.getEntriesByType('resource').filter((e) => e.name.endsWith('/live/events')).length"
     browser.open(busy.url)
@@ -279,6 +566,7 @@ def test_live_view_of_an_idle_engine(dry: Server, browser: Browser) -> None:
     dry.wait_until_idle()
     browser.open(dry.url + "/#live")
     browser.until(lambda: browser.text("#connection") == "Live, idle")
+    assert browser.text("#steps-readout")
     assert "No running requests." in browser.text("#running") and browser.text("#waiting-count") == "0"
 
 
@@ -289,9 +577,52 @@ def test_live_view_when_the_server_ends(browser: Browser) -> None:
         began = time.monotonic()
         server.close()
         assert time.monotonic() - began < 4  # an open live view does not delay the shutdown
-        browser.until(lambda: "cannot be reached" in browser.text("#connection"))
+        browser.until(lambda: "cannot be reached" in browser.text("#gone-text"))
+        assert browser.find("#gone").is_displayed() and browser.text("#connection") == "Not connected"
+        assert "as it was at" in browser.text("#gone-text")
     browser.driver.get("about:blank")  # otherwise the page reconnects again and again
     assert all("ERR_CONNECTION_REFUSED" in line for line in browser.complaints())
+
+
+# ------------------------------------------------------------------------------- the API reference
+
+
+def test_the_api_reference(dry: Server, browser: Browser) -> None:
+    described = dry.http.get("/openapi.json").json()
+    browser.open(dry.url + "/docs")
+    shown = "return [...document.querySelectorAll('.operation h2')].map((e) => e.textContent)"
+    routes = [method + path for path, methods in described["paths"].items() for method in methods]
+    browser.until(lambda: browser.js(shown) == routes)
+    objects = "return [...document.querySelectorAll('.schema h3')].map((e) => e.textContent)"
+    assert browser.js(objects) == list(described["components"]["schemas"])
+    fields = browser.text("#post-v1-chat-completions .fields")
+    for name in described["components"]["schemas"]["ChatRequest"]["properties"]:
+        assert name in fields
+    assert "from 0 to 100" in fields
+    broken = "return [...document.querySelectorAll('a[href^=\"#\"]')].filter((e) => !document.getElementById(e.hash.slice(1))).map((e) => e.href)"
+    assert browser.js(broken) == []
+    browser.type("#find", "max_output_tokens")
+    assert browser.js(
+        "return [...document.querySelectorAll('.operation:not([hidden])')].map((e) => e.id)"
+    ) == ["post-v1-responses"]
+
+
+def test_routes_can_be_tried(browser: Browser) -> None:
+    with serving("demo", "--dry-run", "--api-key", "secret") as server:
+        browser.open(server.url + "/docs")
+        browser.until(lambda: "Enter it at the top right" in browser.text("#state"))
+        browser.type("#key", "secret", TAB)
+        browser.until(lambda: browser.text("#operations"))
+        for page, wanted in (
+            ("post-v1-chat-completions", '"content":'),
+            ("get-version", '"version"'),
+        ):
+            browser.js("document.querySelector(`#${arguments[0]} .try`).open = true", page)
+            browser.click(f"#{page} .try form button")
+            browser.until(lambda page=page, wanted=wanted: wanted in browser.text(f"#{page} .try pre"))
+        browser.js("document.querySelector('#post-v1-chat-completions textarea').value = '{'")
+        browser.click("#post-v1-chat-completions .try form button")
+        browser.until(lambda: "Not sent" in browser.text("#post-v1-chat-completions .try pre"))
 
 
 # ------------------------------------------------------------------------------------------- looks
@@ -346,6 +677,8 @@ def test_the_files(dry: Server) -> None:
     assert "default-src 'none'" in page.headers["content-security-policy"]
     again = dry.http.get("/", headers={"If-None-Match": page.headers["etag"]})
     assert again.status_code == 304 and not again.content
+    docs = dry.http.get("/docs")
+    assert docs.status_code == 200 and "default-src 'none'" in docs.headers["content-security-policy"]
     assert dry.http.get("/static/about.json").json()["needs_key"] is False
     assert dry.http.get("/static/nothing.js").status_code == 404
     for name in ("main.js", "live.js", "style.css"):
@@ -357,12 +690,13 @@ def test_the_files_ask_for_nothing_from_elsewhere() -> None:
 
     for path in (Path(quire.serve.__file__).parent / "static").iterdir():
         for line in path.read_text().splitlines():
-            assert "http" not in line.replace("http://www.w3.org/2000/svg", ""), (path.name, line)
+            assert "://" not in line.replace("http://www.w3.org/2000/svg", ""), (path.name, line)
 
 
 def test_no_page() -> None:
     with serving("demo", "--dry-run", "--no-page") as server:
         assert server.http.get("/").status_code == 404
+        assert server.http.get("/docs").status_code == 404
         assert server.http.get("/live/events").status_code == 404
 
 

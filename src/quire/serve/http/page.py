@@ -1,7 +1,8 @@
-"""`GET /`: the web page with playground and live view, from the files in `static/`. It needs no key: it has no data.
+"""`GET /` and `GET /docs`: playground with live view, and API reference, from the files in `static/`.
 
-The page gets its data from the other routes, with the key that its user enters. Its Content-Security-Policy allows
-only the page's own files, so text that a model generates can never run as a script.
+They need no key, because they have no data. A page gets its data from the other routes, with the key that its user
+enters. Its Content-Security-Policy allows only the page's own files, so text that a model generates can never run as a
+script.
 """
 
 from __future__ import annotations
@@ -19,8 +20,9 @@ from quire.serve.http.wire import json_response
 
 _STATIC = Path(__file__).parents[1] / "static"
 _TYPES = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+_PAGES = {"index.html": "/", "docs.html": "/docs"}
 _FILES = {
-    "/" if file.name == "index.html" else f"/static/{file.name}": file
+    _PAGES.get(file.name, f"/static/{file.name}"): file
     for file in sorted(_STATIC.iterdir())
     if file.suffix in _TYPES
 }

@@ -11,13 +11,20 @@ export async function copyText(text) {
   }
 }
 
-// Make `button` copy the result of `text` and confirm it for a moment.
+// Make `button` copy the result of `text`, unless that is null, and confirm it for a moment.
 export function copies(button, text) {
   const label = button.textContent;
   button.addEventListener("click", async () => {
-    await copyText(text());
+    const copied = text();
+    if (copied === null) return;
+    await copyText(copied);
     button.textContent = "Copied";
     setTimeout(() => (button.textContent = label), 1500);
   });
   return button;
+}
+
+export function copyButton(text) {
+  const button = Object.assign(document.createElement("button"), { type: "button", className: "plain", textContent: "Copy" });
+  return copies(button, text);
 }

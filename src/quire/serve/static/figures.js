@@ -1,6 +1,7 @@
 // The row of statistics: load, throughput, and the use of the KV cache.
 
 import { count } from "./draw.js";
+import { term } from "./terms.js";
 
 const WINDOW_MS = 2000; // throughput is averaged over this time
 
@@ -20,28 +21,28 @@ export class Figures {
     const seconds = (now - this.past[0].at) / 1000;
     const speed = (name) => (seconds > 0.2 ? (totals[name] - this.past[0].totals[name]) / seconds : 0);
     const used = blocks - free;
-    this.put("Running", count(load.running));
-    this.put("Waiting", count(load.waiting));
-    this.put("Generated", count(Math.round(speed("generated_tokens"))), "tokens/s");
-    this.put("Computed", count(Math.round(speed("computed_tokens"))), "tokens/s");
-    this.put("Blocks in use", count(used), `of ${count(blocks)} · ${Math.round((100 * used) / blocks)} %`);
-    this.put("Shared", count(shared), "blocks");
-    this.put("Evictable", count(cached), "blocks");
+    this.put("running", "Running", count(load.running));
+    this.put("waiting", "Waiting", count(load.waiting));
+    this.put("generated", "Generated", count(Math.round(speed("generated_tokens"))), "tokens/s");
+    this.put("computed", "Computed", count(Math.round(speed("computed_tokens"))), "tokens/s");
+    this.put("blocks-used", "Blocks in use", count(used), `of ${count(blocks)} · ${Math.round((100 * used) / blocks)} %`);
+    this.put("shared-blocks", "Shared", count(shared), "blocks");
+    this.put("evictable-blocks", "Evictable", count(cached), "blocks");
     const seen = totals.prompt_tokens;
-    this.put("Prefix cache hits", seen ? `${((100 * totals.cached_tokens) / seen).toFixed(1)} %` : "–");
-    this.put("Preemptions", count(totals.preemptions));
-    this.put("Evictions", count(totals.evictions ?? 0));
+    this.put("cache-hits", "Prefix cache hits", seen ? `${((100 * totals.cached_tokens) / seen).toFixed(1)} %` : "–");
+    this.put("preemptions", "Preemptions", count(totals.preemptions));
+    this.put("evictions", "Evictions", count(totals.evictions ?? 0));
   }
 
-  put(label, value, unit = "") {
-    if (!this.values[label]) {
+  put(key, label, value, unit = "") {
+    if (!this.values[key]) {
       const pair = this.list.appendChild(document.createElement("div"));
-      const name = pair.appendChild(document.createElement("dt"));
+      const name = term(pair.appendChild(document.createElement("dt")), key);
       name.textContent = label;
       const figure = pair.appendChild(document.createElement("dd"));
-      this.values[label] = [figure.appendChild(new Text()), figure.appendChild(document.createElement("small"))];
+      this.values[key] = [figure.appendChild(new Text()), figure.appendChild(document.createElement("small"))];
     }
-    const [text, small] = this.values[label];
+    const [text, small] = this.values[key];
     if (text.data !== value) text.data = value;
     const suffix = unit && ` ${unit}`;
     if (small.textContent !== suffix) small.textContent = suffix;

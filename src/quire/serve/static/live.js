@@ -7,6 +7,7 @@ import { RequestTable } from "./requests.js";
 import { StepBars } from "./steps.js";
 
 const RETRY_MS = [500, 1000, 2000, 5000, 10000];
+const SILENT_MS = 40_000; // the server writes at least every 15 s
 const $ = (id) => document.getElementById(id);
 
 export class LiveView {
@@ -22,6 +23,8 @@ export class LiveView {
     this.parts = [this.figures, this.blocks, ...this.tables];
     this.visible = this.paused = false;
     this.stream = null; // the AbortController of the open event stream
+    this.heard = null; // the time of the last event
+    $("try-now").addEventListener("click", () => this.reconnect());
     $("pause").addEventListener("click", () => this.pause(!this.paused));
     document.addEventListener("keydown", (event) => {
       const typing = /INPUT|TEXTAREA/.test(event.target.tagName);
@@ -49,27 +52,48 @@ export class LiveView {
   reconnect() {
     this.stream?.abort();
     this.stream = null;
-    if (!this.visible || this.paused) return this.say(this.paused ? "Paused" : "");
+    if (!this.visible || this.paused) {
+      this.lost(null);
+      return this.say(this.paused ? "Paused" : "");
+    }
     this.stream = new AbortController();
     this.follow(this.stream.signal);
   }
 
   async follow(signal) {
     for (let failures = 0; !signal.aborted; failures++) {
+      let problem = new ApiProblem("The server has closed the connection.", 0);
       try {
-        this.say("Connecting …");
-        for await (const { event, data } of events(await api("live/events", { signal }))) {
+        if (!failures) this.say("Connecting …");
+        this.steps.restart();
+        for await (const { event, data } of events(await api("live/events", { signal }), SILENT_MS)) {
           failures = 0;
+          this.heard = new Date();
           this.take(event, JSON.parse(data));
+          this.lost(null);
         }
-      } catch (problem) {
-        if (signal.aborted) return;
-        this.say(problem instanceof ApiProblem ? problem.message : "The connection was lost.");
-        if (problem.status === 401 || problem.status === 404) return;
+      } catch (found) {
+        problem = found;
       }
-      const wait = RETRY_MS[Math.min(failures, RETRY_MS.length - 1)];
-      await new Promise((resolve) => setTimeout(resolve, wait));
+      if (signal.aborted) return;
+      const final = problem.status === 401 || problem.status === 404;
+      const wait_ms = RETRY_MS[Math.min(failures, RETRY_MS.length - 1)];
+      this.lost(problem instanceof ApiProblem ? problem.message : "The connection was lost.", final ? null : wait_ms);
+      if (final) return;
+      await new Promise((resolve) => setTimeout(resolve, wait_ms));
     }
+  }
+
+  // Say that there is no connection and since when the page shows an old state; `message` null: the connection is back.
+  lost(message, wait_ms = null) {
+    $("gone").hidden = message === null;
+    $("live").classList.toggle("stale", message !== null);
+    if (message === null) return;
+    this.say("Not connected");
+    const since = this.heard ? ` Everything below is as it was at ${this.heard.toLocaleTimeString("en-GB")}.` : " There is nothing to show yet.";
+    const again = wait_ms === null ? "" : ` The page tries again every ${wait_ms <= 1000 ? "second" : `${wait_ms / 1000} s`}.`;
+    const text = message + since + again;
+    if ($("gone-text").textContent !== text) $("gone-text").textContent = text;
   }
 
   take(event, data) {

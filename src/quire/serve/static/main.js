@@ -1,8 +1,10 @@
-// The frame of the page: tabs, theme, API key, and the name of the model.
+// The frame of the page: tabs and the name of the model.
 
-import { ApiProblem, api, setKey, storedKey } from "./api.js";
-import { startChat } from "./chat.js";
+import { ApiProblem, api, keyIsMissing, startKey } from "./api.js";
+import { showBlocked, startChat } from "./chat.js";
 import { LiveView } from "./live.js";
+import { fillGlossary, startTerms } from "./terms.js";
+import { startTheme } from "./themes.js";
 
 const $ = (id) => document.getElementById(id);
 const tabs = [$("tab-chat"), $("tab-live")];
@@ -35,25 +37,6 @@ function startTabs() {
   show(shown());
 }
 
-function startTheme() {
-  const root = document.documentElement;
-  const label = () => ($("theme-name").textContent = root.dataset.theme ?? "system");
-  $("theme").addEventListener("click", () => {
-    const next = { light: "dark", dark: null }[root.dataset.theme ?? ""];
-    if (next === null) {
-      delete root.dataset.theme;
-      localStorage.removeItem("quire-theme");
-    } else {
-      root.dataset.theme = next ?? "light";
-      localStorage.setItem("quire-theme", root.dataset.theme);
-    }
-    label();
-    live.redraw();
-  });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => live.redraw());
-  label();
-}
-
 async function describe() {
   try {
     const [model] = (await (await api("v1/models")).json()).data;
@@ -64,23 +47,18 @@ async function describe() {
 }
 
 async function start() {
-  startTheme();
+  startTheme(() => live.redraw());
+  startTerms();
+  fillGlossary($("glossary"));
   startChat(); // first, so that text typed while the rest loads is kept
-  const about = await (await api("static/about.json")).json();
-  $("key-field").hidden = !about.needs_key;
-  $("key").value = storedKey();
-  $("key-field").addEventListener("submit", (event) => event.preventDefault());
-  $("key").addEventListener("change", () => {
-    setKey($("key").value.trim());
+  await startKey(() => {
     describe();
+    showBlocked();
     live.reconnect();
   });
-  if (about.needs_key && !storedKey()) {
-    $("model").textContent = "";
-    $("key").focus();
-  } else {
-    describe();
-  }
+  showBlocked();
+  if (keyIsMissing()) $("model").textContent = "";
+  else describe();
   startTabs();
 }
 

@@ -2,6 +2,7 @@
 // columns have fixed widths and only visible rows are updated.
 
 import { count, duration, requestColour } from "./draw.js";
+import { term } from "./terms.js";
 
 const REASONS = {
   slots: "all slots of the batch are in use",
@@ -15,31 +16,55 @@ const REASONS = {
 };
 const SPARE_ROWS = 8; // updated above and below the visible rows
 
-// Columns: title, classes, width in rem (0: the remaining width), text.
-const ID = ["Request", "words id", 5, (r) => r.id];
-const CLIENT = ["Key", "words key minor", 5, (r) => r.client];
-const PROMPT = ["Prompt", "", 4.2, (r) => count(r.prompt)];
-const AGE = ["Age", "", 4.6, (r) => (r.age_s < 60 ? `${r.age_s.toFixed(1)} s` : duration(r.age_s))];
-const PREEMPTED = ["Preempted", "minor", 5.4, (r) => (r.preemptions ? count(r.preemptions) : "")];
+const WINDOW_MS = 2000; // tokens per second are averaged over this time
+
+// Columns: title, its term, classes, width in rem (0: the remaining width), text.
+const ID = ["Request", "request", "words id", 5, (r) => r.id];
+const CLIENT = ["Key", "client", "words key minor", 5, (r) => r.client];
+const PROMPT = ["Prompt", "prompt", "", 4.2, (r) => count(r.prompt)];
+const AGE = ["Age", "age", "", 4.6, (r) => (r.age_s < 60 ? `${r.age_s.toFixed(1)} s` : duration(r.age_s))];
+const PREEMPTED = ["Preempted", "preempted", "minor", 5.4, (r) => (r.preemptions ? count(r.preemptions) : "")];
 const RUNNING = [
   ID, CLIENT,
-  ["State", "words", 4.4, (r) => r.state],
+  ["State", "state", "words", 4.4, (r) => r.state],
   PROMPT,
-  ["Cached", "", 4.2, (r) => (r.cached ? count(r.cached) : "")],
-  ["Answer", "answer", 0, (r) => `${count(r.generated)} / ${count(r.limit)}`],
-  ["Blocks", "", 3.6, (r) => count(r.blocks)],
+  ["Cached", "cached", "", 4.2, (r) => (r.cached ? count(r.cached) : "")],
+  ["Answer", "answer", "answer", 0, (r) => `${count(r.generated)} / ${count(r.limit)}`],
+  ["Tokens/s", "speed", "", 4.6, (r) => (r.speed === null ? "" : r.speed < 10 ? r.speed.toFixed(1) : count(Math.round(r.speed)))],
+  ["Blocks", "blocks", "", 3.8, (r) => count(r.blocks)],
   AGE, PREEMPTED,
 ];
-const WAITING = [ID, CLIENT, PROMPT, AGE, ["Waiting because", "words", 0, (r) => REASONS[r.state] ?? r.state], PREEMPTED];
+const WAITING = [ID, CLIENT, PROMPT, AGE, ["Waiting because", "waiting-for", "words", 0, (r) => REASONS[r.state] ?? r.state], PREEMPTED];
+
+// The speed of each request, from the tokens that it had in the latest states.
+class Speeds {
+  constructor() {
+    this.past = new Map(); // by request: { at, generated } of the states within the window
+  }
+
+  // Set the `speed` of `requests`, in tokens per second; null until there are two states of a request.
+  measure(requests, now = performance.now()) {
+    const past = new Map();
+    for (const request of requests) {
+      const seen = [...(this.past.get(request.id) ?? []), { at: now, generated: request.generated }];
+      while (seen.length > 2 && now - seen[0].at > WINDOW_MS) seen.shift();
+      const seconds = (now - seen[0].at) / 1000;
+      request.speed = seconds > 0.2 ? (request.generated - seen[0].generated) / seconds : null;
+      past.set(request.id, seen);
+    }
+    this.past = past;
+  }
+}
 
 export class RequestTable {
   constructor(table, counter, running, select) {
     Object.assign(this, { table, counter, running, selectRequest: select, rows: new Map(), selected: null });
     this.columns = running ? RUNNING : WAITING;
+    this.speeds = new Speeds();
     const head = table.createTHead().insertRow();
-    for (const [name, className, width] of this.columns) {
+    for (const [name, key, className, width] of this.columns) {
       const cell = head.appendChild(document.createElement("th"));
-      cell.textContent = name;
+      cell.append(term(Object.assign(document.createElement("span"), { textContent: name }), key));
       cell.className = className.replace("id", "");
       cell.scope = "col";
       if (width) cell.style.width = `${width}rem`;
@@ -58,6 +83,7 @@ export class RequestTable {
 
   show(state) {
     const requests = this.running ? state.running : state.waiting;
+    this.speeds.measure(requests);
     const total = this.running ? state.stats.load.running : state.stats.load.waiting;
     this.counter.textContent = total > requests.length ? `${count(total)}, the first ${count(requests.length)}:` : count(total);
     this.empty.hidden = requests.length > 0;
@@ -79,7 +105,7 @@ export class RequestTable {
     const element = document.createElement("tr");
     element.dataset.id = request.id;
     element.tabIndex = -1;
-    const cells = this.columns.map(([, className]) => {
+    const cells = this.columns.map(([, , className]) => {
       const cell = element.insertCell();
       cell.className = className;
       if (className === "answer") cell.append(document.createElement("b"));
@@ -111,7 +137,7 @@ export class RequestTable {
   }
 
   fill(row, request) {
-    this.columns.forEach(([, , , value], index) => {
+    this.columns.forEach(([, , , , value], index) => {
       const text = value(request);
       if (row.cells[index].data !== text) row.cells[index].data = text;
     });

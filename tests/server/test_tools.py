@@ -203,7 +203,7 @@ def test_schemas_that_cannot_be_enforced(constrained: Server) -> None:
     [
         ({"type": "unknown_type"}, "tools[1] 'f': properties.a.type must be one of string,"),
         ({"items": {"anyOf": [{"type": "text"}]}}, "tools[1] 'f': properties.a.items.anyOf[0].type must be"),
-        ({"minContains": 2}, "properties.a "),
+        ({"contains": {"pattern": "a"}}, "properties.a "),
     ],
 )
 def test_errors_in_schemas_name_the_function_and_the_path(
@@ -217,7 +217,7 @@ def test_errors_in_schemas_name_the_function_and_the_path(
     error = constrained.post(PATH, chat("Hi", tools=tools)).json()["error"]
     assert says in error["message"] and error["message"].startswith("tools[1] 'f': ")
     assert error["param"] == "tools"
-    if "minContains" not in schema:
+    if "contains" not in schema:
         wanted = {"type": "json_schema", "json_schema": {"name": "f", "schema": parameters}}
         error = constrained.post(PATH, chat("Hi", response_format=wanted)).json()["error"]
         assert says.split("'f': ")[1] in error["message"] and error["param"] == "response_format"

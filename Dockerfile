@@ -24,14 +24,14 @@ FROM base AS build-cpu
 ARG TORCH_INDEX=
 COPY constraints.txt ./
 RUN pip install --no-deps --constraint constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY src src
 RUN pip install --constraint constraints.txt .
 
 FROM base AS build-cuda
 COPY constraints.txt ./
 RUN pip install --constraint constraints.txt torch
-COPY pyproject.toml README.md LICENSE ./
+COPY pyproject.toml hatch_build.py README.md LICENSE ./
 COPY src src
 RUN pip install --constraint constraints.txt .
 

@@ -251,6 +251,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
     args = parser.parse_args()
     chosen = list(args.engine)
+    if "transformers" in chosen and find_spec("transformers") is None:
+        chosen.remove("transformers")
+        print("transformers left out: it cannot be imported (pip install transformers)")
     if "llama.cpp" in chosen and find_spec("llama_cpp") is None:
         chosen.remove("llama.cpp")
         print("llama.cpp left out: llama_cpp cannot be imported (pip install llama-cpp-python)")

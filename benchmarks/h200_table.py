@@ -190,6 +190,10 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path, help="default: results/h200-table.json or h200-table-eager.json")
     args = parser.parse_args()
+    if pick_device("auto").type != "cuda" and set(args.models) & set(MODELS):
+        raise SystemExit(
+            "h200_table.py needs a GPU: the models would run for hours on a CPU; use quire bench there"
+        )
     machine = measure(pick_device("auto"), torch.bfloat16)
     print(
         f"{machine.device}: {machine.bytes_per_s / 1e12:.2f} TB/s, {machine.flops_per_s / 1e12:.0f} TFLOP/s, measured"

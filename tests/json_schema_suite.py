@@ -36,6 +36,7 @@ class World:
     """A tokenizer and its vocabulary."""
 
     path: Path = field(default_factory=lambda: locate_model("demo").path)
+    close_objects: bool = False  # as JSON Schema has it
     tokenizer: Tokenizer = field(init=False)
     vocabulary: Vocabulary = field(init=False)
 
@@ -45,7 +46,9 @@ class World:
 
     def matcher(self, schema: Any) -> LLMatcher:
         """Raises RequestError as the engine would."""
-        spec = grammar_spec(StructuredOutputsParams(json=json.dumps(schema)))
+        spec = grammar_spec(
+            StructuredOutputsParams(json=json.dumps(schema), disable_additional_properties=self.close_objects)
+        )
         matcher = build_matcher(self.vocabulary, spec, grammar_text(spec))
         try_out(matcher.deep_copy(), self.vocabulary, spec)
         return matcher

@@ -7,6 +7,7 @@ results. Modules that only some calls need (chat templates, the engine process, 
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from types import TracebackType
@@ -334,6 +335,8 @@ class LLM:
                 raise RequestError(message, param=error.param, code=error.code) from None
             states.append(RequestState(name, _text_of(prompt), engine_requests, self._tokenizer))
             requests += engine_requests
+        for text in dict.fromkeys(text for state in states for text in state.warnings):
+            warnings.warn(text, stacklevel=4)
         for state in states:
             self._assembler.add(state)
         for request in requests:

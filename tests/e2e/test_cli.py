@@ -43,7 +43,8 @@ def test_chat_over_several_turns() -> None:
     done = quire("chat", "--temperature", "0", stdin="What is 3 + 4?\nWhat is 20 - 5?\n/reset\n/quit\n")
     assert done.returncode == 0, done.stderr
     assert "3 + 4 = 7" in done.stdout and "20 - 5 = 15" in done.stdout
-    first, second = (line for line in done.stdout.splitlines() if "from the prefix cache]" in line)
+    first, second = (line for line in done.stderr.splitlines() if "from the prefix cache]" in line)
+    assert "tokens/s" not in done.stdout, "only answers go to standard output"
     assert "; 0 of " in first and "; 0 of " not in second, "the second turn reuses the first"
 
 
@@ -73,6 +74,26 @@ def test_doctor_says_that_products_are_slow(
     assert main(doctor) == 0 and "C, for small steps" in capsys.readouterr().out
     monkeypatch.setattr("quire.quant.packed.find_packed", lambda packed, weight: None)
     assert main(doctor) == 0 and "torch computes matrix products, which is slower" in capsys.readouterr().out
+
+
+def test_doctor_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "demo", "--json", "--device", "cpu"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["quire"]["version"] and found["machine"]["memory"]["total_bytes"] > 1 << 28
+    assert found["plan"]["prefix_caching"] is True and found["plan"]["max_num_seqs"] == 32
+    assert found["memory_map"]["weights"]["bytes"] == 20_840_448
+    assert main(["doctor", "/no/such/model", "--json"]) == 1
+    out, err = capsys.readouterr()
+    assert (
+        "/no/such/model" in json.loads(out)["error"] and json.loads(out)["machine"] and err.count("\n") == 1
+    )
+
+
+def test_the_model_is_the_first_word() -> None:
+    done = quire("generate", "demo", "--temperature", "0", "--max-tokens", "3", "Once upon")
+    assert done.returncode == 0 and done.stdout.startswith("Once upon a time"), done.stderr
+    done = quire("run", "demo", "What is 3 + 4?", "--temperature", "0")
+    assert (done.returncode, done.stdout) == (0, "3 + 4 = 7\n") and "tokens/s" in done.stderr
 
 
 def test_bench_host() -> None:
@@ -140,6 +161,30 @@ def test_bench_latency_of_one_batch_size_and_of_several(
     assert main(["bench", "latency", *few, "--batch-size", "1", "2", "--output-json", str(file)]) == 0
     assert "of limit" in capsys.readouterr().out
     assert [one["batch_size"] for one in json.loads(file.read_text())["batches"]] == [1, 2]
+
+
+def test_a_sweep_that_is_interrupted_keeps_its_finished_levels(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from quire.bench import offline
+
+    file, measure = tmp_path / "found.json", offline.latency
+
+    def latency(bench: object, size: int, *rest: object) -> object:
+        if size == 4:
+            raise KeyboardInterrupt
+        return measure(bench, size, *rest)
+
+    monkeypatch.setattr(offline, "latency", latency)
+    few = ["--input-len", "20", "--output-len", "6", "--num-iters-warmup", "0", "--num-iters", "1"]
+    sweep = ["bench", "latency", "demo", *few, "--output-json", str(file), "--batch-size"]
+    assert main([*sweep, "1", "2", "4"]) == 130
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 3 and "the results hold the 2 finished levels" in err
+    assert [one["batch_size"] for one in json.loads(file.read_text())["batches"]] == [1, 2]
+    file.unlink()
+    assert main([*sweep, "4", "1"]) == 130
+    assert not file.exists(), "there is nothing to keep"
 
 
 def test_bench_replays_a_trace_and_draws_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

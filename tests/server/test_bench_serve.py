@@ -82,9 +82,9 @@ def test_a_load_test_over_users(dry: Server, tmp_path: Path, capsys: pytest.Capt
     lengths = ["--input-len", "8", "--output-len", "4"]
     found = bench(dry, tmp_path, "--users", "1", "2", "4", *lengths, "--plot", str(plot))
     assert [(one["max_concurrency"], one["completed"]) for one in found["levels"]] == [
-        (1, 8),
-        (2, 8),
-        (4, 16),
+        (1, 4),
+        (2, 4),
+        (4, 8),
     ]
     assert plot.stat().st_size > 1000
     assert len(capsys.readouterr().out.splitlines()) == 4

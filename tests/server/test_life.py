@@ -123,7 +123,7 @@ def test_settings_that_are_wrong_in_themselves(flags: tuple[str, ...], message: 
 def test_config_file_and_flags(tmp_path: Path) -> None:
     file = tmp_path / "config.yaml"
     file.write_text(
-        "model: demo\ndry-run: true\nserved_model_name: [one, two]\nstrict: true\n"
+        "model: demo\ndry-run: true\nserved_model_name: [one, two]\nstrict: true\nclose_objects: false\n"
         "max-num-seqs: 7\nmax_body_bytes: 1000\n"
     )
     with serving("--config", str(file), "--max-num-seqs", "5") as server:
@@ -134,6 +134,9 @@ def test_config_file_and_flags(tmp_path: Path) -> None:
         assert server.stats()["engine"]["max_num_seqs"] == 5
         strict = server.post(CHAT, chat("Hi", nonsense=1))
         assert strict.status_code == 400 and strict.json()["error"]["param"] == "nonsense"
+        strict = server.post(CHAT, chat("Hi", guided_json={"type": "integer", "nonsense": 1}))
+        assert strict.status_code == 400 and strict.json()["error"]["param"] == "guided_json"
+        assert "'nonsense' at # has no effect (the server runs with --strict)" in strict.text
         large = server.post(CHAT, chat("x" * 2000))
         assert large.status_code == 413 and large.json()["error"]["code"] == "body_too_large"
 

@@ -235,7 +235,9 @@ def test_a_collector_that_is_not_there_harms_nobody() -> None:
 
 def test_without_the_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp.proto.http.trace_exporter", None)
-    with pytest.raises(ConfigError, match=r"otlp_endpoint needs OpenTelemetry .*pip install 'quire\[otlp\]'"):
+    with pytest.raises(
+        ConfigError, match=r"otlp_endpoint needs OpenTelemetry .*pip install 'quire-llm\[otlp\]'"
+    ):
         make_tracing("http://localhost:4318", "demo")
     with pytest.raises(ConfigError, match="must be a URL"):
         make_tracing("localhost:4318", "demo")

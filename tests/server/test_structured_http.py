@@ -62,6 +62,14 @@ WAYS: dict[str, tuple[dict[str, Any], Any]] = {
     "regex": ({"structured_outputs": {"regex": DATE}}, fits(DATE)),
     "choice": ({"structured_outputs": {"choice": ["red", "green"]}}, fits("red|green")),
     "grammar": ({"structured_outputs": {"grammar": GBNF}}, fits("yes|no, [a-z]{1,2}")),
+    "tgi_value": ({"response_format": {"type": "json", "value": SCHEMA}}, fits_schema),
+    "object_with_schema": ({"response_format": {"type": "json_object", "schema": SCHEMA}}, fits_schema),
+    "tgi_regex": ({"response_format": {"type": "regex", "value": DATE}}, fits(DATE)),
+    "format_grammar": ({"response_format": {"type": "grammar", "grammar": GBNF}}, fits("yes|no, [a-z]{1,2}")),
+    "top_json_schema": ({"json_schema": json.dumps(SCHEMA)}, fits_schema),
+    "top_regex": ({"regex": DATE}, fits(DATE)),
+    "top_ebnf": ({"ebnf": GBNF}, fits("yes|no, [a-z]{1,2}")),
+    "top_grammar": ({"grammar": GBNF}, fits("yes|no, [a-z]{1,2}")),
     "any_object": ({"structured_outputs": {"json_object": True}}, is_object),
 }
 
@@ -148,6 +156,42 @@ def test_many_schemas_at_once(demo: Server) -> None:
         assert found[2 * i + 1] == f"{i + 10} + 45 = {i + 55}"
 
 
+def content(server: Server, **fields: Any) -> tuple[str, list[str]]:
+    answer = server.post(CHAT, chat(ASK, temperature=0, max_tokens=100, **fields))
+    assert answer.status_code == 200, answer.text
+    return answer.json()["choices"][0]["message"]["content"], answer.json().get("warnings", [])
+
+
+def test_unknown_keywords_are_listed(demo: Server) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean", "strict": True}}, "required": ["a"]}
+    text, warnings = content(demo, response_format={"type": "json_object", "schema": schema})
+    assert json.loads(text).keys() == {"a"}  # nothing is appended
+    assert warnings == ["json schema: the keyword 'strict' at #/properties/a has no effect"]
+    streamed = events(demo.post(CHAT, chat(ASK, stream=True, guided_json=schema)))[:-1]
+    assert [chunk["warnings"] for chunk in streamed if "warnings" in chunk] == [warnings]
+
+
+def test_options_of_json(demo: Server) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    compact = {"json": schema, "disable_any_whitespace": True}
+    assert content(demo, structured_outputs=compact)[0] in ('{"a":true}', '{"a":false}')
+    spaced = {"json": schema, "whitespace_pattern": r"\n"}
+    assert content(demo, structured_outputs=spaced)[0].count("\n") >= 2
+
+
+def test_structural_tags(demo: Server) -> None:
+    """The text is free up to a trigger, whose tag then holds JSON. The prefix of the answer is such a trigger."""
+    said = content(demo)[0]
+    trigger = said[:4]
+    tag = {"begin": trigger, "schema": {"enum": [12, 34]}, "end": "!"}
+    for fields in (
+        {"structural_tag": {"structures": [tag], "triggers": [trigger[:3]]}},
+        {"response_format": {"type": "structural_tag", "structures": [tag], "triggers": [trigger]}},
+    ):
+        text = content(demo, **fields)[0]
+        assert re.match(re.escape(trigger) + " ?(12|34) ?!", text), text
+
+
 TOOLS = [tool.schema() for tool in DEMO_TOOLS if tool.name in ("get_weather", "find_object", "add")]
 
 
@@ -176,6 +220,46 @@ def test_a_named_tool_is_called_by_its_schema(
     jsonschema.validate(json.loads(arguments), schema)
 
 
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_forced_call_takes_a_format_and_stop_strings(demo: Server, streams: bool) -> None:
+    """The format applies to the text of a later answer, and no stop string cuts the arguments."""
+    body = chat(
+        "Sing a song.",
+        tools=TOOLS,
+        tool_choice="required",
+        response_format={"type": "json_schema", "json_schema": {"name": "girl", "schema": SCHEMA}},
+        stop=["{", '"'],
+        temperature=0,
+        max_tokens=300,
+    )
+    if streams:
+        chunks = events(demo.post(CHAT, {**body, "stream": True}))[:-1]
+        parts = [part for c in chunks for part in c["choices"][0]["delta"].get("tool_calls", ())]
+        arguments = "".join(part["function"]["arguments"] for part in parts if part["index"] == 0)
+        reason = chunks[-1]["choices"][0]["finish_reason"]
+        warnings = next(chunk["warnings"] for chunk in chunks if "warnings" in chunk)
+    else:
+        answer = demo.post(CHAT, body).json()
+        (choice,) = answer["choices"]
+        arguments, reason = (
+            choice["message"]["tool_calls"][0]["function"]["arguments"],
+            choice["finish_reason"],
+        )
+        warnings = answer["warnings"]
+    is_object(arguments)
+    assert reason == "tool_calls" and any("stop" in text for text in warnings)
+
+
+def test_a_stop_string_that_cuts_a_call_is_the_reason(demo: Server) -> None:
+    tool = json.loads(json.dumps(TOOLS[0]))
+    tool["function"]["strict"] = True
+    body = chat("What is the weather in Paris?", tools=[tool], temperature=0, max_tokens=300)
+    whole = demo.post(CHAT, body).json()["choices"][0]
+    assert whole["finish_reason"] == "tool_calls"
+    cut = demo.post(CHAT, {**body, "stop": ['": "', '":"']}).json()["choices"][0]
+    assert cut["finish_reason"] == "stop"
+
+
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
@@ -188,8 +272,16 @@ def test_a_named_tool_is_called_by_its_schema(
         ({"guided_json": "{"}, "json"),
         ({"guided_regex": "a", "guided_choice": ["b"]}, "only one field"),
         ({"response_format": {"type": "xml"}}, "response_format.type"),
+        ({"response_format": {"type": "regex"}}, "regex must be a string"),
+        ({"response_format": {"type": "json", "value": 3}}, "needs a JSON schema"),
+        ({"regex": "a", "grammar": "root ::= other"}, "only one field"),
+        ({"grammar": "root ::= other"}, "the rule 'other' is not defined"),
+        ({"structural_tag": {"structures": [], "triggers": ["<"]}}, "each begin must start with a trigger"),
+        ({"structured_outputs": {"json": {}, "whitespace_pattern": "x"}}, "whitespace_pattern"),
+        ({"structured_outputs": {"json": {}, "disable_any_whitespace": 1}}, "must be true or false"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "exactly one"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structural_tag is not valid JSON"),
+        ({"structured_outputs": {"nothing": "x"}}, "structured_outputs.nothing"),
     ],
 )
 def test_what_cannot_be_enforced_is_refused(demo: Server, fields: dict[str, Any], says: str) -> None:

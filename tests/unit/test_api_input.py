@@ -15,7 +15,8 @@ from test_chat_template import CALLS, PLAIN, SYSTEM, TEMPLATES, TOOLS, ours, out
 from quire.frontend.templates.chat import check_messages
 from quire.frontend.templates.traits import TemplateTraits
 from quire.serve.answer.content_blocks import BlockDelta, BlockEnd, BlockStart, ContentBlocks
-from quire.serve.answer.reasoning import THINK, ReasoningParser
+from quire.serve.answer.reasoning import ReasoningParser
+from quire.serve.answer.reasoning_formats import THINK
 from quire.serve.answer.tools.calls import CallOptions
 from quire.serve.answer.tools.hermes import HermesParser
 from quire.serve.api.anthropic.input import chat_of as chat_of_messages

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from quire.bench.metrics import parse_goodput, percentile, rates, serving, summary
+from quire.bench.metrics import NothingServed, parse_goodput, percentile, rates, serving, summary
 from quire.bench.report import details
 from quire.bench.run import Run, ServedRequest
-from quire.types import ConfigError, RequestError
+from quire.types import ConfigError
 
 RUN = Run(
     [
@@ -45,7 +45,7 @@ def test_figures() -> None:
 
 def test_nothing_to_summarise() -> None:
     assert set(summary({"itl": []}, (99,)).values()) == {None}
-    with pytest.raises(RequestError, match="no request was served: too long"):
+    with pytest.raises(NothingServed, match="no request was served: too long"):
         serving(Run(RUN.served[2:3], [], 0.0))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench.plots import check_plot, plot_serving, plot_sweep
+from quire.bench.plots import bin_width_s, check_plot, plot_serving, plot_sweep
 from quire.bench.run import Run, ServedRequest
 from quire.core.steplog import StepRecord
 from quire.types import ConfigError
@@ -63,5 +63,12 @@ def test_what_cannot_be_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(ConfigError, match="cannot write"):
         plot_serving(RUNS["usual"], "title", Path("/dev/null/plot.png"))
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match=r"plots need matplotlib: pip install 'quire\[bench\]'"):
+    with pytest.raises(ConfigError, match=r"plots need matplotlib: pip install 'quire-llm\[bench\]'"):
         check_plot(tmp_path / "plot.png")
+
+
+def test_intervals_are_no_narrower_than_a_step() -> None:
+    assert bin_width_s(60.0, [10.0] * 100) == 1.0
+    assert bin_width_s(6.0, [500.0] * 100) == 0.5
+    assert bin_width_s(0.2, [500.0]) == 0.2
+    assert bin_width_s(6.0, []) == 0.1

@@ -119,6 +119,14 @@ def test_host_side_starts_without_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize(
+    "module", ["quire", "quire.llm", "quire.cli.serve", "quire.serve.http.server", "quire.cli.chat"]
+)
+def test_only_a_chat_in_a_terminal_imports_the_libraries_of_terminals(module: str) -> None:
+    code = f"import sys, {module}; spare = {{'prompt_toolkit', 'rich', 'tqdm'}} & sys.modules.keys(); assert not spare, spare"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_a_run_imports_only_what_it_needs() -> None:
     code = (
         "import sys, quire; llm = quire.LLM('demo', device='cpu', kv_cache_memory=1 << 24); "

@@ -25,8 +25,8 @@ def suite(data: Path) -> Path:
 
 
 EXPECTED = {
-    "required": (383, 166, 342, 19),
-    "optional/format": (28, 11, 161, 31),
+    "required": (383, 221, 514, 29),
+    "optional/format": (28, 28, 294, 82),
     "optional/ecmascript-regex.json": (20, 18, 32, 2),
 }
 

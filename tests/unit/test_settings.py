@@ -11,7 +11,7 @@ import pytest
 
 from quire.cli import elsewhere, generate, serve
 from quire.cli.config_file import read_config
-from quire.cli.flags import add_flags, given
+from quire.cli.flags import add_flags, engine_settings, given, split_model
 from quire.cli.main import main
 from quire.config import EngineConfig
 from quire.serve.settings import ServeConfig
@@ -134,8 +134,101 @@ def test_help_says_the_defaults() -> None:
         "(default: auto)",
     ):
         assert said in text
-    assert "default: None" not in text and "default: <" not in text and "default: off" not in text
+    assert "answering with a warning (default: off)" in text
+    assert "default: None" not in text and "default: <" not in text
     assert all(line.count("(default") <= 1 for line in re.split(r" (?=--)", text))
+
+
+def test_help_lists_each_switch_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["generate", "--help"])
+    text = capsys.readouterr().out
+    assert stop.value.code == 0 and text.startswith("usage: quire generate [[MODEL] PROMPT ...] [flags]\n")
+    for flag in ("--max-tokens", "--block-size", "--overlap", "--model"):
+        assert len(re.findall(rf"(?<![\w-]){flag}(?![\w-])", text.split("options:")[1])) == 1
+    assert "--max_tokens" not in text and "-m, --model STR" in text
+    text = " ".join(text.split())
+    assert "(default: 1024)" in text and "(default: that of the model, or 1.0)" in text
+
+
+@pytest.mark.parametrize(
+    ("flag", "feature"),
+    [
+        ("-tp", "several GPUs"),
+        ("--quantization=fp8", "quantised weights"),
+        ("--spec_model", "speculative"),
+        ("--enable-lora", "LoRA"),
+    ],
+)
+def test_flags_of_missing_features(capsys: pytest.CaptureFixture[str], flag: str, feature: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "demo", flag])
+    assert f"{flag}; not available yet: Quire has no support for {feature}" in capsys.readouterr().err
+
+
+def test_missing_flags_are_missing() -> None:
+    missing = {flag for flags in elsewhere.MISSING.values() for flag in flags}
+    assert not missing & (flags_of(serve, generate) | {*elsewhere.NAMES, *elsewhere.NEEDLESS})
+
+
+WORDS = [
+    (["demo", "Hi"], {}, "demo", ["Hi"]),
+    (["Hi", "Ho"], {}, None, ["Hi", "Ho"]),
+    (["Qwen/Qwen3-0.6B", "Hi"], {}, "Qwen/Qwen3-0.6B", ["Hi"]),
+    (["and / or", "Hi"], {}, None, ["and / or", "Hi"]),
+    (["model.gguf"], {}, "model.gguf", []),
+    (["./folder", "Hi"], {}, "./folder", ["Hi"]),
+    (["demo", "Hi"], {"model": "x"}, None, ["demo", "Hi"]),
+    (["x" * 5000], {}, None, ["x" * 5000]),
+    ([""], {}, None, [""]),
+    ([], {}, None, []),
+]
+
+
+@pytest.mark.parametrize(("words", "flags", "model", "prompts"), WORDS)
+def test_a_first_word_that_names_a_model(
+    words: list[str], flags: dict[str, str], model: str | None, prompts: list[str]
+) -> None:
+    args = argparse.Namespace(**flags)
+    assert split_model(words, args, always=False) == prompts and args.model_name == model
+
+
+def test_the_first_word_of_a_chat_is_its_model() -> None:
+    args = argparse.Namespace()
+    assert split_model(["gpt2", "Hi"], args, always=True) == ["Hi"] and engine_settings(args) == {
+        "model": "gpt2"
+    }
+    with pytest.raises(ConfigError, match="two models are named, a and --model b; name one"):
+        engine_settings(argparse.Namespace(model_name="a", model="b"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        ([], 0, "  doctor      show what this machine has"),
+        (["help"], 0, "commands:"),
+        (["-v"], 0, "quire 0."),
+        (["version"], 0, "quire 0."),
+        (["srve"], 2, "there is no command 'srve'; did you mean `quire serve`?"),
+        (["xyzzy"], 2, "there is no command 'xyzzy'; the commands are:"),
+        (["--dtype"], 2, "there is no flag '--dtype'; flags follow the command"),
+    ],
+)
+def test_the_list_of_commands(
+    capsys: pytest.CaptureFixture[str], argv: list[str], code: int, says: str
+) -> None:
+    assert main(argv) == code
+    out, err = capsys.readouterr()
+    assert says in (err if code else out) and (not out if code else not err)
+
+
+@pytest.mark.parametrize("argv", [["help", "doctor"], ["run", "--help"], ["server", "-h"]])
+def test_help_of_a_command_and_of_an_alias(capsys: pytest.CaptureFixture[str], argv: list[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(argv)
+    known = {"doctor": "doctor", "run": "chat", "server": "serve"}
+    name = next(known[word] for word in argv if word in known)
+    assert stop.value.code == 0 and f"usage: quire {name} " in capsys.readouterr().out
 
 
 def test_help_groups_the_settings_of_an_engine() -> None:

@@ -6,6 +6,7 @@ import json
 import random
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,15 +15,28 @@ from hypothesis import strategies as st
 from quire.serve.answer.parser import Arguments, Content, ParserEvent, ToolCall, merge_events
 from quire.serve.answer.tools.calls import CallOptions, call_id
 from quire.serve.answer.tools.formats import TOOL_PARSERS, choose_format, known_tool_parser
+from quire.serve.answer.tools.parameters import json_of, parameter
 
 TEMPLATES = Path(__file__).parents[2] / ".." / "shared" / "data" / "chat_templates" / "templates"
 NAMES = frozenset({"weather", "find"})
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "weather": {
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "array"},
+            "more": {"anyOf": [{"$ref": "#/$defs/More"}, {"type": "null"}]},
+            "zip": {"type": ["string", "null"]},
+            "warm": {"type": "boolean"},
+        },
+        "$defs": {"More": {"type": "object"}},
+    }
+}
 Found = tuple[str, list[tuple[str, str]]]  # content, and calls with their arguments
 
 
 def events(form: str, pieces: list[str], hold: bool = True, single: bool = False) -> list[ParserEvent]:
     ids = count()
-    options = CallOptions(NAMES, hold, single, lambda: f"call_{next(ids)}")
+    options = CallOptions(NAMES, hold, single, lambda: f"call_{next(ids)}", SCHEMAS)
     parser = TOOL_PARSERS[form].parser(options)
     found = [event for piece in pieces for event in parser.feed(piece)]
     return merge_events(found + parser.finish())
@@ -94,6 +108,10 @@ GOOD: list[tuple[str, str, Found]] = [
     ("llama3_json", f"\n<|python_tag|>{ONE}", ("", [CALL])),
     ("llama3_json", f"I will look. <|python_tag|>{TWO} So.", ("I will look.So.", [OTHER])),
     ("llama3_json", f'{{"type": "function", {ONE[1:]}', ("", [CALL])),
+    ("llama3_json", f"{ONE}\n{TWO}", ("", [CALL, OTHER])),
+    ("llama3_json", f"Here it is: {ONE} More?", ("Here it is:More?", [CALL])),
+    ("llama3_json", f"{{}} and {{x}}\n\n{ONE};{TWO}", ("{} and {x}", [CALL, OTHER])),
+    ("llama3_json", f"<|python_tag|>{ONE}<|python_tag|>{TWO}", ("", [CALL, OTHER])),
     ("mistral", f"[TOOL_CALLS][{ONE}, {TWO}]", ("", [CALL, OTHER])),
     ("mistral", f"Yes. [TOOL_CALLS] [{ONE}] ", ("Yes.", [CALL])),
     ("mistral", f"[TOOL_CALLS]weather[ARGS]{OBJECT}[TOOL_CALLS]find[ARGS]{{}}", ("", [CALL, OTHER])),
@@ -103,6 +121,203 @@ GOOD: list[tuple[str, str, Found]] = [
     ("json", f"[{ONE}, {TWO}]", ("", [CALL, OTHER])),
     ("json", f"```json\n{ONE}\n```\n", ("", [CALL])),
 ]
+
+
+# Formats that write arguments one by one. Their text of the call `FULL`, and of a call of `find` without arguments.
+CITY = 'Köln <b>\n"x" \\ '
+FULL: dict[str, Any] = {
+    "city": CITY,
+    "days": [1, -2.5, {"a": True}],
+    "more": None,
+    "zip": "0123",
+    "warm": True,
+}
+VALUES = {"city": CITY, "days": '[1, -2.5, {"a": true}]', "more": "null", "zip": "0123", "warm": "True"}
+PYTHON = (
+    """weather(city='Köln <b>\\n"x" \\\\ ', days=[1, -2.5, {"a": True},], more=None, zip="0123", warm=True)"""
+)
+
+
+def elements(key: str, end: str, values: dict[str, str] = VALUES) -> str:
+    return "".join(key.replace("KEY", name) + value + end for name, value in values.items())
+
+
+def gemma_call(begin: str, quote: str, end: str) -> str:
+    bare = f"city:{quote}{CITY}{quote},days:[1,-2.5,{{a:true}}],more:null,zip:{quote}0123{quote},warm:true"
+    return f"{begin}call:weather{{{bare}}}{end}"
+
+
+QWEN = elements("<parameter=KEY>\n", "\n</parameter>\n")
+DSML = "".join(
+    f'<｜DSML｜parameter name="{name}" string="{"true" if name in ("city", "zip") else "false"}">{value}'
+    "</｜DSML｜parameter>\n"
+    for name, value in VALUES.items()
+)
+BARE: list[tuple[str, str, str]] = [
+    (
+        "qwen3_coder",
+        f"<tool_call>\n<function=weather>\n{QWEN}</function>\n</tool_call>",
+        "<tool_call>\n<function=find>\n</function>\n</tool_call>",
+    ),
+    ("qwen3_coder", f"<function=weather>\n{QWEN}</function>", "<function=find></function>\n</tool_call>"),
+    (
+        "seed_oss",
+        f"<seed:tool_call><function=weather>{elements('<parameter=KEY>', '</parameter>')}</function></seed:tool_call>",
+        "<seed:tool_call>\n<function=find>\n</function>\n</seed:tool_call>",
+    ),
+    *(
+        (
+            form,
+            f"<tool_call>weather{gap}"
+            + elements(f"<arg_key>KEY</arg_key>{gap}<arg_value>", f"</arg_value>{gap}")
+            + "</tool_call>",
+            f"<tool_call>find{gap}</tool_call>",
+        )
+        for form, gap in (("glm45", "\n"), ("glm47", ""))
+    ),
+    (
+        "minimax_m2",
+        '<minimax:tool_call>\n<invoke name="weather">\n'
+        + elements('<parameter name="KEY">', "</parameter>\n")
+        + "</invoke>\n",
+        '<invoke name="find">\n</invoke>\n</minimax:tool_call>',
+    ),
+    *(
+        (
+            form,
+            f'<｜DSML｜{block}>\n<｜DSML｜invoke name="weather">\n{DSML}</｜DSML｜invoke>\n',
+            f'<｜DSML｜invoke name="find">\n</｜DSML｜invoke>\n</｜DSML｜{block}>',
+        )
+        for form, block in (("deepseek_v32", "function_calls"), ("deepseek_v4", "tool_calls"))
+    ),
+    (
+        "step3",
+        '<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="weather">\n'
+        + elements('<steptml:parameter name="KEY">', "</steptml:parameter>\n")
+        + "</steptml:invoke><｜tool_call_end｜>\n",
+        '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="find">\n</steptml:invoke><｜tool_call_end｜>\n'
+        "<｜tool_calls_end｜>",
+    ),
+    ("pythonic", f"[{PYTHON}, ", "find()]"),
+    ("pythonic", f"<|python_start|>[{PYTHON}, ", "find()]<|python_end|>"),
+    ("lfm2", f"<|tool_call_start|>[{PYTHON}, ", "find()]<|tool_call_end|>"),
+    ("olmo3", f"<function_calls>\n{PYTHON}\n", "find()\n</function_calls>"),
+    *(
+        (form, gemma_call(begin, quote, end), f"{begin}call:find{{}}{end}")
+        for form, begin, quote, end in (
+            ("gemma", "<|tool_call>", '<|"|>', "<tool_call|>"),
+            ("function_gemma", "<start_function_call>", "<escape>", "<end_function_call>"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("form, full, other", BARE)
+def test_arguments_without_quotes_get_their_types(form: str, full: str, other: str) -> None:
+    for hold in (True, False):
+        content, calls = same_however_cut(form, full + other, hold)
+        assert content == "" and [name for name, _ in calls] == ["weather", "find"]
+        assert [json.loads(arguments) for _, arguments in calls] == [FULL, {}]
+    content, calls = read(events(form, list(f"Well <.\n\n{full}{other}")))
+    assert (content, len(calls)) == ("Well <.", 2)
+
+
+@pytest.mark.parametrize("form, full, other", BARE)
+def test_calls_without_quotes_that_are_cut_off(form: str, full: str, other: str) -> None:
+    """A held call that is not complete is content. A call that was emitted leaves no text behind."""
+    content, calls = read(events(form, [full[: full.index("0123")]]))
+    assert (content, calls) == (full[: full.index("0123")], [])
+    for end in range(full.index("Köln"), len(full), 5):
+        whole = events(form, [full[:end]], hold=False)
+        assert events(form, list(full[:end]), hold=False) == whole
+        content, calls = read(whole)
+        assert content.strip(", ") == "" and len(calls) == 1
+
+
+NAMED: list[tuple[str, str, str]] = [
+    (
+        "deepseek_v3",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>weather\n```json\n{OBJECT}\n```<｜tool▁call▁end｜>\n",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>find\n```json\n{}\n```<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    (
+        "deepseek_v31",
+        f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>weather<｜tool▁sep｜>{OBJECT}<｜tool▁call▁end｜>",
+        "<｜tool▁call▁begin｜>find<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
+    ),
+    (
+        "kimi_k2",
+        f"<|tool_calls_section_begin|><|tool_call_begin|>functions.weather:0<|tool_call_argument_begin|>{OBJECT}<|tool_call_end|>",
+        "<|tool_call_begin|>functions.find:1<|tool_call_argument_begin|>{}<|tool_call_end|><|tool_calls_section_end|>",
+    ),
+    (
+        "gpt_oss",
+        f"<|channel|>commentary to=functions.weather <|constrain|>json<|message|>{OBJECT}<|call|>",
+        "<|channel|>commentary to=functions.find json<|message|>{}",
+    ),
+    ("granite", f"<|tool_call|>[{ONE}, ", f"{TWO}]"),
+    ("granite", f"<tool_call>[{ONE}, ", f"{TWO}]"),
+    ("phi4", f"<|tool_call|>{ONE}<|/tool_call|>", f"<|tool_call|>{TWO}<|/tool_call|>"),
+    ("phi4", f"functools[{ONE}, ", f"{TWO}]"),
+    ("phi4_functools", f"functools[{ONE}, ", f"{TWO}]"),
+    ("apriel", f"<tool_calls>[{ONE}, ", f"{TWO}]</tool_calls>"),
+    ("nemotron", f"<TOOLCALL>[{ONE}, ", f"{TWO}]</TOOLCALL>"),
+    (
+        "cohere",
+        f'<|START_ACTION|>[\n    {{"tool_call_id": "0", "tool_name": "weather", "parameters": {OBJECT}}},\n',
+        '    {"tool_call_id": "1", "tool_name": "find", "parameters": {}}\n]<|END_ACTION|>',
+    ),
+    (
+        "cohere_plus",
+        f'Action:\n```json\n[\n    {{"tool_name": "weather", "parameters": {OBJECT}}},\n',
+        '    {"tool_name": "find", "parameters": {}}\n]\n```',
+    ),
+    ("lfm2", f"<|tool_call_start|>[{ONE}, ", f"{TWO}]<|tool_call_end|>"),
+]
+
+
+@pytest.mark.parametrize("form, full, other", NAMED)
+def test_formats_with_arguments_in_json(form: str, full: str, other: str) -> None:
+    for hold in (True, False):
+        assert same_however_cut(form, full + other, hold) == ("", [CALL, OTHER])
+        assert same_however_cut(form, full + other, hold, single=True) == ("", [CALL])
+    assert same_however_cut(form, f"So <\n{full}{other}\n") == ("So <", [CALL, OTHER])
+    assert read(events(form, [full[:-60]])) == (full[:-60], [])
+
+
+def test_every_format_is_tested() -> None:
+    assert set(TOOL_PARSERS) == {case[0] for case in (*GOOD, *BARE, *NAMED)}
+
+
+def test_ids_that_kimi_writes() -> None:
+    calls = [e for e in events("kimi_k2", [NAMED[2][1] + NAMED[2][2]]) if isinstance(e, ToolCall)]
+    assert [call.id for call in calls] == ["functions.weather:0", "functions.find:1"]
+
+
+@pytest.mark.parametrize(
+    "schema, text, wanted",
+    [
+        ({"type": "string"}, "12", '"12"'),
+        ({"type": "integer"}, " 12\n", "12"),
+        ({"type": "integer"}, "twelve", '"twelve"'),
+        ({"type": ["integer", "string"]}, "12", "12"),
+        ({"type": ["string", "null"]}, "12", '"12"'),
+        ({"type": ["string", "null"]}, "null", "null"),
+        ({"type": "boolean"}, "False", "false"),
+        ({"type": "object"}, "{'a': (1, None)}", '{"a": [1, null]}'),
+        ({"type": "array"}, "[NaN]", '"[NaN]"'),
+        ({"enum": ["1", "2"]}, "1", '"1"'),
+        ({"$ref": "#/$defs/Id"}, "1", '"1"'),
+        ({"$ref": "#/$defs/Loop"}, "1", "1"),
+        ({"allOf": [{"title": "x"}, {"type": "string"}]}, "1", '"1"'),
+        ({}, "1", "1"),
+        ({}, "one", '"one"'),
+        (True, "[]", "[]"),
+    ],
+)
+def test_types_of_arguments(schema: Any, text: str, wanted: str) -> None:
+    defs = {"Id": {"type": "string"}, "Loop": {"$ref": "#/$defs/Loop"}}
+    assert json_of(text, parameter({"properties": {"p": schema}, "$defs": defs}, "p").types) == wanted
 
 
 @pytest.mark.parametrize("single", [False, True])
@@ -154,8 +369,9 @@ BAD: list[tuple[str, str]] = [
     ("llama3_json", '{"name": "Mira", "parameters": {"age": 31}}'),
     ("llama3_json", '{"name": "find", "age": 31}'),
     ("llama3_json", '  {"city": "Köln"}'),
-    ("llama3_json", f"It is {ONE}"),
     ("llama3_json", '<|python_tag|>search.call(query="x")'),
+    ("llama3_json", f'{{"tools": [{ONE}, {{"x": {ONE}}}]}}'),
+    ("llama3_json", f'See {{"a":\n {ONE}}}'),
     ("mistral", "[TOOL_CALLS]"),
     ("mistral", "[TOOL_CALLS][]"),
     ("mistral", "[TOOL_CALLS]two words"),
@@ -211,6 +427,10 @@ def test_only_the_first_call_is_kept() -> None:
 PARTS = [
     "<tool_call>", "</tool_call>", "<tool_", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "```json\n", "```",
     '{"name": "find"', '"arguments": ', '"parameters": ', "{", "}", "[", "]", ", ", ": ", '"', "\\", "\\u00", "\n",
+    "<function=", "<parameter=a>", "</parameter>", "</function>", "<tool_call>find", "<arg_key>a</arg_key>", "<arg_value>",
+    "</arg_value>", "<function_calls>", "[find(", "a=", ")", "'", "call:find{", "a:", '<|"|>', "<|tool_call>",
+    "<｜tool▁call▁begin｜>find", "<｜tool▁sep｜>", "<|tool_call_begin|>functions.find:0", "<|message|>", "functools",
+    '<minimax:tool_call><invoke name="find">', '<parameter name="a">', "</invoke>", "<|tool_call|>", "(", "None", ">",
     " ", ";", "find", '{"a": 1}', "1.5", "-", "null", "tru", "é", "😀", "\x01", ONE, TWO, TAGGED,
 ]  # fmt: skip
 
@@ -255,18 +475,34 @@ def test_ids() -> None:
 
 
 FORMATS = {
-    "Qwen-Qwen3-0.6B": "hermes",
-    "Qwen-QwQ-32B": "hermes",
-    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use": "hermes",
+    "Apriel-1.6-15b-Thinker-fixed": "apriel",
+    "ByteDance-Seed-OSS": "seed_oss",
+    "CohereForAI-c4ai-command-r-plus-tool_use": "cohere_plus",
+    "GLM-4.6": "glm45",
+    "Kimi-K2-Thinking": "kimi_k2",
+    "LFM2.5-8B-A1B": "lfm2",
     "MiMo-VL": "hermes",
+    "MiniMax-M3": "json",
+    "NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": "qwen3_coder",
+    "NousResearch-Hermes-2-Pro-Llama-3-8B-tool_use": "hermes",
+    "Qwen-QwQ-32B": "hermes",
+    "Qwen-Qwen3-0.6B": "hermes",
+    "Qwen3.5-4B": "qwen3_coder",
     "Reka-Edge": "hermes",
+    "deepseek-ai-DeepSeek-R1-Distill-Llama-8B": "deepseek_v3",
+    "deepseek-ai-DeepSeek-V3.1": "deepseek_v31",
+    "deepseek-ai-DeepSeek-V4-Flash-0731": "deepseek_v4",
+    "fireworks-ai-llama-3-firefunction-v2": "phi4_functools",
+    "google-gemma-4-31B-it-interleaved": "gemma",
+    "ibm-granite-granite-3.3-2B-Instruct": "granite",
     "ibm-granite-granite-4.1": "hermes",
     "meta-llama-Llama-3.2-3B-Instruct": "llama3_json",
-    "mistralai-Mistral-Nemo-Instruct-2407": "mistral",
-    "GLM-4.6": "json",
-    "Qwen3.5-4B": "json",
-    "MiniMax-M3": "json",
     "microsoft-Phi-3.5-mini-instruct": "json",
+    "mistralai-Mistral-Nemo-Instruct-2407": "mistral",
+    "openai-gpt-oss-120b": "gpt_oss",
+    "poolside-Laguna-S-2.1": "glm47",
+    "poolside-Laguna-XS.2": "glm45",
+    "unsloth-Apriel-1.5": "apriel",
 }
 
 

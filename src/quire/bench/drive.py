@@ -90,6 +90,7 @@ class Bench:
             disable=None if show_progress else True,
             dynamic_ncols=True,
         )
+        tokens = 0
         held = False  # whether max_concurrency holds the next request back
         begin = time.monotonic()
         with bar:
@@ -106,6 +107,8 @@ class Bench:
                     continue
                 outputs = self.poll(steps)
                 now = time.monotonic() - begin
+                tokens += sum(len(output.token_ids) for output in outputs)
+                bar.set_postfix_str(f"{tokens / max(now, 1e-9):,.0f} tok/s out", refresh=False)
                 bar.update(_book(outputs, running, now))
         self.settle()
         return Run(served, steps, begin)

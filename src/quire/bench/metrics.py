@@ -16,7 +16,12 @@ from typing import Any
 from quire.bench.cost import Cost, CostModel, Machine
 from quire.bench.run import Run, ServedRequest
 from quire.core.steplog import StepRecord
-from quire.types import ConfigError, RequestError
+from quire.types import ConfigError, QuireError
+
+
+class NothingServed(QuireError):
+    """A load of which every request failed."""
+
 
 METRICS = {
     "ttft": "Time to First Token",
@@ -92,12 +97,12 @@ def serving(run: Run, percentiles: Sequence[float] = (99,), goodput: Sequence[st
         goodput: limits that a good request meets, such as "ttft:500" (milliseconds).
 
     Raises:
-        RequestError: if every request failed.
+        NothingServed: if every request failed.
         ConfigError: if `goodput` is invalid.
     """
     done = run.completed
     if not done:
-        raise RequestError(f"no request was served: {run.served[0].error}")
+        raise NothingServed(f"no request was served: {run.served[0].error}")
     limits_ms = parse_goodput(goodput)
     tokens_in = sum(one.prompt_len for one in done)
     tokens_out = sum(one.output_len for one in done)

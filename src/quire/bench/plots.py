@@ -1,4 +1,4 @@
-"""Plots of results as PNG, SVG or PDF, by the file's suffix. Needs matplotlib (`pip install 'quire[bench]'`)."""
+"""Plots of results as PNG, SVG or PDF, by the file's suffix. Needs matplotlib (`pip install 'quire-llm[bench]'`)."""
 
 from __future__ import annotations
 
@@ -28,20 +28,33 @@ def _figure_class() -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise ConfigError("plots need matplotlib: pip install 'quire[bench]'") from None
+        raise ConfigError("plots need matplotlib: pip install 'quire-llm[bench]'") from None
     return Figure
 
 
 def plot_serving(run: Run, title: str, path: Path) -> None:
-    """Plot the percentiles of TTFT and ITL, and tokens and requests over time."""
-    figure = _figure_class()(figsize=(11, 7), layout="constrained")
-    (ttft, itl), (tokens, requests) = figure.subplots(2, 2)
+    """Plot the percentiles of three latencies, and output tokens, prompt tokens and requests over time."""
+    figure = _figure_class()(figsize=(15, 7.5), layout="constrained")
+    (ttft, itl, e2el), (output, prompts, requests) = figure.subplots(2, 3)
     found = latencies_ms(run)
     _percentiles(ttft, found["ttft"], "Time to first token")
     _percentiles(itl, found["itl"], "Inter-token latency")
-    _tokens_over_time(tokens, run)
+    _percentiles(e2el, found["e2el"], "End-to-end latency")
+    width_s = bin_width_s(run.duration_s, found["itl"])
+    _output_over_time(output, run, width_s)
+    _prompts_over_time(prompts, run, width_s)
     _requests_over_time(requests, run)
     _finish(figure, title, path)
+
+
+def bin_width_s(duration_s: float, itls_ms: Sequence[float]) -> float:
+    """Return the width of the intervals of a timeline: no narrower than a step.
+
+    Narrower intervals would show a comb of empty and full ones. The 99th percentile of the inter-token latencies stands
+    for the longest step.
+    """
+    step_s = percentile(itls_ms, 99) / 1e3 if itls_ms else 0.0
+    return max(duration_s / _BINS, min(step_s, duration_s), 1e-3)
 
 
 def plot_sweep(batches: Sequence[dict[str, Any]], title: str, path: Path) -> None:
@@ -133,26 +146,34 @@ def _percentiles(axes: Any, values: Sequence[float], title: str) -> None:
         axes.set_ylim(0, ordered[-1] * 1.15)
 
 
-def _tokens_over_time(axes: Any, run: Run) -> None:
-    width = max(run.duration_s / _BINS, 1e-3)
-    out = rates([at for one in run.completed for at in one.token_times_s], width, run.duration_s)
+def _output_over_time(axes: Any, run: Run, width_s: float) -> None:
+    out = rates([at for one in run.completed for at in one.token_times_s], width_s, run.duration_s)
     pieces = sum(len(one.token_times_s) for one in run.completed)
     out = [rate * sum(one.output_len for one in run.completed) / pieces for rate in out]
-    computed = [0.0] * len(out)
-    for record in run.steps:
-        at = min(int((record.time_s - run.begin_s) / width), len(computed) - 1)
-        computed[at] += sum(n for _, _, n in record.rows if n > 1) / width
-    times = [i * width for i in range(len(out))]
+    _timeline(axes, out, width_s, run.duration_s)
+    axes.set(title=f"Output (intervals of {width_s * 1e3:,.0f} ms)", ylabel="tokens/s")
+
+
+def _prompts_over_time(axes: Any, run: Run, width_s: float) -> None:
+    """Plot the prompt tokens computed in each step or, for a server, those of the requests that get a first token."""
+    computed = [0.0] * len(rates([], width_s, run.duration_s))
+    if run.steps:
+        done = [
+            (record.time_s - run.begin_s, sum(n for _, _, n in record.rows if n > 1)) for record in run.steps
+        ]
+    else:
+        done = [(one.token_times_s[0], one.prompt_len - one.cached_tokens) for one in run.completed]
+    for at_s, tokens in done:
+        computed[min(int(at_s / width_s), len(computed) - 1)] += tokens / width_s
+    _timeline(axes, computed, width_s, run.duration_s)
+    axes.set(title="Prompts" + ("" if run.steps else ", at their first token"), ylabel="tokens/s")
+
+
+def _timeline(axes: Any, values: Sequence[float], width_s: float, duration_s: float) -> None:
     _grid(axes)
-    axes.step(times, out, color=_BLUE, where="post")
-    axes.set(title="Tokens per second", xlabel="s", xlim=(0, run.duration_s), ylim=(0, None))
-    axes.set_ylabel("output", color=_BLUE)
-    if not run.steps:
-        return
-    right = axes.twinx()
-    right.step(times, computed, color=_ORANGE, where="post", linewidth=1)
-    right.set_ylim(0, None)
-    right.set_ylabel("computed for prompts", color=_ORANGE)
+    edges = [min(i * width_s, duration_s) for i in range(len(values) + 1)]
+    axes.stairs(values, edges, color=_BLUE)
+    axes.set(xlabel="time (s)", xlim=(0, duration_s), ylim=(0, max(values) * 1.1 or 1))
 
 
 def _requests_over_time(axes: Any, run: Run) -> None:
@@ -164,7 +185,7 @@ def _requests_over_time(axes: Any, run: Run) -> None:
         open_requests, streaming = _open_over_time(run)
         axes.step(*open_requests, color=_ORANGE, where="post", label="open")
         axes.step(*streaming, color=_BLUE, where="post", label="streaming")
-    axes.set(title="Requests", xlabel="s", xlim=(0, run.duration_s), ylim=(0, None))
+    axes.set(title="Requests", xlabel="time (s)", ylabel="requests", xlim=(0, run.duration_s), ylim=(0, None))
     axes.yaxis.get_major_locator().set_params(integer=True)
     _grid(axes)
     axes.legend(frameon=False, fontsize=8)

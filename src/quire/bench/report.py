@@ -86,35 +86,37 @@ def print_latency(found: dict[str, Any]) -> None:
     print_limits(found)
 
 
-def print_sweep(batches: Sequence[dict[str, Any]]) -> None:
-    """Print one line per batch size."""
-    print(
-        f"{'batch':>6}{'latency s':>11}{'out tok/s':>11}{'TTFT ms':>9}{'ITL ms':>9}{'P99 ITL':>9}{'of limit':>10}"
-    )
-    for found in batches:
-        itl, late = found["median_itl_ms"] or 0.0, found["p99_itl_ms"] or 0.0
+def print_batch(found: dict[str, Any], first: bool) -> None:
+    """Print the line of one batch size, after the heading if it is the first."""
+    if first:
         print(
-            f"{found['batch_size']:>6}{found['avg_latency']:>11.4f}{found['output_throughput']:>11.1f}"
-            f"{found['median_ttft_ms']:>9.2f}{itl:>9.3f}{late:>9.3f}{100 * found['share_of_limit']:>9.1f}%"
+            f"{'batch':>6}{'latency s':>11}{'out tok/s':>11}{'TTFT ms':>9}{'ITL ms':>9}{'P99 ITL':>9}{'of limit':>10}"
         )
+    itl, late = found["median_itl_ms"] or 0.0, found["p99_itl_ms"] or 0.0
+    print(
+        f"{found['batch_size']:>6}{found['avg_latency']:>11.4f}{found['output_throughput']:>11.1f}"
+        f"{found['median_ttft_ms']:>9.2f}{itl:>9.3f}{late:>9.3f}{100 * found['share_of_limit']:>9.1f}%",
+        flush=True,
+    )
 
 
-def print_users(levels: Sequence[dict[str, Any]]) -> None:
-    """Print one line per number of users."""
-    print(
-        f"{'users':>6}{'req/s':>9}{'out tok/s':>11}{'TTFT ms':>9}{'P99':>9}{'TPOT ms':>9}{'P99':>9}"
-        f"{'ITL ms':>9}{'P99':>9}{'failed':>8}"
-    )
-    for found in levels:
-        shown = "".join(
-            f"{found[f'{figure}_{name}_ms'] or 0.0:>9.2f}"
-            for name in ("ttft", "tpot", "itl")
-            for figure in ("median", "p99")
-        )
+def print_users(found: dict[str, Any], first: bool) -> None:
+    """Print the line of one number of users, after the heading if it is the first."""
+    if first:
         print(
-            f"{found['max_concurrency']:>6}{found['request_throughput']:>9.2f}{found['output_throughput']:>11.1f}"
-            f"{shown}{found['failed']:>8}"
+            f"{'users':>6}{'req/s':>9}{'out tok/s':>11}{'TTFT ms':>9}{'P99':>9}{'TPOT ms':>9}{'P99':>9}"
+            f"{'ITL ms':>9}{'P99':>9}{'failed':>8}"
         )
+    shown = "".join(
+        f"{found[f'{figure}_{name}_ms'] or 0.0:>9.2f}"
+        for name in ("ttft", "tpot", "itl")
+        for figure in ("median", "p99")
+    )
+    print(
+        f"{found['max_concurrency']:>6}{found['request_throughput']:>9.2f}{found['output_throughput']:>11.1f}"
+        f"{shown}{found['failed']:>8}",
+        flush=True,
+    )
 
 
 def details(run: Run) -> dict[str, list[Any]]:

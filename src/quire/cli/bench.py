@@ -23,11 +23,13 @@ from quire.cli.bench_flags import (
     check_load,
     chosen_figures,
     engine_config,
+    keep_finished,
+    machine_line,
     sampling,
 )
 from quire.cli.bench_serve import run as serve
 from quire.cli.bench_serve_flags import add_arguments as add_serve_arguments
-from quire.cli.flags import add_flags, given
+from quire.cli.flags import add_flags, add_model, engine_settings
 from quire.config import EngineConfig
 from quire.types import ConfigError, EngineInfo, SamplingParams
 
@@ -64,13 +66,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output-len", type=int, default=128, help="output tokens of a request (default 128)"
     )
     latency.add_argument(
-        "--num-iters-warmup", type=int, default=10, help="batches to run before the timed ones (default 10)"
+        "--num-iters-warmup", type=int, default=3, help="batches to run before the timed ones (default 3)"
     )
-    latency.add_argument("--num-iters", type=int, default=30, help="timed batches (default 30)")
+    latency.add_argument("--num-iters", type=int, default=10, help="timed batches (default 10)")
     startup = kinds.add_parser("startup", help="seconds to the first token in fresh processes, by phase")
     startup.add_argument("--num-iters", type=int, default=3, help="processes to start (default 3)")
     startup.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures to this file")
     add_flags(startup, "engine", EngineConfig)
+    for kind in (throughput, latency, startup):
+        add_model(kind)
     for kind in (throughput, latency):
         add_result_arguments(kind)
         add_flags(kind, "engine", EngineConfig)
@@ -122,7 +126,7 @@ def _throughput(args: argparse.Namespace) -> int:
         from quire.bench.plots import plot_serving
 
         load_name = args.trace.name if args.trace else args.workload or "uniform lengths"
-        plot_serving(done, _title(result, load_name), args.plot)
+        plot_serving(done, _title(result, load_name, bench.machine.device), args.plot)
     _save(args, {**result, **details(done)} if args.save_detailed else result)
     return 0
 
@@ -133,23 +137,30 @@ def _latency(args: argparse.Namespace) -> int:
         raise ConfigError(f"num_iters_warmup must be at least 0, got {args.num_iters_warmup}")
     from quire.bench.drive import Bench
     from quire.bench.offline import latency
-    from quire.bench.report import print_latency, print_sweep
+    from quire.bench.report import print_batch, print_latency
 
     lengths, rounds = (args.input_len, args.output_len), (args.num_iters_warmup, args.num_iters)
-    with Bench(engine_config(args)) as bench:
-        batches = [latency(bench, size, *lengths, *rounds, sampling(args)) for size in args.batch_size]
+    batches: list[dict[str, Any]] = []
+    sweeps = len(args.batch_size) > 1
+    with Bench(engine_config(args)) as bench, keep_finished(batches) as outcome:
         conditions = _conditions(args, bench.info)
-    if len(batches) == 1:
+        for size in args.batch_size:
+            batches.append(latency(bench, size, *lengths, *rounds, sampling(args)))
+            if sweeps:
+                print_batch(batches[-1], first=len(batches) == 1)
+    if not sweeps:
         print_latency(batches[0])
-    else:
-        print_sweep(batches)
     if args.plot:
         from quire.bench.plots import plot_sweep
 
         title = f"{args.input_len} tokens in, {args.output_len} out"
-        plot_sweep(sorted(batches, key=lambda one: one["batch_size"]), _title(conditions, title), args.plot)
-    _save(args, {**conditions, **(batches[0] if len(batches) == 1 else {"batches": batches})})
-    return 0
+        plot_sweep(
+            sorted(batches, key=lambda one: one["batch_size"]),
+            _title(conditions, title, bench.machine.device),
+            args.plot,
+        )
+    _save(args, {**conditions, **({"batches": batches} if sweeps else batches[0])})
+    return outcome.code
 
 
 def _load(args: argparse.Namespace, info: EngineInfo, trace: list[TraceRequest]) -> OfferedLoad:
@@ -183,13 +194,15 @@ def _conditions(args: argparse.Namespace, info: EngineInfo) -> dict[str, Any]:
         "device": info.device,
         "dtype": info.dtype,
         "attention": info.attention,
-        "engine": given(args, EngineConfig),
+        "engine": engine_settings(args),
         "sampling": sampling(args),
     }
 
 
-def _title(conditions: dict[str, Any], load: object) -> str:
-    return f"{conditions['model_id']}, {conditions['dtype']} on {conditions['device']}: {load}"
+def _title(conditions: dict[str, Any], load: object, device: str) -> str:
+    """Return the title of a plot: model, load, machine and version."""
+    name = None if conditions["device"] == "cpu" else device
+    return f"{conditions['model_id']}, {conditions['dtype']} on {conditions['device']}: {load}\n{machine_line(name)}"
 
 
 def _save(args: argparse.Namespace, result: dict[str, Any]) -> None:
@@ -206,7 +219,7 @@ def _startup(args: argparse.Namespace) -> int:
     from quire.bench.report import save
     from quire.bench.startup import start_up
 
-    settings = {"skip_tokenizer_init": True, **given(args, EngineConfig)}
+    settings = {"skip_tokenizer_init": True, **engine_settings(args)}
     starts = [start_up(settings) for _ in range(args.num_iters)]
     print(f"Seconds to the first token in {args.num_iters} fresh processes:")
     for phase in starts[0]:

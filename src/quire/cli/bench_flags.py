@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
+import platform
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from quire import __version__
 from quire.bench.load.workloads import WORKLOADS
-from quire.cli.flags import given
+from quire.cli.flags import engine_settings, given
+from quire.cli.interrupt import INTERRUPTED
 from quire.config import EngineConfig
 from quire.types import ConfigError, SamplingParams
 
@@ -111,9 +119,46 @@ def add_result_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+@dataclass(slots=True)
+class SweepOutcome:
+    """The exit code of a measurement of several levels."""
+
+    code: int = 0
+
+
+@contextlib.contextmanager
+def keep_finished(levels: Sequence[object]) -> Iterator[SweepOutcome]:
+    """End this context on Ctrl-C, so that the finished `levels` are reported; without one, pass Ctrl-C on."""
+    outcome = SweepOutcome()
+    try:
+        yield outcome
+    except KeyboardInterrupt:
+        if not levels:
+            raise
+        outcome.code = INTERRUPTED
+        print(f"quire: interrupted; the results hold the {len(levels)} finished levels", file=sys.stderr)
+
+
+def machine_line(device: str | None = None) -> str:
+    """Return the line below the title of a plot: machine, version and date.
+
+    Args:
+        device: name of the GPU or CPU; None for the machine that this process runs on.
+    """
+    return f"{device or _processor()}, Quire {__version__}, {datetime.now():%Y-%m-%d}"
+
+
+def _processor() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """Return the engine settings that were given, without a tokenizer."""
-    return EngineConfig(**{"skip_tokenizer_init": True, **given(args, EngineConfig)})
+    return EngineConfig(**{"skip_tokenizer_init": True, **engine_settings(args)})
 
 
 def sampling(args: argparse.Namespace) -> dict[str, Any]:

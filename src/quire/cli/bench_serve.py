@@ -8,11 +8,12 @@ import math
 import os
 import sys
 import time
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.bench_flags import MAX_RANDOM_ID, chosen_figures
+from quire.cli.bench_flags import MAX_RANDOM_ID, chosen_figures, keep_finished, machine_line
 from quire.cli.bench_load import RequestPlan, ServerCard
 from quire.cli.bench_serve_flags import ENDPOINTS, check, pairs, request_fields
 from quire.types import ConfigError
@@ -23,8 +24,16 @@ if TYPE_CHECKING:
     from quire.bench.server.client import LoadClient, ServerTarget
     from quire.frontend.tokenizer.tokenizer import Tokenizer
 
-_PER_USER = 4  # requests of each user in a load test without --num-prompts
+_PER_USER = 2  # requests of each user in a load test without --num-prompts
 _POLL_S = 0.5  # between attempts to reach the server
+
+
+@dataclass(slots=True)
+class LoadTest:
+    """The finished levels of a load test, and the server once it has answered."""
+
+    levels: list[dict[str, Any]] = field(default_factory=list)
+    server: ServerCard | None = None
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,10 +41,16 @@ def run(args: argparse.Namespace) -> int:
     check(args)
     from quire.bench.server.client import run_in_loop
 
-    return run_in_loop(_bench(args))
+    test = LoadTest()
+    # Ctrl-C may reach any callback of the loop, so it is handled outside of it.
+    with keep_finished(test.levels) as outcome:
+        run_in_loop(_bench(args, test))
+    if test.levels:
+        _report_users(args, test)
+    return outcome.code
 
 
-async def _bench(args: argparse.Namespace) -> int:
+async def _bench(args: argparse.Namespace, test: LoadTest) -> None:
     from quire.bench.server.client import LoadClient
 
     async with LoadClient(_target(args, {})) as probe:
@@ -46,11 +61,11 @@ async def _bench(args: argparse.Namespace) -> int:
         load = RequestPlan(args, server, vocab, tokenizer, client.target.is_chat)
         await load.warm_up(client)
         if args.users is not None:
-            return await _run_users(args, client, server, load)
+            test.server = server
+            return await _run_users(args, client, load, test.levels)
         requests, times = load.requests()
         done = await client.run(requests, times, args.max_concurrency, _shows_progress(args))
     _report(args, server, requests, done)
-    return 0
 
 
 def _target(args: argparse.Namespace, fields: dict[str, Any]) -> ServerTarget:
@@ -112,16 +127,19 @@ def _vocab(server: ServerCard, tokenizer: Tokenizer | None) -> int:
 
 
 async def _run_users(
-    args: argparse.Namespace, client: LoadClient, server: ServerCard, load: RequestPlan
-) -> int:
-    """Run the load once for each number of users, every time with new requests."""
+    args: argparse.Namespace,
+    client: LoadClient,
+    load: RequestPlan,
+    levels: list[dict[str, Any]],
+) -> None:
+    """Run the load once for each number of users, every time with new requests, and append each result to `levels`."""
     from quire.bench.metrics import serving
     from quire.bench.report import print_users
 
     _, percentiles = chosen_figures(args)
-    levels, skip = [], 0
+    skip = 0
     for users in args.users:
-        count = args.num_prompts or max(users * _PER_USER, 2 * _PER_USER)
+        count = args.num_prompts or max(users * _PER_USER, 4)
         requests, times = load.requests(count, skip)
         skip += count
         if _shows_progress(args):
@@ -131,14 +149,18 @@ async def _run_users(
         found = serving(done, wanted, args.goodput)
         levels.append({"max_concurrency": users, "num_prompts": count, **found})
         _print_errors(done)
-    print_users(levels)
-    result = {**_conditions(args, server), "levels": levels}
+        print_users(levels[-1], first=len(levels) == 1)
+
+
+def _report_users(args: argparse.Namespace, test: LoadTest) -> None:
+    """Plot and save the levels of a load test."""
+    assert test.server is not None
     if args.plot:
         from quire.bench.plots import plot_users
 
-        plot_users(levels, f"{server.model}: {_name(args)}, by number of users", args.plot)
-    _save(args, result)
-    return 0
+        title = f"{test.server.model}: {_name(args)}, by number of users"
+        plot_users(test.levels, f"{title}\n{machine_line()}", args.plot)
+    _save(args, {**_conditions(args, test.server), "levels": test.levels})
 
 
 def _report(args: argparse.Namespace, server: ServerCard, requests: list[BenchRequest], done: Run) -> None:
@@ -162,7 +184,7 @@ def _report(args: argparse.Namespace, server: ServerCard, requests: list[BenchRe
     if args.plot:
         from quire.bench.plots import plot_serving
 
-        plot_serving(done, f"{server.model}: {_name(args)}", args.plot)
+        plot_serving(done, f"{server.model}: {_name(args)}\n{machine_line()}", args.plot)
     _save(args, {**result, **details(done)} if args.save_detailed else result)
 
 

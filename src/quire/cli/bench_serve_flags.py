@@ -16,6 +16,7 @@ from quire.cli.bench_flags import (
     at_least_one,
     chosen_figures,
 )
+from quire.cli.flags import check_one_model
 from quire.types import ConfigError
 
 ENDPOINTS = {
@@ -89,7 +90,13 @@ def _server(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--header", nargs="*", default=[], metavar="KEY=VALUE", help="HTTP headers of each request"
     )
-    group.add_argument("--model", help="name of the model (default: the first that the server lists)")
+    parser.add_argument(
+        "model_name",
+        nargs="?",
+        metavar="MODEL",
+        help="name of the model (default: the first that the server lists)",
+    )
+    group.add_argument("-m", "--model", help="name of the model (default: the first that the server lists)")
     group.add_argument("--served-model-name", help="model name in requests, if it differs from --model")
     group.add_argument(
         "--tokenizer",
@@ -123,7 +130,7 @@ def _dataset(parser: argparse.ArgumentParser) -> None:
         "--trace-scale", type=float, default=1.0, help="replay the trace this many times faster (default 1)"
     )
     group.add_argument(
-        "--num-prompts", type=int, help="number of requests (default 1000, or all of a workload or trace)"
+        "--num-prompts", type=int, help="number of requests (default 100, or all of a workload or trace)"
     )
     group.add_argument("--input-len", type=int, help="prompt tokens; replaces the flag of the chosen dataset")
     group.add_argument(
@@ -162,6 +169,9 @@ def _sampling(parser: argparse.ArgumentParser) -> None:
 
 def check(args: argparse.Namespace) -> None:
     """Raise ConfigError for an impossible combination of flags, and fill in the flags that follow from others."""
+    if args.model_name is not None:
+        check_one_model(args.model_name, {} if args.model is None else {"model": args.model})
+        args.model = args.model_name
     if args.workload or args.trace:
         args.dataset_name = "workload" if args.workload else "trace"
         args.dataset_path = args.trace

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import platform
-import sys
 import time
 from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from quire import __version__
-from quire.cli.flags import add_flags, given
+from quire.cli.flags import add_flags, add_model, engine_settings
 from quire.config import EngineConfig
+from quire.types import QuireError
 
 if TYPE_CHECKING:
     import torch
@@ -40,46 +41,96 @@ _SWITCHES = (
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `quire doctor`."""
+    add_model(parser)
+    parser.add_argument(
+        "--json", action="store_true", help="print one JSON object: sections, their rows, and sizes in bytes"
+    )
     parser.add_argument("--load", action="store_true", help="also start the engine and time each phase")
     add_flags(parser, "engine", EngineConfig)
 
 
+class Report:
+    """Rows by section: printed at once as text, or kept for one JSON object at the end."""
+
+    def __init__(self, as_json: bool) -> None:
+        self._as_json = as_json
+        self.sections: dict[str, dict[str, Any]] = {}
+        self._rows: dict[str, Any] = {}
+
+    def section(self, title: str, key: str) -> None:
+        """Begin a section. It is called `key` in JSON."""
+        if not self._as_json:
+            print(f"\n{title}" if self.sections else title)
+        self._rows = self.sections.setdefault(key, {})
+
+    def row(self, name: str, text: str, value: Any = None) -> None:
+        """Add a row. In JSON it holds `value` instead of `text` if that is given."""
+        self._rows[name] = text if value is None else value
+        if not self._as_json:
+            print(f"  {name:<24}{text}")
+
+    def size(self, name: str, count: float, more: str = "") -> None:
+        """Add a row with a number of bytes."""
+        self.row(
+            name,
+            _size(count) + more,
+            {"bytes": int(count), **({"detail": more.lstrip(" :,")} if more else {})},
+        )
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the report and return the exit code."""
-    config = EngineConfig(**given(args, EngineConfig))
-    _section("Versions")
-    _row("quire", f"{__version__} on Python {platform.python_version()}, {platform.platform()}")
+    config = EngineConfig(**engine_settings(args))
+    report = Report(args.json)
+    if not args.json:
+        _fill(report, config, args.load)
+        return 0
+    try:
+        _fill(report, config, args.load)
+    except QuireError as error:
+        print(json.dumps({**report.sections, "error": str(error)}, indent=1))
+        raise
+    print(json.dumps(report.sections, indent=1))
+    return 0
+
+
+def _fill(report: Report, config: EngineConfig, load: bool) -> None:
+    report.section("Versions", "versions")
+    system = f"Python {platform.python_version()}, {platform.platform()}"
+    report.row("quire", f"{__version__} on {system}", {"version": __version__, "system": system})
     for name in _PACKAGES:
         try:
-            _row(name, metadata.version(name))
+            report.row(name, metadata.version(name))
         except metadata.PackageNotFoundError:
-            _row(name, "not installed" + (" (only needed on a GPU)" if name == "triton" else " - MISSING"))
+            report.row(
+                name, "not installed" + (" (only needed on a GPU)" if name == "triton" else " - MISSING")
+            )
     begin = time.perf_counter()
     import quire.build  # noqa: F401  (imports torch, which is timed here)
 
     imports_s = time.perf_counter() - begin
-    _machine()
-    _plan(config)
-    if args.load:
-        _load(config, imports_s)
-    return 0
+    _machine(report)
+    _plan(report, config)
+    if load:
+        _load(report, config, imports_s)
 
 
-def _machine() -> None:
+def _machine(report: Report) -> None:
     import psutil
     import torch
 
     from quire.kernels.target import target_of
     from quire.worker.memory.host_memory import host_memory
 
-    _section("Machine")
+    report.section("Machine", "machine")
     available, total = host_memory()
     cores = f"{psutil.cpu_count(logical=False) or '?'} cores, {torch.get_num_threads()} threads used by torch"
-    _row("cpu", f"{cores}, {torch.backends.cpu.get_cpu_capability()}")
+    report.row("cpu", f"{cores}, {torch.backends.cpu.get_cpu_capability()}")
     limited = "" if total == psutil.virtual_memory().total else " (limited by the container or ulimit)"
-    _row("memory", f"{_size(total)}{limited}, {_size(available)} available")
+    memory = {"total_bytes": total, "available_bytes": available, "limited": bool(limited)}
+    report.row("memory", f"{_size(total)}{limited}, {_size(available)} available", memory)
     if not torch.cuda.is_available():
-        _row(
+        report.row(
             "gpu",
             "none that torch can use"
             + ("" if torch.version.cuda else " (a CPU build of torch is installed)"),
@@ -88,10 +139,13 @@ def _machine() -> None:
         free, total = torch.cuda.mem_get_info(index)
         target = target_of(torch.device("cuda", index))
         parts = f"{target.sms} multiprocessors with {_size(target.shared_bytes)} of shared memory"
-        _row(f"cuda:{index}", f"{target}, {_size(total)}, {_size(free)} free, {parts}")
+        text = f"{target}, {_size(total)}, {_size(free)} free, {parts}"
+        report.row(
+            f"cuda:{index}", text, {"gpu": f"{target}, {parts}", "total_bytes": total, "free_bytes": free}
+        )
 
 
-def _plan(config: EngineConfig) -> None:
+def _plan(report: Report, config: EngineConfig) -> None:
     from quire.build import memory_planner, pick_attention, pick_device, pick_dtype
     from quire.frontend.location import locate_model
     from quire.kernels import pick_kernels
@@ -102,22 +156,26 @@ def _plan(config: EngineConfig) -> None:
     spec = load_spec(locate_model(config.model, config.revision).path)
     dtype = pick_dtype(config.dtype, spec, device)
     resolved = config.resolved(gpu_memory(device), spec.max_model_len)
-    _section(f"Plan for {config.model}")
-    _row("model", f"{spec.family}, {spec.num_parameters / 1e6:,.1f} M parameters, {spec.num_layers} layers")
+    report.section(f"Plan for {config.model}", "plan")
+    report.row(
+        "model", f"{spec.family}, {spec.num_parameters / 1e6:,.1f} M parameters, {spec.num_layers} layers"
+    )
     gpu_state = "a GPU is available" if device.type == "cuda" else "no GPU is available"
-    _row("device", f"{device}: {_why(config.device, gpu_state)}")
-    _row("dtype", f"{str(dtype)[6:]}: {_why(config.dtype, f'the checkpoint is {spec.dtype}')}")
+    report.row("device", f"{device}: {_why(config.device, gpu_state)}")
+    report.row("dtype", f"{str(dtype)[6:]}: {_why(config.dtype, f'the checkpoint is {spec.dtype}')}")
     kernels = pick_kernels(device, dtype, config.cpu_kernels)
-    _row("kernels", _kernels(kernels, spec.hidden_size, dtype, device))
+    report.row("kernels", _kernels(kernels, spec.hidden_size, dtype, device))
     backend = pick_attention(config.attention, spec, device, dtype, kernels).name
-    _row(
+    report.row(
         "attention", f"{backend}: {_why(config.attention, 'the kernels above' if kernels else 'plain torch')}"
     )
     for name in _SWITCHES:
-        _row(name, str(getattr(resolved, name)))
-    _row("max_num_seqs", f"{resolved.max_num_seqs} requests at once")
-    _row("max_num_batched_tokens", f"{resolved.max_num_batched_tokens} tokens per step")
-    _memory_map(memory_planner(resolved, spec, dtype, device, explicit_len=config.max_model_len is not None))
+        report.row(name, str(getattr(resolved, name)), getattr(resolved, name))
+    report.row("max_num_seqs", f"{resolved.max_num_seqs} requests at once", resolved.max_num_seqs)
+    tokens = resolved.max_num_batched_tokens
+    report.row("max_num_batched_tokens", f"{tokens} tokens per step", tokens)
+    memory = memory_planner(resolved, spec, dtype, device, explicit_len=config.max_model_len is not None)
+    _memory_map(report, memory)
 
 
 def _kernels(kernels: Kernels | None, width: int, dtype: torch.dtype, device: torch.device) -> str:
@@ -138,40 +196,34 @@ def _kernels(kernels: Kernels | None, width: int, dtype: torch.dtype, device: to
     return _KERNELS[device.type]
 
 
-def _memory_map(memory: MemoryPlanner) -> None:
+def _memory_map(report: Report, memory: MemoryPlanner) -> None:
     weights, step = memory.check_weights_fit(), memory.cpu_step_bytes()
     size = memory.size_kv(memory.kv_budget(weights + step))
-    _section("Memory map (before loading)")
-    _row("weights", _size(weights))
-    _row("slot columns", _size(memory.column_bytes(size.max_model_len)))
-    _row("largest step", f"{_size(step)} (estimated; a GPU measures it)")
+    report.section("Memory map (before loading)", "memory_map")
+    report.size("weights", weights)
+    report.size("slot columns", memory.column_bytes(size.max_model_len))
+    report.size("largest step", step, " (estimated; a GPU measures it)")
     blocks = f"{size.num_blocks} blocks of {size.block_size} tokens, {_size(size.block_bytes)} each"
-    _row("kv cache", f"{_size(size.num_blocks * size.block_bytes)}: {blocks}")
+    report.size("kv cache", size.num_blocks * size.block_bytes, f": {blocks}")
     requests = size.num_blocks * size.block_size // size.max_model_len
-    _row("context", f"{size.max_model_len} tokens; room for {requests} requests of full length at once")
+    text = f"{size.max_model_len} tokens; room for {requests} requests of full length at once"
+    report.row("context", text, {"tokens": size.max_model_len, "full_requests": requests})
 
 
-def _load(config: EngineConfig, imports_s: float) -> None:
+def _load(report: Report, config: EngineConfig, imports_s: float) -> None:
     from quire.build import build_engine
 
     engine, info = build_engine(config, imports_s)
     engine.close()
-    _section("Start-up")
+    report.section("Start-up", "start_up")
     for phase, seconds in info.phases_s.items():
-        _row(phase, f"{seconds:.2f} s")
-    _row("total", f"{sum(info.phases_s.values()):.2f} s")
+        report.row(phase, f"{seconds:.2f} s", {"seconds": round(seconds, 3)})
+    total = sum(info.phases_s.values())
+    report.row("total", f"{total:.2f} s", {"seconds": round(total, 3)})
 
 
 def _why(setting: str, reason: str) -> str:
     return reason if setting == "auto" else "as set"
-
-
-def _section(title: str) -> None:
-    print(f"\n{title}" if title != "Versions" else title, file=sys.stdout)
-
-
-def _row(name: str, value: str) -> None:
-    print(f"  {name:<24}{value}")
 
 
 def _size(count: float) -> str:

@@ -1,10 +1,9 @@
-"""Flags of vLLM, SGLang and llama.cpp that have another name here, or that Quire does not need."""
+"""Flags of vLLM, SGLang and llama.cpp that have another name here, are not needed, or are not available yet."""
 
 from __future__ import annotations
 
 NAMES = {
     "-c": "--max-model-len",
-    "-m": "--model",
     "-n": "--max-tokens",
     "--async-scheduling": "--overlap",
     "--attention-backend": "--attention",
@@ -37,6 +36,22 @@ NAMES = {
     "--tokenizer-path": "--tokenizer",
     "--uvicorn-log-level": "--log-level",
 }
+MISSING = {
+    "several GPUs": (
+        "-tp", "-pp", "-dp", "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "--tp", "--tp-size",
+        "--pp-size", "--dp-size", "--ep-size", "--enable-expert-parallel", "--split-mode", "--tensor-split",
+        "--distributed-executor-backend",
+    ),
+    "speculative decoding": (
+        "-sc", "-md", "--speculative-config", "--spec-method", "--spec-model", "--spec-tokens", "--speculative-model",
+        "--num-speculative-tokens", "--speculative-algorithm", "--speculative-draft-model-path", "--model-draft",
+    ),
+    "quantised weights on the device": ("-q", "--quantization", "--load-in-4bit", "--load-in-8bit"),
+    "a quantised KV cache": ("-ctk", "-ctv", "--kv-cache-dtype", "--cache-type-k", "--cache-type-v"),
+    "LoRA": ("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", "--lora-paths", "--lora"),
+    "images and audio": ("--mmproj", "--limit-mm-per-prompt", "--image"),
+    "offloading to the host": ("-ngl", "--n-gpu-layers", "--gpu-layers", "--cpu-offload-gb", "--swap-space", "--kv-offloading-size"),
+}  # fmt: skip
 NEEDLESS = (
     "--enable-auto-tool-choice",
     "--enable-cache-report",
@@ -51,6 +66,9 @@ def hint(flag: str) -> str | None:
     name = flag.replace("_", "-")
     if name in NAMES:
         return f"here it is {NAMES[name]}"
+    for feature, flags in MISSING.items():
+        if name in flags:
+            return f"not available yet: Quire has no support for {feature}"
     if name == "--trust-remote-code":
         return "Quire never runs code from checkpoints"
     return "leave it out: this is always on here" if name in NEEDLESS else None

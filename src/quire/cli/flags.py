@@ -1,22 +1,31 @@
 """Command-line flags built from dataclass fields: a field's name, type, default and help become the flag's.
 
-`--max-num-seqs` and `--max_num_seqs` are the same flag. The result holds only the flags that were given, so defaults
-live in one place, the dataclass.
+`--max-num-seqs` and `--max_num_seqs` are the same flag, and `FlagFormatter` shows the first form only. The result holds
+only the flags that were given, so defaults live in one place, the dataclass. The model is also the first word of every
+command (`add_model`, `engine_settings`).
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import json
 import types
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, fields
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from quire.types import RequestError, SamplingParams, StructuredOutputsParams
+from quire.config import EngineConfig
+from quire.frontend.location import names_a_model
+from quire.types import ConfigError, RequestError, SamplingParams, StructuredOutputsParams
 
+DEFAULT_MAX_TOKENS = 1024  # of an answer in the terminal, if neither a flag nor the model limits it
+MODEL_HELP = "model: a folder, a .gguf file, a Hugging Face id, demo or demo-draft (default: demo)"
+_SHORT = {"model": "-m"}
+# Fields for which `generation_config.json` of a model may have another default.
+_OF_MODEL = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
 _SAMPLING_HELP = {
     "n": "number of answers for each prompt",
     "temperature": "0 decodes greedily; higher values vary more",
@@ -41,6 +50,17 @@ _SAMPLING_HELP = {
     "skip_special_tokens": "omit special tokens from the text",
     "spaces_between_special_tokens": "put spaces between special tokens",
 }
+
+
+class FlagFormatter(argparse.HelpFormatter):
+    """Help that lists each switch once: without the spelling with underscores, and with one metavar."""
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        if not action.option_strings:
+            return super()._format_action_invocation(action)
+        names = ", ".join(name for name in action.option_strings if "_" not in name)
+        value = self._format_args(action, self._get_default_metavar_for_optional(action))
+        return names if action.nargs == 0 else f"{names} {value}"
 
 
 class RepeatedValue(argparse.Action):
@@ -72,6 +92,7 @@ def add_flags(
     cls: type,
     skip: Collection[str] = (),
     several: bool = False,
+    defaults: Mapping[str, Any] | None = None,
 ) -> None:
     """Add a flag for each field of the dataclass `cls`.
 
@@ -79,6 +100,7 @@ def add_flags(
         title: group in `--help` of the fields whose metadata name no group.
         skip: fields without a flag.
         several: flags of lists take more than one value at once.
+        defaults: values that this command uses instead of the defaults of `cls`, for `--help`.
     """
     groups: dict[str, Any] = {}
     hints = get_type_hints(cls)
@@ -89,7 +111,9 @@ def add_flags(
         names = [f"--{flag.replace('_', '-')}"]
         if "_" in flag:
             names.append(f"--{flag}")
-        help = _with_default(f) if "help" in f.metadata else _SAMPLING_HELP.get(f.name, "")
+        if f.name in _SHORT:
+            names.insert(0, _SHORT[f.name])
+        help = _with_default(cls, f, defaults or {})
         options = _options(hints[f.name])
         if several and options.get("action") == "append":
             options |= {"action": RepeatedValue, "nargs": "+"}
@@ -98,13 +122,76 @@ def add_flags(
         group.add_argument(*names, dest=flag, default=argparse.SUPPRESS, help=help, **options)
 
 
-def _with_default(f: Field[Any]) -> str:
-    """Return the help of a setting with its default, unless that is off, zero or None, or the text already says it."""
-    text: str = f.metadata["help"]
-    if f.default in (MISSING, None, False) or "default" in text:
+def _with_default(cls: type, f: Field[Any], defaults: Mapping[str, Any]) -> str:
+    """Return the help of a field with its default, unless it has none or the text already says it."""
+    text: str = f.metadata["help"] if "help" in f.metadata else _SAMPLING_HELP.get(f.name, "")
+    default = defaults.get(f.name, f.default)
+    if default is MISSING or default is None or "default" in text:
         return text
-    default = "on" if f.default is True else f.default
-    return f"{text} (default: {default})"
+    if isinstance(default, bool):
+        default = "on" if default else "off"
+    of_model = cls is SamplingParams and f.name in _OF_MODEL and f.name not in defaults
+    return f"{text} (default: {f'that of the model, or {default}' if of_model else default})"
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the positional argument MODEL of a command whose other arguments are flags."""
+    parser.add_argument("model_name", nargs="?", metavar="MODEL", help=MODEL_HELP)
+
+
+def engine_settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the engine settings that were given, with the model from its flag or from the first word.
+
+    Raises:
+        ConfigError: if both name a model, and not the same one.
+    """
+    settings = given(args, EngineConfig)
+    if args.model_name is not None:
+        check_one_model(args.model_name, settings)
+        settings["model"] = args.model_name
+    return settings
+
+
+def check_one_model(name: str, settings: Mapping[str, Any]) -> None:
+    """Raise ConfigError if `--model` and the positional argument name different models."""
+    if settings.get("model", name) != name:
+        raise ConfigError(f"two models are named, {name} and --model {settings['model']}; name one")
+
+
+def split_model(words: list[str], args: argparse.Namespace, *, always: bool) -> list[str]:
+    """Split a model from the words of a command line, set `args.model_name`, and return the other words.
+
+    Args:
+        words: positional arguments.
+        args: flags; with `--model` all words are prompts.
+        always: the first word is a model whatever it looks like.
+    """
+    args.model_name = None
+    if words and not hasattr(args, "model") and (always or names_a_model(words[0])):
+        args.model_name, *words = words
+    return words
+
+
+def parse_field(cls: type, name: str, text: str) -> Any:
+    """Parse the value of a field of `cls` as its flag does; a switch is `on` or `off`, a list is JSON or one value.
+
+    Raises:
+        RequestError: if there is no such field, or the text is not a value of it.
+    """
+    hints = get_type_hints(cls)
+    options = _options(hints[name]) if name in hints and name != "structured_outputs" else None
+    if options is None:
+        near = difflib.get_close_matches(name, hints, 1)
+        raise RequestError(f"there is no setting {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+    try:
+        if options.get("action") is argparse.BooleanOptionalAction:
+            return {"on": True, "true": True, "off": False, "false": False}[text.lower()]
+        if options.get("action") == "append":
+            items = json.loads(text) if text.startswith("[") else [text]
+            return [options["type"](str(item)) for item in items]
+        return options.get("type", str)(text)
+    except (KeyError, ValueError, argparse.ArgumentTypeError):
+        raise RequestError(f"{name} cannot be {text!r}") from None
 
 
 def add_structured_flags(parser: argparse.ArgumentParser) -> None:

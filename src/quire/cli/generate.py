@@ -10,7 +10,16 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.flags import add_flags, add_structured_flags, given, given_structured
+from quire.cli.flags import (
+    DEFAULT_MAX_TOKENS,
+    add_flags,
+    add_structured_flags,
+    engine_settings,
+    given,
+    given_structured,
+    split_model,
+)
+from quire.cli.loading import open_model
 from quire.config import EngineConfig
 from quire.types import RequestError, RequestOutput, SamplingParams
 
@@ -18,16 +27,16 @@ if TYPE_CHECKING:
     from quire.llm import LLM
 
 _UTF8 = re.compile("utf-?8", re.IGNORECASE)  # an encoding that can write every character
-_MAX_TOKENS = 256  # if neither a flag nor the model sets max_tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `quire generate`."""
     parser.add_argument(
-        "prompt",
+        "words",
         nargs="*",
-        metavar="PROMPT",
-        help="prompts to answer (default: one per line of standard input)",
+        metavar="[MODEL] PROMPT",
+        help="prompts to answer (default: one per line of standard input); the first word is the model if it is demo, "
+        "demo-draft, a folder, a .gguf file or an id such as Qwen/Qwen3-0.6B, and --model is not given",
     )
     parser.add_argument("--file", type=Path, help="file with one prompt per line")
     parser.add_argument(
@@ -39,19 +48,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add_flags(parser, "engine", EngineConfig)
     add_structured_flags(parser)
-    add_flags(parser, "sampling", SamplingParams, skip={"detokenize"})
+    defaults = {"max_tokens": DEFAULT_MAX_TOKENS}
+    add_flags(parser, "sampling", SamplingParams, skip={"detokenize"}, defaults=defaults)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the answers and return the exit code."""
     prompts = _prompts(args)
     started = time.perf_counter()
-    from quire.llm import LLM
-
-    with LLM(**given(args, EngineConfig)) as llm:
+    with open_model(engine_settings(args)) as llm:
         ready_s = time.perf_counter() - started
         wanted = {**given(args, SamplingParams), **given_structured(args)}
-        params = llm.default_params(wanted, _MAX_TOKENS)
+        params = llm.default_params(wanted, DEFAULT_MAX_TOKENS)
         inputs = (
             [llm.chat_prompt([{"role": "user", "content": p}]) for p in prompts] if args.chat else prompts
         )
@@ -67,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prompts(args: argparse.Namespace) -> list[str]:
-    prompts = list(args.prompt)
+    prompts = split_model(args.words, args, always=False)
     if args.file:
         try:
             prompts += args.file.read_text(encoding="utf-8").splitlines()

@@ -5,62 +5,55 @@ A sub-command is imported when it is chosen, so `quire --help` answers at once.
 
 from __future__ import annotations
 
-import argparse
+import difflib
 import errno
 import importlib
 import io
 import logging
 import os
 import sys
-from typing import NoReturn
 
 from quire import __version__
 from quire.cli.interrupt import INTERRUPTED, interruptible
-from quire.types import ConfigError, QuireError
+from quire.types import ConfigError, QuireError, RequestError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 COMMANDS = {
-    "serve": "serve a model over HTTP, with the OpenAI and Anthropic APIs",
-    "generate": "answer a prompt, a file of prompts or standard input",
     "chat": "talk with a model in the terminal",
+    "generate": "answer a prompt, a file of prompts or standard input",
+    "serve": "serve a model over HTTP, with the OpenAI and Anthropic APIs",
     "doctor": "show what this machine has, what Quire will use, and why",
+    "models": "list the models on this machine, with size and format",
+    "pull": "download a model from Hugging Face",
+    "rm": "delete downloaded models",
     "bench": "measure throughput, latency and start-up on this machine",
     "profile": "show where the time of a step and the memory go",
+    "completion": "print the completion of a shell: bash, zsh or fish",
+}
+ALIASES = {
+    "run": "chat",
+    "list": "models",
+    "ls": "models",
+    "remove": "rm",
+    "download": "pull",
+    "server": "serve",
 }
 
-_EPILOG = """examples:
-  quire generate "Once upon a time"
-  quire chat --model Qwen/Qwen3-0.6B
-  quire generate --model model.gguf --temperature 0 --json < prompts.txt
+_EXAMPLES = """examples:
+  quire chat Qwen/Qwen3-0.6B
+  quire generate demo "Once upon a time"
+  quire generate model.gguf --temperature 0 --json < prompts.txt
+  quire serve demo --port 8000
 
-`quire COMMAND --help` lists the flags of a command."""
-
-
-class _CommandParser(argparse.ArgumentParser):
-    """Argument parser whose errors say what is wrong and suggest a flag, without a usage of a hundred flags."""
-
-    def error(self, message: str) -> NoReturn:
-        import difflib
-
-        from quire.cli.elsewhere import hint
-
-        flags = [flag for action in self._actions for flag in action.option_strings]
-        unknown = message.removeprefix("unrecognized arguments: ").split("=")[0].split()[0]
-        if not unknown.startswith("--no-"):
-            flags = [
-                flag for flag in flags if not flag.startswith("--no-")
-            ]  # the opposite of a flag is similar too
-        near = difflib.get_close_matches(unknown, flags, 1, 0.8) if unknown.startswith("--") else []
-        known = hint(unknown) or (f"did you mean {near[0]}?" if near else "")
-        more = f"; {known}" if known else ""
-        self.exit(2, f"{self.prog}: error: {message}{more}\n`{self.prog} --help` lists the flags\n")
+`quire COMMAND --help` lists the flags of a command. `quire run MODEL` is the same as `quire chat MODEL`."""
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command line and return its exit code.
 
     Returns:
-        0 for success, 1 for an error, 2 for wrong usage, 130 after Ctrl-C, 141 if the reader of the output is gone.
+        0 for success; 1 for an error; 2 for a wrong command line, setting or prompt; 130 after Ctrl-C; 141 if the reader
+        of the output is gone.
     """
     _open_streams()
     with interruptible(last=argv is None):
@@ -68,20 +61,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _main(argv: list[str]) -> int:
-    parser = _parser()
-    if not argv or argv[0] not in COMMANDS:
-        parser.parse_args(argv)  # --help, --version, or an error that lists the commands
-        parser.print_help()
-        return 2
     try:
-        _set_up_logging(os.environ.get("QUIRE_LOG_LEVEL", "warning"))
-        command = importlib.import_module(f"quire.cli.{argv[0]}")
-        sub = _CommandParser(prog=f"quire {argv[0]}", description=COMMANDS[argv[0]], allow_abbrev=False)
-        command.add_arguments(sub)
-        code: int = command.run(sub.parse_args(argv[1:]))
+        code = _run(argv)
         sys.stdout.flush()  # here, because errors of the last write are caught below
         return code
-    except ConfigError as error:
+    except (ConfigError, RequestError) as error:
         print(f"quire: {error}", file=sys.stderr)
         return 2
     except QuireError as error:
@@ -99,6 +83,57 @@ def _main(argv: list[str]) -> int:
         _drop_output()
         print(f"quire: the output cannot be written: {error.strerror}", file=sys.stderr)
         return 1
+
+
+def _run(argv: list[str]) -> int:
+    name, *rest = argv or ["help"]
+    if name == "help" and rest:
+        name, rest = rest[0], ["--help"]
+    if name in ("help", "-h", "--help"):
+        print(_overview())
+        return 0
+    if name in ("version", "-v", "-V", "--version"):
+        print(f"quire {__version__}")
+        return 0
+    command = ALIASES.get(name, name)
+    if command not in COMMANDS:
+        print(_unknown(name), file=sys.stderr)
+        return 2
+    _set_up_logging(os.environ.get("QUIRE_LOG_LEVEL", "warning"))
+    from quire.cli.parser import CommandParser
+
+    module = importlib.import_module(f"quire.cli.{command}")
+    parser = CommandParser(prog=f"quire {command}", description=_sentence(COMMANDS[command]))
+    module.add_arguments(parser)
+    code: int = module.run(parser.parse(rest))
+    return code
+
+
+def _unknown(name: str) -> str:
+    """Return the message for a word that is no command: the nearest ones, and the list."""
+    near = difflib.get_close_matches(name, [*COMMANDS, *ALIASES], 1, 0.5)
+    if name.startswith("-"):
+        advice = f"flags follow the command: `quire COMMAND {name}`"
+    elif near:
+        advice = f"did you mean `quire {near[0]}`?"
+    else:
+        advice = "the commands are:"
+    what = "flag" if name.startswith("-") else "command"
+    return f"quire: error: there is no {what} {name!r}; {advice}\n\n{_list()}"
+
+
+def _sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _list() -> str:
+    return "\n".join(f"  {name:<11} {text}" for name, text in COMMANDS.items())
+
+
+def _overview() -> str:
+    head = "Quire: a fast, readable LLM inference engine.\n\nusage: quire COMMAND [MODEL] [flags]"
+    flags = "  -h, --help  show this list\n  -v, --version  show the version"
+    return f"{head}\n\ncommands:\n{_list()}\n\nflags:\n{flags}\n\n{_EXAMPLES}"
 
 
 def _open_streams() -> None:
@@ -120,17 +155,3 @@ def _set_up_logging(level: str) -> None:
     if level.upper() not in logging.getLevelNamesMapping():
         raise ConfigError(f"QUIRE_LOG_LEVEL must be debug, info, warning or error, got {level!r}")
     logging.basicConfig(format="%(message)s", level=level.upper())
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="quire",
-        description="Quire: a fast, readable LLM inference engine.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"quire {__version__}")
-    commands = "\n".join(f"  {name:<10} {text}" for name, text in COMMANDS.items())
-    group = parser.add_argument_group("commands", commands)
-    group.add_argument("command", choices=COMMANDS, help=argparse.SUPPRESS, metavar="COMMAND")
-    return parser

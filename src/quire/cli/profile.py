@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.bench.load.workloads import WORKLOADS, Workload, uniform
 from quire.cli.bench_flags import MAX_RANDOM_ID, NO_TEXT, at_least_one, engine_config, sampling
-from quire.cli.flags import add_flags
+from quire.cli.flags import add_flags, add_model
 from quire.config import EngineConfig
 from quire.types import ConfigError, EngineInfo, SamplingParams
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `quire profile`."""
+    add_model(parser)
     group = parser.add_argument_group("what to profile")
     group.add_argument(
         "--phase",

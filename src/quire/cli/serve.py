@@ -7,7 +7,7 @@ import os
 import sys
 
 from quire.cli.config_file import read_config
-from quire.cli.flags import add_flags, given
+from quire.cli.flags import add_flags, add_model, check_one_model, given
 from quire.config import EngineConfig
 from quire.serve.engine_process_client import EngineProcess
 from quire.serve.http.auth import load_keys
@@ -19,12 +19,7 @@ from quire.types import ConfigError
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `quire serve`."""
-    parser.add_argument(
-        "model_name",
-        nargs="?",
-        metavar="MODEL",
-        help="model to serve: a folder, a .gguf file, a Hugging Face id, demo or demo-draft",
-    )
+    add_model(parser)
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file of flags; flags of the command line override it"
     )
@@ -44,10 +39,7 @@ def run(args: argparse.Namespace) -> int:
     settings |= given(args, ServeConfig)
     config |= given(args, EngineConfig)
     if args.model_name is not None:
-        if config.get("model", args.model_name) != args.model_name and "model" in given(args, EngineConfig):
-            raise ConfigError(
-                f"two models are named, {args.model_name} and --model {config['model']}; name one"
-            )
+        check_one_model(args.model_name, given(args, EngineConfig))
         config["model"] = args.model_name
     elif "model" not in config and (flag := getattr(args, "several", None)):
         raise ConfigError(

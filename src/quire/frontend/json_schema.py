@@ -1,9 +1,8 @@
-"""The check that a JSON schema can be enforced exactly. A keyword that is not listed here is refused by name.
+"""The preparation of a JSON schema for the grammar library, so that it is enforced exactly.
 
-The grammar library ignores keywords that it does not know, as JSON Schema 2020-12 (core, 6.5) permits, so a misspelt
-`minLenght` would silently allow everything. Each keyword listed here is either enforced by the library or does not
-affect validity. Keywords that the library enforces only approximately are made exact, or refused. The check is pure
-Python and linear in the size of the schema.
+Keywords are enforced by the library, or rewritten into others that it enforces (schema_rewriting.py), or refused by
+name. A keyword that JSON Schema does not have is an annotation (2020-12 core, 6.5): it is removed, because the library
+has options of its own, and reported as a warning. The preparation is pure Python and linear in the size of the schema.
 """
 
 from __future__ import annotations
@@ -11,14 +10,21 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 from quire.frontend.patterns import with_ecma_classes
+from quire.frontend.schema_closing import ObjectCloser, resolve_pointer
+from quire.frontend.schema_formats import FormatRule
+from quire.frontend.schema_logic import SchemaLogic
+from quire.frontend.schema_rewriting import LARGEST_BOUND, rewritten
 from quire.types import RequestError
 
 _MAX_NESTING = 50  # levels of schemas; the library's own JSON reader stops at 128 levels of objects and lists
 STRUCTURED_OUTPUTS = "structured_outputs"  # the request field that errors name
 _EXACT_INTEGERS = 2**53  # the library stores numbers as float64
+_MAX_WARNINGS = 16
+_MAX_SCHEMAS = 200_000  # after rewriting
 
 _ENFORCED = {
     "type", "enum", "const", "anyOf", "oneOf", "allOf", "$ref", "properties", "patternProperties",
@@ -26,42 +32,28 @@ _ENFORCED = {
     "additionalItems", "minItems", "maxItems", "minLength", "maxLength", "pattern", "format", "minimum",
     "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf",
 }  # fmt: skip
+_STRUCTURE = {"$schema", "$id", "id", "$anchor", "$defs", "definitions"}
 _ANNOTATIONS = {
-    "$schema", "$id", "id", "$anchor", "$comment", "$defs", "definitions", "title", "description", "default",
-    "example", "examples", "readOnly", "writeOnly", "deprecated", "contentMediaType", "contentEncoding",
-    "contentSchema", "discriminator", "externalDocs", "xml",
+    "$comment", "title", "description", "default", "example", "examples", "readOnly", "writeOnly", "deprecated",
+    "contentMediaType", "contentEncoding", "contentSchema", "discriminator", "externalDocs", "xml", "$vocabulary",
+    "$recursiveAnchor", "$dynamicAnchor", "then", "else", "minContains", "maxContains",
 }  # fmt: skip
-_OPTIONS = "x-guidance"  # the library's options; one of them drops keywords that it cannot enforce
-_FORMATS = {
-    "date-time", "date", "time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri",
-    "float", "double",  # from OpenAPI: every number is valid
+_REFUSED = {
+    "not", "if", "contains", "uniqueItems", "propertyNames", "dependencies", "dependentRequired", "dependentSchemas",
+    "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef",
 }  # fmt: skip
-
 _SCHEMA = ("additionalProperties", "items", "additionalItems")
 _SCHEMAS = ("anyOf", "oneOf", "allOf", "prefixItems", "items")
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
-_NUMBERS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _HINTS = {
-    "nullable": 'write "type": [..., "null"]',
     "$dynamicRef": "use $ref",
     "$recursiveRef": "use $ref",
     "dependencies": "use anyOf",
 }
+_PLAIN_REF = re.compile(r"#(?:/(?:\$defs|definitions)/[A-Za-z0-9_.-]+)?")
+_DRAFTS = re.compile(r"https?://json-schema\.org/(draft-0[4-7]|draft/20(?:19-09|20-12))/schema#?")
 
-# The library checks only the shape of some formats. These patterns also exclude 29 February in common years and
-# second 60, which the parsers of most languages refuse, and host names with encoded labels (IDNA).
-_LEAP_YEAR = r"(?:[0-9]{2}(?:0[48]|[2468][048]|[13579][26])|(?:[02468][048]|[13579][26])00)"
-_COMMON_DAY = r"[0-9]{4}-(?:(?:0[13-9]|1[0-2])-[0-9]{2}|02-(?:[01][0-9]|2[0-8]))"
-_DATE = rf"(?:{_COMMON_DAY}|{_LEAP_YEAR}-02-29)"
-_TIME = r"[0-9]{2}:[0-9]{2}:[0-5][0-9](?:[^0-9].*)?"
-_LETTER = "[A-Za-z0-9-]"
-_LABEL = rf"(?:{_LETTER}{{1,3}}|{_LETTER}{{2}}(?:[A-Za-z0-9]{_LETTER}|-[A-Za-z0-9]){_LETTER}*)"
-_REFINED: dict[str, dict[str, Any]] = {
-    "date": {"pattern": rf"^{_DATE}$"},
-    "time": {"pattern": rf"^{_TIME}$"},
-    "date-time": {"pattern": rf"^{_DATE}[Tt]{_TIME}$"},
-    "hostname": {"pattern": rf"^{_LABEL}(?:\.{_LABEL})*$", "maxLength": 253},
-}
 # In JSON these characters need \u escapes, which Quire does not allow (structured_spec.py).
 _CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 _ESCAPED_CONTROL = re.compile(
@@ -70,13 +62,33 @@ _ESCAPED_CONTROL = re.compile(
 )
 
 
-def checked_schema(schema: Any) -> dict[str, Any]:
+@dataclass(slots=True, frozen=True)
+class SchemaOptions:
+    """How a schema is read.
+
+    Attributes:
+        close_objects: let an object with `properties` have no other keys unless it says so.
+    """
+
+    close_objects: bool = True
+
+
+@dataclass(slots=True)
+class PreparedSchema:
+    """A schema in the form that the grammar library enforces exactly, and what was ignored in it."""
+
+    schema: dict[str, Any]
+    warnings: list[str] = field(default_factory=list)
+
+
+def prepared_schema(schema: Any, options: SchemaOptions = SchemaOptions()) -> PreparedSchema:
     """Return the schema in the form that the grammar library enforces exactly.
 
     The library itself refuses some more schemas later, when the engine compiles them (grammar/).
 
     Args:
         schema: the parsed JSON schema.
+        options: how to read it.
 
     Raises:
         RequestError: if the schema cannot be enforced. The message names the keyword and its JSON pointer.
@@ -84,47 +96,159 @@ def checked_schema(schema: Any) -> dict[str, Any]:
     if schema is False:
         raise _error("no value satisfies the schema false")
     if schema is True:
-        return {}
+        return PreparedSchema({})
     if not isinstance(schema, dict):
         raise RequestError(
             f"json schema must be an object, got {type(schema).__name__}", param=STRUCTURED_OUTPUTS
         )
-    return _checked(schema, "#", 0)
+    return _Preparation(schema).run(options)
 
 
 def _error(reason: str) -> RequestError:
     return RequestError(f"json schema: {reason}", param=STRUCTURED_OUTPUTS)
 
 
-def _checked(schema: Any, at: str, depth: int) -> Any:
-    if isinstance(schema, bool):
-        return schema
-    if not isinstance(schema, dict):
-        raise _error(f"{at} must be an object or a boolean, got {type(schema).__name__}")
-    if depth > _MAX_NESTING:
-        raise _error(f"{at[:60]}... is nested more than {_MAX_NESTING} schemas deep")
-    for keyword in schema:
-        _check_keyword(keyword, at)
-    _check_values(schema, at)
-    checked = dict(schema)
-    for keyword, part in schema.items():
-        if keyword in _NAMED:
-            if not isinstance(part, dict):
-                raise _error(f"{keyword} at {at} must be an object, got {type(part).__name__}")
-            checked[keyword] = {
-                k: _checked(v, f"{at}/{keyword}/{_pointer_escaped(k)}", depth + 1) for k, v in part.items()
-            }
-        elif keyword in _SCHEMAS and isinstance(part, list):
-            checked[keyword] = [_checked(v, f"{at}/{keyword}/{i}", depth + 1) for i, v in enumerate(part)]
-        elif keyword in _SCHEMA:
-            checked[keyword] = _checked(part, f"{at}/{keyword}", depth + 1)
-    if isinstance(pattern := schema.get("pattern"), str):
-        checked["pattern"] = with_ecma_classes(pattern)
-    if "patternProperties" in schema:
-        checked["patternProperties"] = _with_ecma_keys(checked["patternProperties"])
-    if (refined := _REFINED.get(str(schema.get("format")))) is not None:
-        checked["allOf"] = [*checked.get("allOf", ()), refined]
-    return checked
+class _Preparation:
+    """The preparation of one schema. Owns its warnings and the definitions that it adds."""
+
+    def __init__(self, root: dict[str, Any]) -> None:
+        self._root = root
+        self._places: dict[str, tuple[str, int]] = {}  # by warning: its first place and the number of places
+        self._count = 0
+        self._moved: dict[str, str] = {}  # names of added definitions, by the reference that they replace
+        self._to_move: list[str] = []
+        self._logic = SchemaLogic(lambda ref: resolve_pointer(root, ref))
+        # A nested $id changes what a reference means, which only the library resolves.
+        self._has_bases = _has_bases(root)
+
+    def run(self, options: SchemaOptions) -> PreparedSchema:
+        prepared = self._prepared(self._root, "#", 0)
+        while self._to_move:
+            ref = self._to_move.pop()
+            target = resolve_pointer(self._root, ref)
+            if target is None:
+                raise _error(f"the reference {ref[:200]!r} leads nowhere")
+            prepared.setdefault("$defs", {})[self._moved[ref]] = self._prepared(target, ref, 0)
+        if options.close_objects and not self._has_bases:
+            ObjectCloser(prepared).close()
+        return PreparedSchema(prepared, self._warnings())
+
+    def _warn(self, text: str, at: str) -> None:
+        first, count = self._places.get(text, (at, 0))
+        self._places[text] = first, count + 1
+
+    def _warnings(self) -> list[str]:
+        warnings = []
+        for text, (at, count) in list(self._places.items())[:_MAX_WARNINGS]:
+            more = f" and {count - 1} more places" if count > 1 else ""
+            warnings.append(f"json schema: {text} at {at[:200]}{more} has no effect")
+        if len(self._places) > _MAX_WARNINGS:
+            warnings.append(f"json schema: {len(self._places) - _MAX_WARNINGS} more keywords have no effect")
+        return warnings
+
+    def _prepared(self, schema: Any, at: str, depth: int) -> Any:
+        if isinstance(schema, bool):
+            return schema
+        if not isinstance(schema, dict):
+            raise _error(f"{at} must be an object or a boolean, got {type(schema).__name__}")
+        if depth > _MAX_NESTING:
+            raise _error(f"{at[:60]}... is nested more than {_MAX_NESTING} schemas deep")
+        self._count += 1
+        if self._count > _MAX_SCHEMAS:
+            raise _error(
+                f"it holds more than {_MAX_SCHEMAS} schemas when `not`, `if` and `oneOf` are written out"
+            )
+        _check_names(schema, at)
+        schema = rewritten(schema, self._logic)
+        schema = self._kept(schema, at)
+        self._adapt_values(schema, at)
+        _check_values(schema, at)
+        prepared = dict(schema)
+        for keyword, part in schema.items():
+            if keyword in _NAMED:
+                prepared[keyword] = {
+                    k: self._prepared(v, f"{at}/{keyword}/{_pointer_escaped(k)}", depth + 1)
+                    for k, v in part.items()
+                }
+            elif keyword in _SCHEMAS and isinstance(part, list):
+                prepared[keyword] = [
+                    self._prepared(v, f"{at}/{keyword}/{i}", depth + 1) for i, v in enumerate(part)
+                ]
+            elif keyword in _SCHEMA:
+                prepared[keyword] = self._prepared(part, f"{at}/{keyword}", depth + 1)
+        if isinstance(pattern := schema.get("pattern"), str):
+            prepared["pattern"] = with_ecma_classes(pattern)
+        if "patternProperties" in schema:
+            prepared["patternProperties"] = _with_ecma_keys(prepared["patternProperties"])
+        return self._with_format(prepared, at)
+
+    def _kept(self, schema: dict[str, Any], at: str) -> dict[str, Any]:
+        """Return the keywords for the library. Raise RequestError for one that is neither enforced nor ignored."""
+        kept = {}
+        for keyword, value in schema.items():
+            if keyword in _ENFORCED or keyword in _STRUCTURE:
+                kept[keyword] = value
+            elif keyword in _REFUSED:
+                hint = f"; {_HINTS[keyword]}" if keyword in _HINTS else ""
+                raise _error(f"the keyword {keyword!r} at {at} cannot be enforced{hint}")
+            elif keyword not in _ANNOTATIONS and (not keyword.startswith("x-") or keyword == "x-guidance"):
+                self._warn(f"the keyword {keyword[:64]!r}", at)
+        return kept
+
+    def _adapt_values(self, schema: dict[str, Any], at: str) -> None:
+        """Change values of enforced keywords that have no meaning in the draft that the library implements."""
+        if not isinstance(schema.get("items"), list) and schema.pop("additionalItems", None) is not None:
+            self._warn("the keyword 'additionalItems' without a list in 'items'", at)
+        if isinstance(schema.get("required"), bool):
+            del schema["required"]
+            self._warn("the keyword 'required' with a boolean", at)
+        if (draft := schema.get("$schema")) is not None:
+            known = _DRAFTS.fullmatch(draft) if isinstance(draft, str) else None
+            if known is None or at != "#":
+                del schema["$schema"]
+            elif known[1].startswith("draft-"):
+                schema["$schema"] = f"http://json-schema.org/{known[1]}/schema#"
+        ref = schema.get("$ref")
+        if isinstance(ref, str) and ref[:1] == "#" and not self._has_bases and not _PLAIN_REF.fullmatch(ref):
+            schema["$ref"] = self._moved_ref(ref)
+
+    def _moved_ref(self, ref: str) -> str:
+        """Return a reference to a new definition for the schema at another place."""
+        if ref not in self._moved:
+            taken = self._root.get("$defs")
+            name = f"moved-{len(self._moved)}"
+            while isinstance(taken, dict) and name in taken:
+                name += "-"
+            self._moved[ref] = name
+            self._to_move.append(ref)
+        return f"#/$defs/{self._moved[ref]}"
+
+    def _with_format(self, prepared: dict[str, Any], at: str) -> dict[str, Any]:
+        form = prepared.pop("format", None)
+        if form is None:
+            return prepared
+        rule = FormatRule(form)
+        if not rule.known:
+            self._warn(f"the format {str(form)[:64]!r}", at)
+        if rule.library is not None:
+            prepared["format"] = rule.library
+        if rule.also is not None:
+            prepared["allOf"] = [*prepared.get("allOf", ()), rule.also]
+        return prepared
+
+
+def _has_bases(root: dict[str, Any]) -> bool:
+    """Return whether some schema within `root` has a base or an anchor of its own."""
+    todo: list[Any] = list(root.values())
+    while todo:
+        item = todo.pop()
+        if isinstance(item, dict):
+            if isinstance(item.get("$id"), str) or isinstance(item.get("$anchor"), str):
+                return True
+            todo += item.values()
+        elif isinstance(item, list):
+            todo += item
+    return isinstance(root.get("$anchor"), str)
 
 
 def _with_ecma_keys(by_pattern: dict[str, Any]) -> dict[str, Any]:
@@ -143,25 +267,16 @@ def _pointer_escaped(name: Any) -> str:
     return str(name).replace("~", "~0").replace("/", "~1")
 
 
-def _check_keyword(keyword: Any, at: str) -> None:
-    if not isinstance(keyword, str):
-        raise _error(f"the keywords at {at} must be strings, got {keyword!r}")
-    if keyword in _ENFORCED or keyword in _ANNOTATIONS:
-        return
-    if keyword.startswith("x-") and keyword != _OPTIONS:
-        return
-    hint = f"; {_HINTS[keyword]}" if keyword in _HINTS else ""
-    raise _error(f"the keyword {keyword!r} at {at} cannot be enforced{hint}")
+def _check_names(schema: dict[Any, Any], at: str) -> None:
+    for keyword, part in schema.items():
+        if not isinstance(keyword, str):
+            raise _error(f"the keywords at {at} must be strings, got {keyword!r}")
+        if keyword in _NAMED and not isinstance(part, dict):
+            raise _error(f"{keyword} at {at} must be an object, got {type(part).__name__}")
 
 
 def _check_values(schema: dict[str, Any], at: str) -> None:
     """Raise RequestError for values that the library accepts but does not enforce exactly."""
-    form = schema.get("format")
-    if form is not None and (not isinstance(form, str) or form not in _FORMATS):
-        known = ", ".join(sorted(_FORMATS))
-        raise _error(f"the format {form!r} at {at} cannot be enforced; the formats that can be are {known}")
-    if "additionalItems" in schema and not isinstance(schema.get("items"), list):
-        raise _error(f"the keyword 'additionalItems' at {at} needs a list in 'items'")
     required = schema.get("required")
     named = len(set(map(str, required))) if isinstance(required, list) else 0
     least = schema.get("minProperties", 0)
@@ -171,9 +286,10 @@ def _check_values(schema: dict[str, Any], at: str) -> None:
             f"the keyword 'minProperties' at {at} cannot be enforced beyond the number of 'required' properties "
             f"plus one ({named + 1}), got {least}"
         )
-    for keyword in ("const", "enum", *_NUMBERS):
+    for keyword in ("const", "enum", "multipleOf", *_BOUNDS):
         for leaf in _leaves(schema.get(keyword)):
-            if isinstance(leaf, int) and abs(leaf) > _EXACT_INTEGERS:
+            most = LARGEST_BOUND if keyword in _BOUNDS else _EXACT_INTEGERS
+            if isinstance(leaf, int) and abs(leaf) > most:
                 raise _error(
                     f"the keyword {keyword!r} at {at} holds an integer beyond 2**53, which cannot be enforced"
                 )

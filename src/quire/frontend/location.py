@@ -15,6 +15,7 @@ from quire.types import ModelError
 
 BUILT_IN = {"demo": "base", "demo-draft": "draft"}
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_MAX_NAME = 256  # longest name of a folder on common file systems
 _HUB_FILES = ["*.safetensors", "*.json", "tokenizer*", "*.model", "merges.txt", "vocab.txt", "*.jinja"]
 _HUB_SKIPPED = ["original/*", "*.bin.index.json", "onnx/*"]
 
@@ -26,6 +27,27 @@ class ModelFiles:
     path: Path
     kind: Literal["folder", "gguf"]
     name: str
+
+
+def names_a_model(text: str) -> bool:
+    """Return whether a word of a command line is a model rather than a prompt.
+
+    That is `demo` or `demo-draft`, a .gguf file, a folder with a `config.json`, a word that begins like a path, or an
+    id with an owner, such as Qwen/Qwen3-0.6B. Only directory entries are read.
+    """
+    if text in BUILT_IN:
+        return True
+    if any(c.isspace() for c in text):
+        return False
+    is_id = "/" in text and _HUB_ID.fullmatch(text) is not None
+    return is_id or names_a_path(text)
+
+
+def names_a_path(text: str) -> bool:
+    """Return whether a word is a path: it begins or ends like one, or names a folder with a `config.json`."""
+    if text.startswith(("./", "../", "/", "~/")) or text.endswith(".gguf"):
+        return True
+    return len(text) < _MAX_NAME and Path(text, "config.json").is_file()
 
 
 def locate_model(name: str, revision: str | None = None) -> ModelFiles:

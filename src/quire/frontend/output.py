@@ -192,6 +192,8 @@ class RequestState:
         self.request_id = request_id
         self.prompt = prompt
         self.prompt_token_ids = requests[0].prompt
+        grammar = requests[0].grammar
+        self.warnings = grammar.warnings if grammar is not None else ()  # about the structured output
         self.answers = [ChoiceOutput(i, request, self._tokenizer) for i, request in enumerate(requests)]
         self.error: RequestFailure | None = None
         self.pooled: bytes | None = None  # float32 [hidden], once an embedding request is finished

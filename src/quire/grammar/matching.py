@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from llguidance import LLExecutor, LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
 
 from quire.types import GrammarSpec, RequestError
 
@@ -78,7 +77,7 @@ class _TokenSource:
 
 
 def grammar_text(spec: GrammarSpec) -> str:
-    """Return a spec in the library's language. Raise RequestError if it is malformed."""
+    """Return a spec in the library's language."""
     if spec.kind == "json":
         grammars = [
             {"lark_grammar": f"{_OPTIONS}start: @json"},
@@ -94,11 +93,7 @@ def grammar_text(spec: GrammarSpec) -> str:
         # A terminal (in capitals) is compiled to one regular expression for any number of texts.
         grammars = [{"lark_grammar": f"{_OPTIONS}start: CHOICE\nCHOICE: {' | '.join(texts)}"}]
     else:
-        try:
-            lark = any_to_lark(spec.text)
-        except Exception as error:  # the converter raises plain Exception
-            raise RequestError(f"grammar is not valid: {error}", param=_PARAM) from None
-        grammars = [{"lark_grammar": _OPTIONS + lark}]
+        grammars = [{"lark_grammar": _OPTIONS + spec.text}]
     return json.dumps({"grammars": grammars})
 
 

@@ -209,9 +209,15 @@ class AsyncEngine:
             assert isinstance(prompt, list)
             prompt = prompt[: job.keep] if job.keep_first else prompt[-job.keep :]
         salt = prefix_salt(client, job.cache_salt, self.settings.share_prefix_cache)
+        params = _with_server_options(job.params, self.settings)
         requests = self.processor.process(
-            name, prompt, job.params, job.priority, salt, job.add_special_tokens, job.pooling
+            name, prompt, params, job.priority, salt, job.add_special_tokens, job.pooling
         )
+        grammar = requests[0].grammar
+        if self.settings.strict and grammar is not None and grammar.warnings:
+            raise RequestError(
+                f"{grammar.warnings[0]} (the server runs with --strict)", param="structured_outputs"
+            )
         if job.length_field is not None and (max_tokens := job.params.max_tokens) is not None:
             check_room(job.length_field, max_tokens, len(requests[0].prompt), self.info.max_model_len)
         requests = [replace(request, client=client.name, weight=client.weight) for request in requests]
@@ -348,6 +354,15 @@ class AsyncEngine:
                 task.cancel()
         await self._process.close(kill)
         self._threads.close()
+
+
+def _with_server_options(params: SamplingParams, settings: ServeConfig) -> SamplingParams:
+    """Return `params` with the server's options for schemas where the request names none."""
+    structured = params.structured_outputs
+    if structured is None or structured.disable_additional_properties is not None:
+        return params
+    structured = replace(structured, disable_additional_properties=settings.close_objects)
+    return replace(params, structured_outputs=structured)
 
 
 def prefix_salt(client: ApiClient, salt: str, shared: bool) -> str:

@@ -26,7 +26,10 @@ class ServeConfig:
     any_model_name: bool = _setting(
         False, "accept every model name in requests, for clients that send one of their own; answers carry it"
     )
-    strict: bool = _setting(False, "refuse requests with unknown fields instead of answering with a warning")
+    strict: bool = _setting(
+        False,
+        "refuse requests with unknown fields, and schemas with unknown keywords, instead of answering with a warning",
+    )
 
     api_key: list[str] = _list("accepted API keys; clients must send one of them (also QUIRE_API_KEY)")
     api_key_file: str | None = _setting(
@@ -96,10 +99,17 @@ class ServeConfig:
     )
     tool_call_parser: str = _setting(
         "auto",
-        "format of the model's tool calls: hermes, llama3_json, mistral, json, none or auto (from the chat template)",
+        "format of the model's tool calls: hermes, qwen3_coder, llama3_json, mistral, deepseek_v3, gpt_oss, glm45 and "
+        "others (docs/TOOLS.md), json, none or auto (from the chat template)",
+    )
+    close_objects: bool = _setting(
+        True,
+        "let objects in schemas with properties take no other keys, unless the schema has additionalProperties",
     )
     reasoning_parser: str = _setting(
-        "auto", "format of the model's reasoning: think (<think> tags), none or auto (from the chat template)"
+        "auto",
+        "format of the model's reasoning: think (<think> tags), deepseek_r1, gpt_oss, mistral and others "
+        "(docs/TOOLS.md), none or auto (from the chat template)",
     )
     stream_tool_arguments: bool = _setting(
         False, "stream tool calls while they are generated, before it is known whether they are well-formed"
@@ -168,9 +178,8 @@ class ServeConfig:
                 names = ", ".join(["auto", *TOOL_PARSERS])
                 raise ConfigError(f"tool_call_parser must be {names} or none, got {self.tool_call_parser!r}")
         if self.reasoning_parser not in ("auto", "none"):
-            from quire.serve.answer.reasoning import known_reasoning_parser
+            from quire.serve.answer.reasoning_formats import REASONING_FORMATS, known_reasoning_parser
 
             if not known_reasoning_parser(self.reasoning_parser):
-                raise ConfigError(
-                    f"reasoning_parser must be auto, think or none, got {self.reasoning_parser!r}"
-                )
+                names = ", ".join(["auto", *REASONING_FORMATS])
+                raise ConfigError(f"reasoning_parser must be {names} or none, got {self.reasoning_parser!r}")

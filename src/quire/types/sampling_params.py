@@ -14,6 +14,9 @@ from quire.types.errors import QuireError, RequestError
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
+_CONSTRAINTS = ("json", "regex", "choice", "grammar", "json_object")
+
+
 @dataclass(slots=True)
 class StructuredOutputsParams:
     """A constraint on the text of a completion: exactly one of the fields is set. Names as in vLLM.
@@ -24,6 +27,11 @@ class StructuredOutputsParams:
         choice: the list of possible texts.
         grammar: a context-free grammar.
         json_object: True for any JSON object.
+        disable_any_whitespace: write JSON without spaces.
+        whitespace_pattern: a regular expression for the white space between two parts of JSON; None for at most one
+            space.
+        disable_additional_properties: let objects whose schemas have `properties` take no other keys, unless
+            `additionalProperties` says so. None: as the server is set, otherwise True.
 
     Raises:
         RequestError: unless exactly one field is set.
@@ -34,9 +42,12 @@ class StructuredOutputsParams:
     choice: list[str] | None = None
     grammar: str | None = None
     json_object: bool = False
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+    disable_additional_properties: bool | None = None
 
     def __post_init__(self) -> None:
-        given = [f.name for f in fields(self) if getattr(self, f.name) not in (None, False)]
+        given = [name for name in _CONSTRAINTS if getattr(self, name) not in (None, False)]
         if len(given) != 1:
             raise RequestError(
                 "structured_outputs must hold exactly one of json, regex, choice, grammar and json_object, "
@@ -54,11 +65,12 @@ GrammarKind = Literal["json", "regex", "choice", "grammar"]
 class GrammarSpec:
     """A validated `StructuredOutputsParams` for the engine. Equal specs share one compiled grammar.
 
-    `text` is a JSON schema, a regular expression, a JSON list of strings, or a Lark or GBNF grammar.
+    `text` is a JSON schema, a regular expression, a JSON list of strings, or a Lark grammar.
     """
 
     kind: GrammarKind
     text: str
+    warnings: tuple[str, ...] = field(default=(), compare=False)  # what was ignored in the schemas
 
 
 @dataclass(slots=True)

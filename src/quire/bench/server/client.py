@@ -205,6 +205,7 @@ class LoadClient:
         bar = tqdm(
             total=len(requests), desc="Serving", unit="req", disable=not show_progress, dynamic_ncols=True
         )
+        done: list[int] = []  # tokens of the finished answers
         begin_s, begin_processor_s = time.perf_counter(), time.process_time()
 
         def clock() -> float:
@@ -215,6 +216,8 @@ class LoadClient:
                 await self.send(request, result, clock)
             finally:
                 places.release()
+                done.append(result.output_len)
+                bar.set_postfix_str(f"{sum(done) / clock():,.0f} tok/s out", refresh=False)
                 bar.update()
 
         with bar:

@@ -18,6 +18,7 @@ from quire.serve.answer.parser import (
     merge_events,
     parse_output,
 )
+from quire.serve.answer.tools.json_reader import is_object
 from quire.serve.api.logprobs import chat_logprobs
 from quire.serve.api.protocol.chat import (
     AssistantMessage,
@@ -89,6 +90,7 @@ class ChatChoiceBuilder:
         self._legacy, self._has_tools, self._with_end = legacy, has_tools, with_end
         self._started = False
         self._has_calls = False
+        self._arguments: list[str] = []  # of the last call
         self._held_logprobs: ChoiceLogprobs | None = None  # of tokens whose text has not been emitted
         self._held_ids: list[int] = []
 
@@ -98,12 +100,17 @@ class ChatChoiceBuilder:
             events = [Content(self._prefix), *events]
         if not self._reasoning:
             events = [event for event in events if not isinstance(event, Reasoning)]
-        self._has_calls = self._has_calls or any(isinstance(event, ToolCall) for event in events)
+        for event in events:
+            if isinstance(event, ToolCall):
+                self._has_calls, self._arguments = True, []
+            elif isinstance(event, Arguments):
+                self._arguments.append(event.text)
         return merge_events(events)
 
     def _finish_reason(self, output: CompletionOutput) -> str | None:
         if output.finish_reason == "stop" and self._has_calls:
-            return "function_call" if self._legacy else "tool_calls"
+            cut_off = isinstance(output.stop_reason, str) and not is_object("".join(self._arguments))
+            return "stop" if cut_off else "function_call" if self._legacy else "tool_calls"
         return output.finish_reason
 
     def _logprobs(self, output: CompletionOutput) -> ChoiceLogprobs | None:

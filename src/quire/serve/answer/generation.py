@@ -63,6 +63,11 @@ class Generation:
         return sum(len(state.prompt_token_ids) for state in self.states)
 
     @property
+    def warnings(self) -> list[str]:
+        """What was ignored in the constraints on the answers."""
+        return list(dict.fromkeys(text for state in self.states for text in state.warnings))
+
+    @property
     def cached_tokens(self) -> int:
         return sum(state.num_cached_tokens for state in self.states)
 

@@ -87,25 +87,37 @@ class IncrementalParser:
             pieces.append(self._advance(match.end()))
         return "".join(pieces)
 
-    def _until(self, word: str) -> ParserSteps[str | None]:
-        """Consume text that certainly precedes `word` and the white space before it.
+    def _until(self, *words: str) -> ParserSteps[str | None]:
+        """Consume text that certainly precedes all of `words` and the white space before the first one.
 
         Returns:
-            The consumed text, as soon as there is some. None once `word`, possibly after white space, or the end of
-            the text comes next.
+            The consumed text, as soon as there is some. None once one of `words`, possibly after white space, or the
+            end of the text comes next.
         """
         while True:
-            at = self._text.find(word, self._at)
-            end = at if at >= 0 else len(self._text) - overlap(self._text, word)
-            if at < 0 and self._ended:
-                end = keep = len(self._text)
+            found = [at for word in words if (at := self._text.find(word, self._at)) >= 0]
+            if found:
+                end = min(found)
+            else:
+                end = len(self._text) - max(overlap(self._text, word) for word in words)
+            if not found and self._ended:
+                keep = len(self._text)
             else:
                 keep = self._at + len(self._text[self._at : end].rstrip(SPACE))
             if keep > self._at:
                 return self._advance(keep)
-            if at >= 0 or self._ended:
+            if found or self._ended:
                 return None
             yield
+
+    def _skip(self, word: str) -> ParserSteps[bool]:
+        """Consume `word`, or as much of it as there is before the end of the text. Return False for other text."""
+        seen = yield from self._sees(word)
+        rest = self._text[self._at :]
+        if not seen and not (rest and word.startswith(rest)):
+            return False
+        self._advance(self._at + min(len(word), len(rest)))
+        return True
 
     def _rest(self) -> ParserSteps[str | None]:
         """Consume all text that has arrived, waiting for some; return None at the end."""

@@ -57,6 +57,7 @@ async def completions(request: Request) -> Response:
 
     client, streamed = client_of(request), bool(completion.stream)
     generation = await server.engine.generate(client, choices, jobs, streamed, completion.timeout)
+    warnings += generation.warnings
     receipt = receipt_maker(request, completion, generation)
     answer = CompletionAnswer(OpenRequest(server, model, params, generation, warnings, receipt), completion)
     return await answer.send(request, streamed)

@@ -51,6 +51,8 @@ async def open_chat(
     server = server_of(request)
     params = _check_params(server, chat)
     use = tool_use(chat)
+    if use.forced and params.stop:
+        warnings.append("stop has no effect on the tool call that tool_choice forces")
     client = client_of(request)
     template = server.templates.choose(chat.chat_template, bool(use.tools))
     if use.tools and "tools" not in template:
@@ -113,6 +115,7 @@ async def _open(
     generation = await server.engine.generate(
         client, params.n, lambda: [make_job()], bool(chat.stream), chat.timeout
     )
+    warnings += generation.warnings
     receipt = receipt_maker(request, chat, generation)
     context = server.engine.info.max_model_len
     room = context - generation.prompt_tokens

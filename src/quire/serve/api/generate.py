@@ -47,6 +47,7 @@ async def generate(request: Request) -> Response:
         length_field=length_field(body, "max_tokens", "max_new_tokens"),
     )
     generation = await engine.generate(client, 1, lambda: [job], False, body.timeout)
+    warnings += generation.warnings
     await wait_until_finished(request, generation)
     answer = generation.states[0].output().outputs[0]
     return json_response(

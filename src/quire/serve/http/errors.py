@@ -108,6 +108,7 @@ def _field_of(path: str | None) -> str | None:
 _PROMPTS = ("messages", "input", "prompt")
 _CONSTRAINTS = (
     "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "response_format",
+    "json_schema", "regex", "ebnf", "grammar", "structural_tag",
     "text", "output_config", "output_format", "format", "tools",
 )  # fmt: skip
 

@@ -39,6 +39,7 @@ from quire.serve.observe.line_writer import STDERR, LineWriter
 from quire.serve.observe.logs import set_up_logging, write_stats
 from quire.serve.observe.observer import Observer, RequestLog
 from quire.serve.settings import ServeConfig
+from quire.types import QuireError
 
 log = logging.getLogger("quire.serve")
 _SWITCH_S = 0.0005
@@ -249,6 +250,18 @@ async def _drain(server: ServerContext, stop: ShutdownSignal, died: asyncio.Futu
     engine.fail_all(ApiError(503, "the server is shutting down", code="shutting_down"))
 
 
+def _formats(server: ServerContext) -> str:
+    """Return a line on the formats of calls and reasoning; "" without a chat template. Warn if one is a guess."""
+    try:
+        template = server.templates.choose(None, True)
+    except QuireError:
+        return ""
+    line, guess = server.forms.report(template)
+    if guess and "tools" in template:
+        log.warning("%s; name it with --tool-call-parser (docs/TOOLS.md lists the formats)", line)
+    return f"{line}\n"
+
+
 def _announce(server: ServerContext, keys: ApiKeys, sock: socket.socket, took_s: float) -> None:
     settings, info = server.settings, server.engine.info
     port = sock.getsockname()[1]
@@ -268,6 +281,7 @@ def _announce(server: ServerContext, keys: ApiKeys, sock: socket.socket, took_s:
         f"quire {__version__}: {info.model} ({kind}) on {info.device}, context {info.max_model_len} tokens, "
         f"up to {info.max_num_seqs} concurrent requests\n"
         f"start-up {took_s:.2f} s; engine: {phases}\n"
+        f"{_formats(server)}"
         f"serving on {scheme}://{host}:{port} ({reach})"
         + ("; open it in a browser for the playground and the live view" if settings.page else ""),
     )

@@ -131,7 +131,7 @@ def make_tracing(endpoint: str, model: str) -> Tracing:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
     except ImportError as error:
         raise ConfigError(
-            f"otlp_endpoint needs OpenTelemetry ({error}); install it with: pip install 'quire[otlp]'"
+            f"otlp_endpoint needs OpenTelemetry ({error}); install it with: pip install 'quire-llm[otlp]'"
         ) from None
     path = parts.path if parts.path.strip("/") else "/v1/traces"
     return Tracing(OTLPSpanExporter(endpoint=urlunsplit(parts._replace(path=path))), model)

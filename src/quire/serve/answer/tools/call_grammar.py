@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from quire.frontend.patterns import with_ecma_classes
 from quire.serve.answer.reasoning import ReasoningMarks
@@ -19,7 +19,21 @@ from quire.serve.answer.tools.tool_use import ToolFunction, ToolUse
 from quire.serve.http.errors import bad_request
 from quire.types import StructuredOutputsParams
 
-_ANY_TEXT = r"TEXT: /(.|\n)*/"
+ANY_TEXT = "TEXT"
+_ANY_TEXT_RULE = r"TEXT: /(.|\n)*/"
+
+
+def json_rule(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps(schema)}"
+
+
+def json_arguments(lark: LarkGrammar, prefix: str, schema: Mapping[str, Any]) -> str:
+    """Return an expression for arguments as one JSON object."""
+    return json_rule(schema)
+
+
+# Takes the grammar, the start of the names of new rules, and the schema of the arguments; returns an expression.
+ArgumentsRule: TypeAlias = Callable[["LarkGrammar", str, Mapping[str, Any]], str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +46,9 @@ class CallShape:
         begin, end: the text around all calls.
         mark: the text with which only a call starts. If it is empty, calls start the answer or do not occur.
         quoted: whether the name is a JSON string.
+        numbered: whether a colon and the number of the call follow the name.
+        parallel: whether the model can write several calls.
+        arguments: writes the rules of the arguments of one function and returns an expression for them.
     """
 
     open: str
@@ -42,6 +59,9 @@ class CallShape:
     end: str = ""
     mark: str = ""
     quoted: bool = True
+    numbered: bool = False
+    parallel: bool = True
+    arguments: ArgumentsRule = json_arguments
 
 
 class LarkGrammar:
@@ -66,7 +86,7 @@ class LarkGrammar:
 
     def up_to(self, name: str, word: str) -> str:
         """Add a rule for free text that ends with the first `word`; return its name."""
-        self.add(_ANY_TEXT)
+        self.add(_ANY_TEXT_RULE)
         if word in self._special:
             self.add(f"{name}: TEXT {self.literal(word)}")
         else:
@@ -81,10 +101,6 @@ class LarkGrammar:
 def _quoted(text: str) -> str:
     """Write `text` as a Lark string. The percent sign is escaped because Quire searches grammars for `%json`."""
     return json.dumps(text, ensure_ascii=False).replace("%", "\\u0025") if text else ""
-
-
-def _json(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps(schema)}"
 
 
 def arguments_schema(function: ToolFunction, exact: bool) -> dict[str, Any]:
@@ -116,20 +132,23 @@ def calls_expression(
     for index, function in enumerate(use.functions):
         name = json.dumps(function.name, ensure_ascii=False) if shape.quoted else function.name
         schema = arguments_schema(function, exact or function.strict)
-        lark.add(
-            f"function_{index}: {lark.literal(name + shape.middle)} {_json(schema)} {lark.literal(shape.close)}"
-        )
+        parts = [lark.literal(name), lark.literal(shape.middle)]
+        if shape.numbered:
+            lark.add("NUMBER: /[0-9]{1,4}/")
+            parts.insert(1, '":" NUMBER')
+        parts += [shape.arguments(lark, f"arguments_{index}", schema), lark.literal(shape.close)]
+        lark.add(f"function_{index}: {' '.join(part for part in parts if part)}")
     lark.add("function: " + " | ".join(f"function_{index}" for index in range(len(use.functions))))
     first = lark.literal((shape.begin + shape.open).removeprefix(shape.mark if without_mark else ""))
     parts = [first, "function"]
-    if not use.single:
+    if not use.single and shape.parallel:
         parts.append(f"({lark.literal(shape.between + shape.open)} function)*")
     return " ".join(part for part in [*parts, lark.literal(shape.end)] if part)
 
 
 def text_with_calls(lark: LarkGrammar, shape: CallShape, use: ToolUse) -> str:
     """Return an expression for free text in which all text that starts like a call is a call."""
-    lark.add(_ANY_TEXT)
+    lark.add(_ANY_TEXT_RULE)
     if shape.mark:
         lark.add(
             f"called: {calls_expression(lark, shape, replace(use, single=True), False, without_mark=True)}"
@@ -145,7 +164,7 @@ def constraint_expression(lark: LarkGrammar, constraint: StructuredOutputsParams
         text = constraint.json if isinstance(constraint.json, str) else json.dumps(constraint.json)
         return f"%json {text}"
     if constraint.json_object:
-        return _json({"type": "object"})
+        return json_rule({"type": "object"})
     if constraint.choice is not None:
         return " | ".join(_quoted(choice) or '""' for choice in constraint.choice)
     if constraint.regex is not None:
@@ -159,10 +178,21 @@ def _slashes_escaped(regex: str) -> str:
     return re.sub(r"(\\.)|/", lambda match: match[1] or r"\/", regex, flags=re.DOTALL)
 
 
+def as_content(lark: LarkGrammar, marks: ReasoningMarks, body: str) -> str:
+    """Return an expression for `body` between the marks that the model writes around its content."""
+    lark.add(_ANY_TEXT_RULE)
+    parts = [lark.literal(marks.content_begin), f"({body})", lark.literal(marks.content_end)]
+    return " ".join(part for part in parts if part)
+
+
 def after_reasoning(lark: LarkGrammar, marks: ReasoningMarks, inside: bool, body: str) -> str:
     """Return an expression for `body` after reasoning, which is optional unless the prompt opened it (`inside`)."""
-    lark.add(r"GAP: /\n{0,2}/")
+    gap = "GAP"
+    if marks.gap is None:
+        lark.add(r"GAP: /\n{0,2}/")
+    else:
+        gap = lark.literal(marks.gap)
     rest = lark.up_to("thought", marks.end)
     if inside:
-        return f"{rest} GAP ({body})"
-    return f"({lark.literal(marks.begin)} {rest} GAP)? ({body})"
+        return f"{rest} {gap} ({body})"
+    return f"({lark.literal(marks.begin)} {rest} {gap})? ({body})"

@@ -12,8 +12,9 @@ while they are generated, which is safe for text that a grammar enforces.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from quire.serve.answer.incremental import SPACE, ParserSteps
 from quire.serve.answer.parser import Arguments, Content, ParserEvent, ToolCall
@@ -35,6 +36,7 @@ class CallOptions:
     hold: bool = True  # hold a call until it is complete
     single: bool = False  # keep only the first call
     make_id: Callable[[], str] = call_id
+    schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)  # of the arguments, by function
 
 
 @dataclass(slots=True)
@@ -50,12 +52,14 @@ class CallParser(JsonReader):
     """The base of the parsers of all formats. Owns the events of the call in progress and the number of calls."""
 
     marked = True  # a mark that means nothing else precedes each call, so calls may have unknown names
+    name_key = "name"
 
     def __init__(self, options: CallOptions) -> None:
         super().__init__()
         self._options = options
         self._held: list[ParserEvent] = []
         self._calls = 0  # started
+        self._partly_emitted = False  # the call in progress
 
     # ------------------------------------------------------------------------------ text and calls
 
@@ -63,9 +67,9 @@ class CallParser(JsonReader):
         if text:
             self._events.append(Content(text))
 
-    def _text_until(self, mark: str) -> ParserSteps[bool]:
-        """Emit text up to `mark` or the white space before it as content. Return False if the text ends first."""
-        while (piece := (yield from self._until(mark))) is not None:
+    def _text_until(self, *marks: str) -> ParserSteps[bool]:
+        """Emit text up to one of `marks` or the white space before it. Return False if the text ends first."""
+        while (piece := (yield from self._until(*marks))) is not None:
             self._content(piece)
         return (yield from self._peek()) != ""
 
@@ -76,14 +80,18 @@ class CallParser(JsonReader):
     def _attempt(self, reading: ParserSteps[None]) -> ParserSteps[bool]:
         """Run `reading`, which reads one or several calls. If it fails, emit the text as content and return False.
 
-        White space after the calls is dropped here; `reading` drops the white space before them.
+        White space after the calls is dropped here; `reading` drops the white space before them. The last characters
+        of a call that is cut off are dropped if the call has been emitted.
         """
-        self._consumed, self._held = [], []
+        self._consumed, self._held, self._partly_emitted = [], [], False
         try:
             yield from reading
         except MalformedJson:
             self._calls -= sum(isinstance(event, ToolCall) for event in self._held)  # never emitted
-            self._content("".join(self._consumed or ()))
+            if self._partly_emitted and self._ended:  # the call is cut off
+                self._advance(len(self._text))
+            else:
+                self._content("".join(self._consumed or ()))
             return False
         finally:
             self._consumed, self._held = None, []
@@ -94,7 +102,7 @@ class CallParser(JsonReader):
         """Emit the events held for a call that is complete."""
         for event in self._held:
             self._emit_unless_extra(event)
-        self._consumed, self._held = [], []
+        self._consumed, self._held, self._partly_emitted = [], [], False
 
     def _emit_unless_extra(self, event: ParserEvent) -> None:
         """Emit an event, unless it belongs to a call after the only one allowed."""
@@ -103,13 +111,18 @@ class CallParser(JsonReader):
 
     # --------------------------------------------------------------------------------- one call
 
-    def _start_call(self, name: str) -> int:
-        """Emit the start of a call and return its index. Raise MalformedJson for a name that cannot be called."""
+    def _start_call(self, name: str, written_id: str = "") -> int:
+        """Emit the start of a call and return its index. Raise MalformedJson for a name that cannot be called.
+
+        Args:
+            name: the name of the function.
+            written_id: the id that the model wrote; empty for a new one.
+        """
         if not name or not (self.marked or name in self._options.names):
             raise MalformedJson
         index = self._calls
         self._calls += 1
-        self._emit(ToolCall(index, self._options.make_id(), name))
+        self._emit(ToolCall(index, written_id or self._options.make_id(), name))
         return index
 
     def _emit(self, event: ParserEvent) -> None:
@@ -117,7 +130,7 @@ class CallParser(JsonReader):
         if self._options.hold:
             self._held.append(event)
         else:
-            self._consumed = []
+            self._consumed, self._partly_emitted = [], True
             self._emit_unless_extra(event)
 
     def _call(self) -> ParserSteps[None]:
@@ -142,7 +155,7 @@ class CallParser(JsonReader):
         if key in call.seen:
             raise MalformedJson
         call.seen.add(key)
-        if key == "name":
+        if key == self.name_key:
             call.index = self._start_call((yield from self._read_string()))
             if call.waiting:
                 self._add_arguments(call, "".join(call.waiting))
@@ -184,6 +197,20 @@ class CallParser(JsonReader):
                 self._advance(len(self._text))
                 self._add_arguments(call, "".join(self._consumed or ()))
             raise
+
+    def _mark(self, mark: str) -> ParserSteps[None]:
+        """Consume the words of `mark`, with any white space before each. Raise MalformedJson for other text."""
+        for word in mark.split():
+            yield from self._spaces()
+            if not (yield from self._sees(word)):
+                raise UnfinishedJson if word.startswith(self._text[self._at :]) else MalformedJson
+            self._advance(self._at + len(word))
+
+    def _marks_if_present(self, mark: str) -> ParserSteps[None]:
+        """Consume those words of `mark` that are there, with any white space before each."""
+        for word in mark.split():
+            yield from self._spaces()
+            yield from self._skip(word)
 
     def _list_of_calls(self) -> ParserSteps[None]:
         """Read `[call, call]`, accepting each call when it is complete."""

@@ -2,16 +2,19 @@
 
     {"name": "get_weather", "parameters": {"city": "Oakford"}}; {"name": ...}
 
-Any JSON answer starts like that, so a call must name a known function and hold no other keys.
+Models also separate calls by line breaks, or write text before them. Any JSON answer starts like that, so a call must name a known function and hold no other keys.
 """
 
 from __future__ import annotations
 
+import re
+
 from quire.serve.answer.incremental import ParserSteps
 from quire.serve.answer.tools.call_grammar import CallShape
-from quire.serve.answer.tools.calls import CallParser
+from quire.serve.answer.tools.calls import CallOptions, CallParser
 
 MARK = "<|python_tag|>"
+_BRACES = re.compile(r"[{}]")
 
 
 def matches(template: str) -> bool:
@@ -23,24 +26,38 @@ class LlamaParser(CallParser):
 
     marked = False
 
+    def __init__(self, options: CallOptions) -> None:
+        super().__init__(options)
+        self._depth = 0  # of braces in the content: objects inside other objects are no calls
+
     def _run(self) -> ParserSteps[None]:
         yield from self._attempt(self._adjacent_calls())
-        while (yield from self._text_until(MARK)):
-            yield from self._attempt(self._adjacent_calls())
+        while (yield from self._text_until(MARK, "{")):
+            if self._depth:
+                yield from self._spaces(self._content)
+            if self._depth and not (yield from self._sees(MARK)):
+                self._content(self._advance(self._at + 1))
+            else:
+                yield from self._attempt(self._adjacent_calls())
+
+    def _content(self, text: str) -> None:
+        for brace in _BRACES.findall(text):
+            self._depth = max(0, self._depth + (1 if brace == "{" else -1))
+        super()._content(text)
 
     def _adjacent_calls(self) -> ParserSteps[None]:
         """Read calls that only white space and semicolons separate."""
         yield from self._spaces()
-        if (yield from self._sees(MARK)):
-            self._advance(self._at + len(MARK))
-            yield from self._spaces()
         more = True
         while more:
+            if (yield from self._sees(MARK)):
+                self._advance(self._at + len(MARK))
+                yield from self._spaces()
             yield from self._call()
             self._accept()
             yield from self._spaces()
-            more = (yield from self._peek()) == ";"
-            if more:
+            more = (yield from self._peek()) in (";", "{")
+            if (yield from self._peek()) == ";":
                 self._advance(self._at + 1)
                 yield from self._spaces()
 

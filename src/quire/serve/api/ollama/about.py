@@ -11,7 +11,7 @@ from starlette.responses import Response, StreamingResponse
 
 from quire import __version__
 from quire.frontend.model_card import ModelCard, read_model_card
-from quire.serve.answer.reasoning import choose_reasoning
+from quire.serve.answer.reasoning_formats import choose_reasoning
 from quire.serve.api.context import ServerContext, client_of, read_request, server_of
 from quire.serve.api.ollama.answer import NDJSON
 from quire.serve.api.ollama.names import served_name, tagged

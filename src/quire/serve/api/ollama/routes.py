@@ -11,7 +11,7 @@ from starlette.responses import Response
 
 from quire.frontend.length import first_tokens
 from quire.frontend.processor import Prompt
-from quire.serve.answer.reasoning import choose_reasoning
+from quire.serve.answer.reasoning_formats import choose_reasoning
 from quire.serve.api.context import ServerContext, client_of, read_request, server_of
 from quire.serve.api.conversation import open_chat, open_text
 from quire.serve.api.embeddings import pool_prompts, pooling_of

@@ -61,6 +61,12 @@ class SamplingFields(RequestFields, kw_only=True):
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+    grammar: str | None = None
+    structural_tag: dict[str, Any] | str | None = None
 
     receipt: bool | None = None
     return_token_ids: bool | None = None

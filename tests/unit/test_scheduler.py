@@ -636,3 +636,12 @@ def test_a_step_that_decodes_takes_few_chunks_however_short() -> None:
         engine.step()
     chunks = [sum(count > 1 for *_, count in record.rows) for record in engine.log]
     assert max(chunks) == 2 and sum(chunks) >= 16
+
+
+def test_an_abort_is_counted_once() -> None:
+    engine, _ = make_engine(random.Random(0), layout="paged")
+    engine.add(EngineRequest("a", [1, 2], SamplingParams(max_tokens=20, ignore_eos=True)))
+    engine.step()
+    engine.abort("a")
+    engine.abort("a")
+    assert engine.log.totals.aborted == 1

@@ -109,6 +109,24 @@ def test_an_explicit_cache_beside_which_a_step_does_not_fit_is_refused(
     assert "lower kv_cache_memory" in caplog.text
 
 
+def test_blocks_columns_and_a_step_that_fit_exactly_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    memory, found = planner(device=GPU, kv_cache_memory=900 << 20), KVSize(900, 16, 1 << 20, 4096)
+    columns = memory.column_bytes(4096)
+    assert columns > 0
+    monkeypatch.setattr(sizing, "free_memory", lambda device: (columns + (950 << 20), 1 << 40))
+    memory.check_kv_fits(found, reserved=50 << 20)
+    with pytest.raises(ConfigError, match="lower kv_cache_memory"):
+        memory.check_kv_fits(found, reserved=(50 << 20) + 1)
+
+
+def test_a_step_on_a_cpu_is_estimated_with_activations_and_sampling() -> None:
+    memory = planner(max_num_batched_tokens=256)
+    longer = planner(max_num_batched_tokens=512)
+    activations = memory.cpu_step_bytes() - memory.sampling_bytes()
+    assert activations > 256 * 4 * SPEC.hidden_size
+    assert longer.cpu_step_bytes() - longer.sampling_bytes() == 2 * activations
+
+
 def test_an_explicit_context_that_fits_exactly_is_kept() -> None:
     assert size(4000, asked=4000).max_model_len == 4000
     assert size(4096).max_model_len == 4096

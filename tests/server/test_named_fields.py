@@ -9,7 +9,7 @@ from serving import Server, chat, events
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 SCHEMA = {"type": "array", "uniqueItems": True}
-TOOL = {"name": "f", "parameters": {"type": "object", "not": {}}, "strict": True}
+TOOL = {"name": "f", "parameters": {"type": "object", "contains": {"type": "integer"}}, "strict": True}
 WAYS = [
     (CHAT, {"messages": [{"role": "user", "content": "word " * 3000}]}, "messages", "prompt has"),
     (
@@ -41,7 +41,12 @@ WAYS = [
         "text",
         "text: ",
     ),
-    (CHAT, {**chat("Hi"), "tools": [{"type": "function", "function": TOOL}]}, "tools", "tools: json schema"),
+    (
+        CHAT,
+        {**chat("Hi"), "tools": [{"type": "function", "function": TOOL}]},
+        "tools",
+        "tools[0] 'f': the keyword",
+    ),
     (
         CHAT,
         {**chat("Hi"), "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},

@@ -143,7 +143,8 @@ def test_raw_prompts(demo: Server) -> None:
 def test_logprobs(demo: Server) -> None:
     for path, prompt in ((CHAT, {"messages": SUM}), (TEXT, {"prompt": SUM[0]["content"]})):
         answer = both(demo, path, {**prompt, "logprobs": True, "top_logprobs": 2})
-        assert len(answer["logprobs"]) == answer["eval_count"]
+        assert answer["done_reason"] == "stop"
+        assert len(answer["logprobs"]) == answer["eval_count"] - 1, "the end token is not part of the answer"
         assert all(len(token["top_logprobs"]) == 2 and token["logprob"] <= 0 for token in answer["logprobs"])
 
 
@@ -213,14 +214,14 @@ def test_a_request_without_a_prompt_finds_the_model_loaded(demo: Server) -> None
 
 
 def test_reasoning_is_apart(dry: Server) -> None:
-    template = "{{ messages[-1].content }}{# </think> #}"
+    template = "{{ messages[-1].content }}{# <think></think> #}"
     body = {"prompt": "<think>So.</think>Yes", "template": template}
     answer = both(dry, TEXT, {**body, "think": True})
     assert (answer["thinking"], answer["response"]) == ("So.", "Yes")
     assert both(dry, TEXT, body)["thinking"] == "So."
     silent = both(dry, TEXT, {**body, "think": False})
     assert "thinking" not in silent and silent["response"] == "Yes"
-    shows = "{{ enable_thinking }} {{ reasoning_effort }}{# </think> #}"
+    shows = "{{ enable_thinking }} {{ reasoning_effort }}{# <think></think> #}"
     assert both(dry, TEXT, {**body, "template": shows, "think": "low"})["response"] == "True low"
 
 

@@ -75,7 +75,9 @@ def test_errors_are_those_of_who_waits() -> None:
 def test_a_mould_makes_the_very_bytes(text: str) -> None:
     def chunk(text: str) -> CompletionResponse:
         choice = CompletionChoice(3, text)
-        return CompletionResponse(id=f'a"{MARK}', created=1, model="m", choices=[choice], usage=None)
+        return CompletionResponse(
+            id=f'a"{MARK}', created=1, model="m", system_fingerprint="f", choices=[choice], usage=None
+        )
 
     assert ChunkTemplate(chunk(MARK)).render(text) == event(chunk(text))
     assert msgspec.json.decode(event(chunk(text))[6:])["choices"][0]["text"] == text

@@ -12,6 +12,7 @@ import uvicorn
 
 from quire.serve.http import connection as connection_module
 from quire.serve.http.connection import connections
+from quire.serve.http.handler_starts import HandlerStarts
 
 GET = b"GET /%b HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%b"
@@ -101,6 +102,20 @@ def test_large_heads(pieces: list[bytes]) -> None:
         found = await talk(port, *pieces)
         assert found.startswith(b"HTTP/1.1 431 ") and b"larger than 65536 bytes" in found
         assert (await talk(port, GET % (b"a" * 60_000), half_close=True)).startswith(b"HTTP/1.1 200 ")
+
+    run(test)
+
+
+def test_handlers_start_through_the_scheduler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hook is uvicorn's, so an update of uvicorn must not bypass it silently."""
+    started, start = [], HandlerStarts.start
+    monkeypatch.setattr(
+        HandlerStarts, "start", lambda self, handler: (started.append(handler), start(self, handler))
+    )
+
+    async def test(app: App, port: int) -> None:
+        assert (await talk(port, GET % b"a", half_close=True)).startswith(b"HTTP/1.1 200 ")
+        assert len(started) == 1
 
     run(test)
 

@@ -31,6 +31,7 @@ from test_scheduler import (
 from quire.core.engine import Engine
 from quire.core.grammar_interface import NoGrammar
 from quire.frontend.structured_spec import grammar_spec
+from quire.grammar import compiler as compiler_module
 from quire.grammar import matching
 from quire.grammar.answer import GrammarAnswer
 from quire.grammar.checker_process import Verdict
@@ -382,6 +383,20 @@ def test_the_cache_is_bounded() -> None:
     assert len(source.checked) == 300
     get(0)
     assert len(source.checked) == 301
+    compiler.close()
+
+
+def test_large_specs_leave_the_cache_before_they_are_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiler_module, "_CACHED_CHARS", 10_000)
+    source = Source()
+    compiler = Compiler(source)
+    specs = [GrammarSpec("regex", f"a{{{i}}}(" + "b" * 3000 + ")?") for i in range(5)]
+    for spec in specs:
+        compiler.submit(spec).result(10)
+    compiler.submit(specs[-1]).result(10)
+    assert len(source.checked) == 5, "the newest are kept"
+    compiler.submit(specs[0]).result(10)
+    assert len(source.checked) == 6, "10,000 characters hold three specs"
     compiler.close()
 
 

@@ -90,7 +90,7 @@ def test_shapes_beyond_the_most_run_eagerly() -> None:
 
 
 def test_an_idle_engine_captures_all_sizes_of_rows_once() -> None:
-    steps, staging = Graphs(300, 64, 64), SimpleNamespace(begin=lambda: None)
+    steps, staging = Graphs(300, 64, 64, 512), SimpleNamespace(begin=lambda: None)
     steps.step(1, 1)
     captured = 0
     while steps.warm_up(staging):
@@ -149,6 +149,19 @@ def test_stand_ins_serve_when_no_graph_may_be_added() -> None:
     steps._max_graphs = 0
     for _ in range(50):
         assert steps.step(600, 1)[0] == ("replay", (32, 768))
+
+
+def test_a_small_gpu_keeps_room_for_the_shapes_that_occur() -> None:
+    """62 graphs fit into a hundredth of 8 GB. Those of the start must not be all, nor leave a step without a graph."""
+    steps, staging = started(256, 2048, 62), SimpleNamespace(begin=lambda: None)
+    while steps.warm_up(staging):
+        pass
+    steps.filters = True
+    for rows in (1, 100, 256):
+        assert steps.step(*[1] * rows)[0][0] == "replay", "a stand-in that ends with the logits"
+    for _ in range(100):
+        kind, shape = steps.step(*[1] * 100)[0]
+    assert (kind, shape) == ("replay", (104, 104)), "captured exactly in the end"
 
 
 def test_steps_that_share_blocks_have_graphs_of_their_own() -> None:

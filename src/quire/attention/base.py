@@ -136,5 +136,5 @@ class AttentionBackend(Protocol):
 
     @property
     def forward_packed(self) -> PackedForward | None:
-        """Norm, rotation, KV write and attention in one call; None if the back end cannot fuse them."""
+        """Return a function for norm, rotation, KV write and attention in one call; None if they cannot be fused."""
         ...

@@ -63,7 +63,7 @@ class Profile:
 
     @property
     def total_us(self) -> float:
-        """The duration of all events."""
+        """Return the duration of all events."""
         return sum(row.busy_us for row in self.parts)
 
 

@@ -26,7 +26,7 @@ class ServedRequest:
 
     @property
     def output_len(self) -> int:
-        """The length of the answer in tokens."""
+        """Return the length of the answer in tokens."""
         return len(self.token_times_s) if self.num_tokens is None else self.num_tokens
 
     @property
@@ -36,7 +36,7 @@ class ServedRequest:
 
     @property
     def e2el_s(self) -> float:
-        """End-to-end latency."""
+        """Return the end-to-end latency."""
         return self.token_times_s[-1] - self.start_s
 
     @property
@@ -46,7 +46,7 @@ class ServedRequest:
 
     @property
     def itls_s(self) -> list[float]:
-        """Inter-token latencies, the gaps between tokens."""
+        """Return the inter-token latencies, the gaps between tokens."""
         return [after - before for before, after in zip(self.token_times_s, self.token_times_s[1:])]
 
 
@@ -61,10 +61,10 @@ class Run:
 
     @property
     def completed(self) -> list[ServedRequest]:
-        """The requests without an error."""
+        """Return the requests without an error."""
         return [one for one in self.served if one.error is None]
 
     @property
     def duration_s(self) -> float:
-        """The time of the last token; 0 if every request failed."""
+        """Return the time of the last token; 0 if every request failed."""
         return max((one.token_times_s[-1] for one in self.completed), default=0.0)

@@ -57,7 +57,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has something to do."""
+        """Return whether `step` has something to do."""
         return bool(self._outputs) or self.scheduler.has_work
 
     def step(self) -> list[EngineOutput]:

@@ -173,7 +173,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether there are unfinished requests, steps in flight or outputs to take."""
+        """Return whether there are unfinished requests, steps in flight or outputs to take."""
         return bool(self.requests or self._in_flight or self._outputs)
 
     # ------------------------------------------------------------------------------- next step

@@ -55,7 +55,7 @@ class Shares:
 
     @property
     def contended(self) -> bool:
-        """Whether several clients have unfinished requests."""
+        """Return whether several clients have unfinished requests."""
         return len(self._open) > 1
 
     # ---------------------------------------------------------------------------------- counters

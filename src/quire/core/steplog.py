@@ -74,7 +74,7 @@ class StepLog:
 
     @property
     def last(self) -> StepRecord:
-        """The newest record. Raises IndexError if there is none."""
+        """Return the newest record. Raises IndexError if there is none."""
         return self._records[-1]
 
     def newest(self, count: int) -> list[StepRecord]:

@@ -1,8 +1,8 @@
 """The preparation of a JSON schema for the grammar library, so that it is enforced exactly.
 
 Keywords are enforced by the library, or rewritten into others that it enforces (schema_rewriting.py), or refused by
-name. A keyword that JSON Schema does not have is an annotation (2020-12 core, 6.5): it is removed, because the library
-has options of its own, and reported as a warning. The preparation is pure Python and linear in the size of the schema.
+name. A keyword that JSON Schema does not have is an annotation (2020-12 core, 6.5): it is reported as a warning and removed,
+because the library would read it as one of its options. The preparation is pure Python and linear in the size of the schema.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class _Preparation:
 
 
 def _has_bases(root: dict[str, Any]) -> bool:
-    """Return whether some schema within `root` has a base or an anchor of its own."""
+    """Return whether some schema within `root` has its own base or anchor."""
     todo: list[Any] = list(root.values())
     while todo:
         item = todo.pop()

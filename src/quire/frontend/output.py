@@ -87,7 +87,7 @@ class ChoiceOutput:
 
     @property
     def text(self) -> str:
-        """The text so far, without characters that could still become part of a stop string."""
+        """Return the text so far, without characters that could still become part of a stop string."""
         return "".join(self._text)
 
     def apply(self, output: EngineOutput) -> bool:
@@ -215,7 +215,7 @@ class RequestState:
 
     @property
     def open_ids(self) -> list[str]:
-        """The ids of the engine requests that still run."""
+        """Return the ids of the engine requests that still run."""
         return [answer.engine_id for answer in self.answers if answer.finish_reason is None]
 
     def has_ended(self, engine_id: str) -> bool:

@@ -47,7 +47,7 @@ class Checker:
 
     @property
     def process(self) -> CheckerProcess | None:
-        """The helper process, or None if it has not been started."""
+        """Return the helper process, or None if it has not been started."""
         return self._process
 
     def check(self, spec: GrammarSpec) -> Verdict:
@@ -116,7 +116,7 @@ class CheckerProcess:
 
     @property
     def num_pending(self) -> int:
-        """The number of unanswered checks."""
+        """Return the number of unanswered checks."""
         return len(self._pending)
 
     def wait_for_table(self) -> list[bytes]:

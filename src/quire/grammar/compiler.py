@@ -1,6 +1,7 @@
 """Compile specs outside the step loop. The library sees a spec here only after the helper process has survived it.
 
-A few threads wait for the helper process. The cache holds grammars and refusals, and evicts the least recently used.
+A few threads wait for the helper process. The cache holds grammars and refusals up to a number
+and a size, and evicts the least recently used.
 The vocabulary is loaded when the first spec arrives.
 """
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 _THREADS = 4  # for one client; one more thread serves the others
 _CACHED = 256
+_CACHED_CHARS = 16 << 20  # of all specs: one may have 1 MiB
 
 
 class GrammarSource(Protocol):
@@ -101,12 +103,12 @@ class Compiler:
 
     @property
     def num_queued(self) -> int:
-        """The number of waiting jobs. A spec that several clients wait for counts once for each."""
+        """Return the number of waiting jobs. A spec that several clients wait for counts once for each."""
         return len(self._jobs)
 
     @property
     def started(self) -> bool:
-        """True once a spec has been submitted, so that threads run."""
+        """Return True once a spec has been submitted, so that threads run."""
         return bool(self._threads)
 
     def wait(self, timeout_s: float) -> None:
@@ -119,8 +121,10 @@ class Compiler:
         self._source.close()
 
     def _evict(self) -> None:
-        while len(self._cache) > _CACHED:
-            self._cache.popitem(last=False)
+        chars = sum(len(spec.text) for spec in self._cache)
+        while len(self._cache) > _CACHED or (chars > _CACHED_CHARS and len(self._cache) > 1):
+            spec, _ = self._cache.popitem(last=False)
+            chars -= len(spec.text)
 
     def _start_threads(self) -> None:
         if not self._threads:

@@ -48,17 +48,17 @@ class LibraryGrammar:
 
     @property
     def started(self) -> bool:
-        """True once a request has needed a grammar, so that threads and the helper process run."""
+        """Return True once a request has needed a grammar, so that threads and the helper process run."""
         return self._compiler.started
 
     @property
     def num_answers(self) -> int:
-        """The number of requests that have a matcher."""
+        """Return the number of requests that have a matcher."""
         return len(self._answers)
 
     @property
     def idle(self) -> bool:
-        """True if no request waits for a grammar or has one."""
+        """Return True if no request waits for a grammar or has one."""
         return not (self._answers or self._requests or self._by_slot)
 
     # -------------------------------------------------------------------------- requests in and out

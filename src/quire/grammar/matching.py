@@ -54,7 +54,7 @@ class Vocabulary:
 
     @cached_property
     def detached(self) -> DetachedConsumer:
-        """A shared consumer, made when it is first needed: it has a thread, and the helper process forks."""
+        """Return a shared consumer, made when it is first needed: it has a thread, and the helper process forks."""
         return DetachedConsumer(self)
 
 

@@ -32,17 +32,17 @@ class Target:
 
     @property
     def has_matrix_units(self) -> bool:
-        """Whether Triton uses the matrix units. It does not use Turing's."""
+        """Return whether Triton uses the matrix units. It does not use Turing's."""
         return self.capability >= 80
 
     @property
     def has_dependent_launch(self) -> bool:
-        """Whether a kernel may start before the previous one has ended (PDL): Hopper and later."""
+        """Return whether a kernel may start before the previous one has ended (PDL): Hopper and later."""
         return self.capability >= 90
 
     @property
     def has_grouped_mm(self) -> bool:
-        """Whether torch's `grouped_mm` runs bf16 without synchronizing with the device: Hopper and B200."""
+        """Return whether torch's `grouped_mm` runs bf16 without synchronizing with the device: Hopper and B200."""
         return self.capability // 10 in (9, 10)
 
     def __str__(self) -> str:

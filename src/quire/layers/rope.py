@@ -39,7 +39,7 @@ class Rotation:
 
     @property
     def cos(self) -> torch.Tensor:
-        """Cosines [tokens, 1, dim], the same for both halves of a head."""
+        """Return the cosines [tokens, 1, dim], the same for both halves of a head."""
         if self._cos is None:
             self._gather()
         assert self._cos is not None
@@ -47,7 +47,7 @@ class Rotation:
 
     @property
     def sin(self) -> torch.Tensor:
-        """Sines [tokens, 1, dim], negated for the first half of a head."""
+        """Return the sines [tokens, 1, dim], negated for the first half of a head."""
         if self._sin is None:
             self._gather()
         assert self._sin is not None

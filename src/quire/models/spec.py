@@ -81,7 +81,7 @@ class ModelSpec:
 
     @property
     def layer_is_sparse(self) -> tuple[bool, ...]:
-        """For each layer, whether it has experts."""
+        """Return, for each layer, whether it has experts."""
         return self.moe.sparse if self.moe else (False,) * self.num_layers
 
     @property

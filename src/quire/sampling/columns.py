@@ -75,7 +75,7 @@ class SlotTable:
 
     @property
     def values(self) -> Tensor:
-        """The device table, int64 [slots, columns], at a fixed address; floats are stored as float64 bits."""
+        """Return the device table, int64 [slots, columns], at a fixed address; floats are stored as float64 bits."""
         return self._table
 
     def gather(self, slots: Tensor) -> RowColumns:

@@ -56,12 +56,12 @@ class FilterFlags:
 
     @property
     def used(self) -> np.ndarray:
-        """For each entry, whether any filter is on, bool."""
+        """Return, for each entry, whether any filter is on, bool."""
         return (self.top_k > 0) | self.top_p | self.min_p
 
     @property
     def any(self) -> bool:
-        """Whether any entry has a filter."""
+        """Return whether any entry has a filter."""
         return bool(self.top_k.any() or self.top_p.any() or self.min_p.any())
 
 

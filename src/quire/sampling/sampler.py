@@ -70,7 +70,7 @@ class Sampler:
 
     @property
     def table(self) -> SlotTable:
-        """The slot columns that `choose` reads, named in sampling/options.py."""
+        """Return the slot columns that `choose` reads, named in sampling/options.py."""
         return self._table
 
     def admit(self, slot: int, request: EngineRequest) -> None:

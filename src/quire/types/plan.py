@@ -58,7 +58,7 @@ class StepPlan:
 
     @property
     def keeps_hidden(self) -> bool:
-        """Whether the step needs hidden states of other tokens than the last of each row."""
+        """Return whether the step needs hidden states of other tokens than the last of each row."""
         return bool(self.score_rows or self.pool_rows)
 
 

@@ -54,7 +54,7 @@ class CpuReplay:
 
     @property
     def can_capture(self) -> bool:
-        """True until a step turns out to compute something in torch."""
+        """Return True until a step turns out to compute something in torch."""
         return not self._computes_in_torch
 
     def launch(self, plan: StepPlan, staging: Staging) -> LaunchedStep:

@@ -147,13 +147,9 @@ class CudaGraphs:
         self._limits, self._max_graphs = limits, limits.max_graphs
         self._captured: dict[StepShape, torch.cuda.CUDAGraph] = {}
         self._stand_ins = StandIns()
-        self._for_idle = self._ascending()
+        self._for_idle = self.shapes.when_idle()[::-1]  # the most useful last
         self._may_capture = True  # False: memory was short, so steps run eagerly until the engine is idle
         self._dropped = False  # graphs were dropped for lack of memory; retry when the engine is idle
-
-    def _ascending(self) -> list[StepShape]:
-        """Return all shapes that are worth capturing before they occur, the most important last."""
-        return [*self.shapes.at_start(), *self.shapes.when_idle()][::-1]
 
     def _begin_pool(self) -> torch.cuda.CUDAGraph:
         """Capture a first allocation that is as large as any step needs; all graphs are cut from it.
@@ -204,7 +200,7 @@ class CudaGraphs:
         if self._dropped:
             self._dropped = False
             self._first, self._may_capture = self._begin_pool(), True
-            self._for_idle = self._ascending()
+            self._for_idle = self.shapes.when_idle()[::-1]
         while self._for_idle:
             shape = self._for_idle.pop()
             if shape not in self._captured:

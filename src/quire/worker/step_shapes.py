@@ -94,9 +94,9 @@ class StepShapes:
         return StepShape(rows, tokens, sampling) if tokens > rows else None
 
     def at_start(self) -> list[StepShape]:
-        """Return the shapes to capture before the first request, without duplicates.
+        """Return the shapes to capture before the first request, the most useful first, without duplicates.
 
-        Decode steps in all sizes up to 256 rows, and a coarse grid of stand-ins for all other steps.
+        These are a coarse grid of stand-ins for all steps, and decode steps in all sizes up to 256 rows.
         """
         most = self.row_sizes[-1]
         decode = [StepShape(size, size) for size in self.row_sizes if size <= _START_ROWS or size == most]
@@ -114,11 +114,16 @@ class StepShapes:
             mixed += [
                 StepShape(rows, self._limits.full_tokens, "later") for rows in self._clipped(_STAND_IN_ROWS)
             ]
-        return [*decode, *mixed, *logits, *sharing]
+        return self._up_to_half([*logits, *sharing, *mixed, *decode])
 
     def when_idle(self) -> list[StepShape]:
-        """Return further shapes to capture while the engine is idle."""
-        return [StepShape(size, size) for size in self.row_sizes if size > _START_ROWS]
+        """Return all shapes to capture while the engine is idle, the most useful first."""
+        decode = [StepShape(size, size) for size in self.row_sizes]
+        return self._up_to_half(list(dict.fromkeys([*self.at_start(), *decode])))
+
+    def _up_to_half(self, shapes: list[StepShape]) -> list[StepShape]:
+        """Leave half of the graphs to shapes that turn out to be common: a small GPU has room for few."""
+        return shapes[: self._limits.max_graphs // 2]
 
     def _clipped(self, sizes: Iterable[int]) -> list[int]:
         return list(dict.fromkeys(min(size, self.row_sizes[-1]) for size in sizes))

@@ -54,7 +54,7 @@ class SlashCommands:
 
     @property
     def names(self) -> list[str]:
-        """The names of all commands."""
+        """Return the names of all commands."""
         return [name for names, *_ in self._table for name in names]
 
     def run(self, line: str) -> Reply:

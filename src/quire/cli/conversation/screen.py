@@ -88,7 +88,7 @@ class PipeScreen:
         print(text, file=sys.stderr, flush=True)
 
     def confirm(self, question: str) -> bool:
-        """Agree: whoever writes a script means it."""
+        """Return True: a script needs no confirmation."""
         return True
 
     def answer(self) -> AnswerWriter:

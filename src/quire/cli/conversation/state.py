@@ -23,7 +23,7 @@ class Conversation:
 
     @property
     def messages(self) -> list[dict[str, Any]]:
-        """All messages, the system message first."""
+        """Return all messages, the system message first."""
         first = [{"role": "system", "content": self.system}] if self.system else []
         return first + self.turns
 

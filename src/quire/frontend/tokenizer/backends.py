@@ -32,7 +32,7 @@ class Backend(Protocol):
 
     @property
     def special_ids(self) -> set[int]:
-        """The ids of tokens that are markup, not text."""
+        """Return the ids of tokens that are markup, not text."""
         ...
 
     def encode(self, text: str, add_special_tokens: bool) -> list[int]:

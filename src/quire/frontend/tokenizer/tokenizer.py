@@ -83,13 +83,13 @@ class Tokenizer:
 
     @cached_property
     def longest_token_chars(self) -> int:
-        """The length of the longest token in characters. Computing it takes 50 ms for a large vocabulary."""
+        """Return the length of the longest token in characters. Computing it takes 50 ms for a large vocabulary."""
         pieces = map(self._backend.piece_of, range(self.vocab_size))
         return max((len(piece) for piece in pieces if piece is not None), default=1)
 
     @property
     def chat_template(self) -> str | None:
-        """The main chat template, or None."""
+        """Return the main chat template, or None."""
         return self.chat_templates.get("default")
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

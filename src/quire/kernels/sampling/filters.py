@@ -46,7 +46,7 @@ SAMPLES = 4096
 BINS = 1024
 CAPACITY = 4096  # tokens in a row's list
 
-# The kind of a row after `_settle`: what is left to do. A positive kind is the number of groups to read again.
+# The kind of a row after `_settle`: the work that remains. A positive kind is the number of groups to read again.
 SETTLED = tl.constexpr(0)  # the token is chosen
 COLLECT = tl.constexpr(-1)  # make a list in a second pass
 WHOLE_ROW = tl.constexpr(-2)  # search the whole row; neither a list nor a bracket helps

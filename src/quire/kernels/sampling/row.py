@@ -155,7 +155,7 @@ def any_beats(x, u, record):
 def contend(x, ids, k0, k1, record, value, token):
     """Add a block of tokens to a Gumbel-max draw.
 
-    Each lane keeps the best score of its own ids, which ascend, in `value`, and that id in `token`. `record` is the
+    Each lane keeps its best score in `value` and the id of that score in `token`. The ids of a lane ascend. `record` is the
     best score of all lanes.
     """
     u = uniform(ids, k0, k1)

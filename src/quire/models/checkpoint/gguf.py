@@ -1,4 +1,4 @@
-"""`GGUFCheckpoint`: weights of a GGUF file under their Hugging Face names, dequantised as they are read.
+"""`GGUFCheckpoint`: weights of a GGUF file under their Hugging Face names, dequantised while reading.
 
 llama.cpp's converter changes some tensors: it reorders Llama's q and k rows, adds 1 to Gemma's norm weights,
 transposes GPT-2's matrices, and stacks experts. This module undoes all of that, so a model does not depend on the

@@ -145,7 +145,7 @@ class CopyLane:
 
     @property
     def allocated_bytes(self) -> int:
-        """Size of the buffer."""
+        """Return the size of the buffer in bytes."""
         return self._buffer.nbytes
 
     def carry(self, piece: _TensorPiece) -> None:

@@ -35,12 +35,12 @@ class ContentBlock:
 
     @property
     def text(self) -> str:
-        """The reasoning, the text, or the call's arguments (JSON) so far."""
+        """Return the reasoning, the text, or the call's arguments (JSON) so far."""
         return "".join(self.pieces)
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of a call as an object; an empty one if max_tokens cut their JSON off."""
+        """Return the arguments of a call as an object; an empty one if max_tokens cut their JSON off."""
         try:
             arguments = json.loads(self.text)
         except (ValueError, RecursionError):

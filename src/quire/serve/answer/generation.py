@@ -64,7 +64,7 @@ class Generation:
 
     @property
     def warnings(self) -> list[str]:
-        """What was ignored in the constraints on the answers."""
+        """Return what was ignored in the constraints on the answers."""
         return list(dict.fromkeys(text for state in self.states for text in state.warnings))
 
     @property

@@ -190,7 +190,7 @@ class ReasoningParser(IncrementalParser):
         A call before a closing mark is a draft and part of the reasoning. Without a closing mark it ends the reasoning.
 
         Returns:
-            Whether the text turned out to be no call, so that the reasoning goes on.
+            True if the text turned out to be no call, so that the reasoning continues.
         """
         assert self._make_probe is not None
         probe, held, events = self._make_probe(), [spaces], []

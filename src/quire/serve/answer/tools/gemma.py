@@ -153,12 +153,6 @@ class GemmaParser(KeywordCallParser):
         self._advance(self._at + 1)
         sink("]")
 
-    def _comma_before(self, end: str) -> ParserSteps[None]:
-        yield from self._spaces()
-        if (yield from self._peek()) != end:
-            yield from self._character(",")
-            yield from self._spaces()
-
     def _between_quotes(self, sink: Sink) -> ParserSteps[None]:
         quote = self._marks.quote
         yield from self._mark(quote)

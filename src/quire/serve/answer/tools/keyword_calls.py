@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 
+from quire.serve.answer.incremental import ParserSteps
 from quire.serve.answer.parser import Arguments
 from quire.serve.answer.tools.calls import CallParser
 from quire.serve.answer.tools.json_reader import Sink, discard
@@ -40,6 +41,13 @@ class KeywordCallParser(CallParser):
 
     def _close_arguments(self, arguments: KeywordArguments) -> None:
         self._emit(Arguments(arguments.index, "}"))
+
+    def _comma_before(self, end: str) -> ParserSteps[None]:
+        """Read the comma after an item, unless `end` comes next, and the white space around it."""
+        yield from self._spaces()
+        if (yield from self._peek()) != end:
+            yield from self._character(",")
+            yield from self._spaces()
 
     def _parameter(self, arguments: KeywordArguments, key: str) -> Parameter:
         return parameter(self._options.schemas.get(arguments.function, {}), key)

@@ -204,12 +204,6 @@ class PythonicParser(KeywordCallParser):
         self._advance(self._at + 1)
         sink("}")
 
-    def _comma_before(self, end: str) -> ParserSteps[None]:
-        yield from self._spaces()
-        if (yield from self._peek()) != end:
-            yield from self._character(",")
-            yield from self._spaces()
-
     def _quoted(self, sink: Sink) -> ParserSteps[None]:
         """Read a string in single or double quotes."""
         quote = yield from self._character("\"'")

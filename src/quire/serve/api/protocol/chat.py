@@ -117,7 +117,7 @@ class ChunkChoice(msgspec.Struct):
 
     @property
     def only_text(self) -> str | None:
-        """The content, if the piece holds nothing else; otherwise None."""
+        """Return the content, if the piece holds nothing else; otherwise None."""
         delta = self.delta
         if (
             self.logprobs is None

@@ -90,7 +90,7 @@ class ResponseStore:
 
     @property
     def size(self) -> int:
-        """Bytes of everything stored."""
+        """Return the size of everything stored in bytes."""
         return sum(shelf.size for shelf in self._by_client.values())
 
     def put(self, client: ApiClient, stored: Stored) -> None:

@@ -55,6 +55,21 @@ GEMMA = {
     "num_hidden_layers": 5,
 }
 
+MLA = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 18,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "head_dim": None,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 24,
+}
+DEEP_YARN = rope("yarn", factor=8.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.7)
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-mha": ("Llama", {"num_key_value_heads": 6, "tie_word_embeddings": True}),
@@ -115,6 +130,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Moe",
         {**MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "tie_word_embeddings": True},
     ),
+    "deepseek-v2-dense": ("DeepseekV2", {**MLA, "first_k_dense_replace": 3}),
+    "deepseek-v2-dense-lora": ("DeepseekV2", {**MLA, "q_lora_rank": 20, "first_k_dense_replace": 3}),
+    "deepseek-v3-dense-yarn": (
+        "DeepseekV3",
+        {**MLA, **DEEP_YARN, "q_lora_rank": 20, "first_k_dense_replace": 3},
+    ),
+    "deepseek-v3-dense-halves": ("DeepseekV3", {**MLA, "rope_interleave": False, "first_k_dense_replace": 3}),
     "gpt2": (
         "GPT2",
         {

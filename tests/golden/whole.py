@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.attention.base import AttentionLayer, ForwardBatch
+from quire.attention.base import AttentionLayer, ForwardBatch, LatentLayer
 from quire.layers.env import Env
 from quire.models.checkpoint.checkpoint import open_checkpoint
 from quire.models.config.load import load_spec
@@ -22,6 +22,7 @@ class WholeSequenceAttention:
 
     name = "whole"
     forward_packed = None
+    forward_latent_packed = None
     reads_shared = False
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -48,6 +49,19 @@ class WholeSequenceAttention:
                 hidden |= at[None, :] <= at[:, None] - layer.window
             probs = scores.masked_fill(hidden, float("-inf")).softmax(-1)
             outs.append(torch.einsum("hqk,khd->qhd", probs, values).flatten(1))
+        return torch.cat(outs)
+
+    def forward_latent(
+        self, layer: LatentLayer, q: torch.Tensor, entries: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        outs = []
+        ends = np.cumsum(batch.num_tokens).tolist()
+        for start, end in zip([0, *ends], ends):
+            keys = entries[start:end]
+            scores = torch.einsum("qhd,kd->hqk", q[start:end], keys) * layer.scale
+            at = torch.arange(end - start)
+            probs = scores.masked_fill(at[None, :] > at[:, None], float("-inf")).softmax(-1)
+            outs.append(torch.einsum("hqk,kd->qhd", probs, keys[:, : layer.rank]).flatten(1))
         return torch.cat(outs)
 
 

@@ -67,10 +67,31 @@ class AttentionLayer(Protocol):
     soft_cap: float | None  # a score s becomes cap * tanh(s / cap); None: off
 
 
+class LatentLayer(Protocol):
+    """Properties of a layer with one KV head, whose values are the first `rank` numbers of its keys.
+
+    Its blocks hold one entry [dim] per token instead of a key and a value per head (layers/mla.py).
+    """
+
+    index: int
+    num_heads: int
+    dim: int
+    rank: int
+    scale: float
+    interleaved: bool  # the rotated part of q and entries turns neighbouring pairs of dimensions, not halves
+
+
 class HeadNorms(Protocol):
     """RMS norms of the q and k heads."""
 
     weight: torch.Tensor  # [q heads + kv heads, dim]
+    eps: float
+
+
+class LatentNorm(Protocol):
+    """RMS norm of the first `rank` numbers of an entry."""
+
+    weight: torch.Tensor  # [rank]
     eps: float
 
 
@@ -96,6 +117,34 @@ class PackedForward(Protocol):
 
         Returns:
             [tokens, heads * dim].
+        """
+        ...
+
+
+class PackedLatentForward(Protocol):
+    """Norm and rotation of entries, rotation of queries, and attention in one call."""
+
+    def __call__(
+        self,
+        layer: LatentLayer,
+        q: torch.Tensor,
+        entries: torch.Tensor,
+        norm: LatentNorm,
+        table: torch.Tensor,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Norm the first `rank` numbers of each entry, rotate the rest of q and entries, and attend.
+
+        Args:
+            layer: the calling layer.
+            q: [tokens, heads, dim]; may be overwritten.
+            entries: [tokens, dim], with any stride between tokens.
+            norm: norm of the latent.
+            table: cos | sin, [positions, dim - rank].
+            batch: the step.
+
+        Returns:
+            [tokens, heads * rank].
         """
         ...
 
@@ -137,4 +186,25 @@ class AttentionBackend(Protocol):
     @property
     def forward_packed(self) -> PackedForward | None:
         """Return a function for norm, rotation, KV write and attention in one call; None if they cannot be fused."""
+        ...
+
+    def forward_latent(
+        self, layer: LatentLayer, q: torch.Tensor, entries: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Write `entries`, which are keys and, in their first `rank` numbers, values; and attend.
+
+        Args:
+            layer: the calling layer.
+            q: [tokens, heads, dim].
+            entries: [tokens, dim].
+            batch: the step.
+
+        Returns:
+            [tokens, heads * rank].
+        """
+        ...
+
+    @property
+    def forward_latent_packed(self) -> PackedLatentForward | None:
+        """Return a function for norm, rotation, write and attention in one call; None if they cannot be fused."""
         ...

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quire.attention.base import AttentionLayer, ForwardBatch, HeadNorms
+from quire.attention.base import AttentionLayer, ForwardBatch, HeadNorms, LatentLayer
 from quire.attention.reference import ReferenceAttention
 from quire.kernels.cpu.ops import CAttend, CHeads, CNorm, CpuKernels, address, half, norm_struct
 
@@ -26,6 +26,7 @@ class CpuAttention:
 
     name = "cpu"
     capturable = False
+    forward_latent_packed = None
     reads_shared = False
 
     def __init__(self, kernels: CpuKernels) -> None:
@@ -70,6 +71,13 @@ class CpuAttention:
         if batch.attn is None:  # the kernel always rotates; GPT-2's heads are not rotated
             batch.attn = self._reference.plan(batch)
         return self._reference.forward(layer, q, k, v, batch)
+
+    def forward_latent(
+        self, layer: LatentLayer, q: torch.Tensor, entries: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        if batch.attn is None:  # the kernel reads keys and values of heads only
+            batch.attn = self._reference.plan(batch)
+        return self._reference.forward_latent(layer, q, entries, batch)
 
     def _rotate_and_attend(
         self,

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from quire.attention.base import AttentionLayer, ForwardBatch
+from quire.attention.base import AttentionLayer, ForwardBatch, LatentLayer
+from quire.attention.latent_reference import attend_latents
 
 _GROUP_TOKENS = 1 << 18  # KV entries gathered at once; bounds the memory of one group
 _FEW_QUERIES = 32  # rows of up to this many queries need no padding: 2 MiB after 1,200 random shapes
@@ -67,17 +68,17 @@ class LongRow:
         window = None if layer.window is None or self.length <= layer.window else layer.window
         if window is None and self.kv is None and layer.soft_cap is None:
             return [_RowPiece(slice(None), slice(None), None)]
+        heads = 1 if layer.soft_cap is None else layer.num_heads
         if self.cache is None:
-            return self.cut(window, layer)
+            return self.cut(window, heads)
         if window not in self.cache:
-            self.cache[window] = list(self.cut(window, layer))
+            self.cache[window] = list(self.cut(window, heads))
         return self.cache[window]
 
-    def cut(self, window: int | None, layer: AttentionLayer) -> Iterator[_RowPiece]:
-        """Yield pieces with masks of at most `_MASK_ELEMENTS` elements, or of one query if that is more."""
+    def cut(self, window: int | None, heads: int) -> Iterator[_RowPiece]:
+        """Yield pieces with at most `_MASK_ELEMENTS` scores of `heads` heads, or with one query if that is more."""
         device, new = self.positions.device, self.end - self.start
-        width = self.length * (1 if layer.soft_cap is None else layer.num_heads)
-        limit = max(1, _MASK_ELEMENTS // width)
+        limit = max(1, _MASK_ELEMENTS // (self.length * heads))
         for begin in range(0, new, limit):
             end = min(begin + limit, new)
             last = self.length - new + end  # exact on a CPU; elsewhere a bound, so the first key is unknown
@@ -103,6 +104,7 @@ class ReferenceAttention:
     name = "reference"
     capturable = False  # shapes depend on the lengths of the rows
     forward_packed = None
+    forward_latent_packed = None
     reads_shared = False
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -183,6 +185,30 @@ class ReferenceAttention:
                 row_k, row_v = _read(keys, long.kv), _read(values, long.kv)
             out[new] = self._attend_long(layer, long, q[new], row_k, row_v)
         return out
+
+    def forward_latent(
+        self, layer: LatentLayer, q: torch.Tensor, entries: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        plan: _ReferencePlan = batch.attn
+        (blocks,) = batch.kv[layer.index]
+        blocks = blocks.view(-1, layer.dim)
+        _write(blocks, plan.writes, entries)
+        out = q.new_empty(q.shape[0], layer.num_heads, layer.rank)
+        for group in plan.groups:
+            keys = _read(blocks, group.kv).view(-1, group.length, layer.dim)
+            mask = None if group.mask is None else group.mask[:, 0]
+            tokens = slice(None) if group.tokens is None else group.tokens
+            out[tokens] = attend_latents(q[tokens], keys, mask, layer)
+        for long in plan.long_rows:
+            new = slice(long.start, long.end)
+            keys = entries[new] if long.kv is None else _read(blocks, long.kv)
+            for piece in long.cut(None, layer.num_heads):
+                assert piece.mask is not None
+                mask = piece.mask.repeat_interleave(layer.num_heads, 0).unsqueeze(0)
+                query = q[new][piece.queries].reshape(1, -1, layer.dim)
+                result = attend_latents(query, keys[piece.keys].unsqueeze(0), mask, layer)
+                out[new][piece.queries] = result.view(-1, layer.num_heads, layer.rank)
+        return out.flatten(1)
 
     def _attend_group(
         self,

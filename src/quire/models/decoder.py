@@ -6,11 +6,12 @@ be fused with the norm behind it. Weight names are those of Hugging Face checkpo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from quire.attention.base import ForwardBatch
+from quire.attention.base import AttentionLayer, ForwardBatch, LatentLayer
 from quire.layers.attention import Attention, rotary_attention
 from quire.layers.embedding import Embedding, LMHead
 from quire.layers.env import Env, Weights
@@ -26,7 +27,7 @@ class Model(Protocol):
     """A model as the worker uses it."""
 
     spec: ModelSpec
-    attention_layers: list[Attention]  # by index
+    attention_layers: Sequence[AttentionLayer | LatentLayer]  # by index
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """Run the model on a step, and write its keys and values to `batch.kv_slots`.
@@ -79,6 +80,16 @@ class SelfAttention:
         return self.o(x, residual)
 
 
+class AttentionHalf(Protocol):
+    """The first half of a layer, with the norm in front."""
+
+    attention: AttentionLayer | LatentLayer
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, batch: ForwardBatch
+    ) -> Stream: ...
+
+
 class FeedForward(Protocol):
     """The second half of a layer, without its norm."""
 
@@ -90,9 +101,15 @@ class DecoderLayer:
 
     def __init__(self, env: Env, spec: ModelSpec, index: int, prefix: str) -> None:
         input_norm = RMSNorm(env, prefix + "input_layernorm", spec.hidden_size, spec.norm_eps)
-        self.attn = SelfAttention(env, spec, index, prefix + "self_attn.", input_norm)
+        self.attn = self.make_attention(env, spec, index, prefix + "self_attn.", input_norm)
         post_norm = RMSNorm(env, prefix + "post_attention_layernorm", spec.hidden_size, spec.norm_eps)
         self.mlp = NormedLayer(post_norm, self.make_mlp(env, spec, index, prefix), adds=True)
+
+    def make_attention(
+        self, env: Env, spec: ModelSpec, index: int, prefix: str, norm: RMSNorm
+    ) -> AttentionHalf:
+        """Build the attention half of layer `index`; overridden by families with latent attention."""
+        return SelfAttention(env, spec, index, prefix, norm)
 
     def make_mlp(self, env: Env, spec: ModelSpec, index: int, prefix: str) -> FeedForward:
         """Build the feed-forward half of layer `index`; overridden by families with experts."""
@@ -117,7 +134,7 @@ class DecoderModel:
         prefix = find_prefix(env.weights, "embed_tokens.weight", ("model.", ""))
         self.spec = spec
         self.embed = Embedding(env, prefix + "embed_tokens", spec.vocab_size, spec.hidden_size)
-        self.rope = Rope(spec.rope, spec.head_dim, spec.max_model_len, env.device, env.dtype)
+        self.rope = Rope(spec.rope, spec.rotary_dim, spec.max_model_len, env.device, env.dtype)
         self.layers = [self.layer_class(env, spec, i, f"{prefix}layers.{i}.") for i in range(spec.num_layers)]
         self.norm = RMSNorm(env, prefix + "norm", spec.hidden_size, spec.norm_eps)
         tied = self.embed if spec.tie_embeddings else None

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from quire.layers.env import Env
 from quire.models.decoder import Model
+from quire.models.deepseek import DeepseekModel
 from quire.models.gemma3 import Gemma3Model
 from quire.models.gpt2 import GPT2Model
 from quire.models.llama import LlamaModel
@@ -15,6 +16,7 @@ from quire.models.spec import ModelSpec
 from quire.types import ModelError
 
 FAMILIES: dict[str, Callable[[Env, ModelSpec], Model]] = {
+    "deepseek": DeepseekModel,
     "gemma3": Gemma3Model,
     "gpt2": GPT2Model,
     "llama": LlamaModel,

@@ -26,6 +26,36 @@ class MoESpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LatentSpec:
+    """The sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434); layers/mla.py computes it.
+
+    A token's keys and values, of all heads, are linear functions of one latent vector and one rotated key.
+    """
+
+    query_rank: (
+        int | None
+    )  # width of the latent that queries are projected from; None: straight from the input
+    rank: int  # width of the latent
+    content_dim: int  # of a head's query and key, without the rotated part
+    rotary_dim: int  # of the rotated part; all heads share that of the key
+    value_dim: int  # of a head's value
+    interleaved: bool = True  # rotation turns neighbouring pairs of dimensions, not halves
+
+    @property
+    def stored_dim(self) -> int:
+        """Return the width of a token's entry in the KV cache: the latent and the rotated key."""
+        return self.rank + self.rotary_dim
+
+    def num_parameters(self, hidden: int, heads: int) -> int:
+        """Return the number of parameters of one layer's matrices."""
+        queries = heads * (self.content_dim + self.rotary_dim)
+        rank = self.query_rank
+        query = hidden * queries if rank is None else rank * (hidden + queries)
+        expand = self.rank * heads * (self.content_dim + self.value_dim)
+        return query + hidden * self.stored_dim + expand + heads * self.value_dim * hidden
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The sizes and options of a decoder-only transformer."""
 
@@ -59,6 +89,7 @@ class ModelSpec:
     final_soft_cap: float | None = None
     embedding_scale: float | None = None
     moe: MoESpec | None = None
+    latent: LatentSpec | None = None  # None: keys and values of each head
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     quantization: str | None = None  # packed format of the weights; None: plain numbers
@@ -80,6 +111,11 @@ class ModelSpec:
             raise ModelError(f"quantised checkpoints are not supported yet: {self.quantization}")
 
     @property
+    def rotary_dim(self) -> int:
+        """Return the number of dimensions of a head that are rotated."""
+        return self.latent.rotary_dim if self.latent else self.head_dim
+
+    @property
     def layer_is_sparse(self) -> tuple[bool, ...]:
         """Return, for each layer, whether it has experts."""
         return self.moe.sparse if self.moe else (False,) * self.num_layers
@@ -89,6 +125,8 @@ class ModelSpec:
         """Number of parameters of the matrices, without norms and biases (a few thousandths of all)."""
         qkv = self.num_heads + 2 * self.num_kv_heads
         attention = self.hidden_size * self.head_dim * (qkv + self.num_heads)
+        if self.latent:
+            attention = self.latent.num_parameters(self.hidden_size, self.num_heads)
         gated = 2 if self.family == "gpt2" else 3
         total = self.num_layers * attention
         for sparse in self.layer_is_sparse:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.files.reading import shown
+from quire.models.config.deepseek import parse_deepseek_v2, parse_deepseek_v3
 from quire.models.config.keys import ConfigKeys
 from quire.models.config.parts import (
     common_fields,
@@ -245,6 +246,10 @@ _FAMILIES: dict[Callable[[str, ConfigKeys], ModelSpec], tuple[str, ...]] = {
         "Gemma3ForConditionalGeneration", "Gemma3Model", "gemma3",
     ),
     _mixtral: ("MixtralForCausalLM", "MixtralModel", "mixtral"),
+    parse_deepseek_v2: ("DeepseekV2ForCausalLM", "DeepseekV2Model", "deepseek_v2"),
+    parse_deepseek_v3: (
+        "DeepseekV3ForCausalLM", "DeepseekV3Model", "deepseek_v3", "KimiK2ForCausalLM", "kimi_k2",
+    ),
     _qwen3_moe: ("Qwen3MoeForCausalLM", "Qwen3MoeModel", "qwen3_moe"),
 }  # fmt: skip
 # Keys are architectures, with and without a head, and values of model_type.

@@ -1,0 +1,90 @@
+"""DeepSeek-V2 (arXiv:2405.04434), V3 (arXiv:2412.19437), R1 and Kimi-K2: latent attention and shared experts."""
+
+from __future__ import annotations
+
+import torch
+
+from quire.attention.base import ForwardBatch
+from quire.layers.env import Env
+from quire.layers.linear import Linear
+from quire.layers.mla import LatentAttention, LatentExpansion, latent_attention
+from quire.layers.norm import RMSNorm
+from quire.layers.residual import NormedLayer, ResidualAdd, Stream
+from quire.layers.rope import Rotation
+from quire.models.decoder import DecoderModel
+from quire.models.moe import MoELayer
+from quire.models.spec import LatentSpec, ModelSpec
+
+
+class LatentSelfAttention:
+    """Multi-head latent attention with its projections; `norm` is the norm in front of them."""
+
+    def __init__(self, env: Env, spec: ModelSpec, index: int, prefix: str, norm: RMSNorm) -> None:
+        latent = spec.latent
+        assert latent is not None
+        self.is_last = index == spec.num_layers - 1
+        self.head_dim = spec.head_dim
+        heads, rank = spec.num_heads, latent.query_rank
+        first = "q_proj" if rank is None else "q_a_proj"
+        self.sizes = [heads * spec.head_dim if rank is None else rank, latent.stored_dim]
+        names = [prefix + first, prefix + "kv_a_proj_with_mqa"]
+        self.down = NormedLayer(norm, Linear(env, names, spec.hidden_size, self.sizes))
+        self.up = None if rank is None else _query_expansion(env, spec, prefix, rank)
+        self.expansion = LatentExpansion(
+            env,
+            prefix + "kv_b_proj",
+            heads,
+            latent.rank,
+            latent.content_dim,
+            latent.rotary_dim,
+            latent.value_dim,
+        )
+        self.attention = _attention(env, spec, latent, index)
+        entry_norm = RMSNorm(env, prefix + "kv_a_layernorm", latent.rank, spec.norm_eps)
+        self.attend = latent_attention(self.attention, entry_norm, env.kernels)
+        o = Linear(env, prefix + "o_proj", heads * latent.value_dim, spec.hidden_size, cut="cols")
+        self.o = ResidualAdd(o)
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, batch: ForwardBatch
+    ) -> Stream:
+        down, residual = self.down(x, residual)
+        q, entries = down.split(self.sizes, 1)
+        if self.up is not None:
+            q, _ = self.up(q.contiguous(), None)
+        q = self.expansion.absorb(q.unflatten(1, (-1, self.head_dim)))
+        sums = self.attend(q, entries, rotation, batch)
+        if self.is_last:
+            assert residual is not None  # the norm in front returned one
+            sums, residual = batch.narrow(sums, residual)
+        return self.o(self.expansion.values(sums), residual)
+
+
+class DeepseekLayer(MoELayer):
+    """A decoder layer with latent attention."""
+
+    def make_attention(
+        self, env: Env, spec: ModelSpec, index: int, prefix: str, norm: RMSNorm
+    ) -> LatentSelfAttention:
+        return LatentSelfAttention(env, spec, index, prefix, norm)
+
+
+class DeepseekModel(DecoderModel):
+    """A DeepSeek model. Layers behind the last one, which predict several tokens ahead, are not loaded."""
+
+    layer_class = DeepseekLayer
+
+
+def _query_expansion(env: Env, spec: ModelSpec, prefix: str, rank: int) -> NormedLayer:
+    """Return the map from the latent of a query [tokens, rank] to [tokens, heads * head dim]."""
+    norm = RMSNorm(env, prefix + "q_a_layernorm", rank, spec.norm_eps)
+    return NormedLayer(
+        norm, Linear(env, prefix + "q_b_proj", rank, spec.num_heads * spec.head_dim, cut="rows")
+    )
+
+
+def _attention(env: Env, spec: ModelSpec, latent: LatentSpec, index: int) -> LatentAttention:
+    heads = spec.num_heads // env.parallel.size
+    return LatentAttention(
+        env, index, heads, latent.stored_dim, latent.rank, spec.query_scale, latent.interleaved
+    )

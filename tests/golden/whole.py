@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from quire.attention.base import AttentionLayer, ForwardBatch, LatentLayer
+from quire.attention.base import Angles, AttentionLayer, ForwardBatch, LatentLayer
 from quire.layers.env import Env
 from quire.models.checkpoint.checkpoint import open_checkpoint
 from quire.models.config.load import load_spec
@@ -22,7 +22,6 @@ class WholeSequenceAttention:
 
     name = "whole"
     forward_packed = None
-    forward_latent_packed = None
     reads_shared = False
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -52,8 +51,15 @@ class WholeSequenceAttention:
         return torch.cat(outs)
 
     def forward_latent(
-        self, layer: LatentLayer, q: torch.Tensor, entries: torch.Tensor, batch: ForwardBatch
+        self,
+        layer: LatentLayer,
+        q: torch.Tensor,
+        rotary: torch.Tensor,
+        entries: torch.Tensor,
+        angles: Angles,
+        batch: ForwardBatch,
     ) -> torch.Tensor:
+        entries = layer.prepare(q, rotary, entries, angles)
         outs = []
         ends = np.cumsum(batch.num_tokens).tolist()
         for start, end in zip([0, *ends], ends):

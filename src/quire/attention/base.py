@@ -67,10 +67,23 @@ class AttentionLayer(Protocol):
     soft_cap: float | None  # a score s becomes cap * tanh(s / cap); None: off
 
 
-class LatentLayer(Protocol):
-    """Properties of a layer with one KV head, whose values are the first `rank` numbers of its keys.
+class LatentNorm(Protocol):
+    """RMS norm of latents."""
 
-    Its blocks hold one entry [dim] per token instead of a key and a value per head (layers/mla.py).
+    weight: torch.Tensor  # [rank]
+    eps: float
+
+
+class Angles(Protocol):
+    """The rotation of a step's tokens."""
+
+    table: torch.Tensor  # cos | sin, [positions, rotary dim]
+
+
+class LatentLayer(Protocol):
+    """A layer with one KV head, whose values are the first `rank` numbers of its keys (layers/mla.py).
+
+    Its blocks hold one entry [dim] per token: a normed latent [rank] and a rotated key [dim - rank].
     """
 
     index: int
@@ -78,20 +91,27 @@ class LatentLayer(Protocol):
     dim: int
     rank: int
     scale: float
-    interleaved: bool  # the rotated part of q and entries turns neighbouring pairs of dimensions, not halves
+    norm: LatentNorm
+    interleaved: bool  # rotation turns neighbouring pairs of dimensions, not halves
+
+    def prepare(
+        self, q: torch.Tensor, rotary: torch.Tensor, entries: torch.Tensor, angles: Angles
+    ) -> torch.Tensor:
+        """Complete the queries and return the entries to store, in plain PyTorch.
+
+        Args:
+            q: [tokens, heads, dim]; the rotated `rotary` is written behind the first `rank` numbers.
+            rotary: [tokens, heads, dim - rank].
+            entries: [tokens, dim], not yet normed and rotated.
+            angles: the step's rotation.
+        """
+        ...
 
 
 class HeadNorms(Protocol):
     """RMS norms of the q and k heads."""
 
     weight: torch.Tensor  # [q heads + kv heads, dim]
-    eps: float
-
-
-class LatentNorm(Protocol):
-    """RMS norm of the first `rank` numbers of an entry."""
-
-    weight: torch.Tensor  # [rank]
     eps: float
 
 
@@ -117,34 +137,6 @@ class PackedForward(Protocol):
 
         Returns:
             [tokens, heads * dim].
-        """
-        ...
-
-
-class PackedLatentForward(Protocol):
-    """Norm and rotation of entries, rotation of queries, and attention in one call."""
-
-    def __call__(
-        self,
-        layer: LatentLayer,
-        q: torch.Tensor,
-        entries: torch.Tensor,
-        norm: LatentNorm,
-        table: torch.Tensor,
-        batch: ForwardBatch,
-    ) -> torch.Tensor:
-        """Norm the first `rank` numbers of each entry, rotate the rest of q and entries, and attend.
-
-        Args:
-            layer: the calling layer.
-            q: [tokens, heads, dim]; may be overwritten.
-            entries: [tokens, dim], with any stride between tokens.
-            norm: norm of the latent.
-            table: cos | sin, [positions, dim - rank].
-            batch: the step.
-
-        Returns:
-            [tokens, heads * rank].
         """
         ...
 
@@ -189,22 +181,22 @@ class AttentionBackend(Protocol):
         ...
 
     def forward_latent(
-        self, layer: LatentLayer, q: torch.Tensor, entries: torch.Tensor, batch: ForwardBatch
+        self,
+        layer: LatentLayer,
+        q: torch.Tensor,
+        rotary: torch.Tensor,
+        entries: torch.Tensor,
+        angles: Angles,
+        batch: ForwardBatch,
     ) -> torch.Tensor:
-        """Write `entries`, which are keys and, in their first `rank` numbers, values; and attend.
+        """Complete queries and entries as `LatentLayer.prepare` does, write the entries, and attend.
 
         Args:
             layer: the calling layer.
-            q: [tokens, heads, dim].
-            entries: [tokens, dim].
+            q, rotary, entries, angles: the arguments of `prepare`; last dimensions are contiguous.
             batch: the step.
 
         Returns:
-            [tokens, heads * rank].
+            Weighted sums of latents, [tokens, heads * rank].
         """
-        ...
-
-    @property
-    def forward_latent_packed(self) -> PackedLatentForward | None:
-        """Return a function for norm, rotation, write and attention in one call; None if they cannot be fused."""
         ...

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quire.attention.base import AttentionLayer, ForwardBatch, HeadNorms, LatentLayer
+from quire.attention.base import Angles, AttentionLayer, ForwardBatch, HeadNorms, LatentLayer
 from quire.attention.reference import ReferenceAttention
 from quire.kernels.cpu.ops import CAttend, CHeads, CNorm, CpuKernels, address, half, norm_struct
 
@@ -26,7 +26,6 @@ class CpuAttention:
 
     name = "cpu"
     capturable = False
-    forward_latent_packed = None
     reads_shared = False
 
     def __init__(self, kernels: CpuKernels) -> None:
@@ -73,11 +72,17 @@ class CpuAttention:
         return self._reference.forward(layer, q, k, v, batch)
 
     def forward_latent(
-        self, layer: LatentLayer, q: torch.Tensor, entries: torch.Tensor, batch: ForwardBatch
+        self,
+        layer: LatentLayer,
+        q: torch.Tensor,
+        rotary: torch.Tensor,
+        entries: torch.Tensor,
+        angles: Angles,
+        batch: ForwardBatch,
     ) -> torch.Tensor:
         if batch.attn is None:  # the kernel reads keys and values of heads only
             batch.attn = self._reference.plan(batch)
-        return self._reference.forward_latent(layer, q, entries, batch)
+        return self._reference.forward_latent(layer, q, rotary, entries, angles, batch)
 
     def _rotate_and_attend(
         self,

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from quire.attention.base import AttentionLayer, ForwardBatch, LatentLayer
+from quire.attention.base import Angles, AttentionLayer, ForwardBatch, LatentLayer
 from quire.attention.latent_reference import attend_latents
 
 _GROUP_TOKENS = 1 << 18  # KV entries gathered at once; bounds the memory of one group
@@ -104,7 +104,6 @@ class ReferenceAttention:
     name = "reference"
     capturable = False  # shapes depend on the lengths of the rows
     forward_packed = None
-    forward_latent_packed = None
     reads_shared = False
 
     def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
@@ -187,8 +186,15 @@ class ReferenceAttention:
         return out
 
     def forward_latent(
-        self, layer: LatentLayer, q: torch.Tensor, entries: torch.Tensor, batch: ForwardBatch
+        self,
+        layer: LatentLayer,
+        q: torch.Tensor,
+        rotary: torch.Tensor,
+        entries: torch.Tensor,
+        angles: Angles,
+        batch: ForwardBatch,
     ) -> torch.Tensor:
+        entries = layer.prepare(q, rotary, entries, angles)
         plan: _ReferencePlan = batch.attn
         (blocks,) = batch.kv[layer.index]
         blocks = blocks.view(-1, layer.dim)

@@ -15,8 +15,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from quire.attention.base import AttentionLayer, ForwardBatch, HeadNorms
+from quire.attention.base import Angles, AttentionLayer, ForwardBatch, HeadNorms, LatentLayer
 from quire.kernels.attention.kv_write import write_kv
+from quire.kernels.attention.latent import (
+    attend_latent_ones,
+    attend_latent_tiles,
+    latent_fits,
+    latent_splits,
+    latent_tile,
+    latent_tokens,
+    store_latent,
+)
 from quire.kernels.attention.long import attend_long, list_tiles, long_tile, long_tokens, most_tiles
 from quire.kernels.attention.shared import SharedPartial, attend_shared, shared_tile
 from quire.kernels.attention.short import SHORT_ROWS, attend_short, num_splits, short_tile
@@ -43,6 +52,16 @@ class _TritonPlan:
     reach: int  # upper bound of the number of keys of a row
     work: dict[tuple[int, int], _LayerPlan] = field(default_factory=dict)
 
+    def latent_work_for(self, layer: LatentLayer, batch: ForwardBatch, itemsize: int) -> _LayerPlan:
+        """Return the plan of the latent layers, like `work_for`."""
+        kind = layer.num_heads, layer.dim
+        work = self.work.get(kind)
+        if work is None or work.layer == layer.index:
+            target = target_of(batch.seq_lens.device)
+            per_tile = latent_tokens(layer.num_heads, layer.dim, itemsize, target)
+            work = self.work[kind] = self._plan(layer.index, batch, 1, per_tile, 1)
+        return work
+
     def work_for(self, layer: AttentionLayer, batch: ForwardBatch, itemsize: int) -> _LayerPlan:
         """Return the plan of the layer's kind, which the first layer of that kind makes in each pass.
 
@@ -55,11 +74,15 @@ class _TritonPlan:
         return work
 
     def _plan_layer(self, layer: AttentionLayer, batch: ForwardBatch, itemsize: int) -> _LayerPlan:
-        if self.ones:
-            return _LayerPlan(layer.index, 1, True, None)
         group = layer.num_heads // layer.num_kv_heads
-        queries = max(SHORT_ROWS // group, 1)
         per_tile = long_tokens(layer.head_dim, itemsize, group, target_of(batch.seq_lens.device))
+        return self._plan(layer.index, batch, max(SHORT_ROWS // group, 1), per_tile, layer.num_kv_heads)
+
+    def _plan(
+        self, index: int, batch: ForwardBatch, queries: int, per_tile: int, kv_heads: int
+    ) -> _LayerPlan:
+        if self.ones:
+            return _LayerPlan(index, 1, True, None)
         any_short, counts, tokens = True, batch.num_tokens, batch.input_ids.shape[0]
         if counts is None:
             most = most_tiles(tokens, batch.seq_lens.shape[0], queries, per_tile)
@@ -69,10 +92,11 @@ class _TritonPlan:
             any_short, most = long.size < counts.size, int((-(-long // per_tile)).sum())
             usual = most
         if not most:
-            return _LayerPlan(layer.index, queries, any_short, None)
-        programs = usual * layer.num_kv_heads
-        tiles = list_tiles(batch.query_start, batch.seq_lens, batch.slots, most, queries, per_tile, programs)
-        return _LayerPlan(layer.index, queries, any_short, tiles)
+            return _LayerPlan(index, queries, any_short, None)
+        tiles = list_tiles(
+            batch.query_start, batch.seq_lens, batch.slots, most, queries, per_tile, usual * kv_heads
+        )
+        return _LayerPlan(index, queries, any_short, tiles)
 
 
 class TritonAttention:
@@ -153,4 +177,38 @@ class TritonAttention:
                 q, keys, values, out, batch.block_table, work.tiles,
                 layer.scale, layer.window, layer.soft_cap,
             )  # fmt: skip
+        return out
+
+    @staticmethod
+    def fits_latent(heads: int, dim: int, itemsize: int, target: Target) -> bool:
+        """Return whether every kernel has a tile for latent entries of `dim` numbers."""
+        tiles = (latent_tile(heads, dim, itemsize, target, several) for several in (False, True))
+        return all(latent_fits(tile, dim, itemsize, target) for tile in tiles)
+
+    def forward_latent(
+        self,
+        layer: LatentLayer,
+        q: torch.Tensor,
+        rotary: torch.Tensor,
+        entries: torch.Tensor,
+        angles: Angles,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        (blocks,) = batch.kv[layer.index]
+        store_latent(
+            q, rotary, entries, layer.norm.weight, layer.norm.eps, batch.positions, angles.table,
+            layer.interleaved, blocks, batch.kv_slots,
+        )  # fmt: skip
+        heads, itemsize = layer.num_heads, q.element_size()
+        out = torch.empty(q.shape[0], heads * layer.rank, dtype=q.dtype, device=q.device)
+        plan: _TritonPlan = batch.attn
+        work = plan.latent_work_for(layer, batch, itemsize)
+        if work.any_short:
+            starts, rows = None if plan.ones else batch.query_start, batch.seq_lens.shape[0]
+            splits = latent_splits(rows, heads, plan.reach, layer.dim, itemsize, target_of(q.device))
+            attend_latent_ones(
+                q, blocks, out, batch.seq_lens, starts, batch.block_table, batch.slots, layer.scale, splits
+            )
+        if work.tiles is not None:
+            attend_latent_tiles(q, blocks, out, batch.block_table, work.tiles, layer.scale)
         return out

@@ -1,48 +1,75 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv:2405.04434).
 
-The KV cache holds one vector per token for all heads: a normed latent c of width `rank`, and a rotated key r. The
-key of head h is [K_h c | r] and its value V_h c, where K_h and V_h are parts of `kv_b_proj`. Instead of computing
-them for every cached token, K_h is absorbed into the query, since q . K_h c = (K_h^T q) . c, and V_h is applied to
-the sum of latents. What remains is attention with a single KV head, whose values are the first `rank` numbers of its
-keys.
+The KV cache holds one entry per token for all heads: a normed latent c of width `rank`, and a rotated key r. The key
+of head h is [K_h c | r] and its value V_h c, where K_h and V_h are parts of `kv_b_proj`. Instead of computing them
+for every cached token, K_h is absorbed into the query, since q . K_h c = (K_h^T q) . c, and V_h is applied to the
+weighted sum of latents. What remains is attention with a single KV head, whose values are the first `rank` numbers of
+its keys.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from quire.attention.base import AttentionBackend, ForwardBatch
-from quire.kernels import Kernels
+from quire.attention.base import ForwardBatch
 from quire.layers.env import Env
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rotation, rotate
 
-# Maps queries [tokens, heads, rank + rotary dim], of which the rotary part is not yet rotated, and unnormed entries
-# [tokens, rank + rotary dim] to sums of latents [tokens, heads * rank]. Both arguments may be overwritten.
-PackedLatentAttention = Callable[[torch.Tensor, torch.Tensor, Rotation, ForwardBatch], torch.Tensor]
-
 
 class LatentAttention:
-    """A `LatentLayer` (attention/base.py) bound to its back end. It has no weights."""
+    """A `LatentLayer` (attention/base.py) bound to its back end: the norm and rotation of entries, and attention."""
 
-    __slots__ = ("backend", "dim", "index", "interleaved", "num_heads", "rank", "scale")
+    __slots__ = ("backend", "dim", "index", "interleaved", "norm", "num_heads", "rank", "scale")
 
     def __init__(
-        self, env: Env, index: int, num_heads: int, dim: int, rank: int, scale: float, interleaved: bool
+        self,
+        env: Env,
+        index: int,
+        num_heads: int,
+        rank: int,
+        rotary_dim: int,
+        scale: float,
+        norm: RMSNorm,
+        interleaved: bool = True,
     ) -> None:
-        self.backend: AttentionBackend = env.attention
+        """Take the heads of this rank, and the norm of latents."""
+        self.backend = env.attention
         self.index = index
         self.num_heads = num_heads
-        self.dim = dim
         self.rank = rank
+        self.dim = rank + rotary_dim
         self.scale = scale
+        self.norm = norm
         self.interleaved = interleaved
 
-    def __call__(self, q: torch.Tensor, entries: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
-        """Return [tokens, heads * rank] for q [tokens, heads, dim] and entries [tokens, dim]."""
-        return self.backend.forward_latent(self, q, entries, batch)
+    def __call__(
+        self,
+        q: torch.Tensor,
+        rotary: torch.Tensor,
+        entries: torch.Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Return weighted sums of latents [tokens, heads * rank].
+
+        Args:
+            q: absorbed queries [tokens, heads, dim], whose last `rotary dim` numbers are undefined; overwritten.
+            rotary: [tokens, heads, rotary dim], that part of the queries before rotation.
+            entries: [tokens, dim], before norm and rotation.
+            rotation: of the step's tokens.
+            batch: the step.
+        """
+        return self.backend.forward_latent(self, q, rotary, entries, rotation, batch)
+
+    def prepare(
+        self, q: torch.Tensor, rotary: torch.Tensor, entries: torch.Tensor, angles: Rotation
+    ) -> torch.Tensor:
+        """Write the rotated `rotary` into q, and return the normed and rotated entries."""
+        turn = rotate_pairs if self.interleaved else rotate
+        q[..., self.rank :] = turn(rotary, angles)
+        latent, _ = self.norm(entries[:, : self.rank].contiguous(), None)
+        return torch.cat((latent, turn(entries[:, None, self.rank :], angles)[:, 0]), 1)
 
 
 class LatentExpansion:
@@ -60,21 +87,22 @@ class LatentExpansion:
         weight = torch.empty(part.stop - part.start, rank, device=env.device, dtype=env.dtype)
         env.weights.copy_into(weight, name + ".weight", (heads * width, rank), part)
         weight = weight.view(-1, width, rank)
-        self.rank, self.content_dim, self.stored_dim = rank, content_dim, rank + rotary_dim
+        self.rank, self.dim = rank, rank + rotary_dim
         self.to_keys = weight[:, :content_dim]  # [heads, content dim, rank]
         self.to_values = weight[:, content_dim:].transpose(1, 2)  # [heads, rank, value dim]
 
     def absorb(self, q: torch.Tensor) -> torch.Tensor:
-        """Return queries of latents [tokens, heads, stored dim] for q [tokens, heads, content + rotary dim]."""
+        """Return queries of entries [tokens, heads, rank + rotary dim] for q [tokens, heads, content dim].
+
+        Their last `rotary dim` numbers are undefined.
+        """
         tokens, heads, _ = q.shape
-        absorbed = q.new_empty(tokens, heads, self.stored_dim)
-        content = q[..., : self.content_dim].transpose(0, 1)
-        torch.bmm(content, self.to_keys, out=absorbed[..., : self.rank].transpose(0, 1))
-        absorbed[..., self.rank :] = q[..., self.content_dim :]
+        absorbed = q.new_empty(tokens, heads, self.dim)
+        torch.bmm(q.transpose(0, 1), self.to_keys, out=absorbed[..., : self.rank].transpose(0, 1))
         return absorbed
 
     def values(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return [tokens, heads * value dim] for sums of latents [tokens, heads * rank]."""
+        """Return [tokens, heads * value dim] for weighted sums of latents [tokens, heads * rank]."""
         tokens, (heads, _, dim) = sums.shape[0], self.to_values.shape
         out = sums.new_empty(tokens, heads, dim)
         by_head = sums.view(tokens, heads, self.rank).transpose(0, 1)
@@ -82,27 +110,6 @@ class LatentExpansion:
         return out.view(tokens, -1)
 
 
-def latent_attention(
-    attention: LatentAttention, norm: RMSNorm, kernels: Kernels | None
-) -> PackedLatentAttention:
-    """Return `attention` with the norm of the latent, and the rotation of queries and keys, in front."""
-    packed = attention.backend.forward_latent_packed
-    if packed and kernels:
-        return lambda q, entries, rotation, batch: packed(attention, q, entries, norm, rotation.table, batch)
-    turn = rotate_pairs if attention.interleaved else rotate
-    rank = attention.rank
-
-    def plain(
-        q: torch.Tensor, entries: torch.Tensor, rotation: Rotation, batch: ForwardBatch
-    ) -> torch.Tensor:
-        latent, _ = norm(entries[:, :rank].contiguous(), None)
-        key = turn(entries[:, None, rank:], rotation)[:, 0]
-        q[..., rank:] = turn(q[..., rank:], rotation)
-        return attention(q, torch.cat((latent, key), 1), batch)
-
-    return plain
-
-
 def rotate_pairs(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotate neighbouring pairs of x [tokens, heads, dim], and return the first of all pairs, then the second."""
+    """Rotate neighbouring pairs of x [tokens, heads, dim]; return the first of all pairs, then the second."""
     return rotate(torch.cat((x[..., 0::2], x[..., 1::2]), -1), rotation)

@@ -7,13 +7,13 @@ import torch
 from quire.attention.base import ForwardBatch
 from quire.layers.env import Env
 from quire.layers.linear import Linear
-from quire.layers.mla import LatentAttention, LatentExpansion, latent_attention
+from quire.layers.mla import LatentAttention, LatentExpansion
 from quire.layers.norm import RMSNorm
 from quire.layers.residual import NormedLayer, ResidualAdd, Stream
 from quire.layers.rope import Rotation
 from quire.models.decoder import DecoderModel
 from quire.models.moe import MoELayer
-from quire.models.spec import LatentSpec, ModelSpec
+from quire.models.spec import ModelSpec
 
 
 class LatentSelfAttention:
@@ -23,25 +23,30 @@ class LatentSelfAttention:
         latent = spec.latent
         assert latent is not None
         self.is_last = index == spec.num_layers - 1
-        self.head_dim = spec.head_dim
-        heads, rank = spec.num_heads, latent.query_rank
-        first = "q_proj" if rank is None else "q_a_proj"
-        self.sizes = [heads * spec.head_dim if rank is None else rank, latent.stored_dim]
-        names = [prefix + first, prefix + "kv_a_proj_with_mqa"]
+        self.head_dims = [latent.content_dim, latent.rotary_dim]
+        heads, query_rank, rank = spec.num_heads, latent.query_rank, latent.rank
+        queries = heads * spec.head_dim
+        self.sizes = [queries if query_rank is None else query_rank, latent.stored_dim]
+        names = [prefix + ("q_proj" if query_rank is None else "q_a_proj"), prefix + "kv_a_proj_with_mqa"]
         self.down = NormedLayer(norm, Linear(env, names, spec.hidden_size, self.sizes))
-        self.up = None if rank is None else _query_expansion(env, spec, prefix, rank)
+        self.up = None  # from the latent of a query to its heads
+        if query_rank is not None:
+            up = Linear(env, prefix + "q_b_proj", query_rank, queries, cut="rows")
+            self.up = NormedLayer(RMSNorm(env, prefix + "q_a_layernorm", query_rank, spec.norm_eps), up)
         self.expansion = LatentExpansion(
-            env,
-            prefix + "kv_b_proj",
-            heads,
-            latent.rank,
-            latent.content_dim,
-            latent.rotary_dim,
-            latent.value_dim,
+            env, prefix + "kv_b_proj", heads, rank, latent.content_dim, latent.rotary_dim, latent.value_dim
         )
-        self.attention = _attention(env, spec, latent, index)
-        entry_norm = RMSNorm(env, prefix + "kv_a_layernorm", latent.rank, spec.norm_eps)
-        self.attend = latent_attention(self.attention, entry_norm, env.kernels)
+        entry_norm = RMSNorm(env, prefix + "kv_a_layernorm", rank, spec.norm_eps)
+        self.attention = LatentAttention(
+            env,
+            index,
+            heads // env.parallel.size,
+            rank,
+            latent.rotary_dim,
+            spec.query_scale,
+            entry_norm,
+            latent.interleaved,
+        )
         o = Linear(env, prefix + "o_proj", heads * latent.value_dim, spec.hidden_size, cut="cols")
         self.o = ResidualAdd(o)
 
@@ -52,8 +57,8 @@ class LatentSelfAttention:
         q, entries = down.split(self.sizes, 1)
         if self.up is not None:
             q, _ = self.up(q.contiguous(), None)
-        q = self.expansion.absorb(q.unflatten(1, (-1, self.head_dim)))
-        sums = self.attend(q, entries, rotation, batch)
+        content, rotary = q.unflatten(1, (-1, sum(self.head_dims))).split(self.head_dims, 2)
+        sums = self.attention(self.expansion.absorb(content), rotary, entries, rotation, batch)
         if self.is_last:
             assert residual is not None  # the norm in front returned one
             sums, residual = batch.narrow(sums, residual)
@@ -73,18 +78,3 @@ class DeepseekModel(DecoderModel):
     """A DeepSeek model. Layers behind the last one, which predict several tokens ahead, are not loaded."""
 
     layer_class = DeepseekLayer
-
-
-def _query_expansion(env: Env, spec: ModelSpec, prefix: str, rank: int) -> NormedLayer:
-    """Return the map from the latent of a query [tokens, rank] to [tokens, heads * head dim]."""
-    norm = RMSNorm(env, prefix + "q_a_layernorm", rank, spec.norm_eps)
-    return NormedLayer(
-        norm, Linear(env, prefix + "q_b_proj", rank, spec.num_heads * spec.head_dim, cut="rows")
-    )
-
-
-def _attention(env: Env, spec: ModelSpec, latent: LatentSpec, index: int) -> LatentAttention:
-    heads = spec.num_heads // env.parallel.size
-    return LatentAttention(
-        env, index, heads, latent.stored_dim, latent.rank, spec.query_scale, latent.interleaved
-    )

@@ -113,6 +113,14 @@ def list_tiles(
     return tiles
 
 
+@triton.jit
+def load_entry(tiles, index):
+    """Return the index-th tile: slot, first token in its row, row's first token in the batch, new tokens, length."""
+    entry = tiles + index * _ENTRY
+    slot, tile, token = tl.load(entry + _SLOT), tl.load(entry + _FIRST), tl.load(entry + _ROW_START)
+    return slot, tile, token, tl.load(entry + _NEW_TOKENS), tl.load(entry + _SEQ_LEN)
+
+
 @kernel
 def _long_kernel(
     q, keys, values, out, table, tiles,
@@ -125,9 +133,7 @@ def _long_kernel(
     kv_head = tl.program_id(0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    entry = tiles + tl.program_id(1) * _ENTRY
-    slot, tile, token = tl.load(entry + _SLOT), tl.load(entry + _FIRST), tl.load(entry + _ROW_START)
-    n, seq_len = tl.load(entry + _NEW_TOKENS), tl.load(entry + _SEQ_LEN)
+    slot, tile, token, n, seq_len = load_entry(tiles, tl.program_id(1))
     if n == 0:
         return
     old = seq_len - n  # keys before the row's new tokens

@@ -217,11 +217,44 @@ def attend_short(
         CAPPED=soft_cap is not None, PDL=pdl, num_warps=used.warps, num_stages=used.stages, launch_pdl=pdl,
     )  # fmt: skip
     if splits > 1:
-        _merge_kernel[(heads, rows, queries)](
-            sums, stats, out, seq_lens, starts, window or 0, splits,
-            QUERIES=queries, DIM=dim, DIM_PAD=pad(dim), BLOCK_N=used.keys, CHUNK=min(splits, _MERGED),
-            ONES=ones, WINDOW=window is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
-        )  # fmt: skip
+        merge_splits(sums, stats, out, seq_lens, query_start, heads, splits, used.keys, window, queries)
+
+
+def merge_splits(
+    sums: torch.Tensor,
+    stats: torch.Tensor,
+    out: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start: torch.Tensor | None,
+    heads: int,
+    splits: int,
+    keys: int,
+    window: int | None = None,
+    queries: int = 1,
+) -> None:
+    """Merge the splits of all rows with at most `queries` new tokens into `out`.
+
+    Args:
+        sums: fp32 [rows, queries, heads, splits, dim], flat: sums of values weighted by exponentials.
+        stats: fp32 [rows, queries, heads, splits, 2], flat: sum of exponentials, and top score.
+        out: written, [tokens, heads * dim].
+        keys: per iteration of the kernel that made the splits.
+
+    The other arguments are those of `attend_short`.
+    """
+    dim, rows = out.shape[1] // heads, seq_lens.shape[0]
+    starts = seq_lens if query_start is None else query_start
+    pdl = target_of(out.device).has_dependent_launch
+    _merge_kernel[(heads, rows, queries)](
+        sums, stats, out, seq_lens, starts, window or 0, splits,
+        QUERIES=queries, DIM=dim, DIM_PAD=pad(dim), BLOCK_N=keys, CHUNK=min(splits, _merged(dim)),
+        ONES=query_start is None, WINDOW=window is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+def _merged(dim: int) -> int:
+    """Return the number of splits whose sums fit in the registers of a merging program."""
+    return max(_MERGED * 256 // max(pad(dim), 256), 1)
 
 
 # ------------------------------------------------------------------------------------ sizes of the work

@@ -1,0 +1,373 @@
+"""Attention over latent entries: one KV head, whose values are the first RANK numbers of its keys (layers/mla.py).
+
+An entry is read once for scores and sums, and by all heads of a program. A program handles some tokens of a row, each
+with all heads or a part of them. `attend_latent_ones` runs the rows with one new token, like short.py, and splits their
+keys over several programs if the rows are few. `attend_latent_tiles` runs the others, in the tiles that
+`list_tiles` (long.py) lists.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.attention.kv_write import is_finite
+from quire.kernels.attention.long import load_entry
+from quire.kernels.attention.short import merge_splits
+from quire.kernels.attention.tile import MASKED, Tile, load_rows, pad, score_factors
+from quire.kernels.jit import kernel
+from quire.kernels.target import Target, target_of
+
+_HEADS = 8  # heads that a program of the rotation handles
+_MAX_SPLITS = 64
+_SPARE_BYTES = 4096  # of shared memory, for reductions and block numbers
+
+
+# ------------------------------------------------------------------------------------- norm, rotation, write
+
+
+@triton.jit
+def _turn(x, angle, at, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, inside):
+    """Return the rotated halves (a, b) of the vectors at `x`; `angle` points to cos | sin."""
+    if INTERLEAVED:
+        a = tl.load(x + 2 * at, mask=inside, other=0.0)
+        b = tl.load(x + 2 * at + 1, mask=inside, other=0.0)
+    else:
+        a = tl.load(x + at, mask=inside, other=0.0)
+        b = tl.load(x + HALF + at, mask=inside, other=0.0)
+    dtype = a.dtype
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    cos = tl.load(angle + at, mask=at < HALF, other=0.0).to(tl.float32)
+    sin = tl.load(angle + HALF + at, mask=at < HALF, other=0.0).to(tl.float32)
+    # Rounded where the torch reference rounds: after the product with cos.
+    new_a = (a * cos).to(dtype).to(tl.float32) - b * sin
+    new_b = (b * cos).to(dtype).to(tl.float32) + a * sin
+    return new_a.to(dtype), new_b.to(dtype)
+
+
+@kernel
+def _store_kernel(
+    q, rotary, entries, weight, positions, angles, blocks, slots, eps,
+    rotary_token, rotary_head, entry_token, block_stride, token_stride,
+    NUM_HEADS: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, 1 + programs for the heads of q). The first program of a token writes its entry."""
+    DIM: tl.constexpr = RANK + 2 * HALF
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    angle = angles + tl.load(positions + token) * (2 * HALF)
+    at = tl.arange(0, HALF_PAD)[None, :]
+    if part > 0:
+        head = (part - 1) * HEADS + tl.arange(0, HEADS)[:, None]
+        inside = (head < NUM_HEADS) & (at < HALF)
+        source = rotary + token * rotary_token + head * rotary_head
+        a, b = _turn(source, angle, at, INTERLEAVED, HALF, inside)
+        to = q + (token * NUM_HEADS + head) * DIM + RANK
+        tl.store(to + at, a, mask=inside)
+        tl.store(to + HALF + at, b, mask=inside)
+    else:
+        slot = tl.load(slots + token)
+        source = entries + token * entry_token
+        to = blocks + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * token_stride
+        dim = tl.arange(0, RANK_PAD)
+        x = tl.load(source + dim, mask=dim < RANK, other=0.0)
+        scale = tl.rsqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 0) / RANK + eps)
+        w = tl.load(weight + dim, mask=dim < RANK, other=0.0).to(tl.float32)
+        latent = (x.to(tl.float32) * scale * w).to(x.dtype)
+        half = tl.arange(0, HALF_PAD)
+        a, b = _turn(source + RANK, angle, half, INTERLEAVED, HALF, half < HALF)
+        # Values in blocks are always finite (kv_write.py says why). The rotated key is no value, so NaN marks the entry.
+        sick = tl.max((is_finite(latent) == 0).to(tl.int32), 0)
+        sick += tl.max((is_finite(a) & is_finite(b) == 0).to(tl.int32), 0)
+        tl.store(to + dim, tl.where(is_finite(latent), latent, 0.0), mask=(dim < RANK) & (slot >= 0))
+        there = (half < HALF) & (slot >= 0)
+        tl.store(to + RANK + half, tl.where(sick > 0, float("nan"), a), mask=there)
+        tl.store(to + RANK + HALF + half, tl.where(sick > 0, float("nan"), b), mask=there)
+
+
+def store_latent(
+    q: torch.Tensor,
+    rotary: torch.Tensor,
+    entries: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    positions: torch.Tensor,
+    table: torch.Tensor,
+    interleaved: bool,
+    blocks: torch.Tensor,
+    slots: torch.Tensor,
+) -> None:
+    """Write the normed and rotated entries into their blocks, and the rotated part of each query into `q`.
+
+    Args:
+        q: [tokens, heads, rank + rotary dim], contiguous; the last `rotary dim` numbers of each head are written.
+        rotary: [tokens, heads, rotary dim], the last dimension contiguous: the part of the queries to rotate.
+        entries: [tokens, rank + rotary dim], the last dimension contiguous: latents to norm, keys to rotate.
+        weight: [rank], of the RMS norm.
+        eps: of the norm.
+        positions: int64 [tokens].
+        table: cos | sin, [positions, rotary dim].
+        interleaved: neighbouring pairs of dimensions are rotated, not halves; the result has halves in both cases.
+        blocks: [blocks, block size, rank + rotary dim], the last dimension contiguous.
+        slots: int64 [tokens]: block * block size + offset in block; negative to store nothing.
+    """
+    tokens, heads, dim = q.shape
+    half = table.shape[1] // 2
+    rank = dim - 2 * half
+    pdl = target_of(q.device).has_dependent_launch
+    _store_kernel[(tokens, 1 + triton.cdiv(heads, _HEADS))](
+        q, rotary, entries, weight, positions, table, blocks, slots, eps,
+        rotary.stride(0), rotary.stride(1), entries.stride(0), blocks.stride(0), blocks.stride(1),
+        NUM_HEADS=heads, RANK=rank, RANK_PAD=triton.next_power_of_2(rank), HALF=half,
+        HALF_PAD=triton.next_power_of_2(half), HEADS=_HEADS, BLOCK_SIZE=blocks.shape[1], INTERLEAVED=interleaved,
+        PDL=pdl, num_warps=4, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------ attention
+
+
+@triton.jit
+def _attend_entries(
+    acc, total, top, q, q_rotary, query_pos, low_pos, start, end, blocks, table, scale, block_stride, token_stride,
+    RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROTARY: tl.constexpr, ROTARY_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Advance the online softmax over the entries start .. start + BLOCK_N, like `attend_tile` (tile.py)."""
+    pos = start + tl.arange(0, BLOCK_N)
+    there = tl.minimum(pos, end - 1)
+    block = tl.load(table + there // BLOCK_SIZE)
+    offsets = block.to(tl.int64) * block_stride + there % BLOCK_SIZE * token_stride
+    latent = load_rows(blocks, offsets, RANK, RANK_PAD)
+    rotary = load_rows(blocks + RANK, offsets, ROTARY, ROTARY_PAD)
+    scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
+    scores = tl.dot(q_rotary, tl.trans(rotary), scores, input_precision="ieee")
+    if start + BLOCK_N - 1 > low_pos:
+        scores = tl.where(pos[None, :] <= query_pos[:, None], scores, MASKED)
+    new_top = tl.maximum(top, tl.max(scores, 1) * scale)
+    p = tl.exp2(scores * scale - new_top[:, None])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(p, 1)
+    acc = tl.dot(p.to(latent.dtype), latent, acc * shrink[:, None], input_precision="ieee")
+    return acc, total, new_top
+
+
+@kernel
+def _latent_kernel(
+    q, blocks, out, sums, stats, seq_lens, query_start, table, slots, tiles,
+    block_stride, token_stride, table_row, scale, splits,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
+    RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROTARY: tl.constexpr, ROTARY_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    LISTED: tl.constexpr, ONES: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Grid (parts of the heads, tiles or rows, splits). A program handles TOKENS tokens, each with GROUP heads.
+
+    LISTED: the tokens come from a list of tiles. Otherwise from a row, which is skipped unless it has one new token;
+    ONES: every row has, and query_start is not read.
+    """
+    part, index, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if LISTED:
+        slot, tile, token, n, seq_len = load_entry(tiles, index)
+        if n == 0:
+            return
+    else:
+        token, n, tile = index, 1, 0
+        if not ONES:
+            token = tl.load(query_start + index)
+            n = tl.load(query_start + index + 1) - token
+            if n != 1:
+                return
+        seq_len = tl.load(seq_lens + index)
+        slot = tl.load(slots + index).to(tl.int32)
+    old = seq_len - n  # entries before the row's new tokens
+    begin, end = 0, old + tl.minimum(tile + TOKENS, n)
+    if SPLIT:
+        each = tl.cdiv(tl.cdiv(end, BLOCK_N), splits) * BLOCK_N
+        begin = split * each
+        end = tl.minimum(begin + each, end)
+        if begin >= end:  # a split without entries, which the merge does not read
+            return
+
+    m = tl.arange(0, ROWS)
+    query, head = m // GROUP, part * GROUP + m % GROUP
+    valid = (tile + query < n) & (m < TOKENS * GROUP) & (head < NUM_HEADS)
+    query_pos = old + tile + query
+    # Rows without a query repeat another one, so that loads need no mask. They are not stored.
+    row = (token + tile).to(tl.int64) + tl.minimum(query, n - 1 - tile)
+    q_offsets = (row * NUM_HEADS + tl.minimum(head, NUM_HEADS - 1)) * (RANK + ROTARY)
+    q_tile = load_rows(q, q_offsets, RANK, RANK_PAD)
+    q_rotary = load_rows(q + RANK, q_offsets, ROTARY, ROTARY_PAD)
+
+    acc = tl.zeros([ROWS, RANK_PAD], tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    top = tl.full([ROWS], MASKED, tl.float32)
+    row_table = table + slot.to(tl.int64) * table_row
+    for start in range(begin, end, BLOCK_N):
+        acc, total, top = _attend_entries(
+            acc, total, top, q_tile, q_rotary, query_pos, old + tile, start, end, blocks, row_table, scale,
+            block_stride, token_stride, RANK, RANK_PAD, ROTARY, ROTARY_PAD, BLOCK_SIZE, BLOCK_N,
+        )  # fmt: skip
+
+    dim = tl.arange(0, RANK_PAD)
+    mask = valid[:, None] & (dim < RANK)[None, :]
+    if SPLIT:  # sums [row, head, split, rank]; stats [..., 2]: sum of exponentials, and top score
+        to = (index * NUM_HEADS + head) * splits + split
+        tl.store(sums + to[:, None].to(tl.int64) * RANK + dim[None, :], acc, mask=mask)
+        tl.store(stats + to * 2, total, mask=valid)
+        tl.store(stats + to * 2 + 1, top, mask=valid)
+    else:
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]  # a row of length 0 pads a graph
+        at = (row * NUM_HEADS + head) * RANK
+        tl.store(out + at[:, None] + dim[None, :], result.to(out.dtype.element_ty), mask=mask)
+
+
+def attend_latent_ones(
+    q: torch.Tensor,
+    blocks: torch.Tensor,
+    out: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start: torch.Tensor | None,
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    scale: float,
+    splits: int = 1,
+    tile: Tile | None = None,
+) -> None:
+    """Compute attention for all rows with one new token and write it to `out`.
+
+    Args:
+        q: [tokens, heads, rank + rotary dim], contiguous.
+        blocks: [blocks, block size, rank + rotary dim], the last dimension contiguous.
+        out: written, [tokens, heads * rank].
+        seq_lens: int32 [rows], new tokens included; 0 for padding.
+        query_start: int32 [rows + 1], or None if every row has exactly one token.
+        table: the block table, int32 [slots, blocks].
+        slots: int64 [rows], the row of `table` of each row.
+        scale: factor of the scores.
+        splits: programs that the entries of a row are divided among (see `latent_splits`).
+        tile: sizes of a program, for benchmarks; None to choose them.
+    """
+    rows, heads, rank = seq_lens.shape[0], q.shape[1], out.shape[1] // q.shape[1]
+    used = tile or latent_tile(heads, q.shape[2], q.element_size(), target_of(q.device))
+    sums = stats = out
+    if splits > 1:
+        sums = torch.empty(rows * heads * splits * rank, dtype=torch.float32, device=q.device)
+        stats = torch.empty(rows * heads * splits * 2, dtype=torch.float32, device=q.device)
+    ones = query_start is None
+    starts = seq_lens if query_start is None else query_start
+    _launch(
+        q, blocks, out, sums, stats, seq_lens, starts, table, slots, seq_lens, rows, scale, splits, used,
+        listed=False, ones=ones, tokens=1,
+    )  # fmt: skip
+    if splits > 1:
+        merge_splits(sums, stats, out, seq_lens, query_start, heads, splits, used.keys)
+
+
+def attend_latent_tiles(
+    q: torch.Tensor,
+    blocks: torch.Tensor,
+    out: torch.Tensor,
+    table: torch.Tensor,
+    tiles: torch.Tensor,
+    scale: float,
+    tile: Tile | None = None,
+) -> None:
+    """Compute causal attention for the listed tiles and write it to `out`.
+
+    Args:
+        q, blocks, out, table, scale: as in `attend_latent_ones`.
+        tiles: the list from `list_tiles`, with `latent_tokens(...)` tokens per tile.
+        tile: sizes of a program, for benchmarks; None to choose them.
+    """
+    heads = q.shape[1]
+    used = tile or latent_tile(heads, q.shape[2], q.element_size(), target_of(q.device), several=True)
+    tokens = max(used.rows // heads, 1)
+    _launch(
+        q, blocks, out, out, out, tiles, tiles, table, tiles, tiles, tiles.shape[0], scale, 1, used,
+        listed=True, ones=False, tokens=tokens,
+    )  # fmt: skip
+
+
+def _launch(
+    q: torch.Tensor,
+    blocks: torch.Tensor,
+    out: torch.Tensor,
+    sums: torch.Tensor,
+    stats: torch.Tensor,
+    seq_lens: torch.Tensor,
+    query_start: torch.Tensor,
+    table: torch.Tensor,
+    slots: torch.Tensor,
+    tiles: torch.Tensor,
+    programs: int,
+    scale: float,
+    splits: int,
+    tile: Tile,
+    *,
+    listed: bool,
+    ones: bool,
+    tokens: int,
+) -> None:
+    heads, dim = q.shape[1:]
+    rank = out.shape[1] // heads
+    group = min(heads, tile.rows)
+    pdl = target_of(q.device).has_dependent_launch
+    _latent_kernel[(triton.cdiv(heads, group), programs, splits)](
+        q, blocks, out, sums, stats, seq_lens, query_start, table, slots, tiles,
+        blocks.stride(0), blocks.stride(1), table.stride(0), score_factors(scale, None)[0], splits,
+        NUM_HEADS=heads, GROUP=group, TOKENS=tokens, ROWS=tile.rows,
+        RANK=rank, RANK_PAD=pad(rank), ROTARY=dim - rank, ROTARY_PAD=pad(dim - rank),
+        BLOCK_SIZE=blocks.shape[1], BLOCK_N=tile.keys, LISTED=listed, ONES=ones, SPLIT=splits > 1,
+        PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------ sizes of the work
+
+
+def latent_tile(heads: int, dim: int, itemsize: int, target: Target, several: bool = False) -> Tile:
+    """Return the tile for entries of `dim` numbers, or the smallest one if none fits in shared memory.
+
+    Args:
+        heads: query heads.
+        dim: numbers of an entry.
+        itemsize: bytes per number.
+        target: the GPU.
+        several: the program handles several tokens of a row.
+    """
+    smallest = [Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)]
+    tiles = smallest
+    if target.has_matrix_units and itemsize == 2:
+        many = [Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)]
+        few = [Tile(16, 32, 4, 4), Tile(16, 32, 4, 2)]
+        tiles = [*(many if several or heads > 16 else few), *smallest]
+    return next((tile for tile in tiles if latent_fits(tile, dim, itemsize, target)), tiles[-1])
+
+
+def latent_fits(tile: Tile, dim: int, itemsize: int, target: Target) -> bool:
+    """Return whether a program with this tile fits in the shared memory of `target`."""
+    width = dim if target.has_matrix_units else 2 * dim
+    buffers = max(tile.stages, 1)
+    elements = (tile.rows + buffers * tile.keys) * width + tile.rows * tile.keys
+    return elements * max(itemsize, 2) + _SPARE_BYTES <= target.shared_bytes
+
+
+def latent_tokens(heads: int, dim: int, itemsize: int, target: Target) -> int:
+    """Return the number of new tokens that one listed tile covers."""
+    return max(latent_tile(heads, dim, itemsize, target, several=True).rows // heads, 1)
+
+
+def latent_splits(rows: int, heads: int, max_len: int, dim: int, itemsize: int, target: Target) -> int:
+    """Return the number of programs per row and part of the heads that fills the device, a power of two."""
+    tile = latent_tile(heads, dim, itemsize, target)
+    programs = rows * triton.cdiv(heads, tile.rows)
+    tiles = triton.cdiv(max_len, tile.keys)
+    wanted = max(1, min(target.sms * 2 // programs, tiles, _MAX_SPLITS))
+    return 1 << (wanted.bit_length() - 1)

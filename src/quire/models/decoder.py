@@ -27,7 +27,11 @@ class Model(Protocol):
     """A model as the worker uses it."""
 
     spec: ModelSpec
-    attention_layers: Sequence[AttentionLayer]  # by index
+
+    @property
+    def attention_layers(self) -> Sequence[AttentionLayer]:
+        """Attention layers by index."""
+        ...
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """Run the model on a step, and write its keys and values to `batch.kv_slots`.

@@ -13,6 +13,7 @@ from quire.layers.mla import LatentAttention
 from quire.layers.norm import RMSNorm, make_rms
 from quire.layers.rope import Rope, Rotation
 from quire.layers.rope_params import RopeParams
+from quire.types import KVLayout, KVTensor
 from ragged import Layer, Rows, make_case
 
 
@@ -72,11 +73,12 @@ def latent_case(
     )
     batch, count = case.batch, case.q.shape[0]
     old = case.old_k.view(-1, dim)
-    batch.kv = [(old.view(-1, block_size, dim).clone(),)]
+    batch.kv = [(old.view(backend.kv_shape(len(old) // block_size, block_size, 1, dim)).clone(),)]
     batch.attn = backend.plan(batch)
     weight = (1 + torch.randn(rank, device=device) / 4).to(dtype)
     env = SimpleNamespace(attention=backend)
-    layer = LatentAttention(env, 0, heads, rank, rotary, dim**-0.5, norm_of(weight), interleaved)
+    kv = KVLayout((KVTensor(1, dim, str(dtype).removeprefix("torch.")),))
+    layer = LatentAttention(env, 0, heads, kv, rank, dim**-0.5, norm_of(weight), interleaved)
     # Entries and the rotated part of queries are slices of wider rows, as fused projections leave them.
     wide = torch.randn(count, 8 + dim, device=device).to(dtype)
     wide_q = torch.randn(count, heads, 8 + rotary, device=device).to(dtype)

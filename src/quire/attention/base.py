@@ -12,7 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer, in the back end's block layout
+from quire.types import KVLayout
+
+# The tensors of one layer's `KVLayout`, in the back end's block layout: keys and values in most layers.
+KV = tuple[torch.Tensor, ...]
 
 
 @dataclass(slots=True)
@@ -54,10 +57,16 @@ class ForwardBatch:
         return x.index_select(0, self.wanted), residual.index_select(0, self.wanted)
 
 
-class AttentionLayer(Protocol):
-    """A layer's properties that a back end reads."""
+class KVLayer(Protocol):
+    """A layer with entries in the KV cache."""
 
     index: int
+    kv: KVLayout  # what the layer keeps of each token
+
+
+class AttentionLayer(KVLayer, Protocol):
+    """A layer's properties that a back end reads."""
+
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -80,13 +89,12 @@ class Angles(Protocol):
     table: torch.Tensor  # cos | sin, [positions, rotary dim]
 
 
-class LatentLayer(Protocol):
+class LatentLayer(KVLayer, Protocol):
     """A layer with one KV head, whose values are the first `rank` numbers of its keys (layers/mla.py).
 
-    Its blocks hold one entry [dim] per token: a normed latent [rank] and a rotated key [dim - rank].
+    Its only KV tensor holds an entry [dim] per token: a normed latent [rank] and a rotated key [dim - rank].
     """
 
-    index: int
     num_heads: int
     dim: int
     rank: int
@@ -151,8 +159,8 @@ class AttentionBackend(Protocol):
     capturable: bool  # whether plan and forward can be captured in a CUDA graph, with bounds only
     reads_shared: bool  # whether it uses `ForwardBatch.shared`
 
-    def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Return the shape of one layer's key tensor; its value tensor has the same shape."""
+    def kv_shape(self, num_blocks: int, block_size: int, heads: int, dim: int, /) -> tuple[int, ...]:
+        """Return the shape of the blocks of one tensor of a layer (`KVTensor`)."""
         ...
 
     def plan(self, batch: ForwardBatch) -> Any:

@@ -106,8 +106,8 @@ class ReferenceAttention:
     forward_packed = None
     reads_shared = False
 
-    def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        return (num_blocks, block_size, num_kv_heads, head_dim)
+    def kv_shape(self, num_blocks: int, block_size: int, heads: int, dim: int) -> tuple[int, ...]:
+        return (num_blocks, block_size, heads, dim)
 
     # ------------------------------------------------------------------------------- per step
 
@@ -196,8 +196,7 @@ class ReferenceAttention:
     ) -> torch.Tensor:
         entries = layer.prepare(q, rotary, entries, angles)
         plan: _ReferencePlan = batch.attn
-        (blocks,) = batch.kv[layer.index]
-        blocks = blocks.view(-1, layer.dim)
+        blocks = batch.kv[layer.index][0].view(-1, layer.dim)
         _write(blocks, plan.writes, entries)
         out = q.new_empty(q.shape[0], layer.num_heads, layer.rank)
         for group in plan.groups:

@@ -124,8 +124,8 @@ class TritonAttention:
         )
         return all(fits(tile, dim, itemsize, target) for tile in tiles)
 
-    def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        return (num_blocks, num_kv_heads, block_size, head_dim)
+    def kv_shape(self, num_blocks: int, block_size: int, heads: int, dim: int) -> tuple[int, ...]:
+        return (num_blocks, heads, block_size, dim)
 
     def plan(self, batch: ForwardBatch) -> _TritonPlan:
         counts = batch.num_tokens
@@ -194,7 +194,7 @@ class TritonAttention:
         angles: Angles,
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        (blocks,) = batch.kv[layer.index]
+        blocks = batch.kv[layer.index][0].squeeze(1)  # of the only head
         store_latent(
             q, rotary, entries, layer.norm.weight, layer.norm.eps, batch.positions, angles.table,
             layer.interleaved, blocks, batch.kv_slots,

@@ -15,30 +15,32 @@ from quire.attention.base import ForwardBatch
 from quire.layers.env import Env
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rotation, rotate
+from quire.types import KVLayout
 
 
 class LatentAttention:
     """A `LatentLayer` (attention/base.py) bound to its back end: the norm and rotation of entries, and attention."""
 
-    __slots__ = ("backend", "dim", "index", "interleaved", "norm", "num_heads", "rank", "scale")
+    __slots__ = ("backend", "dim", "index", "interleaved", "kv", "norm", "num_heads", "rank", "scale")
 
     def __init__(
         self,
         env: Env,
         index: int,
         num_heads: int,
+        kv: KVLayout,
         rank: int,
-        rotary_dim: int,
         scale: float,
         norm: RMSNorm,
         interleaved: bool = True,
     ) -> None:
-        """Take the heads of this rank, and the norm of latents."""
+        """Take the heads of this rank, the layout of entries, and the norm of their first `rank` numbers."""
         self.backend = env.attention
         self.index = index
         self.num_heads = num_heads
+        self.kv = kv
         self.rank = rank
-        self.dim = rank + rotary_dim
+        self.dim = kv.tensors[0].dim
         self.scale = scale
         self.norm = norm
         self.interleaved = interleaved

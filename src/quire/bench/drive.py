@@ -17,6 +17,7 @@ import torch
 from tqdm import tqdm
 
 from quire.bench.cost import CostModel, Machine
+from quire.bench.energy import energy_meter
 from quire.bench.load.workloads import Workload
 from quire.bench.machine import measure
 from quire.bench.run import Run, ServedRequest
@@ -49,6 +50,7 @@ class Bench:
         self.client = InProcessClient(*build_engine(config))
         self.info = self.client.info
         self.costs = CostModel(self.spec, self.info)
+        self._meter = energy_meter(self.info.device)
         self._log = self.client.engine.log
         self._processor = InputProcessor(
             NoTokenizer(), self.info.vocab_size, self.info.max_model_len, self.info.eos_ids, config.seed
@@ -93,7 +95,7 @@ class Bench:
         tokens = 0
         held = False  # whether max_concurrency holds the next request back
         begin = time.monotonic()
-        with bar:
+        with bar, self._meter.measure() as energy:
             while waiting or running:
                 now = time.monotonic() - begin
                 while waiting and waiting[0][2].start_s <= now and len(running) < limit:
@@ -111,7 +113,7 @@ class Bench:
                 bar.set_postfix_str(f"{tokens / max(now, 1e-9):,.0f} tok/s out", refresh=False)
                 bar.update(_book(outputs, running, now))
         self.settle()
-        return Run(served, steps, begin)
+        return Run(served, steps, begin, energy=energy)
 
     def add(self, ids: Sequence[int], params: SamplingParams) -> str:
         """Queue a request and return its id."""

@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 import sys
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,9 +23,11 @@ from quire.cli.bench_flags import (
     chosen_figures,
     engine_config,
     keep_finished,
-    machine_line,
     sampling,
 )
+from quire.cli.bench_growth import add_arguments as add_growth_arguments
+from quire.cli.bench_growth import run as growth
+from quire.cli.bench_results import conditions_of, plot_title, save_result
 from quire.cli.bench_serve import run as serve
 from quire.cli.bench_serve_flags import add_arguments as add_serve_arguments
 from quire.cli.flags import add_flags, add_model, engine_settings
@@ -69,15 +70,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-iters-warmup", type=int, default=3, help="batches to run before the timed ones (default 3)"
     )
     latency.add_argument("--num-iters", type=int, default=10, help="timed batches (default 10)")
+    growth = kinds.add_parser("growth", help="time over batch size, context and prompt length, and its limit")
+    add_growth_arguments(growth)
     startup = kinds.add_parser("startup", help="seconds to the first token in fresh processes, by phase")
     startup.add_argument("--num-iters", type=int, default=3, help="processes to start (default 3)")
     startup.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures to this file")
     add_flags(startup, "engine", EngineConfig)
-    for kind in (throughput, latency, startup):
+    for kind in (throughput, latency, growth, startup):
         add_model(kind)
-    for kind in (throughput, latency):
+    for kind in (throughput, latency, growth):
         add_result_arguments(kind)
         add_flags(kind, "engine", EngineConfig)
+    for kind in (throughput, latency):
         add_flags(kind, "sampling", SamplingParams, skip=NO_TEXT)
 
 
@@ -92,6 +96,7 @@ def run(args: argparse.Namespace) -> int:
         "throughput": _throughput,
         "serve": serve,
         "latency": _latency,
+        "growth": growth,
         "startup": _startup,
     }
     return kinds[args.kind](args)
@@ -112,13 +117,14 @@ def _throughput(args: argparse.Namespace) -> int:
         load = _load(args, bench.info, trace)
         done = throughput(bench, load, sampling(args), args.num_warmups, sys.stderr.isatty())
         result = {
-            **_conditions(args, bench.info),
+            **conditions_of(args, bench.info),
             "num_prompts": len(load.work),
             "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
             "burstiness": args.burstiness,
             "max_concurrency": args.max_concurrency,
             **serving(done, percentiles, args.goodput),
             **limits(done.steps, done.duration_s, bench.costs, bench.machine),
+            **done.energy.figures(sum(one.output_len for one in done.completed)),
         }
     print_serving(result, metrics, percentiles)
     print_throughput(result)
@@ -126,8 +132,8 @@ def _throughput(args: argparse.Namespace) -> int:
         from quire.bench.plots import plot_serving
 
         load_name = args.trace.name if args.trace else args.workload or "uniform lengths"
-        plot_serving(done, _title(result, load_name, bench.machine.device), args.plot)
-    _save(args, {**result, **details(done)} if args.save_detailed else result)
+        plot_serving(done, plot_title(result, load_name, bench.machine.device), args.plot)
+    save_result(args, {**result, **details(done)} if args.save_detailed else result)
     return 0
 
 
@@ -143,7 +149,7 @@ def _latency(args: argparse.Namespace) -> int:
     batches: list[dict[str, Any]] = []
     sweeps = len(args.batch_size) > 1
     with Bench(engine_config(args)) as bench, keep_finished(batches) as outcome:
-        conditions = _conditions(args, bench.info)
+        conditions = conditions_of(args, bench.info)
         for size in args.batch_size:
             batches.append(latency(bench, size, *lengths, *rounds, sampling(args)))
             if sweeps:
@@ -156,10 +162,10 @@ def _latency(args: argparse.Namespace) -> int:
         title = f"{args.input_len} tokens in, {args.output_len} out"
         plot_sweep(
             sorted(batches, key=lambda one: one["batch_size"]),
-            _title(conditions, title, bench.machine.device),
+            plot_title(conditions, title, bench.machine.device),
             args.plot,
         )
-    _save(args, {**conditions, **({"batches": batches} if sweeps else batches[0])})
+    save_result(args, {**conditions, **({"batches": batches} if sweeps else batches[0])})
     return outcome.code
 
 
@@ -181,37 +187,6 @@ def _load(args: argparse.Namespace, info: EngineInfo, trace: list[TraceRequest])
         work = uniform(vocab, args.num_prompts or 64, args.input_len, args.output_len)
     times = arrival_times(len(work), args.request_rate, args.burstiness, getattr(args, "seed", 0))
     return OfferedLoad(work, times, args.max_concurrency)
-
-
-def _conditions(args: argparse.Namespace, info: EngineInfo) -> dict[str, Any]:
-    """Return the conditions of the measurement, for the result file."""
-    return {
-        "date": f"{datetime.now():%Y%m%d-%H%M%S}",
-        "backend": "quire",
-        "label": args.label,
-        "model_id": info.model,
-        "tokenizer_id": None,
-        "device": info.device,
-        "dtype": info.dtype,
-        "attention": info.attention,
-        "engine": engine_settings(args),
-        "sampling": sampling(args),
-    }
-
-
-def _title(conditions: dict[str, Any], load: object, device: str) -> str:
-    """Return the title of a plot: model, load, machine and version."""
-    name = None if conditions["device"] == "cpu" else device
-    return f"{conditions['model_id']}, {conditions['dtype']} on {conditions['device']}: {load}\n{machine_line(name)}"
-
-
-def _save(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    from quire.bench.report import result_name, save
-
-    if args.output_json:
-        save(args.output_json, result)
-    if args.save_result:
-        save(args.result_dir / (args.result_filename or result_name(result, args.kind)), result)
 
 
 def _startup(args: argparse.Namespace) -> int:

@@ -68,6 +68,7 @@ MLA = {
     "n_shared_experts": 2,
     "moe_intermediate_size": 24,
 }
+GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
 DEEP_YARN = rope("yarn", factor=8.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.7)
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -136,6 +137,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3",
         {**MLA, **DEEP_YARN, "q_lora_rank": 20, "first_k_dense_replace": 3},
     ),
+    "deepseek-v2": ("DeepseekV2", {**MLA, "first_k_dense_replace": 1}),
+    "deepseek-v2-groups": ("DeepseekV2", {**MLA, **GROUPS, "topk_method": "group_limited_greedy"}),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {**MLA, **GROUPS, **DEEP_YARN, "q_lora_rank": 20, "first_k_dense_replace": 1},
+    ),
+    "deepseek-v3-no-groups": ("DeepseekV3", {**MLA, "n_group": 1, "topk_group": 1, "norm_topk_prob": False}),
     "deepseek-v3-dense-halves": ("DeepseekV3", {**MLA, "rope_interleave": False, "first_k_dense_replace": 3}),
     "gpt2": (
         "GPT2",
@@ -173,6 +181,9 @@ def make_reference(case: str, folder: Path, **save: Any) -> Any:
                 parameter.copy_(centre + 0.3 * torch.randn_like(parameter))
             elif "router" in key or key.endswith("gate.weight"):
                 parameter.copy_(0.3 * torch.randn_like(parameter))
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
     model.save_pretrained(folder, **save)
     return model
 
@@ -209,7 +220,7 @@ def test_logits_and_greedy_tokens(case: str, tmp_path: Path) -> None:
     check(make_reference(case, tmp_path), tmp_path)
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen3-moe", "gpt2"])
+@pytest.mark.parametrize("case", ["llama", "qwen3-moe", "gpt2", "deepseek-v3"])
 def test_sharded(case: str, tmp_path: Path) -> None:
     model = make_reference(case, tmp_path, max_shard_size="30KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
@@ -307,10 +318,10 @@ DEFAULTS: dict[str, Any] = {
     "sliding_window": lambda s: next(iter(set(s.windows) - {None}), None),
     "attention_bias": lambda s: s.o_bias,
     "mlp_bias": lambda s: s.mlp_bias,
-    "num_local_experts": lambda s: s.moe.num_experts,
-    "num_experts_per_tok": lambda s: s.moe.top_k,
+    "num_local_experts": lambda s: s.moe.routing.num_experts,
+    "num_experts_per_tok": lambda s: s.moe.routing.top_k,
     "moe_intermediate_size": lambda s: s.moe.intermediate_size,
-    "norm_topk_prob": lambda s: s.moe.norm_topk,
+    "norm_topk_prob": lambda s: s.moe.routing.renormalise,
     "final_logit_softcapping": lambda s: s.final_soft_cap,
     "query_pre_attn_scalar": lambda s: round(s.query_scale**-2),
 }

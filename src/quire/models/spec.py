@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.layers.rope_params import RopeParams
+from quire.layers.routing_params import Routing
 from quire.types import KVLayout, KVTensor, ModelError
 
 
@@ -18,11 +19,11 @@ from quire.types import KVLayout, KVTensor, ModelError
 class MoESpec:
     """The expert layers of a mixture-of-experts model."""
 
-    num_experts: int
-    top_k: int
-    intermediate_size: int
-    norm_topk: bool  # whether the weights of a token's experts are scaled to sum to 1
+    routing: Routing
+    intermediate_size: int  # width of one routed expert
     sparse: tuple[bool, ...]  # by layer: whether it has experts instead of one MLP
+    shared_size: int = 0  # width of the shared experts together; 0: there are none
+    shared_gate: bool = False  # whether the output of the shared experts is multiplied by a gate per token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,9 +33,7 @@ class LatentSpec:
     A token's keys and values, of all heads, are linear functions of one latent vector and one rotated key.
     """
 
-    query_rank: (
-        int | None
-    )  # width of the latent that queries are projected from; None: straight from the input
+    query_rank: int | None  # width of the latent of queries; None: they are projected from the input
     rank: int  # width of the latent
     content_dim: int  # of a head's query and key, without the rotated part
     rotary_dim: int  # of the rotated part; all heads share that of the key
@@ -90,6 +89,7 @@ class ModelSpec:
     embedding_scale: float | None = None
     moe: MoESpec | None = None
     latent: LatentSpec | None = None  # None: keys and values of each head
+    extra_layers: int = 0  # layers of the checkpoint behind the last one, for drafts; they are not loaded
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     quantization: str | None = None  # packed format of the weights; None: plain numbers
@@ -147,9 +147,9 @@ class ModelSpec:
         total = self.num_layers * attention
         for sparse in self.layer_is_sparse:
             if sparse and self.moe:
-                total += self.moe.num_experts * (
-                    gated * self.hidden_size * self.moe.intermediate_size + self.hidden_size
-                )
+                widths = self.moe.routing.num_experts * self.moe.intermediate_size + self.moe.shared_size
+                routers = self.moe.routing.num_experts + self.moe.shared_gate
+                total += self.hidden_size * (gated * widths + routers)
             else:
                 total += gated * self.hidden_size * self.intermediate_size
         positions = self.num_positions * self.hidden_size

@@ -4,24 +4,95 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
+from quire.files.reading import shown
+from quire.layers.routing_params import Routing
 from quire.models.config.keys import ConfigKeys
 from quire.models.config.parts import decoder_spec
-from quire.models.spec import LatentSpec, ModelSpec
+from quire.models.spec import LatentSpec, ModelSpec, MoESpec
 from quire.types import ModelError
 
 
 def parse_deepseek_v2(name: str, keys: ConfigKeys) -> ModelSpec:
-    """Parse a DeepSeek-V2 config."""
-    return _deepseek(name, keys, has_halves=False)
+    """Parse a DeepSeek-V2 config: experts are chosen by a softmax, in the best groups if there are groups."""
+    _require(name, keys, "scoring_func", "softmax")
+    method = keys.text("topk_method", default="greedy")
+    if method not in ("greedy", "group_limited_greedy"):
+        raise ModelError(f"{name} with topk_method {shown(method)} is not supported")
+    if keys.flag("norm_topk_prob"):
+        raise ModelError(f"{name} with norm_topk_prob is not supported")
+    groups = _groups(keys) if method == "group_limited_greedy" else {}
+    moe = _experts(name, keys, first_dense=0, shared=2, width=1407, scale=1.0, **groups)
+    return _latent_spec(name, keys, moe, interleaved=True)
 
 
 def parse_deepseek_v3(name: str, keys: ConfigKeys) -> ModelSpec:
-    """Parse a config of DeepSeek-V3, R1 or Kimi-K2."""
-    return _deepseek(name, keys, has_halves=not keys.flag("rope_interleave", default=True))
+    """Parse a config of DeepSeek-V3, R1 or Kimi-K2: experts are chosen by sigmoids with a correction."""
+    _require(name, keys, "scoring_func", "sigmoid")
+    _require(name, keys, "topk_method", "noaux_tc")
+    moe = _experts(
+        name,
+        keys,
+        first_dense=3,
+        shared=1,
+        width=2048,
+        scale=2.5,
+        scores="sigmoid",
+        correction=True,
+        renormalise=keys.flag("norm_topk_prob", default=True),
+        **_groups(keys, 8, 4),
+        group_score="two_largest",
+    )
+    return _latent_spec(name, keys, moe, interleaved=keys.flag("rope_interleave", default=True))
 
 
-def _deepseek(name: str, keys: ConfigKeys, has_halves: bool) -> ModelSpec:
+def _require(name: str, keys: ConfigKeys, field: str, value: str) -> None:
+    """Raise ModelError if the config has another value than the only one that this architecture has."""
+    if (found := keys.text(field, default=value)) != value:
+        raise ModelError(f"{name} with {field} {shown(found)} is not supported")
+
+
+def _experts(
+    name: str, keys: ConfigKeys, *, first_dense: int, shared: int, width: int, scale: float, **rule: Any
+) -> MoESpec | None:
+    """Parse the expert layers; None if all layers are dense. The numbers are defaults of transformers."""
+    layers = keys.integer("num_hidden_layers")
+    dense = keys.integer("first_k_dense_replace", default=first_dense, minimum=0)
+    if dense >= layers:
+        return None
+    if (every := keys.integer("moe_layer_freq", default=1)) != 1:
+        raise ModelError(f"{name} with moe_layer_freq {every} is not supported")
+    experts = keys.integer("n_routed_experts", "num_local_experts", default=64 if shared == 2 else 256)
+    top_k = keys.integer("num_experts_per_tok", default=8)
+    groups, top_groups = rule.get("groups", 1), rule.get("top_groups", 1)
+    if experts % groups:
+        raise keys.refuse("n_group", f"a divisor of n_routed_experts {experts}", groups)
+    if top_groups > groups:
+        raise keys.refuse("topk_group", f"at most n_group {groups}", top_groups)
+    if top_k > (most := experts // groups * top_groups):
+        raise keys.refuse("num_experts_per_tok", f"at most the {most} experts of a token's groups", top_k)
+    width = keys.integer("moe_intermediate_size", default=width)
+    none = keys.has("n_shared_experts") and keys.get("n_shared_experts", default=None) is None
+    count = 0 if none else keys.integer("n_shared_experts", default=shared, minimum=0)
+    scale = keys.number("routed_scaling_factor", default=scale)
+    return MoESpec(
+        routing=Routing(num_experts=experts, top_k=top_k, scale=scale, **rule),
+        intermediate_size=width,
+        sparse=tuple(i >= dense for i in range(layers)),
+        shared_size=count * width,
+    )
+
+
+def _groups(keys: ConfigKeys, groups: int = 1, top_groups: int = 1) -> dict[str, int]:
+    """Parse the groups of experts; the numbers are the defaults."""
+    return {
+        "groups": keys.integer("n_group", default=groups),
+        "top_groups": keys.integer("topk_group", default=top_groups),
+    }
+
+
+def _latent_spec(name: str, keys: ConfigKeys, moe: MoESpec | None, interleaved: bool) -> ModelSpec:
     if keys.flag("attention_bias"):
         raise ModelError(f"{name} with attention_bias is not supported")
     latent = LatentSpec(
@@ -33,15 +104,16 @@ def _deepseek(name: str, keys: ConfigKeys, has_halves: bool) -> ModelSpec:
         content_dim=keys.integer("qk_nope_head_dim", default=128),
         rotary_dim=keys.integer("qk_rope_head_dim", default=64),
         value_dim=keys.integer("v_head_dim", default=128),
-        interleaved=not has_halves,
+        interleaved=interleaved,
     )
     if latent.rotary_dim % 2:
         raise keys.refuse("qk_rope_head_dim", "even, because pairs are rotated", latent.rotary_dim)
     heads, head_dim = keys.integer("num_attention_heads"), latent.content_dim + latent.rotary_dim
     # head_dim and num_key_value_heads describe no tensor of these models, whatever a config says.
     keys = ConfigKeys({**keys.config, "head_dim": head_dim, "num_key_value_heads": heads}, keys.where)
-    spec = decoder_spec(name, "deepseek", keys, query_scale=head_dim**-0.5 * _score_factor(keys))
-    return replace(spec, latent=latent)
+    spec = decoder_spec(name, "deepseek", keys, query_scale=head_dim**-0.5 * _score_factor(keys), moe=moe)
+    extra = keys.integer("num_nextn_predict_layers", default=0, minimum=0)
+    return replace(spec, latent=latent, extra_layers=extra)
 
 
 def _score_factor(keys: ConfigKeys) -> float:

@@ -15,6 +15,7 @@ import torch
 from whole import greedy, last_logits, load_model, logits_of, whole_batch
 
 from quire.models.spec import ModelSpec
+from quire.types import ModelError
 
 transformers = pytest.importorskip("transformers", reason="transformers makes the reference models")
 torch.set_num_threads(1)
@@ -239,6 +240,20 @@ def test_old_spellings_of_config(tmp_path: Path) -> None:
     check(model, tmp_path, count=2)
 
 
+def test_layers_for_drafts_are_not_loaded(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = make_reference("deepseek-v3", tmp_path)
+    file = tmp_path / "model.safetensors"
+    extra = {"model.layers.3.eh_proj.weight": torch.ones(48, 96), "model.layers.3.enorm.weight": torch.ones(48)}
+    save_file({**load_file(file), **extra}, file)
+    check(model, tmp_path, count=2)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    with pytest.raises(ModelError, match=r"layers\.3\.eh_proj"):
+        load_model(tmp_path)
+
+
 def test_gpt2_without_prefix(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
@@ -285,7 +300,8 @@ def test_float16_runs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "Gemma3Text", "GPT2"]
+    "name",
+    ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "Gemma3Text", "GPT2", "DeepseekV3"],
 )
 @pytest.mark.parametrize("tied", [True, False])
 def test_models_without_a_head(tmp_path: Path, name: str, tied: bool) -> None:
@@ -295,6 +311,9 @@ def test_models_without_a_head(tmp_path: Path, name: str, tied: bool) -> None:
     settings = {**(base if name == "GPT2" else BASE), "tie_word_embeddings": tied}
     if name == "Gemma3Text":
         settings |= GEMMA
+    if name == "DeepseekV3":
+        settings |= {**MLA, **GROUPS}
+        del settings["head_dim"]
     config = getattr(transformers, name + "Config")(**settings)
     torch.manual_seed(3)
     model = getattr(transformers, name + "Model")(config).eval()

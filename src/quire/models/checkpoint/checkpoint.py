@@ -100,7 +100,13 @@ def open_checkpoint(
         return GGUFCheckpoint(path, spec)
     # On a CPU, weights are packed right after reading, so there is nothing to overlap with a reader.
     reader = Reader(device) if device.type == "cuda" else None
-    return SafetensorsCheckpoint(path, spec.tie_embeddings, reader)
+    return SafetensorsCheckpoint(path, spec.tie_embeddings, reader, _extra_layers(spec))
+
+
+def _extra_layers(spec: ModelSpec) -> re.Pattern[str] | None:
+    """Return a pattern of the names of layers behind the last one, which Quire does not load; None if there are none."""
+    numbers = "|".join(str(spec.num_layers + i) for i in range(spec.extra_layers))
+    return re.compile(rf"^(model\.)?layers\.({numbers})\.") if numbers else None
 
 
 # --------------------------------------------------------------------------------------- safetensors
@@ -109,7 +115,10 @@ def open_checkpoint(
 class SafetensorsCheckpoint(Checkpoint):
     """One safetensors file, or the shards listed in an index. Without a `reader`, copies are synchronous."""
 
-    def __init__(self, folder: Path, tied: bool, reader: Reader | None = None) -> None:
+    def __init__(
+        self, folder: Path, tied: bool, reader: Reader | None = None, skipped: re.Pattern[str] | None = None
+    ) -> None:
+        """Open the files; tensors whose names match `skipped` need not be loaded."""
         self.files: dict[Path, Any] = {}
         self.where: dict[str, Path] = {}
         self.offsets: dict[str, int] = {}  # first byte of a tensor in its file, for the reader
@@ -124,7 +133,7 @@ class SafetensorsCheckpoint(Checkpoint):
                 self.where[name] = file
             if reader:
                 self.offsets |= _offsets(file)
-        self.unread.update(self.where)
+        self.unread.update(name for name in self.where if not (skipped and skipped.search(name)))
 
     def has(self, name: str) -> bool:
         return name in self.where

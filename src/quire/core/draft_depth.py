@@ -24,6 +24,7 @@ _REQUEST_SMOOTHING = 0.08  # weight of the newest row in the acceptance of a req
 _MARGIN = 1.15  # by which a draft must exceed the price, because the acceptance is measured on few rows
 _STEP_SMOOTHING = 0.1  # weight of the newest step in step times
 _FIRST_PRICE = 0.02  # per request in the batch, until steps with and without drafts have been timed
+_FIRST_PROBE_STEPS = 8  # the same until both have been timed
 _PROBE_STEPS = 64  # steps between two that run the other way, so that both times stay measured
 
 
@@ -116,7 +117,6 @@ class AdaptiveDepth:
     def __init__(self, most: int) -> None:
         self.most = most
         self._times: dict[int, _StepTimes] = {}
-        self._since_probe = 0
 
     def start(self, request: Request) -> None:
         request.acceptance = _PRIOR
@@ -132,17 +132,13 @@ class AdaptiveDepth:
             return
         times = self._times.setdefault(len(rows).bit_length(), _StepTimes())
         times.add(record.took_s, len(rows), record.drafts, record.generated)
-        price = times.price(len(rows))
-        probes = self._probes()
-        for request in rows:
-            if not can_draft(request):
-                continue
-            depth = best_depth(request.acceptance, _MARGIN * price, self.most)
-            request.drafts = (0 if depth else 1) if probes else depth
-
-    def _probes(self) -> bool:
-        self._since_probe = (self._since_probe + 1) % _PROBE_STEPS
-        return self._since_probe == 0
+        price = _MARGIN * times.price(len(rows))
+        drafting = [request for request in rows if can_draft(request)]
+        depths = [best_depth(request.acceptance, price, self.most) for request in drafting]
+        if times.is_probe_due():
+            depths = [0 if any(depths) else 1] * len(depths)
+        for request, depth in zip(drafting, depths):
+            request.drafts = depth
 
 
 class _StepTimes:
@@ -151,9 +147,11 @@ class _StepTimes:
     def __init__(self) -> None:
         self._plain_s = self._plain_rows = 0.0
         self._drafted_s = self._drafts = self._tokens = 0.0
+        self._steps = 0
 
     def add(self, took_s: float, rows: int, drafts: int, tokens: int) -> None:
         """Add a step. The first step of a kind may compile kernels, so a much shorter one replaces the figures."""
+        self._steps += 1
         if drafts:
             by = _weight(took_s, self._drafted_s)
             self._drafted_s += by * (took_s - self._drafted_s)
@@ -163,6 +161,11 @@ class _StepTimes:
             by = _weight(took_s, self._plain_s)
             self._plain_s += by * (took_s - self._plain_s)
             self._plain_rows += by * (rows - self._plain_rows)
+
+    def is_probe_due(self) -> bool:
+        """Return whether the next step should run the other way, with drafts or without."""
+        is_timed = self._plain_s and self._drafted_s
+        return self._steps % (_PROBE_STEPS if is_timed else _FIRST_PROBE_STEPS) == 0
 
     def price(self, rows: int) -> float:
         """Return the price of a draft token, or a guess until both kinds of steps have been timed."""

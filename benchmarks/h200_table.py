@@ -33,7 +33,7 @@ from quire.bench.machine import measure
 from quire.bench.metrics import limits, serving
 from quire.bench.report import save
 from quire.bench.startup import start_up
-from quire.build import pick_device
+from quire.rank import pick_device
 
 LLAMA32_3B = {
     **TWO_SHAPES["Llama-3.1-8B"], "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,

@@ -21,7 +21,6 @@ from quire.bench.energy import energy_meter
 from quire.bench.load.workloads import Workload
 from quire.bench.machine import measure
 from quire.bench.run import Run, ServedRequest
-from quire.build import build_engine, pick_device, pick_dtype
 from quire.config import EngineConfig
 from quire.core.steplog import StepRecord
 from quire.frontend.client.base import InProcessClient
@@ -29,7 +28,9 @@ from quire.frontend.location import locate_model
 from quire.frontend.output import OutputAssembler, RequestState
 from quire.frontend.processor import InputProcessor
 from quire.frontend.tokenizer.tokenizer import NoTokenizer
+from quire.host import build_engine
 from quire.models.config.load import load_spec
+from quire.rank import pick_device, pick_dtype
 from quire.types import ConfigError, EngineInfo, EngineOutput, SamplingParams
 
 _POLL_S = 1.0

@@ -101,6 +101,22 @@ def print_batch(found: dict[str, Any], first: bool) -> None:
     )
 
 
+def print_workload(found: dict[str, Any], first: bool) -> None:
+    """Print the line of one of several workloads, after the heading if it is the first."""
+    if first:
+        print(
+            f"{'workload':<21}{'requests':>9}{'seconds':>9}{'req/s':>8}{'out tok/s':>11}{'TTFT ms':>10}{'P99':>10}"
+            f"{'ITL ms':>9}{'P99':>9}{'cached':>9}"
+        )
+    itl, late = found["median_itl_ms"] or 0.0, found["p99_itl_ms"] or 0.0
+    print(
+        f"{found['workload']:<21}{found['completed']:>9}{found['duration']:>9.2f}{found['request_throughput']:>8.2f}"
+        f"{found['output_throughput']:>11.1f}{found['median_ttft_ms']:>10.2f}{found['p99_ttft_ms']:>10.2f}"
+        f"{itl:>9.2f}{late:>9.2f}{found['cached_tokens']:>9}",
+        flush=True,
+    )
+
+
 def print_users(found: dict[str, Any], first: bool) -> None:
     """Print the line of one number of users, after the heading if it is the first."""
     if first:

@@ -245,7 +245,10 @@ def test_layers_for_drafts_are_not_loaded(tmp_path: Path) -> None:
 
     model = make_reference("deepseek-v3", tmp_path)
     file = tmp_path / "model.safetensors"
-    extra = {"model.layers.3.eh_proj.weight": torch.ones(48, 96), "model.layers.3.enorm.weight": torch.ones(48)}
+    extra = {
+        "model.layers.3.eh_proj.weight": torch.ones(48, 96),
+        "model.layers.3.enorm.weight": torch.ones(48),
+    }
     save_file({**load_file(file), **extra}, file)
     check(model, tmp_path, count=2)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -19,6 +19,7 @@ from quire.kernels.attention.tile import MASKED, Tile, load_rows, pad, score_fac
 from quire.kernels.jit import kernel
 from quire.kernels.target import Target, target_of
 
+SWAP = False
 _HEADS = 8  # heads that a program of the rotation handles
 _MAX_SPLITS = 64
 _SPARE_BYTES = 4096  # of shared memory, for reductions and block numbers
@@ -156,6 +157,31 @@ def _attend_entries(
     return acc, total, new_top
 
 
+@triton.jit
+def _attend_entries_swapped(
+    acc, total, top, q, q_rotary, query_pos, low_pos, start, end, blocks, table, scale, block_stride, token_stride,
+    RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROTARY: tl.constexpr, ROTARY_PAD: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Do the same as `_attend_entries` with all matrices transposed: q [RANK, ROWS], acc [RANK, ROWS]."""
+    pos = start + tl.arange(0, BLOCK_N)
+    there = tl.minimum(pos, end - 1)
+    block = tl.load(table + there // BLOCK_SIZE)
+    offsets = block.to(tl.int64) * block_stride + there % BLOCK_SIZE * token_stride
+    latent = load_rows(blocks, offsets, RANK, RANK_PAD)
+    rotary = load_rows(blocks + RANK, offsets, ROTARY, ROTARY_PAD)
+    scores = tl.dot(latent, q, input_precision="ieee")
+    scores = tl.dot(rotary, q_rotary, scores, input_precision="ieee")
+    if start + BLOCK_N - 1 > low_pos:
+        scores = tl.where(pos[:, None] <= query_pos[None, :], scores, MASKED)
+    new_top = tl.maximum(top, tl.max(scores, 0) * scale)
+    p = tl.exp2(scores * scale - new_top[None, :])
+    shrink = tl.exp2(top - new_top)
+    total = total * shrink + tl.sum(p, 0)
+    acc = tl.dot(tl.trans(latent), p.to(latent.dtype), acc * shrink[None, :], input_precision="ieee")
+    return acc, total, new_top
+
+
 @kernel
 def _latent_kernel(
     q, blocks, out, sums, stats, seq_lens, query_start, table, slots, tiles,
@@ -163,7 +189,7 @@ def _latent_kernel(
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROTARY: tl.constexpr, ROTARY_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    LISTED: tl.constexpr, ONES: tl.constexpr, SPLIT: tl.constexpr, PDL: tl.constexpr,
+    LISTED: tl.constexpr, ONES: tl.constexpr, SPLIT: tl.constexpr, SWAP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (parts of the heads, tiles or rows, splits). A program handles TOKENS tokens, each with GROUP heads.
 
@@ -205,15 +231,25 @@ def _latent_kernel(
     q_tile = load_rows(q, q_offsets, RANK, RANK_PAD)
     q_rotary = load_rows(q + RANK, q_offsets, ROTARY, ROTARY_PAD)
 
-    acc = tl.zeros([ROWS, RANK_PAD], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], MASKED, tl.float32)
     row_table = table + slot.to(tl.int64) * table_row
-    for start in range(begin, end, BLOCK_N):
-        acc, total, top = _attend_entries(
-            acc, total, top, q_tile, q_rotary, query_pos, old + tile, start, end, blocks, row_table, scale,
-            block_stride, token_stride, RANK, RANK_PAD, ROTARY, ROTARY_PAD, BLOCK_SIZE, BLOCK_N,
-        )  # fmt: skip
+    if SWAP:
+        acc = tl.zeros([RANK_PAD, ROWS], tl.float32)
+        q_tile, q_rotary = tl.trans(q_tile), tl.trans(q_rotary)
+        for start in range(begin, end, BLOCK_N):
+            acc, total, top = _attend_entries_swapped(
+                acc, total, top, q_tile, q_rotary, query_pos, old + tile, start, end, blocks, row_table, scale,
+                block_stride, token_stride, RANK, RANK_PAD, ROTARY, ROTARY_PAD, BLOCK_SIZE, BLOCK_N,
+            )  # fmt: skip
+        acc = tl.trans(acc)
+    else:
+        acc = tl.zeros([ROWS, RANK_PAD], tl.float32)
+        for start in range(begin, end, BLOCK_N):
+            acc, total, top = _attend_entries(
+                acc, total, top, q_tile, q_rotary, query_pos, old + tile, start, end, blocks, row_table, scale,
+                block_stride, token_stride, RANK, RANK_PAD, ROTARY, ROTARY_PAD, BLOCK_SIZE, BLOCK_N,
+            )  # fmt: skip
 
     dim = tl.arange(0, RANK_PAD)
     mask = valid[:, None] & (dim < RANK)[None, :]
@@ -324,7 +360,7 @@ def _launch(
         blocks.stride(0), blocks.stride(1), table.stride(0), score_factors(scale, None)[0], splits,
         NUM_HEADS=heads, GROUP=group, TOKENS=tokens, ROWS=tile.rows,
         RANK=rank, RANK_PAD=pad(rank), ROTARY=dim - rank, ROTARY_PAD=pad(dim - rank),
-        BLOCK_SIZE=blocks.shape[1], BLOCK_N=tile.keys, LISTED=listed, ONES=ones, SPLIT=splits > 1,
+        BLOCK_SIZE=blocks.shape[1], BLOCK_N=tile.keys, LISTED=listed, ONES=ones, SPLIT=splits > 1, SWAP=SWAP,
         PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
     )  # fmt: skip
 

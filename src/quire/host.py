@@ -75,7 +75,8 @@ def _build(rank: Rank, path: Path, clock: _PhaseClock) -> tuple[Engine, EngineIn
         max_model_len=size.max_model_len,
         executor=LocalExecutor(rank.runner, rank.guard),
         grammar=pick_grammar(config, path, rank.spec.vocab_size),
-        shares_prefix=config.shared_prefix and rank.backend.reads_shared,
+        # The kernels of latent attention do not read shared blocks once.
+        shares_prefix=config.shared_prefix and rank.backend.reads_shared and rank.spec.latent is None,
     )
     _freeze_garbage()
     clock.end("warm_up")

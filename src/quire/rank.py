@@ -287,9 +287,15 @@ def pick_attention(
     # Imported here: an installation for CPUs has no Triton.
     from quire.attention.triton import TritonAttention
 
-    target, group = target_of(device), spec.num_heads // spec.num_kv_heads
-    if not TritonAttention.fits(spec.head_dim, dtype.itemsize, group, target):
-        fault = f"{dtype.itemsize * 8}-bit heads of {spec.head_dim} need more shared memory than {target} has"
+    target, latent = target_of(device), spec.latent
+    if latent:
+        width = latent.stored_dim
+        fits = TritonAttention.fits_latent(spec.num_heads, width, dtype.itemsize, target)
+    else:
+        width = spec.head_dim
+        fits = TritonAttention.fits(width, dtype.itemsize, spec.num_heads // spec.num_kv_heads, target)
+    if not fits:
+        fault = f"{dtype.itemsize * 8}-bit heads of {width} need more shared memory than {target} has"
         if name == "triton":
             raise ConfigError(f"attention triton cannot run: {fault}; use attention reference")
         log.warning("using attention reference, which is slower: %s", fault)

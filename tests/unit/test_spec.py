@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -36,6 +37,7 @@ hf/mistralai--Mixtral-8x7B-v0.1_config: moe 32 4096 32 8 128 14336 32000 32768 0
 hf/mistralai--Mixtral-8x22B-v0.1_config: moe 56 6144 48 8 128 16384 32000 65536 0 default 1e6
 presets/Mixtral-8x7B-v0.1: moe 32 4096 32 8 128 14336 32000 32768 0 default 1e6
 presets/gemma3_1b_it: gemma3 26 1152 4 1 256 6912 262144 32768 1 default 1e6
+presets/deepseek_v2_lite: deepseek 27 2048 16 16 192 10944 102400 163840 0 yarn 1e4
 presets/gpt2: gpt2 12 768 12 12 64 3072 50257 1024 1 - 0
 presets/gpt2_medium: gpt2 24 1024 16 16 64 4096 50257 1024 1 - 0
 presets/llama3_1_8b: llama 32 4096 32 8 128 14336 128256 131072 0 llama3 5e5
@@ -58,16 +60,15 @@ presets/tinyllama_1b_chat_v1.0: llama 22 2048 32 4 64 5632 32000 2048 0 default 
 """
 TABLE = dict(line.split(": ") for line in EXPECTED.strip().splitlines())
 REFUSED = {
-    "hf/deepseek-ai--DeepSeek-R1_config": "DeepseekV3ForCausalLM",
-    "hf/deepseek-ai--DeepSeek-V3_config": "DeepseekV3ForCausalLM",
     "hf/openai--gpt-oss-120b_config": "GptOssForCausalLM",
     "hf/openai--gpt-oss-20b_config": "GptOssForCausalLM",
     "presets/deepseek": "DeepseekForCausalLM",
-    "presets/deepseek_v2_lite": "DeepseekV2ForCausalLM",
     "presets/gemma2_2b": "Gemma2ForCausalLM",
     "presets/qwen2moe": "Qwen2MoeForCausalLM",
 }
 PACKED = {
+    "hf/deepseek-ai--DeepSeek-R1_config": "quant_method fp8",
+    "hf/deepseek-ai--DeepSeek-V3_config": "quant_method fp8",
     "hf/Qwen--Qwen3-235B-A22B-FP8_config": "quant_method fp8",
     "hf/Qwen--Qwen3-30B-A3B-FP8_config": "quant_method fp8",
     "hf/Qwen--Qwen3-32B-FP8_config": "quant_method fp8",
@@ -112,9 +113,43 @@ def test_unsupported(name: str) -> None:
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_weights_are_named_but_refused(name: str) -> None:
     spec = ModelSpec.from_config(read(name))
-    assert spec.num_kv_heads in (4, 8)
+    assert spec.num_kv_heads in (4, 8, 128)
     with pytest.raises(ModelError, match=PACKED[name]):
         spec.check_quantization()
+
+
+@needs_configs
+@pytest.mark.parametrize(
+    "name, billions, layers",
+    [("presets/deepseek_v2_lite", 15.7, 27), ("hf/deepseek-ai--DeepSeek-V3_config", 671.0, 61)],
+)
+def test_deepseek(name: str, billions: float, layers: int) -> None:
+    spec = ModelSpec.from_config(read(name))
+    assert spec.num_parameters / 1e9 == pytest.approx(billions, rel=0.005)
+    assert sum(layout.token_bytes for layout in spec.kv_layouts("bfloat16")) == 576 * 2 * layers
+    assert spec.latent and spec.moe and (spec.latent.query_rank is None) == (layers == 27)
+    assert spec.moe.sparse.index(True) == (1 if layers == 27 else 3)
+    assert spec.moe.shared_size == (2816 if layers == 27 else 2048)
+    scale = 0.1 * (0.707 if layers == 27 else 1.0) * math.log(40) + 1
+    assert spec.query_scale == pytest.approx(192**-0.5 * scale**2)
+    assert spec.rope and spec.rope.attention_factor == 1.0 and spec.rotary_dim == 64
+    with pytest.raises(ModelError, match="moe_layer_freq 2 is not supported"):
+        ModelSpec.from_config({**read(name), "moe_layer_freq": 2})
+    with pytest.raises(ModelError, match="num_experts_per_tok must be at most"):
+        ModelSpec.from_config({**read(name), "num_experts_per_tok": 300})
+
+
+@needs_configs
+def test_kimi_k2_is_deepseek_v3_with_other_numbers() -> None:
+    config = read("hf/deepseek-ai--DeepSeek-V3_config")
+    sizes = {
+        "architectures": ["DeepseekV3ForCausalLM"], "model_type": "kimi_k2", "num_attention_heads": 64, "n_group": 1,
+        "topk_group": 1, "n_routed_experts": 384, "vocab_size": 163840, "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.827, "num_nextn_predict_layers": 0, "rope_theta": 50000.0,
+    }  # fmt: skip
+    spec = ModelSpec.from_config({**config, **sizes})
+    assert spec.num_parameters / 1e12 == pytest.approx(1.026, rel=0.01)
+    assert spec == ModelSpec.from_config({**config, **sizes, "architectures": ["DeepseekV3ForCausalLM"]})
 
 
 @needs_configs

@@ -64,14 +64,24 @@ class SkippedRung:
 
 
 class Ladder:
-    """The rungs over one model. Two engines are alive at a time."""
+    """The rungs over one model. Two engines are alive at a time.
 
-    def __init__(self, base: EngineConfig, machine: Machine, is_full: bool, on_gpu: bool) -> None:
+    Args:
+        base: settings that the rungs do not choose.
+        machine: its limits, which no figure of the ladder uses.
+        is_full: real sizes instead of those for a small model on a CPU.
+        on_gpu: whether the engines run on a GPU.
+        repeats: pairs of runs per rung.
+    """
+
+    def __init__(
+        self, base: EngineConfig, machine: Machine, is_full: bool, on_gpu: bool, repeats: int = _REPEATS
+    ) -> None:
         spec = load_spec(locate_model(base.model, base.revision).path)
         longest = min(base.max_model_len or _MAX_LEN[is_full], spec.max_model_len)
         self.scale = LadderScale(longest, min(spec.vocab_size, MAX_RANDOM_ID), is_full, on_gpu)
         self._base = replace(base, max_model_len=longest, skip_tokenizer_init=True)
-        self._machine = machine
+        self._machine, self._repeats = machine, repeats
         self._context_bytes: int | None = None  # of the KV cache; known from the first rung that has one
 
     def climb(self) -> Iterator[RungResult | SkippedRung]:
@@ -110,7 +120,7 @@ class Ladder:
             self._run(rung, one, seed=-1)
         runs: list[list[dict[str, float | None]]] = [[] for _ in engines]
         peak = 0
-        for repeat in range(_REPEATS):
+        for repeat in range(self._repeats):
             # In turns, so that whatever else the machine does meets both.
             order = range(len(engines)) if repeat % 2 == 0 else reversed(range(len(engines)))
             for place in order:

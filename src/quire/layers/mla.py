@@ -85,7 +85,7 @@ class LatentExpansion:
     ) -> None:
         """Load the weight `name`; `heads` counts those of all ranks."""
         width = content_dim + value_dim
-        part = env.parallel.cut(heads * width)
+        part = env.parallel.cut(heads * width, heads)
         weight = torch.empty(part.stop - part.start, rank, device=env.device, dtype=env.dtype)
         env.weights.copy_into(weight, name + ".weight", (heads * width, rank), part)
         weight = weight.view(-1, width, rank)

@@ -26,9 +26,17 @@ class LatentSelfAttention:
         self.head_dims = [latent.content_dim, latent.rotary_dim]
         heads, query_rank, rank = spec.num_heads, latent.query_rank, latent.rank
         queries = heads * spec.head_dim
-        self.sizes = [queries if query_rank is None else query_rank, latent.stored_dim]
-        names = [prefix + ("q_proj" if query_rank is None else "q_a_proj"), prefix + "kv_a_proj_with_mqa"]
-        self.down = NormedLayer(norm, Linear(env, names, spec.hidden_size, self.sizes))
+        names, sizes, units = (
+            ["q_a_proj", "kv_a_proj_with_mqa"],
+            [query_rank or queries, latent.stored_dim],
+            [1, 1],
+        )
+        if query_rank is None:
+            names[0], units[0] = "q_proj", heads
+        names = [prefix + name for name in names]
+        # Latents are the same on all ranks, so each computes them whole.
+        self.down = NormedLayer(norm, Linear(env, names, spec.hidden_size, sizes, cut="rows", units=units))
+        self.sizes = [size // unit * env.parallel.share(unit) for size, unit in zip(sizes, units)]
         self.up = None  # from the latent of a query to its heads
         if query_rank is not None:
             up = Linear(env, prefix + "q_b_proj", query_rank, queries, cut="rows")
@@ -40,7 +48,7 @@ class LatentSelfAttention:
         self.attention = LatentAttention(
             env,
             index,
-            heads // env.parallel.size,
+            env.parallel.share(heads),
             spec.kv_layout(index, env.dtype_name, env.parallel.size),
             rank,
             spec.query_scale,

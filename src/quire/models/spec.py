@@ -116,11 +116,12 @@ class ModelSpec:
         Args:
             index: index of the layer.
             dtype: name of the dtype of KV entries.
-            ranks: number of ranks that share the KV heads.
+            ranks: number of ranks that share the KV heads. With more ranks than heads, several keep the same one.
         """
         if self.latent:  # all heads share it, so each rank has the whole
             return KVLayout((KVTensor(1, self.latent.stored_dim, dtype),))
-        return KVLayout.keys_and_values(self.num_kv_heads // ranks, self.head_dim, dtype, self.windows[index])
+        heads = max(self.num_kv_heads // ranks, 1)
+        return KVLayout.keys_and_values(heads, self.head_dim, dtype, self.windows[index])
 
     def kv_layouts(self, dtype: str, ranks: int = 1) -> tuple[KVLayout, ...]:
         """Return the layouts of all layers, by index."""

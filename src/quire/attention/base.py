@@ -99,11 +99,15 @@ class LatentLayer(KVLayer, Protocol):
     dim: int
     rank: int
     scale: float
-    norm: LatentNorm
     interleaved: bool  # rotation turns neighbouring pairs of dimensions, not halves
 
+    @property
+    def norm(self) -> LatentNorm:
+        """The norm of latents."""
+        ...
+
     def prepare(
-        self, q: torch.Tensor, rotary: torch.Tensor, entries: torch.Tensor, angles: Angles
+        self, q: torch.Tensor, rotary: torch.Tensor, entries: torch.Tensor, angles: Any
     ) -> torch.Tensor:
         """Complete the queries and return the entries to store, in plain PyTorch.
 
@@ -111,7 +115,7 @@ class LatentLayer(KVLayer, Protocol):
             q: [tokens, heads, dim]; the rotated `rotary` is written behind the first `rank` numbers.
             rotary: [tokens, heads, dim - rank].
             entries: [tokens, dim], not yet normed and rotated.
-            angles: the step's rotation.
+            angles: the argument of `forward_latent`.
         """
         ...
 

@@ -163,11 +163,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the results to this file")
     args = parser.parse_args()
     if args.sweep:
-        compile_all([LatentWork(16, 2, 128), LatentWork(128, 2, 128), LatentWork(16, 2, 128, True)])
+        compile_all([LatentWork(16, 2, 4096), LatentWork(128, 2, 4096), LatentWork(16, 2, 4096, True)])
     try:
         run(LatentWork(16, 64, 4096), args.sweep, (1, 2, 4, 8))
         run(LatentWork(128, 64, 4096), args.sweep, (1, 2))
-        run(LatentWork(16, 1, 4096), args.sweep, (32, 64))
+        single = LatentWork(16, 1, 4096)
+        for splits in (8, 16, 32, 64):
+            single.report(f"{splits} splits", attempt(partial(single.time, None, splits)))
         for heads, rows, length in (
             (16, 256, 1000),
             (16, 8, 4096),

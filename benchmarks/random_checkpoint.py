@@ -22,6 +22,10 @@ _STRETCH = 1 << 24  # values
 
 def tensor_shapes(config: dict[str, Any]) -> dict[str, list[int]]:
     """Return the shapes of the checkpoint's tensors by name."""
+    if config["model_type"] not in ("llama", "qwen3"):
+        raise SystemExit(
+            f"shapes of model_type {config['model_type']} are not known; use one of llama, qwen3"
+        )
     hidden, width = config["hidden_size"], config["intermediate_size"]
     dim = config.get("head_dim", hidden // config["num_attention_heads"])
     queries, keys = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim

@@ -19,4 +19,16 @@ LLAMA31_8B: dict[str, Any] = {
     "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                      "original_max_position_embeddings": 8192},
 }  # fmt: skip
+DEEPSEEK_V2_LITE: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "hidden_size": 2048,
+    "intermediate_size": 10944, "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16,
+    "kv_lora_rank": 512, "q_lora_rank": None, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_routed_experts": 64, "num_experts_per_tok": 6, "n_shared_experts": 2, "moe_intermediate_size": 1408,
+    "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1, "topk_method": "greedy", "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0, "vocab_size": 102400, "max_position_embeddings": 163840, "rms_norm_eps": 1e-6,
+    "rope_theta": 1e4, "tie_word_embeddings": False, "hidden_act": "silu", "eos_token_id": 100001,
+    "dtype": "bfloat16",
+    "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707,
+                     "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096},
+}  # fmt: skip
 SHAPES = {"Qwen3-0.6B": QWEN3_06B, "Llama-3.1-8B": LLAMA31_8B}

@@ -79,6 +79,18 @@ def test_real_shapes(data: Path, name: str, weights: float, token: int) -> None:
     assert cost.attention_bytes == 1024 * token * 1024
 
 
+def test_latent_attention(data: Path) -> None:
+    config = json.loads((data / "configs" / "presets" / "deepseek_v2_lite.json").read_text())
+    spec = ModelSpec.from_config({**config, "q_lora_rank": None})
+    model = CostModel(spec, info(spec, "bfloat16"))
+    cost = model.step([("a", 1023, 1)])
+    assert cost.attention_bytes == 1024 * 27 * 576 * 2
+    assert cost.attention_flops == 1024 * 27 * 2 * 16 * (576 + 512)
+    assert cost.matrix_bytes == pytest.approx(2 * 2.45e9, rel=0.01)  # of the 15.7e9 parameters, for one token
+    names = [p.name for p in model.products([("a", 0, 1)])][:5]
+    assert names == ["q, kv_a", "absorb", "values", "o", "gate_up"]
+
+
 def test_the_floor_is_the_sum_of_two_roofs() -> None:
     machine = Machine("m", bytes_per_s=100.0, flops_per_s=1000.0)
     assert Cost(50, 100, 10, 900).floor_s(machine) == 50 / 100 + 900 / 1000

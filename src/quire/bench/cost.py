@@ -90,8 +90,7 @@ class CostModel:
         Every row is assumed to sample. After the attention of the last layer, only the sampling tokens are computed.
         """
         spec, tokens = self._spec, sum(n for _, _, n in rows)
-        queries = spec.num_heads * spec.head_dim
-        keys = spec.num_kv_heads * spec.head_dim
+        before, after = _attention_products(spec)
 
         def product(
             name: str, parameters: float, n: int, read: float = 1.0, used: float = 1.0
@@ -101,10 +100,8 @@ class CostModel:
 
         def layer(is_sparse: bool, n: int) -> list[MatrixProduct]:
             """Return the products of a layer that computes `n` tokens after its attention."""
-            found = [
-                product("qkv", spec.hidden_size * (queries + 2 * keys), tokens),
-                product("o", queries * spec.hidden_size, n),
-            ]
+            found = [product(name, parameters, tokens) for name, parameters in before.items()]
+            found += [product(name, parameters, n) for name, parameters in after.items()]
             if is_sparse and (moe := spec.moe):
                 width, shared = spec.hidden_size * moe.intermediate_size, spec.hidden_size * moe.shared_size
                 experts, top_k = moe.routing.num_experts, moe.routing.top_k
@@ -135,7 +132,24 @@ class CostModel:
             moved += layers * layout.token_bytes * int((np.minimum(start, reach) + count).sum())
             pairs += layers * int((_pairs(start + count, reach) - _pairs(start, reach)).sum())
         # Each pair of a query and a key costs a dot product and the addition of a weighted value.
-        return moved, 4 * self._spec.num_heads * self._spec.head_dim * pairs
+        spec, latent = self._spec, self._spec.latent
+        width = latent.stored_dim + latent.rank if latent else 2 * spec.head_dim
+        return moved, 2 * spec.num_heads * width * pairs
+
+
+def _attention_products(spec: ModelSpec) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the parameters of the products before and after the attention of a layer, by name."""
+    hidden, heads, latent = spec.hidden_size, spec.num_heads, spec.latent
+    queries, keys = heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
+    if latent is None:
+        return {"qkv": hidden * (queries + 2 * keys)}, {"o": queries * hidden}
+    rank = latent.query_rank
+    before = {"q_a, kv_a" if rank else "q, kv_a": hidden * ((rank or queries) + latent.stored_dim)}
+    if rank:
+        before["q_b"] = rank * queries
+    before["absorb"] = heads * latent.content_dim * latent.rank
+    values = heads * latent.value_dim
+    return before, {"values": values * latent.rank, "o": values * hidden}
 
 
 def _pairs(length: np.ndarray, window: int) -> np.ndarray:

@@ -169,5 +169,5 @@ def test_sessions_send_what_was_said_before(bench: Bench) -> None:
     figures = session_figures(run)
     assert figures["turns"] == sum(len(one.turns) for one in load) and figures["cached_share"] > 0.3
     assert figures["mean_turn_latency_ms"] > figures["mean_ttft_ms"] > 0
-    with pytest.raises(ConfigError, match="the longest session has .* max_model_len is 256"):
+    with pytest.raises(ConfigError, match=r"the longest session has .* max_model_len is 256"):
         run_sessions(bench, sessions("agent_session", "short", 200), GREEDY)

@@ -31,12 +31,13 @@ def main(channel_file: int, end: ReaderEnd) -> int:
         signal.signal(number, signal.SIG_IGN)
     raw = socket.socket(fileno=channel_file)
     channel = Channel(raw)
+    threading.Thread(target=_end_with_host, args=(raw,), daemon=True, name="host-watch").start()
     try:
+        import quire.rank  # noqa: F401  (imports torch, while the host does the same)
+
         if not channel.poll(_START_S):
             return 1
-        start = msg.decode_start(channel.receive())
-        threading.Thread(target=_end_with_host, args=(raw,), daemon=True, name="host-watch").start()
-        _run(start, channel, RingReader(end))
+        _run(msg.decode_start(channel.receive()), channel, RingReader(end))
         return 0
     except EOFError:  # the host is gone
         return 1
@@ -61,13 +62,13 @@ def _end_with_host(channel: socket.socket) -> None:
 
 def _run(start: msg.StartRank, channel: Channel, ring: RingReader) -> None:
     from quire.models.config.load import load_spec
-    from quire.rank import Rank, connect
+    from quire.rank import Rank
     from quire.wiring import queue_depth
     from quire.worker.executor import LocalExecutor
 
-    parallel = connect(start.config, start.rank, start.size, start.port)
     path = Path(start.path)
-    rank = Rank(start.config, path, load_spec(path), parallel)
+    rank = Rank(start.config, path, load_spec(path), start.rank)
+    channel.send(msg.encode(msg.PhaseEnded(0)))
     executor: LocalExecutor | None = None
     in_flight: deque[StepHandle] = deque()
     depth = queue_depth(start.config)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,16 @@ from whole import load_model, logits_of
 
 from quire.models.config.load import load_spec
 from quire.models.registry import check_shards
+from quire.parallel.ranks import Parallel
 from quire.types import ModelError
 from thread_ranks import on_ranks
 
 # The first case of every class of transformers, and one with fewer K/V heads than ranks.
 FIRST = list({name: case for case, (name, _) in reversed(CASES.items())}.values())
+
+
+def sharded_logits(folder: Path, parallel: Parallel) -> torch.Tensor:
+    return torch.cat(logits_of(load_model(folder, parallel=parallel), ROWS))
 
 
 @pytest.mark.parametrize("case", [*FIRST, "llama-mqa", "llama-biases", "gpt2-untied"])
@@ -27,9 +33,7 @@ def test_two_ranks_give_the_logits_of_one(case: str, tmp_path: Path) -> None:
         assert "5" in str(error)  # heads of gpt2-untied
         return
     whole = torch.cat(logits_of(load_model(tmp_path), ROWS))
-    first, second = on_ranks(
-        2, lambda parallel: torch.cat(logits_of(load_model(tmp_path, parallel=parallel), ROWS))
-    )
+    first, second = on_ranks(2, partial(sharded_logits, tmp_path))
     assert torch.equal(first, second)
     assert (first - whole).abs().max() <= 2e-6 * whole.abs().max()
 
@@ -39,9 +43,9 @@ def test_four_ranks_share_two_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     make_reference("gpt2", tmp_path / "gpt2")
     monkeypatch.setitem(CASES, "qwen3-four", ("Qwen3", {"num_attention_heads": 8}))
     make_reference("qwen3-four", tmp_path / "qwen3")
-    for folder in ("gpt2", "qwen3"):
-        whole = torch.cat(logits_of(load_model(tmp_path / folder), ROWS))
-        ranks = on_ranks(4, lambda p: torch.cat(logits_of(load_model(tmp_path / folder, parallel=p), ROWS)))
+    for folder in (tmp_path / "gpt2", tmp_path / "qwen3"):
+        whole = torch.cat(logits_of(load_model(folder), ROWS))
+        ranks = on_ranks(4, partial(sharded_logits, folder))
         assert all(torch.equal(rank, ranks[0]) for rank in ranks)
         assert (ranks[0] - whole).abs().max() <= 2e-6 * whole.abs().max()
 

@@ -7,6 +7,7 @@ waiting for it, so any failure ends the engine, with the rank in its message.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from typing import Protocol, TypeVar
@@ -66,10 +67,8 @@ class GroupExecutor:
         return self._run(self._local.warm_up)
 
     def close(self) -> None:
-        try:
+        with contextlib.suppress(EngineDead):  # the processes have been killed
             self._send(bytes((STOP,)))
-        except EngineDead:
-            pass  # the processes have been killed
         self._local.close()
         self._group.close()
 
@@ -82,4 +81,4 @@ class GroupExecutor:
         try:
             return work()
         except Exception as error:
-            raise self._group.give_up(f"{type(error).__name__}: {error}".split("\n")[0]) from error
+            raise self._group.give_up(error) from error

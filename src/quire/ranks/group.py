@@ -8,16 +8,95 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
 
 from quire import types
+from quire.config import EngineConfig
 from quire.frontend.client.channel import Channel
 from quire.ranks.messages import PhaseEnded, StartRank, decode_from_rank, encode
 from quire.ranks.ring import ReaderEnd, RingWriter
-from quire.types import ConfigError, EngineDead, QuireError
+from quire.types import ConfigError, EngineDead, Executor, QuireError
 
 _POLL_S = 0.05  # interval at which a waiting host checks that the processes live
 _STOP_S = 5.0  # time for an orderly exit, after which a process is killed
 _CAUSE_S = 2.0  # time for the cause of a failure to arrive after its consequence
+
+
+class Peers(Protocol):
+    """The ranks other than the first."""
+
+    def start(self, config: EngineConfig, path: Path) -> None:
+        """Tell each rank what to build. `collect` waits until all have imported torch."""
+        ...
+
+    def open_meeting(self) -> int:
+        """Return the port of the loopback interface at which the ranks meet."""
+        ...
+
+    def send(self, body: bytes) -> None:
+        """Send a message to all of them."""
+        ...
+
+    def collect(self) -> list[int]:
+        """Wait until every one has ended the current phase of the start-up, and return their results.
+
+        Raises:
+            QuireError: the error of a rank.
+        """
+        ...
+
+    def executor(self, local: Executor) -> Executor:
+        """Return the executor over `local`, which is that of the first rank, and these ranks."""
+        ...
+
+    def give_up(self, consequence: BaseException | str) -> BaseException:
+        """End all ranks after an error of the first one, and return the error to raise.
+
+        Args:
+            consequence: what happened there. If another rank turns out to have failed, that is the cause.
+        """
+        ...
+
+    def kill(self) -> None:
+        """Kill all processes."""
+        ...
+
+
+class NoPeers:
+    """The peers of a single rank."""
+
+    def start(self, config: EngineConfig, path: Path) -> None:
+        pass
+
+    def open_meeting(self) -> int:
+        return 0
+
+    def send(self, body: bytes) -> None:
+        pass
+
+    def collect(self) -> list[int]:
+        return []
+
+    def executor(self, local: Executor) -> Executor:
+        return local
+
+    def give_up(self, consequence: BaseException | str) -> BaseException:
+        return consequence if isinstance(consequence, BaseException) else EngineDead(consequence)
+
+    def kill(self) -> None:
+        pass
+
+
+def start_peers(config: EngineConfig) -> Peers:
+    """Start the processes of all ranks but the first.
+
+    Raises:
+        ConfigError: on Windows, where a child process cannot inherit descriptors.
+    """
+    if config.tensor_parallel_size == 1:
+        return NoPeers()
+    return RankGroup(config.tensor_parallel_size, config.rank_timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,21 +128,14 @@ class RankGroup:
         self._failure: str | None = None
         self._checked_s = 0.0
 
-    def start(self, messages: list[StartRank]) -> None:
-        """Send each rank its first message."""
-        for peer, message in zip(self._peers, messages):
-            peer.channel.send(encode(message))
+    def start(self, config: EngineConfig, path: Path) -> None:
+        for rank, peer in enumerate(self._peers, 1):
+            peer.channel.send(encode(StartRank(config, str(path), rank)))
 
     def send(self, body: bytes) -> None:
-        """Send a message to all ranks."""
         self.ring.send(body, self.check)
 
     def collect(self) -> list[int]:
-        """Wait until every rank has ended the current phase of the start-up, and return their results.
-
-        Raises:
-            QuireError: the error of a rank.
-        """
         return [self._result_of(peer) for peer in self._peers]
 
     def _result_of(self, peer: _Peer) -> int:
@@ -91,12 +163,20 @@ class RankGroup:
             self.kill()
             raise EngineDead(self._failure)
 
-    def give_up(self, consequence: str) -> EngineDead:
-        """Kill all ranks after an error of this one, and return the error to raise.
+    def open_meeting(self) -> int:
+        from quire.parallel.connection import open_store  # deferred, because it imports torch
 
-        Args:
-            consequence: what happened here. If another rank turns out to have failed, that is the cause.
-        """
+        self._store = open_store(self.size)
+        return int(self._store.port)
+
+    def executor(self, local: Executor) -> Executor:
+        from quire.ranks.executor import GroupExecutor
+
+        return GroupExecutor(local, self)
+
+    def give_up(self, consequence: BaseException | str) -> EngineDead:
+        if isinstance(consequence, BaseException):
+            consequence = f"{type(consequence).__name__}: {consequence}".split("\n")[0]
         end_s = time.monotonic() + _CAUSE_S
         while self._failure is None and time.monotonic() < end_s:
             self._failure = self._find_failure()
@@ -122,7 +202,6 @@ class RankGroup:
         return None
 
     def kill(self) -> None:
-        """Kill all processes."""
         for peer in self._peers:
             if peer.process.poll() is None:
                 peer.process.kill()

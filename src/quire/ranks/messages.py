@@ -19,15 +19,13 @@ from quire.types import EngineRequest, NewBlocks, SlotAdmission, StepPlan, Token
 class StartRank(msgspec.Struct, tag=True):
     """Host to rank, first and through its channel: what to build."""
 
-    config: EngineConfig  # with the device of this rank
+    config: EngineConfig
     path: str  # folder or file of the model
     rank: int
-    size: int
-    port: int  # of the host's store on the loopback interface, through which ranks find each other
 
 
 class PhaseEnded(msgspec.Struct, tag=True):
-    """Rank to host: the result of a phase of the start-up."""
+    """Rank to host: the result of a phase of the start-up. The first one says that the rank is ready to connect."""
 
     result: int
 

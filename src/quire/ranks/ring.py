@@ -24,7 +24,9 @@ import numpy as np
 
 _CAPACITY = 8 << 20  # bytes; longer messages pass through in pieces
 _LINE = 8  # counters are this many int64 apart, so that each has a cache line
-_SPIN_S = 200e-6  # of a reader, before it sleeps: between two steps of decoding the next message arrives within it
+_SPIN_S = (
+    200e-6  # of a reader, before it sleeps: between two steps of decoding the next message arrives within it
+)
 _NAP_S = 20e-6  # of a writer that waits for room
 _SAFETY_S = 0.05  # longest sleep of a reader: a wake-up may be missed on a machine with weakly ordered memory
 _LENGTH_BYTES = 4

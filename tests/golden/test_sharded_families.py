@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from test_families import CASES, ROWS, make_reference
-from whole import load_model, logits_of
+from whole import ONE_RANK, load_model, logits_of
 
 from quire.models.config.load import load_spec
 from quire.models.registry import check_shards
@@ -20,10 +19,6 @@ from thread_ranks import on_ranks
 FIRST = list({name: case for case, (name, _) in reversed(CASES.items())}.values())
 
 
-def sharded_logits(folder: Path, parallel: Parallel) -> torch.Tensor:
-    return torch.cat(logits_of(load_model(folder, parallel=parallel), ROWS))
-
-
 @pytest.mark.parametrize("case", [*FIRST, "llama-mqa", "llama-biases", "gpt2-untied"])
 def test_two_ranks_give_the_logits_of_one(case: str, tmp_path: Path) -> None:
     make_reference(case, tmp_path)
@@ -33,7 +28,9 @@ def test_two_ranks_give_the_logits_of_one(case: str, tmp_path: Path) -> None:
         assert "5" in str(error)  # heads of gpt2-untied
         return
     whole = torch.cat(logits_of(load_model(tmp_path), ROWS))
-    first, second = on_ranks(2, partial(sharded_logits, tmp_path))
+    first, second = on_ranks(
+        2, lambda parallel: torch.cat(logits_of(load_model(tmp_path, parallel=parallel), ROWS))
+    )
     assert torch.equal(first, second)
     assert (first - whole).abs().max() <= 2e-6 * whole.abs().max()
 
@@ -43,9 +40,12 @@ def test_four_ranks_share_two_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     make_reference("gpt2", tmp_path / "gpt2")
     monkeypatch.setitem(CASES, "qwen3-four", ("Qwen3", {"num_attention_heads": 8}))
     make_reference("qwen3-four", tmp_path / "qwen3")
-    for folder in (tmp_path / "gpt2", tmp_path / "qwen3"):
-        whole = torch.cat(logits_of(load_model(folder), ROWS))
-        ranks = on_ranks(4, partial(sharded_logits, folder))
+    for folder in ("gpt2", "qwen3"):
+
+        def logits(parallel: Parallel, path: Path = tmp_path / folder) -> torch.Tensor:
+            return torch.cat(logits_of(load_model(path, parallel=parallel), ROWS))
+
+        whole, ranks = logits(ONE_RANK), on_ranks(4, logits)
         assert all(torch.equal(rank, ranks[0]) for rank in ranks)
         assert (ranks[0] - whole).abs().max() <= 2e-6 * whole.abs().max()
 

@@ -117,7 +117,7 @@ class CostModel:
                     product("experts gate_up", 2 * width, n, met, moe.top_k),
                     product("experts down", width, n, met, moe.top_k),
                 ]
-            gates = 1 if spec.family == "gpt2" else 2
+            gates = 1 if spec.mlp == "plain" else 2
             width = spec.hidden_size * spec.intermediate_size
             name = "gate_up" if gates == 2 else "up"
             return [*found, product(name, gates * width, n), product("down", width, n)]

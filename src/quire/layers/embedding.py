@@ -11,14 +11,22 @@ from quire.quant.base import Matmul, make_matmul
 
 
 class Embedding:
-    """A table of vectors, looked up by id and multiplied by `scale`, if there is one (Gemma)."""
+    """A table of vectors, looked up by id and multiplied by `scale`, if there is one."""
 
-    def __init__(self, env: Env, name: str, rows: int, width: int, scale: float | None = None) -> None:
+    def __init__(
+        self,
+        env: Env,
+        name: str,
+        rows: int,
+        width: int,
+        scale: float | None = None,
+        rounds_scale: bool = False,
+    ) -> None:
+        """Load the table; `rounds_scale` if the scale is rounded to the model's dtype, as Gemma's training did."""
         # Copied, because a memory-mapped table would be read again from its file whenever memory is short.
         self.weight = torch.empty(rows, width, device=env.device, dtype=env.dtype)
         env.weights.copy_into(self.weight, name + ".weight", (rows, width))
-        # Rounded to the model's dtype, as in training.
-        self.scale = None if scale is None else torch.tensor(scale, dtype=env.dtype).item()
+        self.scale = torch.tensor(scale, dtype=env.dtype).item() if scale and rounds_scale else scale
         self.lookup = env.kernels.lookup if env.kernels else lookup
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
@@ -27,7 +35,10 @@ class Embedding:
 
 
 class LMHead:
-    """The final linear layer. `tied` shares the embedding's table; a `soft_cap` c maps a logit s to c tanh(s / c)."""
+    """The final linear layer, whose results are multiplied by `scale`.
+
+    `tied` shares the embedding's table; a `soft_cap` c maps a logit s to c tanh(s / c).
+    """
 
     def __init__(
         self,
@@ -37,11 +48,13 @@ class LMHead:
         vocab: int,
         tied: Embedding | None = None,
         soft_cap: float | None = None,
+        scale: float = 1.0,
+        bias: bool = False,
     ) -> None:
         self.vocab = vocab
-        self.soft_cap = soft_cap
+        self.soft_cap, self.scale = soft_cap, scale
         self.multiply: Matmul = (
-            make_matmul(tied.weight, None, env.kernels) if tied else Linear(env, name, width, vocab)
+            make_matmul(tied.weight, None, env.kernels) if tied else Linear(env, name, width, vocab, bias)
         )
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -49,4 +62,6 @@ class LMHead:
         if not hidden.shape[0]:
             return hidden.new_empty(0, self.vocab)
         logits = self.multiply(hidden)
+        if self.scale != 1:
+            logits = logits * self.scale
         return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap

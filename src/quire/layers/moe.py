@@ -15,9 +15,10 @@ import torch.nn.functional as F
 
 from quire.kernels import Kernels, available
 from quire.kernels.target import Target, log_choice, target_of
+from quire.layers.activation import Activation
 from quire.layers.env import Env
 from quire.layers.linear import Linear
-from quire.layers.mlp import Activation, gated
+from quire.layers.mlp import gated
 from quire.quant.base import make_matmul
 
 

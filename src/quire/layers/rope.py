@@ -152,7 +152,9 @@ class RotaryHeads:
         weight, eps = (None, 0.0) if self.norm is None else (self.norm.weight, self.norm.eps)
 
         def split(qkv: torch.Tensor, rotation: Rotation) -> QKVHeads:
-            kernels.norm_rotate_(qkv, rotation.positions, rotation.table, weight, eps, self.num_rotated, self.span)
+            kernels.norm_rotate_(
+                qkv, rotation.positions, rotation.table, weight, eps, self.num_rotated, self.span
+            )
             q, k, v = qkv.view(qkv.shape[0], -1, self.dim).split(self.sizes, 1)
             return q, k, v
 

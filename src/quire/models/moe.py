@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from quire.layers.env import Env
 from quire.layers.moe import MoE
-from quire.models.decoder import DecoderLayer, DecoderModel, FeedForward
+from quire.models.decoder import DecoderModel
+from quire.models.layouts import DecoderLayer, FeedForward
 from quire.models.spec import ModelSpec
 
 # Prefix of the block, and names of its gate, up and down projections: Qwen3-MoE's and Mixtral's.

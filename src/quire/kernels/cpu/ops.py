@@ -269,7 +269,13 @@ class CpuKernels:
         values = qkv.shape[1] // dim - turned  # the heads of v, which stay unchanged; k has as many
         norm = None if weight is None else norm_struct(weight, None, eps)
         heads = CHeads(
-            address(norm), table.data_ptr(), turned - values, values, dim, span=span or dim // 2, half=half(qkv)
+            address(norm),
+            table.data_ptr(),
+            turned - values,
+            values,
+            dim,
+            span=span or dim // 2,
+            half=half(qkv),
         )
         arguments = CAttend(address(heads), qkv.data_ptr(), positions.data_ptr(), rows=qkv.shape[0])
         self.run(self._turn_rows, arguments, qkv, positions, table, weight, norm, heads)

@@ -7,12 +7,12 @@ Weight names are those of Llama's checkpoints, or what `ModelSpec.names` maps th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from quire.attention.base import ForwardBatch
-from quire.layers.attention import Attention
+from quire.attention.base import AttentionLayer, ForwardBatch
 from quire.layers.embedding import Embedding, LMHead
 from quire.layers.env import Env, Weights
 from quire.layers.norm import NORMS
@@ -28,7 +28,11 @@ class Model(Protocol):
     """A model as the worker uses it."""
 
     spec: ModelSpec
-    attention_layers: list[Attention]  # by index
+
+    @property
+    def attention_layers(self) -> Sequence[AttentionLayer]:
+        """Attention layers by index."""
+        ...
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """Run the model on a step, and write its keys and values to `batch.kv_slots`.

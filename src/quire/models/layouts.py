@@ -8,7 +8,7 @@ import torch
 
 from quire.attention.base import ForwardBatch
 from quire.layers.activation import make_activation
-from quire.layers.attention import Attention, rotary_attention
+from quire.layers.attention import AfterRotation, Attention, BeforeRotation, rotary_attention
 from quire.layers.env import Env
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP, PlainMLP
@@ -41,16 +41,16 @@ class SelfAttention:
             env,
             index,
             heads,
-            kv_heads,
-            dim,
+            spec.kv_layout(index, env.dtype_name, env.parallel.size),
             spec.query_scale,
-            spec.windows[index],
             spec.attn_soft_cap,
             _sinks(env, prefix + "sinks", spec.num_heads) if spec.sinks else None,
             spec.layer_ropes[index].span(dim),
         )
         # The norm of q and k: fused with the rotation, in front of it, or behind it.
-        fused = before = after = None
+        fused: HeadNorm | None = None
+        before: BeforeRotation | None = None
+        after: AfterRotation | None = None
         if spec.qk_norm:
             first, second = (prefix + spec.names.get(name, name) for name in ("q_norm", "k_norm"))
             if spec.qk_norm_kind == "projection":
@@ -60,9 +60,11 @@ class SelfAttention:
                 before = HeadLayerNorm(env, (first, second), counts, dim, spec.norm_eps)
             else:
                 norm_class = NORMS[spec.norm]
-                fused = HeadNorm(norm_class, env, (first, second), (heads, kv_heads), dim, spec.norm_eps)
-        if fused is not None and spec.qk_norm_kind == "rotated":
-            fused, after = None, RotatedHeadNorm(fused)
+                of_heads = HeadNorm(norm_class, env, (first, second), (heads, kv_heads), dim, spec.norm_eps)
+                if spec.qk_norm_kind == "rotated":
+                    after = RotatedHeadNorm(of_heads)
+                else:
+                    fused = of_heads
         if spec.query_growth is not None:
             after = GrowingQueries(*spec.query_growth)
         self.attend = rotary_attention(self.attention, fused, env.kernels, before, after)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from quire.layers.routing_params import Routing
 from quire.models.config.load import load_spec
 from quire.models.spec import ModelSpec
 from quire.types import ModelError
@@ -34,6 +35,7 @@ hf/meta-llama--Meta-Llama-3.1-405B_config: llama 126 16384 128 8 128 53248 12825
 hf/mistralai--Mixtral-8x7B-v0.1_config: moe 32 4096 32 8 128 14336 32000 32768 0 default 1e6
 hf/mistralai--Mixtral-8x22B-v0.1_config: moe 56 6144 48 8 128 16384 32000 65536 0 default 1e6
 presets/Mixtral-8x7B-v0.1: moe 32 4096 32 8 128 14336 32000 32768 0 default 1e6
+presets/gemma2_2b: gemma2 26 2304 8 4 256 9216 256000 8192 1 default 1e4
 presets/gemma3_1b_it: gemma3 26 1152 4 1 256 6912 262144 32768 1 default 1e6
 presets/gpt2: gpt2 12 768 12 12 64 3072 50257 1024 1 - 0
 presets/gpt2_medium: gpt2 24 1024 16 16 64 4096 50257 1024 1 - 0
@@ -63,7 +65,6 @@ REFUSED = {
     "hf/openai--gpt-oss-20b_config": "GptOssForCausalLM",
     "presets/deepseek": "DeepseekForCausalLM",
     "presets/deepseek_v2_lite": "DeepseekV2ForCausalLM",
-    "presets/gemma2_2b": "Gemma2ForCausalLM",
     "presets/qwen2moe": "Qwen2MoeForCausalLM",
 }
 PACKED = {
@@ -139,9 +140,11 @@ def test_particulars() -> None:
     qwen2 = ModelSpec.from_config(read("presets/qwen2.5_3b"))
     assert set(qwen2.windows) == {None} and qwen2.qkv_bias and not qwen2.o_bias and not qwen2.qk_norm
     moe = ModelSpec.from_config(read("hf/Qwen--Qwen3-30B-A3B_config")).moe
-    assert moe and (moe.num_experts, moe.top_k, moe.intermediate_size, moe.norm_topk) == (128, 8, 768, True)
+    assert moe and moe.routing == Routing(num_experts=128, top_k=8, renormalise=True)
+    assert (moe.intermediate_size, moe.shared_size) == (768, 0)
     mixtral = ModelSpec.from_config(read("hf/mistralai--Mixtral-8x7B-v0.1_config")).moe
-    assert mixtral and (mixtral.num_experts, mixtral.top_k, mixtral.intermediate_size) == (8, 2, 14336)
+    assert mixtral and mixtral.routing == Routing(num_experts=8, top_k=2, renormalise=True)
+    assert mixtral.intermediate_size == 14336
     llama = ModelSpec.from_config(read("presets/llama3_2_1b")).rope
     assert llama and (llama.factor, llama.low_freq_factor, llama.high_freq_factor) == (32, 1, 4)
     assert llama.original_max_len == 8192
@@ -232,8 +235,8 @@ def test_qwen2_windows() -> None:
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
         ({"hidden_act": "xielu"}, "xielu"),
         ({"torch_dtype": "float64"}, "float64"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "longrope"),
-        ({"rope_scaling": {"rope_type": "mrope"}}, "mrope"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "lacks short_factor"),
+        ({"rope_scaling": {"rope_type": "proportional"}}, "proportional"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor must be between 1 and"),
         ({"rope_scaling": "linear"}, "rope_parameters must be an object"),
         ({"partial_rotary_factor": 0.5}, "partial"),

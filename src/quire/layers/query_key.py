@@ -14,16 +14,19 @@ from quire.layers.norm import HeadNorm
 class ProjectionNorm:
     """RMS norm of all q heads of a token together, and of all its k heads, before the rotation (OLMo 2)."""
 
-    def __init__(self, env: Env, names: tuple[str, str], widths: tuple[int, int], eps: float) -> None:
-        """Load the weights; `widths` are those of q and k before sharding."""
-        cuts = [env.parallel.cut(width) for width in widths]
+    def __init__(
+        self, env: Env, names: tuple[str, str], heads: tuple[int, int], dim: int, eps: float
+    ) -> None:
+        """Load the weights; `heads` are the q and k heads before sharding."""
         parts = [
-            env.weights.tensor(name + ".weight", (width,), cut)
-            for name, width, cut in zip(names, widths, cuts)
+            env.weights.tensor(name + ".weight", (count * dim,), env.parallel.cut(count * dim, count))
+            for name, count in zip(names, heads)
         ]
         self.weight = torch.cat(parts).to(env.device, torch.float32)
         self.sizes = [len(part) for part in parts]
-        self.widths = torch.tensor(widths, dtype=torch.float32, device=env.device)
+        # Heads that several ranks hold are counted several times, here and in the sum of squares.
+        counted = [size * env.parallel.size for size in self.sizes]
+        self.widths = torch.tensor(counted, dtype=torch.float32, device=env.device)
         self.eps, self.parallel = eps, env.parallel
 
     def __call__(self, qkv: torch.Tensor) -> torch.Tensor:

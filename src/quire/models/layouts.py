@@ -30,11 +30,13 @@ class SelfAttention:
     ) -> None:
         dim = spec.head_dim
         self.is_last = index == spec.num_layers - 1
-        heads, kv_heads = spec.num_heads // env.parallel.size, spec.num_kv_heads // env.parallel.size
+        heads, kv_heads = env.parallel.share(spec.num_heads), env.parallel.share(spec.num_kv_heads)
         names = [prefix + name for name in ("q_proj", "k_proj", "v_proj")]
         names = [prefix + "qkv_proj"] if spec.fused_qkv else names
         outs = [spec.num_heads * dim, spec.num_kv_heads * dim, spec.num_kv_heads * dim]
-        self.qkv = NormedLayer(norm, Linear(env, names, spec.hidden_size, outs, spec.qkv_bias, cut="rows"))
+        units = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        qkv = Linear(env, names, spec.hidden_size, outs, spec.qkv_bias, cut="rows", units=units)
+        self.qkv = NormedLayer(norm, qkv)
         o_name = prefix + spec.names.get("o_proj", "o_proj")
         self.o = ResidualAdd(Linear(env, o_name, outs[0], spec.hidden_size, spec.o_bias, cut="cols"), adds)
         self.attention = Attention(
@@ -54,10 +56,9 @@ class SelfAttention:
         if spec.qk_norm:
             first, second = (prefix + spec.names.get(name, name) for name in ("q_norm", "k_norm"))
             if spec.qk_norm_kind == "projection":
-                before = ProjectionNorm(env, (first, second), (outs[0], outs[1]), spec.norm_eps)
+                before = ProjectionNorm(env, (first, second), (units[0], units[1]), dim, spec.norm_eps)
             elif spec.qk_norm_kind == "layer":
-                counts = spec.num_heads, spec.num_kv_heads
-                before = HeadLayerNorm(env, (first, second), counts, dim, spec.norm_eps)
+                before = HeadLayerNorm(env, (first, second), (units[0], units[1]), dim, spec.norm_eps)
             else:
                 norm_class = NORMS[spec.norm]
                 of_heads = HeadNorm(norm_class, env, (first, second), (heads, kv_heads), dim, spec.norm_eps)

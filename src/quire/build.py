@@ -41,6 +41,8 @@ from quire.models.decoder import Model
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
+from quire.speculation.drafter import NO_SPECULATION, Speculation
+from quire.speculation.ngram import NgramDrafter
 from quire.types import ConfigError, EngineInfo
 from quire.wiring import queue_depth, wire_engine
 from quire.worker.executor import DeviceGuard, LocalExecutor, device_guard
@@ -100,7 +102,9 @@ def _build(
         config, path, spec, backend=backend, kernels=kernels, device=device, dtype=dtype
     )
     with closing(checkpoint):
-        worker = Worker(model, backend, memory, launch_options(config, queue_depth(config)), kernels)
+        speculation = pick_speculation(config)
+        options = launch_options(config, queue_depth(config))
+        worker = Worker(model, backend, memory, options, kernels, speculation)
         clock.end("weights")
         worker.compile_kernels()
         clock.end("warm_up")
@@ -123,6 +127,7 @@ def _build(
             executor=LocalExecutor(runner, guard),
             grammar=pick_grammar(config, path, spec.vocab_size),
             shares_prefix=config.shared_prefix and backend.reads_shared,
+            drafts=speculation.tokens,
         )
         _freeze_garbage()
         clock.end("warm_up")
@@ -175,6 +180,11 @@ def launch_options(config: EngineConfig, depth: int) -> LaunchOptions:
         cpu_replay=config.cpu_replay,
         cpu_threads=config.cpu_threads,
     )
+
+
+def pick_speculation(config: EngineConfig) -> Speculation:
+    """Return how steps draft tokens. `config` is resolved."""
+    return NO_SPECULATION if config.spec_method == "off" else Speculation(NgramDrafter, config.spec_tokens or 1)
 
 
 def pick_device(name: str) -> torch.device:

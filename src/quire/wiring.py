@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.config import EngineConfig
 from quire.core import policy
 from quire.core.block_pool import FIFO, LRU, BlockPool
+from quire.core.draft_depth import AdaptiveDepth, DraftDepth, FixedDepth, NoDrafts
 from quire.core.engine import Engine
 from quire.core.grammar_interface import Grammar
 from quire.core.policy import Policy
@@ -32,6 +33,7 @@ def wire_engine(
     executor: Executor,
     grammar: Grammar,
     shares_prefix: bool = False,
+    drafts: int = 0,
 ) -> Engine:
     """Build the host side of an engine around an executor.
 
@@ -42,6 +44,7 @@ def wire_engine(
         max_model_len: longest context in tokens.
         executor: runs the steps.
         grammar: structured output.
+        drafts: most draft tokens of a request in a step; 0 if the executor drafts none.
         shares_prefix: look for blocks that rows share, for an attention back end that reads them once.
     """
     pool = BlockPool(num_blocks, FIFO() if config.eviction == "fifo" else LRU())
@@ -63,5 +66,11 @@ def wire_engine(
     )
     log = StepLog()
     shared: SharedPrefix = CommonBlocks(block_size) if shares_prefix else NoSharedPrefix()
-    scheduler = Scheduler(pool, cache, choices, limits, log, shared)
+    scheduler = Scheduler(pool, cache, choices, limits, log, shared, _draft_depth(config, drafts))
     return Engine(scheduler, executor, grammar, depth, log, config.check_invariants)
+
+
+def _draft_depth(config: EngineConfig, drafts: int) -> DraftDepth:
+    if not drafts:
+        return NoDrafts()
+    return AdaptiveDepth(drafts) if config.spec_adaptive else FixedDepth(drafts)

@@ -23,13 +23,14 @@ MAY_IMPORT = {
     "layers": {"types", "kernels", "parallel", "attention", "quant"},
     "models": {"types", "files", "layers", "attention", "quant", "parallel"},
     "sampling": {"types", "kernels"},
+    "speculation": {"types", "kernels"},
     "core": {"types"},
-    "worker": {"types", "models", "sampling", "attention", "layers", "parallel", "quant", "kernels"},
+    "worker": {"types", "models", "sampling", "speculation", "attention", "layers", "parallel", "quant", "kernels"},
     "frontend": {"types", "config", "core", "files"},
     "grammar": {"types", "core", "frontend"},
     "bench": {"types", "config", "core", "worker", "frontend", "models", "build", "llm", "kernels"},
     "build": {"types", "config", "core", "worker", "models", "sampling", "attention", "layers", "parallel", "frontend",
-              "grammar", "kernels", "wiring"},
+              "grammar", "kernels", "speculation", "wiring"},
     "start": {"types", "config", "core", "build"},
     "serve": {"types", "config", "frontend"},
     "wiring": {"types", "config", "core"},
@@ -53,7 +54,7 @@ ENVIRONMENT = {"config", "cli"}
 # What build.py hands objects and values to: settings are read above, in one place.
 BELOW_BUILD = {
     "types", "files", "kernels", "parallel", "attention", "quant", "layers", "models", "sampling", "core", "worker",
-    "grammar",
+    "grammar", "speculation",
 }  # fmt: skip
 SETTINGS = {"EngineConfig", "ServeConfig"}
 

@@ -32,6 +32,7 @@ from quire.types.errors import (
 from quire.types.plan import (
     NO_TOKEN,
     NOT_FINITE,
+    REJECTED,
     Executor,
     LogprobArrays,
     NewBlocks,
@@ -61,6 +62,7 @@ __all__ = [
     "INT_RANGES",
     "MAX_LOGPROBS",
     "NOT_FINITE",
+    "REJECTED",
     "NO_TOKEN",
     "CompletionOutput",
     "ConfigError",

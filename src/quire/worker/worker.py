@@ -16,6 +16,7 @@ from quire.kernels import Kernels, available
 from quire.kernels.cpu.ops import CpuKernels
 from quire.models.decoder import Model
 from quire.sampling.sampler import Sampler
+from quire.speculation.drafter import NO_SPECULATION, Drafter, Speculation
 from quire.types import StepPlan
 from quire.worker.batch import Batcher, KernelBatcher, TorchBatcher
 from quire.worker.cpu_replay import CpuReplay
@@ -34,6 +35,7 @@ _FULL_GRAPH_TOKENS = 8192  # and without padding: launching a longer step takes 
 _KERNEL_ROW_COUNTS = (2, 4, 8, 16, 32, 64)  # one row count from each range that has its own kernels
 _SHORT_PROMPT_TOKENS = 16  # of a step with a prompt that has its own kernels
 _GRAPH_BYTES_PER_LAYER = 46 << 10  # of a captured step (measured: up to 1.3 MiB with 28 layers)
+_LOGIT_ROWS = 1024  # of steps with draft tokens that are captured
 _REHEARSED_TOKENS = 128  # of the prompt that is rehearsed
 
 
@@ -55,6 +57,7 @@ class Worker:
         model: lives on `memory.device` and computes in `memory.dtype`.
         memory: sizes of steps, slot columns and blocks; its `limits.max_model_len` fits beside the weights.
         kernels: the set that the model's layers use; None is plain PyTorch.
+        speculation: how steps draft tokens.
     """
 
     def __init__(
@@ -64,7 +67,9 @@ class Worker:
         memory: MemoryPlanner,
         options: LaunchOptions,
         kernels: Kernels | None = None,
+        speculation: Speculation = NO_SPECULATION,
     ) -> None:
+        self._speculation = speculation
         self.model, self.device, self.memory = model, memory.device, memory
         self._limits, self._layout, self._dtype = memory.limits, memory.layout, memory.dtype
         self._backend, self._options, self._kernels = backend, options, kernels
@@ -235,18 +240,20 @@ class Worker:
         """
         model, device = self.model, self.device
         state = self._columns_for(size)
-        sampler = Sampler(state, model.spec.vocab_size, state.dummy + 1, device)
+        slots = state.dummy + 1
+        sampler = Sampler(state, model.spec.vocab_size, slots, device, self._most_logit_rows(slots))
+        drafter = self._speculation.make(state, device)
         turns = self._options.depth + 1
         batcher: Batcher
         launcher: Launcher
         if available(device):
-            batcher = kernel_batcher = self._kernel_batcher(state, size, blocks, turns)
+            batcher = kernel_batcher = self._kernel_batcher(state, size, blocks, turns, drafter)
             launcher = Eager(model, batcher)
             if graphs and self._backend.capturable:
                 limits = self._graph_limits()
                 launcher = CudaGraphs(launcher, model, kernel_batcher, sampler, limits, self._dtype, device)
         else:
-            batcher = TorchBatcher(state, self._backend, blocks, size.block_size)
+            batcher = TorchBatcher(state, self._backend, blocks, size.block_size, drafter)
             threads = self._threads()
             launcher = eager = Eager(model, batcher, threads)
             if threads and isinstance(self._kernels, CpuKernels) and self._options.cpu_replay:
@@ -262,7 +269,13 @@ class Worker:
             pooler=Pooler(state.dummy + 1, device),
         )
 
-    def _kernel_batcher(self, state: SlotState, size: KVSize, blocks: list[KV], turns: int) -> KernelBatcher:
+    def _most_logit_rows(self, rows: int) -> int:
+        """Return the most rows of logits of a captured step with `rows` rows; longer steps run eagerly, in pieces."""
+        return max(rows, min(rows * (1 + self._speculation.tokens), _LOGIT_ROWS))
+
+    def _kernel_batcher(
+        self, state: SlotState, size: KVSize, blocks: list[KV], turns: int, drafter: Drafter
+    ) -> KernelBatcher:
         max_rows = state.dummy
         return KernelBatcher(
             state,
@@ -273,6 +286,8 @@ class Worker:
             max_rows=max_rows,
             turns=turns,
             device=self.device,
+            drafter=drafter,
+            max_drafts=self._speculation.tokens,
         )
 
     def _graph_limits(self) -> GraphLimits:

@@ -14,7 +14,7 @@ from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.shared_prefix import CommonBlocks, NoSharedPrefix, SharedPrefix
 from quire.core.steplog import StepLog
-from quire.types import Executor
+from quire.types import Executor, max_logit_rows
 
 _OVERLAP_DEPTH = 2
 
@@ -63,6 +63,7 @@ def wire_engine(
         keeps_kv=config.kv_layout != "none",
         lookahead=depth > 1,
         mixed_prefill_tokens=config.mixed_prefill_tokens or config.max_num_batched_tokens or 1,
+        max_logit_rows=max_logit_rows(config.max_num_seqs or 1, drafts),
     )
     log = StepLog()
     shared: SharedPrefix = CommonBlocks(block_size) if shares_prefix else NoSharedPrefix()

@@ -63,8 +63,7 @@ class Sampler:
         """Allocate the columns of `num_slots` slots.
 
         Args:
-            max_rows: most rows of logits that are chosen at once on a GPU, which sizes scratch memory; more are cut
-                into pieces. None: `num_slots`.
+            max_rows: most rows of logits of a step, which sizes scratch memory on a GPU. None: `num_slots`.
         """
         self._columns = columns
         self._table = SlotTable(COLUMN_NAMES, num_slots, device)
@@ -191,11 +190,7 @@ class Sampler:
             slots_host: np.ndarray | None,
             filtered: bool,
         ) -> None:
-            for begin in range(0, len(x), max_rows):
-                part = slice(begin, begin + max_rows)
-                choose(
-                    x[part], slots[part], self._table.values, lengths[part], scratch, tokens[part], filtered
-                )
+            choose(x, slots, self._table.values, lengths, scratch, tokens, filtered)
 
         return launch
 

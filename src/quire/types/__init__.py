@@ -41,6 +41,7 @@ from quire.types.plan import (
     StepPlan,
     StepResult,
     TokenMasks,
+    max_logit_rows,
 )
 from quire.types.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from quire.types.request_state import Request, RequestOrder, Status
@@ -108,4 +109,5 @@ __all__ = [
     "TokenMasks",
     "Totals",
     "check_field_names",
+    "max_logit_rows",
 ]

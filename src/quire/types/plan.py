@@ -110,6 +110,14 @@ class LogprobArrays:
         return [self.at(index, top) for index in range(first, first + count)]
 
 
+def max_logit_rows(max_num_seqs: int, drafts: int) -> int:
+    """Return the most rows of logits of a step, in which up to `max_num_seqs` rows have up to `drafts` draft tokens.
+
+    It bounds the memory for logits. More draft tokens are not scheduled; a step of so many rows gains nothing from them.
+    """
+    return max(max_num_seqs, min(max_num_seqs * (1 + drafts), 1024))
+
+
 # Sentinels that stand for the token of a row where none can be sampled. The sampler itself detects this, so the host
 # does not have to wait for the device to check it.
 NOT_FINITE = -1  # a logit is NaN or +inf

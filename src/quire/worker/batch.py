@@ -20,6 +20,7 @@ from quire.speculation.drafter import Drafter, DraftRows, NoDrafter
 from quire.types import REJECTED, StepPlan
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
+from quire.worker.step_shapes import most_logit_rows
 
 
 class HeaderColumn(IntEnum):
@@ -212,11 +213,6 @@ class TorchBatcher:
         return result
 
 
-def logit_rows(rows: int, tokens: int, drafts: int) -> int:
-    """Return an upper bound of the logit rows of a step: each row has 1 + up to `drafts`, and no more than tokens."""
-    return min(tokens, rows * (1 + drafts))
-
-
 class KernelBatcher:
     """Batcher of one kernel at each end of a step (kernels/batch.py), with static buffers.
 
@@ -257,7 +253,7 @@ class KernelBatcher:
         self._input_ids, self._positions, self._kv_slots = (buffer(max_tokens) for _ in range(3))
         self._drafter = drafter or NoDrafter()
         self._slots = buffer(max_rows)
-        logit_rows = min(max_tokens, max_rows * (1 + max_drafts))
+        logit_rows = most_logit_rows(max_rows, max_tokens, max_drafts)
         self._logit_index, self._logit_slots = (buffer(logit_rows) for _ in range(2))
         self._lengths = buffer(logit_rows, dtype=torch.int32)
         self._first_logits = buffer(max_rows, dtype=torch.int32)
@@ -294,7 +290,7 @@ class KernelBatcher:
         state = self._state
         counts = np.ones(rows, np.int32) if rows == tokens else None
         bounds = np.full(rows, state.max_len, np.int32)
-        logits = logit_rows(rows, tokens, drafts)
+        logits = most_logit_rows(rows, tokens, drafts)
         return self._batch(rows, tokens, logits, counts, bounds, shares, drafts)
 
     def load(self, content: np.ndarray, staging: Staging, rows: int, one_each: bool = False) -> None:

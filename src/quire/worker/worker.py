@@ -17,7 +17,7 @@ from quire.kernels.cpu.ops import CpuKernels
 from quire.models.decoder import Model
 from quire.sampling.sampler import Sampler
 from quire.speculation.drafter import NO_SPECULATION, Drafter, Speculation
-from quire.types import StepPlan
+from quire.types import StepPlan, max_logit_rows
 from quire.worker.batch import Batcher, KernelBatcher, TorchBatcher
 from quire.worker.cpu_replay import CpuReplay
 from quire.worker.graphs import MAX_GRAPHS, CudaGraphs, Eager, Launcher, Threads
@@ -35,7 +35,6 @@ _FULL_GRAPH_TOKENS = 8192  # and without padding: launching a longer step takes 
 _KERNEL_ROW_COUNTS = (2, 4, 8, 16, 32, 64)  # one row count from each range that has its own kernels
 _SHORT_PROMPT_TOKENS = 16  # of a step with a prompt that has its own kernels
 _GRAPH_BYTES_PER_LAYER = 46 << 10  # of a captured step (measured: up to 1.3 MiB with 28 layers)
-_LOGIT_ROWS = 1024  # of steps with draft tokens that are captured
 _REHEARSED_TOKENS = 128  # of the prompt that is rehearsed
 
 
@@ -70,6 +69,7 @@ class Worker:
         speculation: Speculation = NO_SPECULATION,
     ) -> None:
         self._speculation = speculation
+        self._max_logit_rows = max_logit_rows(memory.limits.max_num_seqs, speculation.tokens)
         self.model, self.device, self.memory = model, memory.device, memory
         self._limits, self._layout, self._dtype = memory.limits, memory.layout, memory.dtype
         self._backend, self._options, self._kernels = backend, options, kernels
@@ -113,7 +113,7 @@ class Worker:
         of them are estimated.
         """
         on_cpu = self.device.type != "cuda"
-        self.reserved_bytes = self.memory.cpu_step_bytes() if on_cpu else self._measured_bytes()
+        self.reserved_bytes = self.memory.cpu_step_bytes(self._max_logit_rows) if on_cpu else self._measured_bytes()
         return self.reserved_bytes
 
     def _measured_bytes(self) -> int:
@@ -131,7 +131,7 @@ class Worker:
         del runner, blocks, columns
         self._columns = None  # rebuilt when the context is known
         torch.cuda.empty_cache()
-        sampling = self.memory.sampling_bytes()
+        sampling = self.memory.sampling_bytes(self._max_logit_rows)
         return before - begin + max(peak, sampling) + self._bytes_of_graphs(peak, rows * per_row)
 
     def largest_step(self) -> tuple[int, int]:
@@ -165,7 +165,7 @@ class Worker:
         if not (self._options.cuda_graphs and self._backend.capturable):
             return 0
         longest = min(limits.max_num_batched_tokens, _FULL_GRAPH_TOKENS)
-        logits = limits.max_num_seqs * self.model.spec.vocab_size * self._dtype.itemsize
+        logits = self._max_logit_rows * self.model.spec.vocab_size * self._dtype.itemsize
         self._graph_bytes = largest_step * min(longest, tokens) // tokens + 2 * logits
         return self._graph_bytes + logits + self._max_graphs() * self._bytes_per_graph()
 
@@ -240,8 +240,9 @@ class Worker:
         """
         model, device = self.model, self.device
         state = self._columns_for(size)
-        slots = state.dummy + 1
-        sampler = Sampler(state, model.spec.vocab_size, slots, device, self._most_logit_rows(slots))
+        sampler = Sampler(
+            state, model.spec.vocab_size, state.dummy + 1, device, max_rows=self._max_logit_rows + 1
+        )
         drafter = self._speculation.make(state, device)
         turns = self._options.depth + 1
         batcher: Batcher
@@ -269,10 +270,6 @@ class Worker:
             pooler=Pooler(state.dummy + 1, device),
         )
 
-    def _most_logit_rows(self, rows: int) -> int:
-        """Return the most rows of logits of a captured step with `rows` rows; longer steps run eagerly, in pieces."""
-        return max(rows, min(rows * (1 + self._speculation.tokens), _LOGIT_ROWS))
-
     def _kernel_batcher(
         self, state: SlotState, size: KVSize, blocks: list[KV], turns: int, drafter: Drafter
     ) -> KernelBatcher:
@@ -298,6 +295,8 @@ class Worker:
             full_tokens=budget if budget <= _FULL_GRAPH_TOKENS else 0,
             shared_bytes=self._graph_bytes,
             max_graphs=self._max_graphs(),
+            drafts=self._speculation.tokens,
+            max_logit_rows=self._max_logit_rows,
         )
 
     def _threads(self) -> Threads | None:

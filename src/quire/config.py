@@ -22,7 +22,7 @@ from quire.types.speculative import settings_of
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 Batching = Literal["continuous", "static"]
-KVLayout = Literal["paged", "contiguous", "none"]
+KVLayoutName = Literal["paged", "contiguous", "none"]
 Eviction = Literal["lru", "fifo"]
 SpecMethod = Literal["off", "ngram"]
 SchedulingPolicy = Literal["fcfs", "priority"]
@@ -88,7 +88,7 @@ class EngineConfig:
     )
     overlap: bool = _scheduling(True, "schedule the next step while the device runs the current one")
 
-    kv_layout: KVLayout = _kv_cache(
+    kv_layout: KVLayoutName = _kv_cache(
         "paged",
         "paged; contiguous (one block as long as the context); none (recompute the whole sequence at every step)",
     )
@@ -229,7 +229,7 @@ _COUNTS = (
 )
 _CHOICES: dict[str, tuple[str, ...]] = {
     "batching": get_args(Batching),
-    "kv_layout": get_args(KVLayout),
+    "kv_layout": get_args(KVLayoutName),
     "eviction": get_args(Eviction),
     "scheduling_policy": get_args(SchedulingPolicy),
     "spec_method": get_args(SpecMethod),

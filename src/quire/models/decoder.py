@@ -6,11 +6,12 @@ be fused with the norm behind it. Weight names are those of Hugging Face checkpo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from quire.attention.base import ForwardBatch
+from quire.attention.base import AttentionLayer, ForwardBatch
 from quire.layers.attention import Attention, rotary_attention
 from quire.layers.embedding import Embedding, LMHead
 from quire.layers.env import Env, Weights
@@ -26,7 +27,11 @@ class Model(Protocol):
     """A model as the worker uses it."""
 
     spec: ModelSpec
-    attention_layers: list[Attention]  # by index
+
+    @property
+    def attention_layers(self) -> Sequence[AttentionLayer]:
+        """Attention layers by index."""
+        ...
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """Run the model on a step, and write its keys and values to `batch.kv_slots`.
@@ -52,10 +57,11 @@ class SelfAttention:
     ) -> None:
         dim = spec.head_dim
         self.is_last = index == spec.num_layers - 1
-        heads, kv_heads = spec.num_heads // env.parallel.size, spec.num_kv_heads // env.parallel.size
+        heads, kv_heads = env.parallel.share(spec.num_heads), env.parallel.share(spec.num_kv_heads)
         names = [prefix + "q_proj", prefix + "k_proj", prefix + "v_proj"]
         outs = [spec.num_heads * dim, spec.num_kv_heads * dim, spec.num_kv_heads * dim]
-        qkv = Linear(env, names, spec.hidden_size, outs, spec.qkv_bias, cut="rows")
+        units = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        qkv = Linear(env, names, spec.hidden_size, outs, spec.qkv_bias, cut="rows", units=units)
         self.qkv = NormedLayer(norm, qkv)
         o = Linear(env, prefix + "o_proj", outs[0], spec.hidden_size, spec.o_bias, cut="cols")
         self.o = ResidualAdd(o, adds)
@@ -63,9 +69,8 @@ class SelfAttention:
         if spec.qk_norm:
             names_qk = (prefix + "q_norm", prefix + "k_norm")
             qk_norm = HeadNorm(type(norm), env, names_qk, (heads, kv_heads), dim, spec.norm_eps)
-        self.attention = Attention(
-            env, index, heads, kv_heads, dim, spec.query_scale, spec.windows[index], spec.attn_soft_cap
-        )
+        kv = spec.kv_layout(index, env.dtype_name, env.parallel.size)
+        self.attention = Attention(env, index, heads, kv, spec.query_scale, spec.attn_soft_cap)
         self.attend = rotary_attention(self.attention, qk_norm, env.kernels)
 
     def __call__(

@@ -22,13 +22,14 @@ class GPT2Layer:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, env: Env, spec: ModelSpec, index: int, prefix: str) -> None:
-        hidden, heads = spec.hidden_size, spec.num_heads // env.parallel.size
+        hidden, heads = spec.hidden_size, env.parallel.share(spec.num_heads)
         self.is_last = index == spec.num_layers - 1
         self.input_norm = LayerNorm(env, prefix + "ln_1", hidden, spec.norm_eps)
         self.qkv = Linear(
             env, prefix + "attn.c_attn", hidden, [hidden] * 3, True, cut="rows", transposed=True
         )
-        self.attention = Attention(env, index, heads, heads, spec.head_dim, spec.query_scale)
+        kv = spec.kv_layout(index, env.dtype_name, env.parallel.size)
+        self.attention = Attention(env, index, heads, kv, spec.query_scale)
         self.o = Linear(env, prefix + "attn.c_proj", hidden, hidden, True, cut="cols", transposed=True)
         self.post_norm = LayerNorm(env, prefix + "ln_2", hidden, spec.norm_eps)
         self.mlp = PlainMLP(env, prefix + "mlp.", hidden, spec.intermediate_size, spec.activation)

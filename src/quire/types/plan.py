@@ -132,7 +132,9 @@ class StepResult:
 
     step: int
     tokens: list[list[int]]  # for each sampling row 1 to 1 + drafts tokens, or NOT_FINITE or NO_TOKEN alone
-    logprobs: LogprobArrays | None = None  # 1 + drafts entries per sampling row; those of rejected drafts are unused
+    logprobs: LogprobArrays | None = (
+        None  # 1 + drafts entries per sampling row; those of rejected drafts are unused
+    )
     prompt_logprobs: dict[int, LogprobArrays] | None = None  # by row: entries for positions starts + 1 ...
     pooled: dict[int, np.ndarray] | None = None  # by row: float32 [hidden], pooled over its tokens so far
 

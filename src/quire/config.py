@@ -206,7 +206,9 @@ class EngineConfig:
             else None,
             max_model_len=max_len,
             block_size=self.block_size if self.kv_layout == "paged" else max_len,
-            spec_tokens=None if self.spec_method == "off" else min(self.spec_tokens or _SPEC_TOKENS, max_len - 1),
+            spec_tokens=None
+            if self.spec_method == "off"
+            else min(self.spec_tokens or _SPEC_TOKENS, max_len - 1),
         )
 
 

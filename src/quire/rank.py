@@ -185,7 +185,9 @@ def launch_options(config: EngineConfig, depth: int) -> LaunchOptions:
 
 def pick_speculation(config: EngineConfig) -> Speculation:
     """Return how steps draft tokens. `config` is resolved."""
-    return NO_SPECULATION if config.spec_method == "off" else Speculation(NgramDrafter, config.spec_tokens or 1)
+    return (
+        NO_SPECULATION if config.spec_method == "off" else Speculation(NgramDrafter, config.spec_tokens or 1)
+    )
 
 
 def pick_device(name: str) -> torch.device:

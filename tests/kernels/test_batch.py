@@ -147,7 +147,9 @@ def test_steps_with_drafts_are_those_of_the_plain_twin(device: str) -> None:
     for step in range(40):
         plan = random_plan(rng, step, known, DRAFTS if step % 4 else 0)
         logits = len(plan.slots) + int(plan.num_drafts.sum())
-        sampled = torch.tensor([rng.randrange(-1, 3) for _ in range(logits)], dtype=torch.int32, device=device)
+        sampled = torch.tensor(
+            [rng.randrange(-1, 3) for _ in range(logits)], dtype=torch.int32, device=device
+        )
         results = []
         for side in (kernel, plain):
             side.staging.begin()

@@ -217,7 +217,13 @@ def test_steps_with_drafts_are_captured_by_depth() -> None:
 
 def test_shapes_with_drafts_hold_their_logits() -> None:
     limits = GraphLimits(
-        max_rows=256, max_tokens=2048, full_tokens=0, shared_bytes=0, max_graphs=512, drafts=5, max_logit_rows=1024
+        max_rows=256,
+        max_tokens=2048,
+        full_tokens=0,
+        shared_bytes=0,
+        max_graphs=512,
+        drafts=5,
+        max_logit_rows=1024,
     )
     shapes, rng = StepShapes(limits), random.Random(0)
     drafted = [shape for shape in shapes.at_start() if shape.drafts]
@@ -225,8 +231,10 @@ def test_shapes_with_drafts_hold_their_logits() -> None:
     for _ in range(300):
         rows = rng.randint(1, 256)
         depths = [rng.randint(0, 5) for _ in range(rows)]
-        tokens = rows + sum(depths) + rng.choice([0, rng.randint(1, 900)])
-        shape = shapes.fit(rows, tokens, "plain", False, max(depths))
+        prompt = rng.choice([0, rng.randint(1, 900)])
+        tokens, longest = rows + sum(depths) + prompt, max(1 + max(depths), prompt)
+        shape = shapes.fit(rows, tokens, "plain", False, max(depths), longest)
         if shape is not None and max(depths):
             assert shape.rows >= rows and shape.tokens >= tokens and shape.drafts >= max(depths)
             assert rows + sum(depths) <= shape.logit_rows <= 1024
+            assert longest <= 1 + max(depths) or not shape.decodes_only

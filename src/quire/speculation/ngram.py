@@ -27,7 +27,9 @@ class NgramDrafter:
             # Imported here: an installation for CPUs has no Triton.
             from quire.kernels.ngram import propose
 
-            propose(self._columns.tokens, self._columns.num_tokens, rows.slots, rows.counts, rows.most, LONGEST)
+            propose(
+                self._columns.tokens, self._columns.num_tokens, rows.slots, rows.counts, rows.most, LONGEST
+            )
         else:
             self.propose_plain(rows)
 

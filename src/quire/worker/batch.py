@@ -20,7 +20,7 @@ from quire.speculation.drafter import Drafter, DraftRows, NoDrafter
 from quire.types import REJECTED, StepPlan
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
-from quire.worker.step_shapes import most_logit_rows
+from quire.worker.step_shapes import decodes_only, most_logit_rows
 
 
 class HeaderColumn(IntEnum):
@@ -122,7 +122,9 @@ class TorchBatcher:
     def build(self, plan: StepPlan, staging: Staging) -> tuple[DeviceStep, ForwardBatch]:
         state, total, rows = self._state, plan.total_tokens, len(plan.slots)
         if most := plan.max_drafts:
-            self._drafter.propose(DraftRows(*staging.send(plan.slots, plan.num_drafts), most, plan.max_seq_len))
+            self._drafter.propose(
+                DraftRows(*staging.send(plan.slots, plan.num_drafts), most, plan.max_seq_len)
+            )
         ends = np.cumsum(plan.num_tokens)
         firsts = ends - plan.num_tokens
         row_of_token = np.repeat(np.arange(rows), plan.num_tokens)
@@ -271,9 +273,7 @@ class KernelBatcher:
         bounds = plan.starts + plan.num_tokens
         shares = plan.shared is not None
         logits = rows + int(plan.num_drafts.sum())
-        batch = self._batch(
-            rows, plan.total_tokens, logits, plan.num_tokens, bounds, shares, plan.max_drafts
-        )
+        batch = self._batch(rows, plan.total_tokens, logits, plan.num_tokens, bounds, shares, plan.max_drafts)
         if plan.keeps_hidden:
             batch.wanted = None
         return self.step(plan), batch
@@ -343,6 +343,8 @@ class KernelBatcher:
             block_size=self._block_size,
             wanted=None if logits == tokens else self._logit_index[:logits],
             shared=self._header[:rows, HeaderColumn.SHARED_TOKENS] if shares else None,
+            decode_tokens=1 + drafts,
+            decodes_only=decodes_only(rows, tokens, drafts) if counts is None else max(counts) <= 1 + drafts,
         )
         self._kernels.prepare(
             self._header, rows, tokens, rows == tokens, state.tokens, state.num_tokens, state.num_computed,

@@ -35,7 +35,9 @@ class LaunchedStep:
     """A step in flight on the device."""
 
     step: DeviceStep
-    logits: torch.Tensor | None  # [logit rows, vocab]; None: the graph also samples and updates the slot columns
+    logits: (
+        torch.Tensor | None
+    )  # [logit rows, vocab]; None: the graph also samples and updates the slot columns
     hidden: torch.Tensor | None = None  # [tokens, hidden] if prompts are scored or pooled
 
 
@@ -214,9 +216,10 @@ class CudaGraphs:
         if plan.keeps_hidden:
             return None
         shares = plan.shared is not None
-        return self.shapes.fit(
-            len(plan.slots), plan.total_tokens, self._sampling(plan), shares, plan.max_drafts
-        )
+        drafts = plan.max_drafts
+        longest = int(plan.num_tokens.max()) if drafts else 1
+        rows, tokens = len(plan.slots), plan.total_tokens
+        return self.shapes.fit(rows, tokens, self._sampling(plan), shares, drafts, longest)
 
     def _sampling(self, plan: StepPlan) -> SamplingMode:
         if self._sampler.needs_host_work(plan.slots):

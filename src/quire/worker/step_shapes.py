@@ -60,6 +60,10 @@ class StepShape:
         return self.rows == self.tokens
 
     @property
+    def decodes_only(self) -> bool:
+        return decodes_only(self.rows, self.tokens, self.drafts)
+
+    @property
     def logit_rows(self) -> int:
         return most_logit_rows(self.rows, self.tokens, self.drafts)
 
@@ -69,7 +73,7 @@ class StepShape:
         A graph that ends with the logits does for every kind of sampling.
         """
         return (
-            self.one_each == other.one_each
+            self.decodes_only == other.decodes_only
             and self.rows >= other.rows
             and self.tokens >= other.tokens
             and self.shares == other.shares
@@ -93,11 +97,20 @@ class StepShapes:
         self.row_sizes, self.token_sizes = row_sizes(limits.max_rows), token_sizes(limits.max_tokens)
 
     def fit(
-        self, rows: int, tokens: int, sampling: SamplingMode, shares: bool, drafts: int = 0
+        self, rows: int, tokens: int, sampling: SamplingMode, shares: bool, drafts: int = 0, longest: int = 1
     ) -> StepShape | None:
-        """Return the smallest shape that holds a step, or None if such steps are not captured."""
+        """Return the smallest shape that holds a step, or None if such steps are not captured.
+
+        Args:
+            rows: number of rows.
+            tokens: number of tokens.
+            sampling: how the step samples.
+            shares: whether rows share blocks.
+            drafts: most draft tokens of a row.
+            longest: most tokens of a row; read if there are drafts.
+        """
         if drafts:
-            return self._fit_drafts(rows, tokens, sampling, drafts)
+            return self._fit_drafts(rows, tokens, sampling, drafts, longest)
         if rows == tokens:
             size = _round_up(self.row_sizes, rows)
             return StepShape(size, size, sampling, shares)
@@ -110,14 +123,17 @@ class StepShapes:
             tokens = _round_up(self.token_sizes, max(tokens, rows + 1))
         return StepShape(rows, tokens, sampling) if tokens > rows else None
 
-    def _fit_drafts(self, rows: int, tokens: int, sampling: SamplingMode, drafts: int) -> StepShape | None:
+    def _fit_drafts(
+        self, rows: int, tokens: int, sampling: SamplingMode, drafts: int, longest: int
+    ) -> StepShape | None:
         size = _round_up(self.row_sizes, rows)
-        if tokens <= rows * (1 + drafts):  # no prompts
+        if longest <= 1 + drafts:
             return self._draft_shape(size, size * (1 + drafts), sampling, drafts)
         size = _round_up(self.row_sizes, 1 << (rows - 1).bit_length())
-        return self._draft_shape(
-            size, _round_up(self.token_sizes, max(tokens, size + drafts)), sampling, drafts
-        )
+        tokens = max(tokens, size * (1 + drafts) + 1)  # more than if all rows decoded
+        if tokens > self.token_sizes[-1]:
+            return None
+        return self._draft_shape(size, _round_up(self.token_sizes, tokens), sampling, drafts)
 
     def _draft_shape(self, rows: int, tokens: int, sampling: SamplingMode, drafts: int) -> StepShape | None:
         shape = StepShape(rows, tokens, sampling, drafts=drafts)
@@ -193,6 +209,11 @@ class StandIns:
 def most_logit_rows(rows: int, tokens: int, drafts: int) -> int:
     """Return an upper bound of the logit rows of a step: each row has 1 + up to `drafts`, and no more than tokens."""
     return min(tokens, rows * (1 + drafts))
+
+
+def decodes_only(rows: int, tokens: int, drafts: int) -> bool:
+    """Return whether a shape is for rows that only decode, with up to 1 + `drafts` tokens each."""
+    return tokens == rows * (1 + drafts)
 
 
 def _round_up(sizes: list[int], wanted: int) -> int:

@@ -113,7 +113,9 @@ class Worker:
         of them are estimated.
         """
         on_cpu = self.device.type != "cuda"
-        self.reserved_bytes = self.memory.cpu_step_bytes(self._max_logit_rows) if on_cpu else self._measured_bytes()
+        self.reserved_bytes = (
+            self.memory.cpu_step_bytes(self._max_logit_rows) if on_cpu else self._measured_bytes()
+        )
         return self.reserved_bytes
 
     def _measured_bytes(self) -> int:

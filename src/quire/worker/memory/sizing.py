@@ -144,7 +144,9 @@ class MemoryPlanner:
         spec = self.spec
         heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         per_token = 4 * spec.hidden_size + 2 * heads + 3 * spec.intermediate_size
-        return self.limits.max_num_batched_tokens * per_token * self.dtype.itemsize + self.sampling_bytes(logit_rows)
+        return self.limits.max_num_batched_tokens * per_token * self.dtype.itemsize + self.sampling_bytes(
+            logit_rows
+        )
 
     def fit_context(self, budget: int) -> int:
         """Return the longest context, at most `limits.max_model_len`, of which one request fits into `budget` bytes.

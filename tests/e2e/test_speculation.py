@@ -36,7 +36,9 @@ class AnswerDrafter:
         slots, tokens = rows.slots.long(), self._columns.tokens
         own, known = tokens[slots][:, :MAX_LEN], self._columns.num_tokens[slots].long()
         position = torch.arange(MAX_LEN, device=own.device)
-        same = (own.unsqueeze(1) == self._answers) | (position >= known[:, None, None])  # [rows, answers, length]
+        same = (own.unsqueeze(1) == self._answers) | (
+            position >= known[:, None, None]
+        )  # [rows, answers, length]
         answer = self._answers[same.all(2).int().argmax(1)]
         place = known.unsqueeze(1) + torch.arange(rows.most, device=own.device)
         inside = place.clamp(max=MAX_LEN - 1)

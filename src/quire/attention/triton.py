@@ -24,7 +24,6 @@ from quire.kernels.attention.tile import fits
 from quire.kernels.rope import norm_rotate_store
 from quire.kernels.target import Target, target_of
 
-
 _MOST_SHORT_ROWS = 64  # query rows of a program for rows that verify draft tokens
 
 

@@ -122,9 +122,8 @@ class TorchBatcher:
     def build(self, plan: StepPlan, staging: Staging) -> tuple[DeviceStep, ForwardBatch]:
         state, total, rows = self._state, plan.total_tokens, len(plan.slots)
         if most := plan.max_drafts:
-            self._drafter.propose(
-                DraftRows(*staging.send(plan.slots, plan.num_drafts), most, plan.max_seq_len)
-            )
+            draft_slots, counts = staging.send(plan.slots, plan.num_drafts)
+            self._drafter.propose(DraftRows(draft_slots, counts, most, plan.max_seq_len))
         ends = np.cumsum(plan.num_tokens)
         firsts = ends - plan.num_tokens
         row_of_token = np.repeat(np.arange(rows), plan.num_tokens)

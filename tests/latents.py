@@ -76,16 +76,17 @@ def latent_case(
     batch.kv = [(old.view(backend.kv_shape(len(old) // block_size, block_size, 1, dim)).clone(),)]
     batch.attn = backend.plan(batch)
     weight = (1 + torch.randn(rank, device=device) / 4).to(dtype)
+    params = RopeParams(theta=10000.0, interleaved=interleaved)
     env = SimpleNamespace(attention=backend)
     kv = KVLayout((KVTensor(1, dim, str(dtype).removeprefix("torch.")),))
-    layer = LatentAttention(env, 0, heads, kv, rank, dim**-0.5, norm_of(weight), interleaved)
+    layer = LatentAttention(env, 0, heads, kv, rank, dim**-0.5, norm_of(weight), params.span(rotary))
     # Entries and the rotated part of queries are slices of wider rows, as fused projections leave them.
     wide = torch.randn(count, 8 + dim, device=device).to(dtype)
     wide_q = torch.randn(count, heads, 8 + rotary, device=device).to(dtype)
     q = case.q.clone()
     q[..., rank:] = float("nan")  # undefined
     longest = int(batch.positions.max()) + 1
-    rope = Rope(RopeParams(theta=10000.0), rotary, longest, torch.device(device), dtype)
+    rope = Rope(params, rotary, longest, torch.device(device), dtype)
     return LatentCase(layer, rows, batch, old, q, wide_q[..., 8:], wide[:, 8:], rope.lookup(batch.positions))
 
 

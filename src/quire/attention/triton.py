@@ -33,6 +33,8 @@ from quire.kernels.attention.tile import fits
 from quire.kernels.rope import norm_rotate_store
 from quire.kernels.target import Target, target_of
 
+_MOST_SHORT_ROWS = 64  # query rows of a program for rows that verify draft tokens
+
 
 @dataclass(slots=True)
 class _LayerPlan:
@@ -75,8 +77,9 @@ class _TritonPlan:
 
     def _plan_layer(self, layer: AttentionLayer, batch: ForwardBatch, itemsize: int) -> _LayerPlan:
         group = layer.num_heads // layer.num_kv_heads
+        queries = self._short_queries(layer, group, itemsize, batch)
         per_tile = long_tokens(layer.head_dim, itemsize, group, target_of(batch.seq_lens.device))
-        return self._plan(layer.index, batch, max(SHORT_ROWS // group, 1), per_tile, layer.num_kv_heads)
+        return self._plan(layer.index, batch, queries, per_tile, layer.num_kv_heads)
 
     def _plan(
         self, index: int, batch: ForwardBatch, queries: int, per_tile: int, kv_heads: int
@@ -84,7 +87,9 @@ class _TritonPlan:
         if self.ones:
             return _LayerPlan(index, 1, True, None)
         any_short, counts, tokens = True, batch.num_tokens, batch.input_ids.shape[0]
-        if counts is None:
+        if batch.decodes_only and batch.decode_tokens <= queries:
+            most = usual = 0
+        elif counts is None:
             most = most_tiles(tokens, batch.seq_lens.shape[0], queries, per_tile)
             usual = -(-tokens // per_tile)
         else:
@@ -97,6 +102,16 @@ class _TritonPlan:
             batch.query_start, batch.seq_lens, batch.slots, most, queries, per_tile, usual * kv_heads
         )
         return _LayerPlan(index, queries, any_short, tiles)
+
+    @staticmethod
+    def _short_queries(layer: AttentionLayer, group: int, itemsize: int, batch: ForwardBatch) -> int:
+        """Return the most new tokens of a short row; rows that verify draft tokens are short if their tile fits."""
+        queries, wanted = max(SHORT_ROWS // group, 1), batch.decode_tokens
+        if wanted <= queries or wanted * group > _MOST_SHORT_ROWS:
+            return queries
+        target = target_of(batch.seq_lens.device)
+        tile = short_tile(layer.head_dim, itemsize, wanted * group, 1, target)
+        return wanted if fits(tile, layer.head_dim, itemsize, target) else queries
 
 
 class TritonAttention:
@@ -150,7 +165,9 @@ class TritonAttention:
     ) -> torch.Tensor:
         keys, values = batch.kv[layer.index]
         weight, eps = (None, 0.0) if norms is None else (norms.weight, norms.eps)
-        q = norm_rotate_store(qkv, batch.positions, table, weight, eps, keys, values, batch.kv_slots)
+        q = norm_rotate_store(
+            qkv, batch.positions, table, weight, eps, keys, values, batch.kv_slots, layer.span
+        )
         return self._attend(layer, q, batch)
 
     def _attend(self, layer: AttentionLayer, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -171,11 +188,12 @@ class TritonAttention:
             attend_short(
                 q, keys, values, out, batch.seq_lens, None if plan.ones else batch.query_start,
                 batch.block_table, batch.slots, layer.scale, layer.window, layer.soft_cap, work.queries, splits, shared,
+                layer.sinks,
             )  # fmt: skip
         if work.tiles is not None:
             attend_long(
                 q, keys, values, out, batch.block_table, work.tiles,
-                layer.scale, layer.window, layer.soft_cap,
+                layer.scale, layer.window, layer.soft_cap, layer.sinks,
             )  # fmt: skip
         return out
 
@@ -197,7 +215,7 @@ class TritonAttention:
         blocks = batch.kv[layer.index][0].squeeze(1)  # of the only head
         store_latent(
             q, rotary, entries, layer.norm.weight, layer.norm.eps, batch.positions, angles.table,
-            layer.interleaved, blocks, batch.kv_slots,
+            layer.span, blocks, batch.kv_slots,
         )  # fmt: skip
         heads, itemsize = layer.num_heads, q.element_size()
         out = torch.empty(q.shape[0], heads * layer.rank, dtype=q.dtype, device=q.device)

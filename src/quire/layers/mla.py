@@ -21,7 +21,7 @@ from quire.types import KVLayout
 class LatentAttention:
     """A `LatentLayer` (attention/base.py) bound to its back end: the norm and rotation of entries, and attention."""
 
-    __slots__ = ("backend", "dim", "index", "interleaved", "kv", "norm", "num_heads", "rank", "scale")
+    __slots__ = ("backend", "dim", "index", "kv", "norm", "num_heads", "rank", "scale", "span")
 
     def __init__(
         self,
@@ -32,9 +32,12 @@ class LatentAttention:
         rank: int,
         scale: float,
         norm: RMSNorm,
-        interleaved: bool = True,
+        span: int,
     ) -> None:
-        """Take the heads of this rank, the layout of entries, and the norm of their first `rank` numbers."""
+        """Take the heads of this rank, the layout of entries, and the norm of their first `rank` numbers.
+
+        The two dimensions of a rotated pair are `span` apart.
+        """
         self.backend = env.attention
         self.index = index
         self.num_heads = num_heads
@@ -43,7 +46,7 @@ class LatentAttention:
         self.dim = kv.tensors[0].dim
         self.scale = scale
         self.norm = norm
-        self.interleaved = interleaved
+        self.span = span
 
     def __call__(
         self,
@@ -68,10 +71,9 @@ class LatentAttention:
         self, q: torch.Tensor, rotary: torch.Tensor, entries: torch.Tensor, angles: Rotation
     ) -> torch.Tensor:
         """Write the rotated `rotary` into q, and return the normed and rotated entries."""
-        turn = rotate_pairs if self.interleaved else rotate
-        q[..., self.rank :] = turn(rotary, angles)
+        q[..., self.rank :] = rotate(rotary, angles)
         latent, _ = self.norm(entries[:, : self.rank].contiguous(), None)
-        return torch.cat((latent, turn(entries[:, None, self.rank :], angles)[:, 0]), 1)
+        return torch.cat((latent, rotate(entries[:, None, self.rank :], angles)[:, 0]), 1)
 
 
 class LatentExpansion:
@@ -110,8 +112,3 @@ class LatentExpansion:
         by_head = sums.view(tokens, heads, self.rank).transpose(0, 1)
         torch.bmm(by_head, self.to_values, out=out.transpose(0, 1))
         return out.view(tokens, -1)
-
-
-def rotate_pairs(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
-    """Rotate neighbouring pairs of x [tokens, heads, dim]; return the first of all pairs, then the second."""
-    return rotate(torch.cat((x[..., 0::2], x[..., 1::2]), -1), rotation)

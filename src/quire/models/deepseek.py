@@ -9,7 +9,7 @@ from quire.layers.env import Env
 from quire.layers.linear import Linear
 from quire.layers.mla import LatentAttention, LatentExpansion
 from quire.layers.norm import RMSNorm
-from quire.layers.residual import NormedLayer, ResidualAdd, Stream
+from quire.layers.residual import NormedLayer, ResidualAdd, ResidualNorm, Stream
 from quire.layers.rope import Rotation
 from quire.models.decoder import DecoderModel
 from quire.models.moe import MoELayer
@@ -17,9 +17,14 @@ from quire.models.spec import ModelSpec
 
 
 class LatentSelfAttention:
-    """Multi-head latent attention with its projections; `norm` is the norm in front of them."""
+    """Multi-head latent attention with its projections.
 
-    def __init__(self, env: Env, spec: ModelSpec, index: int, prefix: str, norm: RMSNorm) -> None:
+    `norm` is the norm in front. For `adds` see `ResidualAdd`.
+    """
+
+    def __init__(
+        self, env: Env, spec: ModelSpec, index: int, prefix: str, norm: ResidualNorm, adds: bool = True
+    ) -> None:
         latent = spec.latent
         assert latent is not None
         self.is_last = index == spec.num_layers - 1
@@ -53,10 +58,10 @@ class LatentSelfAttention:
             rank,
             spec.query_scale,
             entry_norm,
-            latent.interleaved,
+            spec.layer_ropes[index].span(latent.rotary_dim),
         )
         o = Linear(env, prefix + "o_proj", heads * latent.value_dim, spec.hidden_size, cut="cols")
-        self.o = ResidualAdd(o)
+        self.o = ResidualAdd(o, adds)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, batch: ForwardBatch
@@ -77,9 +82,10 @@ class DeepseekLayer(MoELayer):
     """A decoder layer with latent attention."""
 
     def make_attention(
-        self, env: Env, spec: ModelSpec, index: int, prefix: str, norm: RMSNorm
+        self, env: Env, spec: ModelSpec, index: int, prefix: str, norm: ResidualNorm, adds: bool = True
     ) -> LatentSelfAttention:
-        return LatentSelfAttention(env, spec, index, prefix, norm)
+        """Build the latent attention of layer `index`."""
+        return LatentSelfAttention(env, spec, index, prefix, norm, adds)
 
 
 class DeepseekModel(DecoderModel):

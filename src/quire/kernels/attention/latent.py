@@ -29,18 +29,14 @@ _SPARE_BYTES = 4096  # of shared memory, for reductions and block numbers
 
 
 @triton.jit
-def _turn(x, angle, at, INTERLEAVED: tl.constexpr, HALF: tl.constexpr, inside):
-    """Return the rotated halves (a, b) of the vectors at `x`; `angle` points to cos | sin."""
-    if INTERLEAVED:
-        a = tl.load(x + 2 * at, mask=inside, other=0.0)
-        b = tl.load(x + 2 * at + 1, mask=inside, other=0.0)
-    else:
-        a = tl.load(x + at, mask=inside, other=0.0)
-        b = tl.load(x + HALF + at, mask=inside, other=0.0)
+def _turn(x, angle, pair, low, high, HALF: tl.constexpr, inside):
+    """Return the rotated pairs (a, b) of the vectors at `x`; `angle` points to cos | sin."""
+    a = tl.load(x + low, mask=inside, other=0.0)
+    b = tl.load(x + high, mask=inside, other=0.0)
     dtype = a.dtype
     a, b = a.to(tl.float32), b.to(tl.float32)
-    cos = tl.load(angle + at, mask=at < HALF, other=0.0).to(tl.float32)
-    sin = tl.load(angle + HALF + at, mask=at < HALF, other=0.0).to(tl.float32)
+    cos = tl.load(angle + pair, mask=pair < HALF, other=0.0).to(tl.float32)
+    sin = tl.load(angle + HALF + pair, mask=pair < HALF, other=0.0).to(tl.float32)
     # Rounded where the torch reference rounds: after the product with cos.
     new_a = (a * cos).to(dtype).to(tl.float32) - b * sin
     new_b = (b * cos).to(dtype).to(tl.float32) + a * sin
@@ -52,7 +48,7 @@ def _store_kernel(
     q, rotary, entries, weight, positions, angles, blocks, slots, eps,
     rotary_token, rotary_head, entry_token, block_stride, token_stride,
     NUM_HEADS: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
-    HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, INTERLEAVED: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPAN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, 1 + programs for the heads of q). The first program of a token writes its entry."""
     DIM: tl.constexpr = RANK + 2 * HALF
@@ -61,15 +57,17 @@ def _store_kernel(
         tl.extra.cuda.gdc_wait()
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     angle = angles + tl.load(positions + token) * (2 * HALF)
-    at = tl.arange(0, HALF_PAD)[None, :]
+    pair = tl.arange(0, HALF_PAD)
+    low = 2 * pair if SPAN == 1 else pair
+    high = low + SPAN
     if part > 0:
         head = (part - 1) * HEADS + tl.arange(0, HEADS)[:, None]
-        inside = (head < NUM_HEADS) & (at < HALF)
+        inside = (head < NUM_HEADS) & (pair < HALF)[None, :]
         source = rotary + token * rotary_token + head * rotary_head
-        a, b = _turn(source, angle, at, INTERLEAVED, HALF, inside)
+        a, b = _turn(source, angle, pair[None, :], low[None, :], high[None, :], HALF, inside)
         to = q + (token * NUM_HEADS + head) * DIM + RANK
-        tl.store(to + at, a, mask=inside)
-        tl.store(to + HALF + at, b, mask=inside)
+        tl.store(to + low[None, :], a, mask=inside)
+        tl.store(to + high[None, :], b, mask=inside)
     else:
         slot = tl.load(slots + token)
         source = entries + token * entry_token
@@ -79,15 +77,14 @@ def _store_kernel(
         scale = tl.rsqrt(tl.sum(x.to(tl.float32) * x.to(tl.float32), 0) / RANK + eps)
         w = tl.load(weight + dim, mask=dim < RANK, other=0.0).to(tl.float32)
         latent = (x.to(tl.float32) * scale * w).to(x.dtype)
-        half = tl.arange(0, HALF_PAD)
-        a, b = _turn(source + RANK, angle, half, INTERLEAVED, HALF, half < HALF)
+        a, b = _turn(source + RANK, angle, pair, low, high, HALF, pair < HALF)
         # Values in blocks are always finite (kv_write.py says why). The rotated key is no value, so NaN marks the entry.
         sick = tl.max((is_finite(latent) == 0).to(tl.int32), 0)
         sick += tl.max((is_finite(a) & is_finite(b) == 0).to(tl.int32), 0)
         tl.store(to + dim, tl.where(is_finite(latent), latent, 0.0), mask=(dim < RANK) & (slot >= 0))
-        there = (half < HALF) & (slot >= 0)
-        tl.store(to + RANK + half, tl.where(sick > 0, float("nan"), a), mask=there)
-        tl.store(to + RANK + HALF + half, tl.where(sick > 0, float("nan"), b), mask=there)
+        there = (pair < HALF) & (slot >= 0)
+        tl.store(to + RANK + low, tl.where(sick > 0, float("nan"), a), mask=there)
+        tl.store(to + RANK + high, tl.where(sick > 0, float("nan"), b), mask=there)
 
 
 def store_latent(
@@ -98,7 +95,7 @@ def store_latent(
     eps: float,
     positions: torch.Tensor,
     table: torch.Tensor,
-    interleaved: bool,
+    span: int,
     blocks: torch.Tensor,
     slots: torch.Tensor,
 ) -> None:
@@ -112,7 +109,7 @@ def store_latent(
         eps: of the norm.
         positions: int64 [tokens].
         table: cos | sin, [positions, rotary dim].
-        interleaved: neighbouring pairs of dimensions are rotated, not halves; the result has halves in both cases.
+        span: distance between the two dimensions of a rotated pair, 1 or half of the rotary dimensions.
         blocks: [blocks, block size, rank + rotary dim], the last dimension contiguous.
         slots: int64 [tokens]: block * block size + offset in block; negative to store nothing.
     """
@@ -124,7 +121,7 @@ def store_latent(
         q, rotary, entries, weight, positions, table, blocks, slots, eps,
         rotary.stride(0), rotary.stride(1), entries.stride(0), blocks.stride(0), blocks.stride(1),
         NUM_HEADS=heads, RANK=rank, RANK_PAD=triton.next_power_of_2(rank), HALF=half,
-        HALF_PAD=triton.next_power_of_2(half), HEADS=_HEADS, BLOCK_SIZE=blocks.shape[1], INTERLEAVED=interleaved,
+        HALF_PAD=triton.next_power_of_2(half), HEADS=_HEADS, BLOCK_SIZE=blocks.shape[1], SPAN=span,
         PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 

@@ -104,7 +104,6 @@ def _latent_spec(name: str, keys: ConfigKeys, moe: MoESpec | None, interleaved: 
         content_dim=keys.integer("qk_nope_head_dim", default=128),
         rotary_dim=keys.integer("qk_rope_head_dim", default=64),
         value_dim=keys.integer("v_head_dim", default=128),
-        interleaved=interleaved,
     )
     if latent.rotary_dim % 2:
         raise keys.refuse("qk_rope_head_dim", "even, because pairs are rotated", latent.rotary_dim)
@@ -113,7 +112,9 @@ def _latent_spec(name: str, keys: ConfigKeys, moe: MoESpec | None, interleaved: 
     keys = ConfigKeys({**keys.config, "head_dim": head_dim, "num_key_value_heads": heads}, keys.where)
     spec = decoder_spec(name, "deepseek", keys, query_scale=head_dim**-0.5 * _score_factor(keys), moe=moe)
     extra = keys.integer("num_nextn_predict_layers", default=0, minimum=0)
-    return replace(spec, latent=latent, extra_layers=extra)
+    assert spec.rope is not None
+    rope = replace(spec.rope, interleaved=interleaved)
+    return replace(spec, rope=rope, latent=latent, extra_layers=extra)
 
 
 def _score_factor(keys: ConfigKeys) -> float:

@@ -20,7 +20,10 @@ MATRIX, ATTENTION = "matrix products", "attention"
 _PARTS = (
     ("copies", r"memcpy|memset"),
     ("KV write", r"_write_kernel|kv_write|write_kv"),
-    (ATTENTION, r"attention|attend|flash|fmha|_short_kernel|_long_kernel|_merge_kernel|::bmm$|baddbmm"),
+    (
+        ATTENTION,
+        r"attention|attend|flash|fmha|_short_kernel|_long_kernel|_latent_kernel|_merge_kernel|::bmm$|baddbmm",
+    ),
     (
         MATRIX,
         r"gemm|gemv|nvjet|cutlass|xmma|cublas|::mm$|::addmm$|_linear_pointwise|skinny|matvec|matmul_|split_?k|::product$",

@@ -44,7 +44,7 @@ def _turn(x, angle, pair, low, high, HALF: tl.constexpr, inside):
 
 
 @kernel
-def _store_kernel(
+def _norm_rotate_latent(
     q, rotary, entries, weight, positions, angles, blocks, slots, eps,
     rotary_token, rotary_head, entry_token, block_stride, token_stride,
     NUM_HEADS: tl.constexpr, RANK: tl.constexpr, RANK_PAD: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
@@ -117,7 +117,7 @@ def store_latent(
     half = table.shape[1] // 2
     rank = dim - 2 * half
     pdl = target_of(q.device).has_dependent_launch
-    _store_kernel[(tokens, 1 + triton.cdiv(heads, _HEADS))](
+    _norm_rotate_latent[(tokens, 1 + triton.cdiv(heads, _HEADS))](
         q, rotary, entries, weight, positions, table, blocks, slots, eps,
         rotary.stride(0), rotary.stride(1), entries.stride(0), blocks.stride(0), blocks.stride(1),
         NUM_HEADS=heads, RANK=rank, RANK_PAD=triton.next_power_of_2(rank), HALF=half,

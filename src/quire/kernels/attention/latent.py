@@ -63,11 +63,11 @@ def _norm_rotate_latent(
     if part > 0:
         head = (part - 1) * HEADS + tl.arange(0, HEADS)[:, None]
         inside = (head < NUM_HEADS) & (pair < HALF)[None, :]
-        source = rotary + token * rotary_token + head * rotary_head
-        a, b = _turn(source, angle, pair[None, :], low[None, :], high[None, :], HALF, inside)
-        to = q + (token * NUM_HEADS + head) * DIM + RANK
-        tl.store(to + low[None, :], a, mask=inside)
-        tl.store(to + high[None, :], b, mask=inside)
+        query = rotary + token * rotary_token + head * rotary_head
+        q_a, q_b = _turn(query, angle, pair[None, :], low[None, :], high[None, :], HALF, inside)
+        q_to = q + (token * NUM_HEADS + head) * DIM + RANK
+        tl.store(q_to + low[None, :], q_a, mask=inside)
+        tl.store(q_to + high[None, :], q_b, mask=inside)
     else:
         slot = tl.load(slots + token)
         source = entries + token * entry_token
@@ -131,52 +131,50 @@ def store_latent(
 
 @triton.jit
 def _attend_entries(
-    acc, total, top, q, q_rotary, query_pos, low_pos, start, end, blocks, table, scale, block_stride, token_stride,
+    acc, total, top, ids, q, q_rotary, query_pos, start, end, blocks, table, scale, block_stride, token_stride,
     RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROTARY: tl.constexpr, ROTARY_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Advance the online softmax over the entries start .. start + BLOCK_N, like `attend_tile` (tile.py)."""
     pos = start + tl.arange(0, BLOCK_N)
     there = tl.minimum(pos, end - 1)
-    block = tl.load(table + there // BLOCK_SIZE)
-    offsets = block.to(tl.int64) * block_stride + there % BLOCK_SIZE * token_stride
+    offsets = ids.to(tl.int64) * block_stride + there % BLOCK_SIZE * token_stride
+    ids = tl.load(table + tl.minimum(pos + BLOCK_N, end - 1) // BLOCK_SIZE)
     latent = load_rows(blocks, offsets, RANK, RANK_PAD)
     rotary = load_rows(blocks + RANK, offsets, ROTARY, ROTARY_PAD)
     scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
     scores = tl.dot(q_rotary, tl.trans(rotary), scores, input_precision="ieee")
-    if start + BLOCK_N - 1 > low_pos:
-        scores = tl.where(pos[None, :] <= query_pos[:, None], scores, MASKED)
+    scores = tl.where(pos[None, :] <= query_pos[:, None], scores, MASKED)
     new_top = tl.maximum(top, tl.max(scores, 1) * scale)
     p = tl.exp2(scores * scale - new_top[:, None])
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(p, 1)
     acc = tl.dot(p.to(latent.dtype), latent, acc * shrink[:, None], input_precision="ieee")
-    return acc, total, new_top
+    return acc, total, new_top, ids
 
 
 @triton.jit
 def _attend_entries_swapped(
-    acc, total, top, q, q_rotary, query_pos, low_pos, start, end, blocks, table, scale, block_stride, token_stride,
+    acc, total, top, ids, q, q_rotary, query_pos, start, end, blocks, table, scale, block_stride, token_stride,
     RANK: tl.constexpr, RANK_PAD: tl.constexpr, ROTARY: tl.constexpr, ROTARY_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Do the same as `_attend_entries` with all matrices transposed: q [RANK, ROWS], acc [RANK, ROWS]."""
     pos = start + tl.arange(0, BLOCK_N)
     there = tl.minimum(pos, end - 1)
-    block = tl.load(table + there // BLOCK_SIZE)
-    offsets = block.to(tl.int64) * block_stride + there % BLOCK_SIZE * token_stride
+    offsets = ids.to(tl.int64) * block_stride + there % BLOCK_SIZE * token_stride
+    ids = tl.load(table + tl.minimum(pos + BLOCK_N, end - 1) // BLOCK_SIZE)
     latent = load_rows(blocks, offsets, RANK, RANK_PAD)
     rotary = load_rows(blocks + RANK, offsets, ROTARY, ROTARY_PAD)
     scores = tl.dot(latent, q, input_precision="ieee")
     scores = tl.dot(rotary, q_rotary, scores, input_precision="ieee")
-    if start + BLOCK_N - 1 > low_pos:
-        scores = tl.where(pos[:, None] <= query_pos[None, :], scores, MASKED)
+    scores = tl.where(pos[:, None] <= query_pos[None, :], scores, MASKED)
     new_top = tl.maximum(top, tl.max(scores, 0) * scale)
     p = tl.exp2(scores * scale - new_top[None, :])
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(p, 0)
     acc = tl.dot(tl.trans(latent), p.to(latent.dtype), acc * shrink[None, :], input_precision="ieee")
-    return acc, total, new_top
+    return acc, total, new_top, ids
 
 
 @kernel
@@ -231,20 +229,21 @@ def _latent_kernel(
     total = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], MASKED, tl.float32)
     row_table = table + slot.to(tl.int64) * table_row
+    ids = tl.load(row_table + tl.minimum(begin + tl.arange(0, BLOCK_N), end - 1) // BLOCK_SIZE)
     if SWAP:
         acc = tl.zeros([RANK_PAD, ROWS], tl.float32)
         q_tile, q_rotary = tl.trans(q_tile), tl.trans(q_rotary)
         for start in range(begin, end, BLOCK_N):
-            acc, total, top = _attend_entries_swapped(
-                acc, total, top, q_tile, q_rotary, query_pos, old + tile, start, end, blocks, row_table, scale,
+            acc, total, top, ids = _attend_entries_swapped(
+                acc, total, top, ids, q_tile, q_rotary, query_pos, start, end, blocks, row_table, scale,
                 block_stride, token_stride, RANK, RANK_PAD, ROTARY, ROTARY_PAD, BLOCK_SIZE, BLOCK_N,
             )  # fmt: skip
         acc = tl.trans(acc)
     else:
         acc = tl.zeros([ROWS, RANK_PAD], tl.float32)
         for start in range(begin, end, BLOCK_N):
-            acc, total, top = _attend_entries(
-                acc, total, top, q_tile, q_rotary, query_pos, old + tile, start, end, blocks, row_table, scale,
+            acc, total, top, ids = _attend_entries(
+                acc, total, top, ids, q_tile, q_rotary, query_pos, start, end, blocks, row_table, scale,
                 block_stride, token_stride, RANK, RANK_PAD, ROTARY, ROTARY_PAD, BLOCK_SIZE, BLOCK_N,
             )  # fmt: skip
 
@@ -378,8 +377,8 @@ def latent_tile(heads: int, dim: int, itemsize: int, target: Target, several: bo
     smallest = [Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)]
     tiles = smallest
     if target.has_matrix_units and itemsize == 2:
-        many = [Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)]
-        few = [Tile(16, 32, 4, 4), Tile(16, 32, 4, 2)]
+        many = [Tile(64, 32, 8, 3), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)]
+        few = [Tile(16, 64, 4, 3), Tile(16, 32, 4, 2)]
         tiles = [*(many if several or heads > 16 else few), *smallest]
     return next((tile for tile in tiles if latent_fits(tile, dim, itemsize, target)), tiles[-1])
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 
 import torch
 
+from quire.layers.env import RowSink, StoredShape
 from quire.models.checkpoint.checkpoint import Checkpoint
 
 _WHOLE = slice(None)
@@ -29,6 +31,29 @@ class CheckedCheckpoint(Checkpoint):
 
     def has(self, name: str) -> bool:
         return self._source.has(name)
+
+    def stored(self, name: str) -> StoredShape | None:
+        return self._source.stored(name)
+
+    def packed(
+        self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE
+    ) -> torch.Tensor:
+        return self._source.packed(name, shape, rows, cols)
+
+    def stream(
+        self,
+        sink: RowSink,
+        name: str,
+        shape: tuple[int, ...],
+        rows: slice = _WHOLE,
+        cols: slice = _WHOLE,
+        *,
+        multiple: int = 1,
+    ) -> None:
+        self._source.stream(sink, name, shape, rows, cols, multiple=multiple)
+
+    def when_loaded(self, action: Callable[[], None]) -> None:
+        self._source.when_loaded(action)
 
     def tensor(
         self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE

@@ -19,10 +19,11 @@ RowSink = Callable[[torch.Tensor, int], None]
 
 @dataclass(frozen=True, slots=True)
 class StoredShape:
-    """Dtype and shape of a tensor in the checkpoint."""
+    """Dtype and shape of a tensor in the checkpoint; of GGUF blocks, the bytes of their rows and their `kind`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    kind: str = ""  # a key of KINDS in quant/formats/gguf.py
 
 
 class Weights(Protocol):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.layers.rope_params import RopeParams
+from quire.quant.spec import QuantSpec
 from quire.types import ModelError
 
 
@@ -61,7 +62,7 @@ class ModelSpec:
     moe: MoESpec | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    quantization: str | None = None  # packed format of the weights; None: plain numbers
+    quantization: QuantSpec | None = None  # None: plain numbers
 
     @staticmethod
     def from_config(config: dict[str, Any]) -> ModelSpec:
@@ -75,9 +76,11 @@ class ModelSpec:
         return parse_config(config)
 
     def check_quantization(self) -> None:
-        """Raise ModelError if the weights are in a packed format, which Quire cannot read."""
-        if self.quantization:
-            raise ModelError(f"quantised checkpoints are not supported yet: {self.quantization}")
+        """Raise ModelError if the weights are in a quantised format that Quire cannot read."""
+        if self.quantization and self.quantization.unsupported:
+            raise ModelError(
+                f"weights in the format {self.quantization.method} cannot be read: {self.quantization.unsupported}"
+            )
 
     @property
     def layer_is_sparse(self) -> tuple[bool, ...]:

@@ -47,6 +47,7 @@ class QuantSpec:
         zero_shift: added to stored zero points (the first version of GPTQ's files stores them minus 1).
         convert: format that plain weights are converted to while loading; None: they stay plain.
         group_size: columns with a common scale, of the conversion.
+        unsupported: why Quire cannot read the format; None: it can.
     """
 
     method: str
@@ -55,6 +56,7 @@ class QuantSpec:
     zero_shift: int = 0
     convert: Conversion | None = None
     group_size: int = 128
+    unsupported: str | None = None
 
     def __str__(self) -> str:
         return f"{self.method} ({self.detail})" if self.detail else self.method

@@ -14,6 +14,8 @@ from quire.models.checkpoint.checkpoint import Checkpoint
 _WHOLE = slice(None)
 _WATCHED = re.compile(r"norm|\bln_\w+\.|embed_tokens|\bwte\.|\bwpe\.|lm_head")
 
+_CHECKED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
 log = logging.getLogger("quire")
 
 
@@ -95,7 +97,7 @@ class CheckedCheckpoint(Checkpoint):
 
     def _check(self, name: str, values: torch.Tensor) -> None:
         # A sum is the fastest test. It may overflow, so a sum that is not finite decides nothing.
-        if not _WATCHED.search(name) or bool(values.sum().isfinite()):
+        if not _WATCHED.search(name) or values.dtype not in _CHECKED or bool(values.sum().isfinite()):
             return
         if not bool(values.isfinite().all()) and name not in self._damaged:
             self._damaged.append(name)

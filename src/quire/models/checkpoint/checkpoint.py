@@ -198,10 +198,13 @@ class SafetensorsCheckpoint(Checkpoint):
         rows: slice = _WHOLE,
         cols: slice = _WHOLE,
     ) -> None:
+        # Packed numbers are copied as they are, and only into memory of their dtype.
+        dtypes = _FLOATS | {key: dtype for key, dtype in _PACKED.items() if dtype == destination.dtype}
         if self.reader is None:
-            super().copy_into(destination, name, shape, rows, cols)
+            self._find(name, shape, dtypes)
+            destination.copy_(self.packed(name, shape, rows, cols))
         else:
-            self.reader.add(self._locate(name, shape, _FLOATS), rows, cols, destination)
+            self.reader.add(self._locate(name, shape, dtypes), rows, cols, destination)
 
     def stream(
         self,

@@ -17,7 +17,6 @@ import torch
 from shapes import SHAPES
 
 from quire.attention.reference import ReferenceAttention
-from quire.build import launch_options, memory_planner
 from quire.config import EngineConfig
 from quire.core.block_pool import LRU, BlockPool
 from quire.core.engine import Engine
@@ -31,6 +30,7 @@ from quire.layers.attention import Attention
 from quire.layers.env import Env
 from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
+from quire.rank import launch_options, memory_planner
 from quire.types import EngineRequest, SamplingParams
 from quire.worker.executor import LocalExecutor, device_guard
 from quire.worker.memory.sizing import KVSize

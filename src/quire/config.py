@@ -1,7 +1,7 @@
 """Settings of an engine: one frozen dataclass, one place for defaults, one table of illegal combinations.
 
 A field that is None means "automatic". `EngineConfig.resolved` fills in the values that depend on other fields;
-`build.py` fills in those that depend on the model and the machine. Only this file and `cli/` read the environment.
+`rank.py` fills in those that depend on the model and the machine. Only this file and `cli/` read the environment.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "attention": ("auto", "reference", "triton", "cpu"),
 }
 
-# Combinations that cannot work, each with its error message. build.py checks those that depend on the model.
+# Combinations that cannot work, each with its error message. rank.py checks those that depend on the model.
 ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
     (
         lambda c: c.max_model_len == 1,

@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.build import memory_planner
 from quire.config import EngineConfig
 from quire.models.spec import ModelSpec
+from quire.rank import memory_planner
 from quire.types import ConfigError
 from quire.worker.memory import sizing
 from quire.worker.memory.sizing import KVSize, MemoryPlanner

@@ -24,6 +24,13 @@ ProductOffer = Callable[[Env, QuantisedWeight, torch.Tensor | None], Matmul | No
 FAST: list[ProductOffer] = []
 
 
+def any_product(env: Env, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> Matmul:
+    """Return the product with a plain or a quantised matrix, and `bias` [outputs]."""
+    if isinstance(weight, torch.Tensor):
+        return make_matmul(weight, bias, env.kernels)
+    return quantised_product(env, weight, bias)
+
+
 def quantised_product(env: Env, weight: QuantisedWeight, bias: torch.Tensor | None) -> Matmul:
     """Return the product with `weight`, one matrix, and `bias` [outputs]."""
     for offer in FAST:

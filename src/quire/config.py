@@ -21,11 +21,12 @@ from quire.types import ConfigError
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 Batching = Literal["continuous", "static"]
-KVLayout = Literal["paged", "contiguous", "none"]
+KVLayoutName = Literal["paged", "contiguous", "none"]
 Eviction = Literal["lru", "fifo"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["auto", "fp8", "fp8-block", "int8", "int4"]
 
 
 def _setting(group: str, default: Any, help: str) -> Any:
@@ -57,6 +58,11 @@ class EngineConfig:
     load_format: LoadFormat = _model(
         "auto", "auto reads the checkpoint; dummy fills the model's shapes with random weights"
     )
+    quantization: Quantization = _model(
+        "auto",
+        "format of the weights: auto is that of the checkpoint; fp8, fp8-block, int8 or int4 converts a checkpoint of "
+        "plain weights while it is loaded",
+    )
     dtype: Dtype = _model("auto", "number format of weights and activations; auto follows the checkpoint")
     device: str = _model("auto", "cpu, cuda or cuda:N; auto picks the first GPU, or the CPU if there is none")
     seed: int = _model(0, "seed of dummy weights, and of requests without a seed")
@@ -85,7 +91,7 @@ class EngineConfig:
     )
     overlap: bool = _scheduling(True, "schedule the next step while the device runs the current one")
 
-    kv_layout: KVLayout = _kv_cache(
+    kv_layout: KVLayoutName = _kv_cache(
         "paged",
         "paged; contiguous (one block as long as the context); none (recompute the whole sequence at every step)",
     )
@@ -201,11 +207,12 @@ _COUNTS = (
 )
 _CHOICES: dict[str, tuple[str, ...]] = {
     "batching": get_args(Batching),
-    "kv_layout": get_args(KVLayout),
+    "kv_layout": get_args(KVLayoutName),
     "eviction": get_args(Eviction),
     "scheduling_policy": get_args(SchedulingPolicy),
     "dtype": get_args(Dtype),
     "load_format": get_args(LoadFormat),
+    "quantization": get_args(Quantization),
     "attention": ("auto", "reference", "triton", "cpu"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +18,14 @@ from tiny import CONFIG
 
 TOKEN = 2 * 4 * 2 * 64 * 2  # keys and values, layers, KV heads, head_dim, bytes
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-SPEC = replace(ModelSpec.from_config(CONFIG), num_layers=4, num_kv_heads=2, head_dim=64, max_model_len=4096)
+SPEC = replace(
+    ModelSpec.from_config(CONFIG),
+    num_layers=4,
+    num_kv_heads=2,
+    head_dim=64,
+    windows=(None,) * 4,
+    max_model_len=4096,
+)
 
 
 def planner(
@@ -30,7 +38,7 @@ def planner(
     **settings,
 ) -> MemoryPlanner:
     config = EngineConfig(max_model_len=asked, **settings).resolved(gpu_bytes, spec.max_model_len)
-    return memory_planner(config, spec, dtype, device, explicit_len=asked is not None)
+    return memory_planner(config, Path("model"), spec, dtype, device, explicit_len=asked is not None)
 
 
 def size(budget_tokens: int, asked: int | None = None, device: torch.device = CPU, **settings) -> KVSize:

@@ -107,3 +107,8 @@ class Env:
     dtype: torch.dtype
     kernels: Kernels | None = None  # None: plain PyTorch
     quantization: QuantSpec | None = None  # None: plain numbers, used as they are
+
+    @property
+    def dtype_name(self) -> str:
+        """Name of the dtype of activations and KV entries, such as "bfloat16"."""
+        return str(self.dtype).removeprefix("torch.")

@@ -13,7 +13,7 @@ from typing import Any
 from quire.layers.rope_params import RopeParams
 from quire.layers.routing_params import Routing
 from quire.quant.spec import QuantSpec
-from quire.types import ModelError
+from quire.types import KVLayout, ModelError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +82,20 @@ class ModelSpec:
             raise ModelError(
                 f"weights in the format {self.quantization.method} cannot be read: {self.quantization.unsupported}"
             )
+
+    def kv_layout(self, index: int, dtype: str, ranks: int = 1) -> KVLayout:
+        """Return what layer `index` keeps of each token. Layers and the sizing of the cache both call this.
+
+        Args:
+            index: index of the layer.
+            dtype: name of the dtype of KV entries.
+            ranks: number of ranks that share the KV heads.
+        """
+        return KVLayout.keys_and_values(self.num_kv_heads // ranks, self.head_dim, dtype, self.windows[index])
+
+    def kv_layouts(self, dtype: str, ranks: int = 1) -> tuple[KVLayout, ...]:
+        """Return the layouts of all layers, by index."""
+        return tuple(self.kv_layout(index, dtype, ranks) for index in range(self.num_layers))
 
     @property
     def layer_is_sparse(self) -> tuple[bool, ...]:

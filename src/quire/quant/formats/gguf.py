@@ -34,6 +34,12 @@ class BlockKind:
     layout: Layout
     unpack: Callable[[torch.Tensor], Unpacked]
 
+    @property
+    def bits(self) -> float:
+        """Bits of a number in memory, with its share of a scale."""
+        weight = self.layout.allocate((), 1, self.numbers, torch.device("cpu"))
+        return 8 * weight.nbytes / self.numbers
+
 
 def read_gguf(env: Env, part: Part) -> PackedPart | None:
     """Return the part if it is stored as blocks of a GGUF file."""

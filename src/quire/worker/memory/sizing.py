@@ -12,9 +12,9 @@ import torch
 
 from quire.models.spec import ModelSpec
 from quire.sampling.logprobs import scoring_bytes
-from quire.types import ConfigError
+from quire.types import ConfigError, KVLayout
 from quire.worker.memory.host_memory import host_memory
-from quire.worker.memory.kv_cache import block_bytes
+from quire.worker.memory.kv_cache import scratch_layers
 
 log = logging.getLogger("quire")
 
@@ -76,8 +76,10 @@ class MemoryPlanner:
 
     model: str  # name of the model, for error messages
     spec: ModelSpec
-    dtype: torch.dtype  # of weights, activations and KV entries
+    weight_bytes: int
+    dtype: torch.dtype  # of activations and KV entries
     device: torch.device
+    layouts: tuple[KVLayout, ...]  # what each layer keeps of a token
     limits: StepLimits  # max_model_len: the longest context to serve; `size_kv` may lower it
     layout: BlockLayout
     explicit_len: bool  # the user set max_model_len, so it is never lowered
@@ -90,7 +92,7 @@ class MemoryPlanner:
         Raises:
             ConfigError: if they exceed the free memory of the device.
         """
-        needed, (free, total) = self.spec.num_parameters * self.dtype.itemsize, free_memory(self.device)
+        needed, (free, total) = self.weight_bytes, free_memory(self.device)
         if needed > free:
             raise ConfigError(
                 f"the weights of {self.model} need {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} of "
@@ -216,8 +218,8 @@ class MemoryPlanner:
         log.warning("%s", message)
 
     def _token_bytes(self) -> int:
-        layers = self.spec.num_layers if self.layout.keeps_kv else 1
-        return block_bytes(layers, 1, self.spec.num_kv_heads, self.spec.head_dim, self.dtype)
+        layouts = self.layouts if self.layout.keeps_kv else scratch_layers(self.layouts)
+        return sum(layout.token_bytes for layout in layouts)
 
     def _columns_in_budget(self, max_len: int) -> int:
         return 0 if self.kv_cache_memory is not None else self.column_bytes(max_len)

@@ -5,6 +5,7 @@ from __future__ import annotations
 NAMES = {
     "-c": "--max-model-len",
     "-n": "--max-tokens",
+    "-q": "--quantization",
     "-tp": "--tensor-parallel-size",
     "--async-scheduling": "--overlap",
     "--attention-backend": "--attention",
@@ -53,7 +54,7 @@ MISSING = {
         "--distributed-executor-backend",
     ),
     "drafts of another model": ("-md", "--spec-model", "--speculative-model", "--speculative-draft-model-path", "--model-draft"),
-    "quantised weights on the device": ("-q", "--quantization", "--load-in-4bit", "--load-in-8bit"),
+    "the formats of bitsandbytes": ("--load-in-4bit", "--load-in-8bit"),
     "a quantised KV cache": ("-ctk", "-ctv", "--kv-cache-dtype", "--cache-type-k", "--cache-type-v"),
     "LoRA": ("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", "--lora-paths", "--lora"),
     "images and audio": ("--mmproj", "--limit-mm-per-prompt", "--image"),

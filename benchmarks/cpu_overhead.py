@@ -49,7 +49,7 @@ class InstantModel:
     def __init__(self, spec: ModelSpec, rows: int, backend: ReferenceAttention) -> None:
         env = Env(None, Parallel(), backend, torch.device("cpu"), torch.bfloat16)  # type: ignore[arg-type]
         self.spec = spec
-        self.attention_layers = [Attention(env, 0, spec.num_heads, spec.num_kv_heads, spec.head_dim, 1.0)]
+        self.attention_layers = [Attention(env, 0, spec.num_heads, spec.kv_layout(0, "bfloat16"), 1.0)]
         self._hidden = torch.zeros(LENGTH, 1)
         self._logits = torch.randn(rows, spec.vocab_size).bfloat16()
 

@@ -157,6 +157,7 @@ def memory_planner(
         spec=spec,
         dtype=dtype,
         device=device,
+        layouts=spec.kv_layouts(str(dtype).removeprefix("torch.")),
         limits=step_limits(config),
         layout=BlockLayout(
             paged_size=config.block_size if config.kv_layout == "paged" else None,

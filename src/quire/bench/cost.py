@@ -18,7 +18,6 @@ from quire.models.spec import ModelSpec
 from quire.types import EngineInfo
 
 StepRows = list[tuple[str, int, int]]  # of a StepRecord: (request id, first KV entry, tokens run)
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +77,7 @@ class CostModel:
     def __init__(self, spec: ModelSpec, info: EngineInfo) -> None:
         self._spec = spec
         self._weight_bytes = info.weight_bytes / info.num_parameters  # per parameter
-        # Per token and layer.
-        self._kv_bytes = 2 * spec.num_kv_heads * spec.head_dim * _ITEM_BYTES[info.dtype]
-        self._windows = Counter(spec.windows)  # number of layers by attention window
+        self._layouts = Counter(spec.kv_layouts(info.dtype))  # number of layers by what they keep of a token
 
     def step(self, rows: StepRows) -> Cost:
         """Compute the cost of a step with these rows."""
@@ -133,12 +130,12 @@ class CostModel:
         start = np.array([s for _, s, _ in rows], np.int64)
         count = np.array([n for _, _, n in rows], np.int64)
         moved = pairs = 0
-        for window, layers in self._windows.items():
-            reach = window or int((start + count).max())
-            moved += layers * int((np.minimum(start, reach) + count).sum())
+        for layout, layers in self._layouts.items():
+            reach = layout.window or int((start + count).max())
+            moved += layers * layout.token_bytes * int((np.minimum(start, reach) + count).sum())
             pairs += layers * int((_pairs(start + count, reach) - _pairs(start, reach)).sum())
         # Each pair of a query and a key costs a dot product and the addition of a weighted value.
-        return moved * self._kv_bytes, 4 * self._spec.num_heads * self._spec.head_dim * pairs
+        return moved, 4 * self._spec.num_heads * self._spec.head_dim * pairs
 
 
 def _pairs(length: np.ndarray, window: int) -> np.ndarray:

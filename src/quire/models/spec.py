@@ -12,7 +12,7 @@ from typing import Any
 
 from quire.layers.rope_params import RopeParams
 from quire.layers.routing_params import Routing
-from quire.types import ModelError
+from quire.types import KVLayout, ModelError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +79,20 @@ class ModelSpec:
         """Raise ModelError if the weights are in a packed format, which Quire cannot read."""
         if self.quantization:
             raise ModelError(f"quantised checkpoints are not supported yet: {self.quantization}")
+
+    def kv_layout(self, index: int, dtype: str, ranks: int = 1) -> KVLayout:
+        """Return what layer `index` keeps of each token. Layers and the sizing of the cache both call this.
+
+        Args:
+            index: index of the layer.
+            dtype: name of the dtype of KV entries.
+            ranks: number of ranks that share the KV heads.
+        """
+        return KVLayout.keys_and_values(self.num_kv_heads // ranks, self.head_dim, dtype, self.windows[index])
+
+    def kv_layouts(self, dtype: str, ranks: int = 1) -> tuple[KVLayout, ...]:
+        """Return the layouts of all layers, by index."""
+        return tuple(self.kv_layout(index, dtype, ranks) for index in range(self.num_layers))
 
     @property
     def layer_is_sparse(self) -> tuple[bool, ...]:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.activation import gate_up_product
-from quire.kernels.experts.route import Choice
+from quire.kernels.experts.choice import Choice
 from quire.kernels.jit import kernel
 from quire.kernels.target import target_of
 
@@ -61,7 +61,9 @@ def _few_gate_up(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.arange(0, BLOCK_M)
     k = tl.arange(0, BLOCK_K)
-    gate_at = weight + (expert.to(tl.int64) * (2 * WIDTH) + tl.minimum(n, WIDTH - 1))[:, None] * HIDDEN + k[None, :]
+    gate_at = (
+        weight + (expert.to(tl.int64) * (2 * WIDTH) + tl.minimum(n, WIDTH - 1))[:, None] * HIDDEN + k[None, :]
+    )
     up_at = gate_at + WIDTH * HIDDEN
     x_at = x + m[:, None] * HIDDEN + k[None, :]
     real = (m < tokens)[:, None]
@@ -127,10 +129,9 @@ def _few_down(
     PDL: tl.constexpr,
 ) -> None:
     """Grid (slots, tiles of HIDDEN)."""
-    if not EARLY:
-        if PDL:
-            tl.extra.cuda.gdc_wait()
     if PDL:
+        if not EARLY:
+            tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     # The routing has ended even before the wait, because the kernel before this one let it start only then.
     expert = tl.load(active + tl.program_id(0), cache_modifier=".cg")
@@ -139,7 +140,9 @@ def _few_down(
     m = tl.arange(0, BLOCK_M)
     if expert >= 0:
         k = tl.arange(0, BLOCK_K)
-        w_at = weight + (expert.to(tl.int64) * HIDDEN + tl.minimum(n, HIDDEN - 1))[:, None] * WIDTH + k[None, :]
+        w_at = (
+            weight + (expert.to(tl.int64) * HIDDEN + tl.minimum(n, HIDDEN - 1))[:, None] * WIDTH + k[None, :]
+        )
         row = _chosen_by(ids, expert, m, tokens, TOP_K, K_PAD)
         real = (row >= 0)[:, None]
         h_at = h + tl.maximum(row, 0)[:, None] * WIDTH + k[None, :]
@@ -151,12 +154,19 @@ def _few_down(
                 if WIDTH % BLOCK_K == 0:
                     w = tl.load(w_at + start, eviction_policy="evict_first")
                 else:
-                    w = tl.load(w_at + start, mask=(start + k < WIDTH)[None, :], other=0.0, eviction_policy="evict_first")
+                    w = tl.load(
+                        w_at + start,
+                        mask=(start + k < WIDTH)[None, :],
+                        other=0.0,
+                        eviction_policy="evict_first",
+                    )
                 if start == 0:  # after the first loads of the weight have been issued
                     zero = _wait(PDL)
                     a = tl.load(h_at + 16 * zero, mask=real & (k < WIDTH)[None, :], other=0.0)
                 later = start + BLOCK_K
-                next_a = tl.load(h_at + (later + 16 * zero), mask=real & (later + k < WIDTH)[None, :], other=0.0)
+                next_a = tl.load(
+                    h_at + (later + 16 * zero), mask=real & (later + k < WIDTH)[None, :], other=0.0
+                )
                 acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
                 a = next_a
         else:
@@ -206,13 +216,14 @@ def few_gate_up(
         kind: the activation.
         tile: (outputs, inputs, warps, stages) of a program, for tuning.
     """
-    (tokens, hidden), width = x.shape, weight.shape[1] // 2
+    (tokens, hidden), width, active = x.shape, weight.shape[1] // 2, choice.active
+    assert active is not None
     h = torch.empty(choice.ids.numel(), width, device=x.device, dtype=x.dtype)
     outputs, inputs, warps, stages = tile or _GATE_UP_TILE
     block_k = min(inputs, max(triton.next_power_of_2(hidden), 16))
     pdl = target_of(x.device).has_dependent_launch
-    _few_gate_up[(len(choice.active), triton.cdiv(width, outputs))](
-        x, weight, weight if bias is None else bias, choice.ids, choice.active, h, tokens,
+    _few_gate_up[(len(active), triton.cdiv(width, outputs))](
+        x, weight, weight if bias is None else bias, choice.ids, active, h, tokens,
         HIDDEN=hidden, WIDTH=width, TOP_K=choice.ids.shape[1], K_PAD=triton.next_power_of_2(choice.ids.shape[1]),
         KIND=kind, BIAS=bias is not None, BLOCK_M=_ROWS, BLOCK_N=outputs, BLOCK_K=block_k, PDL=pdl,
         num_warps=warps, num_stages=stages, launch_pdl=pdl,
@@ -240,15 +251,16 @@ def few_down(
         tile: (outputs, inputs, warps, stages) of a program, for tuning.
         early: whether weights are loaded before the wait.
     """
-    tokens, top_k = choice.ids.shape
+    (tokens, top_k), active = choice.ids.shape, choice.active
+    assert active is not None
     hidden, width = weight.shape[1:]
     y = torch.empty(tokens, hidden, device=h.device, dtype=h.dtype)
     parts = torch.empty(tokens * top_k, hidden, device=h.device, dtype=torch.float32)
     outputs, inputs, warps, stages = tile or _DOWN_TILE
     block_k = min(inputs, max(triton.next_power_of_2(width), 16))
     pdl = target_of(h.device).has_dependent_launch
-    _few_down[(len(choice.active), triton.cdiv(hidden, outputs))](
-        h, weight, weight if bias is None else bias, choice.ids, choice.weights, choice.active, parts, arrived, y,
+    _few_down[(len(active), triton.cdiv(hidden, outputs))](
+        h, weight, weight if bias is None else bias, choice.ids, choice.weights, active, parts, arrived, y,
         tokens, HIDDEN=hidden, WIDTH=width, TOP_K=top_k, K_PAD=triton.next_power_of_2(top_k), BIAS=bias is not None,
         BLOCK_M=_ROWS, BLOCK_N=outputs, BLOCK_K=block_k, EARLY=early, PDL=pdl,
         num_warps=warps, num_stages=stages, launch_pdl=pdl,
@@ -259,3 +271,4 @@ def few_down(
 # (outputs, inputs, warps, stages) of a program
 _GATE_UP_TILE = (16, 256, 4, 3)
 _DOWN_TILE = (32, 256, 4, 3)
+BLOCK_DOWN = _DOWN_TILE[0]

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.experts.route import Choice
+from quire.kernels.experts.choice import Choice
 from quire.kernels.jit import kernel
 from quire.kernels.target import target_of
 
@@ -105,9 +105,10 @@ class GroupedRows:
 
 def group(choice: Choice, experts: int, tile: int) -> GroupedRows:
     """Group the rows of a step by expert, in tiles of at most `tile` rows."""
-    ids = choice.ids
+    ids, counts = choice.ids, choice.counts
+    assert counts is not None
     tokens, top_k = ids.shape
-    blocks, rows = choice.counts.shape[0], tokens * top_k
+    blocks, rows = counts.shape[0], tokens * top_k
     most = rows // tile + min(experts, rows)  # the last tile of each expert may have fewer rows
     each = triton.cdiv(most, blocks)
 
@@ -117,7 +118,7 @@ def group(choice: Choice, experts: int, tile: int) -> GroupedRows:
     grouped = GroupedRows(ints(tokens, top_k), ints(rows), ints(experts), ints(most), ints(most), tile)
     pdl = target_of(ids.device).has_dependent_launch
     _group[(blocks,)](
-        ids, choice.counts, grouped.place, grouped.source, grouped.ends, grouped.tile_expert, grouped.tile_first,
+        ids, counts, grouped.place, grouped.source, grouped.ends, grouped.tile_expert, grouped.tile_first,
         tokens, blocks, most, each,
         E=experts, E_PAD=triton.next_power_of_2(experts), TOP_K=top_k,
         ITEMS=triton.next_power_of_2(choice.rows * top_k), ROWS=choice.rows, TILE=tile,

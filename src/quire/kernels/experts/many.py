@@ -8,7 +8,7 @@ fp32 and always in the same order.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -17,7 +17,7 @@ import triton.language as tl
 from quire.kernels.activation import gate_up_product
 from quire.kernels.experts.group import GroupedRows
 from quire.kernels.jit import kernel
-from quire.kernels.target import target_of
+from quire.kernels.target import Target, target_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,9 @@ def _many_gate_up(
     n = part * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
     x_at = x + token.to(tl.int64)[:, None] * HIDDEN + k[None, :]
-    gate_at = weight + (expert.to(tl.int64) * (2 * WIDTH) + tl.minimum(n, WIDTH - 1))[:, None] * HIDDEN + k[None, :]
+    gate_at = (
+        weight + (expert.to(tl.int64) * (2 * WIDTH) + tl.minimum(n, WIDTH - 1))[:, None] * HIDDEN + k[None, :]
+    )
     up_at = gate_at + WIDTH * HIDDEN
     if SWAP:
         gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -281,3 +283,22 @@ def _arguments(tile: GroupedTile, inputs: int) -> dict[str, int | bool]:
         "num_warps": tile.warps,
         "num_stages": tile.stages,
     }
+
+
+def tiles_for(mean: float, target: Target) -> tuple[GroupedTile, GroupedTile]:
+    """Return the tiles of the two products for `mean` rows per expert; they have the same number of rows."""
+    if mean <= 8:
+        pair = GroupedTile(16, 32, 128, 4, 4, False), GroupedTile(16, 64, 128, 4, 4, False)
+    elif mean <= 24:
+        pair = GroupedTile(32, 32, 128, 4, 4, False), GroupedTile(32, 64, 128, 4, 4, False)
+    elif mean <= 64:
+        pair = GroupedTile(64, 64, 64, 4, 4, True), GroupedTile(64, 128, 64, 4, 4, True)
+    else:
+        pair = GroupedTile(128, 64, 64, 8, 4, True), GroupedTile(128, 128, 64, 8, 4, True)
+    return _fitted(pair[0], 2, target), _fitted(pair[1], 1, target)
+
+
+def _fitted(tile: GroupedTile, weights: int, target: Target) -> GroupedTile:
+    """Return the tile with as many stages as fit into the shared memory of a program, for 16-bit numbers."""
+    stage = 2 * tile.inputs * (tile.rows + weights * tile.outputs)
+    return replace(tile, stages=max(2, min(tile.stages, target.shared_bytes // stage)))

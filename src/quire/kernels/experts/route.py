@@ -6,13 +6,13 @@ gets valid experts, all different, and weights that are not finite.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from quire.kernels.experts.choice import Choice
 from quire.kernels.jit import kernel
 from quire.kernels.target import target_of
 
@@ -156,25 +156,6 @@ def _route(
         tl.store(counts + tl.program_id(0) * E + e, count, mask=e < E)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The experts of a step's tokens.
-
-    Attributes:
-        ids: int32 [tokens, top_k].
-        weights: float32 [tokens, top_k].
-        counts: how often each expert was chosen by each block of `rows` tokens, int32 [blocks, experts].
-        active: for at most 16 tokens instead: the chosen experts in order, then -1, int32 [slots].
-        rows: tokens per block of `counts`.
-    """
-
-    ids: torch.Tensor
-    weights: torch.Tensor
-    counts: torch.Tensor
-    active: torch.Tensor
-    rows: int
-
-
 def route(logits: torch.Tensor, correction: torch.Tensor | None, rule: dict[str, Any]) -> Choice:
     """Choose the experts of each token.
 
@@ -199,7 +180,7 @@ def route(logits: torch.Tensor, correction: torch.Tensor | None, rule: dict[str,
             CORRECTION=correction is not None, FEW=few, ROWS=rows, PDL=pdl,
             num_warps=4 if rows <= 16 else 8, launch_pdl=pdl, **rule,
         )  # fmt: skip
-    return Choice(ids, weights, counts, counts, rows)
+    return Choice(ids, weights, active=counts) if few else Choice(ids, weights, counts=counts, rows=rows)
 
 
 def block_rows(tokens: int) -> int:

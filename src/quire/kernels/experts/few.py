@@ -31,7 +31,7 @@ def _chosen_by(ids, expert, m, tokens, TOP_K: tl.constexpr, K_PAD: tl.constexpr)
     return tl.sum(tl.where(mine == expert, row + 1, 0), 1) - 1
 
 
-@kernel
+@kernel(do_not_specialize=["tokens"])
 def _few_gate_up(
     x,  # [tokens, HIDDEN]
     weight,  # [experts, 2 * WIDTH, HIDDEN]
@@ -105,7 +105,7 @@ def _wait(PDL: tl.constexpr):
         return 0
 
 
-@kernel
+@kernel(do_not_specialize=["tokens"])
 def _few_down(
     h,  # [tokens * TOP_K, WIDTH]
     weight,  # [experts, HIDDEN, WIDTH]

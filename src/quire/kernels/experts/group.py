@@ -17,7 +17,7 @@ from quire.kernels.jit import kernel
 from quire.kernels.target import target_of
 
 
-@kernel
+@kernel(do_not_specialize=["tokens", "blocks", "most_tiles", "each"])
 def _group(
     ids,  # int32 [tokens, TOP_K]
     counts,  # int32 [blocks, E]

@@ -110,7 +110,7 @@ def list_chosen(count, active, slots, E: tl.constexpr):
     tl.store(active + rest, tl.full([count.shape[0]], -1, tl.int32), mask=(is_chosen == 0) & (rest < slots))
 
 
-@kernel
+@kernel(do_not_specialize=["tokens", "slots"])
 def _route(
     logits,  # [tokens, E]
     correction,  # float32 [E], if CORRECTION

@@ -23,7 +23,7 @@ _BLOCK_K = 256  # columns per program
 _ROWS = 16  # of a tile of tokens
 
 
-@kernel
+@kernel(do_not_specialize=["tokens", "slots"])
 def _router_few(
     x,  # [tokens, HIDDEN]
     residual,  # [tokens, HIDDEN], if ADD
@@ -186,7 +186,7 @@ def norm_and_route(
     return Choice(ids, weights, active=active), normed, total
 
 
-@kernel
+@kernel(do_not_specialize=["tokens"])
 def _router_logits(
     x,  # [tokens, HIDDEN]
     weight,  # [E, HIDDEN]

@@ -36,6 +36,7 @@ def _setting(group: str, default: Any, help: str) -> Any:
 _model = partial(_setting, "model")
 _scheduling = partial(_setting, "scheduling")
 _kv_cache = partial(_setting, "KV cache")
+_parallelism = partial(_setting, "several GPUs")
 _kernels = partial(_setting, "kernels and graphs")
 _debugging = partial(_setting, "debugging")
 
@@ -110,6 +111,13 @@ class EngineConfig:
         "read the blocks of a prefix that decoding requests share once for all of them (attention triton)",
     )
 
+    tensor_parallel_size: int = _parallelism(
+        1, "number of ranks, each with its own GPU or CPU process, that share every layer of the model"
+    )
+    rank_timeout: float = _parallelism(
+        60.0, "seconds without progress after which a rank counts as hung and the engine ends"
+    )
+
     attention: str = _kernels(
         "auto",
         "attention back end: auto, reference, triton or cpu; auto picks triton on a GPU, cpu with cpu_kernels, else "
@@ -145,6 +153,8 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
         if not 0 < self.memory_utilization <= 1:
             raise ConfigError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
+        if not self.rank_timeout > 0:
+            raise ConfigError(f"rank_timeout must be above 0 seconds, got {self.rank_timeout}")
         for illegal, message in ILLEGAL:
             if illegal(self):
                 raise ConfigError(message.format(c=self))
@@ -198,6 +208,7 @@ _COUNTS = (
     "max_model_len",
     "kv_cache_memory",
     "cpu_threads",
+    "tensor_parallel_size",
 )
 _CHOICES: dict[str, tuple[str, ...]] = {
     "batching": get_args(Batching),

@@ -69,6 +69,10 @@ class AttentionLayer(Protocol):
     # A token attends to itself and the window - 1 tokens before it; None: to all tokens before it.
     window: int | None
     soft_cap: float | None  # a score s becomes cap * tanh(s / cap); None: off
+    sinks: (
+        torch.Tensor | None
+    )  # float32 [heads]: scores without a key, which join the softmax's sum; None: off
+    span: int  # distance between the two dimensions of a rotated pair; 0: half a head
 
 
 class HeadNorms(Protocol):

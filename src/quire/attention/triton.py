@@ -126,7 +126,9 @@ class TritonAttention:
     ) -> torch.Tensor:
         keys, values = batch.kv[layer.index]
         weight, eps = (None, 0.0) if norms is None else (norms.weight, norms.eps)
-        q = norm_rotate_store(qkv, batch.positions, table, weight, eps, keys, values, batch.kv_slots)
+        q = norm_rotate_store(
+            qkv, batch.positions, table, weight, eps, keys, values, batch.kv_slots, layer.span
+        )
         return self._attend(layer, q, batch)
 
     def _attend(self, layer: AttentionLayer, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
@@ -147,10 +149,11 @@ class TritonAttention:
             attend_short(
                 q, keys, values, out, batch.seq_lens, None if plan.ones else batch.query_start,
                 batch.block_table, batch.slots, layer.scale, layer.window, layer.soft_cap, work.queries, splits, shared,
+                layer.sinks,
             )  # fmt: skip
         if work.tiles is not None:
             attend_long(
                 q, keys, values, out, batch.block_table, work.tiles,
-                layer.scale, layer.window, layer.soft_cap,
+                layer.scale, layer.window, layer.soft_cap, layer.sinks,
             )  # fmt: skip
         return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 NAMES = {
     "-c": "--max-model-len",
     "-n": "--max-tokens",
+    "-tp": "--tensor-parallel-size",
     "--async-scheduling": "--overlap",
     "--attention-backend": "--attention",
     "--chunked-prefill-size": "--max-num-batched-tokens",
@@ -33,13 +34,14 @@ NAMES = {
     "--radix-eviction-policy": "--eviction",
     "--schedule-policy": "--scheduling-policy",
     "--temp": "--temperature",
+    "--tp": "--tensor-parallel-size",
+    "--tp-size": "--tensor-parallel-size",
     "--tokenizer-path": "--tokenizer",
     "--uvicorn-log-level": "--log-level",
 }
 MISSING = {
-    "several GPUs": (
-        "-tp", "-pp", "-dp", "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "--tp", "--tp-size",
-        "--pp-size", "--dp-size", "--ep-size", "--enable-expert-parallel", "--split-mode", "--tensor-split",
+    "pipeline, data and expert parallelism": (
+        "-pp", "-dp", "--pipeline-parallel-size", "--data-parallel-size", "--pp-size", "--dp-size", "--ep-size", "--enable-expert-parallel", "--split-mode", "--tensor-split",
         "--distributed-executor-backend",
     ),
     "speculative decoding": (

@@ -17,10 +17,11 @@ import torch.nn.functional as F
 from quire.kernels import Kernels, available
 from quire.kernels.experts.choice import Choice
 from quire.kernels.target import Target, log_choice, target_of
+from quire.layers.activation import FUSED_ACTIVATIONS, Activation
 from quire.layers.env import Env
 from quire.layers.expert_weights import ExpertWeights
 from quire.layers.linear import Linear
-from quire.layers.mlp import Activation, GatedMLP, gated
+from quire.layers.mlp import CLAMPED_SWIGLU, GatedMLP, gated
 from quire.layers.routing import FusingRouter, Router, fuses_experts
 from quire.parallel.ranks import Parallel
 from quire.quant.base import NormedProduct, make_matmul
@@ -88,7 +89,7 @@ def make_experts(env: Env, weights: ExpertWeights, activation: str) -> Experts:
         weights: the experts.
         activation: key of `ACTIVATIONS`, or clamped_swiglu.
     """
-    if fuses_experts(env.device, env.dtype):
+    if fuses_experts(env.device, env.dtype) and activation in (*FUSED_ACTIVATIONS, CLAMPED_SWIGLU):
         from quire.layers.fused_experts import FusedExperts
 
         return FusedExperts(weights, activation)
@@ -110,7 +111,7 @@ class SortedExperts:
         self.mlps = mlps
 
     def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
-        shape, flat = choice.ids.shape, choice.ids.flatten()
+        shape, flat = choice.ids.shape, choice.ids.flatten().long()
         order = flat.argsort(stable=True)  # [tokens * k], by expert
         outs = self.mlps(x[order // shape[1]], flat[order])
         by_token = torch.empty_like(outs).index_copy_(0, order, outs).view(*shape, -1)

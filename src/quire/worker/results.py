@@ -53,6 +53,9 @@ class HostHandle:
     def __init__(self, output: StepOutput) -> None:
         self._output = output
 
+    def ready(self) -> bool:
+        return True
+
     def wait(self) -> StepResult:
         return self._output.to_result(self._output.tensors())
 
@@ -76,6 +79,10 @@ class CudaHandle:
         host.copy_(source, non_blocking=True)
         source.record_stream(stream)
         return host
+
+    def ready(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return self._done.query()
 
     def wait(self) -> StepResult:
         self._done.synchronize()

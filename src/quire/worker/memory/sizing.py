@@ -84,6 +84,7 @@ class MemoryPlanner:
     explicit_len: bool  # the user set max_model_len, so it is never lowered
     kv_cache_memory: int | None  # bytes for KV blocks; None: measured
     memory_utilization: float  # share of the device's memory that may be used
+    ranks: int = 1  # that share the model, each with its own planner; ranks on CPUs also share the memory
 
     def check_weights_fit(self) -> int:
         """Return the bytes of the weights.
@@ -91,7 +92,8 @@ class MemoryPlanner:
         Raises:
             ConfigError: if they exceed the free memory of the device.
         """
-        needed, (free, total) = self.spec.num_parameters * self.dtype.itemsize, free_memory(self.device)
+        needed = self.spec.num_parameters * self.dtype.itemsize // self.ranks
+        free, total = self._free_memory()
         if needed > free:
             raise ConfigError(
                 f"the weights of {self.model} need {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} of "
@@ -109,7 +111,7 @@ class MemoryPlanner:
         """
         if self.kv_cache_memory is not None:
             return self.kv_cache_memory
-        free, total = free_memory(self.device)
+        free, total = self._free_memory()
         if self.device.type == "cuda":
             budget = int(free - reserved - (1 - self.memory_utilization) * total)
         else:
@@ -204,7 +206,7 @@ class MemoryPlanner:
         if self.kv_cache_memory is None:
             return
         blocks = size.num_blocks * size.block_bytes
-        columns, free = self.column_bytes(size.max_model_len), free_memory(self.device)[0]
+        columns, free = self.column_bytes(size.max_model_len), self._free_memory()[0]
         if blocks + columns + reserved <= free:
             return
         message = (
@@ -215,6 +217,11 @@ class MemoryPlanner:
         if self.device.type == "cuda":
             raise ConfigError(message)
         log.warning("%s", message)
+
+    def _free_memory(self) -> tuple[int, int]:
+        """Return the free and the total bytes that this rank may count on."""
+        free, total = free_memory(self.device)
+        return (free, total) if self.device.type == "cuda" else (free // self.ranks, total // self.ranks)
 
     def _token_bytes(self) -> int:
         layouts = self.layouts if self.layout.keeps_kv else scratch_layers(self.layouts)

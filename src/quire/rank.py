@@ -34,6 +34,8 @@ from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
 from quire.parallel.connection import connect_ranks
 from quire.parallel.ranks import Parallel
+from quire.speculation.drafter import NO_SPECULATION, Speculation
+from quire.speculation.ngram import NgramDrafter
 from quire.types import ConfigError
 from quire.wiring import queue_depth
 from quire.worker.executor import device_guard
@@ -115,7 +117,8 @@ class Rank:
         )
         self._loading.enter_context(closing(checkpoint))
         self._checkpoint = checkpoint
-        self.worker = Worker(model, backend, memory, launch_options(config, queue_depth(config)), kernels)
+        options, speculation = launch_options(config, queue_depth(config)), pick_speculation(config)
+        self.worker = Worker(model, backend, memory, options, kernels, speculation)
 
     def compile(self) -> None:
         """Compile the kernels of common steps. Ranks may find different kernels on disk, so they do not communicate."""
@@ -208,6 +211,13 @@ def launch_options(config: EngineConfig, depth: int) -> LaunchOptions:
         capture_at_start=config.capture_at_start,
         cpu_replay=config.cpu_replay and ranks == 1,  # a replay contains only calls of kernels
         cpu_threads=config.cpu_threads or (max(1, torch.get_num_threads() // ranks) if ranks > 1 else None),
+    )
+
+
+def pick_speculation(config: EngineConfig) -> Speculation:
+    """Return how steps draft tokens. `config` is resolved."""
+    return (
+        NO_SPECULATION if config.spec_method == "off" else Speculation(NgramDrafter, config.spec_tokens or 1)
     )
 
 

@@ -22,7 +22,7 @@ from quire.layers.env import Env
 from quire.layers.expert_weights import ExpertWeights
 from quire.layers.linear import Linear
 from quire.layers.mlp import CLAMPED_SWIGLU, GatedMLP, gated
-from quire.layers.routing import FusingRouter, Router, fuses_experts
+from quire.layers.routing import FusingRouter, Router, exact_sigmoid, fuses_experts
 from quire.parallel.ranks import Parallel
 from quire.quant.base import NormedProduct, make_matmul
 
@@ -78,7 +78,7 @@ class SharedExperts:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = self.mlp(x)
-        return y if self.gate is None else self.gate(x).sigmoid() * y
+        return y if self.gate is None else exact_sigmoid(self.gate(x)) * y
 
 
 def make_experts(env: Env, weights: ExpertWeights, activation: str) -> Experts:

@@ -104,7 +104,7 @@ def choose_experts(
         routing: the rule.
         correction: float32 [experts], added to the scores for the choice; None if the rule has none.
     """
-    scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
+    scores = logits.softmax(-1) if routing.scores == "softmax" else exact_sigmoid(logits)
     ranked = scores if correction is None else scores + correction
     if routing.groups > 1:
         by_group = ranked.unflatten(-1, (routing.groups, -1))  # [tokens, groups, experts of a group]
@@ -119,3 +119,12 @@ def choose_experts(
     if routing.renormalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return ids, weights * routing.scale
+
+
+def exact_sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Return the sigmoid of x, computed in fp64.
+
+    On a CPU, PyTorch's fp32 sigmoid of an element depends on its place in the tensor: the last elements, which do not
+    fill a vector, are computed by another function. A token's result must not depend on the rest of the batch.
+    """
+    return x.double().sigmoid().to(x.dtype)

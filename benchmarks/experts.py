@@ -184,7 +184,7 @@ class KernelTimes:
 
         def before(i: int) -> Any:
             logits = F.linear(x, self.router).float()
-            return sorted_experts[i](x, moe.Choice(*choose_experts(logits, rule)))
+            return sorted_experts[i](x, moe.ExpertChoice(*choose_experts(logits, rule)))
 
         yield "before: route, experts", before, *both
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from quire.kernels.experts.choice import Choice
+from quire.kernels.experts.choice import ExpertChoice
 from quire.layers.env import Env
 from quire.layers.expert_weights import load_experts, load_interleaved_experts
 from quire.layers.moe import Experts, make_experts
@@ -125,7 +125,7 @@ def test_the_first_of_equal_scores_and_a_row_that_is_not_finite() -> None:
 def run(experts: Experts, x: torch.Tensor) -> torch.Tensor:
     ids = torch.stack([torch.randperm(5, generator=torch.Generator().manual_seed(i))[:2] for i in range(9)])
     weights = torch.rand(9, 2, generator=torch.Generator().manual_seed(3))
-    return experts(x, Choice(ids, weights))
+    return experts(x, ExpertChoice(ids, weights))
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -167,7 +167,7 @@ def test_experts_of_gpt_oss(size: int) -> None:
     loaded = [load_interleaved_experts(e, "experts.", 5, HIDDEN, WIDTH) for e in parts]
     experts = [make_experts(e, w, "clamped_swiglu") for e, w in zip(parts, loaded)]
 
-    def by_reference(x: torch.Tensor, choice: Choice) -> torch.Tensor:
+    def by_reference(x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
         return reference(x, choice.ids, choice.weights)
 
     with torch.inference_mode():

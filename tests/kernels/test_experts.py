@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from quire.kernels.experts.choice import Choice
+from quire.kernels.experts.choice import ExpertChoice
 from quire.kernels.experts.few import few_down, few_gate_up
 from quire.kernels.experts.group import group
 from quire.kernels.experts.many import GroupedTile, many_down, many_gate_up, weighted_sum
@@ -51,7 +51,7 @@ def arguments(routing: Routing) -> dict[str, object]:
 
 
 def check_choice(
-    got: Choice, logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None
+    got: ExpertChoice, logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None
 ) -> None:
     ids, weights = choose_experts(logits, routing, correction)
     assert torch.equal(got.ids.long(), ids)
@@ -274,7 +274,7 @@ def test_layers_in_a_graph_serve_any_choice(tokens: int) -> None:
     router = torch.randn(32, 512, device=DEVICE).bfloat16() / 22
     arrived = torch.zeros(1, device=DEVICE, dtype=torch.int32)
 
-    def layer() -> tuple[Choice, torch.Tensor]:
+    def layer() -> tuple[ExpertChoice, torch.Tensor]:
         choice = route_all(case.x, router, None, None, rule, arrived)
         return choice, fused(case.x, choice)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.kernels.experts.choice import Choice
+from quire.kernels.experts.choice import ExpertChoice
 from quire.kernels.experts.few import BLOCK_DOWN, few_down, few_gate_up
 from quire.kernels.experts.group import group
 from quire.kernels.experts.many import many_down, many_gate_up, tiles_for, weighted_sum
@@ -47,12 +47,12 @@ class FusedRouter(FusingRouter):
         )
         self.arrived = torch.zeros(1, dtype=torch.int32, device=env.device)  # 0 between launches
 
-    def __call__(self, x: torch.Tensor) -> Choice:
+    def __call__(self, x: torch.Tensor) -> ExpertChoice:
         return route_all(x, self.weight, self.bias, self.correction, self.rule, self.arrived)
 
     def after_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float
-    ) -> tuple[Choice, torch.Tensor, torch.Tensor]:
+    ) -> tuple[ExpertChoice, torch.Tensor, torch.Tensor]:
         return norm_and_route(
             x, residual, norm, eps, self.weight, self.bias, self.correction, self.rule, self.arrived
         )
@@ -70,7 +70,7 @@ class FusedExperts:
             tiles, dtype=torch.int32, device=weights.down.device
         )  # all 0 between launches
 
-    def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
         weights = self.weights
         if choice.active is not None:
             h = few_gate_up(x, weights.gate_up, weights.gate_up_bias, choice, self.activation)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels import Kernels, available
-from quire.kernels.experts.choice import Choice
+from quire.kernels.experts.choice import ExpertChoice
 from quire.kernels.target import Target, log_choice, target_of
 from quire.layers.activation import FUSED_ACTIVATIONS, Activation
 from quire.layers.env import Env
@@ -30,7 +30,7 @@ from quire.quant.base import NormedProduct, make_matmul
 class Experts(Protocol):
     """The expert MLPs of a layer."""
 
-    def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
         """Return the weighted sum of the outputs of each token's experts: [tokens, hidden] for x [tokens, hidden]."""
         ...
 
@@ -48,7 +48,7 @@ class MoE:
         """Return [tokens, hidden] for x [tokens, hidden]."""
         return self.mix(x, self.router(x))
 
-    def mix(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+    def mix(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
         """Return the weighted sum of the chosen experts, plus the shared ones."""
         y = self.parallel.all_reduce(self.experts(x, choice))
         return y if self.shared is None else y + self.shared(x)
@@ -110,7 +110,7 @@ class SortedExperts:
     def __init__(self, mlps: SortedMLPs) -> None:
         self.mlps = mlps
 
-    def __call__(self, x: torch.Tensor, choice: Choice) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
         shape, flat = choice.ids.shape, choice.ids.flatten().long()
         order = flat.argsort(stable=True)  # [tokens * k], by expert
         outs = self.mlps(x[order // shape[1]], flat[order])

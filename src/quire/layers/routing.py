@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from quire.kernels import available
-from quire.kernels.experts.choice import Choice
+from quire.kernels.experts.choice import ExpertChoice
 from quire.kernels.target import log_choice, target_of
 from quire.layers.env import Env
 from quire.layers.linear import Linear
@@ -25,7 +25,7 @@ class Router(Protocol):
     Logits are computed in fp32, because a rounded logit can choose another expert.
     """
 
-    def __call__(self, x: torch.Tensor) -> Choice:
+    def __call__(self, x: torch.Tensor) -> ExpertChoice:
         """Return the experts of the tokens x [tokens, hidden]."""
         ...
 
@@ -38,7 +38,7 @@ class FusingRouter(Router):
     @abstractmethod
     def after_norm(
         self, x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float
-    ) -> tuple[Choice, torch.Tensor, torch.Tensor]:
+    ) -> tuple[ExpertChoice, torch.Tensor, torch.Tensor]:
         """Route rms_norm(x + residual).
 
         Args:
@@ -82,8 +82,8 @@ class PlainRouter(Router):
         self.logits = Linear(precise, name, hidden, routing.num_experts, routing.bias)
         self.correction = load_correction(env, name, routing)
 
-    def __call__(self, x: torch.Tensor) -> Choice:
-        return Choice(*choose_experts(self.logits(x.float()), self.routing, self.correction))
+    def __call__(self, x: torch.Tensor) -> ExpertChoice:
+        return ExpertChoice(*choose_experts(self.logits(x.float()), self.routing, self.correction))
 
 
 def load_correction(env: Env, name: str, routing: Routing) -> torch.Tensor | None:

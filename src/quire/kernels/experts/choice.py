@@ -1,4 +1,4 @@
-"""`Choice`: the experts of a step's tokens, as a router returns them."""
+"""`ExpertChoice`: the experts of a step's tokens, as a router returns them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class ExpertChoice:
     """The experts of a step's tokens, and their weights.
 
     Attributes:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.activation import gate_up_product
-from quire.kernels.experts.choice import Choice
+from quire.kernels.experts.choice import ExpertChoice
 from quire.kernels.jit import kernel
 from quire.kernels.target import target_of
 
@@ -202,7 +202,7 @@ def few_gate_up(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    choice: Choice,
+    choice: ExpertChoice,
     kind: str,
     tile: tuple[int, int, int, int] | None = None,
 ) -> torch.Tensor:
@@ -235,7 +235,7 @@ def few_down(
     h: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    choice: Choice,
+    choice: ExpertChoice,
     arrived: torch.Tensor,
     tile: tuple[int, int, int, int] | None = None,
     early: bool = True,

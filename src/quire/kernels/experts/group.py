@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.experts.choice import Choice
+from quire.kernels.experts.choice import ExpertChoice
 from quire.kernels.jit import kernel
 from quire.kernels.target import target_of
 
@@ -103,7 +103,7 @@ class GroupedRows:
     tile: int
 
 
-def group(choice: Choice, experts: int, tile: int) -> GroupedRows:
+def group(choice: ExpertChoice, experts: int, tile: int) -> GroupedRows:
     """Group the rows of a step by expert, in tiles of at most `tile` rows."""
     ids, counts = choice.ids, choice.counts
     assert counts is not None

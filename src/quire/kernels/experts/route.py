@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.experts.choice import Choice
+from quire.kernels.experts.choice import ExpertChoice
 from quire.kernels.jit import kernel
 from quire.kernels.target import target_of
 
@@ -156,7 +156,7 @@ def _route(
         tl.store(counts + tl.program_id(0) * E + e, count, mask=e < E)
 
 
-def route(logits: torch.Tensor, correction: torch.Tensor | None, rule: dict[str, Any]) -> Choice:
+def route(logits: torch.Tensor, correction: torch.Tensor | None, rule: dict[str, Any]) -> ExpertChoice:
     """Choose the experts of each token.
 
     Args:
@@ -180,7 +180,11 @@ def route(logits: torch.Tensor, correction: torch.Tensor | None, rule: dict[str,
             CORRECTION=correction is not None, FEW=few, ROWS=rows, PDL=pdl,
             num_warps=4 if rows <= 16 else 8, launch_pdl=pdl, **rule,
         )  # fmt: skip
-    return Choice(ids, weights, active=counts) if few else Choice(ids, weights, counts=counts, rows=rows)
+    return (
+        ExpertChoice(ids, weights, active=counts)
+        if few
+        else ExpertChoice(ids, weights, counts=counts, rows=rows)
+    )
 
 
 def block_rows(tokens: int) -> int:

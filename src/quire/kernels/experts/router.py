@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.experts.choice import Choice
+from quire.kernels.experts.choice import ExpertChoice
 from quire.kernels.experts.route import FEW_TOKENS, block_rows, list_chosen, route, route_rows
 from quire.kernels.jit import kernel
 from quire.kernels.target import target_of
@@ -145,7 +145,7 @@ def norm_and_route(
     correction: torch.Tensor | None,
     rule: dict[str, Any],
     arrived: torch.Tensor,
-) -> tuple[Choice, torch.Tensor, torch.Tensor]:
+) -> tuple[ExpertChoice, torch.Tensor, torch.Tensor]:
     """Route at most 16 tokens, after an optional norm.
 
     Args:
@@ -183,7 +183,7 @@ def norm_and_route(
         BLOCK_K=_BLOCK_K, COLUMNS=min(triton.next_power_of_2(hidden), 4096 // rows), PDL=pdl,
         num_warps=4, launch_pdl=pdl, **rule,
     )  # fmt: skip
-    return Choice(ids, weights, active=active), normed, total
+    return ExpertChoice(ids, weights, active=active), normed, total
 
 
 @kernel(do_not_specialize=["tokens"])
@@ -253,7 +253,7 @@ def route_all(
     correction: torch.Tensor | None,
     rule: dict[str, Any],
     arrived: torch.Tensor,
-) -> Choice:
+) -> ExpertChoice:
     """Route any number of tokens x [tokens, hidden]; for the arguments see `norm_and_route`."""
     if 0 < x.shape[0] <= FEW_TOKENS:
         return norm_and_route(x, None, None, 0.0, weight, bias, correction, rule, arrived)[0]

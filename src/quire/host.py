@@ -111,6 +111,7 @@ def _build(
         executor=group.executor(LocalExecutor(rank.runner, rank.guard)),
         grammar=pick_grammar(config, path, rank.spec.vocab_size),
         shares_prefix=config.shared_prefix and rank.backend.reads_shared,
+        drafts=config.spec_tokens or 0,
     )
     _freeze_garbage()
     clock.end("warm_up")

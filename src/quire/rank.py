@@ -34,6 +34,8 @@ from quire.models.registry import build_model, check_shards
 from quire.models.spec import ModelSpec
 from quire.parallel.connection import connect_ranks
 from quire.parallel.ranks import Parallel
+from quire.speculation.drafter import NO_SPECULATION, Speculation
+from quire.speculation.ngram import NgramDrafter
 from quire.types import ConfigError
 from quire.wiring import queue_depth
 from quire.worker.executor import device_guard
@@ -116,7 +118,8 @@ class Rank:
         )
         self._loading.enter_context(closing(checkpoint))
         self._checkpoint = checkpoint
-        self.worker = Worker(model, backend, memory, launch_options(config, queue_depth(config)), kernels)
+        options, speculation = launch_options(config, queue_depth(config)), pick_speculation(config)
+        self.worker = Worker(model, backend, memory, options, kernels, speculation)
 
     def compile(self) -> None:
         """Compile the kernels of common steps. Ranks may find different kernels on disk, so they do not communicate."""
@@ -212,6 +215,13 @@ def launch_options(config: EngineConfig, depth: int) -> LaunchOptions:
     )
 
 
+def pick_speculation(config: EngineConfig) -> Speculation:
+    """Return how steps draft tokens. `config` is resolved."""
+    return (
+        NO_SPECULATION if config.spec_method == "off" else Speculation(NgramDrafter, config.spec_tokens or 1)
+    )
+
+
 def rank_device(name: str, rank: int, ranks: int) -> torch.device:
     """Return the device of a rank: the GPUs from the one called `name` on, or the CPU for all.
 
@@ -300,7 +310,7 @@ def pick_dtype(wanted: str, spec: ModelSpec, device: torch.device) -> torch.dtyp
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-_WIDE_RANGE = ("gemma3",)  # families trained in bfloat16 whose activations overflow float16
+_WIDE_RANGE = ("gemma", "gemma2", "gemma3")  # families trained in bfloat16 whose activations overflow float16
 
 
 def pick_attention(

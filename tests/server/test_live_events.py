@@ -54,10 +54,14 @@ def test_views_that_are_not_read() -> None:
             client.sendall(b"GET /live/events HTTP/1.1\r\nHost: a\r\n\r\n")
         before = psutil.Process(server.process.pid).memory_info().rss
         bodies = [{"prompt": [i, *range(9)], "max_tokens": 1000, "ignore_eos": True} for i in range(1, 65)]
-        answers = [pool.submit(server.post, TEXT, body) for body in bodies]
+        named = {"X-Request-Id": "mine"}
+        answers = [pool.submit(server.http.post, TEXT, json=body, headers=named) for body in bodies]
         with server.http.stream("GET", "/live/events") as response:
             states = (state for name, state in live_events(response) if name == "state")
-            assert any(len(state["running"]) >= 32 for state in states)
+            full = next(state for state in states if len(state["running"]) >= 32)
+        # Requests go by the clients' own ids, which need not be unique.
+        ids = {one["id"] for one in full["running"]}
+        assert len(ids) == len(full["running"]) and all(one.startswith("mine#") for one in ids)
         assert all(answer.result().status_code == 200 for answer in answers)
         assert psutil.Process(server.process.pid).memory_info().rss - before < 150 << 20
 

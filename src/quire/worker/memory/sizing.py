@@ -129,24 +129,26 @@ class MemoryPlanner:
         slots, block = self.limits.max_num_seqs + 1, min(self.layout.block_size(max_len), max_len)
         return 4 * slots * (max_len + -(-max_len // block))
 
-    def sampling_bytes(self) -> int:
+    def sampling_bytes(self, logit_rows: int | None = None) -> int:
         """Return the most that a step holds at once after its model has run.
 
-        That is the logits of all rows, a float32 copy that penalties and masks change, the rows with log-probabilities,
+        That is `logit_rows` rows of logits (by default one for each request), a float32 copy that penalties and masks change, the rows with log-probabilities,
         and the temporary memory of scoring them.
         """
-        rows, tokens = self.limits.max_num_seqs, self.limits.max_num_batched_tokens
+        rows, tokens = logit_rows or self.limits.max_num_seqs, self.limits.max_num_batched_tokens
         vocab_size, logit_bytes = self.spec.vocab_size, self.dtype.itemsize
         return rows * vocab_size * (2 * logit_bytes + 4) + scoring_bytes(
             max(rows, tokens), vocab_size, logit_bytes
         )
 
-    def cpu_step_bytes(self) -> int:
+    def cpu_step_bytes(self, logit_rows: int | None = None) -> int:
         """Estimate the bytes of the largest step on a CPU, where measuring them would take as long as the step."""
         spec = self.spec
         heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         per_token = 4 * spec.hidden_size + 2 * heads + 3 * spec.intermediate_size
-        return self.limits.max_num_batched_tokens * per_token * self.dtype.itemsize + self.sampling_bytes()
+        return self.limits.max_num_batched_tokens * per_token * self.dtype.itemsize + self.sampling_bytes(
+            logit_rows
+        )
 
     def fit_context(self, budget: int) -> int:
         """Return the longest context, at most `limits.max_model_len`, of which one request fits into `budget` bytes.

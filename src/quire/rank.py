@@ -31,7 +31,7 @@ from quire.models.checkpoint.checked import CheckedCheckpoint
 from quire.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from quire.models.checkpoint.sizes import weight_bytes
 from quire.models.decoder import Model
-from quire.models.registry import build_model
+from quire.models.registry import build_model, check_shards
 from quire.models.spec import ModelSpec
 from quire.parallel.connection import connect_ranks
 from quire.parallel.ranks import Parallel
@@ -68,6 +68,7 @@ class Rank:
     size: KVSize
 
     def __init__(self, config: EngineConfig, path: Path, spec: ModelSpec, index: int = 0) -> None:
+        check_shards(spec, config.tensor_parallel_size)
         self.device = rank_device(config.device, index, config.tensor_parallel_size)
         self.guard = device_guard(self.device)
         self._path = path

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "config": {"types"},
     "files": {"types"},
     "kernels": set(),
-    "parallel": {"types"},
+    "parallel": {"types", "kernels"},
     "attention": {"types", "kernels"},
     "quant": {"types", "kernels", "parallel", "layers"},
     "layers": {"types", "kernels", "parallel", "attention", "quant"},

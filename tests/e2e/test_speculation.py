@@ -6,6 +6,7 @@ The drafters of these tests copy the expected answer with mistakes, so drafts ar
 from __future__ import annotations
 
 import random
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -13,8 +14,10 @@ import torch
 from switches import GPU_SWITCHES, MAX_LEN, SWITCHES, Bench, defaults, drain, random_settings
 
 import quire.rank
+from quire import LLM
 from quire.core.engine import Engine
 from quire.speculation.drafter import DraftRows, Speculation
+from quire.types import SamplingParams, StructuredOutputsParams
 
 DEPTH = 4
 
@@ -103,3 +106,50 @@ def test_drafts_save_steps(bench: Bench, drafting: None) -> None:
         assert got == {name: bench.expected[name] for name in got}
         steps[accepted(engine) > 0] = engine.log.totals.steps
     assert steps[True] < 0.6 * steps[False]
+
+
+KINDS: dict[str, SamplingParams] = {
+    "greedy": SamplingParams(temperature=0, max_tokens=40),
+    "logprobs": SamplingParams(temperature=0, max_tokens=40, logprobs=3, prompt_logprobs=1),
+    "min_tokens": SamplingParams(max_tokens=40, min_tokens=20, stop_token_ids=list(range(0, 2048, 2)), seed=3),
+    "bias": SamplingParams(max_tokens=40, logit_bias={7: 4.0, 9: 3.0}, seed=4),
+    "allowed": SamplingParams(max_tokens=40, allowed_token_ids=[5, 6, 7], seed=5),
+    "bad_words": SamplingParams(temperature=0, max_tokens=40, bad_words=["the", "a little", "was"]),
+    "penalties": SamplingParams(temperature=0.9, repetition_penalty=1.2, presence_penalty=0.5, max_tokens=40, seed=6),
+    "stop": SamplingParams(temperature=0, max_tokens=40, stop=[" a", "."]),
+    "n": SamplingParams(n=3, temperature=1.0, top_p=0.9, max_tokens=30, seed=8),
+    "regex": SamplingParams(
+        temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(regex="[a-f ]{30}")
+    ),
+}  # fmt: skip
+PROMPT = "Once upon a time there was a little girl. Once upon a time there was a little girl. Once upon a"
+
+
+def answers(**settings: Any) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the answers to `KINDS` in one batch, and the engine's counters."""
+    with LLM("demo-draft", device="cpu", dtype="float32", max_model_len=128, **settings) as llm:
+        outputs = llm.generate([PROMPT] * len(KINDS), list(KINDS.values()), use_tqdm=False)
+        totals = asdict(llm.client.engine.log.totals)
+    found = {
+        name: [
+            (o.text, o.token_ids, o.finish_reason, o.stop_reason, rounded(o.logprobs)) for o in output.outputs
+        ]
+        for name, output in zip(KINDS, outputs)
+    }
+    return found, totals
+
+
+def rounded(logprobs: Any) -> Any:
+    """Return log-probabilities that do not depend on the number of rows of a matrix product."""
+    if logprobs is None:
+        return None
+    return [{token: (round(entry.logprob, 3), entry.rank) for token, entry in at.items()} for at in logprobs]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_answers_of_all_kinds_are_the_same(overlap: bool) -> None:
+    plain, _ = answers(overlap=overlap)
+    drafted, totals = answers(overlap=overlap, spec_method="ngram", spec_tokens=3, spec_adaptive=False)
+    assert drafted == plain
+    assert 0 < totals["accepted_tokens"] < totals["draft_tokens"]
+    assert sum(totals["accepted_at"]) == totals["accepted_tokens"] and len(totals["accepted_at"]) == 3

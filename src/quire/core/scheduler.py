@@ -418,6 +418,8 @@ class Scheduler:
                 if request.status == "running":  # otherwise its next admission sets the count
                     request.computed -= drafts[index] - (len(new) - 1)
                 self.log.totals.count_drafts(drafts[index], len(new) - 1)
+                request.timing.draft_tokens += drafts[index]
+                request.timing.accepted_tokens += len(new) - 1
                 self.depth.observe(request, drafts[index], len(new) - 1)
             pooled = None if result.pooled is None else result.pooled.get(index)
             if failure := find_failure(request, new, pooled):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,11 @@ from switches import GPU_SWITCHES, MAX_LEN, SWITCHES, Bench, defaults, drain, ra
 
 import quire.rank
 from quire import LLM
+from quire.attention.base import ForwardBatch
 from quire.core.engine import Engine
-from quire.speculation.drafter import DraftRows, Speculation
-from quire.types import SamplingParams, StructuredOutputsParams
+from quire.speculation.drafter import DraftContext, DraftRows, Speculation
+from quire.types import ConfigError, SamplingParams, StructuredOutputsParams
+from tiny import write_tiny
 
 DEPTH = 4
 
@@ -28,12 +31,15 @@ class AnswerDrafter:
     It finds the answer by the tokens known so far, because prompts and answers are all different. Graphs can capture it.
     """
 
-    def __init__(self, columns: Any, device: torch.device, answers: list[list[int]]) -> None:
-        self._columns = columns
+    def __init__(self, context: DraftContext, answers: list[list[int]]) -> None:
+        self._columns = context.columns
         self._answers = torch.full((len(answers), MAX_LEN), -1, dtype=torch.int32)
         for answer, line in zip(answers, self._answers):
             line[: len(answer)] = torch.tensor(answer, dtype=torch.int32)
-        self._answers = self._answers.to(device)
+        self._answers = self._answers.to(context.device)
+
+    def follow(self, batch: ForwardBatch) -> None:
+        pass
 
     def propose(self, rows: DraftRows) -> None:
         slots, tokens = rows.slots.long(), self._columns.tokens
@@ -72,7 +78,9 @@ def drafting(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         quire.rank,
         "pick_speculation",
-        lambda config: Speculation(lambda c, d: AnswerDrafter(c, d, answers), config.spec_tokens or 0),
+        lambda config, load: Speculation(
+            lambda context: AnswerDrafter(context, answers), config.spec_tokens or 0
+        ),
     )
 
 
@@ -125,9 +133,9 @@ KINDS: dict[str, SamplingParams] = {
 PROMPT = "Once upon a time there was a little girl. Once upon a time there was a little girl. Once upon a"
 
 
-def answers(**settings: Any) -> tuple[dict[str, Any], dict[str, int]]:
+def answers(device: str = "cpu", **settings: Any) -> tuple[dict[str, Any], dict[str, int]]:
     """Return the answers to `KINDS` in one batch, and the engine's counters."""
-    with LLM("demo-draft", device="cpu", dtype="float32", max_model_len=128, **settings) as llm:
+    with LLM("demo", device=device, dtype="float32", max_model_len=128, **settings) as llm:
         outputs = llm.generate([PROMPT] * len(KINDS), list(KINDS.values()), use_tqdm=False)
         totals = asdict(llm.client.engine.log.totals)
     found = {
@@ -146,10 +154,41 @@ def rounded(logprobs: Any) -> Any:
     return [{token: (round(entry.logprob, 3), entry.rank) for token, entry in at.items()} for at in logprobs]
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_answers_of_all_kinds_are_the_same(overlap: bool) -> None:
-    plain, _ = answers(overlap=overlap)
-    drafted, totals = answers(overlap=overlap, spec_method="ngram", spec_tokens=3, spec_adaptive=False)
-    assert drafted == plain
+@pytest.fixture(scope="module", params=DEVICES)
+def plain_answers(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    return request.param, answers(request.param)[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"spec_method": "ngram"},
+        {"spec_method": "ngram", "overlap": False},
+        {"spec_method": "draft", "spec_model": "demo-draft"},
+        {
+            "spec_method": "draft",
+            "spec_model": "demo-draft",
+            "max_num_batched_tokens": 24,
+            "prefix_caching": False,
+        },
+    ],
+    ids=["ngram", "ngram without overlap", "draft", "draft in chunks"],
+)
+def test_answers_of_all_kinds_are_the_same(
+    plain_answers: tuple[str, dict[str, Any]], settings: dict[str, Any]
+) -> None:
+    device, expected = plain_answers
+    drafted, totals = answers(device, **settings, spec_tokens=3, spec_adaptive=False)
+    assert drafted == expected
     assert 0 < totals["accepted_tokens"] < totals["draft_tokens"]
     assert sum(totals["accepted_at"]) == totals["accepted_tokens"] and len(totals["accepted_at"]) == 3
+
+
+def test_a_draft_model_is_right_more_often_than_chance() -> None:
+    _, totals = answers(spec_method="draft", spec_model="demo-draft", spec_tokens=2, spec_adaptive=False)
+    assert totals["accepted_at"][0] > 0.4 * totals["draft_rows"]
+
+
+def test_a_draft_model_needs_the_same_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="spec_model has another tokenizer than the model: token"):
+        LLM("demo", device="cpu", spec_method="draft", spec_model=str(write_tiny(tmp_path / "tiny")))

@@ -156,7 +156,6 @@ def test_help_lists_each_switch_once(capsys: pytest.CaptureFixture[str]) -> None
     [
         ("-dp", "pipeline, data and expert parallelism"),
         ("--quantization=fp8", "quantised weights"),
-        ("--spec_model", "speculative"),
         ("--enable-lora", "LoRA"),
     ],
 )

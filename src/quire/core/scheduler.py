@@ -211,9 +211,10 @@ class Scheduler:
             if want > 1:
                 long_rows.append((request, want))
             elif builder.budget >= want:
-                drafts = request.drafts and max(
-                    0, min(request.drafts, most_drafts, request.limit - known - pending - 1)
-                )
+                drafts = request.drafts
+                if drafts:
+                    room = request.limit - known - pending - 1
+                    drafts = 0 if request.catching_up else max(0, min(drafts, most_drafts, room))
                 most_drafts -= self._place(builder, request, want, drafts)
         if builder.rows:
             self._limit_prompts(builder)

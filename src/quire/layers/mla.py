@@ -15,6 +15,8 @@ from quire.attention.base import ForwardBatch
 from quire.layers.env import Env
 from quire.layers.norm import RMSNorm
 from quire.layers.rope import Rotation, rotate
+from quire.quant.base import Part
+from quire.quant.loading import load_dequantised
 from quire.types import KVLayout
 
 
@@ -87,10 +89,9 @@ class LatentExpansion:
     ) -> None:
         """Load the weight `name`; `heads` counts those of all ranks."""
         width = content_dim + value_dim
-        part = env.parallel.cut(heads * width, heads)
-        weight = torch.empty(part.stop - part.start, rank, device=env.device, dtype=env.dtype)
-        env.weights.copy_into(weight, name + ".weight", (heads * width, rank), part)
-        weight = weight.view(-1, width, rank)
+        rows = env.parallel.cut(heads * width, heads)
+        part = Part(name + ".weight", (heads * width, rank), rows, slice(0, rank))
+        weight = load_dequantised(env, part).view(-1, width, rank)
         self.rank, self.dim = rank, rank + rotary_dim
         self.to_keys = weight[:, :content_dim]  # [heads, content dim, rank]
         self.to_values = weight[:, content_dim:].transpose(1, 2)  # [heads, rank, value dim]

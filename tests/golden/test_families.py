@@ -326,6 +326,25 @@ def test_old_spellings_of_config(tmp_path: Path) -> None:
     check(model, tmp_path, count=2)
 
 
+def test_latents_are_expanded_by_quantised_weights(tmp_path: Path) -> None:
+    """Absorbed weights are used in the model's dtype, whatever format they are stored in."""
+    from safetensors.torch import load_file, save_file
+
+    model = make_reference("deepseek-v3-dense-yarn", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for name in [name for name in tensors if name.endswith("kv_b_proj.weight")]:
+        scale = tensors[name].abs().max() / 448
+        tensors[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        tensors[name + "_scale_inv"] = scale.repeat(2, 1)  # of two blocks: 144 rows of 18 numbers
+        model.get_parameter(name).data.copy_(tensors[name].float() * scale)
+    save_file(tensors, file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    packed = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": packed}))
+    check(model, tmp_path, count=2)
+
+
 def test_layers_for_drafts_are_not_loaded(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

@@ -15,6 +15,7 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import torch
 
@@ -93,18 +94,13 @@ class LatentWork:
         for entries in self.entries:
             attend_latent_tiles(self.q, entries, self.out, self.table, tiles, SCALE, tile)
 
-    def time(self, tile: Tile | None = None, splits: int | None = None, swap: bool = False) -> float:
-        latent.SWAP = swap
-        try:
+    def time(self, tile: Tile | None = None, splits: int | None = None, swap: bool | None = None) -> float:
+        with patch.object(latent, "swaps", (lambda _: swap) if swap is not None else latent.swaps):
             return seconds(partial(self.launch, tile, splits), replays=7) / len(self.entries)
-        finally:
-            latent.SWAP = False
 
-    def error(self, swap: bool = False) -> float:
+    def error(self) -> float:
         """Return the relative error of the last row's last token."""
-        latent.SWAP = swap
         self.launch()
-        latent.SWAP = False
         keys = self.entries[-1][self.table[-1].long()].view(1, -1, DIM)[:, : self.length]
         layer = SimpleNamespace(rank=RANK, scale=SCALE)
         want = attend_latents(self.q[-1:], keys, None, layer)[0].float()
@@ -149,10 +145,9 @@ def compile_all(works: list[LatentWork]) -> None:
             for swap in (False, True):
                 for tile in FEW_TILES + MANY_TILES:
                     if (tile[0] > 16) == (work.heads > 16 or work.all_new) and (not swap or tile[1] >= 64):
-                        latent.SWAP = swap
-                        for count in (1,) if work.all_new else (1, 2):
-                            work.launch(Tile(*tile), count)
-    latent.SWAP = False
+                        with patch.object(latent, "swaps", lambda _, swap=swap: swap):
+                            for count in (1,) if work.all_new else (1, 2):
+                                work.launch(Tile(*tile), count)
     print(f"compiled in {time.perf_counter() - begin:.0f} s", flush=True)
 
 

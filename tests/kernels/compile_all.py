@@ -26,9 +26,10 @@ from targets import TARGETS, TargetDriver
 from triton import knobs
 from triton.runtime import driver, jit
 
+from quire.attention.triton import TritonAttention
 from quire.kernels import activation, batch, ngram, norm, rope
 from quire.kernels import target as targets
-from quire.kernels.attention import kv_write, long, shared, short
+from quire.kernels.attention import kv_write, latent, long, shared, short
 from quire.kernels.experts.route import FEW_TOKENS, rule_arguments
 from quire.kernels.experts.router import norm_and_route, route_all
 from quire.kernels.matmul import grouped
@@ -56,6 +57,7 @@ class Shapes:
     cap: float | None = None
     experts: int = 0
     kind: str | None = "silu"  # None: LayerNorm, and an MLP without a gate
+    rank: int = 0  # of latent attention, whose entries have `dim` numbers; 0: none
 
 
 MODELS = {
@@ -72,6 +74,8 @@ MODELS = {
     "Gemma 3 1B": Shapes(4, 1, 256, 1152, 6912, 262144, window=512, cap=50.0, kind="gelu_tanh"),
     "Gemma 3 4B": Shapes(8, 4, 256, 2560, 10240, 262208, window=1024, kind="gelu_tanh"),
     "Gemma 3 27B": Shapes(32, 16, 128, 5376, 21504, 262208, window=1024, kind="gelu_tanh"),
+    "DeepSeek V2 Lite": Shapes(16, 1, 576, 2048, 10944, 102400, rank=512),
+    "DeepSeek V3": Shapes(128, 1, 576, 7168, 18432, 129280, rank=512),
     "192 wide heads": Shapes(16, 16, 192, 2048, 8192, 32000),
 }
 
@@ -87,7 +91,25 @@ def longs(*shape: int) -> torch.Tensor:
 # ------------------------------------------------------------------------------------------ launches
 
 
+def latent_attention(model: Shapes, dtype: torch.dtype, target: Target) -> None:
+    if not model.rank or not TritonAttention.fits_latent(model.heads, model.dim, dtype.itemsize, target):
+        return
+    zeros = partial(torch.zeros, dtype=dtype)
+    heads, rank, rotary = model.heads, model.rank, model.dim - model.rank
+    q, entries, out = zeros(64, heads, model.dim), zeros(9, 16, model.dim), zeros(64, heads * rank)
+    latent.store_latent(
+        q, q[..., rank:], q[:, 0], zeros(rank), 1e-6, longs(64), zeros(99, rotary), 1, entries, longs(64)
+    )
+    for splits in (64, 1):
+        for starts in (ints(65), None):
+            attend = partial(latent.attend_latent_ones, q, entries, out, ints(64), starts, ints(64, 256))
+            attend(longs(64), 0.1, splits)
+    latent.attend_latent_tiles(q, entries, out, ints(64, 256), ints(9, 8), 0.1)
+
+
 def attention(model: Shapes, dtype: torch.dtype, target: Target) -> None:
+    if model.rank:
+        return
     zeros = partial(torch.zeros, dtype=dtype)
     heads, kv_heads, dim, cap = model.heads, model.kv_heads, model.dim, model.cap
     rows, group = 64, model.heads // model.kv_heads
@@ -216,6 +238,7 @@ def sample(model: Shapes, dtype: torch.dtype, target: Target) -> None:
 
 PARTS: tuple[Callable[[Shapes, torch.dtype, Target], None], ...] = (
     attention,
+    latent_attention,
     layers,
     few_rows,
     experts,

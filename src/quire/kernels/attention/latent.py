@@ -19,7 +19,6 @@ from quire.kernels.attention.tile import MASKED, Tile, load_rows, pad, score_fac
 from quire.kernels.jit import kernel
 from quire.kernels.target import Target, target_of
 
-SWAP = False
 _HEADS = 8  # heads that a program of the rotation handles
 _MAX_SPLITS = 64
 _SPARE_BYTES = 4096  # of shared memory, for reductions and block numbers
@@ -356,7 +355,7 @@ def _launch(
         blocks.stride(0), blocks.stride(1), table.stride(0), score_factors(scale, None)[0], splits,
         NUM_HEADS=heads, GROUP=group, TOKENS=tokens, ROWS=tile.rows,
         RANK=rank, RANK_PAD=pad(rank), ROTARY=dim - rank, ROTARY_PAD=pad(dim - rank),
-        BLOCK_SIZE=blocks.shape[1], BLOCK_N=tile.keys, LISTED=listed, ONES=ones, SPLIT=splits > 1, SWAP=SWAP,
+        BLOCK_SIZE=blocks.shape[1], BLOCK_N=tile.keys, LISTED=listed, ONES=ones, SPLIT=splits > 1, SWAP=swaps(tile),
         PDL=pdl, num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
     )  # fmt: skip
 
@@ -366,6 +365,8 @@ def _launch(
 
 def latent_tile(heads: int, dim: int, itemsize: int, target: Target, several: bool = False) -> Tile:
     """Return the tile for entries of `dim` numbers, or the smallest one if none fits in shared memory.
+
+    The first tile of each list was tuned on an H200 (benchmarks/latent.py).
 
     Args:
         heads: query heads.
@@ -377,10 +378,15 @@ def latent_tile(heads: int, dim: int, itemsize: int, target: Target, several: bo
     smallest = [Tile(16, 32, 4, 1), Tile(16, 16, 4, 1)]
     tiles = smallest
     if target.has_matrix_units and itemsize == 2:
-        many = [Tile(64, 32, 8, 3), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)]
+        many = [Tile(64, 64, 8, 2), Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)]
         few = [Tile(16, 64, 4, 3), Tile(16, 32, 4, 2)]
         tiles = [*(many if several or heads > 16 else few), *smallest]
     return next((tile for tile in tiles if latent_fits(tile, dim, itemsize, target)), tiles[-1])
+
+
+def swaps(tile: Tile) -> bool:
+    """Return whether a program multiplies transposed matrices, which is faster with many query rows."""
+    return tile.rows > 16
 
 
 def latent_fits(tile: Tile, dim: int, itemsize: int, target: Target) -> bool:

@@ -58,6 +58,8 @@ def test_numbers_agree_with_the_library(tmp_path: Path, name: str) -> None:
     compressor = BaseCompressor.get_value_from_registry(FORMATS[name])
     packed = compressor.compress(parameters(torch.randn(OUT, IN), scheme), scheme)
     wanted = compressor.decompress(dict(packed), scheme)["weight"].float()
+    if name == "FP8":
+        packed["input_scale"] = torch.tensor([0.1])
     save_file(
         {f"x.{key}": value.contiguous() for key, value in packed.items()}, tmp_path / "model.safetensors"
     )

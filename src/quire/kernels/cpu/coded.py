@@ -1,0 +1,160 @@
+"""Python interface of quantised.c: packed weights of 4 or 8 bits, and their structures."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+
+import torch
+
+from quire.kernels.cpu.ops import LANES, CFunction, CpuKernels, compare_layout
+
+_P, _N, _I = c_void_p, c_int64, c_int32
+_TILE_INPUTS = 64  # inputs that the processor's tiles multiply at once
+_MOST_UNIT = 32  # inputs that share a scale of x
+# The sum of products of 8-bit numbers, 255 * 127 each, must fit into 31 bits.
+MOST_INPUTS = 2**31 // (255 * 127)
+
+
+class CCodedWeight(ctypes.Structure):
+    _fields_ = [
+        ("codes", _P), ("scales", _P), ("offsets", _P), ("factors", _P), ("bias", _P), ("norm", _P),
+        ("inputs", _N), ("padded", _N), ("outputs", _N), ("group", _N), ("unit", _N),
+        ("bits", _I), ("table", _I), ("zero", _I), ("half", _I), ("kind", _I),
+    ]  # fmt: skip
+
+
+class CCodedProduct(ctypes.Structure):
+    _fields_ = [
+        ("weight", _P), ("x", _P), ("residual", _P), ("add", _P), ("sum", _P), ("y", _P), ("rounded", _P),
+        ("rows", _N), ("failed", _I),
+    ]  # fmt: skip
+
+
+class CodedFunctions:
+    """The functions of quantised.c."""
+
+    def __init__(self, kernels: CpuKernels) -> None:
+        library = kernels.library
+        compare_layout(library.coded_layout, (CCodedWeight, CCodedProduct))
+        names = ("coded_product", "many_rows_product", "many_rows_bytes")
+        for name in names:
+            getattr(library, name).argtypes = [_P]
+        library.many_rows_bytes.restype = _N
+        self.few: CFunction = library.coded_product
+        self.many: CFunction = library.many_rows_product
+        self.many_rows_bytes = library.many_rows_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class CodedWeight:
+    """A weight as quantised.c reads it. See `pack_codes` for its values."""
+
+    codes: torch.Tensor  # uint8, in blocks of 16 outputs
+    scales: torch.Tensor | None  # fp16 [blocks, groups, 16]
+    offsets: torch.Tensor | None  # fp16 [blocks, groups, 16]
+    factors: torch.Tensor  # fp32 [blocks * 16]
+    outputs: int
+    inputs: int
+    padded: int
+    group: int
+    bits: int
+    table: int
+    zero: int
+
+    @property
+    def unit(self) -> int:
+        """Return the number of inputs that share a scale of x."""
+        return self.padded if self.scales is None else min(self.group, _MOST_UNIT)
+
+
+def pack_codes(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    offsets: torch.Tensor | None,
+    bits: int,
+    zero: int = 0,
+    e2m1: bool = False,
+) -> CodedWeight:
+    """Pack a weight that is `(codes - zero) * scales`, or `codes * scales - offsets`.
+
+    Args:
+        codes: uint8 [outputs, inputs], below 2^bits.
+        scales: [outputs, groups], or [outputs, 1] for one scale per output.
+        offsets: [outputs, groups], or None.
+        bits: 4 or 8.
+        zero: the code that stands for 0, if there are no offsets.
+        e2m1: whether codes are 4-bit floats, whose values replace them.
+
+    Raises:
+        ValueError: if a group has a length that the kernels cannot read, or there are too many inputs.
+    """
+    (outputs, inputs), groups = codes.shape, scales.shape[1]
+    whole = groups == 1 and bits == 8 and offsets is None
+    group = inputs if whole else -(-inputs // groups)
+    if not whole and groups == 1:  # one scale per output in 4 bits, or with an offset
+        scales, offsets, group, groups = _split_one_group(scales, offsets, inputs)
+    if not whole and group != 16 and group % _MOST_UNIT:
+        raise ValueError(f"groups of {group} inputs; the CPU kernels read 16 or a multiple of {_MOST_UNIT}")
+    if inputs > MOST_INPUTS:
+        raise ValueError(f"{inputs} inputs; the CPU kernels add up to {MOST_INPUTS}")
+    step = _TILE_INPUTS if whole else max(group, _MOST_UNIT)
+    padded, blocks = -(-inputs // step) * step, -(-outputs // LANES)
+    packed = torch.empty(blocks, padded * LANES * bits // 8, dtype=torch.uint8)
+    for first in range(0, blocks, _BLOCKS_AT_ONCE):
+        last = min(first + _BLOCKS_AT_ONCE, blocks)
+        rows = codes[first * LANES : last * LANES]
+        box = torch.zeros((last - first) * LANES, padded, dtype=torch.uint8)
+        box[: rows.shape[0], :inputs] = rows
+        packed[first:last] = _interleave(box, bits).view(last - first, -1)
+    if whole:
+        factors = _pad(scales.float(), blocks * LANES, 1).reshape(-1)
+        return CodedWeight(packed, None, None, factors, outputs, inputs, padded, padded, bits, 0, zero)
+    # fp16 has few exponents, so each output's scales are multiplied by a power of two.
+    scales = scales.float()
+    largest = scales.abs().amax(1, keepdim=True)
+    if offsets is not None:
+        offsets = offsets.float()
+        largest = torch.maximum(largest, offsets.abs().amax(1, keepdim=True) / 256)
+    power = torch.exp2(torch.floor(torch.log2(largest.clamp_min(2.0**-120))))
+    if e2m1:
+        scales, zero = scales / 2, 12  # the table holds twice the values
+    groups_padded = padded // group
+
+    def in_blocks(values: torch.Tensor) -> torch.Tensor:
+        whole_blocks = _pad(values / power, blocks * LANES, groups_padded)
+        return whole_blocks.view(blocks, LANES, -1).transpose(1, 2).contiguous().half()
+
+    return CodedWeight(
+        packed, in_blocks(scales), None if offsets is None else in_blocks(offsets),
+        _pad(power, blocks * LANES, 1).reshape(-1), outputs, inputs, padded, group, bits, int(e2m1),
+        1 if offsets is not None else zero,
+    )  # fmt: skip
+
+
+_BLOCKS_AT_ONCE = 256
+
+
+def _split_one_group(
+    scales: torch.Tensor, offsets: torch.Tensor | None, inputs: int
+) -> tuple[torch.Tensor, torch.Tensor | None, int, int]:
+    """Repeat one scale per output for groups of 128 inputs."""
+    group = 128
+    groups = -(-inputs // group)
+    return scales.expand(-1, groups), None if offsets is None else offsets.expand(-1, groups), group, groups
+
+
+def _pad(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    padded = values.new_zeros(rows, columns)
+    padded[: values.shape[0], : values.shape[1]] = values
+    return padded
+
+
+def _interleave(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return [blocks, inputs / 4, 16, 4] bytes of codes [blocks * 16, inputs], or nibbles of 8 inputs per line."""
+    lines = codes.view(-1, LANES, codes.shape[1] // 4, 4).transpose(1, 2)
+    if bits == 8:
+        return lines.contiguous()
+    pairs = lines.reshape(lines.shape[0], lines.shape[1] // 2, 2, LANES, 4)
+    return pairs[:, :, 0] | pairs[:, :, 1] << 4

@@ -12,6 +12,7 @@ from quire.kernels.cpu.ops import LANES, CFunction, CpuKernels, compare_layout
 
 _P, _N, _I = c_void_p, c_int64, c_int32
 _TILE_INPUTS = 64  # inputs that the processor's tiles multiply at once
+_BLOCKS_AT_ONCE = 256  # that are packed, which bounds the memory it takes
 _MOST_UNIT = 32  # inputs that share a scale of x
 # The sum of products of 8-bit numbers, 255 * 127 each, must fit into 31 bits.
 MOST_INPUTS = 2**31 // (255 * 127)
@@ -76,30 +77,22 @@ def pack_codes(
     bits: int,
     zero: int = 0,
     e2m1: bool = False,
+    per_row: bool = False,
 ) -> CodedWeight:
     """Pack a weight that is `(codes - zero) * scales`, or `codes * scales - offsets`.
 
     Args:
         codes: uint8 [outputs, inputs], below 2^bits.
-        scales: [outputs, groups], or [outputs, 1] for one scale per output.
+        scales: [outputs, groups]; groups of a length that `can_pack_codes` accepts.
         offsets: [outputs, groups], or None.
         bits: 4 or 8.
         zero: the code that stands for 0, if there are no offsets.
         e2m1: whether codes are 4-bit floats, whose values replace them.
-
-    Raises:
-        ValueError: if a group has a length that the kernels cannot read, or there are too many inputs.
+        per_row: whether inputs get one scale per row. It takes 8 bits, one scale per output and no offsets.
     """
     (outputs, inputs), groups = codes.shape, scales.shape[1]
-    whole = groups == 1 and bits == 8 and offsets is None
-    group = inputs if whole else -(-inputs // groups)
-    if not whole and groups == 1:  # one scale per output in 4 bits, or with an offset
-        scales, offsets, group, groups = _split_one_group(scales, offsets, inputs)
-    if not whole and group != 16 and group % _MOST_UNIT:
-        raise ValueError(f"groups of {group} inputs; the CPU kernels read 16 or a multiple of {_MOST_UNIT}")
-    if inputs > MOST_INPUTS:
-        raise ValueError(f"{inputs} inputs; the CPU kernels add up to {MOST_INPUTS}")
-    step = _TILE_INPUTS if whole else max(group, _MOST_UNIT)
+    group = inputs // groups
+    step = _TILE_INPUTS if per_row else max(group, _MOST_UNIT)
     padded, blocks = -(-inputs // step) * step, -(-outputs // LANES)
     packed = torch.empty(blocks, padded * LANES * bits // 8, dtype=torch.uint8)
     for first in range(0, blocks, _BLOCKS_AT_ONCE):
@@ -107,8 +100,8 @@ def pack_codes(
         rows = codes[first * LANES : last * LANES]
         box = torch.zeros((last - first) * LANES, padded, dtype=torch.uint8)
         box[: rows.shape[0], :inputs] = rows
-        packed[first:last] = _interleave(box, bits).view(last - first, -1)
-    if whole:
+        packed[first:last] = _interleave(box, bits).reshape(last - first, -1)
+    if per_row:
         factors = _pad(scales.float(), blocks * LANES, 1).reshape(-1)
         return CodedWeight(packed, None, None, factors, outputs, inputs, padded, padded, bits, 0, zero)
     # fp16 has few exponents, so each output's scales are multiplied by a power of two.
@@ -133,16 +126,9 @@ def pack_codes(
     )  # fmt: skip
 
 
-_BLOCKS_AT_ONCE = 256
-
-
-def _split_one_group(
-    scales: torch.Tensor, offsets: torch.Tensor | None, inputs: int
-) -> tuple[torch.Tensor, torch.Tensor | None, int, int]:
-    """Repeat one scale per output for groups of 128 inputs."""
-    group = 128
-    groups = -(-inputs // group)
-    return scales.expand(-1, groups), None if offsets is None else offsets.expand(-1, groups), group, groups
+def can_pack_codes(group: int, inputs: int) -> bool:
+    """Return whether the kernels read groups of `group` inputs, of which there are `inputs`."""
+    return (group == 16 or group % _MOST_UNIT == 0) and inputs % group == 0
 
 
 def _pad(values: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -13,11 +13,11 @@ import ctypes
 import torch
 
 from quire.kernels.cpu.codes import (
+    MOST_INPUTS,
     CCodedProduct,
     CCodedWeight,
     CodedFunctions,
     CodedWeight,
-    MOST_INPUTS,
     can_pack_codes,
     pack_codes,
 )
@@ -47,11 +47,13 @@ def pack_weight(weight: QuantisedWeight) -> CodedWeight | None:
     """Pack a weight for the C kernels, or return None if they do not take its form."""
     if len(weight.shape) != 2:
         return None
-    outputs, inputs = weight.shape
+    inputs = weight.shape[1]
     if isinstance(weight, Int8Weight):
         codes = weight.weight.view(torch.uint8) ^ 128
         if weight.rounding == "token":
-            return pack_codes(codes, weight.scale, None, 8, 128, per_row=True) if inputs <= MOST_INPUTS else None
+            return (
+                pack_codes(codes, weight.scale, None, 8, 128, per_row=True) if inputs <= MOST_INPUTS else None
+            )
         group = next((size for size in (128, 64, 32) if inputs % size == 0), 0)
         if not group:
             return None

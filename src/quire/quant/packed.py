@@ -96,7 +96,13 @@ class FewRowsPackedMatmul(CFusingMatmul):
         y: torch.Tensor,
     ) -> None:
         arguments = CProduct(
-            address(weight), x.data_ptr(), pointer(residual), pointer(add), pointer(total), y.data_ptr(), x.shape[0]
+            address(weight),
+            x.data_ptr(),
+            pointer(residual),
+            pointer(add),
+            pointer(total),
+            y.data_ptr(),
+            x.shape[0],
         )
         self.kernels.run(self.kernels.product, arguments, weight, x, residual, add, total, y)
 

@@ -257,6 +257,15 @@ def bytes_of(name: str, shape: tuple[int, int]) -> float:
     return shape[0] * shape[1] * bits / 8
 
 
+def measure(task: Task) -> tuple[float, float]:
+    """Return the time in microseconds and the relative error."""
+    want = reference(task)
+    y = product(task, weight(task.format, task.shape, task.half)).float()
+    error = ((y - want).norm() / want.norm()).item()
+    copies = ring(task.format, task.shape, task.half)
+    return time_us([lambda w=w: product(task, w) for w in copies]), error
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seconds", type=float, default=100)
@@ -283,22 +292,15 @@ def main() -> None:
     for rows in rows_of:
         for shape in SHAPES:
             found: list[tuple[float, str]] = []
-            for name, calls in _safely(lambda: library_calls(shape, rows), {}).items():
-                spent = _safely(lambda: time_us(calls), None)
+            for name, calls in _safely({}, library_calls, shape, rows).items():
+                spent = _safely(None, time_us, calls)
                 if spent is not None:
                     found.append((spent, name))
             for task in (t for t in tasks if (t.rows, t.shape) == (rows, shape)):
                 if time.perf_counter() - begin > args.seconds:
                     continue
 
-                def measure(task: Task = task) -> tuple[float, float]:
-                    want = reference(task)
-                    y = product(task, weight(task.format, shape, task.half)).float()
-                    error = ((y - want).norm() / want.norm()).item()
-                    copies = ring(task.format, shape, task.half)
-                    return time_us([lambda w=w: product(task, w) for w in copies]), error
-
-                measured = _safely(measure, None)
+                measured = _safely(None, measure, task)
                 if measured is None:
                     continue
                 spent, error = measured
@@ -321,10 +323,10 @@ def main() -> None:
             json.dump({"device": torch.cuda.get_device_name(), "results": results}, file)
 
 
-def _safely(work: Callable[[], Any], otherwise: Any) -> Any:
+def _safely(otherwise: Any, work: Callable[..., Any], *args: Any) -> Any:
     """Return the result of `work`; if it fails, print why and return `otherwise`."""
     try:
-        return work()
+        return work(*args)
     except Exception as error:
         print(f"  failed: {type(error).__name__}: {str(error)[:200]}", flush=True)
         return otherwise

@@ -132,7 +132,7 @@ def _packed(
             w = tl.load(from_w + start, eviction_policy="evict_first")
         else:
             w = tl.load(from_w + start, mask=(start + k < K)[None, :], other=0, eviction_policy="evict_first")
-        if PDL:
+        if PDL:  # noqa: SIM102 (a compile-time condition)
             if start == begin:  # after the first loads of W have been issued
                 lag = _wait(PDL)
         at = start + 16 * lag

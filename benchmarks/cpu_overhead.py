@@ -17,7 +17,6 @@ import torch
 from shapes import SHAPES
 
 from quire.attention.reference import ReferenceAttention
-from quire.build import launch_options, memory_planner
 from quire.config import EngineConfig
 from quire.core.block_pool import LRU, BlockPool
 from quire.core.engine import Engine
@@ -31,6 +30,7 @@ from quire.layers.attention import Attention
 from quire.layers.env import Env
 from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
+from quire.rank import launch_options, memory_planner
 from quire.types import EngineRequest, SamplingParams
 from quire.worker.executor import LocalExecutor, device_guard
 from quire.worker.memory.sizing import KVSize
@@ -49,7 +49,7 @@ class InstantModel:
     def __init__(self, spec: ModelSpec, rows: int, backend: ReferenceAttention) -> None:
         env = Env(None, Parallel(), backend, torch.device("cpu"), torch.bfloat16)  # type: ignore[arg-type]
         self.spec = spec
-        self.attention_layers = [Attention(env, 0, spec.num_heads, spec.num_kv_heads, spec.head_dim, 1.0)]
+        self.attention_layers = [Attention(env, 0, spec.num_heads, spec.kv_layout(0, "bfloat16"), 1.0)]
         self._hidden = torch.zeros(LENGTH, 1)
         self._logits = torch.randn(rows, spec.vocab_size).bfloat16()
 

@@ -3,8 +3,8 @@
     python benchmarks/h200_table.py [--models Qwen3-0.6B ...] [--workloads nano ...] [--eager] [--out FILE]
 
 Models have random weights in their true shapes and run in bfloat16, in one process, with token ids in and out, without
-an end-of-sequence stop, with max_model_len 4096 and otherwise default settings. Each figure is the better of two runs.
-The prompts of each run are new to the prefix cache; those of `prefix` share a prefix within a run. `startup` is a fresh
+an end-of-sequence stop, with max_model_len 4096 and otherwise default settings. Each figure is the better of two runs;
+the first run, its clock, power and energy per output token are shown beside it (the latter need nvidia-ml-py). The prompts of each run are new to the prefix cache; those of `prefix` share a prefix within a run. `startup` is a fresh
 process on a checkpoint that was just written. Sampled rows must reach 95 % of greedy ones. The floor is the least time
 of the run's steps on the machine, whose limits are measured first (src/quire/bench/cost.py). The file is written after
 each row; it keeps the rows that are not run again.
@@ -33,7 +33,7 @@ from quire.bench.machine import measure
 from quire.bench.metrics import limits, serving
 from quire.bench.report import save
 from quire.bench.startup import start_up
-from quire.build import pick_device
+from quire.rank import pick_device
 
 LLAMA32_3B = {
     **TWO_SHAPES["Llama-3.1-8B"], "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
@@ -102,7 +102,7 @@ class Results:
 
 HEADING = (
     f"{'model':<14}{'workload':<14}{'Quire':>9} {'unit':<13}{'target':>9}{'vLLM':>9}{'SGLang':>9}"
-    f"{'seconds':>9}{'floor s':>9}{'of floor':>10}"
+    f"{'seconds':>9}{'first run':>11}{'floor s':>9}{'of floor':>10}{'MHz':>6}{'W':>6}{'J/tok':>7}"
 )
 
 
@@ -114,7 +114,9 @@ def line_of(row: dict[str, Any]) -> str:
     return (
         f"{row['model']:<14}{row['workload']:<14}{number(row['value']):>9} {row['unit']:<13}"
         f"{number(row['target']):>9}{number(row['vllm']):>9}{number(row['sglang']):>9}"
-        f"{number(row['duration']):>9}{number(row.get('floor_s')):>9}{share:>10}"
+        f"{number(row['duration']):>9}{number(row.get('runs_s', [None])[0]):>11}{number(row.get('floor_s')):>9}"
+        f"{share:>10}{number(row.get('clock_mhz')):>6}{number(row.get('power_w')):>6}"
+        f"{number(row.get('j_per_output_token')):>7}"
     )
 
 
@@ -137,7 +139,8 @@ def measure_load(
         run = bench.run(shifted(work, VOCAB, next(shifts)), params)
         figures = serving(run)
         assert figures["failed"] == 0 and figures["total_output_tokens"] == sum(count for _, count in work)
-        found.append({**figures, **limits(run.steps, run.duration_s, bench.costs, bench.machine)})
+        energy = run.energy.figures(figures["total_output_tokens"])
+        found.append({**figures, **limits(run.steps, run.duration_s, bench.costs, bench.machine), **energy})
     return {**min(found, key=lambda one: one["duration"]), "runs_s": [one["duration"] for one in found]}
 
 

@@ -14,6 +14,7 @@ from quire.attention.base import AttentionBackend, ForwardBatch
 from quire.layers.norm import HeadNorm, make_rms
 from quire.layers.rope import Rope, RotaryHeads
 from quire.layers.rope_params import RopeParams
+from quire.types import KVLayout
 
 Rows = list[tuple[int, int]]  # (entries already there, new tokens) per row
 
@@ -27,6 +28,10 @@ class Layer:
     window: int | None = None
     soft_cap: float | None = None
     index: int = 0
+
+    @property
+    def kv(self) -> KVLayout:
+        return KVLayout.keys_and_values(self.num_kv_heads, self.head_dim, "float32", self.window)
 
 
 @dataclass

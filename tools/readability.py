@@ -21,8 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src" / "quire"
 ENGINE = (
-    "__init__", "attention", "build", "config", "core", "files", "kernels", "layers", "llm", "models", "parallel",
-    "quant", "sampling", "types", "worker",
+    "__init__", "attention", "config", "core", "files", "host", "kernels", "layers", "llm", "models", "parallel",
+    "quant", "rank", "sampling", "types", "worker",
 )  # fmt: skip
 
 WORDS = """

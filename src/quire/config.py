@@ -1,7 +1,7 @@
 """Settings of an engine: one frozen dataclass, one place for defaults, one table of illegal combinations.
 
 A field that is None means "automatic". `EngineConfig.resolved` fills in the values that depend on other fields;
-`build.py` fills in those that depend on the model and the machine. Only this file and `cli/` read the environment.
+`rank.py` fills in those that depend on the model and the machine. Only this file and `cli/` read the environment.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from quire.types import ConfigError
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 Batching = Literal["continuous", "static"]
-KVLayout = Literal["paged", "contiguous", "none"]
+KVLayoutName = Literal["paged", "contiguous", "none"]
 Eviction = Literal["lru", "fifo"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -85,7 +85,7 @@ class EngineConfig:
     )
     overlap: bool = _scheduling(True, "schedule the next step while the device runs the current one")
 
-    kv_layout: KVLayout = _kv_cache(
+    kv_layout: KVLayoutName = _kv_cache(
         "paged",
         "paged; contiguous (one block as long as the context); none (recompute the whole sequence at every step)",
     )
@@ -201,7 +201,7 @@ _COUNTS = (
 )
 _CHOICES: dict[str, tuple[str, ...]] = {
     "batching": get_args(Batching),
-    "kv_layout": get_args(KVLayout),
+    "kv_layout": get_args(KVLayoutName),
     "eviction": get_args(Eviction),
     "scheduling_policy": get_args(SchedulingPolicy),
     "dtype": get_args(Dtype),
@@ -209,7 +209,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "attention": ("auto", "reference", "triton", "cpu"),
 }
 
-# Combinations that cannot work, each with its error message. build.py checks those that depend on the model.
+# Combinations that cannot work, each with its error message. rank.py checks those that depend on the model.
 ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
     (
         lambda c: c.max_model_len == 1,

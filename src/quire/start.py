@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def start_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
-    """Import `build.build_engine` and return its result, while the GPU driver starts in a thread.
+    """Import `host.build_engine` and return its result, while the GPU driver starts in a thread.
 
     Raises:
         ConfigError: if the settings do not suit the model or the machine.
@@ -34,7 +34,7 @@ def start_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
     collecting = gc.isenabled()
     gc.disable()
     try:
-        from quire.build import build_engine
+        from quire.host import build_engine
     finally:
         gc.freeze()  # objects of modules are never garbage, so the collector may skip them
         if collecting:

@@ -1,4 +1,4 @@
-"""The wiring of scheduler, step loop and executor, which `build.py` and `dry_run.py` share. Imports no torch."""
+"""The wiring of scheduler, step loop and executor, which `host.py` and `dry_run.py` share. Imports no torch."""
 
 from __future__ import annotations
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 import random
 from typing import Any
 
-import quire.build
-from quire.build import build_engine
+import quire.rank
 from quire.config import EngineConfig
 from quire.core.engine import Engine
+from quire.host import build_engine
 from quire.types import EngineRequest, SamplingParams
 
 MAX_LEN = 128
@@ -77,7 +77,7 @@ class Bench:
     ) -> None:
         self._base = {"model": model, "device": device, "dtype": dtype, "max_model_len": MAX_LEN}
         self._loaded: dict[bool, Any] = {}
-        self._original = quire.build.load_model
+        self._original = quire.rank.load_model
         self.expect(requests or make_requests(random.Random(7)))
         assert any(len(tokens) > 20 for tokens in self.expected.values())
 
@@ -98,11 +98,11 @@ class Bench:
             settings["kv_cache_memory"] = (MAX_LEN + settings["block_size"]) * self.token_bytes // layers
         else:
             settings["kv_cache_memory"] = 64 << 20
-        quire.build.load_model = self._load  # type: ignore[assignment]
+        quire.rank.load_model = self._load  # type: ignore[assignment]
         try:
             engine, self.info = build_engine(EngineConfig(**self._base, **settings, check_invariants=True))
         finally:
-            quire.build.load_model = self._original
+            quire.rank.load_model = self._original
         return engine
 
     def _load(self, config: EngineConfig, *args: Any, **kwargs: Any) -> Any:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from switches import drain
 
-from quire.build import build_engine
 from quire.config import EngineConfig
 from quire.core.engine import Engine
+from quire.host import build_engine
 from quire.types import EngineRequest, SamplingParams
 
 MAX_LEN, SHARED = 768, 400

@@ -10,12 +10,12 @@ import torch
 from fuzz_threads import fuzz, related_requests
 from switches import Bench, drain
 
-import quire.build
+import quire.rank
 from quire.attention.base import AttentionLayer, ForwardBatch
 from quire.attention.reference import ReferenceAttention
-from quire.build import build_engine
 from quire.config import EngineConfig
 from quire.core.engine import Engine
+from quire.host import build_engine
 from quire.types import EngineRequest, SamplingParams
 
 
@@ -71,7 +71,7 @@ def test_rows_of_a_step_run_in_any_order(overlap: bool, monkeypatch: pytest.Monk
     for request in requests:
         alone.add(request)
     expected = drain(alone)
-    monkeypatch.setattr(quire.build, "pick_attention", lambda *_: LastRowFirst())
+    monkeypatch.setattr(quire.rank, "pick_attention", lambda *_: LastRowFirst())
     engine = small_engine(max_num_batched_tokens=31, overlap=overlap, cpu_kernels=False)
     engine.add(requests[0])
     outputs = engine.step()

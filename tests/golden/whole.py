@@ -24,8 +24,8 @@ class WholeSequenceAttention:
     forward_packed = None
     reads_shared = False
 
-    def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        return (num_blocks, block_size, num_kv_heads, head_dim)
+    def kv_shape(self, num_blocks: int, block_size: int, heads: int, dim: int) -> tuple[int, ...]:
+        return (num_blocks, block_size, heads, dim)
 
     def plan(self, batch: ForwardBatch) -> Any:
         return None

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from quire.bench.cost import Machine
+from quire.bench.cost import Cost, Machine
 from quire.bench.drive import Bench
+from quire.bench.energy import EnergyMeter, energy_meter
+from quire.bench.growth import GrowthPlan, bound_by, measure_growth
 from quire.bench.load.workloads import shifted, uniform
 from quire.bench.metrics import limits, serving
 from quire.bench.offline import OfferedLoad, latency, throughput
@@ -90,3 +92,57 @@ def test_profile_of_prefill_and_beyond_the_end(bench: Bench, tmp_path: Path) -> 
     assert found.steps == 1
     with pytest.raises(ConfigError, match="the load ended after"):
         run_profile(bench, uniform(200, 1, 8, 2), GREEDY, after(50), 5, tmp_path / "t.json")
+
+
+def test_growth_measures_only_what_it_says(bench: Bench) -> None:
+    plan, skipped = GrowthPlan([1, 4, 8], 16, [16, 64, 4096], [1, 3], [5, 40]).fitted(bench.info)
+    assert plan.batch_sizes == [1, 4] and plan.contexts == [16, 64] and plan.prompt_lens == [5, 40]
+    assert len(skipped) == 2 and "max_num_seqs is 4" in skipped[0] and "max_model_len is 256" in skipped[1]
+    points = list(measure_growth(bench, plan))
+    found = [(point.curve, point.batch_size, point.context) for point in points]
+    assert found == [
+        *(("batch", rows, 16) for rows in (1, 4)),
+        *(("context", rows, context) for rows in (1, 3) for context in (16, 64)),
+        *(("prompt", 1, length) for length in (5, 40)),
+    ]
+    assert all(point.floor_s > 0 and point.time_s > 0 for point in points)
+    floors = {(point.curve, point.batch_size, point.context): point.floor_s for point in points}
+    assert floors["context", 3, 64] > floors["context", 3, 16] > floors["context", 1, 16]
+    assert floors["prompt", 1, 40] > floors["prompt", 1, 5]
+
+
+def test_the_larger_part_names_the_limit() -> None:
+    assert bound_by(Cost(1e9, 1e9, 0, 0), MACHINE) == "bandwidth"
+    assert bound_by(Cost(1e9, 3e10, 1e9, 0), MACHINE) == "matrix rate"
+    assert bound_by(Cost(1e9, 3e10, 4e9, 0), MACHINE) == "bandwidth"
+
+
+class _Nvml:
+    """Counters of a GPU that draws 500 W at 1,500 MHz, on a clock of its own."""
+
+    NVML_CLOCK_SM = 1
+
+    def __init__(self) -> None:
+        self.millijoules = 7_000
+
+    def nvmlDeviceGetMaxClockInfo(self, handle: object, kind: int) -> int:
+        return 1980
+
+    def nvmlDeviceGetClockInfo(self, handle: object, kind: int) -> int:
+        return 1500
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, handle: object) -> int:
+        return self.millijoules
+
+
+def test_energy_of_a_measurement() -> None:
+    nvml = _Nvml()
+    with EnergyMeter(nvml, None).measure() as energy:
+        nvml.millijoules += 5_000
+    energy.seconds = 0.01
+    figures = energy.figures(output_tokens=20)
+    assert figures["energy_j"] == 5.0 and figures["j_per_output_token"] == 0.25 and figures["power_w"] == 500
+    assert figures["max_clock_mhz"] == 1980 and figures["clock_mhz"] in (None, 1500)
+    with energy_meter("cpu").measure() as energy:
+        pass
+    assert set(energy.figures(3).values()) == {None}

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from quire.bench.growth import GrowthPoint
+from quire.bench.growth_plot import plot_growth
 from quire.bench.plots import bin_width_s, check_plot, plot_serving, plot_sweep
 from quire.bench.run import Run, ServedRequest
 from quire.core.steplog import StepRecord
@@ -72,3 +74,17 @@ def test_intervals_are_no_narrower_than_a_step() -> None:
     assert bin_width_s(6.0, [500.0] * 100) == 0.5
     assert bin_width_s(0.2, [500.0]) == 0.2
     assert bin_width_s(6.0, []) == 0.1
+
+
+def test_growth(tmp_path: Path) -> None:
+    points = [
+        GrowthPoint(curve, rows, context, 2e-3 * rows, 1e-3 * rows, "bandwidth", {})
+        for curve, rows, context in [
+            ("batch", 1, 128), ("batch", 8, 128), ("context", 1, 128), ("context", 8, 128), ("context", 8, 512),
+            ("prompt", 1, 32), ("prompt", 1, 2048),
+        ]
+    ]  # fmt: skip
+    whole, part = tmp_path / "growth.png", tmp_path / "prompts.svg"
+    plot_growth(points, "title", whole)
+    plot_growth([point for point in points if point.curve == "prompt"], "title", part)
+    assert whole.read_bytes().startswith(b"\x89PNG") and part.read_bytes().startswith(b"<?xml")

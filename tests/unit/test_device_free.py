@@ -47,7 +47,7 @@ class ShapeOnly:
     forward_packed = None
     reads_shared = False
 
-    def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
+    def kv_shape(self, num_blocks: int, block_size: int, heads: int, dim: int) -> tuple[int, ...]:
         return ()
 
     def plan(self, batch: Any) -> Any:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-import quire.build
-from quire.build import build_engine
+import quire.rank
 from quire.config import EngineConfig
+from quire.host import build_engine
 from quire.types import Executor
 from quire.worker.executor import LocalExecutor, device_guard
 from quire.worker.worker import Worker
@@ -74,7 +74,7 @@ def test_an_engine_is_built_on_its_device(monkeypatch: pytest.MonkeyPatch) -> No
         seen["allocate"] = device.is_current
         return allocate(self, *args)
 
-    monkeypatch.setattr(quire.build, "device_guard", lambda _: device.guard)
+    monkeypatch.setattr(quire.rank, "device_guard", lambda _: device.guard)
     monkeypatch.setattr(Worker, "allocate", note)
     engine, _ = build_engine(EngineConfig(device="cpu", kv_cache_memory=1 << 24, skip_tokenizer_init=True))
     engine.close()

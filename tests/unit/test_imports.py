@@ -27,16 +27,16 @@ MAY_IMPORT = {
     "worker": {"types", "models", "sampling", "attention", "layers", "parallel", "quant", "kernels"},
     "frontend": {"types", "config", "core", "files"},
     "grammar": {"types", "core", "frontend"},
-    "bench": {"types", "config", "core", "worker", "frontend", "models", "build", "llm", "kernels"},
-    "build": {"types", "config", "core", "worker", "models", "sampling", "attention", "layers", "parallel", "frontend",
-              "grammar", "kernels", "wiring"},
-    "start": {"types", "config", "core", "build"},
+    "bench": {"types", "config", "core", "worker", "frontend", "models", "host", "rank", "llm", "kernels"},
+    "rank": {"types", "config", "worker", "models", "attention", "layers", "parallel", "kernels", "wiring"},
+    "host": {"types", "config", "core", "worker", "models", "frontend", "grammar", "rank", "wiring"},
+    "start": {"types", "config", "core", "host"},
     "serve": {"types", "config", "frontend"},
     "wiring": {"types", "config", "core"},
     "dry_run": {"types", "config", "core", "worker", "models", "frontend", "wiring"},
     "engine_process": {"types", "core", "frontend", "start", "dry_run"},
     "llm": {"types", "config", "frontend", "start"},
-    "cli": {"types", "config", "frontend", "build", "llm", "models", "worker", "bench", "serve", "kernels", "quant"},
+    "cli": {"types", "config", "frontend", "host", "rank", "llm", "models", "worker", "bench", "serve", "kernels", "quant"},
 }  # fmt: skip
 NO_TORCH = {
     "types",
@@ -50,8 +50,8 @@ NO_TORCH = {
     "grammar",
 }  # at run time; cli imports it only inside functions
 ENVIRONMENT = {"config", "cli"}
-# What build.py hands objects and values to: settings are read above, in one place.
-BELOW_BUILD = {
+# What host.py and rank.py hand objects and values to: settings are read above, in one place.
+BELOW_RANK = {
     "types", "files", "kernels", "parallel", "attention", "quant", "layers", "models", "sampling", "core", "worker",
     "grammar",
 }  # fmt: skip
@@ -100,10 +100,10 @@ def names_used(tree: ast.AST) -> set[str]:
     return names | {name.rpartition(".")[2] for name in imports(tree)}
 
 
-@pytest.mark.parametrize("part", sorted(BELOW_BUILD))
-def test_nothing_below_build_reads_settings(part: str) -> None:
+@pytest.mark.parametrize("part", sorted(BELOW_RANK))
+def test_nothing_below_the_rank_reads_settings(part: str) -> None:
     """Not even an annotation names them: parts get the values that they need."""
-    assert not MAY_IMPORT[part] & {"config", "build", "start", "dry_run", "llm", "serve", "cli"}
+    assert not MAY_IMPORT[part] & {"config", "host", "rank", "start", "dry_run", "llm", "serve", "cli"}
     for path in sorted((SRC / part).rglob("*.py")):
         tree = ast.parse(path.read_text())
         assert not any(name.startswith("quire.config") for name in imports(tree)), f"{path} imports settings"

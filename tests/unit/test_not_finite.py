@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from quire.build import build_engine
 from quire.config import EngineConfig
 from quire.core.engine import Engine
+from quire.host import build_engine
 from quire.types import EngineOutput, EngineRequest, SamplingParams
 from tiny import write_tiny
 

@@ -16,6 +16,7 @@ import pytest
 
 from quire.core import shares
 from quire.core.block_pool import FIFO, LRU, BlockPool
+from quire.core.draft_depth import FixedDepth, NoDrafts
 from quire.core.engine import Engine
 from quire.core.grammar_interface import NoGrammar
 from quire.core.policy import Policy, chunked, continuous, fcfs, priority, static, whole
@@ -26,6 +27,7 @@ from quire.core.shares import Shares
 from quire.core.steplog import StepLog
 from quire.core.waiting_queue import WaitingQueue
 from quire.types import (
+    NOT_FINITE,
     EngineRequest,
     RequestError,
     RequestFailure,
@@ -72,6 +74,7 @@ class FakeDevice:
     hidden: dict = field(default_factory=dict)
     plans: dict = field(default_factory=dict)
     failing: random.Random | None = None  # decides which launches run out of memory
+    drafter: random.Random = field(default_factory=lambda: random.Random(0))  # decides which drafts are right
 
     def forward(self, plan: StepPlan) -> None:
         if self.failing and self.failing.random() < 0.06:
@@ -114,27 +117,42 @@ class FakeDevice:
             self.columns[slot]["blocks"] += blocks
         assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot runs twice in one step"
         assert plan.num_tokens.sum() == plan.total_tokens
-        hidden, writer = {}, {}
-        for slot, n, start in zip(plan.slots.tolist(), plan.num_tokens.tolist(), plan.starts.tolist()):
+        hidden, writer, ends = {}, {}, {}
+        for slot, n, drafts, bound in zip(
+            plan.slots.tolist(), plan.num_tokens.tolist(), plan.num_drafts.tolist(), plan.starts.tolist()
+        ):
             column = self.columns[slot]
-            assert column["computed"] == start, "host and device disagree"
-            tokens = column["tokens"][start : start + n]
+            start = column["computed"]
+            assert start <= bound, "the host knows of fewer tokens than the device"
+            column["drafts"] = self._draft(column, drafts)
+            known = column["tokens"] + column["drafts"]
+            tokens, ends[slot] = known[start : start + n], known[: start + n]
             assert len(tokens) == n, "the device does not have the input tokens yet"
-            h = self._prefix(column, start)
+            assert not drafts or start + n == len(known), "the row does not reach its drafts"
+            h, states = self._prefix(column, start), []
             for position, token in enumerate(tokens, start):
                 h = chain(h, token)
+                states.append(h)
                 entry = column["blocks"][position // self.block_size], position % self.block_size
                 assert entry not in writer, "two rows write the same KV entry"
                 self.kv[entry], writer[entry] = h, slot
-            hidden[slot] = h
-        for slot, n, start in zip(plan.slots.tolist(), plan.num_tokens.tolist(), plan.starts.tolist()):
+            hidden[slot] = states[-1 - drafts :]
+        for slot, end in ends.items():
             column, h = self.columns[slot], -1
-            for position, token in enumerate(column["tokens"][: start + n]):
+            for position, token in enumerate(end):
                 h = chain(h, token)
                 entry = column["blocks"][position // self.block_size], position % self.block_size
                 assert self.kv.get(entry) == h, "attention would read wrong KV"
                 assert writer.get(entry, slot) == slot, "a row reads what another row of its step writes"
         self.hidden[plan.step] = hidden
+
+    def _draft(self, column: dict, count: int) -> list[int]:
+        """Guess the next tokens, rightly in seven of ten cases."""
+        h, drafts = self._prefix(column, len(column["tokens"])), []
+        for _ in range(count):
+            drafts.append(pick(h) if self.drafter.random() < 0.7 else self.drafter.randrange(VOCAB))
+            h = chain(h, drafts[-1])
+        return drafts
 
     def _prefix(self, column: dict, length: int) -> int:
         h = -1
@@ -148,9 +166,14 @@ class FakeDevice:
             column = self.columns[slot]
             column["computed"] += n
             if samples:
-                token = pick(hidden[slot])
-                column["tokens"].append(token)
-                out.append([token])
+                drafts = column.pop("drafts")
+                tokens = [pick(h) for h in hidden[slot]]
+                accepted = 0
+                while accepted < len(drafts) and drafts[accepted] == tokens[accepted]:
+                    accepted += 1
+                column["computed"] -= len(drafts) - accepted
+                column["tokens"] += tokens[: accepted + 1]
+                out.append(tokens[: accepted + 1])
                 if not self.keeps_kv:
                     column["computed"] = 0
         return StepResult(plan.step, out)
@@ -194,7 +217,7 @@ def make_engine(rng: random.Random | None = None, **fixed) -> tuple[Engine, int]
     mixed = choose("mixed", [1, 5, budget]) if chunk else budget
     limits = SchedulerLimits(choose("rows", [1, 3, 8]), budget, max_len, block_size, keeps, depth > 1, mixed)
     log = StepLog()
-    scheduler = Scheduler(pool, cache, policy, limits, log)
+    scheduler = Scheduler(pool, cache, policy, limits, log, depth=fixed.get("drafts"))
     return Engine(
         scheduler, FakeDevice(block_size, keeps), NoGrammar(), depth, log, check_invariants=True
     ), max_len
@@ -239,9 +262,27 @@ class CountingShares(Shares):
         return found
 
 
+class ChangingDepth(NoDrafts):
+    """A depth that changes at random, for some requests always 0."""
+
+    def __init__(self, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._most = self._rng.choice([0, 1, 2, 3, 7])
+
+    def start(self, request) -> None:
+        request.drafts = self._rng.choice([0, self._most])
+
+    def end_step(self, record, rows) -> None:
+        for request in rows:
+            if request.drafts:
+                request.drafts = self._rng.randint(1, self._most)
+
+
 def random_run(seed: int, fails: bool = False) -> Engine:
     rng = random.Random(seed)
     engine, max_len = make_engine(rng)
+    if engine.scheduler.limits.keeps_kv:
+        engine.scheduler.depth = ChangingDepth(seed)
     engine.executor.failing = random.Random(seed) if fails else None
     todo = random_requests(rng, max_len)
     assign_clients(random.Random(seed), todo)
@@ -283,13 +324,16 @@ def random_run(seed: int, fails: bool = False) -> Engine:
 
 @pytest.mark.parametrize("start", range(0, 2000, 250))
 def test_random_loads_agree_with_sequential_decoding(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    preempted = cached = yielded = 0
+    preempted = cached = yielded = accepted = rejected = 0
     for seed in range(start, start + 250):
         monkeypatch.setattr(shares, "QUANTUM", 1 + seed % 4)  # because outputs are short here
         totals = random_run(seed).log.totals
         preempted += totals.preemptions
         cached += totals.cached_tokens
         yielded += totals.yielded
+        accepted += totals.accepted_tokens
+        rejected += totals.draft_tokens - totals.accepted_tokens
+    assert accepted > 500 and rejected > 500
     assert preempted and cached, "the load exercised neither preemption nor the prefix cache"
     assert yielded > 50, "clients seldom made room for each other"
 
@@ -590,9 +634,22 @@ def _break_release(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BlockPool, "release", lambda self, blocks: original(self, blocks[1:]))
 
 
+def _break_roll_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Scheduler.retire
+
+    def retire(self: Scheduler, result: StepResult) -> None:
+        before = {request: request.computed for request in self.running}
+        original(self, result)
+        for request in self.running:
+            request.computed = before[request]
+
+    monkeypatch.setattr(Scheduler, "retire", retire)
+
+
 @pytest.mark.parametrize(
     "rule",
     [
+        _break_roll_back,
         _break_share,
         _break_last_token,
         _break_readmission,
@@ -645,3 +702,68 @@ def test_an_abort_is_counted_once() -> None:
     engine.abort("a")
     engine.abort("a")
     assert engine.log.totals.aborted == 1
+
+
+# ---------------------------------------------------------------------------------------- drafts
+
+
+def all_right(engine: Engine) -> None:
+    """Let the device guess every draft token rightly."""
+    engine.executor.drafter = random.Random()
+    engine.executor.drafter.random = lambda: 0.0
+
+
+def test_accepted_drafts_save_steps() -> None:
+    steps = {}
+    for depth in (0, 3):
+        engine, _ = make_engine(**{**SMALL, "depth": 1}, drafts=FixedDepth(depth))
+        all_right(engine)
+        engine.add(request("r", [1, 2, 3], 17))
+        assert drain(engine)["r"] == reference(request("r", [1, 2, 3], 17), 40)
+        steps[depth] = engine.log.totals.steps
+    assert steps == {0: 17, 3: 5}  # the prompt, and four steps of 1 + 3 tokens
+
+
+def test_drafts_of_a_small_budget_are_dropped_before_tokens_of_other_requests() -> None:
+    engine, _ = make_engine(**{**SMALL, "depth": 1, "budget": 4}, drafts=FixedDepth(7))
+    engine.add(request("a", [1, 2], 9))
+    engine.add(request("b", [3, 4], 9))
+    engine.step()
+    engine.step()
+    assert [count for *_, count in engine.log.last.rows] == [3, 1]
+    assert engine.log.last.drafts == 2
+
+
+def test_drafts_without_blocks_are_dropped_before_a_request_is_preempted() -> None:
+    engine, _ = make_engine(**{**SMALL, "depth": 1, "num_blocks": 5}, drafts=FixedDepth(7))
+    for name in "ab":
+        engine.add(request(name, [ord(name)] * 7, 9))
+    got = drain(engine)
+    assert [len(got[name]) for name in "ab"] == [9, 9]
+    first = next(record for record in engine.log if record.preempted)
+    assert first.drafts == 0 and engine.log.totals.draft_tokens
+
+
+def test_a_request_ends_within_its_accepted_drafts() -> None:
+    prompt = [1, 2, 3]
+    want = reference(request("r", prompt, 12), 40)
+    for tokens, stop in ((6, []), (12, [want[5]])):
+        engine, _ = make_engine(**SMALL, drafts=FixedDepth(7))
+        all_right(engine)
+        engine.add(request("r", prompt, tokens, stop_ids=stop))
+        assert drain(engine)["r"] == want[: want.index(stop[0]) + 1 if stop else tokens]
+        assert engine.scheduler.pool.num_free == engine.scheduler.pool.num_blocks
+
+
+def test_a_failure_after_accepted_drafts_keeps_their_tokens() -> None:
+    engine, _ = make_engine(**{**SMALL, "depth": 1}, drafts=FixedDepth(3))
+    all_right(engine)
+    engine.add(request("r", [1, 2, 3], 12))
+    first = engine.step()
+    good = reference(request("r", [1, 2, 3], 12), 40)
+    sample = engine.executor._sample
+    engine.executor._sample = lambda plan: StepResult(plan.step, [[*sample(plan).tokens[0][:2], NOT_FINITE]])
+    (output,) = engine.step()
+    assert first[0].token_ids + output.token_ids == good[:3]
+    assert output.finish_reason == "error" and "position 6 is not finite" in output.error.message
+    assert engine.log.totals.generated_tokens == 3

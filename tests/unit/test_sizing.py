@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from quire.build import memory_planner
 from quire.config import EngineConfig
 from quire.models.spec import ModelSpec
+from quire.rank import memory_planner
 from quire.types import ConfigError
 from quire.worker.memory import sizing
 from quire.worker.memory.sizing import KVSize, MemoryPlanner
@@ -17,7 +17,14 @@ from tiny import CONFIG
 
 TOKEN = 2 * 4 * 2 * 64 * 2  # keys and values, layers, KV heads, head_dim, bytes
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
-SPEC = replace(ModelSpec.from_config(CONFIG), num_layers=4, num_kv_heads=2, head_dim=64, max_model_len=4096)
+SPEC = replace(
+    ModelSpec.from_config(CONFIG),
+    num_layers=4,
+    num_kv_heads=2,
+    head_dim=64,
+    windows=(None,) * 4,
+    max_model_len=4096,
+)
 
 
 def planner(

@@ -7,12 +7,12 @@ import torch
 
 from quire import EngineConfig
 from quire.attention.reference import ReferenceAttention
-from quire.build import launch_options, memory_planner
 from quire.layers.env import Env
 from quire.models.checkpoint.checkpoint import DummyCheckpoint
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
+from quire.rank import launch_options, memory_planner
 from quire.worker.memory.sizing import KVSize
 from quire.worker.worker import Worker
 from tiny import CONFIG

@@ -12,7 +12,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-KV = tuple[torch.Tensor, torch.Tensor]  # keys and values of one layer, in the back end's block layout
+from quire.types import KVLayout
+
+# The tensors of one layer's `KVLayout`, in the back end's block layout: keys and values in most layers.
+KV = tuple[torch.Tensor, ...]
 
 
 @dataclass(slots=True)
@@ -58,6 +61,7 @@ class AttentionLayer(Protocol):
     """A layer's properties that a back end reads."""
 
     index: int
+    kv: KVLayout  # what the layer keeps of each token
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -110,8 +114,8 @@ class AttentionBackend(Protocol):
     capturable: bool  # whether plan and forward can be captured in a CUDA graph, with bounds only
     reads_shared: bool  # whether it uses `ForwardBatch.shared`
 
-    def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        """Return the shape of one layer's key tensor; its value tensor has the same shape."""
+    def kv_shape(self, num_blocks: int, block_size: int, heads: int, dim: int, /) -> tuple[int, ...]:
+        """Return the shape of the blocks of one tensor of a layer (`KVTensor`)."""
         ...
 
     def plan(self, batch: ForwardBatch) -> Any:

@@ -33,8 +33,8 @@ class CpuAttention:
         self._reference = ReferenceAttention()
         self._layers: dict[int, _LayerStructs] = {}  # by id of the layer, which the value keeps alive
 
-    def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        return self._reference.kv_shape(num_blocks, block_size, num_kv_heads, head_dim)
+    def kv_shape(self, num_blocks: int, block_size: int, heads: int, dim: int) -> tuple[int, ...]:
+        return self._reference.kv_shape(num_blocks, block_size, heads, dim)
 
     def plan(self, batch: ForwardBatch) -> Any:
         """Return None if the kernel runs the whole step, else the reference's plan."""

@@ -100,8 +100,8 @@ class TritonAttention:
         )
         return all(fits(tile, dim, itemsize, target) for tile in tiles)
 
-    def kv_shape(self, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int) -> tuple[int, ...]:
-        return (num_blocks, num_kv_heads, block_size, head_dim)
+    def kv_shape(self, num_blocks: int, block_size: int, heads: int, dim: int) -> tuple[int, ...]:
+        return (num_blocks, heads, block_size, dim)
 
     def plan(self, batch: ForwardBatch) -> _TritonPlan:
         counts = batch.num_tokens

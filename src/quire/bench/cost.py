@@ -18,7 +18,6 @@ from quire.models.spec import ModelSpec
 from quire.types import EngineInfo
 
 StepRows = list[tuple[str, int, int]]  # of a StepRecord: (request id, first KV entry, tokens run)
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,9 +77,7 @@ class CostModel:
     def __init__(self, spec: ModelSpec, info: EngineInfo) -> None:
         self._spec = spec
         self._weight_bytes = info.weight_bytes / info.num_parameters  # per parameter
-        # Per token and layer.
-        self._kv_bytes = 2 * spec.num_kv_heads * spec.head_dim * _ITEM_BYTES[info.dtype]
-        self._windows = Counter(spec.windows)  # number of layers by attention window
+        self._layouts = Counter(spec.kv_layouts(info.dtype))  # number of layers by what they keep of a token
 
     def step(self, rows: StepRows) -> Cost:
         """Compute the cost of a step with these rows."""
@@ -109,14 +106,15 @@ class CostModel:
                 product("o", queries * spec.hidden_size, n),
             ]
             if is_sparse and (moe := spec.moe):
-                width = spec.hidden_size * moe.intermediate_size
-                met = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** n)
-                return [
-                    *found,
-                    product("router", spec.hidden_size * moe.num_experts, n),
-                    product("experts gate_up", 2 * width, n, met, moe.top_k),
-                    product("experts down", width, n, met, moe.top_k),
+                width, shared = spec.hidden_size * moe.intermediate_size, spec.hidden_size * moe.shared_size
+                experts, top_k = moe.routing.num_experts, moe.routing.top_k
+                met = experts * (1 - (1 - top_k / experts) ** n)
+                found += [
+                    product("router", spec.hidden_size * experts, n),
+                    product("experts gate_up", 2 * width, n, met, top_k),
+                    product("experts down", width, n, met, top_k),
                 ]
+                return [*found, product("shared experts", 3 * shared, n)] if shared else found
             gates = 1 if spec.family == "gpt2" else 2
             width = spec.hidden_size * spec.intermediate_size
             name = "gate_up" if gates == 2 else "up"
@@ -132,12 +130,12 @@ class CostModel:
         start = np.array([s for _, s, _ in rows], np.int64)
         count = np.array([n for _, _, n in rows], np.int64)
         moved = pairs = 0
-        for window, layers in self._windows.items():
-            reach = window or int((start + count).max())
-            moved += layers * int((np.minimum(start, reach) + count).sum())
+        for layout, layers in self._layouts.items():
+            reach = layout.window or int((start + count).max())
+            moved += layers * layout.token_bytes * int((np.minimum(start, reach) + count).sum())
             pairs += layers * int((_pairs(start + count, reach) - _pairs(start, reach)).sum())
         # Each pair of a query and a key costs a dot product and the addition of a weighted value.
-        return moved * self._kv_bytes, 4 * self._spec.num_heads * self._spec.head_dim * pairs
+        return moved, 4 * self._spec.num_heads * self._spec.head_dim * pairs
 
 
 def _pairs(length: np.ndarray, window: int) -> np.ndarray:

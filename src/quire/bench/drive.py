@@ -17,10 +17,10 @@ import torch
 from tqdm import tqdm
 
 from quire.bench.cost import CostModel, Machine
+from quire.bench.energy import energy_meter
 from quire.bench.load.workloads import Workload
 from quire.bench.machine import measure
 from quire.bench.run import Run, ServedRequest
-from quire.build import build_engine, pick_device, pick_dtype
 from quire.config import EngineConfig
 from quire.core.steplog import StepRecord
 from quire.frontend.client.base import InProcessClient
@@ -28,7 +28,9 @@ from quire.frontend.location import locate_model
 from quire.frontend.output import OutputAssembler, RequestState
 from quire.frontend.processor import InputProcessor
 from quire.frontend.tokenizer.tokenizer import NoTokenizer
+from quire.host import build_engine
 from quire.models.config.load import load_spec
+from quire.rank import pick_device, pick_dtype
 from quire.types import ConfigError, EngineInfo, EngineOutput, SamplingParams
 
 _POLL_S = 1.0
@@ -49,6 +51,7 @@ class Bench:
         self.client = InProcessClient(*build_engine(config))
         self.info = self.client.info
         self.costs = CostModel(self.spec, self.info)
+        self._meter = energy_meter(self.info.device)
         self._log = self.client.engine.log
         self._processor = InputProcessor(
             NoTokenizer(), self.info.vocab_size, self.info.max_model_len, self.info.eos_ids, config.seed
@@ -93,7 +96,7 @@ class Bench:
         tokens = 0
         held = False  # whether max_concurrency holds the next request back
         begin = time.monotonic()
-        with bar:
+        with bar, self._meter.measure() as energy:
             while waiting or running:
                 now = time.monotonic() - begin
                 while waiting and waiting[0][2].start_s <= now and len(running) < limit:
@@ -111,7 +114,7 @@ class Bench:
                 bar.set_postfix_str(f"{tokens / max(now, 1e-9):,.0f} tok/s out", refresh=False)
                 bar.update(_book(outputs, running, now))
         self.settle()
-        return Run(served, steps, begin)
+        return Run(served, steps, begin, energy=energy)
 
     def add(self, ids: Sequence[int], params: SamplingParams) -> str:
         """Queue a request and return its id."""

@@ -30,14 +30,23 @@ class OfferedLoad:
 
 
 def throughput(
-    bench: Bench, load: OfferedLoad, params: dict[str, Any], warmups: int, show_progress: bool
+    bench: Bench,
+    load: OfferedLoad,
+    params: dict[str, Any],
+    warmups: int,
+    show_progress: bool,
+    warm_requests: int = 0,
 ) -> Run:
     """Serve the load and return its run.
 
-    Before that, serve it `warmups` times with other prompts and without waiting for arrivals.
+    Before that, serve its first `warm_requests` requests one by one, and the whole load `warmups` times, with other
+    prompts and without waiting for arrivals.
     """
+    vocab = bench.info.vocab_size
+    for i in range(warm_requests):
+        bench.run(shifted(load.work[i : i + 1], vocab, -i - 1), params)
     for i in range(warmups):
-        bench.run(shifted(load.work, bench.info.vocab_size, i + 1), params)
+        bench.run(shifted(load.work, vocab, i + 1), params)
     return bench.run(load.work, params, load.arrivals_s, load.max_concurrency, show_progress)
 
 

@@ -12,7 +12,8 @@ from quire.bench.run import Run
 from quire.types import ConfigError
 
 _SUFFIXES = (".png", ".svg", ".pdf")
-_BLUE, _ORANGE, _GREY = "#1f5fa8", "#d9711c", "#8a8a8a"
+_BLUE, _ORANGE, GREY = "#1f5fa8", "#d9711c", "#8a8a8a"
+LINES = (_BLUE, _ORANGE, "#3a8f5c", "#8450a0")  # colours of several curves in one panel
 _MARKED = (50, 90, 99)  # percentiles labelled on a curve
 _BINS = 60  # intervals of a timeline
 
@@ -32,9 +33,14 @@ def _figure_class() -> Any:
     return Figure
 
 
+def new_figure(size: tuple[float, float]) -> Any:
+    """Return an empty figure of `size` inches."""
+    return _figure_class()(figsize=size, layout="constrained")
+
+
 def plot_serving(run: Run, title: str, path: Path) -> None:
     """Plot the percentiles of three latencies, and output tokens, prompt tokens and requests over time."""
-    figure = _figure_class()(figsize=(15, 7.5), layout="constrained")
+    figure = new_figure((15, 7.5))
     (ttft, itl, e2el), (output, prompts, requests) = figure.subplots(2, 3)
     found = latencies_ms(run)
     _percentiles(ttft, found["ttft"], "Time to first token")
@@ -44,7 +50,7 @@ def plot_serving(run: Run, title: str, path: Path) -> None:
     _output_over_time(output, run, width_s)
     _prompts_over_time(prompts, run, width_s)
     _requests_over_time(requests, run)
-    _finish(figure, title, path)
+    save_figure(figure, title, path)
 
 
 def bin_width_s(duration_s: float, itls_ms: Sequence[float]) -> float:
@@ -59,12 +65,12 @@ def bin_width_s(duration_s: float, itls_ms: Sequence[float]) -> float:
 
 def plot_sweep(batches: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     """Plot throughput and latencies over the batch size; `batches` are results of `latency`, ascending."""
-    figure = _figure_class()(figsize=(11, 4.2), layout="constrained")
+    figure = new_figure((11, 4.2))
     left, right = figure.subplots(1, 2)
     sizes = [found["batch_size"] for found in batches]
     rate = [found["output_throughput"] for found in batches]
     limit = [found["output_throughput"] / found["share_of_limit"] for found in batches]
-    left.plot(sizes, limit, color=_GREY, linestyle="--", label="the machine's limit")
+    left.plot(sizes, limit, color=GREY, linestyle="--", label="the machine's limit")
     left.plot(sizes, rate, color=_BLUE, marker="o", label="measured")
     for size, value, found in zip(sizes, rate, batches):
         text = f"{value:,.0f}\n({100 * found['share_of_limit']:.0f} %)"
@@ -73,18 +79,18 @@ def plot_sweep(batches: Sequence[dict[str, Any]], title: str, path: Path) -> Non
         )
     left.set(title="Throughput", ylabel="output tokens/s", ylim=(min(rate) / 2.5, max(limit) * 1.5))
     _latencies(right, sizes, batches)
-    _against((left, right), sizes, "batch size")
-    _finish(figure, title, path)
+    tick_each((left, right), sizes, "batch size")
+    save_figure(figure, title, path)
 
 
 def plot_users(levels: Sequence[dict[str, Any]], title: str, path: Path) -> None:
     """Plot throughput and latencies over the number of users; `levels` are results of `serving`, ascending."""
-    figure = _figure_class()(figsize=(11, 4.2), layout="constrained")
+    figure = new_figure((11, 4.2))
     left, right = figure.subplots(1, 2)
     users = [found["max_concurrency"] for found in levels]
     rate = [found["output_throughput"] for found in levels]
     left.plot(
-        users, [rate[0] * n / users[0] for n in users], color=_GREY, linestyle="--", label="linear scaling"
+        users, [rate[0] * n / users[0] for n in users], color=GREY, linestyle="--", label="linear scaling"
     )
     left.plot(users, rate, color=_BLUE, marker="o", label="measured")
     for n, value in zip(users, rate):
@@ -94,8 +100,8 @@ def plot_users(levels: Sequence[dict[str, Any]], title: str, path: Path) -> None
         )
     left.set(title="Throughput", ylabel="output tokens/s", ylim=(min(rate) / 2.5, max(rate) * 4))
     _latencies(right, users, levels)
-    _against((left, right), users, "users")
-    _finish(figure, title, path)
+    tick_each((left, right), users, "users")
+    save_figure(figure, title, path)
 
 
 def _latencies(axes: Any, places: Sequence[int], found: Sequence[dict[str, Any]]) -> None:
@@ -111,9 +117,9 @@ def _latencies(axes: Any, places: Sequence[int], found: Sequence[dict[str, Any]]
     axes.set(title="Latency", ylabel="ms")
 
 
-def _against(both: Sequence[Any], places: Sequence[int], label: str) -> None:
+def tick_each(panels: Sequence[Any], places: Sequence[int], label: str) -> None:
     """Set logarithmic axes with a tick at each of `places`."""
-    for axes in both:
+    for axes in panels:
         _grid(axes)
         _log_scale(axes)
         axes.set_xscale("log", base=2)
@@ -127,7 +133,7 @@ def _percentiles(axes: Any, values: Sequence[float], title: str) -> None:
     axes.set(title=title, xlabel="percentile", ylabel="ms", xlim=(0, 100))
     _grid(axes)
     if not values:
-        axes.text(50, 0.5, "no data", ha="center", color=_GREY)
+        axes.text(50, 0.5, "no data", ha="center", color=GREY)
         return
     ordered = sorted(values)
     places = [100 * i / max(len(ordered) - 1, 1) for i in range(len(ordered))]
@@ -222,7 +228,8 @@ def _grid(axes: Any) -> None:
     axes.set_axisbelow(True)
 
 
-def _finish(figure: Any, title: str, path: Path) -> None:
+def save_figure(figure: Any, title: str, path: Path) -> None:
+    """Write a figure under its title. Raises ConfigError if the file cannot be written."""
     figure.suptitle(title, fontsize=11)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from quire.bench.growth import GrowthPoint
 from quire.bench.metrics import METRICS
 from quire.bench.run import Run
 from quire.types import ConfigError
@@ -100,6 +101,22 @@ def print_batch(found: dict[str, Any], first: bool) -> None:
     )
 
 
+def print_workload(found: dict[str, Any], first: bool) -> None:
+    """Print the line of one of several workloads, after the heading if it is the first."""
+    if first:
+        print(
+            f"{'workload':<21}{'requests':>9}{'seconds':>9}{'req/s':>8}{'out tok/s':>11}{'TTFT ms':>10}{'P99':>10}"
+            f"{'ITL ms':>9}{'P99':>9}{'cached':>9}"
+        )
+    itl, late = found["median_itl_ms"] or 0.0, found["p99_itl_ms"] or 0.0
+    print(
+        f"{found['workload']:<21}{found['completed']:>9}{found['duration']:>9.2f}{found['request_throughput']:>8.2f}"
+        f"{found['output_throughput']:>11.1f}{found['median_ttft_ms']:>10.2f}{found['p99_ttft_ms']:>10.2f}"
+        f"{itl:>9.2f}{late:>9.2f}{found['cached_tokens']:>9}",
+        flush=True,
+    )
+
+
 def print_users(found: dict[str, Any], first: bool) -> None:
     """Print the line of one number of users, after the heading if it is the first."""
     if first:
@@ -117,6 +134,27 @@ def print_users(found: dict[str, Any], first: bool) -> None:
         f"{shown}{found['failed']:>8}",
         flush=True,
     )
+
+
+def print_growth_point(point: GrowthPoint, first: bool) -> None:
+    """Print the line of one point of `quire bench growth`, after the heading if it is the first."""
+    if first:
+        print(
+            f"{'curve':<9}{'batch':>6}{'context':>9}{'ms':>11}{'limit ms':>11}{'of limit':>10}  {'bound by':<13}"
+            f"{'MHz':>6}{'W':>6}"
+        )
+    clock, power = point.conditions["clock_mhz"], point.conditions["power_w"]
+    print(
+        f"{point.curve:<9}{point.batch_size:>6}{point.context:>9}{point.time_s * 1e3:>11.3f}"
+        f"{point.floor_s * 1e3:>11.3f}{100 * point.share_of_limit:>9.1f}%  {point.bound_by:<13}"
+        f"{'-' if clock is None else f'{clock:.0f}':>6}{'-' if power is None else f'{power:.0f}':>6}",
+        flush=True,
+    )
+
+
+def print_medians(shares: dict[str, float]) -> None:
+    """Print the median share of the limit of each curve."""
+    print("Median share of the limit: " + ", ".join(f"{name} {100 * s:.0f} %" for name, s in shares.items()))
 
 
 def details(run: Run) -> dict[str, list[Any]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from quire.bench.energy import Energy
 from quire.core.steplog import StepRecord
 
 
@@ -58,6 +59,7 @@ class Run:
     steps: list[StepRecord]
     begin_s: float  # on the clock of the step log
     client_processor_s: float | None = None  # CPU time of the client, for a server
+    energy: Energy = field(default_factory=Energy)  # of the GPU of an engine in this process
 
     @property
     def completed(self) -> list[ServedRequest]:

@@ -4,38 +4,32 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-import sys
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.bench.load.arrivals import arrival_times
-from quire.bench.load.workloads import WORKLOADS, uniform
 from quire.cli.bench_flags import (
-    MAX_RANDOM_ID,
     NO_TEXT,
     add_arrival_arguments,
     add_figure_arguments,
     add_load_arguments,
     add_result_arguments,
     at_least_one,
-    check_load,
-    chosen_figures,
     engine_config,
     keep_finished,
-    machine_line,
     sampling,
 )
+from quire.cli.bench_growth import add_arguments as add_growth_arguments
+from quire.cli.bench_growth import run as growth
+from quire.cli.bench_results import conditions_of, plot_title, save_result
 from quire.cli.bench_serve import run as serve
 from quire.cli.bench_serve_flags import add_arguments as add_serve_arguments
+from quire.cli.bench_throughput import run as throughput
 from quire.cli.flags import add_flags, add_model, engine_settings
 from quire.config import EngineConfig
-from quire.types import ConfigError, EngineInfo, SamplingParams
+from quire.types import ConfigError, SamplingParams
 
 if TYPE_CHECKING:
-    from quire.bench.load.traces import TraceRequest
-    from quire.bench.offline import OfferedLoad
+    pass
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -69,15 +63,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--num-iters-warmup", type=int, default=3, help="batches to run before the timed ones (default 3)"
     )
     latency.add_argument("--num-iters", type=int, default=10, help="timed batches (default 10)")
+    growth = kinds.add_parser("growth", help="time over batch size, context and prompt length, and its limit")
+    add_growth_arguments(growth)
     startup = kinds.add_parser("startup", help="seconds to the first token in fresh processes, by phase")
     startup.add_argument("--num-iters", type=int, default=3, help="processes to start (default 3)")
     startup.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures to this file")
     add_flags(startup, "engine", EngineConfig)
-    for kind in (throughput, latency, startup):
+    for kind in (throughput, latency, growth, startup):
         add_model(kind)
-    for kind in (throughput, latency):
+    for kind in (throughput, latency, growth):
         add_result_arguments(kind)
         add_flags(kind, "engine", EngineConfig)
+    for kind in (throughput, latency):
         add_flags(kind, "sampling", SamplingParams, skip=NO_TEXT)
 
 
@@ -89,46 +86,13 @@ def run(args: argparse.Namespace) -> int:
         check_plot(args.plot)
     kinds = {
         "host": _host,
-        "throughput": _throughput,
+        "throughput": throughput,
         "serve": serve,
         "latency": _latency,
+        "growth": growth,
         "startup": _startup,
     }
     return kinds[args.kind](args)
-
-
-def _throughput(args: argparse.Namespace) -> int:
-    check_load(args)
-    metrics, percentiles = chosen_figures(args)
-    from quire.bench.drive import Bench
-    from quire.bench.load.traces import read_trace
-    from quire.bench.metrics import limits, parse_goodput, serving
-    from quire.bench.offline import throughput
-    from quire.bench.report import details, print_serving, print_throughput
-
-    parse_goodput(args.goodput)
-    trace = read_trace(args.trace) if args.trace else []
-    with Bench(engine_config(args)) as bench:
-        load = _load(args, bench.info, trace)
-        done = throughput(bench, load, sampling(args), args.num_warmups, sys.stderr.isatty())
-        result = {
-            **_conditions(args, bench.info),
-            "num_prompts": len(load.work),
-            "request_rate": "inf" if math.isinf(args.request_rate) else args.request_rate,
-            "burstiness": args.burstiness,
-            "max_concurrency": args.max_concurrency,
-            **serving(done, percentiles, args.goodput),
-            **limits(done.steps, done.duration_s, bench.costs, bench.machine),
-        }
-    print_serving(result, metrics, percentiles)
-    print_throughput(result)
-    if args.plot:
-        from quire.bench.plots import plot_serving
-
-        load_name = args.trace.name if args.trace else args.workload or "uniform lengths"
-        plot_serving(done, _title(result, load_name, bench.machine.device), args.plot)
-    _save(args, {**result, **details(done)} if args.save_detailed else result)
-    return 0
 
 
 def _latency(args: argparse.Namespace) -> int:
@@ -143,7 +107,7 @@ def _latency(args: argparse.Namespace) -> int:
     batches: list[dict[str, Any]] = []
     sweeps = len(args.batch_size) > 1
     with Bench(engine_config(args)) as bench, keep_finished(batches) as outcome:
-        conditions = _conditions(args, bench.info)
+        conditions = conditions_of(args, bench.info)
         for size in args.batch_size:
             batches.append(latency(bench, size, *lengths, *rounds, sampling(args)))
             if sweeps:
@@ -156,62 +120,11 @@ def _latency(args: argparse.Namespace) -> int:
         title = f"{args.input_len} tokens in, {args.output_len} out"
         plot_sweep(
             sorted(batches, key=lambda one: one["batch_size"]),
-            _title(conditions, title, bench.machine.device),
+            plot_title(conditions, title, bench.machine.device),
             args.plot,
         )
-    _save(args, {**conditions, **({"batches": batches} if sweeps else batches[0])})
+    save_result(args, {**conditions, **({"batches": batches} if sweeps else batches[0])})
     return outcome.code
-
-
-def _load(args: argparse.Namespace, info: EngineInfo, trace: list[TraceRequest]) -> OfferedLoad:
-    """Return the requests that the flags describe, and their arrival times."""
-    from quire.bench.load.traces import replay
-    from quire.bench.offline import OfferedLoad
-
-    vocab = min(info.vocab_size, MAX_RANDOM_ID)
-    if trace:
-        longest = info.max_model_len
-        work, times, too_long = replay(trace, vocab, longest, args.num_prompts, args.trace_scale)
-        if too_long:
-            print(f"Skipped {too_long} requests longer than max_model_len {longest}", file=sys.stderr)
-        return OfferedLoad(work, times, args.max_concurrency)
-    if args.workload:
-        work = WORKLOADS[args.workload](vocab, args.num_prompts)
-    else:
-        work = uniform(vocab, args.num_prompts or 64, args.input_len, args.output_len)
-    times = arrival_times(len(work), args.request_rate, args.burstiness, getattr(args, "seed", 0))
-    return OfferedLoad(work, times, args.max_concurrency)
-
-
-def _conditions(args: argparse.Namespace, info: EngineInfo) -> dict[str, Any]:
-    """Return the conditions of the measurement, for the result file."""
-    return {
-        "date": f"{datetime.now():%Y%m%d-%H%M%S}",
-        "backend": "quire",
-        "label": args.label,
-        "model_id": info.model,
-        "tokenizer_id": None,
-        "device": info.device,
-        "dtype": info.dtype,
-        "attention": info.attention,
-        "engine": engine_settings(args),
-        "sampling": sampling(args),
-    }
-
-
-def _title(conditions: dict[str, Any], load: object, device: str) -> str:
-    """Return the title of a plot: model, load, machine and version."""
-    name = None if conditions["device"] == "cpu" else device
-    return f"{conditions['model_id']}, {conditions['dtype']} on {conditions['device']}: {load}\n{machine_line(name)}"
-
-
-def _save(args: argparse.Namespace, result: dict[str, Any]) -> None:
-    from quire.bench.report import result_name, save
-
-    if args.output_json:
-        save(args.output_json, result)
-    if args.save_result:
-        save(args.result_dir / (args.result_filename or result_name(result, args.kind)), result)
 
 
 def _startup(args: argparse.Namespace) -> int:

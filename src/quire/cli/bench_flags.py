@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from quire import __version__
-from quire.bench.load.workloads import WORKLOADS
+from quire.bench.load.workloads import ALL_WORKLOADS, PACES
 from quire.cli.flags import engine_settings, given
 from quire.cli.interrupt import INTERRUPTED
 from quire.config import EngineConfig
 from quire.types import ConfigError, SamplingParams
 
 MAX_RANDOM_ID = 100_000  # random token ids are below this, because higher ids are often special
+EVERY = "all"  # the name for every workload with a pace of its own
 _METRICS = ("ttft", "tpot", "itl", "e2el")
 # Sampling fields without effect on answers of a fixed length that are not detokenized.
 NO_TEXT = {
@@ -34,7 +35,9 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("load")
     source = group.add_mutually_exclusive_group()
     source.add_argument(
-        "--workload", choices=WORKLOADS, help="fixed set of requests (default: requests of equal length)"
+        "--workload",
+        choices=[*ALL_WORKLOADS, EVERY],
+        help="fixed set of requests (default: requests of equal length); some have their own pace, and `all` runs these",
     )
     source.add_argument(
         "--trace", type=Path, metavar="FILE", help="replay an Azure (CSV) or Mooncake (JSON lines) trace"
@@ -42,6 +45,7 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--trace-scale", type=float, default=1.0, help="replay the trace this many times faster (default 1)"
     )
+    add_scale_argument(group)
     group.add_argument(
         "--num-prompts", type=int, help="number of requests (default: all of the workload or trace, else 64)"
     )
@@ -51,6 +55,28 @@ def add_load_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--output-len", type=int, default=128, help="output tokens of requests of equal length (default 128)"
     )
+
+
+def add_scale_argument(group: argparse._ArgumentGroup) -> None:
+    """Add the flag that shortens a workload."""
+    group.add_argument(
+        "--workload-scale",
+        type=float,
+        default=1.0,
+        metavar="FACTOR",
+        help="multiply the lengths of the workload, such as 0.25 for a small machine (default 1)",
+    )
+
+
+def settle_pace(args: argparse.Namespace) -> None:
+    """Fill in the arrivals of a workload that has its own pace, where the flags leave them open."""
+    pace = PACES.get(args.workload)
+    if pace is None:
+        return
+    if math.isinf(args.request_rate):
+        args.request_rate, args.burstiness = pace.rate, pace.burstiness
+    if args.max_concurrency is None:
+        args.max_concurrency = pace.max_concurrency
 
 
 def add_arrival_arguments(parser: argparse.ArgumentParser) -> None:
@@ -178,7 +204,7 @@ def at_least_one(args: argparse.Namespace, *names: str) -> None:
 def check_load(args: argparse.Namespace) -> None:
     """Raise ConfigError for an impossible load, before an engine is built for it."""
     at_least_one(args, "num_prompts", "max_concurrency", "input_len", "output_len")
-    for name in ("request_rate", "burstiness", "trace_scale"):
+    for name in ("request_rate", "burstiness", "trace_scale", "workload_scale"):
         if not getattr(args, name) > 0:
             raise ConfigError(f"{name} must be above 0, got {getattr(args, name)}")
     if args.trace and not math.isinf(args.request_rate):

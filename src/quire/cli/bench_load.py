@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from quire.bench.load.arrivals import arrival_times, ramp_times
 from quire.bench.load.traces import read_trace, replay
-from quire.bench.load.workloads import WORKLOADS, shifted
+from quire.bench.load.workloads import ALL_WORKLOADS, PACED, WARM_REQUESTS, scaled, shifted
 from quire.types import ConfigError
 
 if TYPE_CHECKING:
@@ -49,10 +49,15 @@ class RequestPlan:
 
     async def warm_up(self, client: LoadClient) -> None:
         """Send the warm-up requests: as long as the first ones, but without prefixes that later requests could reuse."""
-        if not self._args.num_warmups:
+        args = self._args
+        count = args.num_warmups or (WARM_REQUESTS if args.workload in PACED else 0)
+        if not count:
             return
-        work = self._synthetic(max(self._args.num_warmups, 1), seed=self._args.seed - 1)
-        requests = self._to_requests(shifted(work, self._vocab, 1))[: self._args.num_warmups]
+        if args.workload in PACED:
+            work = scaled(PACED[args.workload](self._vocab, count), args.workload_scale)
+        else:
+            work = self._synthetic(count, seed=args.seed - 1)
+        requests = self._to_requests(shifted(work, self._vocab, 1))[:count]
         await client.run(requests, [0.0] * len(requests))
 
     def requests(self, count: int | None = None, skip: int = 0) -> tuple[list[BenchRequest], list[float]]:
@@ -89,7 +94,8 @@ class RequestPlan:
             length = args.output_len or args.custom_output_len
             requests = custom(args.dataset_path, total, self._tokenizer, length)
         elif args.dataset_name == "workload":
-            requests = self._to_requests(WORKLOADS[args.workload](self._vocab, total if count else None))
+            work = ALL_WORKLOADS[args.workload](self._vocab, total if count else None)
+            requests = self._to_requests(scaled(work, args.workload_scale))
         else:
             requests = self._to_requests(self._synthetic(total, args.seed))
         return repeated(requests, count or len(requests) - skip, skip)

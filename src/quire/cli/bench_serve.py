@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import copy
 import math
 import os
 import sys
@@ -13,7 +14,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.cli.bench_flags import MAX_RANDOM_ID, chosen_figures, keep_finished, machine_line
+from quire.bench.load.workloads import PACED
+from quire.cli.bench_flags import (
+    EVERY,
+    MAX_RANDOM_ID,
+    chosen_figures,
+    keep_finished,
+    machine_line,
+    settle_pace,
+)
 from quire.cli.bench_load import RequestPlan, ServerCard
 from quire.cli.bench_serve_flags import ENDPOINTS, check, pairs, request_fields
 from quire.types import ConfigError
@@ -45,8 +54,11 @@ def run(args: argparse.Namespace) -> int:
     # Ctrl-C may reach any callback of the loop, so it is handled outside of it.
     with keep_finished(test.levels) as outcome:
         run_in_loop(_bench(args, test))
-    if test.levels:
-        _report_users(args, test)
+    if test.levels and test.server:
+        if args.workload == EVERY:
+            _save(args, {**_conditions(args, test.server), "workloads": test.levels})
+        else:
+            _report_users(args, test)
     return outcome.code
 
 
@@ -58,10 +70,19 @@ async def _bench(args: argparse.Namespace, test: LoadTest) -> None:
     tokenizer = _tokenizer(args, server)
     vocab = min(_vocab(server, tokenizer), MAX_RANDOM_ID)
     async with LoadClient(_target(args, request_fields(args, server.model))) as client:
+        test.server = server
+        if args.workload == EVERY:
+            for name in PACED:
+                one = copy.copy(args)
+                one.workload = name
+                settle_pace(one)
+                load = RequestPlan(one, server, vocab, tokenizer, client.target.is_chat)
+                await _run_workload(one, client, load, test)
+            return
+        settle_pace(args)
         load = RequestPlan(args, server, vocab, tokenizer, client.target.is_chat)
         await load.warm_up(client)
         if args.users is not None:
-            test.server = server
             return await _run_users(args, client, load, test.levels)
         requests, times = load.requests()
         done = await client.run(requests, times, args.max_concurrency, _shows_progress(args))
@@ -150,6 +171,22 @@ async def _run_users(
         levels.append({"max_concurrency": users, "num_prompts": count, **found})
         _print_errors(done)
         print_users(levels[-1], first=len(levels) == 1)
+
+
+async def _run_workload(
+    args: argparse.Namespace, client: LoadClient, load: RequestPlan, test: LoadTest
+) -> None:
+    """Run a workload with a pace of its own, and append its result to the levels."""
+    from quire.bench.metrics import serving
+    from quire.bench.report import print_workload
+
+    requests, times = load.requests()
+    await load.warm_up(client)
+    done = await client.run(requests, times, args.max_concurrency, _shows_progress(args))
+    _print_errors(done)
+    found = serving(done, sorted({*chosen_figures(args)[1], 99.0}), args.goodput)
+    test.levels.append({"workload": args.workload, "num_prompts": len(requests), **found})
+    print_workload(test.levels[-1], first=len(test.levels) == 1)
 
 
 def _report_users(args: argparse.Namespace, test: LoadTest) -> None:

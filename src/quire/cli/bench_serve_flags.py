@@ -8,11 +8,13 @@ import math
 from pathlib import Path
 from typing import Any
 
-from quire.bench.load.workloads import WORKLOADS
+from quire.bench.load.workloads import ALL_WORKLOADS
 from quire.cli.bench_flags import (
+    EVERY,
     add_arrival_arguments,
     add_figure_arguments,
     add_result_arguments,
+    add_scale_argument,
     at_least_one,
     chosen_figures,
 )
@@ -121,8 +123,11 @@ def _dataset(parser: argparse.ArgumentParser) -> None:
         "--dataset-path", type=Path, metavar="FILE", help="file of the sharegpt, custom or trace dataset"
     )
     group.add_argument(
-        "--workload", choices=WORKLOADS, help="fixed set of requests, as in `quire bench throughput`"
+        "--workload",
+        choices=[*ALL_WORKLOADS, EVERY],
+        help="fixed set of requests, as in `quire bench throughput`",
     )
+    add_scale_argument(group)
     group.add_argument(
         "--trace", type=Path, metavar="FILE", help="Azure or Mooncake trace, sent at its recorded times"
     )
@@ -182,7 +187,7 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError("--dataset-name workload needs --workload NAME")
     at_least_one(args, "num_prompts", "max_concurrency", "input_len", "output_len", "random_input_len")
     at_least_one(args, "random_output_len", "prefix_repetition_num_prefixes", "prefix_repetition_output_len")
-    for name in ("request_rate", "burstiness", "trace_scale"):
+    for name in ("request_rate", "burstiness", "trace_scale", "workload_scale"):
         if not getattr(args, name) > 0:
             raise ConfigError(f"{name} must be above 0, got {getattr(args, name)}")
     if not 0 <= args.random_range_ratio < 1:

@@ -106,7 +106,7 @@ def _fill(report: Report, config: EngineConfig, load: bool) -> None:
                 name, "not installed" + (" (only needed on a GPU)" if name == "triton" else " - MISSING")
             )
     begin = time.perf_counter()
-    import quire.build  # noqa: F401  (imports torch, which is timed here)
+    import quire.host  # noqa: F401  (imports torch, which is timed here)
 
     imports_s = time.perf_counter() - begin
     _machine(report)
@@ -146,10 +146,10 @@ def _machine(report: Report) -> None:
 
 
 def _plan(report: Report, config: EngineConfig) -> None:
-    from quire.build import memory_planner, pick_attention, pick_device, pick_dtype
     from quire.frontend.location import locate_model
     from quire.kernels import pick_kernels
     from quire.models.config.load import load_spec
+    from quire.rank import memory_planner, pick_attention, pick_device, pick_dtype
     from quire.worker.memory.sizing import gpu_memory
 
     device = pick_device(config.device)
@@ -211,7 +211,7 @@ def _memory_map(report: Report, memory: MemoryPlanner) -> None:
 
 
 def _load(report: Report, config: EngineConfig, imports_s: float) -> None:
-    from quire.build import build_engine
+    from quire.host import build_engine
 
     engine, info = build_engine(config, imports_s)
     engine.close()

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.bench.load.workloads import WORKLOADS, Workload, uniform
+from quire.bench.load.workloads import ALL_WORKLOADS, Workload, uniform
 from quire.cli.bench_flags import MAX_RANDOM_ID, NO_TEXT, at_least_one, engine_config, sampling
 from quire.cli.flags import add_flags, add_model
 from quire.config import EngineConfig
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--batch-size", type=int, default=1, help="requests in the batch (default 1)")
     group.add_argument("--input-len", type=int, default=128, help="prompt tokens of a request (default 128)")
     group.add_argument(
-        "--workload", choices=WORKLOADS, help="fixed set of requests to profile instead of a batch"
+        "--workload", choices=ALL_WORKLOADS, help="fixed set of requests to profile instead of a batch"
     )
     group.add_argument("--num-prompts", type=int, help="number of requests of the workload (default: all)")
     group.add_argument(
@@ -97,7 +97,7 @@ def _load(args: argparse.Namespace, info: EngineInfo) -> tuple[Workload, StartCo
 
     vocab = min(info.vocab_size, MAX_RANDOM_ID)
     if args.workload:
-        work = WORKLOADS[args.workload](vocab, args.num_prompts)
+        work = ALL_WORKLOADS[args.workload](vocab, args.num_prompts)
         return work, after(args.skip_steps), f"{args.workload} from step {args.skip_steps}"
     size, length = args.batch_size, args.input_len
     if length >= info.max_model_len:

@@ -49,13 +49,13 @@ class PlanBuilder:
             SlotAdmission(request.slot, tokens, request.prompt_len, request.computed, blocks, request.source)
         )
 
-    def add(self, request: Request, n: int) -> bool:
-        """Add a row with the next `n` tokens of a request.
+    def add(self, request: Request, n: int, drafts: int) -> bool:
+        """Add a row with the next `n` tokens of a request, of which the last `drafts` are draft tokens.
 
         Returns:
-            True if the row reaches the last token of the request, so that a new one is sampled.
+            True if the row reaches the last token of the request, so that new ones are sampled.
         """
-        drafts, start = request.drafts, request.computed
+        start = request.computed
         samples = start + n == len(request.tokens) + request.pending + drafts
         self.charge(n)
         self.rows.append(request)
@@ -65,7 +65,7 @@ class PlanBuilder:
         self.starts.append(start)
         self.samples.append(samples)
         if request.catching_up:
-            self.catching_up.append(CatchUpRow(request, n, samples))
+            self.catching_up.append(CatchUpRow(request, n - drafts, samples))
         return samples
 
     def charge(self, n: int) -> None:

@@ -3,6 +3,9 @@
 It owns every `Request`, the slots and, through the pool, the blocks. One rule covers prompts, chunks, decoding and
 recomputation after a preemption: a request wants `known + pending + drafts - computed` tokens.
 
+Draft tokens are scheduled as if all were accepted, and `retire` corrects the count when the result arrives. With
+overlap the next step has been scheduled by then; the device knows the true position of every row.
+
 Blocks and slots are released as soon as a request ends or is preempted, although steps in flight may still use them.
 This is safe because their next owner writes to them later in stream order. `Scheduler.check` states the invariants.
 """
@@ -16,6 +19,7 @@ from typing import NamedTuple
 
 from quire.core.block_pool import BlockPool
 from quire.core.clocks import Clocks
+from quire.core.draft_depth import DraftDepth, NoDrafts
 from quire.core.failure import find_failure
 from quire.core.plan_builder import PlanBuilder
 from quire.core.policy import Policy
@@ -72,6 +76,7 @@ class Scheduler:
         limits: the sizes of batch, step and context.
         log: the log that gets a record of every step.
         shared: finds the blocks that rows of a decoding step share; None looks for none.
+        depth: chooses how many draft tokens each request verifies; None drafts none.
     """
 
     def __init__(
@@ -82,9 +87,11 @@ class Scheduler:
         limits: SchedulerLimits,
         log: StepLog,
         shared: SharedPrefix | None = None,
+        depth: DraftDepth | None = None,
     ) -> None:
         self.pool, self.cache, self.policy, self.limits = pool, cache, policy, limits
         self.shared = shared or NoSharedPrefix()
+        self.depth = depth or NoDrafts()
         self.log = log
         self.clocks = Clocks(log)
         self.requests: dict[str, Request] = {}  # every request that is not finished
@@ -130,6 +137,7 @@ class Scheduler:
         self.clocks.arrive(request)
         self._arrivals += 1
         self.requests[request.id] = request
+        self.depth.start(request)
         self.log.totals.requests += 1
         self.log.totals.prompt_tokens += request.prompt_len
         self.shares.enter(request)
@@ -191,24 +199,29 @@ class Scheduler:
             self._balance(builder, was_empty)
         long_rows: list[tuple[Request, int]] = []
         lookahead = self.limits.lookahead
+        # Draft tokens get what is left after one token for every request.
+        most_drafts = max(0, builder.budget - len(self.running))
         for request in list(self.running):
             if request.paused:
                 continue
             pending, known = request.pending, len(request.tokens)
             if pending and (not lookahead or known + pending >= request.limit):
                 continue  # its next input token is not known yet, or it has its full length
-            want = known + pending + request.drafts - request.computed
-            if want > 1 + request.drafts:
+            want = known + pending - request.computed
+            if want > 1:
                 long_rows.append((request, want))
             elif builder.budget >= want:
-                self._place(builder, request, want)
+                drafts = request.drafts and max(
+                    0, min(request.drafts, most_drafts, request.limit - known - pending - 1)
+                )
+                most_drafts -= self._place(builder, request, want, drafts)
         if builder.rows:
             self._limit_prompts(builder)
         if contended:
             self.shares.sort_by_turn(long_rows)
         for request, want in long_rows:
             if n := self.policy.chunk(want, builder.budget):
-                self._place(builder, request, n)
+                self._place(builder, request, n, 0)
         self._wait_reason = self._admit(builder, was_empty) if self.waiting else None
         self.clocks.wait(self._wait_reason)
         return self._finish_plan(builder) if builder.rows else None
@@ -219,23 +232,36 @@ class Scheduler:
         if limit < self.limits.max_num_batched_tokens:
             builder.budget, builder.min_charge = min(builder.budget, limit), _CHUNK_TOKENS
 
-    def _place(self, builder: PlanBuilder, request: Request, n: int) -> None:
-        """Add a row of `n` tokens. Preempt other requests if there are too few blocks for it."""
+    def _place(self, builder: PlanBuilder, request: Request, n: int, drafts: int) -> int:
+        """Add a row of `n` tokens and `drafts` draft tokens.
+
+        If there are too few blocks, drop the drafts, then preempt other requests.
+
+        Returns:
+            The number of draft tokens in the row.
+        """
         if request.status != "running":
-            return  # preempted earlier in this step
+            return 0  # preempted earlier in this step
         held = len(request.blocks)
-        if (need := -(-(request.computed + n) // self.limits.block_size) - held) > 0:
+        if drafts and self._missing_blocks(request, n + drafts) > self.pool.num_free:
+            drafts = 0
+        if (need := self._missing_blocks(request, n + drafts)) > 0:
             while need > self.pool.num_free:
                 if not self._preempt_other(builder, request):
-                    return  # requests in front of it hold the blocks: try again in the next step
+                    return 0  # requests in front of it hold the blocks: try again in the next step
             fresh = self.pool.take(need)
             request.blocks += fresh
             builder.new_blocks.append(NewBlocks(request.slot, held, fresh))
-        self._emit(builder, request, n)
+        self._emit(builder, request, n + drafts, drafts)
+        return drafts
 
-    def _emit(self, builder: PlanBuilder, request: Request, n: int) -> None:
+    def _missing_blocks(self, request: Request, n: int) -> int:
+        """Return how many blocks a request lacks for its next `n` tokens; negative if it holds more."""
+        return -(-(request.computed + n) // self.limits.block_size) - len(request.blocks)
+
+    def _emit(self, builder: PlanBuilder, request: Request, n: int, drafts: int) -> None:
         """Add a row of `n` tokens whose blocks the request holds, and count them as computed."""
-        samples = builder.add(request, n)
+        samples = builder.add(request, n, drafts)
         request.last_step = builder.step
         if request.catching_up:
             request.catching_up = not samples
@@ -243,7 +269,7 @@ class Scheduler:
         if request.computed >= request.publish_at:
             builder.published.update(self.cache.publish(request))
         if samples:
-            request.pending += 1 + request.drafts
+            request.pending += 1 + drafts
             if not self.limits.keeps_kv:
                 request.computed = 0
 
@@ -352,7 +378,7 @@ class Scheduler:
         insort(self.running, request, key=_order)
         builder.admit(request)
         if n:
-            self._emit(builder, request, n)
+            self._emit(builder, request, n, 0)
         self.shares.settle(request)
 
     def _finish_plan(self, builder: PlanBuilder) -> ScheduledStep:
@@ -377,32 +403,38 @@ class Scheduler:
         rows, caught_up = builder.rows, self.clocks.end_step(record, builder.catching_up)
         scores = builder.take_scores(result.prompt_logprobs) if result.prompt_logprobs else {}
         drafts = plan.num_drafts.tolist()
-        sampled = 0
+        sampled = logit_rows = 0
         for index, (request, samples) in enumerate(zip(rows, plan.samples.tolist())):
             if not samples:
                 continue
-            new = result.tokens[sampled]
+            new, first = result.tokens[sampled], logit_rows
             sampled += 1
+            logit_rows += 1 + drafts[index]
             request.pending -= 1 + drafts[index]
             if request.status == "finished" or request.dropped_step == plan.step:
                 continue  # the request ended while this step was in flight, or its row had no mask
-            if self.limits.keeps_kv:
-                request.computed -= drafts[index] - (len(new) - 1)
+            record.generated += len(new)
+            if drafts[index]:
+                if request.status == "running":  # otherwise its next admission sets the count
+                    request.computed -= drafts[index] - (len(new) - 1)
+                self.log.totals.count_drafts(drafts[index], len(new) - 1)
+                self.depth.observe(request, drafts[index], len(new) - 1)
             pooled = None if result.pooled is None else result.pooled.get(index)
-            if failure := find_failure(request, new[0], pooled):
+            if failure := find_failure(request, new, pooled):
                 scores.pop(request.id, None)
-                self._outputs.append(self._fail_request(request, failure))
+                self._outputs.append(self._fail_request(request, new[:-1], failure))
                 continue
             output = self._append(request, new)
             if caught_up and request in caught_up:
                 output.timing = self.clocks.timing(request)
             if result.logprobs is not None and (top := request.params.logprobs) is not None:
-                output.logprobs = [result.logprobs.at(sampled - 1, top)]
+                output.logprobs = result.logprobs.of(first, len(output.token_ids), top)
             if (scored := scores.pop(request.id, None)) is not None:
                 output.prompt_logprobs_start, output.prompt_logprobs = scored.start, scored.entries
             if pooled is not None:
                 output.pooled = pooled.tobytes()
             self._outputs.append(output)
+        self.depth.end_step(record, rows)
         for request_id, scored in scores.items():
             self._outputs.append(
                 EngineOutput(
@@ -427,13 +459,18 @@ class Scheduler:
                 output.error = RequestFailure(error, internal=True)
                 self._outputs.append(output)
 
-    def _fail_request(self, request: Request, failure: RequestFailure) -> EngineOutput:
-        """End a request for which no token can be sampled. Its blocks may hold NaN, so no other request may read them."""
+    def _fail_request(self, request: Request, new: list[int], failure: RequestFailure) -> EngineOutput:
+        """End a request for which no token can be sampled after the tokens `new`, unless one of these ends it.
+
+        Its blocks may hold NaN, so no other request may read them.
+        """
+        if new and (output := self._append(request, new)).finish_reason is not None:
+            return output
         if failure.internal:
             self.cache.forget(request)
             self.log.totals.not_finite += 1
         output = self._finish(request, [], "error")
-        output.error = failure
+        output.token_ids, output.error = new, failure
         return output
 
     def _append(self, request: Request, new: list[int]) -> EngineOutput:
@@ -492,7 +529,5 @@ class Scheduler:
         self.shares.check(self.requests.values())
         assert self.running == sorted(self.running, key=_order)
         for r in self.running:
-            assert r.computed <= r.known + r.pending + r.drafts, (
-                "more KV entries than tokens known or in flight"
-            )
+            assert r.computed <= r.known + r.pending, "more KV entries than tokens known or in flight"
             assert len(r.blocks) * self.limits.block_size >= r.computed, "KV entries without a block"

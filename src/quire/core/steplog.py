@@ -43,6 +43,7 @@ class StepRecord:
     prompt_tokens: int = 0  # prompt tokens, and tokens computed again after a preemption
     took_s: float = 0.0  # from the end of the previous step, or its own start if that is later, to its end
     drafts: int = 0  # draft tokens
+    generated: int = 0  # tokens sampled by its rows; 0 until its results have arrived
 
     @property
     def num_tokens(self) -> int:

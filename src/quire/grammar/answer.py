@@ -60,6 +60,7 @@ class GrammarAnswer:
 
     __slots__ = (
         "_allowed",
+        "_buffers",
         "_consumed",
         "_ends",
         "_grammar",
@@ -89,6 +90,8 @@ class GrammarAnswer:
         self._ignores_end, self._min_tokens = params.ignore_eos, params.min_tokens
         self._ends = [token for token in request.eos_ids or request.stop_ids if 0 <= token < vocab_size]
         self._stops = [token for token in request.stop_ids if 0 <= token < vocab_size]
+        # In turns: one is read by the sample in flight while the next mask is computed into the other.
+        self._buffers = [_MaskBuffer(vocab_size) for _ in range(2)]
         self._matcher: LLMatcher | None = None
         self.tokens: list[int] = []
         self._consumed = 0  # number of tokens that the matcher has consumed
@@ -116,7 +119,7 @@ class GrammarAnswer:
         for token in output.token_ids:
             if token in self._ends or (output.finish_reason == "stop" and token in self._stops):
                 return True
-            if self._allowed is None or not self._allowed[token >> 5] >> np.uint32(token & 31) & 1:
+            if self._allowed is None or not _is_set(self._allowed, token):
                 return False
             self.tokens.append(token)
             self._allowed = None
@@ -158,35 +161,36 @@ class GrammarAnswer:
         """Compute the next mask. Return True if that took a new matcher, because the old one had no states left."""
         from quire.grammar.matching import TOO_MANY_STATES
 
-        bits = self._next_mask()
+        self._buffers.reverse()
+        buffer = self._buffers[0]
+        done = self._next_mask(buffer)
         assert self._matcher is not None
-        replays = bits is None and TOO_MANY_STATES in self._matcher.get_error() and self._consumed > 0
+        replays = not done and TOO_MANY_STATES in self._matcher.get_error() and self._consumed > 0
         if replays:
             self._matcher = None  # frees its memory before the next one is built
             self._matcher = self._build()
-            bits = self._next_mask()
-        if bits is None:
-            self.error = self._matcher.get_error().split("\n", 1)[0] or NO_TOKEN_LEFT
+            done = self._next_mask(buffer)
+        if done:
+            self._apply_end_rules(buffer.bits)
         else:
-            self._apply_end_rules(bits)
+            self.error = self._matcher.get_error().split("\n", 1)[0] or NO_TOKEN_LEFT
         return replays
 
-    def _next_mask(self) -> np.ndarray | None:
-        """Return the library's mask after the text so far, uint32 [ceil((vocab + 1) / 32)], or None on an error."""
+    def _next_mask(self, buffer: _MaskBuffer) -> bool:
+        """Write the library's mask after the text so far into `buffer`. Return False on an error."""
         matcher = self._matcher
         assert matcher is not None
-        bits = np.zeros(self._vocab_size // 32 + 1, np.uint32)
         while True:
             batch = self.tokens[self._consumed : self._consumed + _REPLAY_TOKENS]
             for token in batch:
                 if not self._consume(matcher, token):
-                    return None
+                    return False
             self._consumed += len(batch)
-            matcher.unsafe_compute_mask_ptr(bits.ctypes.data, bits.nbytes)
+            matcher.unsafe_compute_mask_ptr(buffer.address, buffer.bits.nbytes)
             if matcher.is_error():
-                return None
+                return False
             if self._consumed == len(self.tokens):
-                return bits
+                return True
 
     def _consume(self, matcher: LLMatcher, token: int) -> bool:
         if not self.slow:
@@ -195,22 +199,21 @@ class GrammarAnswer:
 
     def _apply_end_rules(self, bits: np.ndarray) -> None:
         """Replace the library's end token in a mask by those of the request."""
-        word, bit = divmod(self._vocab_size, 32)
-        may_end = bool(bits[word] >> np.uint32(bit) & 1)
-        bits[word] &= _all_but(bit)
+        may_end = _is_set(bits, self._vocab_size)
+        _clear(bits, self._vocab_size)
         for token in self._ends:
-            bits[token >> 5] &= _all_but(token & 31)
+            _clear(bits, token)
         early = len(self.tokens) < self._min_tokens
         if early:
             kept = bits.copy()
             for token in self._stops:
-                bits[token >> 5] &= _all_but(token & 31)
+                _clear(bits, token)
             if not bits.any():
                 bits[:] = kept
         if may_end and not ((self._ignores_end or early) and bits.any()):
             for token in self._ends:
                 bits[token >> 5] |= np.uint32(1 << (token & 31))
-        if bits.any():
+        if np.count_nonzero(bits):  # twice as fast as any()
             self.ready = bits[: -(-self._vocab_size // 32)]
         else:
             self.error = NO_TOKEN_LEFT
@@ -237,5 +240,22 @@ class GrammarAnswer:
             self.slow = False
 
 
-def _all_but(bit: int) -> np.uint32:
-    return np.uint32(0xFFFFFFFF ^ (1 << bit))
+class _MaskBuffer:
+    """A mask of the library, uint32 [ceil((vocab + 1) / 32)], and its address, which takes numpy a microsecond."""
+
+    __slots__ = ("address", "bits")
+
+    def __init__(self, vocab_size: int) -> None:
+        self.bits = np.zeros(vocab_size // 32 + 1, np.uint32)
+        self.address = self.bits.ctypes.data
+
+
+# Python's integers are several times as fast here as numpy's scalars.
+
+
+def _is_set(bits: np.ndarray, token: int) -> bool:
+    return bool(bits.item(token >> 5) >> (token & 31) & 1)
+
+
+def _clear(bits: np.ndarray, token: int) -> None:
+    bits[token >> 5] = bits.item(token >> 5) & ~(1 << (token & 31))

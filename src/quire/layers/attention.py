@@ -15,6 +15,7 @@ from quire.kernels import Kernels
 from quire.layers.env import Env
 from quire.layers.norm import HeadNorm
 from quire.layers.rope import RotaryHeads, Rotation
+from quire.types import KVLayout
 
 # Maps packed q|k|v [tokens, (heads + 2 kv heads) * dim], which may be overwritten, to [tokens, heads * dim].
 PackedAttention = Callable[[torch.Tensor, Rotation, ForwardBatch], torch.Tensor]
@@ -23,26 +24,34 @@ PackedAttention = Callable[[torch.Tensor, Rotation, ForwardBatch], torch.Tensor]
 class Attention:
     """An `AttentionLayer` (attention/base.py) bound to its back end. Head counts are those of this rank."""
 
-    __slots__ = ("backend", "head_dim", "index", "num_heads", "num_kv_heads", "scale", "soft_cap", "window")
+    __slots__ = (
+        "backend",
+        "head_dim",
+        "index",
+        "kv",
+        "num_heads",
+        "num_kv_heads",
+        "scale",
+        "soft_cap",
+        "window",
+    )
 
     def __init__(
         self,
         env: Env,
         index: int,
         num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
+        kv: KVLayout,
         scale: float,
-        window: int | None = None,
         soft_cap: float | None = None,
     ) -> None:
         self.backend = env.attention
         self.index = index
         self.num_heads = num_heads
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
+        self.kv = kv
+        self.num_kv_heads, self.head_dim = kv.tensors[0].heads, kv.tensors[0].dim
         self.scale = scale
-        self.window = window
+        self.window = kv.window
         self.soft_cap = soft_cap
 
     def __call__(

@@ -60,3 +60,8 @@ class Env:
     device: torch.device
     dtype: torch.dtype
     kernels: Kernels | None = None  # None: plain PyTorch
+
+    @property
+    def dtype_name(self) -> str:
+        """Name of the dtype of activations and KV entries, such as "bfloat16"."""
+        return str(self.dtype).removeprefix("torch.")

@@ -6,11 +6,12 @@ be fused with the norm behind it. Weight names are those of Hugging Face checkpo
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 
-from quire.attention.base import ForwardBatch
+from quire.attention.base import AttentionLayer, ForwardBatch
 from quire.layers.attention import Attention, rotary_attention
 from quire.layers.embedding import Embedding, LMHead
 from quire.layers.env import Env, Weights
@@ -26,7 +27,11 @@ class Model(Protocol):
     """A model as the worker uses it."""
 
     spec: ModelSpec
-    attention_layers: list[Attention]  # by index
+
+    @property
+    def attention_layers(self) -> Sequence[AttentionLayer]:
+        """Attention layers by index."""
+        ...
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         """Run the model on a step, and write its keys and values to `batch.kv_slots`.
@@ -63,9 +68,8 @@ class SelfAttention:
         if spec.qk_norm:
             names_qk = (prefix + "q_norm", prefix + "k_norm")
             qk_norm = HeadNorm(type(norm), env, names_qk, (heads, kv_heads), dim, spec.norm_eps)
-        self.attention = Attention(
-            env, index, heads, kv_heads, dim, spec.query_scale, spec.windows[index], spec.attn_soft_cap
-        )
+        kv = spec.kv_layout(index, env.dtype_name, env.parallel.size)
+        self.attention = Attention(env, index, heads, kv, spec.query_scale, spec.attn_soft_cap)
         self.attend = rotary_attention(self.attention, qk_norm, env.kernels)
 
     def __call__(

@@ -28,7 +28,8 @@ class GPT2Layer:
         self.qkv = Linear(
             env, prefix + "attn.c_attn", hidden, [hidden] * 3, True, cut="rows", transposed=True
         )
-        self.attention = Attention(env, index, heads, heads, spec.head_dim, spec.query_scale)
+        kv = spec.kv_layout(index, env.dtype_name, env.parallel.size)
+        self.attention = Attention(env, index, heads, kv, spec.query_scale)
         self.o = Linear(env, prefix + "attn.c_proj", hidden, hidden, True, cut="cols", transposed=True)
         self.post_norm = LayerNorm(env, prefix + "ln_2", hidden, spec.norm_eps)
         self.mlp = PlainMLP(env, prefix + "mlp.", hidden, spec.intermediate_size, spec.activation)

@@ -29,6 +29,7 @@ from quire.types.errors import (
     RequestError,
     StepFailed,
 )
+from quire.types.kv import DTYPE_BYTES, KVLayout, KVTensor
 from quire.types.plan import (
     NO_TOKEN,
     NOT_FINITE,
@@ -57,6 +58,7 @@ from quire.types.sampling_params import (
 )
 
 __all__ = [
+    "DTYPE_BYTES",
     "FLOAT_RANGES",
     "INT_RANGES",
     "MAX_LOGPROBS",
@@ -76,6 +78,8 @@ __all__ = [
     "FinishReason",
     "GrammarKind",
     "GrammarSpec",
+    "KVLayout",
+    "KVTensor",
     "LiveRequest",
     "LiveStep",
     "Logprob",

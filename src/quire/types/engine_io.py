@@ -170,6 +170,21 @@ class Totals:
     cached_tokens: int = 0  # found in the prefix cache
     computed_tokens: int = 0
     generated_tokens: int = 0
+    draft_rows: int = 0  # rows that verified draft tokens
+    draft_tokens: int = 0
+    accepted_tokens: int = 0  # draft tokens that became output
+    accepted_at: list[int] = field(
+        default_factory=list
+    )  # accepted tokens by position among the drafts of a row
+
+    def count_drafts(self, drafted: int, accepted: int) -> None:
+        """Count a row that verified `drafted` draft tokens, of which the first `accepted` were accepted."""
+        self.draft_rows += 1
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
+        self.accepted_at += [0] * (drafted - len(self.accepted_at))
+        for position in range(accepted):
+            self.accepted_at[position] += 1
 
 
 class StepFigures(NamedTuple):

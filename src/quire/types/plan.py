@@ -95,6 +95,10 @@ class LogprobArrays:
             int(self.ranks[index]),
         )
 
+    def of(self, first: int, count: int, top: int) -> list[TokenLogprobs]:
+        """Return `count` entries from index `first` on."""
+        return [self.at(index, top) for index in range(first, first + count)]
+
 
 # Sentinels that stand for the token of a row where none can be sampled. The sampler itself detects this, so the host
 # does not have to wait for the device to check it.
@@ -108,7 +112,9 @@ class StepResult:
 
     step: int
     tokens: list[list[int]]  # for each sampling row 1 to 1 + drafts tokens, or NOT_FINITE or NO_TOKEN alone
-    logprobs: LogprobArrays | None = None  # one entry per sampling row
+    logprobs: LogprobArrays | None = (
+        None  # 1 + drafts entries per sampling row; those of rejected drafts are unused
+    )
     prompt_logprobs: dict[int, LogprobArrays] | None = None  # by row: entries for positions starts + 1 ...
     pooled: dict[int, np.ndarray] | None = None  # by row: float32 [hidden], pooled over its tokens so far
 

@@ -47,7 +47,6 @@ class Request:
     # Written by the scheduler.
     computed: int = 0
     pending: int = 0
-    drafts: int = 0  # draft tokens to verify in each step; 0 without speculation
     slot: int = -1
     blocks: list[int] = field(default_factory=list)
     status: Status = "waiting"
@@ -68,6 +67,10 @@ class Request:
 
     # Written by the shares of clients (core/shares.py).
     charged: int = 0  # number of its tokens that are settled with its client, cached ones included
+
+    # Written by the choice of depth (core/draft_depth.py).
+    drafts: int = 0  # draft tokens to verify in the next step; 0 without speculation
+    acceptance: float = 0.0  # smoothed share of its drafts that is accepted
 
     # Written by the clocks (core/clocks.py).
     timing: Timing = field(default_factory=lambda: Timing(0.0, 0.0))

@@ -183,8 +183,8 @@ class Worker:
             runner.capture_common()
         # Admission overwrites a slot's columns but not its blocks, and the entries after the end of a request must be
         # finite. A slot without an owner uses the first block, padding the last.
-        for pair in self.blocks:
-            for blocks in pair:
+        for tensors in self.blocks:
+            for blocks in tensors:
                 blocks[0].zero_()
                 blocks[-1].zero_()
 
@@ -202,15 +202,11 @@ class Worker:
 
     def make_blocks(self, size: KVSize) -> list[KV]:
         """Allocate the KV blocks of all layers, and one more block for the dummy slot."""
-        first = self.model.attention_layers[0]
         cache = KVCache(
             self._backend,
-            num_layers=len(self.model.attention_layers),
+            [layer.kv for layer in self.model.attention_layers],
             num_blocks=size.num_blocks + 1,
             block_size=size.block_size,
-            num_kv_heads=first.num_kv_heads,
-            head_dim=first.head_dim,
-            dtype=self._dtype,
             device=self.device,
             keeps_kv=self._layout.keeps_kv,
         )

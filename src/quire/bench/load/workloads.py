@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 Workload = list[tuple[Sequence[int], int]]
 
@@ -68,3 +70,74 @@ WORKLOADS: dict[str, Callable[[int, int | None], Workload]] = {
     "prefill": prefill,
     "prefix": prefix,
 }
+
+
+def scaled(work: Workload, factor: float) -> Workload:
+    """Return the workload with all lengths multiplied by `factor`, for small machines and short contexts.
+
+    Of each prompt evenly spread tokens are kept, so prompts that share a part share the same part of what is left.
+    """
+    if factor == 1:
+        return work
+
+    def kept(ids: Sequence[int]) -> list[int]:
+        return [ids[min(int(i / factor), len(ids) - 1)] for i in range(max(round(len(ids) * factor), 1))]
+
+    return [(kept(ids), max(round(count * factor), 1)) for ids, count in work]
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """The arrivals of a workload: see `arrival_times` (load/arrivals.py)."""
+
+    rate: float = math.inf  # requests per second
+    burstiness: float = 1.0
+    max_concurrency: int | None = None  # None: no limit
+
+
+_EVEN = 1e6  # burstiness of evenly spaced arrivals
+_SEED = 42
+
+
+def _drawn(
+    name: str, lengths: Callable[[random.Random], tuple[int, int]], default: int, shared: int = 0
+) -> Callable[[int, int | None], Workload]:
+    """Return a generator of `default` requests whose lengths in and out come from `lengths`."""
+
+    def generate(vocab: int, count: int | None = None) -> Workload:
+        r = random.Random(_SEED)
+        prefix = _ids(r, vocab, shared)
+        work: Workload = []
+        for _ in range(count or default):
+            tokens_in, tokens_out = lengths(r)
+            work.append((prefix + _ids(r, vocab, tokens_in), tokens_out))
+        return work
+
+    generate.__name__ = name
+    return generate
+
+
+def _mostly_long(r: random.Random) -> tuple[int, int]:
+    tokens_in = r.randint(1024, 2048) if r.random() < 0.75 else r.randint(64, 128)
+    return tokens_in, r.randint(64, 256)
+
+
+# Each shows one idea of serving, and arrives at its own pace.
+PACED: dict[str, Callable[[int, int | None], Workload]] = {
+    "baseline": _drawn("baseline", lambda r: (256, 256), 10),
+    "continuous_batching": _drawn(
+        "continuous_batching", lambda r: (r.randint(64, 512), r.randint(64, 256)), 32
+    ),
+    "paged_attention": _drawn("paged_attention", lambda r: (r.randint(128, 384), r.randint(128, 256)), 48),
+    "chunked_prefill": _drawn("chunked_prefill", _mostly_long, 48),
+    "prefix_caching": _drawn("prefix_caching", lambda r: (r.randint(32, 128), 256), 48, shared=1024),
+}
+PACES = {
+    "baseline": Pace(max_concurrency=1),
+    "continuous_batching": Pace(4.0, _EVEN),
+    "paged_attention": Pace(),
+    "chunked_prefill": Pace(6.0),
+    "prefix_caching": Pace(8.0),
+}
+WARM_REQUESTS = 2  # before one of these
+ALL_WORKLOADS = {**WORKLOADS, **PACED}

@@ -1,41 +1,57 @@
-"""The KV cache: one key and one value tensor per layer, in the attention back end's block layout."""
+"""The KV cache: the tensors of every layer's `KVLayout`, in the attention back end's block layout."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from quire.attention.base import KV, AttentionBackend
+from quire.types import KVLayout
 
 
 class KVCache:
-    """Key and value blocks of all layers.
+    """The blocks of all layers.
 
-    Without `keeps_kv` all layers share one scratch layer: entries that a layer writes are read only by that layer, in
-    the same step.
+    Without `keeps_kv` all layers of one layout share a scratch layer: entries that a layer writes are read only by that
+    layer, in the same step.
+
+    Attributes:
+        layers: the tensors of each layer, by index.
     """
 
     def __init__(
         self,
         backend: AttentionBackend,
+        layouts: Sequence[KVLayout],
         *,
-        num_layers: int,
         num_blocks: int,
         block_size: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
         device: torch.device,
         keeps_kv: bool,
     ) -> None:
-        shape = backend.kv_shape(num_blocks, block_size, num_kv_heads, head_dim)
+        def allocate(layout: KVLayout) -> KV:
+            return tuple(
+                _zeros(
+                    backend.kv_shape(num_blocks, block_size, tensor.heads, tensor.dim),
+                    getattr(torch, tensor.dtype),
+                    device,
+                )
+                for tensor in layout.tensors
+            )
 
-        def layer() -> KV:
-            return _zeros(shape, dtype, device), _zeros(shape, dtype, device)
+        if keeps_kv:
+            self.layers = [allocate(layout) for layout in layouts]
+        else:
+            scratch = {layout.tensors: allocate(layout) for layout in scratch_layers(layouts)}
+            self.layers = [scratch[layout.tensors] for layout in layouts]
 
-        self.layers: list[KV] = [layer() for _ in range(num_layers)] if keeps_kv else [layer()] * num_layers
+
+def scratch_layers(layouts: Sequence[KVLayout]) -> list[KVLayout]:
+    """Return one layout of each kind of entry in `layouts`: the layers to allocate if nothing is kept."""
+    return list({layout.tensors: layout for layout in layouts}.values())
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -45,10 +61,3 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
     return torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, np.uint8)).view(dtype).view(shape)
-
-
-def block_bytes(
-    num_layers: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-) -> int:
-    """Return the bytes of one block over `num_layers` layers, keys and values."""
-    return 2 * num_layers * block_size * num_kv_heads * head_dim * dtype.itemsize

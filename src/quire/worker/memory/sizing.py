@@ -12,9 +12,9 @@ import torch
 
 from quire.models.spec import ModelSpec
 from quire.sampling.logprobs import scoring_bytes
-from quire.types import ConfigError
+from quire.types import ConfigError, KVLayout
 from quire.worker.memory.host_memory import host_memory
-from quire.worker.memory.kv_cache import block_bytes
+from quire.worker.memory.kv_cache import scratch_layers
 
 log = logging.getLogger("quire")
 
@@ -78,6 +78,7 @@ class MemoryPlanner:
     spec: ModelSpec
     dtype: torch.dtype  # of weights, activations and KV entries
     device: torch.device
+    layouts: tuple[KVLayout, ...]  # what each layer keeps of a token
     limits: StepLimits  # max_model_len: the longest context to serve; `size_kv` may lower it
     layout: BlockLayout
     explicit_len: bool  # the user set max_model_len, so it is never lowered
@@ -216,8 +217,8 @@ class MemoryPlanner:
         log.warning("%s", message)
 
     def _token_bytes(self) -> int:
-        layers = self.spec.num_layers if self.layout.keeps_kv else 1
-        return block_bytes(layers, 1, self.spec.num_kv_heads, self.spec.head_dim, self.dtype)
+        layouts = self.layouts if self.layout.keeps_kv else scratch_layers(self.layouts)
+        return sum(layout.token_bytes for layout in layouts)
 
     def _columns_in_budget(self, max_len: int) -> int:
         return 0 if self.kv_cache_memory is not None else self.column_bytes(max_len)

@@ -1,7 +1,7 @@
-"""The composition root: build an engine from its settings, and time each phase of the start-up.
+"""One rank of an engine: from settings to a worker, in phases that the host (`host.py`) drives. No scheduler.
 
-Only this module and `wiring.py` read `EngineConfig` to build an engine; everything below receives objects and values.
-Callers that have not imported torch use `start.py`.
+Only this module, `host.py` and `wiring.py` read `EngineConfig` to build an engine; everything below receives objects and
+values.
 
 On a GPU background threads read the weights. Meanwhile this thread measures memory, allocates blocks and compiles
 kernels, with whatever the weights hold so far.
@@ -9,11 +9,8 @@ kernels, with whatever the weights hold so far.
 
 from __future__ import annotations
 
-import gc
 import logging
-import sys
-import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,111 +21,116 @@ from quire.attention.base import AttentionBackend
 from quire.attention.cpu import CpuAttention
 from quire.attention.reference import ReferenceAttention
 from quire.config import EngineConfig, triton_interpreted
-from quire.core.engine import Engine
-from quire.core.grammar_interface import Grammar, NoGrammar
-from quire.frontend.location import locate_model, locate_tokenizer
-from quire.grammar.checker import Checker
-from quire.grammar.compiler import Compiler
-from quire.grammar.library import LibraryGrammar
 from quire.kernels import Kernels, pick_kernels
 from quire.kernels.cpu.ops import CpuKernels
 from quire.kernels.target import OLDEST, target_of
 from quire.layers.env import Env
 from quire.models.checkpoint.checked import CheckedCheckpoint
 from quire.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from quire.models.config.load import load_spec
 from quire.models.decoder import Model
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
-from quire.types import ConfigError, EngineInfo
-from quire.wiring import queue_depth, wire_engine
-from quire.worker.executor import DeviceGuard, LocalExecutor, device_guard
+from quire.types import ConfigError
+from quire.wiring import queue_depth
+from quire.worker.executor import device_guard
 from quire.worker.memory.sizing import BlockLayout, KVSize, MemoryPlanner, StepLimits, gpu_memory
+from quire.worker.runner import Runner
 from quire.worker.worker import LaunchOptions, Worker
 
 log = logging.getLogger("quire")
 
 
-def build_engine(config: EngineConfig, imports_s: float = 0.0) -> tuple[Engine, EngineInfo]:
-    """Load the model and build an engine.
+class Rank:
+    """One rank of an engine: its device, model, worker and runner.
+
+    The host calls the methods in the order in which they are defined, and inside `guard`. What several ranks must agree
+    on, it passes as an argument.
 
     Args:
-        imports_s: seconds that the caller spent importing this module; they are reported as a phase of the start-up.
-
-    Returns:
-        The engine, and its sizes and start-up times.
+        config: settings.
+        path: folder or file of the model.
+        spec: the model's spec.
 
     Raises:
         ConfigError: if the settings do not suit the model or the machine.
-        ModelError: if the model cannot be found or read.
     """
-    clock = _PhaseClock(imports_s)
-    path = locate_model(config.model, config.revision).path
-    spec = load_spec(path)
-    clock.end("config")
-    device = pick_device(config.device)
-    guard = device_guard(device)
-    with guard():
-        return _build(config, path, spec, device, guard, clock)
 
+    runner: Runner  # from `allocate` on
+    size: KVSize
 
-def _build(
-    config: EngineConfig,
-    path: Path,
-    spec: ModelSpec,
-    device: torch.device,
-    guard: DeviceGuard,
-    clock: _PhaseClock,
-) -> tuple[Engine, EngineInfo]:
-    dtype = pick_dtype(config.dtype, spec, device)
-    explicit_len = config.max_model_len
-    if explicit_len is not None and explicit_len > spec.max_model_len:
-        raise ConfigError(
-            f"max_model_len {explicit_len} exceeds the {spec.max_model_len} positions of {config.model}"
-        )
-    config = config.resolved(gpu_memory(device), spec.max_model_len)
-    wanted_len = config.max_model_len or 1
-    memory = memory_planner(config, spec, dtype, device, explicit_len=explicit_len is not None).shortened()
-    # Position tables and token columns are allocated for the context that is served, not for the model's longest.
-    spec = replace(spec, max_model_len=memory.limits.max_model_len)
-    kernels = pick_kernels(device, dtype, config.cpu_kernels)
-    backend = pick_attention(config.attention, spec, device, dtype, kernels)
-    clock.end("device")
-
-    model, checkpoint = load_model(
-        config, path, spec, backend=backend, kernels=kernels, device=device, dtype=dtype
-    )
-    with closing(checkpoint):
-        worker = Worker(model, backend, memory, launch_options(config, queue_depth(config)), kernels)
-        clock.end("weights")
-        worker.compile_kernels()
-        clock.end("warm_up")
-        size = _plan_kv(worker)
-        if size.max_model_len < wanted_len:
-            log.warning(
-                "max_model_len lowered from %d to %d, the longest context that fits into memory",
-                wanted_len,
-                size.max_model_len,
+    def __init__(self, config: EngineConfig, path: Path, spec: ModelSpec) -> None:
+        self.device = pick_device(config.device)
+        self.guard = device_guard(self.device)
+        self._path = path
+        self._explicit_len = config.max_model_len is not None
+        if config.max_model_len is not None and config.max_model_len > spec.max_model_len:
+            raise ConfigError(
+                f"max_model_len {config.max_model_len} exceeds the {spec.max_model_len} positions of {config.model}"
             )
-        runner = worker.allocate(size)
-        clock.end("kv_cache")
-        if device.type == "cuda":  # a CPU has nothing to compile
-            worker.rehearse(runner, size)
-        engine = wire_engine(
+        self.dtype = pick_dtype(config.dtype, spec, self.device)
+        self.spec, self.config = spec, config.resolved(gpu_memory(self.device), spec.max_model_len)
+        self._kernels = pick_kernels(self.device, self.dtype, config.cpu_kernels)
+        self.backend = pick_attention(config.attention, spec, self.device, self.dtype, self._kernels)
+        self._loading = ExitStack()
+
+    def fit_context(self) -> int:
+        """Return the longest context, in tokens, of which one request fits beside the weights."""
+        self._memory = memory_planner(
+            self.config, self.spec, self.dtype, self.device, explicit_len=self._explicit_len
+        ).shortened()
+        return self._memory.limits.max_model_len
+
+    def load(self, max_model_len: int) -> None:
+        """Build the model for contexts of up to `max_model_len` tokens, and start to load its weights."""
+        limits = replace(self._memory.limits, max_model_len=max_model_len)
+        memory = self._memory = replace(self._memory, limits=limits)
+        # Position tables and token columns are allocated for the context that is served, not for the model's longest.
+        spec = self.spec = replace(self.spec, max_model_len=max_model_len)
+        config, backend, kernels = self.config, self.backend, self._kernels
+        model, checkpoint = load_model(
             config,
-            num_blocks=size.num_blocks,
-            block_size=size.block_size,
-            max_model_len=size.max_model_len,
-            executor=LocalExecutor(runner, guard),
-            grammar=pick_grammar(config, path, spec.vocab_size),
-            shares_prefix=config.shared_prefix and backend.reads_shared,
+            self._path,
+            spec,
+            backend=backend,
+            kernels=kernels,
+            device=self.device,
+            dtype=self.dtype,
         )
-        _freeze_garbage()
-        clock.end("warm_up")
-        checkpoint.finish()
-        clock.end("weights")
-    return engine, _describe(config, spec, size, worker, dtype, backend.name, clock.phases_s)
+        self._loading.enter_context(closing(checkpoint))
+        self._checkpoint = checkpoint
+        self.worker = Worker(model, backend, memory, launch_options(config, queue_depth(config)), kernels)
+
+    def compile(self) -> None:
+        """Compile the kernels of common steps."""
+        self.worker.compile_kernels()
+
+    def kv_budget(self) -> int:
+        """Return the bytes that the largest step leaves for the KV cache."""
+        return self._memory.kv_budget(self.worker.measure())
+
+    def allocate(self, budget: int) -> None:
+        """Allocate a KV cache of at most `budget` bytes."""
+        self.size = self._memory.size_kv(budget)
+        self._memory.check_kv_fits(self.size, self.worker.reserved_bytes)
+        self.runner = self.worker.allocate(self.size)
+
+    def rehearse(self) -> None:
+        """Run a first request and capture common steps. A CPU has nothing to compile or capture."""
+        if self.device.type == "cuda":
+            self.worker.rehearse(self.runner, self.size)
+
+    def finish(self) -> None:
+        """Wait until the weights are loaded.
+
+        Raises:
+            ModelError: if the checkpoint holds tensors that the model does not use, or cannot be read.
+        """
+        self._checkpoint.finish()
+
+    def close(self) -> None:
+        """End the loading of weights. The engine may be in use."""
+        self._loading.close()
 
 
 def step_limits(config: EngineConfig) -> StepLimits:
@@ -155,6 +157,7 @@ def memory_planner(
         spec=spec,
         dtype=dtype,
         device=device,
+        layouts=spec.kv_layouts(str(dtype).removeprefix("torch.")),
         limits=step_limits(config),
         layout=BlockLayout(
             paged_size=config.block_size if config.kv_layout == "paged" else None,
@@ -321,80 +324,3 @@ def load_model(
     except BaseException:
         checkpoint.close()
         raise
-
-
-def _plan_kv(worker: Worker) -> KVSize:
-    memory, reserved = worker.memory, worker.measure()
-    size = memory.size_kv(memory.kv_budget(reserved))
-    memory.check_kv_fits(size, reserved)
-    return size
-
-
-def pick_grammar(config: EngineConfig, model: Path, vocab_size: int) -> Grammar:
-    """Return the compiler of structured output, which loads the tokenizer when it is first used.
-
-    Without a tokenizer, or on Windows, the returned grammar refuses every specification.
-
-    Args:
-        model: folder or file of the model, whose tokenizer is used unless `config` names another.
-    """
-    if config.skip_tokenizer_init:
-        return NoGrammar()
-    if sys.platform == "win32":
-        return NoGrammar(
-            "Linux or macOS: a specification is compiled in a forked process, which Windows lacks"
-        )
-    tokenizer = model if config.tokenizer is None else locate_tokenizer(config.tokenizer, config.revision)
-    return LibraryGrammar(Compiler(Checker(tokenizer, vocab_size)), vocab_size)
-
-
-def _describe(
-    config: EngineConfig,
-    spec: ModelSpec,
-    size: KVSize,
-    worker: Worker,
-    dtype: torch.dtype,
-    attention: str,
-    phases_s: dict[str, float],
-) -> EngineInfo:
-    return EngineInfo(
-        model=config.model,
-        family=spec.family,
-        vocab_size=spec.vocab_size,
-        max_model_len=size.max_model_len,
-        eos_ids=list(spec.eos_token_ids),
-        generates=spec.has_head,
-        device=str(worker.device),
-        dtype=str(dtype).removeprefix("torch."),
-        attention=attention,
-        max_num_seqs=config.max_num_seqs or 0,
-        max_num_batched_tokens=config.max_num_batched_tokens or 0,
-        num_blocks=size.num_blocks,
-        block_size=size.block_size,
-        block_bytes=size.block_bytes,
-        weight_bytes=spec.num_parameters * dtype.itemsize,
-        num_parameters=spec.num_parameters,
-        reserved_bytes=worker.reserved_bytes,
-        prefix_caching=bool(config.prefix_caching),
-        eviction=config.eviction,
-        phases_s=phases_s,
-    )
-
-
-def _freeze_garbage() -> None:
-    """Exclude all existing objects from garbage collection, because they live as long as the engine."""
-    gc.collect()
-    gc.freeze()
-
-
-class _PhaseClock:
-    """Wall time of each start-up phase. A phase may have several parts, whose times are added."""
-
-    def __init__(self, imports_s: float) -> None:
-        self.phases_s = {"import": imports_s}
-        self._last = time.perf_counter()
-
-    def end(self, name: str) -> None:
-        now = time.perf_counter()
-        self.phases_s[name] = self.phases_s.get(name, 0.0) + now - self._last
-        self._last = now

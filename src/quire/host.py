@@ -1,0 +1,147 @@
+"""The host part of an engine: scheduler, step loop and structured output, around the rank that computes (`rank.py`).
+
+`build_engine` drives the start-up of the rank, and times each phase. Callers that have not imported torch use `start.py`.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import time
+from contextlib import closing
+from pathlib import Path
+
+from quire.config import EngineConfig
+from quire.core.engine import Engine
+from quire.core.grammar_interface import Grammar, NoGrammar
+from quire.frontend.location import locate_model, locate_tokenizer
+from quire.grammar.checker import Checker
+from quire.grammar.compiler import Compiler
+from quire.grammar.library import LibraryGrammar
+from quire.models.config.load import load_spec
+from quire.rank import Rank
+from quire.types import EngineInfo
+from quire.wiring import wire_engine
+from quire.worker.executor import LocalExecutor
+
+log = logging.getLogger("quire")
+
+
+def build_engine(config: EngineConfig, imports_s: float = 0.0) -> tuple[Engine, EngineInfo]:
+    """Load the model and build an engine.
+
+    Args:
+        imports_s: seconds that the caller spent importing this module; they are reported as a phase of the start-up.
+
+    Returns:
+        The engine, and its sizes and start-up times.
+
+    Raises:
+        ConfigError: if the settings do not suit the model or the machine.
+        ModelError: if the model cannot be found or read.
+    """
+    clock = _PhaseClock(imports_s)
+    path = locate_model(config.model, config.revision).path
+    spec = load_spec(path)
+    clock.end("config")
+    rank = Rank(config, path, spec)
+    with closing(rank), rank.guard():
+        return _build(rank, path, clock)
+
+
+def _build(rank: Rank, path: Path, clock: _PhaseClock) -> tuple[Engine, EngineInfo]:
+    config = rank.config
+    max_model_len = rank.fit_context()
+    clock.end("device")
+    rank.load(max_model_len)
+    clock.end("weights")
+    rank.compile()
+    clock.end("warm_up")
+    rank.allocate(rank.kv_budget())
+    size = rank.size
+    if size.max_model_len < (config.max_model_len or 1):
+        log.warning(
+            "max_model_len lowered from %d to %d, the longest context that fits into memory",
+            config.max_model_len,
+            size.max_model_len,
+        )
+    clock.end("kv_cache")
+    rank.rehearse()
+    engine = wire_engine(
+        config,
+        num_blocks=size.num_blocks,
+        block_size=size.block_size,
+        max_model_len=size.max_model_len,
+        executor=LocalExecutor(rank.runner, rank.guard),
+        grammar=pick_grammar(config, path, rank.spec.vocab_size),
+        shares_prefix=config.shared_prefix and rank.backend.reads_shared,
+    )
+    _freeze_garbage()
+    clock.end("warm_up")
+    rank.finish()
+    clock.end("weights")
+    return engine, _describe(rank, clock.phases_s)
+
+
+def pick_grammar(config: EngineConfig, model: Path, vocab_size: int) -> Grammar:
+    """Return the compiler of structured output, which loads the tokenizer when it is first used.
+
+    Without a tokenizer, or on Windows, the returned grammar refuses every specification.
+
+    Args:
+        model: folder or file of the model, whose tokenizer is used unless `config` names another.
+    """
+    if config.skip_tokenizer_init:
+        return NoGrammar()
+    if sys.platform == "win32":
+        return NoGrammar(
+            "Linux or macOS: a specification is compiled in a forked process, which Windows lacks"
+        )
+    tokenizer = model if config.tokenizer is None else locate_tokenizer(config.tokenizer, config.revision)
+    return LibraryGrammar(Compiler(Checker(tokenizer, vocab_size)), vocab_size)
+
+
+def _describe(rank: Rank, phases_s: dict[str, float]) -> EngineInfo:
+    config, spec, size = rank.config, rank.spec, rank.size
+    return EngineInfo(
+        model=config.model,
+        family=spec.family,
+        vocab_size=spec.vocab_size,
+        max_model_len=size.max_model_len,
+        eos_ids=list(spec.eos_token_ids),
+        generates=spec.has_head,
+        device=str(rank.device),
+        dtype=str(rank.dtype).removeprefix("torch."),
+        attention=rank.backend.name,
+        max_num_seqs=config.max_num_seqs or 0,
+        max_num_batched_tokens=config.max_num_batched_tokens or 0,
+        num_blocks=size.num_blocks,
+        block_size=size.block_size,
+        block_bytes=size.block_bytes,
+        weight_bytes=spec.num_parameters * rank.dtype.itemsize,
+        num_parameters=spec.num_parameters,
+        reserved_bytes=rank.worker.reserved_bytes,
+        prefix_caching=bool(config.prefix_caching),
+        eviction=config.eviction,
+        phases_s=phases_s,
+    )
+
+
+def _freeze_garbage() -> None:
+    """Exclude all existing objects from garbage collection, because they live as long as the engine."""
+    gc.collect()
+    gc.freeze()
+
+
+class _PhaseClock:
+    """Wall time of each start-up phase. A phase may have several parts, whose times are added."""
+
+    def __init__(self, imports_s: float) -> None:
+        self.phases_s = {"import": imports_s}
+        self._last = time.perf_counter()
+
+    def end(self, name: str) -> None:
+        now = time.perf_counter()
+        self.phases_s[name] = self.phases_s.get(name, 0.0) + now - self._last
+        self._last = now

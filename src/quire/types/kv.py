@@ -1,0 +1,43 @@
+"""What attention layers keep of each token, and for how long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class KVTensor:
+    """The part of a token's KV entry that one tensor holds: `heads` vectors of `dim` numbers."""
+
+    heads: int
+    dim: int
+    dtype: str  # name of a torch.dtype, one of DTYPE_BYTES
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes per token."""
+        return self.heads * self.dim * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """The KV entry of a token in one layer, and its lifetime. A layer declares it, and its attention back end reads it.
+
+    Most layers have two tensors, keys and values of all KV heads. A layer with a compressed cache may have one.
+    """
+
+    tensors: tuple[KVTensor, ...]
+    window: int | None = None  # entries that many tokens back are never read again; None: all are
+
+    @classmethod
+    def keys_and_values(cls, heads: int, dim: int, dtype: str, window: int | None = None) -> KVLayout:
+        """Return the layout of plain attention, one tensor of keys and one of values."""
+        tensor = KVTensor(heads, dim, dtype)
+        return cls((tensor, tensor), window)
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes per token."""
+        return sum(tensor.token_bytes for tensor in self.tensors)

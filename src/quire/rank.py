@@ -320,7 +320,8 @@ def load_model(
     )
     try:
         with torch.inference_mode():
-            return build_model(spec, Env(checkpoint, Parallel(), backend, device, dtype, kernels)), checkpoint
+            env = Env(checkpoint, Parallel(), backend, device, dtype, kernels, spec.quantization)
+            return build_model(spec, env), checkpoint
     except BaseException:
         checkpoint.close()
         raise

@@ -7,16 +7,18 @@ import torch
 from quire.kernels import lookup
 from quire.layers.env import Env
 from quire.layers.linear import Linear
-from quire.quant.base import Matmul, make_matmul
+from quire.quant.base import Matmul, Part, make_matmul
+from quire.quant.loading import load_product, open_packed
 
 
 class Embedding:
     """A table of vectors, looked up by id and multiplied by `scale`, if there is one (Gemma)."""
 
     def __init__(self, env: Env, name: str, rows: int, width: int, scale: float | None = None) -> None:
+        self.part = Part(name + ".weight", (rows, width), slice(None), slice(None))
         # Copied, because a memory-mapped table would be read again from its file whenever memory is short.
         self.weight = torch.empty(rows, width, device=env.device, dtype=env.dtype)
-        env.weights.copy_into(self.weight, name + ".weight", (rows, width))
+        self.part.copy_into(self.weight, env)
         # Rounded to the model's dtype, as in training.
         self.scale = None if scale is None else torch.tensor(scale, dtype=env.dtype).item()
         self.lookup = env.kernels.lookup if env.kernels else lookup
@@ -40,9 +42,7 @@ class LMHead:
     ) -> None:
         self.vocab = vocab
         self.soft_cap = soft_cap
-        self.multiply: Matmul = (
-            make_matmul(tied.weight, None, env.kernels) if tied else Linear(env, name, width, vocab)
-        )
+        self.multiply: Matmul = _tied_product(env, tied) if tied else Linear(env, name, width, vocab)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits [n, vocab] of hidden states [n, width]."""
@@ -50,3 +50,10 @@ class LMHead:
             return hidden.new_empty(0, self.vocab)
         logits = self.multiply(hidden)
         return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
+
+
+def _tied_product(env: Env, table: Embedding) -> Matmul:
+    """Return the product with an embedding's table, or with its quantised numbers if there are any."""
+    if open_packed(env, table.part) is None:
+        return make_matmul(table.weight, None, env.kernels)
+    return load_product(env, [table.part], None)

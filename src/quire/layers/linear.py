@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 
 from quire.layers.env import Env
-from quire.quant.base import UNQUANTISED, Part, QuantMethod
+from quire.quant.base import Part
+from quire.quant.loading import load_product
 
 Cut = Literal["rows", "cols"] | None
 
@@ -29,7 +30,6 @@ class Linear:
         bias: bool = False,
         cut: Cut = None,
         transposed: bool = False,
-        method: QuantMethod = UNQUANTISED,
     ) -> None:
         """Load the weight.
 
@@ -42,7 +42,6 @@ class Linear:
             bias: whether there are bias tensors.
             cut: how to shard; None: every rank has the whole.
             transposed: whether the checkpoint stores [inputs, outputs].
-            method: the number format of the weight.
         """
         names = [names] if isinstance(names, str) else names
         outs = [out_features] if isinstance(out_features, int) else out_features
@@ -72,7 +71,7 @@ class Linear:
         self.parallel = parallel
         # Ranks sum their partial results, so only the first one adds the bias.
         has_bias = bias and not (cut == "cols" and parallel.rank > 0)
-        self.multiply = method.load(env, parts, _load_bias(env, parts) if has_bias else None)
+        self.multiply = load_product(env, parts, _load_bias(env, parts) if has_bias else None)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [tokens, out_features] for x [tokens, in_features]."""

@@ -15,9 +15,9 @@ model's device. `dequantised` defines what the numbers mean, and is the oracle o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import Literal, Protocol
+from typing import Literal, Protocol, Self
 
 import torch
 
@@ -60,16 +60,40 @@ class QuantisedWeight(Protocol):
         """Return the numbers as a tensor of `shape`, computed in fp32 and rounded to `dtype`."""
         ...
 
+    def rows(self, first: int, last: int) -> Self:
+        """Return rows `first` to `last` of a matrix: views of the same memory."""
+        ...
+
+    def expert(self, index: int) -> Self:
+        """Return the matrix of one expert of a stack: views of the same memory."""
+        ...
+
 
 class _Form:
     """What the forms share: properties that follow from their tensors."""
 
     __slots__ = ()
 
+    _FOR_ALL_ROWS = ("permutation", "input_scale")
+
+    def rows(self, first: int, last: int) -> Self:
+        total, cut = self.shape[-2], {}  # type: ignore[attr-defined]
+        for name, tensor in self._tensors():
+            if name not in self._FOR_ALL_ROWS:
+                step = FP8_BLOCK if tensor.shape[-2] != total else 1
+                cut[name] = tensor[..., first // step : -(-last // step), :]
+        return replace(self, **cut)  # type: ignore[type-var]
+
+    def expert(self, index: int) -> Self:
+        return replace(self, **{name: t[index] for name, t in self._tensors() if name != "input_scale"})  # type: ignore[type-var]
+
+    def _tensors(self) -> list[tuple[str, torch.Tensor]]:
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
+        return [(name, value) for name, value in values if isinstance(value, torch.Tensor)]
+
     @property
     def nbytes(self) -> int:
-        values = (getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
-        return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
+        return sum(tensor.nbytes for _, tensor in self._tensors())
 
 
 @dataclass(frozen=True, slots=True)

@@ -192,6 +192,7 @@ def _gemma3(name: str, keys: ConfigKeys) -> ModelSpec:
             "dtype",
             "tie_word_embeddings",
             "quantization_config",
+            "compression_config",
             "bos_token_id",
             "eos_token_id",
         )

@@ -6,8 +6,10 @@ from typing import Any
 
 from quire.files.reading import shown
 from quire.models.config.keys import ConfigKeys, token_ids
+from quire.models.config.quantization import parse_quantization
 from quire.models.config.rope import parse_rope, served_len
 from quire.models.spec import ModelSpec, MoESpec
+from quire.quant.spec import QuantSpec
 from quire.types import ModelError
 
 ACTIVATIONS = {
@@ -142,12 +144,8 @@ def _dtype(keys: ConfigKeys) -> str:
     return name
 
 
-def _quantization(keys: ConfigKeys) -> str | None:
-    settings = keys.section("quantization_config")
-    if not settings:
-        return None
-    name = settings.get("quant_method", settings.get("quant_algo", "unknown"))
-    return f"quant_method {name if isinstance(name, str) and len(name) < 40 else shown(name)}"
+def _quantization(keys: ConfigKeys) -> QuantSpec | None:
+    return parse_quantization(keys.section("quantization_config", "compression_config"))
 
 
 def parse_activation(name: str) -> str:

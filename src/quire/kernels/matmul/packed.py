@@ -23,6 +23,7 @@ import triton.language as tl
 from quire.kernels.activation import activate
 from quire.kernels.jit import kernel
 from quire.kernels.matmul.codes import numbers, scale_number
+from quire.kernels.matmul.tiles import PackedTile, tile_for
 from quire.kernels.target import target_of
 
 
@@ -66,6 +67,7 @@ def _packed(
     weight,  # uint8 [outputs, K or K / 2], with KIND [2 * outputs, ...]: gate, then up
     scale,  # [K / GROUP, rows of weight / SCALE_ROWS], or [rows of weight] if GROUP is 0
     zero,  # uint8 [K / GROUP, rows of weight], if ZERO
+    offset,  # [K / GROUP, rows of weight], if OFFSET: added to code * scale
     row_factor,  # fp32 [rows of weight], if FACTOR: multiplies the sums as well
     bias,  # [rows of weight], if BIAS
     y,  # [rows, outputs]
@@ -83,6 +85,7 @@ def _packed(
     SCALE_ROWS: tl.constexpr,
     E8M0: tl.constexpr,
     ZERO: tl.constexpr,
+    OFFSET: tl.constexpr,
     FACTOR: tl.constexpr,
     X_GROUP: tl.constexpr,
     NORM: tl.constexpr,
@@ -139,7 +142,7 @@ def _packed(
         a, more = _columns(x, residual, norm, m, at + k, rows, K, NORM, ADD_BEFORE, first, total)
         if NORM:
             squares += more
-        shift = tl.full([BLOCK_N, 1], 136.0, tl.float32).to(tl.bfloat16)
+        shift = tl.full([BLOCK_N, 1], 128.0 if OFFSET else 136.0, tl.float32).to(tl.bfloat16)
         if ZERO:
             shift = (tl.load(zero + start // GROUP * scale_stride + n).to(tl.float32) + 128.0).to(
                 tl.bfloat16
@@ -165,6 +168,9 @@ def _packed(
             if X_GROUP and X_GROUP < K:
                 xs = tl.load(x_scale + m * (K // X_GROUP) + at // X_GROUP, mask=m < rows, other=0.0)
                 part *= xs[None, :]
+            if OFFSET:
+                o = tl.load(offset + start // GROUP * scale_stride + n).to(tl.float32)
+                acc += o[:, None] * tl.sum(a.to(tl.float32), 1)[None, :]
             if not FOUR or GROUP < STEP:
                 acc += part * s[:, None]
         if FOUR:
@@ -180,6 +186,8 @@ def _packed(
                         :, None
                     ]
                 s = scale_number(tl.load(from_scale + group * scale_stride), E8M0)
+                if OFFSET:
+                    o = tl.load(offset + group * scale_stride + n).to(tl.float32)
                 w_high = numbers(w, shift, FORMAT, True, ASM).to(b.dtype)
                 acc += tl.dot(w_high, tl.trans(b)) * s[:, None]
             else:
@@ -188,6 +196,8 @@ def _packed(
                     acc = tl.dot(w_high, tl.trans(b), acc)
                 else:
                     acc += tl.dot(w_high, tl.trans(b), part) * s[:, None]
+            if OFFSET:
+                acc += o[:, None] * tl.sum(b.to(tl.float32), 1)[None, :]
 
     last = True
     if SPLIT:
@@ -240,7 +250,8 @@ class PackedTensors:
         scale: [groups, outputs / scale_rows], or [outputs] if `group` is 0. uint8 stands for 2^(byte - 127).
         group: columns per scale; 0: all of them.
         scale_rows: rows per scale.
-        zero: uint8 [groups, outputs], for int4; None: 8 everywhere.
+        zero: uint8 [groups, outputs], for int4; None: 8 everywhere, or 0 with an offset.
+        offset: dtype of scale, [groups, outputs]: added to code * scale, for integers; or None.
         factor: fp32 [outputs], multiplies the scales; or None.
         half: columns of each half of the nibbles' order; 0 with 8 bits.
     """
@@ -252,23 +263,13 @@ class PackedTensors:
     group: int
     scale_rows: int = 1
     zero: torch.Tensor | None = None
+    offset: torch.Tensor | None = None
     factor: torch.Tensor | None = None
     half: int = 0
 
     @property
     def outputs(self) -> int:
         return self.codes.shape[0]
-
-
-@dataclass(frozen=True, slots=True)
-class PackedTile:
-    """Sizes of a program of `_packed`."""
-
-    block_n: int
-    block_k: int  # ignored for 4 bits, where the order of nibbles decides
-    warps: int
-    stages: int
-    programs: int = 2  # per multiprocessor, up to which the columns are split; 0: no split
 
 
 def reorder_nibbles(packed: torch.Tensor, half: int) -> torch.Tensor:
@@ -353,6 +354,7 @@ def packed_product(
         w.codes,
         w.scale,
         w.codes if w.zero is None else w.zero,
+        w.scale if w.offset is None else w.offset,
         w.scale if w.factor is None else w.factor,
         w.codes if bias is None else bias,
         y,
@@ -370,6 +372,7 @@ def packed_product(
         SCALE_ROWS=w.scale_rows,
         E8M0=w.scale.dtype == torch.uint8,
         ZERO=w.zero is not None,
+        OFFSET=w.offset is not None,
         FACTOR=w.factor is not None,
         X_GROUP=x_group,
         NORM=norm is not None,
@@ -391,12 +394,3 @@ def packed_product(
 
 
 MOST_TILES = 8192  # length of `arrived`
-
-
-def tile_for(format: str, rows: int, outputs: int, inputs: int, in_fp8: bool, normed: bool) -> PackedTile:
-    """Return the sizes of a program for a product of `rows` rows."""
-    if rows <= 16:
-        return PackedTile(64, 128, 4, 4, 0 if normed else 4)
-    if rows <= 64:
-        return PackedTile(64, 128, 4, 4, 2)
-    return PackedTile(128, 128, 8, 4, 2)

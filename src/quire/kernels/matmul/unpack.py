@@ -16,9 +16,10 @@ _BLOCK_N, _BLOCK_K = 16, 128
 
 @kernel
 def _unpack(
-    weight,  # as in packed.py, as are the next three
+    weight,  # as in packed.py, as are the next four
     scale,
     zero,
+    offset,
     row_factor,
     y,  # [outputs, K]
     outputs,
@@ -29,6 +30,7 @@ def _unpack(
     SCALE_ROWS: tl.constexpr,
     E8M0: tl.constexpr,
     ZERO: tl.constexpr,
+    OFFSET: tl.constexpr,
     FACTOR: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -56,10 +58,12 @@ def _unpack(
         factor = scale_number(tl.load(scale + group * scale_stride + n // SCALE_ROWS), E8M0)
         if FACTOR:
             factor *= tl.load(row_factor + n)
-        shift = tl.full([BLOCK_N, 1], 136.0, tl.float32).to(tl.bfloat16)
+        shift = tl.full([BLOCK_N, 1], 128.0 if OFFSET else 136.0, tl.float32).to(tl.bfloat16)
         if ZERO:
             shift = (tl.load(zero + group * scale_stride + n).to(tl.float32) + 128.0).to(tl.bfloat16)[:, None]
         value = numbers(codes, shift, FORMAT, high == 1, ASM).to(tl.float32) * factor[:, None]
+        if OFFSET:
+            value += tl.load(offset + group * scale_stride + n).to(tl.float32)[:, None]
         to = y + n.to(tl.int64)[:, None] * K + (column + k)[None, :]
         tl.store(to, value.to(y.dtype.element_ty), mask=inside[:, None] & (column + k < K)[None, :])
 
@@ -68,13 +72,14 @@ def unpack(w: PackedTensors, dtype: torch.dtype) -> torch.Tensor:
     """Return the weight [outputs, inputs] in `dtype`."""
     y = torch.empty(w.outputs, w.inputs, device=w.codes.device, dtype=dtype)
     target = target_of(y.device)
-    block_k = w.half or _BLOCK_K
+    block_k = w.half or min(_BLOCK_K, w.group or _BLOCK_K)
     pdl = target.has_dependent_launch
     grid = (triton.cdiv(w.outputs, _BLOCK_N), triton.cdiv(w.codes.shape[1], block_k))
     _unpack[grid](
         w.codes,
         w.scale,
         w.codes if w.zero is None else w.zero,
+        w.scale if w.offset is None else w.offset,
         w.scale if w.factor is None else w.factor,
         y,
         w.outputs,
@@ -85,6 +90,7 @@ def unpack(w: PackedTensors, dtype: torch.dtype) -> torch.Tensor:
         SCALE_ROWS=w.scale_rows,
         E8M0=w.scale.dtype == torch.uint8,
         ZERO=w.zero is not None,
+        OFFSET=w.offset is not None,
         FACTOR=w.factor is not None,
         BLOCK_N=_BLOCK_N,
         BLOCK_K=block_k,

@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from quantised import FORMS, WeightMaker
 from torch import Tensor
+
+from quantised import FORMS, WeightMaker
 
 pytest.importorskip("triton")
 

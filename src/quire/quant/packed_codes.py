@@ -31,9 +31,7 @@ from quire.quant.forms import Fp4Weight, Fp8Weight, Int8Weight, IntGroupWeight, 
 
 def packed_codes_product(env: Env, weight: QuantisedWeight, bias: torch.Tensor | None) -> Matmul | None:
     """Return the product with a weight on a GPU that runs the kernels, or None if they do not take it."""
-    if env.device.type != "cuda" or env.kernels is None or env.dtype not in (torch.bfloat16, torch.float16):
-        return None
-    if not target_of(env.device).has_matrix_units:
+    if env.dtype not in (torch.bfloat16, torch.float16) or not target_of(env.device).has_matrix_units:
         return None
     return make_packed_codes(env, weight, bias)
 
@@ -56,7 +54,7 @@ def packed_tensors(weight: QuantisedWeight) -> PackedTensors | None:
     """
     if len(weight.shape) != 2 or weight.shape[1] % 16:
         return None
-    outputs, inputs = weight.shape
+    inputs = weight.shape[1]
     if isinstance(weight, Fp8Weight):
         group, rows = (128, 128) if weight.by_block else (0, 1)
         return PackedTensors("fp8", weight.weight.view(torch.uint8), inputs, weight.scale, group, rows)

@@ -27,10 +27,12 @@ from quire.kernels.target import OLDEST, target_of
 from quire.layers.env import Env
 from quire.models.checkpoint.checked import CheckedCheckpoint
 from quire.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from quire.models.checkpoint.sizes import weight_bytes
 from quire.models.decoder import Model
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
+from quire.quant.spec import served_format
 from quire.types import ConfigError
 from quire.wiring import queue_depth
 from quire.worker.executor import device_guard
@@ -68,16 +70,22 @@ class Rank:
             raise ConfigError(
                 f"max_model_len {config.max_model_len} exceeds the {spec.max_model_len} positions of {config.model}"
             )
+        spec = served_spec(config, spec)
         self.dtype = pick_dtype(config.dtype, spec, self.device)
         self.spec, self.config = spec, config.resolved(gpu_memory(self.device), spec.max_model_len)
         self._kernels = pick_kernels(self.device, self.dtype, config.cpu_kernels)
         self.backend = pick_attention(config.attention, spec, self.device, self.dtype, self._kernels)
         self._loading = ExitStack()
 
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights, from `fit_context` on."""
+        return self._memory.weight_bytes
+
     def fit_context(self) -> int:
         """Return the longest context, in tokens, of which one request fits beside the weights."""
         self._memory = memory_planner(
-            self.config, self.spec, self.dtype, self.device, explicit_len=self._explicit_len
+            self.config, self._path, self.spec, self.dtype, self.device, explicit_len=self._explicit_len
         ).shortened()
         return self._memory.limits.max_model_len
 
@@ -142,19 +150,38 @@ def step_limits(config: EngineConfig) -> StepLimits:
     )
 
 
+def served_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
+    """Return the spec with the format in which its weights are served.
+
+    Raises:
+        ConfigError: if `config` asks for a conversion of weights that are quantised already.
+    """
+    served = served_format(spec.quantization, config.quantization, config.load_format == "dummy")
+    return replace(spec, quantization=served)
+
+
 def memory_planner(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, *, explicit_len: bool
+    config: EngineConfig,
+    path: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    explicit_len: bool,
 ) -> MemoryPlanner:
     """Return the planner that divides the memory of `device`.
 
     Args:
         config: resolved settings.
-        dtype: of weights, activations and KV entries.
+        path: folder or file of the model.
+        spec: the spec that is served.
+        dtype: of plain weights, activations and KV entries.
         explicit_len: the user set max_model_len, so a context that does not fit is an error.
     """
     return MemoryPlanner(
         model=config.model,
         spec=spec,
+        weight_bytes=weight_bytes(path, spec, dtype),
         dtype=dtype,
         device=device,
         layouts=spec.kv_layouts(str(dtype).removeprefix("torch.")),

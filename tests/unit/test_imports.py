@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "frontend": {"types", "config", "core", "files"},
     "grammar": {"types", "core", "frontend"},
     "bench": {"types", "config", "core", "worker", "frontend", "models", "host", "rank", "llm", "kernels"},
-    "rank": {"types", "config", "worker", "models", "attention", "layers", "parallel", "kernels", "wiring"},
+    "rank": {"types", "config", "worker", "models", "attention", "layers", "parallel", "quant", "kernels", "wiring"},
     "host": {"types", "config", "core", "worker", "models", "frontend", "grammar", "rank", "wiring"},
     "start": {"types", "config", "core", "host"},
     "serve": {"types", "config", "frontend"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 NAMES = {
     "-c": "--max-model-len",
     "-n": "--max-tokens",
+    "-q": "--quantization",
     "--async-scheduling": "--overlap",
     "--attention-backend": "--attention",
     "--chunked-prefill-size": "--max-num-batched-tokens",
@@ -46,7 +47,7 @@ MISSING = {
         "-sc", "-md", "--speculative-config", "--spec-method", "--spec-model", "--spec-tokens", "--speculative-model",
         "--num-speculative-tokens", "--speculative-algorithm", "--speculative-draft-model-path", "--model-draft",
     ),
-    "quantised weights on the device": ("-q", "--quantization", "--load-in-4bit", "--load-in-8bit"),
+    "the formats of bitsandbytes": ("--load-in-4bit", "--load-in-8bit"),
     "a quantised KV cache": ("-ctk", "-ctv", "--kv-cache-dtype", "--cache-type-k", "--cache-type-v"),
     "LoRA": ("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", "--lora-paths", "--lora"),
     "images and audio": ("--mmproj", "--limit-mm-per-prompt", "--image"),

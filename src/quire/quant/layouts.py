@@ -21,7 +21,7 @@ from quire.quant.forms import (
 )
 
 
-class Layout(Protocol):
+class FormLayout(Protocol):
     """The layout of a quantised weight."""
 
     @property
@@ -115,7 +115,7 @@ class Fp4Layout:
         )
 
 
-def merge(one: Layout, other: Layout, stacked: bool = False) -> Layout | None:
+def merge(one: FormLayout, other: FormLayout, stacked: bool = False) -> FormLayout | None:
     """Return the layout of a weight that holds parts of both layouts; None if there is none.
 
     Experts that are `stacked` have their own permutations, and share the larger of their static scales.

@@ -21,7 +21,7 @@ from quire.quant.formats.gguf import read_gguf
 from quire.quant.formats.groups import read_groups
 from quire.quant.formats.int8 import read_int8
 from quire.quant.forms import QuantisedWeight
-from quire.quant.layouts import Layout, merge
+from quire.quant.layouts import FormLayout, merge
 from quire.quant.products import quantised_product
 from quire.types import ModelError
 
@@ -97,7 +97,7 @@ def load_stack(env: Env, experts: Sequence[list[Part]]) -> torch.Tensor | Quanti
     return weight
 
 
-def _stack_layout(opened: list[OpenedPart]) -> Layout | None:
+def _stack_layout(opened: list[OpenedPart]) -> FormLayout | None:
     """Return the layout of a stack of experts; None if all parts are plain."""
     layout = opened[0][1].layout if opened[0][1] else None
     for part, packed in opened:
@@ -123,7 +123,7 @@ def fused_runs(opened: list[OpenedPart]) -> list[list[OpenedPart]]:
     return runs
 
 
-def _run_layout(run: list[OpenedPart]) -> Layout | bool:
+def _run_layout(run: list[OpenedPart]) -> FormLayout | bool:
     """Return the common layout of parts; True if all are plain, False if they cannot be one weight."""
     if all(packed is None for _, packed in run):
         return True

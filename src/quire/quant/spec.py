@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
+
+from quire.types import ConfigError
 
 # The formats of `--quantization`.
 Conversion = Literal["fp8", "fp8-block", "int8", "int4"]
@@ -61,9 +63,45 @@ class QuantSpec:
     def __str__(self) -> str:
         return f"{self.method} ({self.detail})" if self.detail else self.method
 
+    def like_conversion(self) -> Conversion | None:
+        """Return the conversion whose numbers have as many bits; None if the format is not supported."""
+        if self.unsupported:
+            return None
+        if self.method == "fp8" or self.detail in ("float-quantized", "FP8"):
+            return "fp8-block" if "blocks" in self.detail else "fp8"
+        return "int4" if any(group.bits == 4 for group in self.groups) else "int8"
+
     def activations(self, module: str) -> ActivationScheme:
         """Return how activations of the layer `module` are rounded."""
         return next((group.activations for group in self.groups if group.holds(module)), "none")
+
+
+def served_format(
+    stored: QuantSpec | None, wanted: str, dummy: bool, group_size: int = 128
+) -> QuantSpec | None:
+    """Return the spec of the weights as they are served.
+
+    Args:
+        stored: of the checkpoint.
+        wanted: `auto`, or a `Conversion`.
+        dummy: the weights are random numbers, which are converted to what the checkpoint would hold.
+        group_size: of a conversion to int4.
+
+    Raises:
+        ConfigError: if a conversion is wanted, but the checkpoint is quantised already.
+    """
+    if wanted == "auto" and not dummy:
+        return stored
+    if stored and not dummy:
+        raise ConfigError(
+            f"quantization {wanted} converts plain weights, but this checkpoint is quantised already "
+            f"({stored}); use quantization auto"
+        )
+    convert = stored and stored.like_conversion() if wanted == "auto" else wanted
+    if not convert:
+        return None
+    size = next((g.group_size for g in stored.groups if g.group_size), group_size) if stored else group_size
+    return QuantSpec(method=convert, convert=cast(Conversion, convert), group_size=size)
 
 
 def _matches(target: str, module: str) -> bool:

@@ -45,6 +45,8 @@ _DTYPES = _FLOATS | _PACKED
 _HARMLESS = re.compile(
     r"rotary_emb\.inv_freq$|\battn\.(masked_)?bias$|^(model\.)?(vision_tower|multi_modal_projector)\."
 )
+# Static scales of keys, values and attention, which a KV cache in 16 bits does not need.
+_KV_SCALES = re.compile(r"\.([kvq]|kv|prob)(_cache|_output)?_(scale|zero_point)$|\.[kvq]_proj\.output_scale$")
 
 
 class Checkpoint(Protocol):
@@ -366,8 +368,16 @@ def check_shape(name: str, expected: tuple[int, ...], actual: tuple[int, ...]) -
 def check_unread(unread: set[str], tied: bool) -> None:
     """Raise ModelError if a tensor was not loaded, except for known harmless ones and the head of tied models."""
     left = sorted(
-        n for n in unread if not _HARMLESS.search(n) and not (tied and n.endswith("lm_head.weight"))
+        n
+        for n in unread
+        if not _HARMLESS.search(n)
+        and not _KV_SCALES.search(n)
+        and not (tied and n.endswith("lm_head.weight"))
     )
+    if any(_KV_SCALES.search(name) for name in unread):
+        log.info(
+            "the checkpoint's scales of keys and values are not used: the KV cache has 16 bits or its own scales"
+        )
     if left:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         raise ModelError(

@@ -10,7 +10,7 @@ import torch
 from quire.layers.env import Env, StoredShape
 from quire.quant.base import Part
 from quire.quant.forms import QuantisedWeight
-from quire.quant.layouts import Layout
+from quire.quant.layouts import FormLayout
 from quire.types import ModelError
 
 _WHOLE = slice(None)
@@ -20,7 +20,7 @@ class PackedPart(Protocol):
     """A part of a quantised weight, as the checkpoint stores it."""
 
     @property
-    def layout(self) -> Layout: ...
+    def layout(self) -> FormLayout: ...
 
     def fill(self, weight: QuantisedWeight) -> None:
         """Load the part into `weight`, which has `layout` and the part's rows. A GPU's copies end with the checkpoint."""

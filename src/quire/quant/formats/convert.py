@@ -21,7 +21,7 @@ from quire.quant.forms import (
     QuantisedWeight,
     pack4,
 )
-from quire.quant.layouts import Fp8Layout, Int8Layout, IntGroupLayout, Layout
+from quire.quant.layouts import FormLayout, Fp8Layout, Int8Layout, IntGroupLayout
 from quire.quant.rounding import INT8_MAX
 
 # Routers are small and decide much.
@@ -61,7 +61,7 @@ def group_size(inputs: int, wanted: int) -> int | None:
 class ConvertedPart:
     """A part of a plain weight that is quantised when it arrives."""
 
-    def __init__(self, env: Env, part: Part, layout: Layout) -> None:
+    def __init__(self, env: Env, part: Part, layout: FormLayout) -> None:
         self.tensors, self.dtype, self.layout = PartTensors(env, part), env.dtype, layout
 
     def fill(self, weight: QuantisedWeight) -> None:

@@ -16,7 +16,7 @@ from quire.layers.env import Env
 from quire.quant.base import Part
 from quire.quant.formats.base import PackedPart, PartTensors
 from quire.quant.forms import Fp4Weight, IntGroupWeight, QuantisedWeight, pack4
-from quire.quant.layouts import Fp4Layout, IntGroupLayout, Layout
+from quire.quant.layouts import FormLayout, Fp4Layout, IntGroupLayout
 
 # Codes [rows, numbers] uint8, scales [rows, groups], and offsets [rows, groups] or None.
 Unpacked = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
@@ -31,8 +31,14 @@ class BlockKind:
 
     numbers: int
     bytes: int
-    layout: Layout
+    layout: FormLayout
     unpack: Callable[[torch.Tensor], Unpacked]
+
+    @property
+    def bits(self) -> float:
+        """Bits of a number in memory, with its share of a scale."""
+        weight = self.layout.allocate((), 1, self.numbers, torch.device("cpu"))
+        return 8 * weight.nbytes / self.numbers
 
 
 def read_gguf(env: Env, part: Part) -> PackedPart | None:

@@ -208,7 +208,7 @@ class PackQuantizedPart(GroupedPart):
 
 def unpack_int32(packed: torch.Tensor, bits: int) -> torch.Tensor:
     """Return the codes in int32 numbers [rows, n], lowest bits first: uint8 [rows, n * 32 / bits]."""
-    codes = packed.contiguous().view(torch.uint8)
+    codes = packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)
     if bits == 8:
         return codes
     return torch.stack((codes & 15, codes >> 4), -1).flatten(-2)

@@ -76,7 +76,8 @@ class MemoryPlanner:
 
     model: str  # name of the model, for error messages
     spec: ModelSpec
-    dtype: torch.dtype  # of weights, activations and KV entries
+    weight_bytes: int
+    dtype: torch.dtype  # of activations and KV entries
     device: torch.device
     layouts: tuple[KVLayout, ...]  # what each layer keeps of a token
     limits: StepLimits  # max_model_len: the longest context to serve; `size_kv` may lower it
@@ -91,7 +92,7 @@ class MemoryPlanner:
         Raises:
             ConfigError: if they exceed the free memory of the device.
         """
-        needed, (free, total) = self.spec.num_parameters * self.dtype.itemsize, free_memory(self.device)
+        needed, (free, total) = self.weight_bytes, free_memory(self.device)
         if needed > free:
             raise ConfigError(
                 f"the weights of {self.model} need {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} of "

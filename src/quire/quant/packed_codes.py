@@ -31,7 +31,8 @@ from quire.quant.forms import Fp4Weight, Fp8Weight, Int8Weight, IntGroupWeight, 
 
 def packed_codes_product(env: Env, weight: QuantisedWeight, bias: torch.Tensor | None) -> Matmul | None:
     """Return the product with a weight on a GPU that runs the kernels, or None if they do not take it."""
-    if env.dtype not in (torch.bfloat16, torch.float16) or not target_of(env.device).has_matrix_units:
+    half = env.dtype in (torch.bfloat16, torch.float16)
+    if not half or torch.version.hip or not target_of(env.device).has_matrix_units:  # the kernels contain PTX
         return None
     return make_packed_codes(env, weight, bias)
 

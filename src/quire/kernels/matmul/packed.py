@@ -343,7 +343,7 @@ def packed_product(
         parts = torch.empty(
             row_tiles * tiles * splits * tile.block_n * block_m, device=x.device, dtype=torch.float32
         )
-    pdl, asm = target.has_dependent_launch, target.capability >= 90
+    pdl, asm = target.has_dependent_launch, target.has_ptx
     x_group = 0 if x_scale is None else w.inputs if x_scale.shape[1] == 1 else 128
     beside = add if residual is None else residual
     _packed[(tiles, splits, row_tiles)](

@@ -94,7 +94,7 @@ def unpack(w: PackedTensors, dtype: torch.dtype) -> torch.Tensor:
         FACTOR=w.factor is not None,
         BLOCK_N=_BLOCK_N,
         BLOCK_K=block_k,
-        ASM=target.capability >= 90,
+        ASM=target.has_ptx,
         PDL=pdl,
         num_warps=4,
         launch_pdl=pdl,

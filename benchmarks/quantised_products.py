@@ -97,7 +97,7 @@ def weight(kind: str, shape: tuple[int, int], half: int) -> PackedTensors:
         return PackedTensors("fp8", codes, inputs, scale, 128, 128)
     if kind == "int8":
         codes = torch.randint(0, 256, shape, dtype=torch.uint8, device=CUDA)
-        return PackedTensors("int8", codes, inputs, torch.rand(outputs, device=CUDA) * 2e-4, 0)
+        return PackedTensors("byte", codes, inputs, torch.rand(outputs, device=CUDA) * 2e-4, 0)
     codes = torch.randint(0, 256, (outputs, inputs // 2), dtype=torch.uint8, device=CUDA)
     if kind == "int4":
         scale = (torch.rand(inputs // 128, outputs, device=CUDA) * 4e-3).half()

@@ -60,7 +60,7 @@ def packed_tensors(weight: QuantisedWeight) -> PackedTensors | None:
         group, rows = (128, 128) if weight.by_block else (0, 1)
         return PackedTensors("fp8", weight.weight.view(torch.uint8), inputs, weight.scale, group, rows)
     if isinstance(weight, Int8Weight):
-        return PackedTensors("int8", weight.weight.view(torch.uint8), inputs, weight.scale, 0)
+        return PackedTensors("byte", weight.weight.view(torch.uint8), inputs, weight.scale, 0)
     if not isinstance(weight, IntGroupWeight | Fp4Weight):
         return None
     group = weight.group_size
@@ -68,7 +68,7 @@ def packed_tensors(weight: QuantisedWeight) -> PackedTensors | None:
         if group < 16 or (group & group - 1 and group % 128):
             return None
         return PackedTensors(
-            "int8", weight.packed, inputs, weight.scale, group, 1, weight.zero, weight.offset
+            "byte", weight.packed, inputs, weight.scale, group, 1, weight.zero, weight.offset
         )
     half = half_for(group, inputs)
     if not half:

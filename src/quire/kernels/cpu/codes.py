@@ -137,7 +137,9 @@ def in_huge_pages(memory: torch.Tensor) -> torch.Tensor:
     begin = -(-memory.data_ptr() // _HUGE_PAGE) * _HUGE_PAGE
     size = (memory.data_ptr() + memory.nbytes - begin) // _HUGE_PAGE * _HUGE_PAGE
     if size > 0:
-        ctypes.CDLL(None).madvise(c_void_p(begin), ctypes.c_size_t(size), _MADV_HUGEPAGE)  # a refusal costs only speed
+        ctypes.CDLL(None).madvise(
+            c_void_p(begin), ctypes.c_size_t(size), _MADV_HUGEPAGE
+        )  # a refusal costs only speed
     return memory
 
 

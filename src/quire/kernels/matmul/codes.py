@@ -10,8 +10,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-FP8, INT8, INT4, FP4 = "fp8", "int8", "int4", "fp4"
-
 # e4m3 has its exponent 120 lower in bf16, so the bits are moved into place and multiplied by 2^120.
 _FP8_ASM = tl.constexpr("""{
 .reg .b32 a, b, c, d;
@@ -77,7 +75,7 @@ def numbers(codes, zero, FORMAT: tl.constexpr, HIGH: tl.constexpr, ASM: tl.const
     HIGH: for 4 bits, whether to convert the upper halves of the bytes.
     ASM: whether to convert with PTX.
     """
-    if FORMAT == "int8":
+    if FORMAT == "byte":
         code = codes.to(tl.int8, bitcast=True)
         if ASM:
             return code.to(tl.bfloat16)

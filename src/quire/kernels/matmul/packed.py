@@ -244,7 +244,7 @@ class PackedTensors:
     """A quantised weight as the kernel reads it.
 
     Args:
-        format: fp8, int8, int4 or fp4.
+        format: fp8, byte (signed integers; "int8" would mean a dtype to Triton), int4 or fp4.
         codes: uint8 [outputs, inputs], or [outputs, inputs / 2] in the order of `reorder_nibbles`.
         inputs: number of columns.
         scale: [groups, outputs / scale_rows], or [outputs] if `group` is 0. uint8 stands for 2^(byte - 127).
@@ -343,6 +343,8 @@ def packed_product(
         parts = torch.empty(
             row_tiles * tiles * splits * tile.block_n * block_m, device=x.device, dtype=torch.float32
         )
+    per_stage = tile.block_n * block_k + block_m * step * x.element_size()
+    stages = max(2, min(tile.stages, target.shared_bytes // per_stage + 1))
     pdl, asm = target.has_dependent_launch, target.has_ptx
     x_group = 0 if x_scale is None else w.inputs if x_scale.shape[1] == 1 else 128
     beside = add if residual is None else residual
@@ -387,7 +389,7 @@ def packed_product(
         ASM=asm,
         PDL=pdl,
         num_warps=tile.warps,
-        num_stages=tile.stages,
+        num_stages=stages,
         launch_pdl=pdl,
     )
     return y, total

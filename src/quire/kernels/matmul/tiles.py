@@ -23,7 +23,7 @@ def tile_for(format: str, rows: int, outputs: int, inputs: int, in_fp8: bool, no
     """Return the sizes of a program.
 
     Args:
-        format: fp8, int8, int4 or fp4.
+        format: fp8, byte (signed integers; "int8" would mean a dtype to Triton), int4 or fp4.
         rows: of x.
         outputs, inputs: of the weight.
         in_fp8: whether x is e4m3.

@@ -16,6 +16,8 @@ from quire.models.decoder import Model
 from quire.models.registry import build_model
 from quire.parallel.ranks import Parallel
 
+ONE_RANK = Parallel()
+
 
 class WholeSequenceAttention:
     """Attention over rows that start at position 0, so that no keys or values precede the step's."""
@@ -46,7 +48,11 @@ class WholeSequenceAttention:
             hidden = at[None, :] > at[:, None]
             if layer.window is not None:
                 hidden |= at[None, :] <= at[:, None] - layer.window
-            probs = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if layer.sinks is not None:
+                sinks = layer.sinks.view(-1, 1, 1).expand(-1, end - start, 1)
+                scores = torch.cat((scores, sinks), -1)
+            probs = scores.softmax(-1)[..., : end - start]
             outs.append(torch.einsum("hqk,khd->qhd", probs, values).flatten(1))
         return torch.cat(outs)
 
@@ -71,11 +77,11 @@ def whole_batch(rows: list[list[int]]) -> ForwardBatch:
     )
 
 
-def load_model(path: Path, dtype: torch.dtype = torch.float32) -> Model:
+def load_model(path: Path, dtype: torch.dtype = torch.float32, parallel: Parallel = ONE_RANK) -> Model:
     """Load the model at `path` on the CPU, and check that it uses every tensor of its checkpoint."""
     spec = load_spec(path)
     weights = open_checkpoint(path, spec)
-    env = Env(weights, Parallel(), WholeSequenceAttention(), torch.device("cpu"), dtype)
+    env = Env(weights, parallel, WholeSequenceAttention(), torch.device("cpu"), dtype)
     model = build_model(spec, env)
     weights.finish()
     return model

@@ -335,8 +335,8 @@ def test_attention_layers_know_their_window_and_scale() -> None:
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ModelError, match="cannot be sharded over 4 ranks"):
-        build_model(SPEC, env(DummyCheckpoint(0, CPU, torch.float32), PartialRank(0, 4)))
+    with pytest.raises(ModelError, match="cannot be sharded over 8 ranks"):
+        build_model(SPEC, env(DummyCheckpoint(0, CPU, torch.float32), PartialRank(0, 8)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

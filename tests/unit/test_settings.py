@@ -154,9 +154,9 @@ def test_help_lists_each_switch_once(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("flag", "feature"),
     [
-        ("-tp", "several GPUs"),
+        ("-dp", "pipeline, data and expert parallelism"),
         ("--load-in-4bit", "the formats of bitsandbytes"),
-        ("--spec_model", "speculative"),
+        ("--spec_model", "drafts of another model"),
         ("--enable-lora", "LoRA"),
     ],
 )

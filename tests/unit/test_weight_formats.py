@@ -440,7 +440,7 @@ def test_experts_in_different_formats_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"quant_method": "bitsandbytes"}, "supported are: awq, compressed-tensors"),
+        ({"quant_method": "hqq"}, "supported are: awq, compressed-tensors"),
         ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"weight_block_size .*supported are blocks"),
         ({"quant_method": "fp8", "fmt": "e5m2"}, "e5m2"),
         ({"quant_method": "gptq", "bits": 3}, "3 bits; supported are 4, 8"),

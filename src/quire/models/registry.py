@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.layers.env import Env
-from quire.models.decoder import Model
-from quire.models.gemma3 import Gemma3Model
+from quire.models.decoder import DecoderModel, Model
 from quire.models.gpt2 import GPT2Model
-from quire.models.llama import LlamaModel
 from quire.models.moe import MoEModel
-from quire.models.qwen import QwenModel
 from quire.models.spec import ModelSpec
 from quire.types import ModelError
 
-FAMILIES: dict[str, Callable[[Env, ModelSpec], Model]] = {
-    "gemma3": Gemma3Model,
+# Families with a class of their own; all others are the decoder with the options of their spec.
+CLASSES: dict[str, Callable[[Env, ModelSpec], Model]] = {
     "gpt2": GPT2Model,
-    "llama": LlamaModel,
     "moe": MoEModel,
-    "qwen": QwenModel,
 }
 
 
@@ -27,16 +22,26 @@ def build_model(spec: ModelSpec, env: Env) -> Model:
     """Build the model of `spec` with weights from `env.weights`.
 
     Raises:
-        ModelError: if the family or its quantisation is not supported, if the model cannot be sharded over the
+        ModelError: if the quantisation is not supported, if the model cannot be sharded over the
             ranks, or if a tensor is missing or has a wrong shape.
     """
-    if spec.family not in FAMILIES:
-        raise ModelError(f"{spec.architecture} is not supported yet")
     spec.check_quantization()
-    size = env.parallel.size
-    if spec.num_heads % size or spec.num_kv_heads % size or spec.intermediate_size % size:
+    check_shards(spec, env.parallel.size)
+    return CLASSES.get(spec.family, DecoderModel)(env, spec)
+
+
+def check_shards(spec: ModelSpec, size: int) -> None:
+    """Raise ModelError, naming what does not divide, if the model cannot be sharded over `size` ranks."""
+    sizes = {"heads": spec.num_heads, "intermediate size": spec.intermediate_size}
+    if spec.moe:
+        sizes["expert intermediate size"] = spec.moe.intermediate_size
+        if all(spec.moe.sparse):
+            del sizes["intermediate size"]
+    faults = [f"{name} {value}" for name, value in sizes.items() if value % size]
+    if spec.num_kv_heads % size and size % spec.num_kv_heads:
+        faults.append(f"K/V heads {spec.num_kv_heads}")
+    if faults:
         raise ModelError(
-            f"{spec.architecture} cannot be sharded over {size} ranks: its {spec.num_heads} heads, "
-            f"{spec.num_kv_heads} K/V heads and intermediate size {spec.intermediate_size} must be multiples of {size}"
+            f"{spec.architecture} cannot be sharded over {size} ranks: {', '.join(faults)} must be multiples of {size} "
+            f"(K/V heads may also be a divisor of it); choose another tensor_parallel_size"
         )
-    return FAMILIES[spec.family](env, spec)

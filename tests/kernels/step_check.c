@@ -61,7 +61,7 @@ static void check_rows(int half) {
 static void check_attention(int half, int64_t dim, int64_t window, float cap) {
     enum { N = 3, Q = 6, KV = 2, PAGES = 9, SIZE = 4, LONG = 12 };
     Norm norms = {numbers((Q + KV) * dim, half), NULL, 1e-6f, half};
-    Heads heads = {&norms, numbers(LONG * dim, half), Q, KV, dim, window, 0.3f, cap, half};
+    Heads heads = {&norms, numbers(LONG * dim, half), Q, KV, dim, window, dim / 2, NULL, 0.3f, cap, half};
     int64_t positions[N] = {0, 6, 11}, slots[N] = {32, 10, 23}, owners[N] = {0, 1, 2};
     int32_t lens[N] = {1, 7, 12}, tables[N * 3] = {8, 0, 0, 1, 2, 0, 3, 4, 5};
     void *qkv = numbers(N * (Q + 2 * KV) * dim, half), *out = numbers(N * Q * dim, half);

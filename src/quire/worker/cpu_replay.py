@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from quire.attention.base import ForwardBatch
 from quire.kernels.cpu.ops import CpuKernels
 from quire.models.decoder import Model
-from quire.quant.packed import FEW_ROWS
+from quire.quant.c_matmul import FEW_ROWS
 from quire.types import StepPlan
 from quire.worker.batch import Batcher
 from quire.worker.graphs import Eager, LaunchedStep, Threads
@@ -62,7 +62,7 @@ class CpuReplay:
         if (
             self._computes_in_torch
             or self._kernels.span  # a profiler times each kernel
-            or not 0 < plan.total_tokens == rows <= FEW_ROWS  # oneDNN multiplies more rows
+            or not 0 < plan.total_tokens == rows <= FEW_ROWS  # other kernels multiply more rows
             or not plan.samples.all()
             or plan.keeps_hidden
         ):

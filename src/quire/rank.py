@@ -213,7 +213,7 @@ def memory_planner(
     return MemoryPlanner(
         model=config.model,
         spec=spec,
-        weight_bytes=weight_bytes(path, spec, dtype),
+        weight_bytes=weight_bytes(path, spec, dtype, device, config.cpu_kernels),
         dtype=dtype,
         device=device,
         layouts=spec.kv_layouts(str(dtype).removeprefix("torch."), config.tensor_parallel_size),

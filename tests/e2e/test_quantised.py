@@ -72,9 +72,12 @@ def test_a_copy_runs_and_keeps_everything_else(
     assert all(len(tokens) == 6 for tokens in answers(folder))
     assert main(["doctor", str(folder), "--device", "cpu", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)
-    assert plan["plan"]["quantization"] == str(spec.quantization)
-    stored = sum(t.nbytes for t in after.values())
-    assert plan["memory_map"]["weights"]["bytes"] == pytest.approx(stored, rel=0.2)
+    described, needed = plan["plan"]["quantization"], plan["memory_map"]["weights"]["bytes"]
+    assert described.startswith(str(spec.quantization))
+    if form.startswith("fp8"):  # no C kernel takes FP8
+        assert "unpacked and computed in float32" in described and needed == spec.num_parameters * 4
+    elif "C kernels" in described:
+        assert needed == pytest.approx(sum(t.nbytes for t in after.values()), rel=0.2)
 
 
 def test_eight_bits_hardly_change_an_answer(copies: dict[str, Path], plain: Path) -> None:
@@ -112,7 +115,7 @@ def test_conversions_count_their_bytes(plain: Path) -> None:
     sizes = {}
     for form in ("auto", *FORMATS):
         served = replace(spec, quantization=served_format(None, form, dummy=False))
-        sizes[form] = weight_bytes(plain, served, torch.bfloat16)
+        sizes[form] = weight_bytes(plain, served, torch.bfloat16, torch.device("cuda"))
     assert sizes["auto"] == spec.num_parameters * 2
     assert sizes["int4"] < sizes["fp8"] < sizes["auto"]
 

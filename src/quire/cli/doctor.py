@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from quire.kernels import Kernels
+    from quire.quant.spec import QuantSpec
     from quire.worker.memory.sizing import MemoryPlanner
 
 _PACKAGES = (
@@ -161,12 +162,12 @@ def _plan(report: Report, config: EngineConfig) -> None:
     report.row(
         "model", f"{spec.family}, {spec.num_parameters / 1e6:,.1f} M parameters, {spec.num_layers} layers"
     )
-    report.row("quantization", str(spec.quantization or "none, plain numbers"))
     gpu_state = "a GPU is available" if device.type == "cuda" else "no GPU is available"
     report.row("device", f"{device}: {_why(config.device, gpu_state)}")
     report.row("dtype", f"{str(dtype)[6:]}: {_why(config.dtype, f'the checkpoint is {spec.dtype}')}")
     kernels = pick_kernels(device, dtype, config.cpu_kernels)
     report.row("kernels", _kernels(kernels, spec.hidden_size, dtype, device))
+    report.row("quantization", _quantization(spec.quantization, kernels, dtype, device))
     backend = pick_attention(config.attention, spec, device, dtype, kernels).name
     report.row(
         "attention", f"{backend}: {_why(config.attention, 'the kernels above' if kernels else 'plain torch')}"
@@ -198,6 +199,22 @@ def _kernels(kernels: Kernels | None, width: int, dtype: torch.dtype, device: to
         if not isinstance(pack(probe, None, kernels), FewRowsPackedMatmul):
             return "C, but torch computes matrix products, which is slower: the weight format of this oneDNN is unknown"
     return _KERNELS[device.type]
+
+
+def _quantization(
+    spec: QuantSpec | None, kernels: Kernels | None, dtype: torch.dtype, device: torch.device
+) -> str:
+    """Describe the format of the weights, and what multiplies with them."""
+    from quire.quant.products import stays_packed
+
+    if spec is None:
+        return "none, plain numbers"
+    if spec.unsupported:
+        return f"{spec}, which cannot be read: {spec.unsupported}"
+    if not stays_packed(device, kernels is not None, spec.is_fp8):
+        return f"{spec}, unpacked and computed in {str(dtype)[6:]}"
+    by = "plain torch" if kernels is None else "C kernels" if device.type == "cpu" else "Triton kernels"
+    return f"{spec}, multiplied by {by}"
 
 
 def _memory_map(report: Report, memory: MemoryPlanner) -> None:

@@ -28,6 +28,7 @@ SpecMethod = Literal["off", "ngram", "draft"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["auto", "fp8", "fp8-block", "int8", "int4"]
 
 
 def _setting(group: str, default: Any, help: str) -> Any:
@@ -60,6 +61,11 @@ class EngineConfig:
     skip_tokenizer_init: bool = _model(False, "load no tokenizer: prompts and answers are token ids")
     load_format: LoadFormat = _model(
         "auto", "auto reads the checkpoint; dummy fills the model's shapes with random weights"
+    )
+    quantization: Quantization = _model(
+        "auto",
+        "format of the weights: auto is that of the checkpoint; fp8, fp8-block, int8 or int4 converts a checkpoint of "
+        "plain weights while it is loaded",
     )
     dtype: Dtype = _model("auto", "number format of weights and activations; auto follows the checkpoint")
     device: str = _model("auto", "cpu, cuda or cuda:N; auto picks the first GPU, or the CPU if there is none")
@@ -252,6 +258,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "spec_method": get_args(SpecMethod),
     "dtype": get_args(Dtype),
     "load_format": get_args(LoadFormat),
+    "quantization": get_args(Quantization),
     "attention": ("auto", "reference", "triton", "cpu"),
 }
 

@@ -30,12 +30,14 @@ from quire.kernels.target import OLDEST, target_of
 from quire.layers.env import Env
 from quire.models.checkpoint.checked import CheckedCheckpoint
 from quire.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from quire.models.checkpoint.sizes import weight_bytes
 from quire.models.config.load import load_spec
 from quire.models.decoder import Model
-from quire.models.registry import build_model
+from quire.models.registry import build_model, check_shards
 from quire.models.spec import ModelSpec
 from quire.parallel.connection import connect_ranks
 from quire.parallel.ranks import Parallel
+from quire.quant.spec import served_format
 from quire.speculation.draft_model import ModelDrafter
 from quire.speculation.drafter import NO_SPECULATION, Speculation
 from quire.speculation.ngram import NgramDrafter
@@ -70,6 +72,7 @@ class Rank:
     size: KVSize
 
     def __init__(self, config: EngineConfig, path: Path, spec: ModelSpec, index: int = 0) -> None:
+        check_shards(spec, config.tensor_parallel_size)
         self.device = rank_device(config.device, index, config.tensor_parallel_size)
         self.guard = device_guard(self.device)
         self._path = path
@@ -78,6 +81,7 @@ class Rank:
             raise ConfigError(
                 f"max_model_len {config.max_model_len} exceeds the {spec.max_model_len} positions of {config.model}"
             )
+        spec = served_spec(config, spec)
         self.dtype = pick_dtype(config.dtype, spec, self.device)
         self._draft = find_draft(config, path, spec)
         longest = min([spec.max_model_len, *(draft.spec.max_model_len for draft in self._draft)])
@@ -86,6 +90,11 @@ class Rank:
         self.backend = pick_attention(config.attention, spec, self.device, self.dtype, self._kernels)
         self._parallel = Parallel(index, config.tensor_parallel_size)
         self._loading = ExitStack()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights, from `fit_context` on."""
+        return self._memory.weight_bytes
 
     def run_phase(self, phase: str, argument: int) -> int:
         """Run the phase of the start-up with this name. Return its result, or 0 if it has none."""
@@ -100,7 +109,7 @@ class Rank:
     def fit_context(self) -> int:
         """Return the longest context, in tokens, of which one request fits beside the weights."""
         planner = memory_planner(
-            self.config, self.spec, self.dtype, self.device, explicit_len=self._explicit_len
+            self.config, self._path, self.spec, self.dtype, self.device, explicit_len=self._explicit_len
         )
         name = str(self.dtype).removeprefix("torch.")
         drafts = tuple(layout for draft in self._draft for layout in draft.spec.kv_layouts(name, 1))
@@ -204,19 +213,38 @@ def step_limits(config: EngineConfig) -> StepLimits:
     )
 
 
+def served_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
+    """Return the spec with the format in which its weights are served.
+
+    Raises:
+        ConfigError: if `config` asks for a conversion of weights that are quantised already.
+    """
+    served = served_format(spec.quantization, config.quantization, config.load_format == "dummy")
+    return replace(spec, quantization=served)
+
+
 def memory_planner(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, *, explicit_len: bool
+    config: EngineConfig,
+    path: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    explicit_len: bool,
 ) -> MemoryPlanner:
     """Return the planner that divides the memory of `device`.
 
     Args:
         config: resolved settings.
-        dtype: of weights, activations and KV entries.
+        path: folder or file of the model.
+        spec: the spec that is served.
+        dtype: of plain weights, activations and KV entries.
         explicit_len: the user set max_model_len, so a context that does not fit is an error.
     """
     return MemoryPlanner(
         model=config.model,
         spec=spec,
+        weight_bytes=weight_bytes(path, spec, dtype),
         dtype=dtype,
         device=device,
         layouts=spec.kv_layouts(str(dtype).removeprefix("torch."), config.tensor_parallel_size),
@@ -451,7 +479,8 @@ def load_model(
     )
     try:
         with torch.inference_mode():
-            return build_model(spec, Env(checkpoint, parallel, backend, device, dtype, kernels)), checkpoint
+            env = Env(checkpoint, parallel, backend, device, dtype, kernels, spec.quantization)
+            return build_model(spec, env), checkpoint
     except BaseException:
         checkpoint.close()
         raise

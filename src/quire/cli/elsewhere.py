@@ -5,6 +5,7 @@ from __future__ import annotations
 NAMES = {
     "-c": "--max-model-len",
     "-n": "--max-tokens",
+    "-q": "--quantization",
     "-tp": "--tensor-parallel-size",
     "--async-scheduling": "--overlap",
     "--attention-backend": "--attention",
@@ -55,7 +56,7 @@ MISSING = {
         "-pp", "-dp", "--pipeline-parallel-size", "--data-parallel-size", "--pp-size", "--dp-size", "--ep-size", "--enable-expert-parallel", "--split-mode", "--tensor-split",
         "--distributed-executor-backend",
     ),
-    "quantised weights on the device": ("-q", "--quantization", "--load-in-4bit", "--load-in-8bit"),
+    "the formats of bitsandbytes": ("--load-in-4bit", "--load-in-8bit"),
     "a quantised KV cache": ("-ctk", "-ctv", "--kv-cache-dtype", "--cache-type-k", "--cache-type-v"),
     "LoRA": ("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", "--lora-paths", "--lora"),
     "images and audio": ("--mmproj", "--limit-mm-per-prompt", "--image"),

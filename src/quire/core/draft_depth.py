@@ -127,7 +127,8 @@ class AdaptiveDepth:
     def __init__(self, most: int) -> None:
         self.most = most
         self._times: dict[int, _StepTimes] = {}
-        self._depth = most  # of the newest step
+        self._depth = most  # of the batch
+        self._size = 0  # of the batch, as a key of `_times`
         self._acceptance = _PRIOR  # of all requests
 
     def start(self, request: Request) -> None:
@@ -141,25 +142,31 @@ class AdaptiveDepth:
         self._acceptance += _ALL_SMOOTHING * (share - self._acceptance)
 
     def end_step(self, record: StepRecord, rows: Sequence[Request]) -> None:
-        drafting = [request for request in rows if can_draft(request)]
-        if record.prompt_tokens or not drafting:
+        if record.prompt_tokens or not rows:
             return
-        times = self._times.setdefault(len(rows).bit_length(), _StepTimes(self.most))
+        size = len(rows).bit_length()
+        times = self._times.setdefault(size, _StepTimes(self.most))
         times.add(record.took_s, min(self.most, -(-record.drafts // len(rows))))
         if (depth := times.depth_to_measure()) is not None:
             self._depth = depth
-            for request in drafting:
-                request.drafts = depth
-            return
-        times_s = times.by_depth()
+            self._set_all(rows, depth)
+        elif times.is_probe_due(bool(self._depth)):
+            self._set_all(rows, 0 if self._depth else 1)
+        elif self._depth or record.drafts or size != self._size:  # otherwise nothing has changed
+            self._decide(rows, times.by_depth())
+        self._size = size
+
+    def _set_all(self, rows: Sequence[Request], depth: int) -> None:
+        for request in rows:
+            request.drafts = depth if can_draft(request) else 0
+
+    def _decide(self, rows: Sequence[Request], times_s: list[float]) -> None:
+        """Set the depth of the batch and of each request."""
+        drafting = [request for request in rows if can_draft(request)]
         acceptances = np.array([request.acceptance for request in drafting])
-        self._depth = depth = batch_depth(acceptances, times_s)
-        if times.is_probe_due(bool(depth)):
-            for request in drafting:
-                request.drafts = 0 if depth else 1
-            return
+        self._depth = depth = batch_depth(acceptances, times_s) if drafting else 0
         slope_s = max(0.0, times_s[-1] - times_s[1]) / max(1, self.most - 1) / len(rows)
-        price = _MARGIN * slope_s * float(rates(acceptances, times_s)[depth])
+        price = _MARGIN * slope_s * float(rates(acceptances, times_s)[depth]) if depth else 0.0
         for request in drafting:
             request.drafts = best_depth(request.acceptance, price, depth) if depth else 0
 

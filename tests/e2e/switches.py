@@ -37,6 +37,7 @@ GPU_SWITCHES = SWITCHES | {
     "cuda_graphs": (True, False),
     "capture_at_start": (False, True),
     "shared_prefix": (True, False),
+    "spec_method": ("off", "ngram"),
 }
 _ALONE = {"overlap": False, "max_num_seqs": 1, "kv_layout": "contiguous", "prefix_caching": False}
 _ALONE |= {"cpu_kernels": False, "cpu_replay": False}
@@ -45,7 +46,7 @@ _ALONE |= {"cpu_kernels": False, "cpu_replay": False}
 def legal(settings: dict[str, Any]) -> bool:
     """Whether the combination is one that the engine accepts (the refusals have tests of their own)."""
     none = settings["kv_layout"] == "none"
-    if none and (settings["chunked_prefill"] or settings["prefix_caching"]):
+    if none and (settings["chunked_prefill"] or settings["prefix_caching"] or settings.get("spec_method", "off") != "off"):
         return False
     whole = settings["chunked_prefill"] is False or none
     return not (whole and (settings["max_num_batched_tokens"] or settings["mixed_prefill_tokens"]))

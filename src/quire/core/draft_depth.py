@@ -29,6 +29,7 @@ _STEP_SMOOTHING = 0.1  # weight of the newest step in step times
 _GAIN = 1.04  # by which drafts must be faster than none, because the figures are measured
 _MARGIN = 1.15  # by which the draft of a request must exceed its price, for the same reason
 _PROBE_STEPS = 64  # steps between two that run at another depth, so that its time stays measured
+_MOST_PROBE_STEPS = 1024  # the same after drafts have not paid for long
 _FIRST_STEPS = 3  # at the largest depth and then without drafts, with a new number of rows
 
 
@@ -119,14 +120,15 @@ class AdaptiveDepth:
     """A `DraftDepth` of at most `most` that follows the measured acceptance and the measured step times.
 
     Step times are kept by number of rows, rounded to a power of two, and average depth. With a new number of rows, the
-    first steps run at the largest depth and the next ones without drafts. Later, one of `_PROBE_STEPS` steps runs at
-    another depth.
+    first steps run at the largest depth and the next ones without drafts. Later, one of `_PROBE_STEPS` steps runs without
+    drafts, or with one per request if the others have none. While drafts do not pay, such steps become rarer.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._times: dict[int, _StepTimes] = {}
-        self._depth = most  # of the newest step
+        self._depth = most  # of the batch
+        self._size = 0  # of the batch, as a key of `_times`
         self._acceptance = _PRIOR  # of all requests
 
     def start(self, request: Request) -> None:
@@ -140,26 +142,31 @@ class AdaptiveDepth:
         self._acceptance += _ALL_SMOOTHING * (share - self._acceptance)
 
     def end_step(self, record: StepRecord, rows: Sequence[Request]) -> None:
-        drafting = [request for request in rows if can_draft(request)]
-        if record.prompt_tokens or not drafting:
+        if record.prompt_tokens or not rows:
             return
-        times = self._times.setdefault(len(rows).bit_length(), _StepTimes(self.most))
+        size = len(rows).bit_length()
+        times = self._times.setdefault(size, _StepTimes(self.most))
         times.add(record.took_s, min(self.most, -(-record.drafts // len(rows))))
         if (depth := times.depth_to_measure()) is not None:
             self._depth = depth
-            for request in drafting:
-                request.drafts = depth
-            return
-        times_s = times.by_depth()
+            self._set_all(rows, depth)
+        elif times.is_probe_due(bool(self._depth)):
+            self._set_all(rows, 0 if self._depth else 1)
+        elif self._depth or record.drafts or size != self._size:  # otherwise nothing has changed
+            self._decide(rows, times.by_depth())
+        self._size = size
+
+    def _set_all(self, rows: Sequence[Request], depth: int) -> None:
+        for request in rows:
+            request.drafts = depth if can_draft(request) else 0
+
+    def _decide(self, rows: Sequence[Request], times_s: list[float]) -> None:
+        """Set the depth of the batch and of each request."""
+        drafting = [request for request in rows if can_draft(request)]
         acceptances = np.array([request.acceptance for request in drafting])
-        self._depth = depth = batch_depth(acceptances, times_s)
-        if times.is_probe_due():
-            depth = 0 if depth else self.most
-            for request in drafting:
-                request.drafts = depth
-            return
+        self._depth = depth = batch_depth(acceptances, times_s) if drafting else 0
         slope_s = max(0.0, times_s[-1] - times_s[1]) / max(1, self.most - 1) / len(rows)
-        price = _MARGIN * slope_s * float(rates(acceptances, times_s)[depth])
+        price = _MARGIN * slope_s * float(rates(acceptances, times_s)[depth]) if depth else 0.0
         for request in drafting:
             request.drafts = best_depth(request.acceptance, price, depth) if depth else 0
 
@@ -170,7 +177,7 @@ class _StepTimes:
     def __init__(self, most: int) -> None:
         self._mean_s = [0.0] * (most + 1)  # 0: not measured
         self._counts = [0] * (most + 1)
-        self._steps = 0
+        self._until_probe = self._interval = _PROBE_STEPS
 
     def add(self, took_s: float, depth: int) -> None:
         """Add a step. The first step of a kind may compile kernels, so a much shorter one replaces the mean."""
@@ -178,16 +185,23 @@ class _StepTimes:
         weight = 1.0 if not mean_s or took_s < mean_s / 2 else _STEP_SMOOTHING
         self._mean_s[depth] += weight * (took_s - mean_s)
         self._counts[depth] += 1
-        self._steps += 1
 
     def depth_to_measure(self) -> int | None:
         """Return the depth at which the next step must run to be measured, or None if the figures suffice."""
         most = len(self._counts) - 1
         return next((depth for depth in (most, 0) if self._counts[depth] < _FIRST_STEPS), None)
 
-    def is_probe_due(self) -> bool:
-        """Return whether the next step should run at another depth than the best."""
-        return self._steps % _PROBE_STEPS == 0
+    def is_probe_due(self, pays: bool) -> bool:
+        """Return whether the next step should run at another depth than the best. `pays`: the best one has drafts."""
+        if pays:
+            self._interval = _PROBE_STEPS
+        self._until_probe = min(self._until_probe, self._interval) - 1
+        if self._until_probe > 0:
+            return False
+        if not pays:
+            self._interval = min(2 * self._interval, _MOST_PROBE_STEPS)
+        self._until_probe = self._interval
+        return True
 
     def by_depth(self) -> list[float]:
         """Return the duration at each depth, interpolated between depths that have been measured."""

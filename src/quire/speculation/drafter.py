@@ -31,7 +31,7 @@ class DraftColumns(Protocol):
     def block_table(self) -> Tensor: ...  # int32 [S, blocks]; the last slot is the dummy for padding
 
 
-class Choose(Protocol):
+class TokenChoice(Protocol):
     """`Sampler.choose`: draw a token for each row of logits with the parameters of its slot."""
 
     def __call__(
@@ -82,7 +82,7 @@ class DraftContext:
     kv: list[KV]  # the blocks of the drafter's layers
     block_size: int  # tokens
     vocab_size: int  # of the model that verifies
-    choose: Choose
+    choose: TokenChoice
     device: torch.device
 
 

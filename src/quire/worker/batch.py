@@ -333,8 +333,9 @@ class KernelBatcher:
         if drafts:
             columns = self._header[:rows]
             counts_of = (columns[:, HeaderColumn.SAMPLES] - 1).clamp_(min=0)
-            reach = int(bounds.max(initial=1))
-            self._drafter.propose(DraftRows(columns[:, HeaderColumn.SLOT], counts_of, drafts, reach))
+            # Prompts in the step may have more known tokens than `bounds`, which counts those up to their chunk.
+            rows_to_draft = DraftRows(columns[:, HeaderColumn.SLOT], counts_of, drafts, state.max_len)
+            self._drafter.propose(rows_to_draft)
         batch = ForwardBatch(
             input_ids=self._input_ids[:tokens],
             positions=self._positions[:tokens],

@@ -147,18 +147,10 @@ def test_a_failed_rank_ends_the_engine_with_its_name(
     engine.close()
 
 
-def test_a_dead_rank_is_noticed_by_an_idle_server_and_a_killed_engine_takes_its_ranks_along(
-    folder: Path,
-) -> None:
+def test_a_killed_engine_takes_its_ranks_along(folder: Path) -> None:
+    before = set(children())
     llm = LLM(folder, **BASE, kv_cache_memory=1 << 19, tensor_parallel_size=2)
-    (rank,) = children()
-    rank.kill()
-    with pytest.raises(EngineDead, match=r"rank 1 .* ended with signal SIGKILL"):
-        for _ in range(50):
-            llm.client.poll(0.2)
-    llm.client.close()
-    llm = LLM(folder, **BASE, kv_cache_memory=1 << 19, tensor_parallel_size=2)
-    (rank,) = children()
+    (rank,) = (p for p in children() if p not in before)
     os.kill(rank.ppid(), signal.SIGKILL)
     assert_gone([rank])
     with pytest.raises(EngineDead):

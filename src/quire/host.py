@@ -72,7 +72,8 @@ class _StartUp:
         """Run a phase on all ranks at the same time. Return the smallest result."""
         self._group.send(encode_phase(phase, argument))
         try:
-            result = self._rank.run_phase(phase, argument)
+            with self._group.watched():
+                result = self._rank.run_phase(phase, argument)
         except QuireError:
             raise
         except Exception as error:  # often the consequence of an error of another rank

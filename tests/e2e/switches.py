@@ -46,7 +46,11 @@ _ALONE |= {"cpu_kernels": False, "cpu_replay": False}
 def legal(settings: dict[str, Any]) -> bool:
     """Whether the combination is one that the engine accepts (the refusals have tests of their own)."""
     none = settings["kv_layout"] == "none"
-    if none and (settings["chunked_prefill"] or settings["prefix_caching"] or settings.get("spec_method", "off") != "off"):
+    if none and (
+        settings["chunked_prefill"]
+        or settings["prefix_caching"]
+        or settings.get("spec_method", "off") != "off"
+    ):
         return False
     whole = settings["chunked_prefill"] is False or none
     return not (whole and (settings["max_num_batched_tokens"] or settings["mixed_prefill_tokens"]))

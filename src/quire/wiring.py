@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quire.config import EngineConfig
 from quire.core import policy
 from quire.core.block_pool import FIFO, LRU, BlockPool
+from quire.core.blocks import Blocks
 from quire.core.engine import Engine
 from quire.core.grammar_interface import Grammar
 from quire.core.policy import Policy
@@ -13,7 +16,7 @@ from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.shared_prefix import CommonBlocks, NoSharedPrefix, SharedPrefix
 from quire.core.steplog import StepLog
-from quire.types import Executor
+from quire.types import Executor, KVGroup
 
 _OVERLAP_DEPTH = 2
 
@@ -31,6 +34,7 @@ def wire_engine(
     max_model_len: int,
     executor: Executor,
     grammar: Grammar,
+    groups: Sequence[KVGroup] = (KVGroup(),),
     shares_prefix: bool = False,
 ) -> Engine:
     """Build the host side of an engine around an executor.
@@ -42,10 +46,13 @@ def wire_engine(
         max_model_len: longest context in tokens.
         executor: runs the steps.
         grammar: structured output.
+        groups: the groups of layers, each of which has block tables of its own.
         shares_prefix: look for blocks that rows share, for an attention back end that reads them once.
     """
     pool = BlockPool(num_blocks, FIFO() if config.eviction == "fifo" else LRU())
-    cache: PrefixCache = HashPrefixCache(pool, block_size) if config.prefix_caching else NoPrefixCache()
+    cache: PrefixCache = NoPrefixCache(len(groups))
+    if config.prefix_caching:
+        cache = HashPrefixCache(pool, block_size, groups)
     choices = Policy(
         order=policy.priority if config.scheduling_policy == "priority" else policy.fcfs,
         admits=policy.static if config.batching == "static" else policy.continuous,
@@ -62,6 +69,10 @@ def wire_engine(
         mixed_prefill_tokens=config.mixed_prefill_tokens or config.max_num_batched_tokens or 1,
     )
     log = StepLog()
-    shared: SharedPrefix = CommonBlocks(block_size) if shares_prefix else NoSharedPrefix()
-    scheduler = Scheduler(pool, cache, choices, limits, log, shared)
+    blocks = Blocks(pool, cache, block_size, groups, limits.max_num_batched_tokens)
+    whole = [index for index, group in enumerate(groups) if group.window is None]
+    shared: SharedPrefix = NoSharedPrefix()
+    if shares_prefix and whole:
+        shared = CommonBlocks(block_size, whole[0])
+    scheduler = Scheduler(blocks, choices, limits, log, shared)
     return Engine(scheduler, executor, grammar, depth, log, config.check_invariants)

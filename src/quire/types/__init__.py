@@ -29,7 +29,7 @@ from quire.types.errors import (
     RequestError,
     StepFailed,
 )
-from quire.types.kv import DTYPE_BYTES, KVLayout, KVTensor
+from quire.types.kv import DTYPE_BYTES, BlockTable, KVGroup, KVLayout, KVTensor
 from quire.types.plan import (
     NO_TOKEN,
     NOT_FINITE,
@@ -64,6 +64,7 @@ __all__ = [
     "MAX_LOGPROBS",
     "NOT_FINITE",
     "NO_TOKEN",
+    "BlockTable",
     "CompletionOutput",
     "ConfigError",
     "EngineDead",
@@ -78,6 +79,7 @@ __all__ = [
     "FinishReason",
     "GrammarKind",
     "GrammarSpec",
+    "KVGroup",
     "KVLayout",
     "KVTensor",
     "LiveRequest",

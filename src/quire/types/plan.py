@@ -20,14 +20,15 @@ class SlotAdmission:
     tokens: array[int]  # prompt, and output so far if the request was preempted
     prompt_len: int
     computed: int  # KV entries found in the prefix cache
-    blocks: list[int]
+    blocks: list[list[int]]  # by group of layers; blocks behind the window of a group are any
     request: EngineRequest
 
 
 class NewBlocks(NamedTuple):
-    """Block ids to append to the block table of a slot, from index `first` on."""
+    """Block ids to append to one block table of a slot, from index `first` on."""
 
     slot: int
+    group: int
     first: int
     blocks: list[int]
 
@@ -112,7 +113,9 @@ class StepResult:
 
     step: int
     tokens: list[list[int]]  # for each sampling row 1 to 1 + drafts tokens, or NOT_FINITE or NO_TOKEN alone
-    logprobs: LogprobArrays | None = None  # 1 + drafts entries per sampling row; those of rejected drafts are unused
+    logprobs: LogprobArrays | None = (
+        None  # 1 + drafts entries per sampling row; those of rejected drafts are unused
+    )
     prompt_logprobs: dict[int, LogprobArrays] | None = None  # by row: entries for positions starts + 1 ...
     pooled: dict[int, np.ndarray] | None = None  # by row: float32 [hidden], pooled over its tokens so far
 

@@ -285,10 +285,10 @@ DEFAULTS: dict[str, Any] = {
     "sliding_window": lambda s: next(iter(set(s.windows) - {None}), None),
     "attention_bias": lambda s: s.o_bias,
     "mlp_bias": lambda s: s.mlp_bias,
-    "num_local_experts": lambda s: s.moe.num_experts,
-    "num_experts_per_tok": lambda s: s.moe.top_k,
+    "num_local_experts": lambda s: s.moe.routing.num_experts,
+    "num_experts_per_tok": lambda s: s.moe.routing.top_k,
     "moe_intermediate_size": lambda s: s.moe.intermediate_size,
-    "norm_topk_prob": lambda s: s.moe.norm_topk,
+    "norm_topk_prob": lambda s: s.moe.routing.renormalise,
     "final_logit_softcapping": lambda s: s.final_soft_cap,
     "query_pre_attn_scalar": lambda s: round(s.query_scale**-2),
 }

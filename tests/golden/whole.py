@@ -16,6 +16,8 @@ from quire.models.decoder import Model
 from quire.models.registry import build_model
 from quire.parallel.ranks import Parallel
 
+ONE_RANK = Parallel()
+
 
 class WholeSequenceAttention:
     """Attention over rows that start at position 0, so that no keys or values precede the step's."""
@@ -71,11 +73,11 @@ def whole_batch(rows: list[list[int]]) -> ForwardBatch:
     )
 
 
-def load_model(path: Path, dtype: torch.dtype = torch.float32) -> Model:
+def load_model(path: Path, dtype: torch.dtype = torch.float32, parallel: Parallel = ONE_RANK) -> Model:
     """Load the model at `path` on the CPU, and check that it uses every tensor of its checkpoint."""
     spec = load_spec(path)
     weights = open_checkpoint(path, spec)
-    env = Env(weights, Parallel(), WholeSequenceAttention(), torch.device("cpu"), dtype)
+    env = Env(weights, parallel, WholeSequenceAttention(), torch.device("cpu"), dtype)
     model = build_model(spec, env)
     weights.finish()
     return model

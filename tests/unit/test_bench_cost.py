@@ -11,6 +11,7 @@ import pytest
 from quire.bench.cost import Cost, CostModel, Machine
 from quire.bench.metrics import limits
 from quire.core.steplog import StepRecord
+from quire.layers.routing_params import Routing
 from quire.models.spec import ModelSpec, MoESpec
 from quire.types import EngineInfo
 from tiny import CONFIG
@@ -55,7 +56,8 @@ def test_a_window_limits_what_is_seen() -> None:
 
 
 def test_experts_that_nobody_chose_stay_in_memory() -> None:
-    moe = MoESpec(num_experts=8, top_k=2, intermediate_size=48, norm_topk=True, sparse=(True, True))
+    routing = Routing(num_experts=8, top_k=2)
+    moe = MoESpec(routing=routing, intermediate_size=48, sparse=(True, True))
     spec = replace(SPEC, moe=moe)
     model = CostModel(spec, info(spec))
     expert, rest = 3 * 32 * 48, LAYER - 3 * 32 * 48 + 32 * 8

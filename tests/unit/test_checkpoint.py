@@ -12,9 +12,20 @@ import torch
 from safetensors.torch import save_file
 
 from quire.layers.env import Env, Weights
+from quire.layers.expert_weights import ExpertWeights, load_experts
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP, gated
-from quire.layers.moe import GroupedExperts, LoopedExperts, MoE, library_product, masked_product
+from quire.layers.moe import (
+    GroupedMLPs,
+    LoopedMLPs,
+    MoE,
+    SortedExperts,
+    library_product,
+    make_experts,
+    masked_product,
+)
+from quire.layers.routing import Router
+from quire.layers.routing_params import Routing
 from quire.models.checkpoint.checked import CheckedCheckpoint
 from quire.models.checkpoint.checkpoint import DummyCheckpoint, open_checkpoint
 from quire.models.registry import build_model
@@ -295,13 +306,15 @@ def test_transposed_linear_holds_three_parts() -> None:
 def test_ranks_sum_to_the_whole_mlp_and_experts() -> None:
     weights = DummyCheckpoint(5, CPU, torch.float32)
     x = torch.randn(7, 12) * 5
-    names = ("gate_proj", "up_proj", "down_proj")
 
     def mlp(parallel: Parallel) -> torch.Tensor:
         return GatedMLP(env(weights, parallel), "mlp.", 12, 16, "silu")(x)
 
     def moe(parallel: Parallel) -> torch.Tensor:
-        return MoE(env(weights, parallel), "moe.", names, 12, 16, 4, 2, True, "silu")(x)
+        around = env(weights, parallel)
+        router = Router(around, "moe.gate", 12, Routing(num_experts=4, top_k=2, renormalise=True))
+        experts = make_experts(around, load_experts(around, "moe.experts.", 4, 12, 16), "silu")
+        return MoE(router, experts, parallel)(x)
 
     for layer in (mlp, moe):
         assert torch.allclose(
@@ -322,34 +335,35 @@ def test_attention_layers_know_their_window_and_scale() -> None:
 
 
 def test_heads_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(ModelError, match="cannot be sharded over 4 ranks"):
-        build_model(SPEC, env(DummyCheckpoint(0, CPU, torch.float32), PartialRank(0, 4)))
+    with pytest.raises(ModelError, match="cannot be sharded over 8 ranks"):
+        build_model(SPEC, env(DummyCheckpoint(0, CPU, torch.float32), PartialRank(0, 8)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_expert_implementations_agree(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
-    gate_up, down = torch.randn(4, 32, 24).to(dtype), torch.randn(4, 24, 16).to(dtype)
+    weights = ExpertWeights(torch.randn(4, 32, 24).to(dtype), torch.randn(4, 24, 16).to(dtype))
     ids = torch.tensor([0, 0, 2, 2, 2, 3])  # expert 1 has no tokens
     x = torch.randn(6, 24).to(dtype)
     silu = gated("silu", None)
-    looped = LoopedExperts(gate_up, down, silu, None)(x, ids).float()
+    looped = LoopedMLPs(weights, silu, None)(x, ids).float()
     tolerance = 1e-4 if dtype == torch.float32 else 2.0
     for product in (library_product, masked_product) if dtype == torch.bfloat16 else (masked_product,):
-        grouped = GroupedExperts(gate_up, down, silu, product)(x, ids).float()
+        grouped = GroupedMLPs(weights, silu, product)(x, ids).float()
         assert torch.allclose(looped, grouped, atol=tolerance, rtol=0.02)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_token_that_is_not_finite_changes_no_other_in_experts(dtype: torch.dtype) -> None:
     weights = DummyCheckpoint(5, CPU, dtype)
-    names = ("gate_proj", "up_proj", "down_proj")
-    moe = MoE(env(weights, dtype=dtype), "moe.", names, 32, 16, 4, 2, True, "silu")
-    gate_up, down = torch.randn(4, 32, 32).to(dtype), torch.randn(4, 32, 16).to(dtype)
+    around = env(weights, dtype=dtype)
+    router = Router(around, "moe.gate", 32, Routing(num_experts=4, top_k=2, renormalise=True))
+    looped = make_experts(around, load_experts(around, "moe.experts.", 4, 32, 16), "silu")
+    stacked = ExpertWeights(torch.randn(4, 32, 32).to(dtype), torch.randn(4, 32, 16).to(dtype))
     clean = torch.randn(9, 32).to(dtype)
     product = library_product if dtype == torch.bfloat16 else masked_product
-    for experts in (moe.experts, GroupedExperts(gate_up, down, gated("silu", None), product)):
-        moe.experts = experts
+    for experts in (looped, SortedExperts(GroupedMLPs(stacked, gated("silu", None), product))):
+        moe = MoE(router, experts, around.parallel)
         want = moe(clean)
         for value in (float("nan"), float("inf")):
             sick = clean.clone()

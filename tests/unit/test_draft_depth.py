@@ -44,7 +44,9 @@ def test_a_step_bound_by_tokens_has_a_price_above_one() -> None:
 
 def make_request(grammar: object = None) -> Request:
     source = EngineRequest("r", [1], SamplingParams(), grammar=grammar)
-    return Request("r", 1, array("i", [1]), source.params, RequestOrder(0, 0), 99, frozenset(), frozenset(), 0, source)
+    return Request(
+        "r", 1, array("i", [1]), source.params, RequestOrder(0, 0), 99, frozenset(), frozenset(), 0, source
+    )
 
 
 def run(depth: AdaptiveDepth, accepts: float, token_s: float, rows: int, steps: int = 400) -> list[float]:

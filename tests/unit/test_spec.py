@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from quire.layers.routing_params import Routing
 from quire.models.config.load import load_spec
 from quire.models.spec import ModelSpec
 from quire.types import ModelError
@@ -139,9 +140,11 @@ def test_particulars() -> None:
     qwen2 = ModelSpec.from_config(read("presets/qwen2.5_3b"))
     assert set(qwen2.windows) == {None} and qwen2.qkv_bias and not qwen2.o_bias and not qwen2.qk_norm
     moe = ModelSpec.from_config(read("hf/Qwen--Qwen3-30B-A3B_config")).moe
-    assert moe and (moe.num_experts, moe.top_k, moe.intermediate_size, moe.norm_topk) == (128, 8, 768, True)
+    assert moe and moe.routing == Routing(num_experts=128, top_k=8, renormalise=True)
+    assert (moe.intermediate_size, moe.shared_size) == (768, 0)
     mixtral = ModelSpec.from_config(read("hf/mistralai--Mixtral-8x7B-v0.1_config")).moe
-    assert mixtral and (mixtral.num_experts, mixtral.top_k, mixtral.intermediate_size) == (8, 2, 14336)
+    assert mixtral and mixtral.routing == Routing(num_experts=8, top_k=2, renormalise=True)
+    assert mixtral.intermediate_size == 14336
     llama = ModelSpec.from_config(read("presets/llama3_2_1b")).rope
     assert llama and (llama.factor, llama.low_freq_factor, llama.high_freq_factor) == (32, 1, 4)
     assert llama.original_max_len == 8192

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from itertools import pairwise
 
 import pytest
 
@@ -63,7 +64,7 @@ def test_paced_workloads() -> None:
     assert len({tuple(ids[:1024]) for ids, _ in shared}) == 1
     assert all(1024 + 32 <= len(ids) <= 1024 + 128 and n == 256 for ids, n in shared)
     times = arrival_times(8, PACES["continuous_batching"].rate, PACES["continuous_batching"].burstiness)
-    gaps = [b - a for a, b in zip(times, times[1:])]
+    gaps = [b - a for a, b in pairwise(times)]
     assert max(gaps) < 1.02 * min(gaps) and PACES["baseline"].max_concurrency == 1
     assert set(PACES) == set(PACED)
 

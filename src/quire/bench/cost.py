@@ -106,14 +106,15 @@ class CostModel:
                 product("o", queries * spec.hidden_size, n),
             ]
             if is_sparse and (moe := spec.moe):
-                width = spec.hidden_size * moe.intermediate_size
-                met = moe.num_experts * (1 - (1 - moe.top_k / moe.num_experts) ** n)
-                return [
-                    *found,
-                    product("router", spec.hidden_size * moe.num_experts, n),
-                    product("experts gate_up", 2 * width, n, met, moe.top_k),
-                    product("experts down", width, n, met, moe.top_k),
+                width, shared = spec.hidden_size * moe.intermediate_size, spec.hidden_size * moe.shared_size
+                experts, top_k = moe.routing.num_experts, moe.routing.top_k
+                met = experts * (1 - (1 - top_k / experts) ** n)
+                found += [
+                    product("router", spec.hidden_size * experts, n),
+                    product("experts gate_up", 2 * width, n, met, top_k),
+                    product("experts down", width, n, met, top_k),
                 ]
+                return [*found, product("shared experts", 3 * shared, n)] if shared else found
             gates = 1 if spec.family == "gpt2" else 2
             width = spec.hidden_size * spec.intermediate_size
             name = "gate_up" if gates == 2 else "up"

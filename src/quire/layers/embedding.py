@@ -1,4 +1,7 @@
-"""The two ends of a model: the token embedding, and the head that computes the logits."""
+"""The two ends of a model: the token embedding, and the head that computes the logits.
+
+Both are sharded by token id over the ranks. Shards have equal lengths, so the last one may end with unused rows.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,27 @@ class Embedding:
 
     def __init__(self, env: Env, name: str, rows: int, width: int, scale: float | None = None) -> None:
         # Copied, because a memory-mapped table would be read again from its file whenever memory is short.
-        self.weight = torch.empty(rows, width, device=env.device, dtype=env.dtype)
-        env.weights.copy_into(self.weight, name + ".weight", (rows, width))
+        self.parallel = parallel = env.parallel
+        part, held = parallel.padded_cut(rows)
+        self.first, self.part = parallel.rank * part, part
+        shape = (
+            (part, width) if parallel.size == 1 else (part + 1, width)
+        )  # the last row, of zeros, is for other ids
+        self.table = torch.empty(shape, device=env.device, dtype=env.dtype)
+        self.table[held.stop - held.start :].zero_()
+        env.weights.copy_into(self.table[: held.stop - held.start], name + ".weight", (rows, width), held)
+        self.weight = self.table[:part]
         # Rounded to the model's dtype, as in training.
         self.scale = None if scale is None else torch.tensor(scale, dtype=env.dtype).item()
         self.lookup = env.kernels.lookup if env.kernels else lookup
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
         """Return the vectors [tokens, width] of `ids`, int64 [tokens]."""
-        return self.lookup(self.weight, ids, self.scale)
+        if self.parallel.size > 1:
+            ids = (ids - self.first).clamp_(-1, self.part) % (
+                self.part + 1
+            )  # ids before the shard become -1, too
+        return self.parallel.all_reduce(self.lookup(self.table, ids, self.scale))
 
 
 class LMHead:
@@ -40,8 +55,13 @@ class LMHead:
     ) -> None:
         self.vocab = vocab
         self.soft_cap = soft_cap
+        self.parallel = env.parallel
+        # A head of its own is sharded only if the ranks get equal shards.
+        self.gathers = env.parallel.size > 1 and (tied is not None or vocab % env.parallel.size == 0)
         self.multiply: Matmul = (
-            make_matmul(tied.weight, None, env.kernels) if tied else Linear(env, name, width, vocab)
+            make_matmul(tied.weight, None, env.kernels)
+            if tied
+            else Linear(env, name, width, vocab, cut="rows" if self.gathers else None)
         )
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -49,4 +69,6 @@ class LMHead:
         if not hidden.shape[0]:
             return hidden.new_empty(0, self.vocab)
         logits = self.multiply(hidden)
+        if self.gathers:
+            logits = self.parallel.all_gather(logits)[:, : self.vocab].contiguous()
         return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap

@@ -29,6 +29,7 @@ class Linear:
         bias: bool = False,
         cut: Cut = None,
         transposed: bool = False,
+        units: list[int] | None = None,
         method: QuantMethod = UNQUANTISED,
     ) -> None:
         """Load the weight.
@@ -42,6 +43,7 @@ class Linear:
             bias: whether there are bias tensors.
             cut: how to shard; None: every rank has the whole.
             transposed: whether the checkpoint stores [inputs, outputs].
+            units: with the cut "rows", number of parts of each output that must stay whole, such as heads.
             method: the number format of the weight.
         """
         names = [names] if isinstance(names, str) else names
@@ -51,7 +53,7 @@ class Linear:
         parts: list[Part] = []
         offset = 0
         for i, out in enumerate(outs):
-            rows = parallel.cut(out) if cut == "rows" else slice(0, out)
+            rows = parallel.cut(out, units[i] if units else None) if cut == "rows" else slice(0, out)
             if len(names) == 1:
                 shape = (sum(outs), in_features)
                 parts.append(
@@ -70,9 +72,10 @@ class Linear:
         self.out_features = sum(part.num_rows for part in parts)
         self.needs_reduce = cut == "cols" and parallel.size > 1
         self.parallel = parallel
-        # Ranks sum their partial results, so only the first one adds the bias.
-        has_bias = bias and not (cut == "cols" and parallel.rank > 0)
-        self.multiply = method.load(env, parts, _load_bias(env, parts) if has_bias else None)
+        vector = _load_bias(env, parts) if bias else None
+        if cut == "cols" and parallel.rank > 0:
+            vector = None  # ranks sum their partial results, so only the first one adds the bias
+        self.multiply = method.load(env, parts, vector)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [tokens, out_features] for x [tokens, in_features]."""

@@ -18,11 +18,20 @@ def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
     return F.gelu(x, approximate="tanh")
 
 
+CLAMPED_SWIGLU = "clamped_swiglu"  # of gpt-oss; its constants are not parameters of any checkpoint
+SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
 ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu}
 
 
 def gated(activation: str, kernels: Kernels | None) -> Activation:
-    """Return the function act(gate) * up, from packed rows gate|up [rows, 2 * width] to [rows, width]."""
+    """Return the function act(gate) * up, from packed rows gate|up [rows, 2 * width] to [rows, width].
+
+    Args:
+        activation: key of `ACTIVATIONS`, or clamped_swiglu, which also clamps `up` and adds 1 to it.
+        kernels: the kernels to use; None: plain PyTorch.
+    """
+    if activation == CLAMPED_SWIGLU:
+        return clamped_swiglu
     if kernels:
         return lambda gate_up: kernels.gated(gate_up, activation)
     act = ACTIVATIONS[activation]
@@ -32,6 +41,13 @@ def gated(activation: str, kernels: Kernels | None) -> Activation:
         return act(gate) * up
 
     return plain
+
+
+def clamped_swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return gate * sigmoid(1.702 gate) * (up + 1), with gate at most 7 and up within 7 of 0 (gpt-oss)."""
+    gate, up = gate_up.chunk(2, -1)
+    gate, up = gate.clamp(max=SWIGLU_LIMIT), up.clamp(-SWIGLU_LIMIT, SWIGLU_LIMIT)
+    return (up + 1) * (gate * torch.sigmoid(gate * SWIGLU_ALPHA))
 
 
 class GatedMLP:

@@ -1,7 +1,8 @@
-"""Mixture of experts: a router picks `top_k` expert MLPs per token and mixes their outputs.
+"""Mixture of experts: a router picks a few expert MLPs per token and adds their weighted outputs.
 
-Tokens are sorted by expert, so each expert runs once per step on all of its tokens. On a GPU nothing waits for the
-host, because group boundaries stay on the device. On a CPU only experts that have tokens run, each with packed
+`Experts` is what a layer needs of its experts; how they are stored and multiplied is up to the implementation. The ones
+here sort the tokens by expert, so that each expert runs once per step on all of its tokens. On a GPU nothing waits for
+the host, because group boundaries stay on the device. On a CPU only experts that have tokens run, each with packed
 weights.
 """
 
@@ -16,81 +17,102 @@ import torch.nn.functional as F
 from quire.kernels import Kernels, available
 from quire.kernels.target import Target, log_choice, target_of
 from quire.layers.env import Env
+from quire.layers.expert_weights import ExpertWeights
 from quire.layers.linear import Linear
-from quire.layers.mlp import Activation, gated
+from quire.layers.mlp import Activation, GatedMLP, gated
+from quire.layers.routing import Router
+from quire.parallel.ranks import Parallel
 from quire.quant.base import make_matmul
 
 
-class MoE:
-    """Router (softmax over all experts, then top k) and expert MLPs (Mixtral, arXiv:2401.04088)."""
+class Experts(Protocol):
+    """The expert MLPs of a layer."""
 
-    def __init__(
-        self,
-        env: Env,
-        prefix: str,
-        names: tuple[str, str, str],
-        hidden: int,
-        intermediate: int,
-        num_experts: int,
-        top_k: int,
-        norm_topk: bool,
-        activation: str,
-    ) -> None:
-        """Load the router and the experts.
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Return the weighted sum of the outputs of each token's experts: [tokens, hidden].
 
         Args:
-            env: the weights, and the ranks to shard over.
-            prefix: prefix of the tensor names.
-            names: names of the gate, up and down projections below `{prefix}experts.{number}.`.
-            hidden: width of the residual stream.
-            intermediate: width of an expert, before sharding.
-            num_experts: number of experts.
-            top_k: experts per token.
-            norm_topk: whether the weights of a token's experts are scaled to sum to 1.
-            activation: key of `ACTIVATIONS`.
+            x: [tokens, hidden].
+            ids: experts of each token, int64 [tokens, k], all different.
+            weights: float32 [tokens, k].
         """
-        self.router = Linear(env, prefix + "gate", hidden, num_experts)
-        self.top_k = top_k
-        self.norm_topk = norm_topk
-        self.parallel = env.parallel
-        gate_up, down = _load_experts(env, prefix, names, hidden, intermediate, num_experts)
-        act = gated(activation, env.kernels)
-        self.experts: Experts = (
-            LoopedExperts(gate_up, down, act, env.kernels)
-            if env.device.type == "cpu"
-            else GroupedExperts(gate_up, down, act, pick_product(env.device, env.dtype, *down.shape[1:]))
-        )
+        ...
+
+
+class MoE:
+    """Routed experts (arXiv:2401.04088) and, in some families, shared ones that see every token."""
+
+    def __init__(
+        self, router: Router, experts: Experts, parallel: Parallel, shared: SharedExperts | None = None
+    ) -> None:
+        self.router, self.experts, self.shared = router, experts, shared
+        self.parallel = parallel
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [tokens, hidden] for x [tokens, hidden]."""
-        probs = self.router(x).float().softmax(-1)  # [tokens, experts]
-        weights, ids = probs.topk(self.top_k, -1)  # [tokens, k]
-        if self.norm_topk:
-            weights = weights / weights.sum(-1, keepdim=True)
-        flat = ids.flatten()
-        order = flat.argsort(stable=True)  # [tokens * k], by expert
-        outs = self.experts(x[order // self.top_k], flat[order])
-        by_token = (
-            torch.empty_like(outs).index_copy_(0, order, outs).view(*ids.shape, -1)
-        )  # [tokens, k, hidden]
-        # The order of summation is fixed, so a token's result does not depend on the rest of the batch.
-        return self.parallel.all_reduce((by_token * weights.to(x.dtype).unsqueeze(-1)).sum(1))
+        y = self.parallel.all_reduce(self.experts(x, *self.router(x)))
+        return y if self.shared is None else y + self.shared(x)
 
 
-class Experts(Protocol):
-    """The expert MLPs: from rows x [n, hidden], sorted by their expert ids [n], to [n, hidden]."""
-
-    def __call__(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor: ...
-
-
-class LoopedExperts:
-    """Experts as one product after the other, for a CPU."""
+class SharedExperts:
+    """The shared experts of a layer as one gated MLP, times the sigmoid of a logit per token if it has a gate."""
 
     def __init__(
-        self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation, kernels: Kernels | None
+        self, env: Env, prefix: str, hidden: int, width: int, activation: str, gate: str | None = None
     ) -> None:
-        self.gate_up = [make_matmul(weight, None, kernels) for weight in gate_up]
-        self.down = [make_matmul(weight, None, kernels) for weight in down]
+        """Load the MLP at `prefix`, of `width` for all shared experts together, and the gate named `gate`."""
+        self.mlp = GatedMLP(env, prefix, hidden, width, activation)
+        self.gate = None if gate is None else Linear(env, gate, hidden, 1)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.mlp(x)
+        return y if self.gate is None else self.gate(x).sigmoid() * y
+
+
+def make_experts(env: Env, weights: ExpertWeights, activation: str) -> Experts:
+    """Return the fastest implementation of unquantised experts on the device of `env`.
+
+    Args:
+        env: the device, and its kernels.
+        weights: the experts.
+        activation: key of `ACTIVATIONS`, or clamped_swiglu.
+    """
+    act = gated(activation, env.kernels)
+    if env.device.type == "cpu":
+        return SortedExperts(LoopedMLPs(weights, act, env.kernels))
+    product = pick_product(env.device, env.dtype, *weights.down.shape[1:])
+    return SortedExperts(GroupedMLPs(weights, act, product))
+
+
+# Maps rows x [n, hidden], sorted by their expert ids int64 [n], to [n, hidden].
+SortedMLPs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+class SortedExperts:
+    """Experts that run on rows sorted by expert. A token's row is repeated for each of its experts."""
+
+    def __init__(self, mlps: SortedMLPs) -> None:
+        self.mlps = mlps
+
+    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        flat = ids.flatten()
+        order = flat.argsort(stable=True)  # [tokens * k], by expert
+        outs = self.mlps(x[order // ids.shape[1]], flat[order])
+        by_token = torch.empty_like(outs).index_copy_(0, order, outs).view(*ids.shape, -1)
+        # The order of summation is fixed, so a token's result does not depend on the rest of the batch.
+        return (by_token * weights.to(x.dtype).unsqueeze(-1)).sum(1)
+
+
+class LoopedMLPs:
+    """Experts as one product after the other, for a CPU."""
+
+    def __init__(self, weights: ExpertWeights, activation: Activation, kernels: Kernels | None) -> None:
+        def products(stacked: torch.Tensor, bias: torch.Tensor | None) -> list[Activation]:
+            biases = [None] * len(stacked) if bias is None else bias
+            return [make_matmul(one, b, kernels) for one, b in zip(stacked, biases, strict=True)]
+
+        self.gate_up = products(weights.gate_up, weights.gate_up_bias)
+        self.down = products(weights.down, weights.down_bias)
         self.activation = activation
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -109,19 +131,23 @@ class LoopedExperts:
 GroupedProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class GroupedExperts:
+class GroupedMLPs:
     """Experts as two grouped products, which never wait for the device."""
 
-    def __init__(
-        self, gate_up: torch.Tensor, down: torch.Tensor, activation: Activation, product: GroupedProduct
-    ) -> None:
-        self.gate_up, self.down = gate_up, down
+    def __init__(self, weights: ExpertWeights, activation: Activation, product: GroupedProduct) -> None:
+        self.weights = weights
         self.activation, self.product = activation, product
-        self.numbers = torch.arange(down.shape[0], device=down.device)
+        self.numbers = torch.arange(weights.down.shape[0], device=weights.down.device)
 
     def __call__(self, x: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        weights = self.weights
         ends = torch.searchsorted(ids, self.numbers, right=True).to(torch.int32)
-        return self.product(self.activation(self.product(x, self.gate_up, ends)), self.down, ends)
+        gate_up = _add_bias(self.product(x, weights.gate_up, ends), weights.gate_up_bias, ids)
+        return _add_bias(self.product(self.activation(gate_up), weights.down, ends), weights.down_bias, ids)
+
+
+def _add_bias(y: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
+    return y if bias is None else y + bias[ids]
 
 
 def pick_product(device: torch.device, dtype: torch.dtype, hidden: int, intermediate: int) -> GroupedProduct:
@@ -156,19 +182,3 @@ def masked_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) ->
     for expert in range(weight.shape[0]):
         out = torch.where((owner == expert).unsqueeze(-1), x @ weight[expert].t(), out)
     return out
-
-
-def _load_experts(
-    env: Env, prefix: str, names: tuple[str, str, str], hidden: int, intermediate: int, num_experts: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return gate_up [experts, 2 * part, hidden] and down [experts, hidden, part] of this rank's part."""
-    cut = env.parallel.cut(intermediate)
-    part = cut.stop - cut.start
-    gate_up = torch.empty(num_experts, 2 * part, hidden, device=env.device, dtype=env.dtype)
-    down = torch.empty(num_experts, hidden, part, device=env.device, dtype=env.dtype)
-    for expert in range(num_experts):
-        gate_name, up_name, down_name = (f"{prefix}experts.{expert}.{name}.weight" for name in names)
-        env.weights.copy_into(gate_up[expert, :part], gate_name, (intermediate, hidden), cut)
-        env.weights.copy_into(gate_up[expert, part:], up_name, (intermediate, hidden), cut)
-        env.weights.copy_into(down[expert], down_name, (hidden, intermediate), slice(None), cut)
-    return gate_up, down

@@ -57,10 +57,11 @@ class SelfAttention:
     ) -> None:
         dim = spec.head_dim
         self.is_last = index == spec.num_layers - 1
-        heads, kv_heads = spec.num_heads // env.parallel.size, spec.num_kv_heads // env.parallel.size
+        heads, kv_heads = env.parallel.share(spec.num_heads), env.parallel.share(spec.num_kv_heads)
         names = [prefix + "q_proj", prefix + "k_proj", prefix + "v_proj"]
         outs = [spec.num_heads * dim, spec.num_kv_heads * dim, spec.num_kv_heads * dim]
-        qkv = Linear(env, names, spec.hidden_size, outs, spec.qkv_bias, cut="rows")
+        units = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        qkv = Linear(env, names, spec.hidden_size, outs, spec.qkv_bias, cut="rows", units=units)
         self.qkv = NormedLayer(norm, qkv)
         o = Linear(env, prefix + "o_proj", outs[0], spec.hidden_size, spec.o_bias, cut="cols")
         self.o = ResidualAdd(o, adds)

@@ -22,7 +22,7 @@ class GPT2Layer:
     """x + attention(norm(x)), then x + mlp(norm(x))."""
 
     def __init__(self, env: Env, spec: ModelSpec, index: int, prefix: str) -> None:
-        hidden, heads = spec.hidden_size, spec.num_heads // env.parallel.size
+        hidden, heads = spec.hidden_size, env.parallel.share(spec.num_heads)
         self.is_last = index == spec.num_layers - 1
         self.input_norm = LayerNorm(env, prefix + "ln_1", hidden, spec.norm_eps)
         self.qkv = Linear(

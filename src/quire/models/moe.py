@@ -6,12 +6,16 @@ The two name their expert tensors differently. The spec lists the layers that ha
 from __future__ import annotations
 
 from quire.layers.env import Env
-from quire.layers.moe import MoE
+from quire.layers.expert_weights import MIXTRAL, USUAL, load_experts
+from quire.layers.moe import MoE, SharedExperts, make_experts
+from quire.layers.routing import Router
 from quire.models.decoder import DecoderLayer, DecoderModel, FeedForward
 from quire.models.spec import ModelSpec
 
-# Prefix of the block, and names of its gate, up and down projections: Qwen3-MoE's and Mixtral's.
-_SPELLINGS = (("mlp.", ("gate_proj", "up_proj", "down_proj")), ("block_sparse_moe.", ("w1", "w3", "w2")))
+# Prefix of the block, and names of an expert's projections.
+_SPELLINGS = (("mlp.", USUAL), ("block_sparse_moe.", MIXTRAL))
+# Name of the shared experts: Qwen2-MoE's, which has a gate beside it, and that of other families.
+_SHARED = ("shared_expert", "shared_experts")
 
 
 class MoELayer(DecoderLayer):
@@ -19,22 +23,27 @@ class MoELayer(DecoderLayer):
 
     def make_mlp(self, env: Env, spec: ModelSpec, index: int, prefix: str) -> FeedForward:
         """Build the experts, or a gated MLP."""
-        moe = spec.moe
-        if moe is None or not moe.sparse[index]:
+        if spec.moe is None or not spec.moe.sparse[index]:
             return super().make_mlp(env, spec, index, prefix)
-        spelled = (s for s in _SPELLINGS if env.weights.has(prefix + s[0] + "gate.weight"))
-        block, names = next(spelled, _SPELLINGS[0])
-        return MoE(
-            env,
-            prefix + block,
-            names,
-            spec.hidden_size,
-            moe.intermediate_size,
-            moe.num_experts,
-            moe.top_k,
-            moe.norm_topk,
-            spec.activation,
-        )
+        return make_moe(env, spec, prefix)
+
+
+def make_moe(env: Env, spec: ModelSpec, prefix: str) -> MoE:
+    """Build the experts of the layer at `prefix`, with the names of Mixtral, or of Qwen, DeepSeek and GLM."""
+    moe = spec.moe
+    assert moe is not None
+    spelled = (s for s in _SPELLINGS if env.weights.has(prefix + s[0] + "gate.weight"))
+    block, names = next(spelled, _SPELLINGS[0])
+    block = prefix + block
+    hidden, routing = spec.hidden_size, moe.routing
+    router = Router(env, block + "gate", hidden, routing)
+    weights = load_experts(env, block + "experts.", routing.num_experts, hidden, moe.intermediate_size, names)
+    shared = None
+    if moe.shared_size:
+        name = block + _SHARED[not moe.shared_gate]
+        gate = name + "_gate" if moe.shared_gate else None
+        shared = SharedExperts(env, name + ".", hidden, moe.shared_size, spec.activation, gate)
+    return MoE(router, make_experts(env, weights, spec.activation), env.parallel, shared)
 
 
 class MoEModel(DecoderModel):

@@ -33,10 +33,22 @@ def build_model(spec: ModelSpec, env: Env) -> Model:
     if spec.family not in FAMILIES:
         raise ModelError(f"{spec.architecture} is not supported yet")
     spec.check_quantization()
-    size = env.parallel.size
-    if spec.num_heads % size or spec.num_kv_heads % size or spec.intermediate_size % size:
-        raise ModelError(
-            f"{spec.architecture} cannot be sharded over {size} ranks: its {spec.num_heads} heads, "
-            f"{spec.num_kv_heads} K/V heads and intermediate size {spec.intermediate_size} must be multiples of {size}"
-        )
+    check_shards(spec, env.parallel.size)
     return FAMILIES[spec.family](env, spec)
+
+
+def check_shards(spec: ModelSpec, size: int) -> None:
+    """Raise ModelError, naming what does not divide, if the model cannot be sharded over `size` ranks."""
+    sizes = {"heads": spec.num_heads, "intermediate size": spec.intermediate_size}
+    if spec.moe:
+        sizes["expert intermediate size"] = spec.moe.intermediate_size
+        if all(spec.moe.sparse):
+            del sizes["intermediate size"]
+    faults = [f"{name} {value}" for name, value in sizes.items() if value % size]
+    if spec.num_kv_heads % size and size % spec.num_kv_heads:
+        faults.append(f"K/V heads {spec.num_kv_heads}")
+    if faults:
+        raise ModelError(
+            f"{spec.architecture} cannot be sharded over {size} ranks: {', '.join(faults)} must be multiples of {size} "
+            f"(K/V heads may also be a divisor of it); choose another tensor_parallel_size"
+        )

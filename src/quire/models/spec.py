@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from quire.layers.rope_params import RopeParams
+from quire.layers.routing_params import Routing
 from quire.types import KVLayout, ModelError
 
 
@@ -18,11 +19,11 @@ from quire.types import KVLayout, ModelError
 class MoESpec:
     """The expert layers of a mixture-of-experts model."""
 
-    num_experts: int
-    top_k: int
-    intermediate_size: int
-    norm_topk: bool  # whether the weights of a token's experts are scaled to sum to 1
+    routing: Routing
+    intermediate_size: int  # width of one routed expert
     sparse: tuple[bool, ...]  # by layer: whether it has experts instead of one MLP
+    shared_size: int = 0  # width of the shared experts together; 0: there are none
+    shared_gate: bool = False  # whether the output of the shared experts is multiplied by a gate per token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,9 +108,9 @@ class ModelSpec:
         total = self.num_layers * attention
         for sparse in self.layer_is_sparse:
             if sparse and self.moe:
-                total += self.moe.num_experts * (
-                    gated * self.hidden_size * self.moe.intermediate_size + self.hidden_size
-                )
+                widths = self.moe.routing.num_experts * self.moe.intermediate_size + self.moe.shared_size
+                routers = self.moe.routing.num_experts + self.moe.shared_gate
+                total += self.hidden_size * (gated * widths + routers)
             else:
                 total += gated * self.hidden_size * self.intermediate_size
         positions = self.num_positions * self.hidden_size

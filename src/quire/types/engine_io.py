@@ -173,7 +173,9 @@ class Totals:
     draft_rows: int = 0  # rows that verified draft tokens
     draft_tokens: int = 0
     accepted_tokens: int = 0  # draft tokens that became output
-    accepted_at: list[int] = field(default_factory=list)  # accepted tokens by position among the drafts of a row
+    accepted_at: list[int] = field(
+        default_factory=list
+    )  # accepted tokens by position among the drafts of a row
 
     def count_drafts(self, drafted: int, accepted: int) -> None:
         """Count a row that verified `drafted` draft tokens, of which the first `accepted` were accepted."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import re
 import zlib
 from pathlib import Path
@@ -317,11 +318,11 @@ class DummyCheckpoint(Checkpoint):
     def tensor(
         self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE
     ) -> torch.Tensor:
-        width = shape[1] if len(shape) > 1 else 1
+        width = math.prod(shape[1:])
         first, last, _ = rows.indices(shape[0])
         flat = self._run(name, first * width, (last - first) * width)
         if len(shape) > 1:
-            return flat.view(-1, width)[:, cols]
+            return flat.view(-1, *shape[1:])[:, cols]
         is_norm = name.endswith(".weight")  # the only one-dimensional weights; the rest are biases
         return flat + 1 if is_norm else flat
 

@@ -18,6 +18,7 @@ from gguf import GGMLQuantizationType as Kind
 from quire.files.gguf_header import read_gguf_metadata
 from quire.files.reading import shown
 from quire.layers.rope_params import RopeParams
+from quire.layers.routing_params import Routing
 from quire.models.config.keys import ConfigKeys, token_ids
 from quire.models.config.rope import served_len
 from quire.models.spec import ModelSpec, MoESpec
@@ -219,10 +220,8 @@ def _moe(meta: Metadata, facts: dict[str, Any], intermediate: int) -> MoESpec:
     if top_k > experts:
         raise ModelError(f"{meta.path}: {top_k} experts per token, but only {experts} experts")
     return MoESpec(
-        num_experts=experts,
-        top_k=top_k,
+        routing=Routing(num_experts=experts, top_k=top_k, renormalise=True),
         intermediate_size=intermediate,
-        norm_topk=True,
         sparse=(True,) * facts["num_layers"],
     )
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.files.reading import shown
+from quire.layers.routing_params import Routing
 from quire.models.config.keys import ConfigKeys
 from quire.models.config.parts import (
     common_fields,
@@ -101,12 +102,11 @@ def _window(keys: ConfigKeys, default: int | None = None) -> int | None:
     return None if window is None else keys.integer("sliding_window", "sliding_window_size", default=default)
 
 
-def _check_top_k(moe: MoESpec, keys: ConfigKeys) -> MoESpec:
-    if moe.top_k > moe.num_experts:
-        raise keys.refuse(
-            "num_experts_per_tok", f"at most the number of experts, {moe.num_experts}", moe.top_k
-        )
-    return moe
+def _routing(keys: ConfigKeys, num_experts: int, top_k: int, **rule: Any) -> Routing:
+    """Build a routing rule, after checking that there are enough experts."""
+    if top_k > num_experts:
+        raise keys.refuse("num_experts_per_tok", f"at most the number of experts, {num_experts}", top_k)
+    return Routing(num_experts=num_experts, top_k=top_k, **rule)
 
 
 def _qwen2(name: str, keys: ConfigKeys) -> ModelSpec:
@@ -134,10 +134,13 @@ def _qwen3_moe(name: str, keys: ConfigKeys) -> ModelSpec:
     dense = set(keys.entries("mlp_only_layers", int) or [])
     every = keys.integer("decoder_sparse_step", default=1)
     moe = MoESpec(
-        num_experts=keys.integer("num_experts", "num_local_experts", default=128),
-        top_k=keys.integer("num_experts_per_tok", default=8),
+        routing=_routing(
+            keys,
+            keys.integer("num_experts", "num_local_experts", default=128),
+            keys.integer("num_experts_per_tok", default=8),
+            renormalise=keys.flag("norm_topk_prob"),
+        ),
         intermediate_size=keys.integer("moe_intermediate_size", default=768),
-        norm_topk=keys.flag("norm_topk_prob"),
         sparse=tuple(i not in dense and (i + 1) % every == 0 for i in range(layers)),
     )
     # This family has a window in all layers or in none.
@@ -150,7 +153,7 @@ def _qwen3_moe(name: str, keys: ConfigKeys) -> ModelSpec:
         o_bias=bias,
         qk_norm=True,
         window=window,
-        moe=_check_top_k(moe, keys),
+        moe=moe,
         kv_default=4,
     )
 
@@ -158,10 +161,13 @@ def _qwen3_moe(name: str, keys: ConfigKeys) -> ModelSpec:
 def _mixtral(name: str, keys: ConfigKeys) -> ModelSpec:
     refuse_bias(name, keys)
     moe = MoESpec(
-        num_experts=keys.integer("num_local_experts", "num_experts", default=8),
-        top_k=keys.integer("num_experts_per_tok", default=2),
+        routing=_routing(
+            keys,
+            keys.integer("num_local_experts", "num_experts", default=8),
+            keys.integer("num_experts_per_tok", default=2),
+            renormalise=True,
+        ),
         intermediate_size=keys.integer("intermediate_size"),
-        norm_topk=True,
         sparse=(True,) * keys.integer("num_hidden_layers"),
     )
     return decoder_spec(
@@ -169,7 +175,7 @@ def _mixtral(name: str, keys: ConfigKeys) -> ModelSpec:
         "moe",
         keys,
         window=_window(keys),
-        moe=_check_top_k(moe, keys),
+        moe=moe,
         kv_default=8,
         theta=1e6,
         eps=1e-5,

@@ -1,0 +1,95 @@
+"""`ExpertWeights`: the weights of a layer's experts as stacked matrices, loaded from either layout of checkpoints.
+
+Checkpoints store each expert's matrices by themselves (Mixtral, Qwen, DeepSeek, GLM), or stacked as one tensor of
+three dimensions (gpt-oss, and files written by newer versions of transformers).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from quire.layers.env import Env
+
+# Names of the gate, up and down projections of an expert.
+Projections = tuple[str, str, str]
+USUAL: Projections = ("gate_proj", "up_proj", "down_proj")
+MIXTRAL: Projections = ("w1", "w3", "w2")
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertWeights:
+    """The matrices of all experts, and their biases if they have any. `width` is that of this rank's part.
+
+    Attributes:
+        gate_up: [experts, 2 * width, hidden], the rows of gate before those of up.
+        down: [experts, hidden, width].
+        gate_up_bias: [experts, 2 * width], or None.
+        down_bias: [experts, hidden], or None.
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
+def load_experts(
+    env: Env, prefix: str, num_experts: int, hidden: int, width: int, names: Projections = USUAL
+) -> ExpertWeights:
+    """Load this rank's part of the experts.
+
+    Args:
+        env: the weights, and the ranks to shard over.
+        prefix: prefix of the tensor names, ending in `experts.`.
+        num_experts: number of experts.
+        hidden: width of the residual stream.
+        width: width of an expert, before sharding.
+        names: names of the projections, `{prefix}{number}.{name}.weight` if each expert is stored by itself.
+    """
+    cut = env.parallel.cut(width)
+    part = cut.stop - cut.start
+    gate_up = torch.empty(num_experts, 2 * part, hidden, device=env.device, dtype=env.dtype)
+    down = torch.empty(num_experts, hidden, part, device=env.device, dtype=env.dtype)
+    if env.weights.has(f"{prefix}0.{names[0]}.weight") or not env.weights.has(prefix + "gate_up_proj"):
+        for expert in range(num_experts):
+            gate_name, up_name, down_name = (f"{prefix}{expert}.{name}.weight" for name in names)
+            env.weights.copy_into(gate_up[expert, :part], gate_name, (width, hidden), cut)
+            env.weights.copy_into(gate_up[expert, part:], up_name, (width, hidden), cut)
+            env.weights.copy_into(down[expert], down_name, (hidden, width), slice(None), cut)
+        return ExpertWeights(gate_up, down)
+    every, shape = slice(None), (num_experts, 2 * width, hidden)
+    up_cut = slice(width + cut.start, width + cut.stop)
+    env.weights.copy_into(gate_up[:, :part], prefix + "gate_up_proj", shape, every, cut)
+    env.weights.copy_into(gate_up[:, part:], prefix + "gate_up_proj", shape, every, up_cut)
+    if part == width:
+        env.weights.copy_into(down, prefix + "down_proj", (num_experts, hidden, width))
+    else:  # `copy_into` cannot cut the last of three dimensions
+        down.copy_(env.weights.tensor(prefix + "down_proj", (num_experts, hidden, width))[..., cut])
+    return ExpertWeights(gate_up, down)
+
+
+def load_interleaved_experts(
+    env: Env, prefix: str, num_experts: int, hidden: int, width: int
+) -> ExpertWeights:
+    """Load experts as gpt-oss stores them: stacked, [inputs, outputs], rows of gate and up alternating, with biases.
+
+    The arguments are those of `load_experts`. Ranks sum their partial results, so only the first one adds the bias of
+    the down projection.
+    """
+    cut = env.parallel.cut(width)
+    part = cut.stop - cut.start
+    weights, experts = env.weights, num_experts
+    gate_up = torch.empty(experts, 2 * part, hidden, device=env.device, dtype=env.dtype)
+    down = torch.empty(experts, hidden, part, device=env.device, dtype=env.dtype)
+    for expert in range(experts):  # one at a time, so that only one is in memory twice
+        one = slice(expert, expert + 1)
+        stored = weights.tensor(prefix + "gate_up_proj", (experts, hidden, 2 * width), one)[0].t()
+        gate_up[expert, :part] = stored[0::2][cut]
+        gate_up[expert, part:] = stored[1::2][cut]
+        down[expert] = weights.tensor(prefix + "down_proj", (experts, width, hidden), one, cut)[0].t()
+    bias = weights.tensor(prefix + "gate_up_proj_bias", (experts, 2 * width))
+    gate_up_bias = torch.cat((bias[:, 0::2][:, cut], bias[:, 1::2][:, cut]), 1).to(env.device, env.dtype)
+    down_bias = weights.tensor(prefix + "down_proj_bias", (experts, hidden)).to(env.device, env.dtype)
+    return ExpertWeights(gate_up, down, gate_up_bias, down_bias if env.parallel.rank == 0 else None)

@@ -1,0 +1,78 @@
+"""Communication between the ranks of an engine: sums and concatenations of tensors.
+
+Every rank makes the same calls in the same order. A call returns when its result is there (CPU), or has been queued on
+the current stream (GPU), where CUDA graphs can capture it.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
+
+
+class Communicator(Protocol):
+    """A connection to the other ranks."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the ranks' tensors `x`. It may replace the contents of `x`."""
+        ...
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the ranks' tensors `x`, stacked in the order of ranks: [size, *x.shape]."""
+        ...
+
+
+class Alone:
+    """The communicator of a single rank."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unsqueeze(0)
+
+
+ALONE = Alone()
+
+
+class GroupCommunicator:
+    """Communicator over a process group of torch: gloo on CPUs, NCCL on GPUs."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group, self._size = group, group.size()
+        self._sum, self._gather = dist.AllreduceOptions(), c10d.AllgatherOptions()
+        self._sum.asyncOp = self._gather.asyncOp = False
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.contiguous()
+        _wait(self._group.allreduce([x], self._sum))
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
+        _wait(self._group._allgather_base(out, x.contiguous(), self._gather))
+        return out.view(self._size, *x.shape)
+
+
+def _wait(work: dist.Work | None) -> None:
+    if work is not None:  # None: queued on the current stream
+        work.wait()
+
+
+def gloo_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
+    """Return a group of processes on this host that exchange tensors over its loopback interface.
+
+    Args:
+        store: shared by the ranks.
+        rank: of this process.
+        size: number of ranks.
+        timeout_s: longest wait for another rank in one call.
+    """
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._timeout = timedelta(seconds=timeout_s)
+    return dist.ProcessGroupGloo(store, rank, size, options)

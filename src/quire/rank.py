@@ -34,6 +34,7 @@ from quire.parallel.ranks import Parallel
 from quire.types import ConfigError
 from quire.wiring import queue_depth
 from quire.worker.executor import device_guard
+from quire.worker.memory.kv_groups import choose_groups
 from quire.worker.memory.sizing import BlockLayout, KVSize, MemoryPlanner, StepLimits, gpu_memory
 from quire.worker.runner import Runner
 from quire.worker.worker import LaunchOptions, Worker
@@ -152,17 +153,24 @@ def memory_planner(
         dtype: of weights, activations and KV entries.
         explicit_len: the user set max_model_len, so a context that does not fit is an error.
     """
+    limits = step_limits(config)
+    layout = BlockLayout(
+        paged_size=config.block_size if config.kv_layout == "paged" else None,
+        keeps_kv=config.kv_layout != "none",
+    )
     return MemoryPlanner(
         model=config.model,
         spec=spec,
         dtype=dtype,
         device=device,
-        layouts=spec.kv_layouts(str(dtype).removeprefix("torch.")),
-        limits=step_limits(config),
-        layout=BlockLayout(
-            paged_size=config.block_size if config.kv_layout == "paged" else None,
-            keeps_kv=config.kv_layout != "none",
+        groups=choose_groups(
+            spec.kv_layouts(str(dtype).removeprefix("torch.")),
+            limits.max_model_len,
+            paged=layout.paged,
+            keeps_kv=layout.keeps_kv,
         ),
+        limits=limits,
+        layout=layout,
         explicit_len=explicit_len,
         kv_cache_memory=config.kv_cache_memory,
         memory_utilization=config.memory_utilization,

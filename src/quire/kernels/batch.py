@@ -8,6 +8,8 @@ row of the last slot, the dummy slot, whose columns never change.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -28,12 +30,13 @@ _SAMPLES = tl.constexpr(2)
 def _prepare_kernel(
     header, tokens, num_computed, block_table, turn,
     input_ids, positions, kv_slots, query_start, seq_lens, logit_index, slots,
-    rows, total, max_len, max_blocks, block_size, turns,
-    ONES: tl.constexpr, ROWS_PAD: tl.constexpr, TOKENS: tl.constexpr,
+    rows, total, max_len, max_blocks, block_size, turns, table_row, kv_row,
+    ONES: tl.constexpr, GROUPS: tl.constexpr, ROWS_PAD: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows + 1,): one program per row, and one for the padding after the last token.
 
     ONES: each row has one token.
+    GROUPS: number of block tables of a slot, max_blocks apart.
     """
     row = tl.program_id(0)
     if row == 0:
@@ -49,7 +52,8 @@ def _prepare_kernel(
             inside = at < total
             tl.store(input_ids + at, tl.zeros([TOKENS], tl.int64), mask=inside)
             tl.store(positions + at, tl.zeros([TOKENS], tl.int64), mask=inside)
-            tl.store(kv_slots + at, tl.full([TOKENS], -1, tl.int64), mask=inside)
+            for group in range(GROUPS):
+                tl.store(kv_slots + group * kv_row + at, tl.full([TOKENS], -1, tl.int64), mask=inside)
         return
     slot = tl.load(header + _HEADER_WIDTH * row + _SLOT).to(tl.int64)
     n = tl.load(header + _HEADER_WIDTH * row + _NEW_TOKENS)
@@ -57,17 +61,20 @@ def _prepare_kernel(
     tl.store(slots + row, slot)
     tl.store(seq_lens + row, tl.where(n > 0, computed + n, 0))
     tl.store(logit_index + row, tl.maximum(begin + n - 1, 0).to(tl.int64))
-    own_tokens, own_table = tokens + slot * max_len, block_table + slot * max_blocks
+    own_tokens, own_table = tokens + slot * max_len, block_table + slot * table_row
     for start in range(0, n, TOKENS):
         offset = start + tl.arange(0, TOKENS)
         inside = offset < n
         position = computed + offset
-        block = tl.load(own_table + position // block_size, mask=inside, other=0).to(tl.int64)
         at = begin + offset
         token = tl.load(own_tokens + position, mask=inside, other=0)
         tl.store(input_ids + at, token.to(tl.int64), mask=inside)
         tl.store(positions + at, position.to(tl.int64), mask=inside)
-        tl.store(kv_slots + at, block * block_size + position % block_size, mask=inside)
+        for group in range(GROUPS):
+            entry = own_table + group * max_blocks + position // block_size
+            block = tl.load(entry, mask=inside, other=0).to(tl.int64)
+            place = block * block_size + position % block_size
+            tl.store(kv_slots + group * kv_row + at, place, mask=inside)
 
 
 def prepare(
@@ -77,7 +84,7 @@ def prepare(
     ones: bool,
     tokens: torch.Tensor,
     num_computed: torch.Tensor,
-    block_table: torch.Tensor,
+    block_tables: Sequence[torch.Tensor],
     block_size: int,
     turn: torch.Tensor,
     turns: int,
@@ -98,23 +105,24 @@ def prepare(
         ones: whether every row has exactly one token.
         tokens: int32 [slots, length], the token ids of each slot.
         num_computed: int32 [slots], tokens of each slot that have KV entries.
-        block_table: int32 [slots, blocks].
+        block_tables: of each group of layers, int32 [slots, blocks]; parts of one tensor [slots, groups, blocks].
         block_size: tokens per block.
         turn: int32 [1], the step counter modulo `turns`; incremented.
         turns: number of rows of the ring of sampled tokens.
         input_ids: written, int64 [total]; 0 for padding.
         positions: written, int64 [total]; 0 for padding.
-        kv_slots: written, int64 [total]: block * block_size + offset, or -1 for padding.
+        kv_slots: written, int64 [groups, total or more]: block * block_size + offset, or -1 for padding.
         query_start: written, int32 [rows + 1].
         seq_lens: written, int32 [rows]; 0 for a row without new tokens.
         logit_index: written, int64 [rows]: the index of each row's last token.
         slots: written, int64 [rows].
     """
+    table = block_tables[0]
     _prepare_kernel[(rows + 1,)](
-        header, tokens, num_computed, block_table, turn,
+        header, tokens, num_computed, table, turn,
         input_ids, positions, kv_slots, query_start, seq_lens, logit_index, slots,
-        rows, total, tokens.shape[1], block_table.shape[1], block_size, turns,
-        ONES=ones, ROWS_PAD=triton.next_power_of_2(header.shape[0]), TOKENS=_TOKENS, num_warps=4,
+        rows, total, tokens.shape[1], table.shape[1], block_size, turns, table.stride(0), kv_slots.stride(0),
+        ONES=ones, GROUPS=len(block_tables), ROWS_PAD=triton.next_power_of_2(header.shape[0]), TOKENS=_TOKENS, num_warps=4,
     )  # fmt: skip
 
 

@@ -61,7 +61,7 @@ class Attention:
 
         The last dimension must be contiguous.
         """
-        return self.backend.forward(self, q, k, v, batch)
+        return self.backend.forward(self, q, k, v, batch.for_layer(self.index))
 
 
 def rotary_attention(
@@ -70,6 +70,8 @@ def rotary_attention(
     """Return `attention` with the heads' norms (if any) and rotation in front."""
     packed = attention.backend.forward_packed
     if packed and kernels:
-        return lambda qkv, rotation, batch: packed(attention, qkv, norms, rotation.table, batch)
+        return lambda qkv, rotation, batch: packed(
+            attention, qkv, norms, rotation.table, batch.for_layer(attention.index)
+        )
     heads = RotaryHeads(attention.num_heads, attention.num_kv_heads, attention.head_dim, norms, kernels)
     return lambda qkv, rotation, batch: attention(*heads(qkv, rotation), batch)

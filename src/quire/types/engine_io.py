@@ -131,6 +131,8 @@ class EngineInfo:
     block_bytes: int
     weight_bytes: int
     num_parameters: int
+    # Groups of layers, each with its own blocks: number of layers, and window or None.
+    kv_groups: list[tuple[int, int | None]] = field(default_factory=list)
     reserved_bytes: int = 0  # for steps, besides weights, KV blocks and slot columns
     prefix_caching: bool = False
     eviction: str = "lru"  # policy for cached blocks

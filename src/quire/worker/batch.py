@@ -7,6 +7,7 @@ host, so that graphs can replay it. `TorchBatcher` does the same with PyTorch op
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -76,8 +77,17 @@ def plan_header(plan: StepPlan | None) -> np.ndarray:
 class TorchBatcher:
     """Batcher of about ten small PyTorch operations. The host computes the indices."""
 
-    def __init__(self, state: SlotState, backend: AttentionBackend, kv: list[KV], block_size: int) -> None:
+    def __init__(
+        self,
+        state: SlotState,
+        backend: AttentionBackend,
+        kv: list[KV],
+        block_size: int,
+        group_of: Sequence[int] = (),
+    ) -> None:
+        """Build batches over the blocks `kv`; `group_of` is the group of each layer, if there are several."""
         self.kv, self._state, self._backend, self._block_size = kv, state, backend, block_size
+        self._group_of = group_of
 
     def build(self, plan: StepPlan, staging: Staging) -> tuple[DeviceStep, ForwardBatch]:
         state, total, rows = self._state, plan.total_tokens, len(plan.slots)
@@ -95,14 +105,19 @@ class TorchBatcher:
         )
         positions = state.num_computed.index_select(0, slot_of_token) + offset
         block, within = positions // self._block_size, positions % self._block_size
-        blocks = state.block_table.view(-1).index_select(0, slot_of_token * state.max_blocks + block)
+        entry = slot_of_token * state.table_row + block
+
+        def kv_slots(group: int) -> torch.Tensor:
+            blocks = state.table_entries.index_select(0, entry + group * state.max_blocks)
+            return blocks.long() * self._block_size + within
+
         batch = ForwardBatch(
             input_ids=state.tokens.view(-1).index_select(0, slot_of_token * state.max_len + positions).long(),
             positions=positions,
-            kv_slots=blocks.long() * self._block_size + within,
+            kv_slots=kv_slots(0),
             query_start=starts.int(),
             seq_lens=state.num_computed.index_select(0, slots) + counts.int(),
-            block_table=state.block_table,
+            block_table=state.block_tables[0],
             slots=slots,
             logit_index=logit_index,
             kv=self.kv,
@@ -110,8 +125,11 @@ class TorchBatcher:
             seq_bounds=plan.starts + plan.num_tokens,
             block_size=self._block_size,
             wanted=None if plan.keeps_hidden or rows == total else logit_index,
+            group_of=self._group_of,
         )
-        batch.attn = self._backend.plan(batch)
+        for group, table in enumerate(state.block_tables[1:], 1):
+            batch.add_group(table, kv_slots(group))
+        batch.plan(self._backend)
         return DeviceStep(plan, slots, counts=counts, sampling=sampling), batch
 
     def recover(self) -> None:
@@ -144,12 +162,16 @@ class KernelBatcher:
         kv: list[KV],
         *,
         block_size: int,
+        group_of: Sequence[int] = (),
         max_tokens: int,
         max_rows: int,
         turns: int,
         device: torch.device,
     ) -> None:
-        """Allocate buffers for `max_tokens` tokens in `max_rows` rows, and a ring of `turns` rows."""
+        """Allocate buffers for `max_tokens` tokens in `max_rows` rows, and a ring of `turns` rows.
+
+        `group_of` is the group of each layer, if there are several.
+        """
         # Imported here: an installation for CPUs has no Triton.
         from quire.kernels import batch as kernels
 
@@ -160,7 +182,9 @@ class KernelBatcher:
         self.kv, self._state, self._backend, self._block_size = kv, state, backend, block_size
         self._header = buffer(max_rows, len(HeaderColumn), dtype=torch.int32)
         self._sent = b""  # content of the header on the device
-        self._input_ids, self._positions, self._kv_slots = (buffer(max_tokens) for _ in range(3))
+        self._group_of = group_of
+        self._input_ids, self._positions = (buffer(max_tokens) for _ in range(2))
+        self._kv_slots = buffer(len(state.block_tables), max_tokens)
         self._logit_index, self._slots = (buffer(max_rows) for _ in range(2))
         self._query_start = buffer(max_rows + 1, dtype=torch.int32)
         self._seq_lens = buffer(max_rows, dtype=torch.int32)
@@ -222,10 +246,10 @@ class KernelBatcher:
         batch = ForwardBatch(
             input_ids=self._input_ids[:tokens],
             positions=self._positions[:tokens],
-            kv_slots=self._kv_slots[:tokens],
+            kv_slots=self._kv_slots[0, :tokens],
             query_start=self._query_start[: rows + 1],
             seq_lens=self._seq_lens[:rows],
-            block_table=state.block_table,
+            block_table=state.block_tables[0],
             slots=slots,
             logit_index=self._logit_index[:rows],
             kv=self.kv,
@@ -234,13 +258,16 @@ class KernelBatcher:
             block_size=self._block_size,
             wanted=None if rows == tokens else self._logit_index[:rows],
             shared=self._header[:rows, HeaderColumn.SHARED_TOKENS] if shares else None,
+            group_of=self._group_of,
         )
+        for table, kv_slots in zip(state.block_tables[1:], self._kv_slots[1:]):
+            batch.add_group(table, kv_slots[:tokens])
         self._kernels.prepare(
-            self._header, rows, tokens, rows == tokens, state.tokens, state.num_computed, state.block_table,
+            self._header, rows, tokens, rows == tokens, state.tokens, state.num_computed, state.block_tables,
             self._block_size, self._turn, self._ring.shape[0], batch.input_ids, batch.positions,
-            batch.kv_slots, batch.query_start, batch.seq_lens, batch.logit_index, slots,
+            self._kv_slots, batch.query_start, batch.seq_lens, batch.logit_index, slots,
         )  # fmt: skip
-        batch.attn = self._backend.plan(batch)
+        batch.plan(self._backend)
         return batch
 
     def slots(self, rows: int) -> torch.Tensor:

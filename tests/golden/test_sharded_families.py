@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from test_families import CASES, ROWS, make_reference
-from whole import load_model, logits_of
+from whole import ONE_RANK, load_model, logits_of
 
 from quire.models.config.load import load_spec
 from quire.models.registry import check_shards
+from quire.parallel.ranks import Parallel
 from quire.types import ModelError
 from thread_ranks import on_ranks
 
@@ -40,8 +41,11 @@ def test_four_ranks_share_two_heads(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setitem(CASES, "qwen3-four", ("Qwen3", {"num_attention_heads": 8}))
     make_reference("qwen3-four", tmp_path / "qwen3")
     for folder in ("gpt2", "qwen3"):
-        whole = torch.cat(logits_of(load_model(tmp_path / folder), ROWS))
-        ranks = on_ranks(4, lambda p: torch.cat(logits_of(load_model(tmp_path / folder, parallel=p), ROWS)))
+
+        def logits(parallel: Parallel, path: Path = tmp_path / folder) -> torch.Tensor:
+            return torch.cat(logits_of(load_model(path, parallel=parallel), ROWS))
+
+        whole, ranks = logits(ONE_RANK), on_ranks(4, logits)
         assert all(torch.equal(rank, ranks[0]) for rank in ranks)
         assert (ranks[0] - whole).abs().max() <= 2e-6 * whole.abs().max()
 

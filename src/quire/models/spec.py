@@ -86,9 +86,10 @@ class ModelSpec:
         Args:
             index: index of the layer.
             dtype: name of the dtype of KV entries.
-            ranks: number of ranks that share the KV heads.
+            ranks: number of ranks that share the KV heads. With more ranks than heads, several keep the same one.
         """
-        return KVLayout.keys_and_values(self.num_kv_heads // ranks, self.head_dim, dtype, self.windows[index])
+        heads = max(self.num_kv_heads // ranks, 1)
+        return KVLayout.keys_and_values(heads, self.head_dim, dtype, self.windows[index])
 
     def kv_layouts(self, dtype: str, ranks: int = 1) -> tuple[KVLayout, ...]:
         """Return the layouts of all layers, by index."""

@@ -118,8 +118,8 @@ class HashPrefixCache:
         length = 0 if _needs_all(request) else (request.known - 1) // self._block_size
         self._extend(request, length)
         names = request.names
-        for group in self._whole:
-            have, end = self._block_of[group], 0
+        for index in self._whole:
+            have, end = self._block_of[index], 0
             while end < length and names[end] in have:
                 end += 1
             length = end

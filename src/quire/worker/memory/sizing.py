@@ -156,15 +156,15 @@ class MemoryPlanner:
         """
         max_len, column = self.limits.max_model_len, self._columns_in_budget(self.limits.max_model_len)
 
-        def needed(tokens: int) -> float:
-            return self._request_bytes(tokens) + column * tokens / max_len
+        def needed(tokens: int) -> int:
+            return self._request_bytes(tokens) + -(-column * tokens // max_len)
 
         if needed(max_len) <= budget:
             return max_len
         room = bisect_right(range(1, max_len + 1), budget, key=needed)
         if self.explicit_len or room < min(_MIN_AUTO_LEN, max_len):
             raise ConfigError(
-                f"max_model_len {max_len} needs {int(needed(max_len)) >> 20} MiB of KV cache, but "
+                f"max_model_len {max_len} needs {needed(max_len) >> 20} MiB of KV cache, but "
                 f"{budget >> 20} MiB are available; lower max_model_len or raise kv_cache_memory"
             )
         block = self.layout.paged_size

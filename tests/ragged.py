@@ -28,6 +28,8 @@ class Layer:
     window: int | None = None
     soft_cap: float | None = None
     index: int = 0
+    sinks: torch.Tensor | None = None
+    span: int = 0
 
     @property
     def kv(self) -> KVLayout:
@@ -136,7 +138,10 @@ def oracle(case: Case) -> torch.Tensor:
         if layer.window:
             visible &= key > query - layer.window
         scores.masked_fill_(~visible, float("-inf"))
-        out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values))
+        if layer.sinks is not None:
+            sinks = layer.sinks.double().view(-1, 1, 1).expand(-1, new, 1)
+            scores = torch.cat((scores, sinks), -1)
+        out.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : old + new], values))
         at += new
     return torch.cat(out).flatten(1)
 
@@ -167,7 +172,10 @@ def check_packed(case: Case, backend: AttentionBackend, normed: bool) -> None:
         norms = object.__new__(HeadNorm)  # without a checkpoint
         norms.weight = (1 + torch.randn(heads + kv_heads, dim, device=device) / 4).to(dtype)
         norms.eps, norms.rms = 1e-6, make_rms(norms.weight, dim, 1e-6)
-    rope = Rope(RopeParams(theta=10000.0), dim, int(batch.positions.max()) + 1, device, dtype)
+    params = RopeParams(
+        theta=10000.0, rotary_dim=2 * layer.span if layer.span > 1 else 0, interleaved=layer.span == 1
+    )
+    rope = Rope(params, dim, int(batch.positions.max()) + 1, device, dtype)
     plain = RotaryHeads(heads, kv_heads, dim, norms)
     flat = case.qkv.flatten(1)
     q, k, v = (x.clone() for x in plain(flat.clone(), rope.lookup(batch.positions)))

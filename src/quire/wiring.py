@@ -8,6 +8,7 @@ from quire.config import EngineConfig
 from quire.core import policy
 from quire.core.block_pool import FIFO, LRU, BlockPool
 from quire.core.blocks import Blocks
+from quire.core.draft_depth import AdaptiveDepth, DraftDepth, FixedDepth, NoDrafts
 from quire.core.engine import Engine
 from quire.core.grammar_interface import Grammar
 from quire.core.policy import Policy
@@ -16,7 +17,7 @@ from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.shared_prefix import CommonBlocks, NoSharedPrefix, SharedPrefix
 from quire.core.steplog import StepLog
-from quire.types import Executor, KVGroup
+from quire.types import Executor, KVGroup, max_logit_rows
 
 _OVERLAP_DEPTH = 2
 
@@ -36,6 +37,7 @@ def wire_engine(
     grammar: Grammar,
     groups: Sequence[KVGroup] = (KVGroup(),),
     shares_prefix: bool = False,
+    drafts: int = 0,
 ) -> Engine:
     """Build the host side of an engine around an executor.
 
@@ -47,6 +49,7 @@ def wire_engine(
         executor: runs the steps.
         grammar: structured output.
         groups: the groups of layers, each of which has block tables of its own.
+        drafts: most draft tokens of a request in a step; 0 if the executor drafts none.
         shares_prefix: look for blocks that rows share, for an attention back end that reads them once.
     """
     pool = BlockPool(num_blocks, FIFO() if config.eviction == "fifo" else LRU())
@@ -67,6 +70,7 @@ def wire_engine(
         keeps_kv=config.kv_layout != "none",
         lookahead=depth > 1,
         mixed_prefill_tokens=config.mixed_prefill_tokens or config.max_num_batched_tokens or 1,
+        max_logit_rows=max_logit_rows(config.max_num_seqs or 1, drafts),
     )
     log = StepLog()
     blocks = Blocks(pool, cache, block_size, groups, limits.max_num_batched_tokens)
@@ -74,5 +78,11 @@ def wire_engine(
     shared: SharedPrefix = NoSharedPrefix()
     if shares_prefix and whole:
         shared = CommonBlocks(block_size, whole[0])
-    scheduler = Scheduler(blocks, choices, limits, log, shared)
+    scheduler = Scheduler(blocks, choices, limits, log, shared, _draft_depth(config, drafts))
     return Engine(scheduler, executor, grammar, depth, log, config.check_invariants)
+
+
+def _draft_depth(config: EngineConfig, drafts: int) -> DraftDepth:
+    if not drafts:
+        return NoDrafts()
+    return AdaptiveDepth(drafts) if config.spec_adaptive else FixedDepth(drafts)

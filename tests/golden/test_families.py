@@ -47,6 +47,18 @@ LLAMA3 = rope(
     "llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16
 )
 YARN = rope("yarn", factor=4.0, original_max_position_embeddings=16)
+LONGROPE = {
+    "original_max_position_embeddings": 4,
+    **rope("longrope", partial_rotary_factor=0.5, short_factor=[1.5, 2.5], long_factor=[3.0, 9.0]),
+}
+LONGROPE_SHORT = rope("longrope", short_factor=[1.5, 2.5, 1.0, 2.0], long_factor=[3.0, 9.0, 3.0, 8.0])
+GRANITE = {
+    "head_dim": 8,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 0.5,
+}
 GEMMA = {
     "head_dim": 16,
     "query_pre_attn_scalar": 20,
@@ -114,6 +126,36 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3-moe-dense": (
         "Qwen3Moe",
         {**MOE, "norm_topk_prob": True, "mlp_only_layers": [1], "tie_word_embeddings": True},
+    ),
+    "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 0.5, "final_logit_softcapping": 9.0}),
+    "gemma2-without-caps": (
+        "Gemma2",
+        {**GEMMA, "attn_logit_softcapping": None, "final_logit_softcapping": None, "attention_bias": True},
+    ),
+    "phi3": ("Phi3", {"head_dim": 8, "num_attention_heads": 6, "sliding_window": 5}),
+    "phi3-partial": ("Phi3", {"head_dim": 8, **rope("default", partial_rotary_factor=0.75)}),
+    "phi3-longrope": ("Phi3", {"head_dim": 8, **LONGROPE}),
+    "phi3-longrope-short": (
+        "Phi3",
+        {
+            "head_dim": 8,
+            "original_max_position_embeddings": 64,
+            "max_position_embeddings": 64,
+            **LONGROPE_SHORT,
+        },
+    ),
+    "olmo2": ("Olmo2", {"head_dim": 8, "attention_bias": True}),
+    "glm4": ("Glm4", {"head_dim": 16}),
+    "glm4-whole-heads": ("Glm4", {**rope("default", partial_rotary_factor=1.0), "attention_bias": False}),
+    "granite": ("Granite", GRANITE),
+    "granite-biases": (
+        "Granite",
+        {**GRANITE, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
+    ),
+    "smollm3": ("SmolLM3", {"head_dim": 8, "no_rope_layer_interval": 2}),
+    "smollm3-window": (
+        "SmolLM3",
+        {"head_dim": 8, "no_rope_layers": [1, 0, 0], "use_sliding_window": True, "sliding_window": 4},
     ),
     "gpt2": (
         "GPT2",

@@ -48,7 +48,11 @@ class WholeSequenceAttention:
             hidden = at[None, :] > at[:, None]
             if layer.window is not None:
                 hidden |= at[None, :] <= at[:, None] - layer.window
-            probs = scores.masked_fill(hidden, float("-inf")).softmax(-1)
+            scores = scores.masked_fill(hidden, float("-inf"))
+            if layer.sinks is not None:
+                sinks = layer.sinks.view(-1, 1, 1).expand(-1, end - start, 1)
+                scores = torch.cat((scores, sinks), -1)
+            probs = scores.softmax(-1)[..., : end - start]
             outs.append(torch.einsum("hqk,khd->qhd", probs, values).flatten(1))
         return torch.cat(outs)
 

@@ -44,9 +44,13 @@ def case_of(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    sinks: bool = False,
+    span: int = 0,
 ) -> tuple[Case, TritonAttention]:
     torch.manual_seed(seed)
-    layer = Layer(heads, kv_heads, dim, dim**-0.5, window, soft_cap)
+    layer = Layer(heads, kv_heads, dim, dim**-0.5, window, soft_cap, span=span)
+    if sinks:
+        layer.sinks = 2 * torch.randn(heads, device=device)
     backend = TritonAttention()
     made = make_case(random.Random(seed), backend, layer, rows, block_size, device, dtype, slack, unused)
     return made, backend
@@ -70,10 +74,13 @@ def as_if_large(monkeypatch: pytest.MonkeyPatch) -> None:
 def drawn(rng: random.Random, largest: int, block_sizes: list[int]) -> dict[str, Any]:
     """Draw the sizes of a layer, with heads of at most `largest` dimensions."""
     kv_heads = rng.choice([1, 2, 8] if largest > 80 else [1, 2])
+    dim = rng.choice([dim for dim in (16, 64, 80, 96, 128, 256) if dim <= largest])
     return {
         "heads": kv_heads * rng.choice([1, 2, 3, 4, 7, 8, 16] if largest > 80 else [1, 2, 3, 8]),
         "kv_heads": kv_heads,
-        "dim": rng.choice([dim for dim in (16, 64, 80, 96, 128, 256) if dim <= largest]),
+        "dim": dim,
+        "span": rng.choice([0, 0, 1, dim // 4, 3 * dim // 8]),
+        "sinks": rng.choice([False, False, True]),
         "block_size": rng.choice(block_sizes),
         "window": rng.choice([None, None, 1, 5, 24, 100]),
         "soft_cap": rng.choice([None, None, 3.0]),
@@ -103,6 +110,7 @@ def test_random_batches_interpreted(seed: int) -> None:
         block_size=rng.choice([1, 5, 16, 64, 300]),
         window=rng.choice([None, None, 1, 5, 24, 100]),
         soft_cap=rng.choice([None, None, 3.0]),
+        sinks=rng.choice([False, True]),
         slack=rng.choice([0, 0, 3]),
         seed=seed,
     )

@@ -37,6 +37,8 @@ def compare(seed: int, device: str, kind: type[random.Random] = random.Random) -
         window=rng.choice([None, None, 1, 5, 24]),
         soft_cap=rng.choice([None, None, 3.0]),
     )
+    if rng.random() < 0.3:
+        layer.sinks = 2 * torch.randn(layer.num_heads, device=device)
     block_size = rng.choice([1, 4, 16, 128])
     rows = [
         (rng.choice([0, 1, 7, 33, 100]) if rng.random() < 0.7 else 0, rng.choice([1, 1, 1, 2, 9, 30]))

@@ -35,6 +35,7 @@ hf/meta-llama--Meta-Llama-3.1-405B_config: llama 126 16384 128 8 128 53248 12825
 hf/mistralai--Mixtral-8x7B-v0.1_config: moe 32 4096 32 8 128 14336 32000 32768 0 default 1e6
 hf/mistralai--Mixtral-8x22B-v0.1_config: moe 56 6144 48 8 128 16384 32000 65536 0 default 1e6
 presets/Mixtral-8x7B-v0.1: moe 32 4096 32 8 128 14336 32000 32768 0 default 1e6
+presets/gemma2_2b: gemma2 26 2304 8 4 256 9216 256000 8192 1 default 1e4
 presets/gemma3_1b_it: gemma3 26 1152 4 1 256 6912 262144 32768 1 default 1e6
 presets/gpt2: gpt2 12 768 12 12 64 3072 50257 1024 1 - 0
 presets/gpt2_medium: gpt2 24 1024 16 16 64 4096 50257 1024 1 - 0
@@ -64,7 +65,6 @@ REFUSED = {
     "hf/openai--gpt-oss-20b_config": "GptOssForCausalLM",
     "presets/deepseek": "DeepseekForCausalLM",
     "presets/deepseek_v2_lite": "DeepseekV2ForCausalLM",
-    "presets/gemma2_2b": "Gemma2ForCausalLM",
     "presets/qwen2moe": "Qwen2MoeForCausalLM",
 }
 PACKED = {
@@ -235,8 +235,8 @@ def test_qwen2_windows() -> None:
         ({"num_key_value_heads": 3}, "must be a multiple of num_key_value_heads"),
         ({"hidden_act": "xielu"}, "xielu"),
         ({"torch_dtype": "float64"}, "float64"),
-        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "longrope"),
-        ({"rope_scaling": {"rope_type": "mrope"}}, "mrope"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2}}, "lacks short_factor"),
+        ({"rope_scaling": {"rope_type": "proportional"}}, "proportional"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}}, "factor must be between 1 and"),
         ({"rope_scaling": "linear"}, "rope_parameters must be an object"),
         ({"partial_rotary_factor": 0.5}, "partial"),

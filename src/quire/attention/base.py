@@ -48,6 +48,8 @@ class ForwardBatch:
     # int32 [rows]: how many of a row's first tokens lie in blocks shared with other rows (0: none). All values
     # other than 0 are equal and mean the same blocks. Set only if every row has one token.
     shared: torch.Tensor | None = None
+    decode_tokens: int = 1  # most new tokens of a row that decodes: 1 + its draft tokens
+    decodes_only: bool = False  # no row has more tokens than that
     attn: Any = field(default=None)
     # The same step for further groups of layers, which have their own block_table, kv_slots and attn.
     others: list[ForwardBatch] = field(default_factory=list)
@@ -91,6 +93,10 @@ class AttentionLayer(Protocol):
     # A token attends to itself and the window - 1 tokens before it; None: to all tokens before it.
     window: int | None
     soft_cap: float | None  # a score s becomes cap * tanh(s / cap); None: off
+    sinks: (
+        torch.Tensor | None
+    )  # float32 [heads]: scores without a key, which join the softmax's sum; None: off
+    span: int  # distance between the two dimensions of a rotated pair; 0: half a head
 
 
 class HeadNorms(Protocol):

@@ -9,7 +9,7 @@ import torch
 
 from quire.attention.base import AttentionLayer, ForwardBatch, HeadNorms
 from quire.attention.reference import ReferenceAttention
-from quire.kernels.cpu.ops import CAttend, CHeads, CNorm, CpuKernels, address, half, norm_struct
+from quire.kernels.cpu.ops import CAttend, CHeads, CNorm, CpuKernels, address, half, norm_struct, pointer
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,15 +82,15 @@ class CpuAttention:
     ) -> torch.Tensor:
         heads, kv_heads, dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
         weight, eps = (None, 0.0) if norms is None else (norms.weight, norms.eps)
-        self._kernels.norm_rotate_(qkv, batch.positions, table, weight, eps, heads + kv_heads)
+        self._kernels.norm_rotate_(qkv, batch.positions, table, weight, eps, heads + kv_heads, layer.span)
         q, k, v = qkv.view(qkv.shape[0], -1, dim).split([heads, kv_heads, kv_heads], 1)
         return self.forward(layer, q, k, v, batch)
 
     def _describe(self, layer: AttentionLayer, norms: HeadNorms | None, table: torch.Tensor) -> _LayerStructs:
         norm = None if norms is None else norm_struct(norms.weight, None, norms.eps)
         heads = CHeads(
-            address(norm), table.data_ptr(), layer.num_heads, layer.num_kv_heads,
-            layer.head_dim, layer.window or 0, layer.scale, layer.soft_cap or 0.0, half(table),
+            address(norm), table.data_ptr(), layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window or 0,
+            layer.span or layer.head_dim // 2, pointer(layer.sinks), layer.scale, layer.soft_cap or 0.0, half(table),
         )  # fmt: skip
         self._layers[id(layer)] = structs = _LayerStructs(heads, norm, (layer, norms, table))
         return structs

@@ -63,9 +63,9 @@ class LongRow:
     cache: dict[int | None, list[_RowPiece]] | None  # pieces by window, shared by layers; None: not kept
 
     def pieces(self, layer: AttentionLayer) -> Iterable[_RowPiece]:
-        """Yield the row in pieces whose masks (with a soft cap: whose scores) have a bounded size."""
+        """Yield the row in pieces whose masks, or scores if `_keeps_scores`, have a bounded size."""
         window = None if layer.window is None or self.length <= layer.window else layer.window
-        if window is None and self.kv is None and layer.soft_cap is None:
+        if window is None and self.kv is None and not _keeps_scores(layer):
             return [_RowPiece(slice(None), slice(None), None)]
         if self.cache is None:
             return self.cut(window, layer)
@@ -76,7 +76,7 @@ class LongRow:
     def cut(self, window: int | None, layer: AttentionLayer) -> Iterator[_RowPiece]:
         """Yield pieces with masks of at most `_MASK_ELEMENTS` elements, or of one query if that is more."""
         device, new = self.positions.device, self.end - self.start
-        width = self.length * (1 if layer.soft_cap is None else layer.num_heads)
+        width = self.length * (layer.num_heads if _keeps_scores(layer) else 1)
         limit = max(1, _MASK_ELEMENTS // width)
         for begin in range(0, new, limit):
             end = min(begin + limit, new)
@@ -281,7 +281,7 @@ def _attend(
     causal: bool,
     layer: AttentionLayer,
 ) -> torch.Tensor:
-    """Compute softmax(cap(q k^T * scale) + mask) v.
+    """Compute softmax(cap(q k^T * scale) + mask) v. The layer's sinks join the sum of the softmax.
 
     A masked key contributes nothing to a query, even if it is not finite.
 
@@ -290,7 +290,7 @@ def _attend(
         k, v: [rows, heads or KV heads, keys, dim].
         mask: bool, True where a query sees a key; None with `causal`, or if every query sees every key.
         causal: query i sees the keys 0 .. i.
-        layer: supplies the scale and the soft cap.
+        layer: supplies the scale, the soft cap and the sinks.
     """
     if (mask is None and not causal) or _known_finite(k, v):
         return _attend_finite(q, k, v, mask, causal, layer)
@@ -322,20 +322,33 @@ def _attend_finite(
     layer: AttentionLayer,
 ) -> torch.Tensor:
     """Compute `_attend` for finite k and v: a probability of 0 times a non-finite number would be NaN."""
-    if q.shape[1] != k.shape[1] and (layer.soft_cap is not None or q.device.type != "cpu"):
+    explicit = _keeps_scores(layer)
+    if q.shape[1] != k.shape[1] and (explicit or q.device.type != "cpu"):
         k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     queries = q.shape[2]
-    if layer.soft_cap is None:
+    if not explicit:
         if q.device.type == "cpu" and q.dtype != torch.float32 and queries > _FEW_QUERIES:
             q, k, v, mask = pad_shapes(q, k, v, mask, causal)
         return F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=causal, scale=layer.scale, enable_gqa=q.shape[1] != k.shape[1]
         )[:, :, :queries]
     scores = torch.matmul(q.float(), k.float().transpose(2, 3)) * layer.scale
-    scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+    if layer.soft_cap is not None:
+        scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
-    return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)
+    if layer.sinks is None:
+        return torch.matmul(scores.softmax(-1), v.float()).to(q.dtype)
+    # A row of one token has its query heads on the axis of queries: both orders are those of the heads.
+    shape = (1, q.shape[1], layer.num_heads // q.shape[1], 1)
+    sinks = layer.sinks.view(shape).expand(*scores.shape[:3], 1)
+    probs = torch.cat((scores, sinks), -1).softmax(-1)[..., :-1]
+    return torch.matmul(probs, v.float()).to(q.dtype)
+
+
+def _keeps_scores(layer: AttentionLayer) -> bool:
+    """Return whether all scores of a layer are computed at once, because PyTorch's attention cannot change them."""
+    return layer.soft_cap is not None or layer.sinks is not None
 
 
 def pad_shapes(

@@ -115,7 +115,7 @@ class CostModel:
                     product("experts down", width, n, met, top_k),
                 ]
                 return [*found, product("shared experts", 3 * shared, n)] if shared else found
-            gates = 1 if spec.family == "gpt2" else 2
+            gates = 1 if spec.mlp == "plain" else 2
             width = spec.hidden_size * spec.intermediate_size
             name = "gate_up" if gates == 2 else "up"
             return [*found, product(name, gates * width, n), product("down", width, n)]

@@ -75,6 +75,7 @@ class Kernels(Protocol):
         weight: torch.Tensor | None,
         eps: float,
         turned: int,
+        span: int = 0,
     ) -> None:
         """Normalize and rotate the first `turned` heads of each row of qkv, in place.
 
@@ -85,6 +86,7 @@ class Kernels(Protocol):
             weight: of an RMS norm of each head, [turned, dim], or None for no norm.
             eps: of the norm.
             turned: number of heads to rotate; the heads after them stay unchanged.
+            span: distance between the two dimensions of a rotated pair; 0: half a head.
         """
         ...
 

@@ -1,7 +1,8 @@
 """Rotary position embedding of packed q|k|v, fused with the norm of each q and k head where the model has one.
 
-A program handles HEADS heads of one token. It holds each head as two halves, a and b, and rotates them:
-(a, b) -> (a cos - b sin, b cos + a sin). cos and sin come from the table at the token's position. Values are
+A program handles HEADS heads of one token. It holds each head as the first and the second dimensions of its pairs, a
+and b, and rotates them: (a, b) -> (a cos - b sin, b cos + a sin). The two dimensions of a pair are SPAN apart
+(layers/rope.py). cos and sin come from the table at the token's position. Values are
 rounded where the torch reference rounds: after the norm and after the product with cos.
 
 `norm_rotate_` rotates heads in place. `norm_rotate_store` rotates only the queries in place, and writes the rotated
@@ -40,6 +41,7 @@ def _norm_rotate(
     TURNED: tl.constexpr,
     KV_HEADS: tl.constexpr,  # 0: store nothing
     DIM: tl.constexpr,
+    SPAN: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,  # half a head, rounded up to a power of two
@@ -53,6 +55,12 @@ def _norm_rotate(
         tl.extra.cuda.gdc_launch_dependents()
     token, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = tl.arange(0, BLOCK)[None, :]
+    if SPAN == HALF:
+        low, gap = at, HALF
+    elif SPAN == 1:
+        low, gap = 2 * at, 1
+    else:  # the dimensions behind the rotated ones form pairs of halves, too
+        low, gap = tl.where(at < SPAN, at, at + SPAN), tl.where(at < SPAN, SPAN, HALF - SPAN)
     if part < Q_PARTS + KV_PARTS:
         to_block = part >= Q_PARTS
         head = tl.where(to_block, part - Q_PARTS, part) * HEADS + tl.arange(0, HEADS)[:, None]
@@ -60,13 +68,13 @@ def _norm_rotate(
         source = head + tl.where(to_block, TURNED, 0)
         dtype = qkv.dtype.element_ty
         if NORM:  # weights do not change, so they can be read before the wait
-            wa = tl.load(weight + source * DIM + at, mask=inside, other=0.0).to(tl.float32)
-            wb = tl.load(weight + source * DIM + at + HALF, mask=inside, other=0.0).to(tl.float32)
+            wa = tl.load(weight + source * DIM + low, mask=inside, other=0.0).to(tl.float32)
+            wb = tl.load(weight + source * DIM + low + gap, mask=inside, other=0.0).to(tl.float32)
         if PDL:
             tl.extra.cuda.gdc_wait()
-        place = qkv + token * STRIDE + source * DIM + at
+        place = qkv + token * STRIDE + source * DIM + low
         a = tl.load(place, mask=inside, other=0.0).to(tl.float32)  # [HEADS, BLOCK]
-        b = tl.load(place + HALF, mask=inside, other=0.0).to(tl.float32)
+        b = tl.load(place + gap, mask=inside, other=0.0).to(tl.float32)
         angle = table + tl.load(positions + token) * DIM + at
         cos = tl.load(angle, mask=at < HALF, other=0.0).to(tl.float32)  # [1, BLOCK]
         sin = tl.load(angle + HALF, mask=at < HALF, other=0.0).to(tl.float32)
@@ -78,20 +86,20 @@ def _norm_rotate(
         new_b = ((b * cos).to(dtype).to(tl.float32) + a * sin).to(dtype)
         if not to_block:
             tl.store(place, new_a, mask=inside)
-            tl.store(place + HALF, new_b, mask=inside)
+            tl.store(place + gap, new_b, mask=inside)
         else:
             slot = tl.load(slots + token)
             block = slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * token_stride
-            to = keys + block + head * head_stride + at
+            to = keys + block + head * head_stride + low
             value = place + KV_HEADS * DIM  # the value of the same head
             finite = is_finite(new_a) & is_finite(new_b)
             finite &= is_finite(tl.load(value, mask=inside, other=0.0))
-            finite &= is_finite(tl.load(value + HALF, mask=inside, other=0.0))
+            finite &= is_finite(tl.load(value + gap, mask=inside, other=0.0))
             sick = tl.max((finite == 0).to(tl.int32), 1, keep_dims=True) > 0
             new_a = tl.where(sick, float("nan"), new_a)
             new_b = tl.where(sick, float("nan"), new_b)
             tl.store(to, new_a, mask=inside & (slot >= 0))
-            tl.store(to + HALF, new_b, mask=inside & (slot >= 0))
+            tl.store(to + gap, new_b, mask=inside & (slot >= 0))
     else:
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -114,6 +122,7 @@ def norm_rotate_(
     weight: torch.Tensor | None,
     eps: float,
     turned: int,
+    span: int = 0,
 ) -> None:
     """Normalize and rotate the first `turned` heads of each row of `qkv`, in place.
 
@@ -124,8 +133,9 @@ def norm_rotate_(
         weight: of an RMS norm of each head, [turned, dim], or None for no norm.
         eps: of the norm.
         turned: number of heads to rotate; the heads after them stay unchanged.
+        span: distance between the two dimensions of a rotated pair; 0: half a head.
     """
-    _launch(qkv, positions, table, weight, eps, turned, None, None, positions)
+    _launch(qkv, positions, table, weight, eps, turned, span, None, None, positions)
 
 
 def norm_rotate_store(
@@ -137,6 +147,7 @@ def norm_rotate_store(
     keys: torch.Tensor,
     values: torch.Tensor,
     slots: torch.Tensor,
+    span: int = 0,
 ) -> torch.Tensor:
     """Normalize and rotate q and k of packed q|k|v, and write k and v into their blocks.
 
@@ -149,13 +160,14 @@ def norm_rotate_store(
         keys: [blocks, kv heads, block size, dim].
         values: the same shape and strides as `keys`.
         slots: int64 [tokens]: block * block size + offset in block; negative to store nothing.
+        span: distance between the two dimensions of a rotated pair; 0: half a head.
 
     Returns:
         The rotated queries, a view [tokens, heads, dim] of `qkv`.
     """
     dim, kv_heads = keys.shape[3], keys.shape[1]
     heads = qkv.shape[1] // dim - 2 * kv_heads
-    _launch(qkv, positions, table, weight, eps, heads, keys, values, slots)
+    _launch(qkv, positions, table, weight, eps, heads, span, keys, values, slots)
     return qkv.view(qkv.shape[0], -1, dim)[:, :heads]
 
 
@@ -166,6 +178,7 @@ def _launch(
     weight: torch.Tensor | None,
     eps: float,
     turned: int,
+    span: int,
     keys: torch.Tensor | None,
     values: torch.Tensor | None,
     slots: torch.Tensor,
@@ -192,6 +205,7 @@ def _launch(
         TURNED=turned,
         KV_HEADS=kv_heads,
         DIM=dim,
+        SPAN=span or dim // 2,
         BLOCK_SIZE=block_size,
         HEADS=_HEADS,
         BLOCK=block,

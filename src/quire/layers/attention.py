@@ -1,7 +1,7 @@
 """`Attention`: the layer that passes q, k and v to the attention back end. It has no weights.
 
 `rotary_attention` adds the norm and rotation of q and k in front. If the back end takes packed q|k|v, all of it is
-one call; otherwise the operations run one after the other.
+one call; otherwise the operations run one after the other. `layers/query_key.py` has the rarer operations on q and k.
 """
 
 from __future__ import annotations
@@ -19,22 +19,19 @@ from quire.types import KVLayout
 
 # Maps packed q|k|v [tokens, (heads + 2 kv heads) * dim], which may be overwritten, to [tokens, heads * dim].
 PackedAttention = Callable[[torch.Tensor, Rotation, ForwardBatch], torch.Tensor]
+# Maps packed q|k|v to packed q|k|v; it may overwrite its argument.
+BeforeRotation = Callable[[torch.Tensor], torch.Tensor]
+# Maps q [tokens, heads, dim], k [tokens, kv heads, dim] and positions int64 [tokens] to new q and k.
+AfterRotation = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 class Attention:
     """An `AttentionLayer` (attention/base.py) bound to its back end. Head counts are those of this rank."""
 
     __slots__ = (
-        "backend",
-        "head_dim",
-        "index",
-        "kv",
-        "num_heads",
-        "num_kv_heads",
-        "scale",
-        "soft_cap",
+        "backend", "head_dim", "index", "kv", "num_heads", "num_kv_heads", "scale", "sinks", "soft_cap", "span",
         "window",
-    )
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -44,6 +41,8 @@ class Attention:
         kv: KVLayout,
         scale: float,
         soft_cap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        span: int = 0,
     ) -> None:
         self.backend = env.attention
         self.index = index
@@ -53,6 +52,8 @@ class Attention:
         self.scale = scale
         self.window = kv.window
         self.soft_cap = soft_cap
+        self.sinks = sinks
+        self.span = span
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
@@ -65,13 +66,36 @@ class Attention:
 
 
 def rotary_attention(
-    attention: Attention, norms: HeadNorm | None, kernels: Kernels | None
+    attention: Attention,
+    norms: HeadNorm | None,
+    kernels: Kernels | None,
+    before: BeforeRotation | None = None,
+    after: AfterRotation | None = None,
 ) -> PackedAttention:
-    """Return `attention` with the heads' norms (if any) and rotation in front."""
+    """Return `attention` with the operations on q and k in front.
+
+    Args:
+        attention: the layer.
+        norms: norms of the heads, which kernels fuse with the rotation; None: no norms.
+        kernels: those of the model's layers.
+        before: an operation on packed q|k|v.
+        after: an operation on rotated q and k; nothing is fused then.
+    """
     packed = attention.backend.forward_packed
-    if packed and kernels:
-        return lambda qkv, rotation, batch: packed(
-            attention, qkv, norms, rotation.table, batch.for_layer(attention.index)
-        )
-    heads = RotaryHeads(attention.num_heads, attention.num_kv_heads, attention.head_dim, norms, kernels)
-    return lambda qkv, rotation, batch: attention(*heads(qkv, rotation), batch)
+    if packed and kernels and after is None:
+
+        def attend(qkv: torch.Tensor, rotation: Rotation, batch: ForwardBatch) -> torch.Tensor:
+            return packed(attention, qkv, norms, rotation.table, batch.for_layer(attention.index))
+    else:
+        sizes = attention.num_heads, attention.num_kv_heads, attention.head_dim
+        heads = RotaryHeads(*sizes, norms, kernels, attention.span)
+
+        def attend(qkv: torch.Tensor, rotation: Rotation, batch: ForwardBatch) -> torch.Tensor:
+            q, k, v = heads(qkv, rotation)
+            if after is not None:
+                q, k = after(q, k, rotation.positions)
+            return attention(q, k, v, batch)
+
+    if before is None:
+        return attend
+    return lambda qkv, rotation, batch: attend(before(qkv), rotation, batch)

@@ -14,9 +14,18 @@ from quire.quant.base import Matmul, make_matmul
 
 
 class Embedding:
-    """A table of vectors, looked up by id and multiplied by `scale`, if there is one (Gemma)."""
+    """A table of vectors, looked up by id and multiplied by `scale`, if there is one."""
 
-    def __init__(self, env: Env, name: str, rows: int, width: int, scale: float | None = None) -> None:
+    def __init__(
+        self,
+        env: Env,
+        name: str,
+        rows: int,
+        width: int,
+        scale: float | None = None,
+        rounds_scale: bool = False,
+    ) -> None:
+        """Load the table; `rounds_scale` if the scale is rounded to the model's dtype, as Gemma's training did."""
         # Copied, because a memory-mapped table would be read again from its file whenever memory is short.
         self.parallel = parallel = env.parallel
         part, held = parallel.padded_cut(rows)
@@ -28,8 +37,7 @@ class Embedding:
         self.table[held.stop - held.start :].zero_()
         env.weights.copy_into(self.table[: held.stop - held.start], name + ".weight", (rows, width), held)
         self.weight = self.table[:part]
-        # Rounded to the model's dtype, as in training.
-        self.scale = None if scale is None else torch.tensor(scale, dtype=env.dtype).item()
+        self.scale = torch.tensor(scale, dtype=env.dtype).item() if scale and rounds_scale else scale
         self.lookup = env.kernels.lookup if env.kernels else lookup
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
@@ -42,7 +50,10 @@ class Embedding:
 
 
 class LMHead:
-    """The final linear layer. `tied` shares the embedding's table; a `soft_cap` c maps a logit s to c tanh(s / c)."""
+    """The final linear layer, whose results are multiplied by `scale`.
+
+    `tied` shares the embedding's table; a `soft_cap` c maps a logit s to c tanh(s / c).
+    """
 
     def __init__(
         self,
@@ -52,16 +63,18 @@ class LMHead:
         vocab: int,
         tied: Embedding | None = None,
         soft_cap: float | None = None,
+        scale: float = 1.0,
+        bias: bool = False,
     ) -> None:
         self.vocab = vocab
-        self.soft_cap = soft_cap
+        self.soft_cap, self.scale = soft_cap, scale
         self.parallel = env.parallel
         # A head of its own is sharded only if the ranks get equal shards.
         self.gathers = env.parallel.size > 1 and (tied is not None or vocab % env.parallel.size == 0)
         self.multiply: Matmul = (
             make_matmul(tied.weight, None, env.kernels)
             if tied
-            else Linear(env, name, width, vocab, cut="rows" if self.gathers else None)
+            else Linear(env, name, width, vocab, bias, cut="rows" if self.gathers else None)
         )
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -71,4 +84,6 @@ class LMHead:
         logits = self.multiply(hidden)
         if self.gathers:
             logits = self.parallel.all_gather(logits)[:, : self.vocab].contiguous()
+        if self.scale != 1:
+            logits = logits * self.scale
         return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap

@@ -1,26 +1,16 @@
-"""Feed-forward layers: the gated MLP of Llama-like models, and the plain one of GPT-2."""
+"""Feed-forward layers: the gated MLP of Llama-like models, and the plain one with a single projection in front."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
-import torch.nn.functional as F
 
 from quire.kernels import Kernels
+from quire.layers.activation import ACTIVATIONS, FUSED_ACTIVATIONS, Activation
 from quire.layers.env import Env
 from quire.layers.linear import Linear
 
-Activation = Callable[[torch.Tensor], torch.Tensor]
-
-
-def _gelu_tanh(x: torch.Tensor) -> torch.Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
 CLAMPED_SWIGLU = "clamped_swiglu"  # of gpt-oss; its constants are not parameters of any checkpoint
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
-ACTIVATIONS: dict[str, Activation] = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": _gelu_tanh, "relu": F.relu}
 
 
 def gated(activation: str, kernels: Kernels | None) -> Activation:
@@ -32,7 +22,7 @@ def gated(activation: str, kernels: Kernels | None) -> Activation:
     """
     if activation == CLAMPED_SWIGLU:
         return clamped_swiglu
-    if kernels:
+    if kernels and activation in FUSED_ACTIVATIONS:
         return lambda gate_up: kernels.gated(gate_up, activation)
     act = ACTIVATIONS[activation]
 
@@ -54,9 +44,17 @@ class GatedMLP:
     """down(act(gate(x)) * up(x)) (arXiv:2002.05202), with gate and up as one product."""
 
     def __init__(
-        self, env: Env, prefix: str, hidden: int, intermediate: int, activation: str, bias: bool = False
+        self,
+        env: Env,
+        prefix: str,
+        hidden: int,
+        intermediate: int,
+        activation: str,
+        bias: bool = False,
+        fused: bool = False,
     ) -> None:
-        names = [prefix + "gate_proj", prefix + "up_proj"]
+        """Load the weights; `fused` if the checkpoint stores gate and up as one tensor."""
+        names = [prefix + name for name in (["gate_up_proj"] if fused else ["gate_proj", "up_proj"])]
         self.gate_up = Linear(env, names, hidden, [intermediate, intermediate], bias, cut="rows")
         self.down = Linear(env, prefix + "down_proj", intermediate, hidden, bias, cut="cols")
         self.kind, self.activation = activation, gated(activation, env.kernels)
@@ -66,12 +64,22 @@ class GatedMLP:
 
 
 class PlainMLP:
-    """project(act(expand(x))), with the names and layout of GPT-2's Conv1D."""
+    """project(act(expand(x))). `names` are those of the two projections; `transposed` as in `Linear`."""
 
-    def __init__(self, env: Env, prefix: str, hidden: int, intermediate: int, activation: str) -> None:
-        self.expand = Linear(env, prefix + "c_fc", hidden, intermediate, True, cut="rows", transposed=True)
-        self.project = Linear(env, prefix + "c_proj", intermediate, hidden, True, cut="cols", transposed=True)
-        self.activation = ACTIVATIONS[activation]
+    def __init__(
+        self,
+        env: Env,
+        names: tuple[str, str],
+        hidden: int,
+        intermediate: int,
+        activation: Activation,
+        bias: bool = False,
+        transposed: bool = False,
+    ) -> None:
+        expand, project = names
+        self.expand = Linear(env, expand, hidden, intermediate, bias, cut="rows", transposed=transposed)
+        self.project = Linear(env, project, intermediate, hidden, bias, cut="cols", transposed=transposed)
+        self.activation = activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.project(self.activation(self.expand(x)))

@@ -16,10 +16,11 @@ import torch.nn.functional as F
 
 from quire.kernels import Kernels, available
 from quire.kernels.target import Target, log_choice, target_of
+from quire.layers.activation import Activation
 from quire.layers.env import Env
 from quire.layers.expert_weights import ExpertWeights
 from quire.layers.linear import Linear
-from quire.layers.mlp import Activation, GatedMLP, gated
+from quire.layers.mlp import GatedMLP, gated
 from quire.layers.routing import Router
 from quire.parallel.ranks import Parallel
 from quire.quant.base import make_matmul

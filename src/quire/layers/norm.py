@@ -7,6 +7,7 @@ the beginning of the stream. A layer selects its implementation, kernels or plai
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,25 @@ from quire.layers.env import Env
 NormFunction = Callable[[torch.Tensor], torch.Tensor]
 # Maps x and residual to the normed sum and the sum.
 AddNorm = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class Norm(Protocol):
+    """A norm with weights, of `width` numbers."""
+
+    weight: torch.Tensor
+    alone: NormFunction  # the norm without a residual
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class PassThrough:
+    """No norm, where a layer expects one: returns the sum of x and residual twice."""
+
+    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        total = x if residual is None else residual + x
+        return total, total
 
 
 class RMSNorm:
@@ -52,7 +72,7 @@ class HeadNorm:
 
     def __init__(
         self,
-        norm: type[RMSNorm],
+        norm: Callable[[Env, str, int, float], Norm],
         env: Env,
         names: tuple[str, str],
         heads: tuple[int, int],
@@ -72,16 +92,46 @@ class LayerNorm:
     """(x - mean) / sqrt(var + eps) * w + b (arXiv:1607.06450)."""
 
     def __init__(self, env: Env, name: str, width: int, eps: float) -> None:
-        weight = load_vector(env, name + ".weight", width)
-        bias = load_vector(env, name + ".bias", width)
+        self.weight, bias = self.load(env, name, width)
         if env.kernels:
-            self.alone, self.add = fused_layer_norm(env.kernels, weight, bias, eps)
+            self.alone, self.add = fused_layer_norm(env.kernels, self.weight, bias, eps)
         else:
-            self.alone = make_layer_norm(weight, bias, eps)
+            self.alone = make_layer_norm(self.weight, bias, eps)
             self.add = after_add(self.alone)
+
+    def load(self, env: Env, name: str, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Load the weight and the bias, both [width]."""
+        return load_vector(env, name + ".weight", width), load_vector(env, name + ".bias", width)
 
     def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         return (self.alone(x), x) if residual is None else self.add(x, residual)
+
+
+class OffsetLayerNorm(LayerNorm):
+    """Nemotron's LayerNorm: the checkpoint stores w - 1."""
+
+    def load(self, env: Env, name: str, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Load the weight and the bias, both [width]."""
+        weight, bias = super().load(env, name, width)
+        return weight + 1, bias
+
+
+class UnbiasedLayerNorm(LayerNorm):
+    """Cohere's LayerNorm, which has no bias."""
+
+    def load(self, env: Env, name: str, width: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Load the weight [width]; the bias is 0."""
+        weight = load_vector(env, name + ".weight", width)
+        return weight, torch.zeros_like(weight)
+
+
+NORMS: dict[str, Callable[[Env, str, int, float], Norm]] = {
+    "rms": RMSNorm,
+    "offset_rms": OffsetRMSNorm,
+    "layer": LayerNorm,
+    "offset_layer": OffsetLayerNorm,
+    "unbiased_layer": UnbiasedLayerNorm,
+}
 
 
 def after_add(norm: NormFunction) -> AddNorm:

@@ -15,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from quire.layers.activation import FUSED_ACTIVATIONS
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
 from quire.layers.norm import RMSNorm
@@ -76,7 +77,7 @@ def _fuse(
         return None
     if isinstance(layer, GatedMLP):
         matmul = _fusing_matmul(layer.gate_up)
-        if matmul is None:
+        if matmul is None or layer.kind not in FUSED_ACTIVATIONS:
             return None
         inner, down = matmul.after_norm(norm.weight, norm.eps, layer.kind), ResidualAdd(layer.down, adds)
         return (lambda x, residual: down(*inner(x, residual))), matmul.fused_rows

@@ -1,7 +1,8 @@
-"""The decoder that Llama-like models share: rotary attention, gated MLP, pre-norms, one residual stream.
+"""The decoder that most models share: rotary attention and an MLP in each layer, one residual stream.
 
-The file of a family contains only its differences. The residual is passed along with x, so that every addition can
-be fused with the norm behind it. Weight names are those of Hugging Face checkpoints.
+Families differ in the fields of `ModelSpec`, which this module and layouts.py read; the file of a family contains only
+its differences. The residual is passed along with x, so that every addition can be fused with the norm behind it.
+Weight names are those of Llama's checkpoints, or what `ModelSpec.names` maps them to.
 """
 
 from __future__ import annotations
@@ -12,15 +13,15 @@ from typing import Protocol
 import torch
 
 from quire.attention.base import AttentionLayer, ForwardBatch
-from quire.layers.attention import Attention, rotary_attention
 from quire.layers.embedding import Embedding, LMHead
 from quire.layers.env import Env, Weights
-from quire.layers.linear import Linear
-from quire.layers.mlp import GatedMLP
-from quire.layers.norm import HeadNorm, RMSNorm
-from quire.layers.residual import NormedLayer, ResidualAdd, Stream
-from quire.layers.rope import Rope, Rotation
+from quire.layers.norm import NORMS
+from quire.layers.rope import Rope
+from quire.models.layouts import LAYOUTS, DecoderLayer
 from quire.models.spec import ModelSpec
+
+# Of text-only checkpoints, of multimodal ones in two spellings, and of both without a head.
+PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "")
 
 
 class Model(Protocol):
@@ -46,94 +47,46 @@ class Model(Protocol):
         ...
 
 
-class SelfAttention:
-    """Rotary attention with grouped K/V heads and, in some families, a norm of each q and k head.
-
-    `norm` is the norm in front; norms of heads are of the same class. For `adds` see `ResidualAdd`.
-    """
-
-    def __init__(
-        self, env: Env, spec: ModelSpec, index: int, prefix: str, norm: RMSNorm, adds: bool = True
-    ) -> None:
-        dim = spec.head_dim
-        self.is_last = index == spec.num_layers - 1
-        heads, kv_heads = env.parallel.share(spec.num_heads), env.parallel.share(spec.num_kv_heads)
-        names = [prefix + "q_proj", prefix + "k_proj", prefix + "v_proj"]
-        outs = [spec.num_heads * dim, spec.num_kv_heads * dim, spec.num_kv_heads * dim]
-        units = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-        qkv = Linear(env, names, spec.hidden_size, outs, spec.qkv_bias, cut="rows", units=units)
-        self.qkv = NormedLayer(norm, qkv)
-        o = Linear(env, prefix + "o_proj", outs[0], spec.hidden_size, spec.o_bias, cut="cols")
-        self.o = ResidualAdd(o, adds)
-        qk_norm = None
-        if spec.qk_norm:
-            names_qk = (prefix + "q_norm", prefix + "k_norm")
-            qk_norm = HeadNorm(type(norm), env, names_qk, (heads, kv_heads), dim, spec.norm_eps)
-        kv = spec.kv_layout(index, env.dtype_name, env.parallel.size)
-        self.attention = Attention(env, index, heads, kv, spec.query_scale, spec.attn_soft_cap)
-        self.attend = rotary_attention(self.attention, qk_norm, env.kernels)
-
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, batch: ForwardBatch
-    ) -> Stream:
-        qkv, residual = self.qkv(x, residual)
-        x = self.attend(qkv, rotation, batch)
-        if self.is_last:
-            assert residual is not None  # the norm in front returned one
-            x, residual = batch.narrow(x, residual)
-        return self.o(x, residual)
-
-
-class FeedForward(Protocol):
-    """The second half of a layer, without its norm."""
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
-
-
-class DecoderLayer:
-    """x + attention(norm(x)), then x + mlp(norm(x))."""
-
-    def __init__(self, env: Env, spec: ModelSpec, index: int, prefix: str) -> None:
-        input_norm = RMSNorm(env, prefix + "input_layernorm", spec.hidden_size, spec.norm_eps)
-        self.attn = SelfAttention(env, spec, index, prefix + "self_attn.", input_norm)
-        post_norm = RMSNorm(env, prefix + "post_attention_layernorm", spec.hidden_size, spec.norm_eps)
-        self.mlp = NormedLayer(post_norm, self.make_mlp(env, spec, index, prefix), adds=True)
-
-    def make_mlp(self, env: Env, spec: ModelSpec, index: int, prefix: str) -> FeedForward:
-        """Build the feed-forward half of layer `index`; overridden by families with experts."""
-        return GatedMLP(
-            env, prefix + "mlp.", spec.hidden_size, spec.intermediate_size, spec.activation, spec.mlp_bias
-        )
-
-    def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, batch: ForwardBatch
-    ) -> Stream:
-        x, residual = self.attn(x, residual, rotation, batch)
-        return self.mlp(x, residual)
-
-
 class DecoderModel:
-    """A Llama-like model: embedding, layers, final norm, head."""
+    """Embedding, layers, final norm, head. Layers have the class `layer_class`, or that of the spec's layout."""
 
-    layer_class = DecoderLayer
+    layer_class: type[DecoderLayer] | None = None
 
     def __init__(self, env: Env, spec: ModelSpec) -> None:
-        assert spec.rope is not None
-        prefix = find_prefix(env.weights, "embed_tokens.weight", ("model.", ""))
+        prefix = find_prefix(env.weights, "embed_tokens.weight", PREFIXES)
         self.spec = spec
-        self.embed = Embedding(env, prefix + "embed_tokens", spec.vocab_size, spec.hidden_size)
-        self.rope = Rope(spec.rope, spec.head_dim, spec.max_model_len, env.device, env.dtype)
-        self.layers = [self.layer_class(env, spec, i, f"{prefix}layers.{i}.") for i in range(spec.num_layers)]
-        self.norm = RMSNorm(env, prefix + "norm", spec.hidden_size, spec.norm_eps)
-        tied = self.embed if spec.tie_embeddings else None
-        self.head = LMHead(env, "lm_head", spec.hidden_size, spec.vocab_size, tied, spec.final_soft_cap)
+        self.embed = Embedding(
+            env,
+            prefix + "embed_tokens",
+            spec.vocab_size,
+            spec.hidden_size,
+            spec.embedding_scale,
+            spec.rounds_embedding_scale,
+        )
+        params = list(dict.fromkeys(spec.layer_ropes))
+        self.ropes = [Rope(each, spec.head_dim, spec.max_model_len, env.device, env.dtype) for each in params]
+        self.rope_of = [params.index(each) for each in spec.layer_ropes]  # by layer
+        layer_class = self.layer_class or LAYOUTS[spec.layout]
+        self.layers = [layer_class(env, spec, i, f"{prefix}layers.{i}.") for i in range(spec.num_layers)]
+        norm = NORMS[spec.norm]
+        self.norm = norm(env, prefix + spec.names.get("norm", "norm"), spec.hidden_size, spec.norm_eps)
+        self.head = LMHead(
+            env,
+            find_prefix(env.weights, "lm_head.weight", ("", "language_model.")) + "lm_head",
+            spec.hidden_size,
+            spec.vocab_size,
+            self.embed if spec.tie_embeddings else None,
+            spec.final_soft_cap,
+            spec.logit_scale,
+            spec.head_bias,
+        )
         self.attention_layers = [layer.attn.attention for layer in self.layers]
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        rotation = self.rope.lookup(batch.positions)
+        rotations = [rope.lookup(batch.positions) for rope in self.ropes]
         x, residual = self.embed(batch.input_ids), None
-        for layer in self.layers:
-            x, residual = layer(x, residual, rotation, batch)
+        for layer, rope in zip(self.layers, self.rope_of):
+            x, residual = layer(x, residual, rotations[rope], batch)
         return self.norm(x, residual)[0]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from quire.attention.base import ForwardBatch
+from quire.layers.activation import ACTIVATIONS
 from quire.layers.attention import Attention
 from quire.layers.embedding import Embedding, LMHead
 from quire.layers.env import Env
@@ -32,7 +33,9 @@ class GPT2Layer:
         self.attention = Attention(env, index, heads, kv, spec.query_scale)
         self.o = Linear(env, prefix + "attn.c_proj", hidden, hidden, True, cut="cols", transposed=True)
         self.post_norm = LayerNorm(env, prefix + "ln_2", hidden, spec.norm_eps)
-        self.mlp = PlainMLP(env, prefix + "mlp.", hidden, spec.intermediate_size, spec.activation)
+        names = prefix + "mlp.c_fc", prefix + "mlp.c_proj"
+        activation = ACTIVATIONS[spec.activation]
+        self.mlp = PlainMLP(env, names, hidden, spec.intermediate_size, activation, True, transposed=True)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, batch: ForwardBatch

@@ -9,7 +9,8 @@ from quire.layers.env import Env
 from quire.layers.expert_weights import MIXTRAL, USUAL, load_experts
 from quire.layers.moe import MoE, SharedExperts, make_experts
 from quire.layers.routing import Router
-from quire.models.decoder import DecoderLayer, DecoderModel, FeedForward
+from quire.models.decoder import DecoderModel
+from quire.models.layouts import DecoderLayer, FeedForward
 from quire.models.spec import ModelSpec
 
 # Prefix of the block, and names of an expert's projections.

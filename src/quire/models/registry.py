@@ -5,21 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from quire.layers.env import Env
-from quire.models.decoder import Model
-from quire.models.gemma3 import Gemma3Model
+from quire.models.decoder import DecoderModel, Model
 from quire.models.gpt2 import GPT2Model
-from quire.models.llama import LlamaModel
 from quire.models.moe import MoEModel
-from quire.models.qwen import QwenModel
 from quire.models.spec import ModelSpec
 from quire.types import ModelError
 
-FAMILIES: dict[str, Callable[[Env, ModelSpec], Model]] = {
-    "gemma3": Gemma3Model,
+# Families with a class of their own; all others are the decoder with the options of their spec.
+CLASSES: dict[str, Callable[[Env, ModelSpec], Model]] = {
     "gpt2": GPT2Model,
-    "llama": LlamaModel,
     "moe": MoEModel,
-    "qwen": QwenModel,
 }
 
 
@@ -27,14 +22,12 @@ def build_model(spec: ModelSpec, env: Env) -> Model:
     """Build the model of `spec` with weights from `env.weights`.
 
     Raises:
-        ModelError: if the family or its quantisation is not supported, if the model cannot be sharded over the
+        ModelError: if the quantisation is not supported, if the model cannot be sharded over the
             ranks, or if a tensor is missing or has a wrong shape.
     """
-    if spec.family not in FAMILIES:
-        raise ModelError(f"{spec.architecture} is not supported yet")
     spec.check_quantization()
     check_shards(spec, env.parallel.size)
-    return FAMILIES[spec.family](env, spec)
+    return CLASSES.get(spec.family, DecoderModel)(env, spec)
 
 
 def check_shards(spec: ModelSpec, size: int) -> None:

@@ -7,10 +7,11 @@ GGUF file.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from quire.layers.rope_params import RopeParams
+from quire.layers.rope_params import NO_ROTATION, RopeParams
 from quire.layers.routing_params import Routing
 from quire.types import KVLayout, ModelError
 
@@ -31,7 +32,7 @@ class ModelSpec:
     """The sizes and options of a decoder-only transformer."""
 
     architecture: str  # the name in config.json, for messages
-    family: str  # key of FAMILIES in models/registry.py
+    family: str  # name of the family; models/registry.py has the classes of some
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -43,22 +44,37 @@ class ModelSpec:
         int  # in tokens; lower it with dataclasses.replace to serve less and to build smaller tables
     )
     norm_eps: float
-    activation: str  # silu, gelu, gelu_tanh or relu
+    activation: str  # a key of ACTIVATIONS in layers/activation.py, or xielu
     tie_embeddings: bool
     has_head: bool = True  # False: the model returns hidden states only
     dtype: str  # float32, bfloat16 or float16
     rope: RopeParams | None  # None: learned positions
     num_positions: int = 0  # rows of the table of learned positions; 0 with rope
     local_rope: RopeParams | None = None  # of layers with a window, if it differs
+    rotates: tuple[bool, ...] = ()  # by layer: whether q and k are rotated; empty: in all layers
     windows: tuple[int | None, ...]  # by layer; a token attends to itself and the window - 1 tokens before it
+    sinks: bool = False  # whether each head has a score without a key, which joins the softmax's sum
+    layout: str = "pre"  # where the norms of a layer are: a key of LAYOUTS in models/layouts.py
+    norm: str = "rms"  # a key of NORMS in layers/norm.py
+    mlp: str = "gated"  # gated, or plain: one projection in front of the activation
+    # Checkpoint names that differ from Llama's, by Llama's name: norms, o_proj, q_norm, k_norm, up_proj, down_proj.
+    names: Mapping[str, str] = field(default_factory=dict)
+    fused_qkv: bool = False  # whether the checkpoint stores q, k and v as one tensor, qkv_proj
+    fused_gate_up: bool = False  # whether it stores gate and up as one tensor, gate_up_proj
     qk_norm: bool = False
+    # heads: of each head; rotated: of each rotated head; projection: of all heads together; layer: a LayerNorm
+    qk_norm_kind: str = "heads"
+    query_growth: tuple[float, int] | None = None  # beta and length of `GrowingQueries`
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
+    head_bias: bool = False
     query_scale: float
     attn_soft_cap: float | None = None
     final_soft_cap: float | None = None
+    logit_scale: float = 1.0
     embedding_scale: float | None = None
+    rounds_embedding_scale: bool = False  # to the model's dtype, as in training
     moe: MoESpec | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -96,6 +112,17 @@ class ModelSpec:
         return tuple(self.kv_layout(index, dtype, ranks) for index in range(self.num_layers))
 
     @property
+    def layer_ropes(self) -> tuple[RopeParams, ...]:
+        """Return the rotary parameters of each layer."""
+        assert self.rope is not None
+        local = self.local_rope or self.rope
+        rotates = self.rotates or (True,) * self.num_layers
+        return tuple(
+            (self.rope if window is None else local) if turns else NO_ROTATION
+            for window, turns in zip(self.windows, rotates)
+        )
+
+    @property
     def layer_is_sparse(self) -> tuple[bool, ...]:
         """Return, for each layer, whether it has experts."""
         return self.moe.sparse if self.moe else (False,) * self.num_layers
@@ -105,7 +132,7 @@ class ModelSpec:
         """Number of parameters of the matrices, without norms and biases (a few thousandths of all)."""
         qkv = self.num_heads + 2 * self.num_kv_heads
         attention = self.hidden_size * self.head_dim * (qkv + self.num_heads)
-        gated = 2 if self.family == "gpt2" else 3
+        gated = 2 if self.mlp == "plain" else 3
         total = self.num_layers * attention
         for sparse in self.layer_is_sparse:
             if sparse and self.moe:

@@ -10,7 +10,16 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.attention.tile import MASKED, Tile, attend_tile, first_fit, load_rows, pad, score_factors
+from quire.kernels.attention.tile import (
+    MASKED,
+    Tile,
+    add_sinks,
+    attend_tile,
+    first_fit,
+    load_rows,
+    pad,
+    score_factors,
+)
 from quire.kernels.jit import kernel
 from quire.kernels.target import Target, target_of
 
@@ -115,11 +124,11 @@ def list_tiles(
 
 @kernel
 def _long_kernel(
-    q, keys, values, out, table, tiles,
+    q, keys, values, out, table, tiles, sinks,
     q_token, q_head, block_stride, head_stride, token_stride, table_row, scale, cap, window,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads, tiles). A program handles TOKENS tokens of a row, each with the GROUP heads of one KV head."""
     kv_head = tl.program_id(0)
@@ -143,6 +152,8 @@ def _long_kernel(
     acc = tl.zeros([ROWS, DIM_PAD], tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     top = tl.full([ROWS], MASKED, tl.float32)
+    if SINKS:
+        acc, total, top = add_sinks(acc, total, top, sinks, head)
     head_keys = keys + kv_head.to(tl.int64) * head_stride
     head_values = values + kv_head.to(tl.int64) * head_stride
     row_table = table + slot.to(tl.int64) * table_row
@@ -176,6 +187,7 @@ def attend_long(
     scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> None:
     """Compute causal attention for the listed tiles and write it to `out`.
@@ -190,6 +202,7 @@ def attend_long(
         scale: factor of the scores q k^T.
         window: number of keys that a query sees, itself included; None for all.
         soft_cap: scores x become soft_cap * tanh(x / soft_cap); None for no cap.
+        sinks: float32 [heads], scores without a key that join the sum; None for none.
         tile: sizes of a program, for benchmarks; None to choose them.
     """
     heads, dim = q.shape[1:]
@@ -200,12 +213,12 @@ def attend_long(
     factor, cap = score_factors(scale, soft_cap)
     pdl = target.has_dependent_launch
     _long_kernel[(kv_heads, tiles.shape[0])](
-        q, keys, values, out, table, tiles,
+        q, keys, values, out, table, tiles, out if sinks is None else sinks,
         q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), table.stride(0),
         factor, cap, window or 0,
         GROUP=group, TOKENS=rows // group, ROWS=rows,
         DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=keys.shape[2], BLOCK_N=block_n,
-        WINDOW=window is not None, CAPPED=soft_cap is not None,
+        WINDOW=window is not None, CAPPED=soft_cap is not None, SINKS=sinks is not None,
         PDL=pdl, num_warps=warps, num_stages=stages, maxnreg=registers, launch_pdl=pdl,
     )  # fmt: skip
 

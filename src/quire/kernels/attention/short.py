@@ -13,7 +13,16 @@ import triton
 import triton.language as tl
 
 from quire.kernels.attention.shared import SharedPartial
-from quire.kernels.attention.tile import MASKED, Tile, attend_tile, first_fit, load_rows, pad, score_factors
+from quire.kernels.attention.tile import (
+    MASKED,
+    Tile,
+    add_sinks,
+    attend_tile,
+    first_fit,
+    load_rows,
+    pad,
+    score_factors,
+)
 from quire.kernels.jit import kernel
 from quire.kernels.target import Target, target_of
 
@@ -34,12 +43,12 @@ def _key_range(seq_len, n, window, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @kernel
 def _short_kernel(
-    q, keys, values, out, sums, stats, seq_lens, query_start, table, slots, shared, prefix_sums, prefix_stats,
+    q, keys, values, out, sums, stats, seq_lens, query_start, table, slots, shared, prefix_sums, prefix_stats, sinks,
     shared_row, q_token, q_head, block_stride, head_stride, token_stride, table_row, scale, cap, window, splits,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     ONES: tl.constexpr, SPLIT: tl.constexpr, SHARED: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads, rows, splits).
 
@@ -88,6 +97,9 @@ def _short_kernel(
         acc = tl.load(prefix_sums + from_state[:, None] * DIM + dim[None, :], mask=there, other=0.0)
         total = tl.load(prefix_stats + from_state * 2, mask=done, other=0.0)
         top = tl.load(prefix_stats + from_state * 2 + 1, mask=done, other=MASKED)
+    if SINKS:  # noqa: SIM102 (a constant decides first, so nothing is compiled without sinks)
+        if split == 0:
+            acc, total, top = add_sinks(acc, total, top, sinks, head)
     head_keys = keys + kv_head.to(tl.int64) * head_stride
     head_values = values + kv_head.to(tl.int64) * head_stride
     row_table = table + slot * table_row
@@ -168,6 +180,7 @@ def attend_short(
     queries: int = 1,
     splits: int = 1,
     prefix: SharedPartial | None = None,
+    sinks: torch.Tensor | None = None,
     tile: Tile | None = None,
 ) -> None:
     """Compute causal attention for all rows with at most `queries` new tokens and write it to `out`.
@@ -187,6 +200,7 @@ def attend_short(
         queries: rows with more new tokens are skipped.
         splits: programs that the keys of a row are divided among (see `num_splits`).
         prefix: the result of `attend_shared` for these rows; needs one token per row, one split and no window.
+        sinks: float32 [heads], scores without a key that join the sum; None for none.
         tile: sizes of a program, for benchmarks; None to choose them.
     """
     heads, dim = q.shape[1:]
@@ -209,12 +223,13 @@ def attend_short(
         stats = torch.empty(parts * 2, dtype=torch.float32, device=q.device)
     _short_kernel[(kv_heads, rows, splits)](
         q, keys, values, out, sums, stats, seq_lens, starts, table, slots, shared, prefix_sums, prefix_stats,
+        out if sinks is None else sinks,
         shared.stride(0), q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), table.stride(0),
         factor, cap, window or 0, splits,
         GROUP=group, QUERIES=queries, ROWS=used.rows,
         DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=keys.shape[2], BLOCK_N=used.keys,
         ONES=ones, SPLIT=splits > 1, SHARED=prefix is not None, WINDOW=window is not None,
-        CAPPED=soft_cap is not None, PDL=pdl, num_warps=used.warps, num_stages=used.stages, launch_pdl=pdl,
+        CAPPED=soft_cap is not None, SINKS=sinks is not None, PDL=pdl, num_warps=used.warps, num_stages=used.stages, launch_pdl=pdl,
     )  # fmt: skip
     if splits > 1:
         _merge_kernel[(heads, rows, queries)](

@@ -14,6 +14,7 @@ import triton.language as tl
 from quire.kernels.target import Target
 
 _LOG2E = 1.4426950408889634
+LOG2E = tl.constexpr(_LOG2E)
 # The score of a masked key. It is finite, so that a tile without any visible key produces no NaN: its contribution to
 # the sums is multiplied by exp2(MASKED - top) = 0 at the first visible key. It is a power of two, so that its product
 # with the scale is exact, and a fused multiply-subtract of equal scores is exactly 0.
@@ -69,6 +70,15 @@ def attend_tile(
     v = load_rows(values, offsets, DIM, DIM_PAD)
     acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
     return acc, total, new_top
+
+
+@triton.jit
+def add_sinks(acc, total, top, sinks, head):
+    """Add each row's sink to the online softmax: a score that has no value, so only the sum grows."""
+    score = tl.load(sinks + head) * LOG2E
+    new_top = tl.maximum(top, score)
+    shrink = tl.exp2(top - new_top)
+    return acc * shrink[:, None], total * shrink + tl.exp2(score - new_top), new_top
 
 
 @triton.jit

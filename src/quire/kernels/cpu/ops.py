@@ -38,6 +38,7 @@ class CHeads(ctypes.Structure):
     _fields_ = [
         ("norms", _P), ("table", _P),
         ("heads", _N), ("kv_heads", _N), ("dim", _N), ("window", _N),
+        ("span", _N), ("sinks", _P),
         ("scale", c_float), ("cap", c_float), ("half", _I),
     ]  # fmt: skip
 
@@ -261,12 +262,21 @@ class CpuKernels:
         weight: torch.Tensor | None,
         eps: float,
         turned: int,
+        span: int = 0,
     ) -> None:
         assert qkv.is_contiguous() and table.dtype == qkv.dtype
         dim = table.shape[1]
         values = qkv.shape[1] // dim - turned  # the heads of v, which stay unchanged; k has as many
         norm = None if weight is None else norm_struct(weight, None, eps)
-        heads = CHeads(address(norm), table.data_ptr(), turned - values, values, dim, 0, 0.0, 0.0, half(qkv))
+        heads = CHeads(
+            address(norm),
+            table.data_ptr(),
+            turned - values,
+            values,
+            dim,
+            span=span or dim // 2,
+            half=half(qkv),
+        )
         arguments = CAttend(address(heads), qkv.data_ptr(), positions.data_ptr(), rows=qkv.shape[0])
         self.run(self._turn_rows, arguments, qkv, positions, table, weight, norm, heads)
 

@@ -180,22 +180,38 @@ APART void norm_row(const void *x, const void *residual, const Norm *norm, int64
     }
 }
 
+/* Return the first or second dimension of rotated pair i. Those behind the rotated ones form pairs of halves, too. */
+INLINE int64_t pair_at(int64_t i, int64_t middle, int64_t span, int second) {
+    if (span == 1) return 2 * i + second;
+    return i < span ? i + second * span : i + span + second * (middle - span);
+}
+
 /* Normalize (if `norm`) and rotate head `number`: (a, b) -> (a cos - b sin, b cos + a sin). angle: cos | sin. */
-APART void turn_head(const void *head, const Norm *norm, int64_t number, const void *angle, int64_t dim, float *work,
-                      void *out, int half, int out_half) {
+APART void turn_head(const void *head, const Norm *norm, int64_t number, const void *angle, int64_t dim, int64_t span,
+                      float *work, void *out, int half, int out_half) {
     if (norm) {
         norm_row(head, NULL, norm, number * dim, dim, NULL, work, half);
     } else {
         for (int64_t i = 0; i < dim; i += LANES) store(work, i, dim - i, load(head, i, dim - i, half), 0);
     }
     int64_t middle = dim / 2;
+    int halves = span == middle, to_half = halves && out_half;
+    float pairs[halves ? 1 : dim];
+    void *to = halves ? out : pairs;
+    if (!halves) {
+        for (int64_t i = 0; i < dim; i++) pairs[i] = work[pair_at(i % middle, middle, span, i >= middle)];
+        memcpy(work, pairs, dim * sizeof(float));
+    }
     for (int64_t i = 0; i < middle; i += LANES) {
         int64_t n = middle - i;
         vec a = load(work, i, n, 0), b = load(work, i + middle, n, 0);
         vec cos = load(angle, i, n, half), sin = load(angle, i + middle, n, half);
-        store(out, i, n, rounded(rounded(a * cos, half) - b * sin, half), out_half);
-        store(out, i + middle, n, rounded(rounded(b * cos, half) + a * sin, half), out_half);
+        store(to, i, n, rounded(rounded(a * cos, half) - b * sin, half), to_half);
+        store(to, i + middle, n, rounded(rounded(b * cos, half) + a * sin, half), to_half);
     }
+    if (!halves)
+        for (int64_t i = 0; i < dim; i++)
+            store(out, pair_at(i % middle, middle, span, i >= middle), 1, (vec){pairs[i]}, out_half);
 }
 
 /* -------------------------------------------------------------------------------- norm, activation, rotation */
@@ -271,6 +287,8 @@ typedef struct {
     const Norm *norms;  /* of each q and k head, [q heads + kv heads, dim]; or NULL */
     const void *table;  /* [positions, dim]: cos | sin */
     int64_t heads, kv_heads, dim, window; /* window 0: every key is visible */
+    int64_t span;       /* distance between the two dimensions of a rotated pair */
+    const float *sinks; /* [q heads]: a score without a key that joins the sum; or NULL */
     float scale, cap;                     /* cap 0: no cap */
     int32_t half;
 } Heads;
@@ -296,7 +314,7 @@ INLINE void turn_rows_as(Attend *j, int half) {
         const void *angle = at(h->table, j->positions[row] * h->dim, half);
         for (int64_t head = 0; head < turned; head++) {
             void *place = (void *)at(j->qkv, row * stride + head * h->dim, half);
-            turn_head(place, h->norms, head, angle, h->dim, work, place, half, half);
+            turn_head(place, h->norms, head, angle, h->dim, h->span, work, place, half, half);
         }
     }
 }
@@ -347,9 +365,10 @@ INLINE void add_run(const void *values, const void *next, int64_t token, int64_t
     }
 }
 
-/* Replace scores[0, n) by e^(score - largest) and return their sum. There is room for whole vectors. */
-INLINE float soften(float *scores, int64_t n, float cap) {
-    vec most = (vec){0} - INFINITY, total = {0};
+/* Replace scores[0, n) by e^(score - largest) and return their sum and that of the sink (-INFINITY: none). There is
+   room for whole vectors. */
+INLINE float soften(float *scores, int64_t n, float cap, float sink) {
+    vec most = (vec){0} + sink, total = {0};
     for (int64_t t = n; t % LANES; t++) scores[t] = -INFINITY;
     if (cap)
         for (int64_t t = 0; t < n; t++) scores[t] = cap * tanhf(scores[t] / cap);
@@ -361,7 +380,7 @@ INLINE float soften(float *scores, int64_t n, float cap) {
         store(scores, t, LANES, e, 0);
         total += e;
     }
-    return sum_of(total);
+    return sum_of(total) + (sink > -INFINITY ? expf(sink - largest) : 0);
 }
 
 /* Write the row's new key and value to its block, then attend for kv heads [from, to) and their query heads. */
@@ -379,12 +398,13 @@ INLINE void attend_heads(Attend *j, int64_t row, int64_t from, int64_t to, float
     memset(q, 0, 2 * heads * wide * sizeof(float));
     for (int64_t head = 0; head < heads; head++) {
         int64_t number = from * group + head;
-        turn_head(at(packed, number * dim, half), h->norms, number, angle, dim, work, q + head * wide, half, 0);
+        turn_head(at(packed, number * dim, half), h->norms, number, angle, dim, h->span, work, q + head * wide, half,
+                  0);
     }
     for (int64_t kv = from; kv < to; kv++) {
         int64_t mine = j->slots[row] * token + kv * dim, number = h->heads + kv;
-        turn_head(at(packed, number * dim, half), h->norms, number, angle, dim, work, (void *)at(j->keys, mine, half),
-                  half, half);
+        turn_head(at(packed, number * dim, half), h->norms, number, angle, dim, h->span, work,
+                  (void *)at(j->keys, mine, half), half, half);
         memcpy((void *)at(j->values, mine, half), at(packed, (number + h->kv_heads) * dim, half), dim * (half ? 2 : 4));
     }
 
@@ -403,7 +423,9 @@ INLINE void attend_heads(Attend *j, int64_t row, int64_t from, int64_t to, float
         }                                                                                                            \
     }
     EACH_RUN(score_run, j->keys, q + g * wide, wide, dim, h->scale, scores + g * room + t - first, room)
-    for (int64_t head = 0; head < heads; head++) totals[head] = soften(scores + head * room, len - first, h->cap);
+    for (int64_t head = 0; head < heads; head++)
+        totals[head] = soften(scores + head * room, len - first, h->cap,
+                              h->sinks ? h->sinks[from * group + head] : -INFINITY);
     EACH_RUN(add_run, j->values, scores + g * room + t - first, room, dim, out + g * wide, wide)
 #undef EACH_RUN
 #undef PLACE
@@ -588,7 +610,7 @@ typedef struct {
 const Layout layout[] = {
     SIZE(Norm), FIELD(Norm, weight), FIELD(Norm, bias), FIELD(Norm, eps), FIELD(Norm, half),
     SIZE(Heads), FIELD(Heads, norms), FIELD(Heads, table), FIELD(Heads, heads), FIELD(Heads, kv_heads),
-    FIELD(Heads, dim), FIELD(Heads, window), FIELD(Heads, scale), FIELD(Heads, cap), FIELD(Heads, half),
+    FIELD(Heads, dim), FIELD(Heads, window), FIELD(Heads, span), FIELD(Heads, sinks), FIELD(Heads, scale), FIELD(Heads, cap), FIELD(Heads, half),
     SIZE(Weight), FIELD(Weight, packed), FIELD(Weight, bias), FIELD(Weight, norm), FIELD(Weight, inputs),
     FIELD(Weight, padded), FIELD(Weight, outputs), FIELD(Weight, vectors), FIELD(Weight, half), FIELD(Weight, kind),
     SIZE(Rows), FIELD(Rows, x), FIELD(Rows, residual), FIELD(Rows, norm), FIELD(Rows, sum), FIELD(Rows, y),

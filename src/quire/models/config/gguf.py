@@ -240,7 +240,10 @@ def _gemma3(meta: Metadata, facts: dict[str, Any], tensors: dict[str, Any]) -> d
         **fields,
         "local_rope": RopeParams(theta=local_theta, original_max_len=fields["max_model_len"]),
         "windows": tuple(None if (i + 1) % _SWA_EVERY == 0 else window for i in range(layers)),
+        "layout": "sandwich",
+        "norm": "offset_rms",
         "embedding_scale": math.sqrt(hidden),
+        "rounds_embedding_scale": True,
         "final_soft_cap": soft_cap,
     }
 
@@ -249,6 +252,7 @@ def _gpt2(meta: Metadata, facts: dict[str, Any], tensors: dict[str, Any]) -> dic
     return {
         "family": "gpt2",
         "rope": None,
+        "mlp": "plain",
         "max_model_len": meta.integer(".context_length", "max_position_embeddings"),
         "num_positions": meta.integer(".context_length", "max_position_embeddings"),
         "norm_eps": meta.number(".attention.layer_norm_epsilon", "layer_norm_epsilon"),

@@ -6,6 +6,7 @@ MLC's `sliding_window_size`). A missing field means the default of the model's c
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +17,16 @@ from quire.models.config.keys import ConfigKeys
 from quire.models.config.parts import (
     common_fields,
     decoder_spec,
+    optional_window,
     parse_activation,
     parse_head_dim,
     refuse_bias,
+    refuse_bidirectional,
+    text_part,
     window_from,
 )
+from quire.models.config.rope import RopeDefaults
+from quire.models.families import Parser, catalogue
 from quire.models.spec import ModelSpec, MoESpec
 from quire.types import ModelError
 
@@ -38,16 +44,32 @@ def parse_config(config: dict[str, Any]) -> ModelSpec:
     name = architectures[0] if architectures else keys.text("model_type", default="")
     if not name:
         raise ModelError("config.json names no architecture (neither architectures nor model_type)")
-    parse = PARSERS.get(name)
+    parse = parsers().get(name)
+    if parse is None and keys.section("text_config"):  # a model with images, for example
+        keys = text_part(keys)
+        parse = parsers().get(keys.text("model_type", default=name))
     if parse is None:
-        known = ", ".join(sorted(key for key in PARSERS if key[0].isupper()))
-        raise ModelError(
-            f"{name if len(name) < 80 else shown(name)} is not supported yet; supported are: {known}"
-        )
+        raise ModelError(unsupported(name))
     try:
         return parse(name, keys)
     except (TypeError, ValueError, AttributeError, ArithmeticError) as error:
         raise ModelError(f"config.json of {name} holds a value of a wrong type ({shown(error)})") from error
+
+
+def parsers() -> dict[str, Parser]:
+    """Return the parsers by architecture, with and without a head, and by `model_type`."""
+    return {**PARSERS, **{name: family.parse for family in catalogue() for name in family.architectures}}
+
+
+def unsupported(name: str) -> str:
+    """Return the message for an architecture that is not supported, with the most similar supported ones."""
+    known = sorted(key for key in parsers() if key[0].isupper())
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    listed = f"the nearest supported are {', '.join(near)}" if near else "no supported one has a similar name"
+    return (
+        f"{name if len(name) < 80 else shown(name)} is not supported; {listed}; `quire doctor` lists all "
+        "supported ones"
+    )
 
 
 # ------------------------------------------------------------------------------------- the families
@@ -77,6 +99,7 @@ def _gpt2(name: str, keys: ConfigKeys) -> ModelSpec:
         norm_eps=keys.number("layer_norm_epsilon", default=1e-5),
         activation=parse_activation(keys.text("activation_function", "hidden_act", default="gelu_new")),
         rope=None,
+        mlp="plain",
         windows=(None,) * layers,
         qkv_bias=True,
         o_bias=True,
@@ -94,12 +117,7 @@ def _mistral(name: str, keys: ConfigKeys) -> ModelSpec:
     refuse_bias(name, keys)
     # null turns the window off; a missing field means the default of transformers.
     default = None if keys.has("sliding_window", "sliding_window_size") else 4096
-    return decoder_spec(name, "llama", keys, window=_window(keys, default), kv_default=8)
-
-
-def _window(keys: ConfigKeys, default: int | None = None) -> int | None:
-    window = keys.get("sliding_window", "sliding_window_size", default=default)
-    return None if window is None else keys.integer("sliding_window", "sliding_window_size", default=default)
+    return decoder_spec(name, "llama", keys, window=optional_window(keys, default), kv_default=8)
 
 
 def _routing(keys: ConfigKeys, num_experts: int, top_k: int, **rule: Any) -> Routing:
@@ -144,7 +162,7 @@ def _qwen3_moe(name: str, keys: ConfigKeys) -> ModelSpec:
         sparse=tuple(i not in dense and (i + 1) % every == 0 for i in range(layers)),
     )
     # This family has a window in all layers or in none.
-    window = _window(keys) if keys.flag("use_sliding_window") else None
+    window = optional_window(keys) if keys.flag("use_sliding_window") else None
     return decoder_spec(
         name,
         "moe",
@@ -174,7 +192,7 @@ def _mixtral(name: str, keys: ConfigKeys) -> ModelSpec:
         name,
         "moe",
         keys,
-        window=_window(keys),
+        window=optional_window(keys),
         moe=moe,
         kv_default=8,
         theta=1e6,
@@ -183,22 +201,8 @@ def _mixtral(name: str, keys: ConfigKeys) -> ModelSpec:
 
 
 def _gemma3(name: str, keys: ConfigKeys) -> ModelSpec:
-    if keys.has("text_config"):
-        outer = {
-            k: v for k, v in keys.config.items() if k not in ("text_config", "vision_config", "model_type")
-        }
-        shared = (
-            "torch_dtype",
-            "dtype",
-            "tie_word_embeddings",
-            "quantization_config",
-            "bos_token_id",
-            "eos_token_id",
-        )
-        inner = keys.section("text_config")
-        keys = ConfigKeys({**inner, **{k: outer[k] for k in shared if outer.get(k) is not None}})
-    if keys.flag("use_bidirectional_attention"):
-        raise ModelError(f"{name} with use_bidirectional_attention is not supported")
+    keys = text_part(keys)
+    refuse_bidirectional(name, keys)
     bias = keys.flag("attention_bias")
     defaults = {
         "vocab_size": 262208,
@@ -228,11 +232,15 @@ def _gemma3(name: str, keys: ConfigKeys) -> ModelSpec:
         keys,
         window=keys.integer("sliding_window", "sliding_window_size"),
         pattern=pattern,
+        rope=RopeDefaults(local_theta=10000.0),
         qkv_bias=bias,
         o_bias=bias,
         qk_norm=True,
         query_scale=keys.number("query_pre_attn_scalar", default=256) ** -0.5,
+        layout="sandwich",
+        norm="offset_rms",
         embedding_scale=math.sqrt(keys.integer("hidden_size")),
+        rounds_embedding_scale=True,
         activation=keys.text("hidden_activation", "hidden_act", default="gelu_pytorch_tanh"),
         tie=True,
         # The config's attn_logit_softcapping is ignored, as in transformers.

@@ -32,6 +32,9 @@ _MAX_ANY = 1 << 30
 # Ranges of numbers, both ends included, by the first of a field's names.
 _RANGES = {
     "rms_norm_eps": (1e-30, 1.0),
+    "layer_norm_eps": (1e-30, 1.0),
+    "norm_epsilon": (1e-30, 1.0),
+    "norm_eps": (1e-30, 1.0),
     "layer_norm_epsilon": (1e-30, 1.0),
     "rope_theta": (1.0 + 1e-6, 1e15),
     "rope_local_base_freq": (1.0 + 1e-6, 1e15),
@@ -44,7 +47,18 @@ _RANGES = {
     "mscale_all_dim": (0.0, 1e3),
     "attention_factor": (1e-6, 1e3),
     "query_pre_attn_scalar": (1e-6, 1e9),
+    "attn_logit_softcapping": (1e-6, 1e9),
     "final_logit_softcapping": (1e-6, 1e9),
+    "partial_rotary_factor": (1e-3, 1.0),
+    "short_factor": (1e-6, 1e6),
+    "long_factor": (1e-6, 1e6),
+    "alpha": (1e-3, 1e9),
+    "llama_4_scaling_beta": (0.0, 1e3),
+    "embedding_multiplier": (1e-6, 1e6),
+    "residual_multiplier": (1e-6, 1e6),
+    "attention_multiplier": (1e-9, 1e6),
+    "logits_scaling": (1e-6, 1e6),
+    "logit_scale": (1e-6, 1e6),
 }
 
 
@@ -91,6 +105,13 @@ class ConfigKeys:
         if not low <= value <= high:  # NaN is in no range
             raise self.refuse(names[0], f"between {low:g} and {high:g}", value)
         return float(value)
+
+    def numbers(self, name: str, max_length: int = 1 << 14) -> tuple[float, ...]:
+        """Return a list of at most `max_length` numbers within the field's range."""
+        values = self.get(name)
+        if not isinstance(values, list) or len(values) > max_length:
+            raise self.refuse(name, f"a list of at most {max_length} numbers", values)
+        return tuple(ConfigKeys({name: value}, self.where).number(name) for value in values)
 
     def flag(self, *names: str, default: bool = False) -> bool:
         """Return a boolean; 0 and 1 are accepted."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from quire.files.reading import shown
 from quire.models.config.keys import ConfigKeys, token_ids
-from quire.models.config.rope import parse_rope, served_len
-from quire.models.spec import ModelSpec, MoESpec
+from quire.models.config.rope import RopeDefaults, parse_rope, served_len
+from quire.models.spec import ModelSpec
 from quire.types import ModelError
 
 ACTIVATIONS = {
@@ -18,6 +19,7 @@ ACTIVATIONS = {
     "gelu_fast": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
+    "relu2": "relu2",
 }
 DTYPES = ("float32", "bfloat16", "float16")
 
@@ -32,35 +34,33 @@ def decoder_spec(
     pattern: list[str] | None = None,
     default_dim: int | None = None,
     kv_default: int | None = None,
-    theta: float = 10000.0,
+    rope: RopeDefaults | None = None,
+    theta: float | None = None,
     eps: float = 1e-6,
+    eps_key: str = "rms_norm_eps",
     query_scale: float | None = None,
     activation: str | None = None,
     tie: bool = False,
-    qkv_bias: bool = False,
-    o_bias: bool = False,
-    mlp_bias: bool = False,
-    qk_norm: bool = False,
-    embedding_scale: float | None = None,
-    attn_soft_cap: float | None = None,
-    final_soft_cap: float | None = None,
-    moe: MoESpec | None = None,
+    **fields: Any,
 ) -> ModelSpec:
     """Build the spec of a family with rotary embeddings.
 
     Args:
         name: the architecture.
-        family: key of FAMILIES in models/registry.py.
+        family: name of the family.
         keys: the config.
         window: window in tokens of layers with sliding attention.
         window_from: first layer with a window, for families that window only the later layers.
         pattern: attention kind by layer, for a config without `layer_types`.
-        default_dim, kv_default, theta, eps: head size, number of K/V heads, rotary base and epsilon for a config that
-            omits them: the defaults of the family's configuration class in transformers.
+        default_dim, kv_default, eps: head size, number of K/V heads and epsilon for a config that omits them: the
+            defaults of the family's configuration class in transformers.
+        rope: the family's rotary embeddings.
+        theta: default of the rotary base, instead of that of `rope`.
+        eps_key: name of the epsilon in the config.
+        query_scale: factor of the scores; None: 1 / sqrt(head size).
+        activation: the activation; None: that of the config, and silu by default.
         tie: default of `tie_word_embeddings`.
-        moe: the experts.
-
-    The other arguments become fields of the spec.
+        **fields: further fields of the spec.
 
     Raises:
         ModelError: if a field is missing, has a bad value, or is not supported.
@@ -80,7 +80,10 @@ def decoder_spec(
     if head_dim % 2:
         raise keys.refuse("head_dim", "even, because rotary embeddings rotate halves of a head", head_dim)
     trained_len = keys.integer("max_position_embeddings", "context_window_size")
-    rope, local_rope = parse_rope(keys, trained_len, theta, two_bases=family == "gemma3")
+    rope = rope or RopeDefaults()
+    if theta is not None:
+        rope = replace(rope, theta=theta)
+    params, local_params = parse_rope(keys, trained_len, rope, head_dim)
     if window_from is not None:
         window = keys.integer("sliding_window", default=4096)
         pattern = ["sliding_attention" if i >= window_from else "full_attention" for i in range(layers)]
@@ -92,21 +95,14 @@ def decoder_spec(
         num_kv_heads=kv_heads,
         head_dim=head_dim,
         intermediate_size=keys.integer("intermediate_size"),
-        max_model_len=served_len(rope, trained_len, stretch=family != "gemma3"),
-        norm_eps=keys.number("rms_norm_eps", default=eps),
+        max_model_len=served_len(params, trained_len, stretch=not rope.local_theta),
+        norm_eps=keys.number(eps_key, default=eps),
         activation=parse_activation(activation or keys.text("hidden_act", default="silu")),
-        rope=rope,
-        local_rope=local_rope,
+        rope=params,
+        local_rope=local_params,
         windows=_windows(keys, layers, window, pattern),
-        qkv_bias=qkv_bias,
-        o_bias=o_bias,
-        mlp_bias=mlp_bias,
-        qk_norm=qk_norm,
         query_scale=head_dim**-0.5 if query_scale is None else query_scale,
-        attn_soft_cap=attn_soft_cap,
-        final_soft_cap=final_soft_cap,
-        embedding_scale=embedding_scale,
-        moe=moe,
+        **fields,
     )
 
 
@@ -176,6 +172,26 @@ def refuse_bias(name: str, keys: ConfigKeys) -> None:
             raise ModelError(f"{name} with {flag} is not supported")
 
 
+def refuse_bidirectional(name: str, keys: ConfigKeys) -> None:
+    """Raise ModelError if tokens attend to later ones."""
+    if keys.flag("use_bidirectional_attention"):
+        raise ModelError(f"{name} with use_bidirectional_attention is not supported")
+
+
+def optional_window(keys: ConfigKeys, default: int | None = None) -> int | None:
+    """Return the window in tokens, or None if the config turns it off with null or does not set it."""
+    window = keys.get("sliding_window", "sliding_window_size", default=default)
+    return None if window is None else keys.integer("sliding_window", "sliding_window_size", default=default)
+
+
+def layer_flags(keys: ConfigKeys, name: str) -> tuple[bool, ...] | None:
+    """Return a list with a 0 or 1 for each layer; None if the field is missing."""
+    values, layers = keys.entries(name, int), keys.integer("num_hidden_layers")
+    if values is not None and len(values) < layers:
+        raise keys.refuse(name, f"a list of {layers} entries, one for each layer", values)
+    return None if values is None else tuple(value != 0 for value in values[:layers])
+
+
 def window_from(keys: ConfigKeys) -> int | None:
     """Return Qwen's first layer with a window, `max_window_layers`; None unless `use_sliding_window` is set."""
     if not keys.flag("use_sliding_window"):
@@ -194,3 +210,25 @@ def _windows(
         problem = f"kind {shown(unknown.pop())}" if unknown else f"{len(kinds)} entries for {layers} layers"
         raise ModelError(f"config.json: layer_types with {problem} is not supported")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def text_part(keys: ConfigKeys) -> ConfigKeys:
+    """Return the config of the text part of a multimodal model, or the config itself if it has no such part.
+
+    Facts that concern the whole checkpoint come from the outer config.
+    """
+    inner = keys.section("text_config")
+    if not inner:
+        return keys
+    shared = (
+        "torch_dtype", "dtype", "tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id",
+    )  # fmt: skip
+    outer = {name: keys.config[name] for name in shared if keys.config.get(name) is not None}
+    return ConfigKeys({**inner, **outer}, keys.where)
+
+
+def soft_cap(keys: ConfigKeys, name: str, default: float | None = None) -> float | None:
+    """Return a soft cap, or None if the config turns it off with null or, without a `default`, does not set it."""
+    if keys.get(name, default=None) is None and (default is None or keys.has(name)):
+        return None
+    return keys.number(name, default=default)

@@ -1,0 +1,93 @@
+"""Operations on queries and keys that kernels do not fuse with the rotation (layers/attention.py).
+
+Norms of single heads in front of the rotation are fused: see `HeadNorm` in layers/norm.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from quire.layers.env import Env
+from quire.layers.norm import HeadNorm
+
+
+class ProjectionNorm:
+    """RMS norm of all q heads of a token together, and of all its k heads, before the rotation (OLMo 2)."""
+
+    def __init__(
+        self, env: Env, names: tuple[str, str], heads: tuple[int, int], dim: int, eps: float
+    ) -> None:
+        """Load the weights; `heads` are the q and k heads before sharding."""
+        parts = [
+            env.weights.tensor(name + ".weight", (count * dim,), env.parallel.cut(count * dim, count))
+            for name, count in zip(names, heads)
+        ]
+        self.weight = torch.cat(parts).to(env.device, torch.float32)
+        self.sizes = [len(part) for part in parts]
+        # Heads that several ranks hold are counted several times, here and in the sum of squares.
+        counted = [size * env.parallel.size for size in self.sizes]
+        self.widths = torch.tensor(counted, dtype=torch.float32, device=env.device)
+        self.eps, self.parallel = eps, env.parallel
+
+    def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Apply the norms to packed q|k|v [tokens, width], in place."""
+        packed = qkv[:, : sum(self.sizes)]
+        q, k = packed.float().split(self.sizes, 1)
+        squares = torch.stack((q.square().sum(1), k.square().sum(1)), 1)  # [tokens, 2], of this rank's heads
+        scale = (self.parallel.all_reduce(squares) / self.widths + self.eps).rsqrt()
+        packed.copy_(torch.cat((q * scale[:, :1], k * scale[:, 1:]), 1) * self.weight)
+        return qkv
+
+
+class HeadLayerNorm:
+    """LayerNorm of each q and k head, with a weight per head and no bias, before the rotation (Command R+)."""
+
+    def __init__(
+        self, env: Env, names: tuple[str, str], heads: tuple[int, int], dim: int, eps: float
+    ) -> None:
+        """Load the weights; `heads` are the q and k heads before sharding."""
+        parts = [
+            env.weights.tensor(name + ".weight", (count, dim), env.parallel.cut(count))
+            for name, count in zip(names, heads)
+        ]
+        self.weight = torch.cat(parts).to(env.device, torch.float32)  # [q heads + k heads, dim]
+        self.eps = eps
+
+    def __call__(self, qkv: torch.Tensor) -> torch.Tensor:
+        """Apply the norms to packed q|k|v [tokens, width], in place."""
+        heads, dim = self.weight.shape
+        packed = qkv[:, : heads * dim]
+        normed = torch.nn.functional.layer_norm(
+            packed.float().unflatten(1, (heads, dim)), (dim,), eps=self.eps
+        )
+        packed.copy_((normed * self.weight).flatten(1))
+        return qkv
+
+
+class RotatedHeadNorm:
+    """`HeadNorm` behind the rotation instead of in front of it (Hunyuan)."""
+
+    def __init__(self, norm: HeadNorm) -> None:
+        self.norm = norm
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the normed q [tokens, heads, dim] and k [tokens, kv heads, dim]."""
+        heads, kv_heads = q.shape[1], k.shape[1]
+        normed = self.norm(torch.cat((q, k), 1)).split([heads, kv_heads], 1)
+        return normed[0], normed[1]
+
+
+class GrowingQueries:
+    """Queries grow with their position p: times 1 + beta * ln(1 + floor(p / length)) (Llama 4, Ministral 3)."""
+
+    def __init__(self, beta: float, length: int) -> None:
+        self.beta, self.length = beta, length
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the scaled q [tokens, heads, dim], and k."""
+        growth = 1 + self.beta * torch.log1p((positions // self.length).float())
+        return q * growth.to(q.dtype)[:, None, None], k

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from quire.types import KVGroup, KVLayout, KVTensor
 
-Part = tuple[KVTensor, ...]  # the tensors of a layout, of which a block holds `block_size` tokens
+BlockPart = tuple[KVTensor, ...]  # the tensors of a layout, of which a block holds `block_size` tokens
 
 # A group costs host time in every step, so another one has to save this share of the memory of a request.
 _GROUP_COST = 0.01
@@ -34,7 +34,7 @@ class LayerGroups:
     """
 
     groups: tuple[KVGroup, ...]
-    parts: tuple[Part, ...]
+    parts: tuple[BlockPart, ...]
     part_of: tuple[int, ...]  # by layer
 
     @property
@@ -111,10 +111,10 @@ def group_layers(layouts: Sequence[KVLayout], max_len: int) -> LayerGroups:
 def _assemble(layouts: Sequence[KVLayout], groups: Iterable[KVGroup]) -> LayerGroups:
     """Return the groups with as few parts as they need: a part serves one layer of each group, of equal tensors."""
     groups = sorted(groups, key=lambda group: group.window is not None)  # groups without a window first
-    places: dict[tuple[Part, int], int] = {}  # (tensors, number among equal layers of its group) -> part
+    places: dict[tuple[BlockPart, int], int] = {}  # (tensors, number among equal layers of its group) -> part
     part_of = [0] * len(layouts)
     for group in groups:
-        seen: Counter[Part] = Counter()
+        seen: Counter[BlockPart] = Counter()
         for layer in group.layers:
             tensors = layouts[layer].tensors
             part_of[layer] = places.setdefault((tensors, seen[tensors]), len(places))

@@ -20,6 +20,7 @@ from quire.worker.echo_executor import EchoExecutor
 from quire.worker.memory.kv_groups import choose_groups
 
 _TOKENS = 262_144  # size of the imaginary KV cache in tokens, unless kv_cache_memory sets it
+_TOKEN_BYTES = 1024  # assumed size of one token in all layers
 
 
 def build_dry_run(config: EngineConfig, step_s: float) -> tuple[Engine, EngineInfo]:
@@ -46,10 +47,9 @@ def build_dry_run(config: EngineConfig, step_s: float) -> tuple[Engine, EngineIn
         spec.kv_layouts(spec.dtype), max_model_len, paged=layout == "paged", keeps_kv=layout != "none"
     )
     # A block of a model with one group holds all layers, otherwise those of one group only.
-    layers = spec.num_layers if layout == "none" else len(kv.parts)
-    tokens = _TOKENS * spec.num_layers // layers
-    if config.kv_cache_memory is not None:
-        tokens = config.kv_cache_memory // kv.token_bytes
+    token_bytes = _TOKEN_BYTES if len(kv.groups) == 1 else _TOKEN_BYTES * len(kv.parts) // spec.num_layers
+    memory = config.kv_cache_memory or _TOKENS * _TOKEN_BYTES
+    tokens = memory // token_bytes
     eos = spec.eos_token_ids
     engine = wire_engine(
         config,
@@ -73,7 +73,7 @@ def build_dry_run(config: EngineConfig, step_s: float) -> tuple[Engine, EngineIn
         max_num_batched_tokens=engine.scheduler.limits.max_num_batched_tokens,
         num_blocks=engine.scheduler.pool.num_blocks,
         block_size=config.block_size,
-        block_bytes=config.block_size * kv.token_bytes,
+        block_bytes=config.block_size * token_bytes,
         kv_groups=[(len(group.layers), group.window) for group in kv.groups],
         weight_bytes=0,
         num_parameters=spec.num_parameters,

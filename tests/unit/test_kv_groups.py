@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -107,7 +108,9 @@ def planner(spec: ModelSpec, memory: int, **settings: object) -> tuple[EngineCon
         **settings,
     )  # fmt: skip
     config = wanted.resolved(80 << 30, spec.max_model_len)
-    return config, memory_planner(config, spec, torch.bfloat16, torch.device("cuda"), explicit_len=True)
+    return config, memory_planner(
+        config, Path("model"), spec, torch.bfloat16, torch.device("cuda"), explicit_len=True
+    )
 
 
 def engine(spec: ModelSpec, memory: int, **settings: object) -> Engine:
@@ -158,7 +161,9 @@ def test_a_context_is_lowered_to_what_the_windows_allow() -> None:
     per_token = sum(layout.token_bytes for layout in GEMMA.kv_layouts("bfloat16"))
     budget = 16_000 * per_token
     config = EngineConfig(kv_cache_memory=budget, max_num_batched_tokens=2048).resolved(80 << 30, 32_768)
-    memory = memory_planner(config, GEMMA, torch.bfloat16, torch.device("cuda"), explicit_len=False)
+    memory = memory_planner(
+        config, Path("model"), GEMMA, torch.bfloat16, torch.device("cuda"), explicit_len=False
+    )
     assert memory.size_kv(budget).max_model_len == 32_768
     plain = replace(memory, groups=one_group(GEMMA.kv_layouts("bfloat16")))
     assert plain.size_kv(budget).max_model_len == 16_000

@@ -125,7 +125,8 @@ class TorchBatcher:
     def build(self, plan: StepPlan, staging: Staging) -> tuple[DeviceStep, ForwardBatch]:
         state, total, rows = self._state, plan.total_tokens, len(plan.slots)
         if most := plan.max_drafts:
-            draft_slots, counts = staging.send(plan.slots, plan.num_drafts)
+            drafting = np.flatnonzero(plan.num_drafts)
+            draft_slots, counts = staging.send(plan.slots[drafting], plan.num_drafts[drafting])
             self._drafter.propose(DraftRows(draft_slots, counts, most, plan.max_seq_len))
         ends = np.cumsum(plan.num_tokens)
         firsts = ends - plan.num_tokens
@@ -165,6 +166,8 @@ class TorchBatcher:
         )
         for group, table in enumerate(state.block_tables[1:], 1):
             batch.add_group(table, kv_slots(group))
+        if plan.has_prompts:
+            self._drafter.follow(batch)
         batch.plan(self._backend)
         return step, batch
 
@@ -288,6 +291,8 @@ class KernelBatcher:
         shares = plan.shared is not None
         logits = rows + int(plan.num_drafts.sum())
         batch = self._batch(rows, plan.total_tokens, logits, plan.num_tokens, bounds, shares, plan.max_drafts)
+        if plan.has_prompts:
+            self._drafter.follow(batch)
         if plan.keeps_hidden:
             batch.wanted = None
         return self.step(plan), batch
@@ -305,7 +310,10 @@ class KernelBatcher:
         counts = np.ones(rows, np.int32) if rows == tokens else None
         bounds = np.full(rows, state.max_len, np.int32)
         logits = most_logit_rows(rows, tokens, drafts)
-        return self._batch(rows, tokens, logits, counts, bounds, shares, drafts)
+        batch = self._batch(rows, tokens, logits, counts, bounds, shares, drafts)
+        if not batch.decodes_only:
+            self._drafter.follow(batch)
+        return batch
 
     def load(self, content: np.ndarray, staging: Staging, rows: int, one_each: bool = False) -> None:
         """Send the header of a step, unless the device already has it, as in most steps of steady decoding.

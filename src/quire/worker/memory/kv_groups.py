@@ -24,6 +24,8 @@ BlockPart = tuple[KVTensor, ...]  # the tensors of a layout, of which a block ho
 
 # A group costs host time in every step, so another one has to save this share of the memory of a request.
 _GROUP_COST = 0.01
+# Shorter windows are not worth it, and draft models write entries of the last known tokens again.
+_LEAST_WINDOW = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +92,9 @@ def group_layers(layouts: Sequence[KVLayout], max_len: int) -> LayerGroups:
     """
     by_window: dict[int | None, list[int]] = {}
     for index, layout in enumerate(layouts):
-        window = None if layout.window is None or layout.window >= max_len else layout.window
+        window = layout.window
+        if window is not None and not _LEAST_WINDOW <= window < max_len:
+            window = None
         by_window.setdefault(window, []).append(index)
     candidates = [one_group(layouts)]
     for size in range(max(map(len, by_window.values())), 0, -1):

@@ -7,12 +7,17 @@ mix of switches, arrivals and block pools. Used by the tests on the CPU and on a
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import quire.host
 import quire.rank
 from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.host import build_engine
+from quire.models.config.load import load_spec
+from quire.models.spec import ModelSpec
 from quire.types import EngineRequest, SamplingParams
 
 MAX_LEN = 128
@@ -79,7 +84,10 @@ class Bench:
         device: str = "cpu",
         dtype: str = "float32",
         requests: list[EngineRequest] | None = None,
+        windows: tuple[int | None, ...] | None = None,
     ) -> None:
+        """`windows` replaces the attention windows of the model's layers."""
+        self._windows = windows
         self.device = device
         self._base = {"model": model, "device": device, "dtype": dtype, "max_model_len": MAX_LEN}
         self._loaded: dict[bool, Any] = {}
@@ -105,11 +113,16 @@ class Bench:
         else:
             settings["kv_cache_memory"] = 64 << 20
         quire.rank.load_model = self._load  # type: ignore[assignment]
+        quire.host.load_spec = self._load_spec
         try:
             engine, self.info = build_engine(EngineConfig(**self._base, **settings, check_invariants=True))
         finally:
-            quire.rank.load_model = self._original
+            quire.rank.load_model, quire.host.load_spec = self._original, load_spec
         return engine
+
+    def _load_spec(self, path: Path) -> ModelSpec:
+        spec = load_spec(path)
+        return spec if self._windows is None else replace(spec, windows=self._windows)
 
     def _load(self, config: EngineConfig, *args: Any, **kwargs: Any) -> Any:
         if config.cpu_kernels not in self._loaded:

@@ -351,7 +351,7 @@ class KernelBatcher:
             block_size=self._block_size,
             wanted=None if logits == tokens else self._logit_index[:logits],
             shared=self._header[:rows, HeaderColumn.SHARED_TOKENS] if shares else None,
-            decode_tokens=1 + drafts,
+            decode_tokens=self._ring.shape[2] if drafts else 1,  # one kernel for every depth
             decodes_only=decodes_only(rows, tokens, drafts) if counts is None else max(counts) <= 1 + drafts,
         )
         self._kernels.prepare(
@@ -388,6 +388,6 @@ class KernelBatcher:
         """Do the same as `advance` for the header's first `rows` rows, which have up to `drafts` draft tokens."""
         state = self._state
         self._kernels.advance(
-            self._header, rows, drafts, tokens, self._first_logits, state.tokens, state.num_tokens,
+            self._header, rows, bool(drafts), tokens, self._first_logits, state.tokens, state.num_tokens,
             state.num_computed, self._turn, self._ring, state.dummy, state.keeps_kv,
         )  # fmt: skip

@@ -14,6 +14,7 @@ it.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -23,13 +24,14 @@ from quire.core.steplog import StepRecord
 from quire.types import Request
 
 _PRIOR = 0.7  # acceptance that is assumed before any request has verified drafts
-_ROW_SMOOTHING = 0.08  # weight of the newest row in the acceptance of a request
+_ROW_SMOOTHING = 0.08  # least weight of the newest row in the acceptance of a request
+_PRIOR_DRAFTS = 4  # drafts that the assumed acceptance of a new request counts as much as
 _ALL_SMOOTHING = 0.01  # and in that of all requests, with which new ones begin
-_STEP_SMOOTHING = 0.1  # weight of the newest step in step times
+_KEPT_STEPS = 8  # newest steps of each kind whose times are kept
 _GAIN = 1.04  # by which drafts must be faster than none, because the figures are measured
 _MARGIN = 1.15  # by which the draft of a request must exceed its price, for the same reason
 _PROBE_STEPS = 64  # steps between two that run at another depth, so that its time stays measured
-_MOST_PROBE_STEPS = 1024  # the same after drafts have not paid for long
+_MOST_PROBE_STEPS = 256  # the same after drafts have not paid for long
 _FIRST_STEPS = 3  # at the largest depth and then without drafts, with a new number of rows
 
 
@@ -132,13 +134,15 @@ class AdaptiveDepth:
         self._acceptance = _PRIOR  # of all requests
 
     def start(self, request: Request) -> None:
-        request.acceptance = self._acceptance
-        request.drafts = self._depth if can_draft(request) else 0
+        # Hopeful, so that one kind of request does not end the drafts of another.
+        request.acceptance = (self._acceptance + _PRIOR) / 2
+        request.drafts = (self._depth or 1) if can_draft(request) else 0
 
     def observe(self, request: Request, drafted: int, accepted: int) -> None:
         # Of the drafts that were reached, all but the last were accepted.
         share = accepted / min(drafted, accepted + 1)
-        request.acceptance += _ROW_SMOOTHING * (share - request.acceptance)
+        weight = max(_ROW_SMOOTHING, drafted / (request.timing.draft_tokens + _PRIOR_DRAFTS))
+        request.acceptance += weight * (share - request.acceptance)
         self._acceptance += _ALL_SMOOTHING * (share - self._acceptance)
 
     def end_step(self, record: StepRecord, rows: Sequence[Request]) -> None:
@@ -172,24 +176,20 @@ class AdaptiveDepth:
 
 
 class _StepTimes:
-    """Smoothed durations of steps with about the same number of rows, by depth."""
+    """Durations of the newest steps with about the same number of rows, by depth."""
 
     def __init__(self, most: int) -> None:
-        self._mean_s = [0.0] * (most + 1)  # 0: not measured
-        self._counts = [0] * (most + 1)
+        self._newest_s = [deque[float](maxlen=_KEPT_STEPS) for _ in range(most + 1)]
         self._until_probe = self._interval = _PROBE_STEPS
 
     def add(self, took_s: float, depth: int) -> None:
-        """Add a step. The first step of a kind may compile kernels, so a much shorter one replaces the mean."""
-        mean_s = self._mean_s[depth]
-        weight = 1.0 if not mean_s or took_s < mean_s / 2 else _STEP_SMOOTHING
-        self._mean_s[depth] += weight * (took_s - mean_s)
-        self._counts[depth] += 1
+        """Add a step."""
+        self._newest_s[depth].append(took_s)
 
     def depth_to_measure(self) -> int | None:
         """Return the depth at which the next step must run to be measured, or None if the figures suffice."""
-        most = len(self._counts) - 1
-        return next((depth for depth in (most, 0) if self._counts[depth] < _FIRST_STEPS), None)
+        most = len(self._newest_s) - 1
+        return next((depth for depth in (most, 0) if len(self._newest_s[depth]) < _FIRST_STEPS), None)
 
     def is_probe_due(self, pays: bool) -> bool:
         """Return whether the next step should run at another depth than the best. `pays`: the best one has drafts."""
@@ -204,7 +204,11 @@ class _StepTimes:
         return True
 
     def by_depth(self) -> list[float]:
-        """Return the duration at each depth, interpolated between depths that have been measured."""
-        known = [depth for depth, count in enumerate(self._counts) if count]
-        found = np.interp(range(len(self._mean_s)), known, [self._mean_s[depth] for depth in known])
-        return np.maximum.accumulate(found).tolist()
+        """Return the duration at each depth, interpolated between depths that have been measured.
+
+        It is the lower quartile of the newest steps, because single steps take far longer: they compile kernels,
+        capture graphs or wait for other programs.
+        """
+        known = [depth for depth, times_s in enumerate(self._newest_s) if len(times_s) >= _FIRST_STEPS]
+        usual_s = [sorted(self._newest_s[depth])[len(self._newest_s[depth]) // 4] for depth in known]
+        return np.interp(range(len(self._newest_s)), known, usual_s).tolist()

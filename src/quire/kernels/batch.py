@@ -210,7 +210,7 @@ def _advance_kernel(
 def advance(
     header: torch.Tensor,
     rows: int,
-    drafts: int,
+    drafts: bool,
     sampled: torch.Tensor,
     first_logits: torch.Tensor,
     tokens: torch.Tensor,
@@ -229,14 +229,14 @@ def advance(
     Args:
         header: int32 [rows or more, 4], the batch header.
         rows: number of rows.
-        drafts: most draft tokens of a row.
+        drafts: whether rows may have draft tokens, as many as `ring` has columns for.
         sampled: int32 [logit rows]; negative for a failure (types/plan.py).
         first_logits: int32 [rows], the first logit row of each row; read if there are drafts.
         tokens: updated, int32 [slots, length]; draft tokens follow the known ones.
         num_tokens: updated, int32 [slots], tokens of each slot that are known.
         num_computed: updated, int32 [slots], tokens of each slot that have KV entries.
         turn: int32 [1], the row of `ring` to write.
-        ring: written, int32 [turns, most rows, 1 + drafts or more], the appended tokens, and REJECTED behind them; may
+        ring: written, int32 [turns, most rows, 1 + most drafts], the appended tokens, and REJECTED behind them; may
             be pinned host memory.
         dummy: the slot of padding rows, whose columns are not updated.
         keeps_kv: whether the step wrote KV entries; if not, `num_computed` stays unchanged.
@@ -244,5 +244,5 @@ def advance(
     _advance_kernel[(triton.cdiv(rows, _ROWS),)](
         header, sampled, first_logits, tokens, num_tokens, num_computed, turn, ring,
         rows, dummy, tokens.shape[1], ring.stride(0), ring.stride(1),
-        KEEPS_KV=keeps_kv, ROWS=_ROWS, MOST=1 + drafts, num_warps=1,
+        KEEPS_KV=keeps_kv, ROWS=_ROWS, MOST=ring.shape[2] if drafts else 1, num_warps=1,
     )  # fmt: skip

@@ -367,7 +367,7 @@ class KernelBatcher:
             wanted=None if logits == tokens else self._logit_index[:logits],
             shared=self._header[:rows, HeaderColumn.SHARED_TOKENS] if shares else None,
             group_of=self._group_of,
-            decode_tokens=1 + drafts,
+            decode_tokens=self._ring.shape[2] if drafts else 1,  # one kernel for every depth
             decodes_only=decodes_only(rows, tokens, drafts) if counts is None else max(counts) <= 1 + drafts,
         )
         for table, kv_slots in zip(state.block_tables[1:], self._kv_slots[1:]):
@@ -406,6 +406,6 @@ class KernelBatcher:
         """Do the same as `advance` for the header's first `rows` rows, which have up to `drafts` draft tokens."""
         state = self._state
         self._kernels.advance(
-            self._header, rows, drafts, tokens, self._first_logits, state.tokens, state.num_tokens,
+            self._header, rows, bool(drafts), tokens, self._first_logits, state.tokens, state.num_tokens,
             state.num_computed, self._turn, self._ring, state.dummy, state.keeps_kv,
         )  # fmt: skip

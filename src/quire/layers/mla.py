@@ -67,7 +67,7 @@ class LatentAttention:
             rotation: of the step's tokens.
             batch: the step.
         """
-        return self.backend.forward_latent(self, q, rotary, entries, rotation, batch)
+        return self.backend.forward_latent(self, q, rotary, entries, rotation, batch.for_layer(self.index))
 
     def prepare(
         self, q: torch.Tensor, rotary: torch.Tensor, entries: torch.Tensor, angles: Rotation

@@ -18,7 +18,7 @@ from quire.cli.main import main
 from quire.config import EngineConfig
 from tiny import write_tiny
 
-SCALE = LadderScale(max_model_len=2048, vocab_size=100, is_full=False, on_gpu=False)
+SCALE = LadderScale("tiny", max_model_len=2048, vocab_size=100, is_full=False, on_gpu=False)
 
 
 @pytest.fixture(scope="module")

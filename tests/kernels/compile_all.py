@@ -175,11 +175,8 @@ def quantised(model: Shapes, dtype: torch.dtype, target: Target) -> None:
             for rows in (1, 16, 64, 256):
                 x = torch.zeros(rows, inputs, dtype=dtype)
                 packed.packed_product(x, weight, None, arrived)
-                if rows == 1:
-                    packed.packed_product(
-                        x, weight, None, arrived, residual=x, norm=x[0], eps=1e-6,
-                        kind=model.kind if outputs == 2 * model.intermediate else None,
-                    )  # fmt: skip
+                if outputs == 2 * model.intermediate:
+                    packed.packed_product(x, weight, None, arrived, kind=model.kind)
                 if weight.format == "fp8" and target.capability >= 90:
                     x_scale = scales(rows, 1 if weight.group == 0 else -(-inputs // 128))
                     packed.packed_product(

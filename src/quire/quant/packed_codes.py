@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels.activation import gated
+from quire.kernels.matmul.gemv import gemv, most_rows, norm_gemv
 from quire.kernels.matmul.packed import (
     MOST_TILES,
     PackedTensors,
@@ -86,8 +87,9 @@ def packed_tensors(weight: QuantisedWeight) -> PackedTensors | None:
 class PackedCodesMatmul(FusingMatmul):
     """x W^T + b with a quantised W.
 
-    `add` and `after_norm` take any number of rows up to `fused_rows`: the sum and the gate are computed in the kernel
-    of the product where it is Quire's, the norm in front in the one that rounds the inputs.
+    One or two rows of a weight of 8 bits are multiplied by `gemv`, which fuses all operations around the product. For
+    more rows, the sum and the gate are computed in the kernel of the product or behind the library's, and the norm in
+    front in the kernel that rounds the inputs.
     """
 
     def __init__(self, weight: PackedTensors, form: QuantisedWeight, bias: torch.Tensor | None) -> None:
@@ -100,12 +102,21 @@ class PackedCodesMatmul(FusingMatmul):
         self.most_in_fp8 = rows_in_fp8(weight.inputs) if self.by_group else 0
         self.in_library = weight.inputs % 128 == 0 and weight.outputs % (128 if self.by_group else 16) == 0
         # Beyond the kernels with an epilogue, the next norm adds the residual at less cost.
+        self.gemv_rows = self._most_gemv_rows()
         self.fused_rows = max(self.most_in_registers, self.most_in_fp8)
         if self.rounds and self.in_library and not self.by_group:
             self.fused_rows = ANY_ROWS
         device = weight.codes.device
         self.arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
         self.one = torch.ones((), device=device)
+
+    def _most_gemv_rows(self) -> int:
+        """Return the largest number of rows for `gemv`, which takes 8-bit numbers with scales per row or block."""
+        w = self.weight
+        narrow = w.format == "byte" or target_of(w.codes.device).has_fp8
+        if w.half or (w.group > 0 and not self.by_group) or not narrow or (self.by_group and w.outputs % 128):
+            return 0
+        return most_rows(w.inputs, 1)
 
     def rearrange(self) -> None:
         """Put codes and scales into the kernels' order, once the checkpoint is there."""
@@ -128,6 +139,7 @@ class PackedCodesMatmul(FusingMatmul):
         )  # fmt: skip
         if self.by_group:
             self.library_scale = scale.t().contiguous().t()
+        self.numbers = w.codes.view(torch.int8 if w.format == "byte" else torch.float8_e4m3fn)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.multiply(x.contiguous())
@@ -139,6 +151,8 @@ class PackedCodesMatmul(FusingMatmul):
         rows = x.shape[0]
         if not rows:
             return x.new_empty(0, self.weight.outputs if kind is None else self.weight.outputs // 2)
+        if rows <= self.gemv_rows and kind is None:
+            return gemv(x, self.numbers, self.bias, residual, self.weight.scale)
         if rows <= self.most_in_registers:
             return packed_product(x, self.weight, self.bias, self.arrived, add=residual, kind=kind)
         if self.rounds:
@@ -176,7 +190,7 @@ class PackedCodesMatmul(FusingMatmul):
                 x_scale=scales,
                 dtype=dtype,
             )
-        numbers = w.codes.view(torch.float8_e4m3fn).t()
+        numbers = self.numbers.t()
         if not self.by_group:
             sums = torch._scaled_mm(codes, numbers, self.one, self.one, out_dtype=torch.bfloat16)
             return rescale(sums, scales, w.scale, self.bias, residual, kind, dtype)
@@ -195,6 +209,8 @@ class PackedCodesMatmul(FusingMatmul):
 
     def after_norm(self, norm: torch.Tensor, eps: float, kind: str | None) -> NormedProduct:
         def product(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            if x.shape[0] <= self.gemv_rows:
+                return norm_gemv(x, residual, norm, eps, self.numbers, self.bias, kind, self.weight.scale)
             if self.rounds and x.shape[0] > self.most_in_registers:
                 codes, scales, total = round_fp8(
                     x, self.by_group, self.input_scale, norm=norm, residual=residual, eps=eps

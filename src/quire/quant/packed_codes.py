@@ -14,6 +14,8 @@ import torch.nn.functional as F
 
 from quire.kernels.activation import gated
 from quire.kernels.matmul.gemv import gemv, most_rows, norm_gemv
+from quire.kernels.matmul.nibble_gemv import MOST_ROWS as NIBBLE_ROWS
+from quire.kernels.matmul.nibble_gemv import nibble_gemv, takes_nibbles
 from quire.kernels.matmul.packed import (
     MOST_TILES,
     PackedTensors,
@@ -87,7 +89,7 @@ def packed_tensors(weight: QuantisedWeight) -> PackedTensors | None:
 class PackedCodesMatmul(FusingMatmul):
     """x W^T + b with a quantised W.
 
-    One or two rows of a weight of 8 bits are multiplied by `gemv`, which fuses all operations around the product. For
+    One or two rows are multiplied by kernels that fuse all operations around the product, if they take the weight. For
     more rows, the sum and the gate are computed in the kernel of the product or behind the library's, and the norm in
     front in the kernel that rounds the inputs.
     """
@@ -113,6 +115,8 @@ class PackedCodesMatmul(FusingMatmul):
     def _most_gemv_rows(self) -> int:
         """Return the largest number of rows for `gemv`, which takes 8-bit numbers with scales per row or block."""
         w = self.weight
+        if takes_nibbles(w):
+            return NIBBLE_ROWS
         narrow = w.format == "byte" or target_of(w.codes.device).has_fp8
         if w.half or (w.group > 0 and not self.by_group) or not narrow or (self.by_group and w.outputs % 128):
             return 0
@@ -152,6 +156,8 @@ class PackedCodesMatmul(FusingMatmul):
         if not rows:
             return x.new_empty(0, self.weight.outputs if kind is None else self.weight.outputs // 2)
         if rows <= self.gemv_rows and kind is None:
+            if self.weight.half:
+                return nibble_gemv(x, self.weight, self.bias, add=residual)[0]
             return gemv(x, self.numbers, self.bias, residual, self.weight.scale)
         if rows <= self.most_in_registers:
             return packed_product(x, self.weight, self.bias, self.arrived, add=residual, kind=kind)
@@ -209,6 +215,10 @@ class PackedCodesMatmul(FusingMatmul):
 
     def after_norm(self, norm: torch.Tensor, eps: float, kind: str | None) -> NormedProduct:
         def product(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            if x.shape[0] <= self.gemv_rows and self.weight.half:
+                return nibble_gemv(
+                    x, self.weight, self.bias, residual=residual, norm=norm, eps=eps, kind=kind
+                )
             if x.shape[0] <= self.gemv_rows:
                 return norm_gemv(x, residual, norm, eps, self.numbers, self.bias, kind, self.weight.scale)
             if self.rounds and x.shape[0] > self.most_in_registers:

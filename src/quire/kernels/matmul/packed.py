@@ -288,7 +288,7 @@ def packed_product(
     y = torch.empty(rows, outputs, device=x.device, dtype=dtype or x.dtype)
     target = target_of(x.device)
     tile = tile or tile_for(w.format, rows, w.outputs, w.inputs, x_scale is not None, w.group > 0)
-    block_m = max(8 if x_scale is None else 16, min(128, triton.next_power_of_2(rows)))
+    block_m = max(8 if x_scale is None else 16, min(tile.block_m, triton.next_power_of_2(rows)))
     block_k = w.half or min(tile.block_k, w.group or tile.block_k)
     step = 2 * block_k if w.half else block_k
     row_tiles, steps = triton.cdiv(rows, block_m), triton.cdiv(w.inputs, step)

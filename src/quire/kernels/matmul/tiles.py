@@ -17,6 +17,7 @@ class PackedTile:
     warps: int
     stages: int
     programs: int = 2  # per multiprocessor, up to which the columns are split; 0: no split
+    block_m: int = 128  # most rows of x
 
 
 _NARROW = PackedTile(32, 128, 2, 5, 4)

@@ -24,7 +24,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 Batching = Literal["continuous", "static"]
 KVLayoutName = Literal["paged", "contiguous", "none"]
 Eviction = Literal["lru", "fifo"]
-SpecMethod = Literal["off", "ngram"]
+SpecMethod = Literal["off", "ngram", "draft"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -123,7 +123,11 @@ class EngineConfig:
     spec_method: SpecMethod = _speculation(
         "off",
         "guess the next tokens and verify several in one step, with the same output: ngram looks for the last tokens "
-        "earlier in prompt and answer; off",
+        "earlier in prompt and answer; draft asks spec_model; off",
+    )
+    spec_model: str | None = _speculation(
+        None,
+        "draft model of spec_method draft, a small one with the same tokenizer, such as demo-draft for demo",
     )
     spec_tokens: int | None = _speculation(
         None, "most draft tokens of a request in a step (default: 5 with a spec_method)"
@@ -284,6 +288,10 @@ ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
     (
         lambda c: c.spec_method == "off" and bool(c.spec_tokens),
         "spec_tokens needs a spec_method, which is off; use spec_method ngram",
+    ),
+    (
+        lambda c: (c.spec_method == "draft") != (c.spec_model is not None),
+        "spec_method draft and spec_model belong together, got {c.spec_method} and {c.spec_model}",
     ),
     (
         lambda c: (c.spec_tokens or 0) > 16,

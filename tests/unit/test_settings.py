@@ -156,7 +156,6 @@ def test_help_lists_each_switch_once(capsys: pytest.CaptureFixture[str]) -> None
     [
         ("-dp", "pipeline, data and expert parallelism"),
         ("--load-in-4bit", "the formats of bitsandbytes"),
-        ("--spec_model", "drafts of another model"),
         ("--enable-lora", "LoRA"),
     ],
 )

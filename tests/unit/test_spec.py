@@ -50,6 +50,7 @@ presets/qwen2_0_5b: qwen 24 896 14 2 64 4864 151936 32768 1 default 1e6
 presets/qwen2_1_5b: qwen 28 1536 12 2 128 8960 151936 32768 1 default 1e6
 presets/qwen2_7b: qwen 28 3584 28 4 128 18944 152064 32768 0 default 1e6
 presets/qwen2.5_3b: qwen 36 2048 16 2 128 11008 151936 32768 1 default 1e6
+presets/qwen2moe: moe 24 2048 16 16 128 5632 151936 32768 0 default 1e6
 presets/qwen3_0.6b: qwen 28 1024 16 8 128 3072 151936 40960 1 default 1e6
 presets/qwen3_1.7b: qwen 28 2048 16 8 128 6144 151936 40960 1 default 1e6
 presets/smollm2_135m: llama 30 576 9 3 64 1536 49152 8192 1 default 1e5
@@ -65,7 +66,6 @@ REFUSED = {
     "hf/openai--gpt-oss-20b_config": "GptOssForCausalLM",
     "presets/deepseek": "DeepseekForCausalLM",
     "presets/deepseek_v2_lite": "DeepseekV2ForCausalLM",
-    "presets/qwen2moe": "Qwen2MoeForCausalLM",
 }
 QUANTISED = {
     "hf/Qwen--Qwen3-235B-A22B-FP8_config": ("fp8 (blocks of 128x128)", "dynamic"),
@@ -151,6 +151,10 @@ def test_particulars() -> None:
     mixtral = ModelSpec.from_config(read("hf/mistralai--Mixtral-8x7B-v0.1_config")).moe
     assert mixtral and mixtral.routing == Routing(num_experts=8, top_k=2, renormalise=True)
     assert mixtral.intermediate_size == 14336
+    qwen2_moe = ModelSpec.from_config(read("presets/qwen2moe"))
+    assert qwen2_moe.moe and qwen2_moe.moe.routing == Routing(num_experts=60, top_k=4)
+    assert (qwen2_moe.moe.shared_size, qwen2_moe.moe.shared_gate) == (5632, True)
+    assert round(qwen2_moe.num_parameters / 1e9, 1) == 14.3
     llama = ModelSpec.from_config(read("presets/llama3_2_1b")).rope
     assert llama and (llama.factor, llama.low_freq_factor, llama.high_freq_factor) == (32, 1, 4)
     assert llama.original_max_len == 8192
@@ -232,7 +236,7 @@ def test_qwen2_windows() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM is not supported"),
+        ({"architectures": ["PhimoeForCausalLM"]}, "PhimoeForCausalLM is not supported"),
         ({"architectures": []}, "names no architecture"),
         ({"vocab_size": None}, "lacks vocab_size"),
         ({"hidden_size": "64"}, "hidden_size must be a positive integer"),

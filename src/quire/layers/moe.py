@@ -16,15 +16,16 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels import available
+from quire.kernels.experts.choice import ExpertChoice
 from quire.kernels.target import Target, log_choice, target_of
-from quire.layers.activation import Activation
+from quire.layers.activation import FUSED_ACTIVATIONS, Activation
 from quire.layers.env import Env
 from quire.layers.expert_weights import ExpertWeights, StackedWeight
 from quire.layers.linear import Linear
-from quire.layers.mlp import GatedMLP, gated
-from quire.layers.routing import Router
+from quire.layers.mlp import CLAMPED_SWIGLU, GatedMLP, gated
+from quire.layers.routing import FusingRouter, Router, exact_sigmoid, fuses_experts
 from quire.parallel.ranks import Parallel
-from quire.quant.base import Matmul
+from quire.quant.base import Matmul, NormedProduct
 from quire.quant.products import any_product
 from quire.quant.rounding import rounding_of
 
@@ -32,14 +33,8 @@ from quire.quant.rounding import rounding_of
 class Experts(Protocol):
     """The expert MLPs of a layer."""
 
-    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return the weighted sum of the outputs of each token's experts: [tokens, hidden].
-
-        Args:
-            x: [tokens, hidden].
-            ids: experts of each token, int64 [tokens, k], all different.
-            weights: float32 [tokens, k].
-        """
+    def __call__(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
+        """Return the weighted sum of the outputs of each token's experts: [tokens, hidden] for x [tokens, hidden]."""
         ...
 
 
@@ -54,8 +49,24 @@ class MoE:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [tokens, hidden] for x [tokens, hidden]."""
-        y = self.parallel.all_reduce(self.experts(x, *self.router(x)))
+        return self.mix(x, self.router(x))
+
+    def mix(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
+        """Return the weighted sum of the chosen experts, plus the shared ones."""
+        y = self.parallel.all_reduce(self.experts(x, choice))
         return y if self.shared is None else y + self.shared(x)
+
+    def after_norm(self, norm: torch.Tensor, eps: float) -> tuple[NormedProduct, int] | None:
+        """Return the layer fused with the RMS norm in front, and its largest number of tokens; None if it cannot be."""
+        router = self.router
+        if not isinstance(router, FusingRouter):
+            return None
+
+        def fused(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+            choice, normed, total = router.after_norm(x, residual, norm, eps)
+            return self.mix(normed, choice), total
+
+        return fused, router.fused_rows
 
 
 class SharedExperts:
@@ -70,7 +81,7 @@ class SharedExperts:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = self.mlp(x)
-        return y if self.gate is None else self.gate(x).sigmoid() * y
+        return y if self.gate is None else exact_sigmoid(self.gate(x)) * y
 
 
 def make_experts(env: Env, weights: ExpertWeights, activation: str) -> Experts:
@@ -81,6 +92,12 @@ def make_experts(env: Env, weights: ExpertWeights, activation: str) -> Experts:
         weights: the experts.
         activation: key of `ACTIVATIONS`, or clamped_swiglu.
     """
+    is_plain = isinstance(weights.gate_up, torch.Tensor) and isinstance(weights.down, torch.Tensor)
+    fusable = is_plain and activation in (*FUSED_ACTIVATIONS, CLAMPED_SWIGLU)
+    if fusable and fuses_experts(env.device, env.dtype):
+        from quire.layers.fused_experts import FusedExperts
+
+        return FusedExperts(weights, activation)
     act = gated(activation, env.kernels)
     if env.device.type == "cpu":
         return SortedExperts(LoopedMLPs(weights, act, partial(any_product, env)))
@@ -98,13 +115,13 @@ class SortedExperts:
     def __init__(self, mlps: SortedMLPs) -> None:
         self.mlps = mlps
 
-    def __call__(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        flat = ids.flatten()
+    def __call__(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
+        shape, flat = choice.ids.shape, choice.ids.flatten().long()
         order = flat.argsort(stable=True)  # [tokens * k], by expert
-        outs = self.mlps(x[order // ids.shape[1]], flat[order])
-        by_token = torch.empty_like(outs).index_copy_(0, order, outs).view(*ids.shape, -1)
+        outs = self.mlps(x[order // shape[1]], flat[order])
+        by_token = torch.empty_like(outs).index_copy_(0, order, outs).view(*shape, -1)
         # The order of summation is fixed, so a token's result does not depend on the rest of the batch.
-        return (by_token * weights.to(x.dtype).unsqueeze(-1)).sum(1)
+        return (by_token * choice.weights.to(x.dtype).unsqueeze(-1)).sum(1)
 
 
 class LoopedMLPs:

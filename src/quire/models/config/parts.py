@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from quire.files.reading import shown
+from quire.layers.routing_params import Routing
 from quire.models.config.keys import ConfigKeys, token_ids
 from quire.models.config.quantization import parse_quantization
 from quire.models.config.rope import RopeDefaults, parse_rope, served_len
@@ -106,6 +107,24 @@ def decoder_spec(
         query_scale=head_dim**-0.5 if query_scale is None else query_scale,
         **fields,
     )
+
+
+def routing(
+    keys: ConfigKeys, num_experts: int, top_k: int, groups: int = 1, top_groups: int = 1, **rule: Any
+) -> Routing:
+    """Build a routing rule; `rule` holds further fields of it.
+
+    Raises:
+        ModelError: if there are fewer experts, also in the groups to choose from, than a token needs.
+    """
+    if num_experts % groups or top_groups > groups:
+        wanted = (
+            f"a divisor of the {num_experts} experts, and topk_group {top_groups} must be at most n_group"
+        )
+        raise keys.refuse("n_group", wanted, groups)
+    if top_k > (eligible := num_experts // groups * top_groups):
+        raise keys.refuse("num_experts_per_tok", f"at most the number of experts, {eligible}", top_k)
+    return Routing(num_experts=num_experts, top_k=top_k, groups=groups, top_groups=top_groups, **rule)
 
 
 def common_fields(name: str, family: str, keys: ConfigKeys, tie: bool) -> dict[str, Any]:

@@ -111,6 +111,7 @@ def _build(
         max_model_len=size.max_model_len,
         executor=group.executor(LocalExecutor(rank.runner, rank.guard)),
         grammar=pick_grammar(config, path, rank.spec.vocab_size),
+        groups=size.groups,
         shares_prefix=config.shared_prefix and rank.backend.reads_shared,
         drafts=config.spec_tokens or 0,
     )
@@ -156,6 +157,7 @@ def _describe(rank: Rank, phases_s: dict[str, float]) -> EngineInfo:
         num_blocks=size.num_blocks,
         block_size=size.block_size,
         block_bytes=size.block_bytes,
+        kv_groups=[(len(group.layers), group.window) for group in size.groups],
         weight_bytes=rank.weight_bytes,
         num_parameters=spec.num_parameters,
         reserved_bytes=rank.worker.reserved_bytes,

@@ -262,8 +262,8 @@ def step(model: Shapes, dtype: torch.dtype, target: Target) -> None:
     )
     for ones, places, logits in ((True, 256, 256), (False, 512, 256), (False, 512, 512)):
         batch.prepare(
-            header, 256, places, ones, tokens, column, column, table, 16, turn, 3, 1024, longs(512), longs(512),
-            longs(512), ints(257), ints(256), longs(256), longs(logits), longs(logits), ints(logits), ints(256),
+            header, 256, places, ones, tokens, column, column, [table], 16, turn, 3, 1024, longs(512), longs(512),
+            longs(1, 512), ints(257), ints(256), longs(256), longs(logits), longs(logits), ints(logits), ints(256),
         )  # fmt: skip
     for drafts in (0, 5):
         ring = ints(3, 1024, 1 + drafts)

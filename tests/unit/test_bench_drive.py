@@ -11,10 +11,12 @@ from quire.bench.cost import Cost, Machine
 from quire.bench.drive import Bench
 from quire.bench.energy import EnergyMeter, energy_meter
 from quire.bench.growth import GrowthPlan, bound_by, measure_growth
+from quire.bench.load.sessions import sessions
 from quire.bench.load.workloads import shifted, uniform
 from quire.bench.metrics import limits, serving
 from quire.bench.offline import OfferedLoad, latency, throughput
 from quire.bench.profiling import after, decoding, run_profile
+from quire.bench.sessions import run_sessions, session_figures
 from quire.config import EngineConfig
 from quire.types import ConfigError
 from tiny import write_tiny
@@ -146,3 +148,26 @@ def test_energy_of_a_measurement() -> None:
     with energy_meter("cpu").measure() as energy:
         pass
     assert set(energy.figures(3).values()) == {None}
+
+
+def test_sessions_send_what_was_said_before(bench: Bench) -> None:
+    load, again = (sessions("agent_session", "short", 200, 0.05) for _ in range(2))
+    assert load == again and len({tuple(one.system) for one in load}) == 1
+    shifted_load = sessions("agent_session", "short", 200, 0.05, shift=3)
+    assert [one.length for one in shifted_load] == [one.length for one in load]
+    run = run_sessions(bench, load, GREEDY)
+    for index, session in enumerate(load):
+        turns = [turn for turn in run.turns if turn.session == index]
+        assert [turn.turn for turn in turns] == list(range(len(session.turns)))
+        length = len(session.system)
+        for served, turn in zip(turns, session.turns):
+            length += len(turn.new_tokens)
+            assert served.prompt_len == length and len(served.token_times_s) == turn.answer_len
+            length += turn.answer_len
+        for served, turn, before in zip(turns[1:], session.turns[1:], turns):
+            assert served.sent_s == pytest.approx(before.token_times_s[-1] + turn.pause_s)
+    figures = session_figures(run)
+    assert figures["turns"] == sum(len(one.turns) for one in load) and figures["cached_share"] > 0.3
+    assert figures["mean_turn_latency_ms"] > figures["mean_ttft_ms"] > 0
+    with pytest.raises(ConfigError, match=r"the longest session has .* max_model_len is 256"):
+        run_sessions(bench, sessions("agent_session", "short", 200), GREEDY)

@@ -23,6 +23,8 @@ from quire.cli.bench_growth import run as growth
 from quire.cli.bench_results import conditions_of, plot_title, save_result
 from quire.cli.bench_serve import run as serve
 from quire.cli.bench_serve_flags import add_arguments as add_serve_arguments
+from quire.cli.bench_sessions import add_arguments as add_sessions_arguments
+from quire.cli.bench_sessions import run as sessions
 from quire.cli.bench_throughput import run as throughput
 from quire.cli.flags import add_flags, add_model, engine_settings
 from quire.config import EngineConfig
@@ -65,16 +67,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     latency.add_argument("--num-iters", type=int, default=10, help="timed batches (default 10)")
     growth = kinds.add_parser("growth", help="time over batch size, context and prompt length, and its limit")
     add_growth_arguments(growth)
+    sessions = kinds.add_parser("sessions", help="conversations of several turns: agents and chats")
+    add_sessions_arguments(sessions)
     startup = kinds.add_parser("startup", help="seconds to the first token in fresh processes, by phase")
     startup.add_argument("--num-iters", type=int, default=3, help="processes to start (default 3)")
     startup.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures to this file")
     add_flags(startup, "engine", EngineConfig)
-    for kind in (throughput, latency, growth, startup):
+    for kind in (throughput, latency, growth, sessions, startup):
         add_model(kind)
-    for kind in (throughput, latency, growth):
+    for kind in (throughput, latency, growth, sessions):
         add_result_arguments(kind)
         add_flags(kind, "engine", EngineConfig)
-    for kind in (throughput, latency):
+    for kind in (throughput, latency, sessions):
         add_flags(kind, "sampling", SamplingParams, skip=NO_TEXT)
 
 
@@ -90,6 +94,7 @@ def run(args: argparse.Namespace) -> int:
         "serve": serve,
         "latency": _latency,
         "growth": growth,
+        "sessions": sessions,
         "startup": _startup,
     }
     return kinds[args.kind](args)

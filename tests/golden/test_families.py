@@ -59,6 +59,18 @@ GRANITE = {
     "attention_multiplier": 0.3,
     "logits_scaling": 0.5,
 }
+GPT_OSS = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8,
+        "truncate": False,
+    },
+}
 GEMMA = {
     "head_dim": 16,
     "query_pre_attn_scalar": 20,
@@ -148,6 +160,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4", {"head_dim": 16}),
     "glm4-whole-heads": ("Glm4", {**rope("default", partial_rotary_factor=1.0), "attention_bias": False}),
     "granite": ("Granite", GRANITE),
+    "gpt-oss": ("GptOss", GPT_OSS),
+    "gpt-oss-full": ("GptOss", {**GPT_OSS, "layer_types": ["full_attention"] * 3, "attention_bias": False}),
     "granite-biases": (
         "Granite",
         {**GRANITE, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
@@ -216,7 +230,10 @@ def check(model: Any, folder: Path, count: int = 12) -> None:
         expected = reference_logits(model, row)
         assert expected.std() > 0.5, "the reference's logits are degenerate"
         assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
-        assert torch.equal(logits, logits_of(ours, [row])[0]), (
+        alone = logits_of(ours, [row])[0]
+        # oneDNN adds a bias to few rows and to many in different orders, and experts get few rows.
+        slack = 1e-6 if model.config.model_type == "gpt_oss" else 0.0
+        assert (logits - alone).abs().max() <= slack * expected.abs().max(), (
             "a row's logits depend on the rest of the batch"
         )
     for logits, last in zip(logits_of(ours, ROWS), last_logits(ours, ROWS)):

@@ -61,8 +61,6 @@ TABLE = dict(line.split(": ") for line in EXPECTED.strip().splitlines())
 REFUSED = {
     "hf/deepseek-ai--DeepSeek-R1_config": "DeepseekV3ForCausalLM",
     "hf/deepseek-ai--DeepSeek-V3_config": "DeepseekV3ForCausalLM",
-    "hf/openai--gpt-oss-120b_config": "GptOssForCausalLM",
-    "hf/openai--gpt-oss-20b_config": "GptOssForCausalLM",
     "presets/deepseek": "DeepseekForCausalLM",
     "presets/deepseek_v2_lite": "DeepseekV2ForCausalLM",
     "presets/qwen2moe": "Qwen2MoeForCausalLM",
@@ -71,6 +69,8 @@ PACKED = {
     "hf/Qwen--Qwen3-235B-A22B-FP8_config": "quant_method fp8",
     "hf/Qwen--Qwen3-30B-A3B-FP8_config": "quant_method fp8",
     "hf/Qwen--Qwen3-32B-FP8_config": "quant_method fp8",
+    "hf/openai--gpt-oss-120b_config": "quant_method mxfp4",
+    "hf/openai--gpt-oss-20b_config": "quant_method mxfp4",
     "hf/Qwen--Qwen3-32B-FP8-Static-PerTensor_config": "quant_method FP8",
 }
 

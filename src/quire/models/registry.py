@@ -7,6 +7,7 @@ from collections.abc import Callable
 from quire.layers.env import Env
 from quire.models.decoder import DecoderModel, Model
 from quire.models.gpt2 import GPT2Model
+from quire.models.gpt_oss import GptOssModel
 from quire.models.moe import MoEModel
 from quire.models.spec import ModelSpec
 from quire.types import ModelError
@@ -14,6 +15,7 @@ from quire.types import ModelError
 # Families with a class of their own; all others are the decoder with the options of their spec.
 CLASSES: dict[str, Callable[[Env, ModelSpec], Model]] = {
     "gpt2": GPT2Model,
+    "gpt_oss": GptOssModel,
     "moe": MoEModel,
 }
 

@@ -59,6 +59,22 @@ GRANITE = {
     "attention_multiplier": 0.3,
     "logits_scaling": 0.5,
 }
+OLMO3 = {
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    }
+}  # fmt: skip
+MINISTRAL3 = rope(
+    "yarn",
+    factor=4.0,
+    original_max_position_embeddings=4,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+    llama_4_scaling_beta=0.3,
+)
 GPT_OSS = {
     "num_local_experts": 5,
     "num_experts_per_tok": 2,
@@ -171,6 +187,42 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "SmolLM3",
         {"head_dim": 8, "no_rope_layers": [1, 0, 0], "use_sliding_window": True, "sliding_window": 4},
     ),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "glm": ("Glm", {"head_dim": 16}),
+    "seed-oss": ("SeedOss", {"attention_out_bias": True, "mlp_bias": True}),
+    "olmo3": ("Olmo3", {"head_dim": 8, "num_hidden_layers": 4, "sliding_window": 4, **OLMO3}),
+    "exaone4": ("Exaone4", {"head_dim": 8, "sliding_window": 4, "sliding_window_pattern": 2}),
+    "exaone4-full": (
+        "Exaone4",
+        {"head_dim": 8, "sliding_window": None, "layer_types": ["full_attention"] * 3},
+    ),
+    "hunyuan-dense": ("HunYuanDenseV1", rope("dynamic", factor=1.0, alpha=1000.0)),
+    "hunyuan-dense-plain": ("HunYuanDenseV1", {"attention_bias": True}),
+    "ernie4-5": ("Ernie4_5", {"use_bias": True}),
+    "starcoder2": ("Starcoder2", {"head_dim": 8, "sliding_window": 5, "intermediate_size": 64}),
+    "cohere": ("Cohere", {"head_dim": 8, "use_qk_norm": True, "logit_scale": 2.5}),
+    "cohere-plain": (
+        "Cohere",
+        {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": False, "logit_scale": 1.0},
+    ),
+    "cohere2": (
+        "Cohere2",
+        {"head_dim": 8, "sliding_window": 4, "sliding_window_pattern": 2, "logit_scale": 2.5},
+    ),
+    "apertus": ("Apertus", {"head_dim": 8, "hidden_act": "xielu", **LLAMA3}),
+    "arcee": ("Arcee", {"hidden_act": "relu2", "mlp_bias": True}),
+    "nemotron": (
+        "Nemotron",
+        {"hidden_act": "relu2", "mlp_bias": True, "attention_bias": True, "head_dim": 8},
+    ),
+    "ministral": (
+        "Ministral",
+        {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+    "ministral3": ("Ministral3", MINISTRAL3),
+    "stablelm": ("StableLm", {"head_dim": 8, "use_qkv_bias": True}),
+    "stablelm-parallel": ("StableLm", {"head_dim": 8, "use_parallel_residual": True}),
+    "phi": ("Phi", {"head_dim": 8, "hidden_act": "gelu_new", "intermediate_size": 64}),
     "gpt2": (
         "GPT2",
         {

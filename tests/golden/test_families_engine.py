@@ -49,7 +49,12 @@ def test_tokens_do_not_depend_on_the_schedule(case: str, tmp_path: Path) -> None
         "max_num_batched_tokens": 7,
     }
     with LLM(
-        str(tmp_path), device="cpu", max_model_len=48, skip_tokenizer_init=True, check_invariants=True, **settings
+        str(tmp_path),
+        device="cpu",
+        max_model_len=48,
+        skip_tokenizer_init=True,
+        check_invariants=True,
+        **settings,
     ) as llm:
         for _ in range(2):
             outs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], GREEDY, use_tqdm=False)

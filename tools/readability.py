@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SRC = ROOT / "src" / "quire"
 ENGINE = (
     "__init__", "attention", "config", "core", "files", "host", "kernels", "layers", "llm", "models", "parallel",
-    "quant", "rank", "sampling", "types", "worker",
+    "quant", "rank", "ranks", "sampling", "types", "worker",
 )  # fmt: skip
 
 WORDS = """

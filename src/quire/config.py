@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Literal, get_args
 
 from quire.types import ConfigError
+from quire.types.speculative import settings_of
 
 # OpenMP threads that wait for each other spin by default. If another process uses one of the cores, that costs a time
 # slice of the operating system (milliseconds) at each of the hundreds of barriers in a step. Spinning for 0.2 to 0.5 ms
@@ -23,6 +24,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 Batching = Literal["continuous", "static"]
 KVLayoutName = Literal["paged", "contiguous", "none"]
 Eviction = Literal["lru", "fifo"]
+SpecMethod = Literal["off", "ngram"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -36,6 +38,8 @@ def _setting(group: str, default: Any, help: str) -> Any:
 _model = partial(_setting, "model")
 _scheduling = partial(_setting, "scheduling")
 _kv_cache = partial(_setting, "KV cache")
+_speculation = partial(_setting, "speculative decoding")
+_parallelism = partial(_setting, "several GPUs")
 _kernels = partial(_setting, "kernels and graphs")
 _debugging = partial(_setting, "debugging")
 
@@ -110,6 +114,29 @@ class EngineConfig:
         "read the blocks of a prefix that decoding requests share once for all of them (attention triton)",
     )
 
+    spec_method: SpecMethod = _speculation(
+        "off",
+        "guess the next tokens and verify several in one step, with the same output: ngram looks for the last tokens "
+        "earlier in prompt and answer; off",
+    )
+    spec_tokens: int | None = _speculation(
+        None, "most draft tokens of a request in a step (default: 5 with a spec_method)"
+    )
+    spec_adaptive: bool = _speculation(
+        True,
+        "draft fewer tokens where they do not pay, by measured acceptance and step times; off always drafts spec_tokens",
+    )
+    speculative_config: dict[str, Any] | None = _speculation(
+        None, 'the same settings as vLLM writes them: {"method": "ngram", "num_speculative_tokens": 5}'
+    )
+
+    tensor_parallel_size: int = _parallelism(
+        1, "number of ranks, each with its own GPU or CPU process, that share every layer of the model"
+    )
+    rank_timeout: float = _parallelism(
+        60.0, "seconds without progress after which a rank counts as hung and the engine ends"
+    )
+
     attention: str = _kernels(
         "auto",
         "attention back end: auto, reference, triton or cpu; auto picks triton on a GPU, cpu with cpu_kernels, else "
@@ -136,6 +163,12 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        if self.speculative_config is not None:
+            if self.spec_method != "off":
+                raise ConfigError("speculative_config and spec_method say the same thing; give one")
+            for name, value in settings_of(self.speculative_config).items():
+                object.__setattr__(self, name, value)
+            object.__setattr__(self, "speculative_config", None)
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
@@ -145,6 +178,8 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
         if not 0 < self.memory_utilization <= 1:
             raise ConfigError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
+        if not self.rank_timeout > 0:
+            raise ConfigError(f"rank_timeout must be above 0 seconds, got {self.rank_timeout}")
         for illegal, message in ILLEGAL:
             if illegal(self):
                 raise ConfigError(message.format(c=self))
@@ -181,6 +216,9 @@ class EngineConfig:
             else None,
             max_model_len=max_len,
             block_size=self.block_size if self.kv_layout == "paged" else max_len,
+            spec_tokens=None
+            if self.spec_method == "off"
+            else min(self.spec_tokens or _SPEC_TOKENS, max_len - 1),
         )
 
 
@@ -190,6 +228,7 @@ def _default_seqs(gpu_bytes: int) -> int:
     return 1024 if gpu_bytes >= 64_000_000_000 else 256
 
 
+_SPEC_TOKENS = 5
 _COUNTS = (
     "block_size",
     "max_num_batched_tokens",
@@ -198,12 +237,15 @@ _COUNTS = (
     "max_model_len",
     "kv_cache_memory",
     "cpu_threads",
+    "spec_tokens",
+    "tensor_parallel_size",
 )
 _CHOICES: dict[str, tuple[str, ...]] = {
     "batching": get_args(Batching),
     "kv_layout": get_args(KVLayoutName),
     "eviction": get_args(Eviction),
     "scheduling_policy": get_args(SchedulingPolicy),
+    "spec_method": get_args(SpecMethod),
     "dtype": get_args(Dtype),
     "load_format": get_args(LoadFormat),
     "attention": ("auto", "reference", "triton", "cpu"),
@@ -226,6 +268,19 @@ ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
     (
         lambda c: c.kv_layout == "none" and bool(c.prefix_caching),
         "prefix_caching needs a KV cache, but with kv_layout none nothing is kept between steps",
+    ),
+    (
+        lambda c: c.kv_layout == "none" and c.spec_method != "off",
+        "spec_method {c.spec_method} needs a KV cache, but with kv_layout none every step recomputes the whole sequence; "
+        "use kv_layout paged",
+    ),
+    (
+        lambda c: c.spec_method == "off" and bool(c.spec_tokens),
+        "spec_tokens needs a spec_method, which is off; use spec_method ngram",
+    ),
+    (
+        lambda c: (c.spec_tokens or 0) > 16,
+        "spec_tokens must be at most 16, got {c.spec_tokens}",
     ),
 )
 

@@ -20,7 +20,7 @@ from quire.frontend.client import ipc as msg
 from quire.frontend.client.base import error_text, refused_output
 from quire.frontend.client.channel import Channel
 from quire.start import start_engine
-from quire.types import EngineInfo, QuireError, RequestError
+from quire.types import EngineDead, EngineInfo, QuireError, RequestError
 
 # Interval at which an idle engine checks that its parent is alive.
 _IDLE_POLL_S = 1.0
@@ -63,6 +63,10 @@ def main(file: int, parent: int) -> int:
         kind = type(error).__name__ if isinstance(error, QuireError) else "EngineDead"
         channel.send(msg.encode(msg.EngineFailed(kind, error_text(error))))
         channel.settle(_FAREWELL_S)
+        if isinstance(
+            error, EngineDead
+        ):  # a rank failed: the usual clean-up would wait for kernels that wait for it
+            os._exit(1)
         if not isinstance(error, QuireError):
             raise
         return 1

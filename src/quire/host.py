@@ -1,6 +1,7 @@
-"""The host part of an engine: scheduler, step loop and structured output, around the rank that computes (`rank.py`).
+"""The host part of an engine: scheduler, step loop and structured output, around the ranks that compute (`rank.py`).
 
-`build_engine` drives the start-up of the rank, and times each phase. Callers that have not imported torch use `start.py`.
+`build_engine` drives the start-up of all ranks, and times each phase. The first rank is in this process, the others in
+processes of their own (`ranks/`). Callers that have not imported torch use `start.py`.
 """
 
 from __future__ import annotations
@@ -21,18 +22,24 @@ from quire.grammar.compiler import Compiler
 from quire.grammar.library import LibraryGrammar
 from quire.models.config.load import load_spec
 from quire.rank import Rank
-from quire.types import EngineInfo
+from quire.ranks.group import Peers, start_peers
+from quire.ranks.messages import encode_phase
+from quire.types import EngineInfo, QuireError
 from quire.wiring import wire_engine
 from quire.worker.executor import LocalExecutor
 
 log = logging.getLogger("quire")
 
 
-def build_engine(config: EngineConfig, imports_s: float = 0.0) -> tuple[Engine, EngineInfo]:
+def build_engine(
+    config: EngineConfig, imports_s: float = 0.0, group: Peers | None = None
+) -> tuple[Engine, EngineInfo]:
     """Load the model and build an engine.
 
     Args:
+        config: settings.
         imports_s: seconds that the caller spent importing this module; they are reported as a phase of the start-up.
+        group: the processes of the other ranks; None starts them here.
 
     Returns:
         The engine, and its sizes and start-up times.
@@ -40,25 +47,53 @@ def build_engine(config: EngineConfig, imports_s: float = 0.0) -> tuple[Engine, 
     Raises:
         ConfigError: if the settings do not suit the model or the machine.
         ModelError: if the model cannot be found or read.
+        EngineDead: if a rank ended.
     """
     clock = _PhaseClock(imports_s)
-    path = locate_model(config.model, config.revision).path
-    spec = load_spec(path)
-    clock.end("config")
-    rank = Rank(config, path, spec)
-    with closing(rank), rank.guard():
-        return _build(rank, path, clock)
+    group = start_peers(config) if group is None else group
+    try:
+        path = locate_model(config.model, config.revision).path
+        rank = Rank(config, path, load_spec(path))
+        clock.end("config")
+        with closing(rank), rank.guard():
+            return _build(rank, _StartUp(rank, group), group, path, clock)
+    except BaseException:
+        group.kill()
+        raise
 
 
-def _build(rank: Rank, path: Path, clock: _PhaseClock) -> tuple[Engine, EngineInfo]:
+class _StartUp:
+    """The start-up of all ranks, phase by phase."""
+
+    def __init__(self, rank: Rank, group: Peers) -> None:
+        self._rank, self._group = rank, group
+
+    def run(self, phase: str, argument: int = 0) -> int:
+        """Run a phase on all ranks at the same time. Return the smallest result."""
+        self._group.send(encode_phase(phase, argument))
+        try:
+            result = self._rank.run_phase(phase, argument)
+        except QuireError:
+            raise
+        except Exception as error:  # often the consequence of an error of another rank
+            raise self._group.give_up(error) from error
+        return min([result, *self._group.collect()])
+
+
+def _build(
+    rank: Rank, start: _StartUp, group: Peers, path: Path, clock: _PhaseClock
+) -> tuple[Engine, EngineInfo]:
     config = rank.config
-    max_model_len = rank.fit_context()
+    group.start(config, path)
+    group.collect()
+    start.run("connect", group.open_meeting())
+    max_model_len = start.run("fit_context")
     clock.end("device")
-    rank.load(max_model_len)
+    start.run("load", max_model_len)
     clock.end("weights")
-    rank.compile()
+    start.run("compile")
     clock.end("warm_up")
-    rank.allocate(rank.kv_budget())
+    start.run("allocate", start.run("kv_budget"))
     size = rank.size
     if size.max_model_len < (config.max_model_len or 1):
         log.warning(
@@ -67,19 +102,20 @@ def _build(rank: Rank, path: Path, clock: _PhaseClock) -> tuple[Engine, EngineIn
             size.max_model_len,
         )
     clock.end("kv_cache")
-    rank.rehearse()
+    start.run("rehearse")
     engine = wire_engine(
         config,
         num_blocks=size.num_blocks,
         block_size=size.block_size,
         max_model_len=size.max_model_len,
-        executor=LocalExecutor(rank.runner, rank.guard),
+        executor=group.executor(LocalExecutor(rank.runner, rank.guard)),
         grammar=pick_grammar(config, path, rank.spec.vocab_size),
         shares_prefix=config.shared_prefix and rank.backend.reads_shared,
+        drafts=config.spec_tokens or 0,
     )
     _freeze_garbage()
     clock.end("warm_up")
-    rank.finish()
+    start.run("finish")
     clock.end("weights")
     return engine, _describe(rank, clock.phases_s)
 

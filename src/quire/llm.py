@@ -72,7 +72,9 @@ class LLM:
         self.config = config
         self._tokenizer = tokenizer_of(config)
         self.client: EngineClient
-        if engine_process:
+        if (
+            engine_process or config.tensor_parallel_size > 1
+        ):  # a rank that fails may block the process of the others
             from quire.frontend.client.process import ProcessClient
 
             self.client = ProcessClient(config)

@@ -10,10 +10,12 @@ kernels, with whatever the weights hold so far.
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 
@@ -30,7 +32,10 @@ from quire.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from quire.models.decoder import Model
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
+from quire.parallel.connection import connect_ranks
 from quire.parallel.ranks import Parallel
+from quire.speculation.drafter import NO_SPECULATION, Speculation
+from quire.speculation.ngram import NgramDrafter
 from quire.types import ConfigError
 from quire.wiring import queue_depth
 from quire.worker.executor import device_guard
@@ -44,13 +49,14 @@ log = logging.getLogger("quire")
 class Rank:
     """One rank of an engine: its device, model, worker and runner.
 
-    The host calls the methods in the order in which they are defined, and inside `guard`. What several ranks must agree
-    on, it passes as an argument.
+    The host runs the phases in the order of `PHASES`, on all ranks at the same time and inside `guard`. What ranks must
+    agree on, it passes as an argument.
 
     Args:
         config: settings.
         path: folder or file of the model.
         spec: the model's spec.
+        index: number of this rank.
 
     Raises:
         ConfigError: if the settings do not suit the model or the machine.
@@ -59,8 +65,8 @@ class Rank:
     runner: Runner  # from `allocate` on
     size: KVSize
 
-    def __init__(self, config: EngineConfig, path: Path, spec: ModelSpec) -> None:
-        self.device = pick_device(config.device)
+    def __init__(self, config: EngineConfig, path: Path, spec: ModelSpec, index: int = 0) -> None:
+        self.device = rank_device(config.device, index, config.tensor_parallel_size)
         self.guard = device_guard(self.device)
         self._path = path
         self._explicit_len = config.max_model_len is not None
@@ -72,7 +78,18 @@ class Rank:
         self.spec, self.config = spec, config.resolved(gpu_memory(self.device), spec.max_model_len)
         self._kernels = pick_kernels(self.device, self.dtype, config.cpu_kernels)
         self.backend = pick_attention(config.attention, spec, self.device, self.dtype, self._kernels)
+        self._parallel = Parallel(index, config.tensor_parallel_size)
         self._loading = ExitStack()
+
+    def run_phase(self, phase: str, argument: int) -> int:
+        """Run the phase of the start-up with this name. Return its result, or 0 if it has none."""
+        return self.PHASES[phase](self, argument) or 0
+
+    def connect(self, port: int) -> None:
+        """Connect to the other ranks, which meet at `port` of the loopback interface."""
+        if self._parallel.size > 1:
+            communicator = connect_ranks(port, self._parallel, self.device, self.config.rank_timeout)
+            self._parallel = replace(self._parallel, communicator=communicator)
 
     def fit_context(self) -> int:
         """Return the longest context, in tokens, of which one request fits beside the weights."""
@@ -94,16 +111,19 @@ class Rank:
             spec,
             backend=backend,
             kernels=kernels,
+            parallel=self._parallel,
             device=self.device,
             dtype=self.dtype,
         )
         self._loading.enter_context(closing(checkpoint))
         self._checkpoint = checkpoint
-        self.worker = Worker(model, backend, memory, launch_options(config, queue_depth(config)), kernels)
+        options, speculation = launch_options(config, queue_depth(config)), pick_speculation(config)
+        self.worker = Worker(model, backend, memory, options, kernels, speculation)
 
     def compile(self) -> None:
-        """Compile the kernels of common steps."""
-        self.worker.compile_kernels()
+        """Compile the kernels of common steps. Ranks may find different kernels on disk, so they do not communicate."""
+        with self._parallel.communicator.muted():
+            self.worker.compile_kernels()
 
     def kv_budget(self) -> int:
         """Return the bytes that the largest step leaves for the KV cache."""
@@ -132,6 +152,18 @@ class Rank:
         """End the loading of weights. The engine may be in use."""
         self._loading.close()
 
+    # By name, each with its argument, whether it uses that or not.
+    PHASES: ClassVar[dict[str, Callable[[Rank, int], int | None]]] = {
+        "connect": connect,
+        "fit_context": lambda rank, _: rank.fit_context(),
+        "load": load,
+        "compile": lambda rank, _: rank.compile(),
+        "kv_budget": lambda rank, _: rank.kv_budget(),
+        "allocate": allocate,
+        "rehearse": lambda rank, _: rank.rehearse(),
+        "finish": lambda rank, _: rank.finish(),
+    }
+
 
 def step_limits(config: EngineConfig) -> StepLimits:
     """Return the limits of steps and requests. `config` is resolved."""
@@ -157,7 +189,8 @@ def memory_planner(
         spec=spec,
         dtype=dtype,
         device=device,
-        layouts=spec.kv_layouts(str(dtype).removeprefix("torch.")),
+        layouts=spec.kv_layouts(str(dtype).removeprefix("torch."), config.tensor_parallel_size),
+        ranks=config.tensor_parallel_size,
         limits=step_limits(config),
         layout=BlockLayout(
             paged_size=config.block_size if config.kv_layout == "paged" else None,
@@ -171,13 +204,39 @@ def memory_planner(
 
 def launch_options(config: EngineConfig, depth: int) -> LaunchOptions:
     """Return how the worker launches steps, of which `depth` may be in flight."""
+    ranks = config.tensor_parallel_size
     return LaunchOptions(
         depth=depth,
         cuda_graphs=config.cuda_graphs,
         capture_at_start=config.capture_at_start,
-        cpu_replay=config.cpu_replay,
-        cpu_threads=config.cpu_threads,
+        cpu_replay=config.cpu_replay and ranks == 1,  # a replay contains only calls of kernels
+        cpu_threads=config.cpu_threads or (max(1, torch.get_num_threads() // ranks) if ranks > 1 else None),
     )
+
+
+def pick_speculation(config: EngineConfig) -> Speculation:
+    """Return how steps draft tokens. `config` is resolved."""
+    return (
+        NO_SPECULATION if config.spec_method == "off" else Speculation(NgramDrafter, config.spec_tokens or 1)
+    )
+
+
+def rank_device(name: str, rank: int, ranks: int) -> torch.device:
+    """Return the device of a rank: the GPUs from the one called `name` on, or the CPU for all.
+
+    Raises:
+        ConfigError: as `pick_device`, or if there are fewer GPUs than ranks.
+    """
+    first = pick_device(name)
+    if first.type == "cpu":
+        return first
+    begin, count = first.index or 0, torch.cuda.device_count()
+    if begin + ranks > count:
+        raise ConfigError(
+            f"tensor_parallel_size {ranks} needs GPUs {begin} to {begin + ranks - 1}, but this machine has {count}, "
+            "numbered from 0; lower it"
+        )
+    return first if rank == 0 else pick_device(f"cuda:{begin + rank}")
 
 
 def pick_device(name: str) -> torch.device:
@@ -304,10 +363,11 @@ def load_model(
     *,
     backend: AttentionBackend,
     kernels: Kernels | None,
+    parallel: Parallel,
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Model, Checkpoint]:
-    """Build the model on `device` and start to load its weights.
+    """Build the rank's part of the model on `device` and start to load its weights.
 
     Returns:
         The model and its checkpoint. The weights are undefined until `Checkpoint.finish` has returned.
@@ -320,7 +380,7 @@ def load_model(
     )
     try:
         with torch.inference_mode():
-            return build_model(spec, Env(checkpoint, Parallel(), backend, device, dtype, kernels)), checkpoint
+            return build_model(spec, Env(checkpoint, parallel, backend, device, dtype, kernels)), checkpoint
     except BaseException:
         checkpoint.close()
         raise

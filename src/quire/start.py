@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from quire.config import EngineConfig
+from quire.ranks.group import start_peers
 from quire.types import EngineInfo
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ def start_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         ModelError: if the model cannot be found or read.
     """
     begin = time.perf_counter()
+    peers = start_peers(config)  # they import torch at the same time
     threading.Thread(target=wake_gpu, args=(config.device,), daemon=True).start()
     collecting = gc.isenabled()
     gc.disable()
@@ -39,7 +41,7 @@ def start_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         gc.freeze()  # objects of modules are never garbage, so the collector may skip them
         if collecting:
             gc.enable()
-    return build_engine(config, time.perf_counter() - begin)
+    return build_engine(config, time.perf_counter() - begin, peers)
 
 
 def wake_gpu(device: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from quire.config import EngineConfig
 from quire.core import policy
 from quire.core.block_pool import FIFO, LRU, BlockPool
+from quire.core.draft_depth import AdaptiveDepth, DraftDepth, FixedDepth, NoDrafts
 from quire.core.engine import Engine
 from quire.core.grammar_interface import Grammar
 from quire.core.policy import Policy
@@ -13,7 +14,7 @@ from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.shared_prefix import CommonBlocks, NoSharedPrefix, SharedPrefix
 from quire.core.steplog import StepLog
-from quire.types import Executor
+from quire.types import Executor, max_logit_rows
 
 _OVERLAP_DEPTH = 2
 
@@ -32,6 +33,7 @@ def wire_engine(
     executor: Executor,
     grammar: Grammar,
     shares_prefix: bool = False,
+    drafts: int = 0,
 ) -> Engine:
     """Build the host side of an engine around an executor.
 
@@ -42,6 +44,7 @@ def wire_engine(
         max_model_len: longest context in tokens.
         executor: runs the steps.
         grammar: structured output.
+        drafts: most draft tokens of a request in a step; 0 if the executor drafts none.
         shares_prefix: look for blocks that rows share, for an attention back end that reads them once.
     """
     pool = BlockPool(num_blocks, FIFO() if config.eviction == "fifo" else LRU())
@@ -60,8 +63,15 @@ def wire_engine(
         keeps_kv=config.kv_layout != "none",
         lookahead=depth > 1,
         mixed_prefill_tokens=config.mixed_prefill_tokens or config.max_num_batched_tokens or 1,
+        max_logit_rows=max_logit_rows(config.max_num_seqs or 1, drafts),
     )
     log = StepLog()
     shared: SharedPrefix = CommonBlocks(block_size) if shares_prefix else NoSharedPrefix()
-    scheduler = Scheduler(pool, cache, choices, limits, log, shared)
+    scheduler = Scheduler(pool, cache, choices, limits, log, shared, _draft_depth(config, drafts))
     return Engine(scheduler, executor, grammar, depth, log, config.check_invariants)
+
+
+def _draft_depth(config: EngineConfig, drafts: int) -> DraftDepth:
+    if not drafts:
+        return NoDrafts()
+    return AdaptiveDepth(drafts) if config.spec_adaptive else FixedDepth(drafts)

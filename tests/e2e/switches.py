@@ -75,6 +75,7 @@ class Bench:
         dtype: str = "float32",
         requests: list[EngineRequest] | None = None,
     ) -> None:
+        self.device = device
         self._base = {"model": model, "device": device, "dtype": dtype, "max_model_len": MAX_LEN}
         self._loaded: dict[bool, Any] = {}
         self._original = quire.rank.load_model

@@ -26,7 +26,7 @@ from targets import TARGETS, TargetDriver
 from triton import knobs
 from triton.runtime import driver, jit
 
-from quire.kernels import activation, batch, norm, rope
+from quire.kernels import activation, batch, ngram, norm, rope
 from quire.kernels import target as targets
 from quire.kernels.attention import kv_write, long, shared, short
 from quire.kernels.matmul import grouped
@@ -170,12 +170,17 @@ def step(model: Shapes, dtype: torch.dtype, target: Target) -> None:
         ints(1025, 256),
         ints(1),
     )
-    for ones, places in ((True, 256), (False, 512)):
+    for ones, places, logits in ((True, 256, 256), (False, 512, 256), (False, 512, 512)):
         batch.prepare(
-            header, 256, places, ones, tokens, column, table, 16, turn, 3, longs(512), longs(512), longs(512),
-            ints(257), ints(256), longs(256), longs(256),
+            header, 256, places, ones, tokens, column, column, table, 16, turn, 3, 1024, longs(512), longs(512),
+            longs(512), ints(257), ints(256), longs(256), longs(logits), longs(logits), ints(logits), ints(256),
         )  # fmt: skip
-    batch.advance(header, 256, ints(256), tokens, column, column, turn, ints(3, 1024), 1024, True)
+    for drafts in (0, 5):
+        ring = ints(3, 1024, 1 + drafts)
+        batch.advance(
+            header, 256, drafts, ints(512), ints(256), tokens, column, column, turn, ring, 1024, True
+        )
+    ngram.propose(tokens, column, header[:256, 0], ints(256), 5, 4)
 
 
 def sample(model: Shapes, dtype: torch.dtype, target: Target) -> None:

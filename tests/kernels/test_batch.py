@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from quire.attention.base import ForwardBatch
-from quire.types import EngineRequest, SamplingParams, SlotAdmission, StepPlan
+from quire.speculation.drafter import DraftRows
+from quire.speculation.ngram import LONGEST, NgramDrafter
+from quire.types import REJECTED, EngineRequest, SamplingParams, SlotAdmission, StepPlan
 from quire.worker.batch import Batcher, KernelBatcher, TorchBatcher, plan_header
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
@@ -19,6 +21,7 @@ from quire.worker.state import SlotState
 pytest.importorskip("triton")
 DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu) if torch.cuda.is_available() else "cpu"]
 SLOTS, MAX_LEN, BLOCK, MAX_BLOCKS = 7, 600, 4, 150
+DRAFTS = 4
 
 
 class NoAttention:
@@ -36,6 +39,19 @@ class NoAttention:
         raise AssertionError("no layer calls it here")
 
 
+class PatternDrafter:
+    """Draft tokens from 0 to 2 that depend on slot and position."""
+
+    def __init__(self, state: SlotState) -> None:
+        self._state = state
+
+    def propose(self, rows: DraftRows) -> None:
+        for slot, count in zip(rows.slots.tolist(), rows.counts.tolist()):
+            known = int(self._state.num_tokens[slot])
+            place = torch.arange(known, known + count, dtype=torch.int32)
+            self._state.tokens[slot, known : known + count] = (slot + place * place) % 3
+
+
 class Side:
     """Slot columns and one of the two batchers."""
 
@@ -49,9 +65,10 @@ class Side:
             self.batcher = KernelBatcher(
                 self.state, NoAttention(), [],
                 block_size=BLOCK, max_tokens=SLOTS * MAX_LEN, max_rows=SLOTS + 1, turns=3, device=self.device,
+                drafter=PatternDrafter(self.state), max_drafts=DRAFTS,
             )  # fmt: skip
         else:
-            self.batcher = TorchBatcher(self.state, NoAttention(), [], BLOCK)
+            self.batcher = TorchBatcher(self.state, NoAttention(), [], BLOCK, PatternDrafter(self.state))
 
     def columns(self) -> list[torch.Tensor]:
         state = self.state
@@ -59,11 +76,12 @@ class Side:
         return [column.cpu() for column in columns]
 
 
-def random_plan(rng: random.Random, step: int, known: dict[int, list[int]]) -> StepPlan:
+def random_plan(rng: random.Random, step: int, known: dict[int, list[int]], drafts: int = 0) -> StepPlan:
     """Return a plan in which some slots get new owners and some run a chunk or one token.
 
     Args:
         known: [tokens, computed] by slot.
+        drafts: most draft tokens of a row.
     """
     admissions = []
     for slot in range(SLOTS):
@@ -79,21 +97,22 @@ def random_plan(rng: random.Random, step: int, known: dict[int, list[int]]) -> S
         admit.slot for admit in admissions
     }  # a step gives new blocks to a slot or a new owner, never both
     rows = [slot for slot in rng.sample(range(SLOTS), SLOTS) if slot in known and rng.random() < 0.7]
-    rows = [slot for slot in rows if known[slot][0] < MAX_LEN - 1]
-    counts, starts, samples = [], [], []
+    rows = [slot for slot in rows if known[slot][0] < MAX_LEN - 1 - drafts]
+    counts, starts, samples, drafted = [], [], [], []
     single = rng.random() < 0.3
     for slot in rows:
         length, computed = known[slot]
         n = 1 if single else rng.choice((1, length - computed, rng.randint(1, length - computed)))
-        counts.append(n)
         starts.append(computed)
         samples.append(computed + n == length)
-        known[slot] = [length + samples[-1], computed + n]
+        drafted.append(rng.randint(0, drafts) if samples[-1] else 0)
+        counts.append(n + drafted[-1])
+        known[slot] = [length + samples[-1], computed + n]  # if the row has no drafts
     return StepPlan(
         step=step,
         slots=np.array(rows, np.int32),
         num_tokens=np.array(counts, np.int32),
-        num_drafts=np.zeros(len(rows), np.int32),
+        num_drafts=np.array(drafted, np.int32),
         starts=np.array(starts, np.int32),
         samples=np.array(samples, np.bool_),
         admissions=admissions,
@@ -117,6 +136,92 @@ def same(one: ForwardBatch, other: ForwardBatch) -> None:
     ):
         a, b = getattr(one, name), getattr(other, name)
         assert a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu()), name
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_steps_with_drafts_are_those_of_the_plain_twin(device: str) -> None:
+    rng = random.Random(11)
+    kernel, plain = Side(True, device, True), Side(False, device, True)
+    known: dict[int, list[int]] = {}
+    kept: list[int] = []
+    for step in range(40):
+        plan = random_plan(rng, step, known, DRAFTS if step % 4 else 0)
+        logits = len(plan.slots) + int(plan.num_drafts.sum())
+        sampled = torch.tensor(
+            [rng.randrange(-1, 3) for _ in range(logits)], dtype=torch.int32, device=device
+        )
+        results = []
+        for side in (kernel, plain):
+            side.staging.begin()
+            side.state.apply(plan, side.staging)
+            if len(plan.slots):
+                made, batch = side.batcher.build(plan, side.staging)
+                at = made.logit_rows
+                results.append((batch, at, side.batcher.advance(made, sampled)))
+        if results:
+            (one, at_one, tokens_one), (other, at_other, tokens_other) = results
+            same(one, other)
+            assert np.array_equal(at_one.slots_host, at_other.slots_host)
+            assert torch.equal(at_one.slots, at_other.slots) and torch.equal(at_one.lengths, at_other.lengths)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            drawn = torch.from_numpy(plan.samples)
+            assert torch.equal(tokens_one[drawn], tokens_other[drawn].cpu())
+            kept += (tokens_one[drawn] != REJECTED).sum(1).tolist()
+        for a, b in zip(kernel.columns(), plain.columns()):
+            assert torch.equal(a, b)
+        for slot in known:
+            known[slot] = [int(plain.state.num_tokens[slot]), int(plain.state.num_computed[slot])]
+    assert {1, 2, 3} <= set(kept)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_padding_changes_no_step_with_drafts(device: str) -> None:
+    """A captured shape has more rows, tokens and draft tokens than the step."""
+    rng = random.Random(6)
+    side, exact = Side(True, device, True), Side(True, device, True)
+    plan = random_plan(rng, 0, {}, DRAFTS - 1)
+    while len(plan.slots) < 3 or plan.num_drafts.sum() < 3:
+        plan = random_plan(rng, 0, {}, DRAFTS - 1)
+    logits = len(plan.slots) + int(plan.num_drafts.sum())
+    for which in (side, exact):
+        which.staging.begin()
+        which.state.apply(plan, which.staging)
+    assert isinstance(side.batcher, KernelBatcher)
+    padded, total = SLOTS + 1, plan.total_tokens
+    side.batcher.load(plan_header(plan), side.staging, padded)
+    batch = side.batcher.bounded(padded, total + 300, False, DRAFTS)
+    step, expected = exact.batcher.build(plan, exact.staging)
+    assert torch.equal(batch.logit_index[:logits], expected.logit_index) and len(batch.logit_index) > logits
+    slots, lengths = side.batcher.logits_at(len(batch.logit_index))
+    assert torch.equal(slots[:logits], step.logit_rows.slots)
+    assert torch.equal(lengths[:logits], step.logit_rows.lengths)
+    assert (slots[logits:] == SLOTS).all() and (batch.logit_index[logits:] == 0).all()
+    sampled = torch.tensor([rng.randrange(3) for _ in range(len(slots))], dtype=torch.int32, device=device)
+    side.batcher.advance_rows(padded, sampled, DRAFTS)
+    exact.batcher.advance(step, sampled[:logits])
+    for a, b in zip(side.columns(), exact.columns()):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_ngram_kernel_drafts_what_its_plain_twin_drafts(device: str) -> None:
+    from quire.kernels.ngram import propose
+
+    rng = random.Random(4)
+    twins = [Side(False, device, True).state for _ in range(2)]
+    for slot in range(SLOTS):
+        known = rng.choice([1, 2, 7, 300, MAX_LEN - 3, MAX_LEN])
+        tokens = torch.tensor([rng.randrange(rng.choice([2, 40])) for _ in range(MAX_LEN)], dtype=torch.int32)
+        for state in twins:
+            state.tokens[slot], state.num_tokens[slot] = tokens, known
+    order = torch.tensor(rng.sample(range(SLOTS), SLOTS), device=device)
+    counts = torch.tensor([rng.randint(0, 5) for _ in range(SLOTS)], device=device)
+    one, other = twins
+    NgramDrafter(one, torch.device("cpu")).propose_plain(DraftRows(order, counts, 5, MAX_LEN))
+    before = other.tokens.clone()
+    propose(other.tokens, other.num_tokens, order, counts, 5, LONGEST)
+    assert torch.equal(one.tokens, other.tokens) and not torch.equal(before, other.tokens)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -145,7 +250,7 @@ def test_steps_are_those_of_the_plain_twin(device: str, keeps_kv: bool) -> None:
             assert torch.equal(steps[0].slots, steps[1].slots)
             if device == "cuda":
                 torch.cuda.synchronize()
-            assert torch.equal(steps[0].tokens_host, sampled.cpu())
+            assert torch.equal(steps[0].tokens_host[plan.samples, 0], sampled.cpu()[plan.samples])
             compared += 1
         for a, b in zip(kernel.columns(), plain.columns()):
             assert torch.equal(a, b)
@@ -202,4 +307,5 @@ def test_tokens_arrive_after_a_step_that_failed_half_way(device: str) -> None:
     side.batcher.advance(step, sampled)
     if device == "cuda":
         torch.cuda.synchronize()
-    assert step.tokens_host is not None and torch.equal(step.tokens_host, sampled.cpu())
+    assert step.tokens_host is not None
+    assert torch.equal(step.tokens_host[plan.samples, 0], sampled.cpu()[plan.samples])

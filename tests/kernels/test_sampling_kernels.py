@@ -15,6 +15,7 @@ import torch
 from targets import pretend
 from torch import Tensor
 
+from quire.sampling.columns import LogitRows
 from quire.sampling.processors import Penalties
 from quire.sampling.sampler import Sampler
 from quire.types import EngineRequest, SamplingParams
@@ -106,7 +107,7 @@ class Pair:
         slots = torch.from_numpy(order).to(self.device, torch.int64)
         tokens = torch.full((len(order),), -7, dtype=torch.int32, device=self.device)
         choose = self.sampler.choose_plain if plain else self.kernels
-        choose(logits, slots, tokens, order if plain else None, filtered)
+        choose(logits, slots, self.columns.num_tokens[slots], tokens, order if plain else None, filtered)
         return tokens
 
 
@@ -307,6 +308,7 @@ def test_penalties(device: torch.device, slots: int, length: int, vocab: int) ->
         on_device = torch.from_numpy(order).to(device, torch.int64)
         logits = normal(slots, vocab, device, torch.float32, seed=turn)
         wanted = logits.clone()
-        with_kernel(logits, order, on_device)
-        penalties.penalise_plain(wanted, order, on_device)
+        rows = LogitRows(order, on_device, columns.num_tokens[on_device])
+        with_kernel(logits, rows)
+        penalties.penalise_plain(wanted, rows)
         assert torch.equal(logits, wanted)

@@ -18,7 +18,9 @@ def test_every_route_that_reads_is_described() -> None:
     assert posts - NO_BODY == set(BODIES)
     paths = describe(routes())["paths"]
     assert "/v1/models/{name}" in paths and all(
-        operation["responses"] for path in paths.values() for operation in path.values()
+        operation["responses"] and operation["description"]
+        for path in paths.values()
+        for operation in path.values()
     )
 
 

@@ -38,6 +38,14 @@ def test_steps_and_state(dry: Server) -> None:
         dry.post(TEXT, {"prompt": [5, 6, 7], "max_tokens": 50, "ignore_eos": True})
         more = next(told for name, told in found if name == "steps" and told)
         assert more[0]["step"] == steps[-1]["step"] + 1
+        # Requests go by the clients' own ids, which need not be unique.
+        body = {"prompt": [5, 6, 7], "max_tokens": 16_000, "ignore_eos": True}
+        with ThreadPoolExecutor(2) as pool:
+            for _ in range(2):
+                pool.submit(dry.http.post, TEXT, json=body, headers={"X-Request-Id": "mine"})
+            states = (told for name, told in found if name == "state")
+            ids = next(ids for told in states if len(ids := [one["id"] for one in told["running"]]) == 2)
+    assert len(set(ids)) == 2 and all(one.startswith("mine#") for one in ids)
     assert dry.post("/live/events", {}).status_code == 405
     assert dry.http.head("/live/events", timeout=5).headers["content-type"].startswith("text/event-stream")
 

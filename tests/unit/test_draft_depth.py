@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from array import array
 
+import numpy as np
 import pytest
 
-from quire.core.draft_depth import AdaptiveDepth, best_depth, draft_price
+from quire.core.draft_depth import AdaptiveDepth, batch_depth, best_depth
 from quire.core.steplog import StepRecord
 from quire.types import EngineRequest, Request, RequestOrder, SamplingParams
 
@@ -37,9 +38,13 @@ def test_the_depth_maximises_tokens_per_second() -> None:
         assert best_depth(acceptance, price, 8) == best
 
 
-def test_a_step_bound_by_tokens_has_a_price_above_one() -> None:
-    assert draft_price(plain_s=0.01, drafted_s=0.0101, drafts=5, plain_tokens=1, tokens=3) < 0.01
-    assert draft_price(plain_s=0.01, drafted_s=0.05, drafts=128, plain_tokens=32, tokens=96) >= 1
+def test_the_depth_of_a_batch_is_the_fastest() -> None:
+    free, dear = [0.010] * 6, [0.010 + 0.020 * depth for depth in range(6)]
+    jump = [0.003, 0.010, 0.010, 0.010, 0.010, 0.010]  # the first draft costs, further ones do not
+    likely, unlikely = np.full(4, 0.8), np.full(4, 0.1)
+    assert batch_depth(likely, free) == 5 and batch_depth(likely, dear) == 0
+    assert batch_depth(np.full(4, 0.95), jump) == 5 and batch_depth(unlikely, jump) == 0
+    assert batch_depth(np.zeros(4), free) == 0, "drafts that are never accepted are not worth their time"
 
 
 def make_request(grammar: object = None) -> Request:
@@ -49,12 +54,12 @@ def make_request(grammar: object = None) -> Request:
     )
 
 
-def run(depth: AdaptiveDepth, accepts: float, token_s: float, rows: int, steps: int = 400) -> list[float]:
-    """Run steps whose time is 10 ms and `token_s` a token. Return the tokens per second of each."""
+def run(depth: AdaptiveDepth, accepts: float, token_s: float, rows: int, jump_s: float = 0.0) -> list[float]:
+    """Run 400 steps of 10 ms, `token_s` a token, and `jump_s` if there are drafts. Return tokens per second of each."""
     rng, requests, rates = random.Random(0), [make_request() for _ in range(rows)], []
     for request in requests:
         depth.start(request)
-    for number in range(steps):
+    for number in range(400):
         drafts = [request.drafts for request in requests]
         generated = rows
         for request in requests:
@@ -66,7 +71,7 @@ def run(depth: AdaptiveDepth, accepts: float, token_s: float, rows: int, steps: 
                 depth.observe(request, request.drafts, accepted)
         record = StepRecord(number, 0.0, [], [], [], rows, 0, None, 0)
         record.drafts, record.generated = sum(drafts), generated
-        record.took_s = 0.010 + token_s * (rows + sum(drafts))
+        record.took_s = 0.010 + token_s * (rows + sum(drafts)) + jump_s * any(drafts)
         depth.end_step(record, requests)
         rates.append(generated / record.took_s)
     return rates
@@ -74,16 +79,18 @@ def run(depth: AdaptiveDepth, accepts: float, token_s: float, rows: int, steps: 
 
 @pytest.mark.parametrize("rows", [1, 8, 64])
 @pytest.mark.parametrize("accepts", [0.0, 0.3, 0.6, 0.8, 0.95])
-@pytest.mark.parametrize("token_s", [1e-5, 3e-4, 5e-3])
-def test_adaptive_drafts_are_never_slower_than_none(rows: int, accepts: float, token_s: float) -> None:
-    rates = run(AdaptiveDepth(5), accepts, token_s, rows)[100:]
+@pytest.mark.parametrize(("token_s", "jump_s"), [(1e-5, 0.0), (3e-4, 0.0), (5e-3, 0.0), (1e-5, 0.02)])
+def test_adaptive_drafts_are_never_slower_than_none(
+    rows: int, accepts: float, token_s: float, jump_s: float
+) -> None:
+    rates = run(AdaptiveDepth(5), accepts, token_s, rows, jump_s)[50:]
     plain = rows / (0.010 + token_s * rows)
     assert sum(rates) / len(rates) > 0.97 * plain
 
 
 def test_drafts_that_pay_are_drafted() -> None:
     rates = run(AdaptiveDepth(5), 0.8, 1e-5, 1)[100:]
-    assert sum(rates) / len(rates) > 3 / 0.010002 / 1.05
+    assert sum(rates) / len(rates) > 3.6 / 0.010002 / 1.05
 
 
 def test_requests_under_a_grammar_draft_nothing() -> None:

@@ -33,12 +33,12 @@ class Graphs(CudaGraphs):
         self._sampler = SimpleNamespace(
             needs_host_work=lambda slots: False,
             has_filters=lambda slots: self.filters,
-            choose=lambda logits, slots, tokens, filtered: self.done.append(("choose", len(logits))),
+            choose=lambda logits, *more: self.done.append(("choose", len(logits))),
         )
         self._batcher = SimpleNamespace(
             load=lambda *args: None,
-            step=lambda plan: None,
-            slots=lambda rows: None,
+            step=lambda plan: SimpleNamespace(logit_rows=SimpleNamespace(slots=plan.slots)),
+            logits_at=lambda count: (None, None),
             advance_rows=lambda *args: None,
         )
         self._eager = SimpleNamespace(launch=lambda plan, staging: self.done.append(("eager", None)))
@@ -58,13 +58,18 @@ class Graphs(CudaGraphs):
         self.done[-1] = "capture", shape
         return SimpleNamespace(replay=lambda: self.done.append(("replay", shape)))
 
-    def step(self, *tokens: int) -> list[tuple[str, Any]]:
-        """Launch a step whose rows have `tokens` new tokens; return what the launcher did."""
+    def step(self, *tokens: int, drafts: int = 0) -> list[tuple[str, Any]]:
+        """Launch a step whose rows have `tokens` new tokens; return what the launcher did.
+
+        `drafts` of the tokens of the first row are draft tokens.
+        """
         self.done.clear()
         counts = np.array(tokens, np.int32)
         none = np.zeros_like(counts)
+        drafted = none.copy()
+        drafted[0] = drafts
         plan = StepPlan(
-            0, none, counts, none, none, np.ones(len(tokens), bool), [], [], int(counts.sum()), 64
+            0, none, counts, drafted, none, np.ones(len(tokens), bool), [], [], int(counts.sum()), 64
         )
         self.launch(plan, SimpleNamespace())
         return list(self.done)
@@ -198,3 +203,38 @@ def test_short_steps_with_prompts_are_padded_by_few_tokens() -> None:
     for tokens in range(1, 2049):
         padding = min(size for size in sizes if size >= tokens) - tokens
         assert padding < 16 if tokens <= 128 else padding * 9 <= tokens + padding
+
+
+def test_steps_with_drafts_are_captured_by_depth() -> None:
+    steps = Graphs(64, 2048, 8192)
+    assert steps.step(6, drafts=5) == [("run", (1, 6)), ("capture", (1, 6))]
+    assert steps.step(6, drafts=5) == [("replay", (1, 6))]
+    assert steps.step(4, 2, 1, drafts=3) == [("run", (4, 16)), ("capture", (4, 16))]
+    assert steps.step(4, 700, drafts=3) == [("run", (2, 704)), ("capture", (2, 704))]
+    # A shallower step runs in a graph of deeper ones as long as that costs less than a capture.
+    assert steps.step(5, drafts=4) == [("replay", (1, 6))]
+
+
+def test_shapes_with_drafts_hold_their_logits() -> None:
+    limits = GraphLimits(
+        max_rows=256,
+        max_tokens=2048,
+        full_tokens=0,
+        shared_bytes=0,
+        max_graphs=512,
+        drafts=5,
+        max_logit_rows=1024,
+    )
+    shapes, rng = StepShapes(limits), random.Random(0)
+    drafted = [shape for shape in shapes.at_start() if shape.drafts]
+    assert {shape.rows for shape in drafted} >= {1, 2, 4, 8, 64} and all(s.drafts == 5 for s in drafted)
+    for _ in range(300):
+        rows = rng.randint(1, 256)
+        depths = [rng.randint(0, 5) for _ in range(rows)]
+        prompt = rng.choice([0, rng.randint(1, 900)])
+        tokens, longest = rows + sum(depths) + prompt, max(1 + max(depths), prompt)
+        shape = shapes.fit(rows, tokens, "plain", False, max(depths), longest)
+        if shape is not None and max(depths):
+            assert shape.rows >= rows and shape.tokens >= tokens and shape.drafts >= max(depths)
+            assert rows + sum(depths) <= shape.logit_rows <= 1024
+            assert longest <= 1 + max(depths) or not shape.decodes_only

@@ -23,14 +23,18 @@ MAY_IMPORT = {
     "layers": {"types", "kernels", "parallel", "attention", "quant"},
     "models": {"types", "files", "layers", "attention", "quant", "parallel"},
     "sampling": {"types", "kernels"},
+    "speculation": {"types", "kernels"},
     "core": {"types"},
-    "worker": {"types", "models", "sampling", "attention", "layers", "parallel", "quant", "kernels"},
+    "worker": {"types", "models", "sampling", "speculation", "attention", "layers", "parallel", "quant", "kernels"},
     "frontend": {"types", "config", "core", "files"},
     "grammar": {"types", "core", "frontend"},
     "bench": {"types", "config", "core", "worker", "frontend", "models", "host", "rank", "llm", "kernels"},
-    "rank": {"types", "config", "worker", "models", "attention", "layers", "parallel", "kernels", "wiring"},
-    "host": {"types", "config", "core", "worker", "models", "frontend", "grammar", "rank", "wiring"},
-    "start": {"types", "config", "core", "host"},
+    "rank": {"types", "config", "worker", "models", "attention", "layers", "parallel", "kernels", "speculation",
+             "wiring"},
+    "host": {"types", "config", "core", "worker", "models", "frontend", "grammar", "rank", "ranks", "wiring"},
+    "ranks": {"types", "config", "frontend", "parallel"},
+    "rank_process": {"types", "frontend", "models", "worker", "wiring", "rank", "ranks"},
+    "start": {"types", "config", "core", "host", "ranks"},
     "serve": {"types", "config", "frontend"},
     "wiring": {"types", "config", "core"},
     "dry_run": {"types", "config", "core", "worker", "models", "frontend", "wiring"},
@@ -53,7 +57,7 @@ ENVIRONMENT = {"config", "cli"}
 # What host.py and rank.py hand objects and values to: settings are read above, in one place.
 BELOW_RANK = {
     "types", "files", "kernels", "parallel", "attention", "quant", "layers", "models", "sampling", "core", "worker",
-    "grammar",
+    "grammar", "speculation",
 }  # fmt: skip
 SETTINGS = {"EngineConfig", "ServeConfig"}
 

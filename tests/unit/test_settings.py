@@ -154,7 +154,7 @@ def test_help_lists_each_switch_once(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("flag", "feature"),
     [
-        ("-tp", "several GPUs"),
+        ("-dp", "pipeline, data and expert parallelism"),
         ("--quantization=fp8", "quantised weights"),
         ("--spec_model", "speculative"),
         ("--enable-lora", "LoRA"),

@@ -45,6 +45,8 @@ class ForwardBatch:
     # int32 [rows]: how many of a row's first tokens lie in blocks shared with other rows (0: none). All values
     # other than 0 are equal and mean the same blocks. Set only if every row has one token.
     shared: torch.Tensor | None = None
+    decode_tokens: int = 1  # most new tokens of a row that decodes: 1 + its draft tokens
+    decodes_only: bool = False  # no row has more tokens than that
     attn: Any = field(default=None)
 
     def narrow(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,6 +24,8 @@ from quire.kernels.attention.tile import fits
 from quire.kernels.rope import norm_rotate_store
 from quire.kernels.target import Target, target_of
 
+_MOST_SHORT_ROWS = 64  # query rows of a program for rows that verify draft tokens
+
 
 @dataclass(slots=True)
 class _LayerPlan:
@@ -58,10 +60,12 @@ class _TritonPlan:
         if self.ones:
             return _LayerPlan(layer.index, 1, True, None)
         group = layer.num_heads // layer.num_kv_heads
-        queries = max(SHORT_ROWS // group, 1)
+        queries = self._short_queries(layer, group, itemsize, batch)
         per_tile = long_tokens(layer.head_dim, itemsize, group, target_of(batch.seq_lens.device))
         any_short, counts, tokens = True, batch.num_tokens, batch.input_ids.shape[0]
-        if counts is None:
+        if batch.decodes_only and batch.decode_tokens <= queries:
+            most = usual = 0
+        elif counts is None:
             most = most_tiles(tokens, batch.seq_lens.shape[0], queries, per_tile)
             usual = -(-tokens // per_tile)
         else:
@@ -73,6 +77,16 @@ class _TritonPlan:
         programs = usual * layer.num_kv_heads
         tiles = list_tiles(batch.query_start, batch.seq_lens, batch.slots, most, queries, per_tile, programs)
         return _LayerPlan(layer.index, queries, any_short, tiles)
+
+    @staticmethod
+    def _short_queries(layer: AttentionLayer, group: int, itemsize: int, batch: ForwardBatch) -> int:
+        """Return the most new tokens of a short row; rows that verify draft tokens are short if their tile fits."""
+        queries, wanted = max(SHORT_ROWS // group, 1), batch.decode_tokens
+        if wanted <= queries or wanted * group > _MOST_SHORT_ROWS:
+            return queries
+        target = target_of(batch.seq_lens.device)
+        tile = short_tile(layer.head_dim, itemsize, wanted * group, 1, target)
+        return wanted if fits(tile, layer.head_dim, itemsize, target) else queries
 
 
 class TritonAttention:

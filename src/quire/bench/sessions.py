@@ -112,7 +112,8 @@ def session_figures(run: SessionsRun) -> dict[str, Any]:
     ttfts = [turn.ttft_s * 1e3 for turn in run.turns]
     later = [turn.ttft_s * 1e3 for turn in run.turns if turn.turn]
     latencies = [turn.latency_s * 1e3 for turn in run.turns]
-    first, last = {}, {}
+    first: dict[int, float] = {}
+    last: dict[int, float] = {}
     for turn in run.turns:
         first.setdefault(turn.session, turn.sent_s)
         last[turn.session] = turn.token_times_s[-1]

@@ -71,7 +71,8 @@ def run(args: argparse.Namespace) -> int:
             if len(results) == 1:
                 print(f"{'kind':<15}" + "".join(f"{label:>{width}}" for _, label, width, _ in _COLUMNS))
             print(
-                f"{kind:<15}" + "".join(_cell(found[name], *form) for name, _, *form in _COLUMNS), flush=True
+                f"{kind:<15}" + "".join(_cell(found[name], width, form) for name, _, width, form in _COLUMNS),
+                flush=True,
             )
         conditions = conditions_of(args, bench.info)
     save_result(args, {**conditions, "results": results})

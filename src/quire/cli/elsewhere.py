@@ -5,6 +5,7 @@ from __future__ import annotations
 NAMES = {
     "-c": "--max-model-len",
     "-n": "--max-tokens",
+    "-tp": "--tensor-parallel-size",
     "--async-scheduling": "--overlap",
     "--attention-backend": "--attention",
     "--chunked-prefill-size": "--max-num-batched-tokens",
@@ -32,20 +33,26 @@ NAMES = {
     "--page-size": "--block-size",
     "--radix-eviction-policy": "--eviction",
     "--schedule-policy": "--scheduling-policy",
+    "--draft-max": "--spec-tokens",
+    "--draft-model": "--spec-method ngram (drafts of another model are not available yet)",
+    "--num-speculative-tokens": "--spec-tokens",
+    "--spec-length": "--spec-tokens",
+    "--speculative-algorithm": "--spec-method",
+    "--speculative-decoding": "--spec-method ngram",
+    "--speculative-num-draft-tokens": "--spec-tokens",
+    "-sc": "--speculative-config",
     "--temp": "--temperature",
+    "--tp": "--tensor-parallel-size",
+    "--tp-size": "--tensor-parallel-size",
     "--tokenizer-path": "--tokenizer",
     "--uvicorn-log-level": "--log-level",
 }
 MISSING = {
-    "several GPUs": (
-        "-tp", "-pp", "-dp", "--tensor-parallel-size", "--pipeline-parallel-size", "--data-parallel-size", "--tp", "--tp-size",
-        "--pp-size", "--dp-size", "--ep-size", "--enable-expert-parallel", "--split-mode", "--tensor-split",
+    "pipeline, data and expert parallelism": (
+        "-pp", "-dp", "--pipeline-parallel-size", "--data-parallel-size", "--pp-size", "--dp-size", "--ep-size", "--enable-expert-parallel", "--split-mode", "--tensor-split",
         "--distributed-executor-backend",
     ),
-    "speculative decoding": (
-        "-sc", "-md", "--speculative-config", "--spec-method", "--spec-model", "--spec-tokens", "--speculative-model",
-        "--num-speculative-tokens", "--speculative-algorithm", "--speculative-draft-model-path", "--model-draft",
-    ),
+    "drafts of another model": ("-md", "--spec-model", "--speculative-model", "--speculative-draft-model-path", "--model-draft"),
     "quantised weights on the device": ("-q", "--quantization", "--load-in-4bit", "--load-in-8bit"),
     "a quantised KV cache": ("-ctk", "-ctv", "--kv-cache-dtype", "--cache-type-k", "--cache-type-v"),
     "LoRA": ("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", "--lora-paths", "--lora"),

@@ -1,13 +1,14 @@
 """The number of draft tokens that each request verifies: none, a fixed number, or one that adapts to what pays.
 
-A step of *n* requests that verifies drafts takes longer than one without, and yields more tokens. The price of a draft
-token is the number of tokens that the engine would generate in the time that the draft adds to a step:
+A step that verifies drafts takes longer than one without, and yields more tokens. The draft at position j of a request
+is accepted with about the probability a^j, where a is the measured acceptance of the request's drafts. So a step of
+depth d yields the sum of 1 + a + ... + a^d over its requests, and takes the measured time T(d). The batch runs at the
+depth with the highest ratio of the two; `batch_depth` computes it. On a GPU with few requests T hardly grows with d.
+With many requests it grows so fast that the best depth is 0.
 
-    price = (tokens generated per second) * (seconds added per draft token)
-
-The draft at position j of a request is accepted with about the probability a^j, where a is the measured acceptance of
-the request's drafts. It pays while a^j > price. On a GPU with few requests a step is bound by reading weights and the
-price is near 0; with many requests it exceeds 1, and nothing is drafted.
+Within that depth a request drafts less if its own drafts are seldom accepted. The price of a draft token is the number
+of tokens that the engine would generate in the time that the draft adds; `best_depth` drops the drafts with a^j below
+it.
 """
 
 from __future__ import annotations
@@ -16,16 +17,19 @@ import math
 from collections.abc import Sequence
 from typing import Protocol
 
+import numpy as np
+
 from quire.core.steplog import StepRecord
 from quire.types import Request
 
-_PRIOR = 0.7  # acceptance that is assumed before a request has verified drafts
-_REQUEST_SMOOTHING = 0.08  # weight of the newest row in the acceptance of a request
-_MARGIN = 1.15  # by which a draft must exceed the price, because the acceptance is measured on few rows
+_PRIOR = 0.7  # acceptance that is assumed before any request has verified drafts
+_ROW_SMOOTHING = 0.08  # weight of the newest row in the acceptance of a request
+_ALL_SMOOTHING = 0.01  # and in that of all requests, with which new ones begin
 _STEP_SMOOTHING = 0.1  # weight of the newest step in step times
-_FIRST_PRICE = 0.02  # per request in the batch, until steps with and without drafts have been timed
-_FIRST_PROBE_STEPS = 8  # the same until both have been timed
-_PROBE_STEPS = 64  # steps between two that run the other way, so that both times stay measured
+_GAIN = 1.04  # by which drafts must be faster than none, because the figures are measured
+_MARGIN = 1.15  # by which the draft of a request must exceed its price, for the same reason
+_PROBE_STEPS = 64  # steps between two that run at another depth, so that its time stays measured
+_FIRST_STEPS = 3  # at the largest depth and then without drafts, with a new number of rows
 
 
 def best_depth(acceptance: float, price: float, most: int) -> int:
@@ -43,18 +47,22 @@ def best_depth(acceptance: float, price: float, most: int) -> int:
     return min(most, math.ceil(math.log(price) / math.log(acceptance)) - 1)
 
 
-def draft_price(plain_s: float, drafted_s: float, drafts: float, plain_tokens: float, tokens: float) -> float:
-    """Return the price of a draft token in generated tokens.
+def rates(acceptances: np.ndarray, times_s: Sequence[float]) -> np.ndarray:
+    """Return the expected tokens per second of a batch at each depth, float64 [depths].
 
     Args:
-        plain_s: duration of a step without drafts.
-        drafted_s: duration of a step with drafts, over the same requests.
-        drafts: draft tokens of such a step.
-        plain_tokens: tokens that a step without drafts generates, one per request.
-        tokens: tokens that a step with drafts generates.
+        acceptances: float64 [requests].
+        times_s: duration of a step at depth 0, 1, ...
     """
-    rate = max(plain_tokens / plain_s, tokens / drafted_s)
-    return rate * max(0.0, drafted_s - plain_s) / drafts
+    powers = acceptances[:, None] ** np.arange(len(times_s))  # [requests, depths]
+    return powers.cumsum(1).sum(0) / np.asarray(times_s)
+
+
+def batch_depth(acceptances: np.ndarray, times_s: Sequence[float]) -> int:
+    """Return the depth at which a batch is fastest, or 0 if drafts gain less than `_GAIN`. Arguments as of `rates`."""
+    expected = rates(acceptances, times_s)
+    best = int(expected.argmax())
+    return best if expected[best] > _GAIN * expected[0] else 0
 
 
 class DraftDepth(Protocol):
@@ -110,69 +118,79 @@ def can_draft(request: Request) -> bool:
 class AdaptiveDepth:
     """A `DraftDepth` of at most `most` that follows the measured acceptance and the measured step times.
 
-    Step times are kept by number of rows, rounded to a power of two. Every `_PROBE_STEPS` steps one step runs without
-    drafts if the others have them, and with a single draft per request if they have none.
+    Step times are kept by number of rows, rounded to a power of two, and average depth. With a new number of rows, the
+    first steps run at the largest depth and the next ones without drafts. Later, one of `_PROBE_STEPS` steps runs at
+    another depth.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._times: dict[int, _StepTimes] = {}
+        self._depth = most  # of the newest step
+        self._acceptance = _PRIOR  # of all requests
 
     def start(self, request: Request) -> None:
-        request.acceptance = _PRIOR
-        request.drafts = self.most if can_draft(request) else 0
+        request.acceptance = self._acceptance
+        request.drafts = self._depth if can_draft(request) else 0
 
     def observe(self, request: Request, drafted: int, accepted: int) -> None:
         # Of the drafts that were reached, all but the last were accepted.
-        reached = min(drafted, accepted + 1)
-        request.acceptance += _REQUEST_SMOOTHING * (accepted / reached - request.acceptance)
+        share = accepted / min(drafted, accepted + 1)
+        request.acceptance += _ROW_SMOOTHING * (share - request.acceptance)
+        self._acceptance += _ALL_SMOOTHING * (share - self._acceptance)
 
     def end_step(self, record: StepRecord, rows: Sequence[Request]) -> None:
-        if record.prompt_tokens or not rows:
-            return
-        times = self._times.setdefault(len(rows).bit_length(), _StepTimes())
-        times.add(record.took_s, len(rows), record.drafts, record.generated)
-        price = _MARGIN * times.price(len(rows))
         drafting = [request for request in rows if can_draft(request)]
-        depths = [best_depth(request.acceptance, price, self.most) for request in drafting]
+        if record.prompt_tokens or not drafting:
+            return
+        times = self._times.setdefault(len(rows).bit_length(), _StepTimes(self.most))
+        times.add(record.took_s, min(self.most, -(-record.drafts // len(rows))))
+        if (depth := times.depth_to_measure()) is not None:
+            self._depth = depth
+            for request in drafting:
+                request.drafts = depth
+            return
+        times_s = times.by_depth()
+        acceptances = np.array([request.acceptance for request in drafting])
+        self._depth = depth = batch_depth(acceptances, times_s)
         if times.is_probe_due():
-            depths = [0 if any(depths) else 1] * len(depths)
-        for request, depth in zip(drafting, depths):
-            request.drafts = depth
+            depth = 0 if depth else self.most
+            for request in drafting:
+                request.drafts = depth
+            return
+        slope_s = max(0.0, times_s[-1] - times_s[1]) / max(1, self.most - 1) / len(rows)
+        price = _MARGIN * slope_s * float(rates(acceptances, times_s)[depth])
+        for request in drafting:
+            request.drafts = best_depth(request.acceptance, price, depth) if depth else 0
 
 
 class _StepTimes:
-    """Smoothed figures of steps with about the same number of rows, with and without drafts."""
+    """Smoothed durations of steps with about the same number of rows, by depth."""
 
-    def __init__(self) -> None:
-        self._plain_s = self._plain_rows = 0.0
-        self._drafted_s = self._drafts = self._tokens = 0.0
+    def __init__(self, most: int) -> None:
+        self._mean_s = [0.0] * (most + 1)  # 0: not measured
+        self._counts = [0] * (most + 1)
         self._steps = 0
 
-    def add(self, took_s: float, rows: int, drafts: int, tokens: int) -> None:
-        """Add a step. The first step of a kind may compile kernels, so a much shorter one replaces the figures."""
+    def add(self, took_s: float, depth: int) -> None:
+        """Add a step. The first step of a kind may compile kernels, so a much shorter one replaces the mean."""
+        mean_s = self._mean_s[depth]
+        weight = 1.0 if not mean_s or took_s < mean_s / 2 else _STEP_SMOOTHING
+        self._mean_s[depth] += weight * (took_s - mean_s)
+        self._counts[depth] += 1
         self._steps += 1
-        if drafts:
-            by = _weight(took_s, self._drafted_s)
-            self._drafted_s += by * (took_s - self._drafted_s)
-            self._drafts += by * (drafts - self._drafts)
-            self._tokens += by * (tokens - self._tokens)
-        else:
-            by = _weight(took_s, self._plain_s)
-            self._plain_s += by * (took_s - self._plain_s)
-            self._plain_rows += by * (rows - self._plain_rows)
+
+    def depth_to_measure(self) -> int | None:
+        """Return the depth at which the next step must run to be measured, or None if the figures suffice."""
+        most = len(self._counts) - 1
+        return next((depth for depth in (most, 0) if self._counts[depth] < _FIRST_STEPS), None)
 
     def is_probe_due(self) -> bool:
-        """Return whether the next step should run the other way, with drafts or without."""
-        is_timed = self._plain_s and self._drafted_s
-        return self._steps % (_PROBE_STEPS if is_timed else _FIRST_PROBE_STEPS) == 0
+        """Return whether the next step should run at another depth than the best."""
+        return self._steps % _PROBE_STEPS == 0
 
-    def price(self, rows: int) -> float:
-        """Return the price of a draft token, or a guess until both kinds of steps have been timed."""
-        if not (self._plain_s and self._drafted_s):
-            return _FIRST_PRICE * rows
-        return draft_price(self._plain_s, self._drafted_s, self._drafts, self._plain_rows, self._tokens)
-
-
-def _weight(took_s: float, mean_s: float) -> float:
-    return 1.0 if not mean_s or took_s < mean_s / 2 else _STEP_SMOOTHING
+    def by_depth(self) -> list[float]:
+        """Return the duration at each depth, interpolated between depths that have been measured."""
+        known = [depth for depth, count in enumerate(self._counts) if count]
+        found = np.interp(range(len(self._mean_s)), known, [self._mean_s[depth] for depth in known])
+        return np.maximum.accumulate(found).tolist()

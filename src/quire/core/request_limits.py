@@ -18,6 +18,7 @@ class SchedulerLimits:
     keeps_kv: bool = True  # False if every step computes the whole sequence again
     lookahead: bool = True  # schedule a row while its last token is still in flight
     mixed_prefill_tokens: int = 1 << 30  # prompt-token budget of steps that also decode
+    max_logit_rows: int = 1 << 30  # most tokens that a step samples, draft tokens included
 
     def full_length(self, request: EngineRequest, num_blocks: int) -> int:
         """Return the number of tokens at which a request has its full length, prompt included.

@@ -200,7 +200,7 @@ class Scheduler:
         long_rows: list[tuple[Request, int]] = []
         lookahead = self.limits.lookahead
         # Draft tokens get what is left after one token for every request.
-        most_drafts = max(0, builder.budget - len(self.running))
+        most_drafts = max(0, min(builder.budget, self.limits.max_logit_rows) - len(self.running))
         for request in list(self.running):
             if request.paused:
                 continue

@@ -6,7 +6,8 @@ the current stream (GPU), where CUDA graphs can capture it.
 
 from __future__ import annotations
 
-from datetime import timedelta
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -25,6 +26,10 @@ class Communicator(Protocol):
         """Return the ranks' tensors `x`, stacked in the order of ranks: [size, *x.shape]."""
         ...
 
+    def muted(self) -> AbstractContextManager[object]:
+        """Return a context in which calls exchange nothing, for steps that only compile kernels."""
+        ...
+
 
 class Alone:
     """The communicator of a single rank."""
@@ -34,6 +39,9 @@ class Alone:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x.unsqueeze(0)
+
+    def muted(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
 
 ALONE = Alone()
@@ -46,13 +54,26 @@ class GroupCommunicator:
         self._group, self._size = group, group.size()
         self._sum, self._gather = dist.AllreduceOptions(), c10d.AllgatherOptions()
         self._sum.asyncOp = self._gather.asyncOp = False
+        self._is_muted = False
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        self._is_muted = True
+        try:
+            yield
+        finally:
+            self._is_muted = False
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
+        if self._is_muted:
+            return x
         _wait(self._group.allreduce([x], self._sum))
         return x
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        if self._is_muted:
+            return x.repeat(self._size, *(1 for _ in x.shape[1:])).view(self._size, *x.shape)
         out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
         _wait(self._group._allgather_base(out, x.contiguous(), self._gather))
         return out.view(self._size, *x.shape)
@@ -61,18 +82,3 @@ class GroupCommunicator:
 def _wait(work: dist.Work | None) -> None:
     if work is not None:  # None: queued on the current stream
         work.wait()
-
-
-def gloo_group(store: dist.Store, rank: int, size: int, timeout_s: float) -> dist.ProcessGroup:
-    """Return a group of processes on this host that exchange tensors over its loopback interface.
-
-    Args:
-        store: shared by the ranks.
-        rank: of this process.
-        size: number of ranks.
-        timeout_s: longest wait for another rank in one call.
-    """
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    options._timeout = timedelta(seconds=timeout_s)
-    return dist.ProcessGroupGloo(store, rank, size, options)

@@ -8,6 +8,7 @@ block.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -28,6 +29,19 @@ class TokenColumns(Protocol):
 
     @property
     def prompt_len(self) -> Tensor: ...  # int32 [S]
+
+
+@dataclass(slots=True)
+class LogitRows:
+    """The rows of logits of a step: for each the request slot, and the number of tokens in front of the new one.
+
+    A request that verifies k draft tokens has 1 + k rows. In the row behind j drafts, these count as its tokens; they
+    are in the token column behind the known ones.
+    """
+
+    slots_host: np.ndarray  # [n]
+    slots: Tensor  # int64 [n], the device copy of `slots_host`
+    lengths: Tensor  # int32 [n]
 
 
 def to_device(array: np.ndarray, device: torch.device) -> Tensor:

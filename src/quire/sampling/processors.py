@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.kernels import available
-from quire.sampling.columns import SlotLists, SlotTable, TokenColumns, rows_where
+from quire.sampling.columns import LogitRows, SlotLists, SlotTable, TokenColumns, rows_where
 from quire.types import EngineRequest
 
 NEVER = float("-inf")
@@ -35,8 +35,8 @@ class LogitsProcessor(Protocol):
         """Send the staged parameters to the device without waiting."""
         ...
 
-    def apply(self, logits: Tensor, slots_host: np.ndarray, slots: Tensor) -> None:
-        """Change float32 `logits` [rows, vocab] in place; `slots` is the device copy of `slots_host`."""
+    def apply(self, logits: Tensor, at: LogitRows) -> None:
+        """Change float32 `logits` [rows, vocab] in place."""
         ...
 
 
@@ -78,11 +78,11 @@ class AllowedTokens:
     def flush(self) -> None:
         self._lists.flush()
 
-    def apply(self, logits: Tensor, slots_host: np.ndarray, slots: Tensor) -> None:
-        on = self._on[slots_host]
+    def apply(self, logits: Tensor, at: LogitRows) -> None:
+        on = self._on[at.slots_host]
         if not on.any():
             return
-        expanded = self._lists.expand(slots_host)
+        expanded = self._lists.expand(at.slots_host)
         restricted = rows_where(on, self._device)
         never = logits.new_full((), NEVER)  # created on the device: a Python number would be copied there
         if expanded is None:
@@ -115,15 +115,15 @@ class BadWords:
     def flush(self) -> None:
         self._lists.flush()
 
-    def apply(self, logits: Tensor, slots_host: np.ndarray, slots: Tensor) -> None:
-        expanded = self._lists.expand(slots_host)
+    def apply(self, logits: Tensor, at: LogitRows) -> None:
+        expanded = self._lists.expand(at.slots_host)
         if expanded is None:
             return
         rows, words = expanded  # [e], [e, width]
-        slot = slots[rows]
+        slot = at.slots[rows]
         before = words[:, 1:]  # [e, width - 1], newest first, -1 if the word is shorter
         back = torch.arange(1, words.shape[1], device=words.device)
-        position = self._columns.num_tokens[slot].long().unsqueeze(1) - back  # [e, width - 1]
+        position = at.lengths[rows].long().unsqueeze(1) - back  # [e, width - 1]
         seen = self._columns.tokens[slot.unsqueeze(1), position.clamp(min=0)]
         matches = ((before < 0) | ((position >= 0) & (seen == before))).all(1)
         flat, index = _flat(logits, rows, words[:, 0])
@@ -152,13 +152,12 @@ class MinTokens:
     def flush(self) -> None:
         self._lists.flush()
 
-    def apply(self, logits: Tensor, slots_host: np.ndarray, slots: Tensor) -> None:
-        expanded = self._lists.expand(slots_host)
+    def apply(self, logits: Tensor, at: LogitRows) -> None:
+        expanded = self._lists.expand(at.slots_host)
         if expanded is None:
             return
         rows, stops = expanded
-        slot = slots[rows]
-        early = self._columns.num_tokens[slot] - self._columns.prompt_len[slot] < stops[:, 1]
+        early = at.lengths[rows] - self._columns.prompt_len[at.slots[rows]] < stops[:, 1]
         flat, index = _flat(logits, rows, stops[:, 0])
         flat[index] = torch.where(early, NEVER, flat[index])
 
@@ -180,8 +179,8 @@ class LogitBias:
     def flush(self) -> None:
         self._lists.flush()
 
-    def apply(self, logits: Tensor, slots_host: np.ndarray, slots: Tensor) -> None:
-        expanded = self._lists.expand(slots_host)
+    def apply(self, logits: Tensor, at: LogitRows) -> None:
+        expanded = self._lists.expand(at.slots_host)
         if expanded is None:
             return
         rows, entries = expanded
@@ -226,11 +225,11 @@ class Penalties:
     def flush(self) -> None:
         self._table.flush()
 
-    def apply(self, logits: Tensor, slots_host: np.ndarray, slots: Tensor) -> None:
-        if (self._repeats[slots_host] | self._counts[slots_host]).any():
-            self._penalise(logits, slots_host, slots)
+    def apply(self, logits: Tensor, at: LogitRows) -> None:
+        if (self._repeats[at.slots_host] | self._counts[at.slots_host]).any():
+            self._penalise(logits, at)
 
-    def kernel_form(self, vocab_size: int) -> Callable[[Tensor, np.ndarray, Tensor], None]:
+    def kernel_form(self, vocab_size: int) -> Callable[[Tensor, LogitRows], None]:
         """Return `penalise_plain` as a kernel launch, with scratch memory allocated once."""
         from quire.kernels.sampling.penalties import COLUMNS, PROGRAMS, penalise
 
@@ -238,19 +237,19 @@ class Penalties:
         table, columns = self._table.values, self._columns
         counts = torch.zeros(PROGRAMS, vocab_size, dtype=torch.int32, device=self._device)
 
-        def launch(logits: Tensor, slots_host: np.ndarray, slots: Tensor) -> None:
-            penalise(logits, slots, table, columns.tokens, columns.num_tokens, columns.prompt_len, counts)
+        def launch(logits: Tensor, at: LogitRows) -> None:
+            penalise(logits, at.slots, table, columns.tokens, at.lengths, columns.prompt_len, counts)
 
         return launch
 
-    def penalise_plain(self, logits: Tensor, slots_host: np.ndarray, slots: Tensor) -> None:
+    def penalise_plain(self, logits: Tensor, at: LogitRows) -> None:
         """Apply the penalties to `logits` float32 [rows, vocab] in place, in plain PyTorch."""
-        repeats, counts = self._repeats[slots_host], self._counts[slots_host]
+        repeats, counts = self._repeats[at.slots_host], self._counts[at.slots_host]
         rows = rows_where(repeats | counts, self._device)
-        slot = slots[rows]
+        slot = at.slots[rows]
         amounts = self._table.gather(slot)
         x = logits[rows]  # [r, vocab]
-        tokens, known, output = self._read(slot, x.shape[1])
+        tokens, known, output = self._read(slot, at.lengths[rows], x.shape[1])
         if repeats.any():
             seen = torch.zeros_like(x, dtype=torch.int32).scatter_add_(1, tokens, known) > 0
             by = amounts.float32("repetition").unsqueeze(1)
@@ -261,14 +260,14 @@ class Penalties:
             x = x - amounts.float32("presence").unsqueeze(1) * (count > 0)
         logits[rows] = x
 
-    def _read(self, slot: Tensor, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
+    def _read(self, slot: Tensor, length: Tensor, vocab: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return token ids int64 [r, L], and int32 flags: is a known token, is a known output token.
 
         Positions past the end count as 0. They are spread over many token ids, because adding all of them to the
         same element would serialise the device.
         """
         position = torch.arange(self._columns.tokens.shape[1], device=slot.device)  # [L]
-        known = position < self._columns.num_tokens[slot].unsqueeze(1)  # [r, L]
+        known = position < length.unsqueeze(1)  # [r, L]
         output = known & (position >= self._columns.prompt_len[slot].unsqueeze(1))
         tokens = torch.where(known, self._columns.tokens[slot].clamp(0, vocab - 1).long(), position % vocab)
         return tokens, known.to(torch.int32), output.to(torch.int32)

@@ -4,6 +4,9 @@ The order is that of vLLM: log-probabilities of the raw logits; grammar mask; al
 bias, penalties; temperature; min_p, top_k, top_p; draw. Host columns determine which of these a step needs, so
 unused features cost nothing. No call waits for the device. A row's token depends on that row alone.
 
+A request that verifies draft tokens has one row of logits per draft and one more. The noise of a draw depends on the
+seed and the position only, so a request draws the same tokens with drafts as without.
+
 `choose` covers everything from the temperature on. On a GPU it launches the kernels of kernels/sampling/choose.py,
 which read each row's parameters on the device, so it can be captured in a graph. A step whose rows do not need
 host work (`needs_host_work`) consists of `choose` alone.
@@ -21,7 +24,7 @@ from torch import Tensor
 
 from quire.kernels import available
 from quire.sampling import masks as plain_masks
-from quire.sampling.columns import RowColumns, SlotTable, TokenColumns, rows_where, to_device
+from quire.sampling.columns import LogitRows, RowColumns, SlotTable, TokenColumns, rows_where, to_device
 from quire.sampling.filters import FilterFlags, find_cutoffs
 from quire.sampling.logprobs import Logprobs, score
 from quire.sampling.noise import gumbel, row_keys
@@ -33,9 +36,9 @@ from quire.types import NO_TOKEN, NOT_FINITE, EngineRequest, TokenMasks
 _NONE = -1  # no log-probabilities requested
 
 
-# Arguments: logits [n, vocab]; slots [n]; tokens int32 [n], the output; slots on the host, if known; whether any row
-# may have filters.
-Choose = Callable[[Tensor, Tensor, Tensor, np.ndarray | None, bool], None]
+# Arguments: logits [n, vocab]; slots [n]; lengths int32 [n]; tokens int32 [n], the output; slots on the host, if known;
+# whether any row may have filters.
+Choose = Callable[[Tensor, Tensor, Tensor, Tensor, np.ndarray | None, bool], None]
 
 
 @dataclass(slots=True)
@@ -49,7 +52,19 @@ class SampleOutput:
 class Sampler:
     """Owner of the sampling columns of all slots."""
 
-    def __init__(self, columns: TokenColumns, vocab_size: int, num_slots: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        columns: TokenColumns,
+        vocab_size: int,
+        num_slots: int,
+        device: torch.device,
+        max_rows: int | None = None,
+    ) -> None:
+        """Allocate the columns of `num_slots` slots.
+
+        Args:
+            max_rows: most rows of logits of a step, which sizes scratch memory on a GPU. None: `num_slots`.
+        """
         self._columns = columns
         self._table = SlotTable(COLUMN_NAMES, num_slots, device)
         self._processors = all_processors(columns, vocab_size, num_slots, device)
@@ -64,7 +79,7 @@ class Sampler:
         self._filters = FilterFlags.empty(num_slots)
         self._masked = np.zeros(num_slots, dtype=np.bool_)
         self._choose: Choose = (
-            self.kernel_choice(vocab_size, num_slots) if available(device) else self.choose_plain
+            self.kernel_choice(vocab_size, max_rows or num_slots) if available(device) else self.choose_plain
         )
         self._apply_masks = _masks_kernel() if available(device) else plain_masks.apply_masks
 
@@ -93,7 +108,12 @@ class Sampler:
             processor.flush()
 
     def sample(
-        self, logits: Tensor, slots_host: np.ndarray, slots: Tensor, masks: TokenMasks | None = None
+        self,
+        logits: Tensor,
+        slots_host: np.ndarray,
+        slots: Tensor,
+        masks: TokenMasks | None = None,
+        lengths: Tensor | None = None,
     ) -> SampleOutput:
         """Choose one token for each row of `logits`.
 
@@ -102,19 +122,31 @@ class Sampler:
             slots_host: request slot of each row.
             slots: the device copy of `slots_host`, int64 [n].
             masks: grammar masks of some of the rows.
+            lengths: number of tokens in front of the new one, int32 [n]; None: the known tokens of the slots.
         """
+        rows = LogitRows(slots_host, slots, self._lengths(slots, lengths))
         x = logits
         if masks is not None or self._processed[slots_host].any():
             x = logits.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
             if masks is not None:
                 self._apply_masks(x, to_device(masks.rows, self._device), to_device(masks.bits, self._device))
             for processor in self._processors:
-                processor.apply(x, slots_host, slots)
+                processor.apply(x, rows)
         tokens = torch.empty(len(slots_host), dtype=torch.int32, device=logits.device)
-        self._choose(x, slots, tokens, slots_host, self.has_filters(slots_host))
+        self._choose(x, slots, rows.lengths, tokens, slots_host, self.has_filters(slots_host))
         return SampleOutput(tokens, self._score(logits, tokens.clamp(min=0), slots_host))
 
-    def choose(self, logits: Tensor, slots: Tensor, tokens: Tensor, filtered: bool = True) -> None:
+    def _lengths(self, slots: Tensor, lengths: Tensor | None) -> Tensor:
+        return self._columns.num_tokens[slots] if lengths is None else lengths
+
+    def choose(
+        self,
+        logits: Tensor,
+        slots: Tensor,
+        tokens: Tensor,
+        filtered: bool = True,
+        lengths: Tensor | None = None,
+    ) -> None:
         """Choose one token for each row, if no row needs host work.
 
         On a GPU the call can be captured in a graph, which then serves any requests in those slots.
@@ -124,8 +156,9 @@ class Sampler:
             slots: request slot of each row, int64 [n].
             tokens: the output, int32 [n].
             filtered: whether rows may have filters. A graph captured with False serves only rows without.
+            lengths: number of tokens in front of the new one, int32 [n]; None: the known tokens of the slots.
         """
-        self._choose(logits, slots, tokens, None, filtered)
+        self._choose(logits, slots, self._lengths(slots, lengths), tokens, None, filtered)
 
     def needs_host_work(self, slots_host: np.ndarray) -> bool:
         """Return whether any row needs more than `choose`: edited or masked logits, or log-probabilities."""
@@ -140,47 +173,58 @@ class Sampler:
         """Score `targets` int64 [m] under `logits` [m, vocab], with the top k tokens: see `score`."""
         return score(logits, targets, k)
 
-    def kernel_choice(self, vocab_size: int, num_slots: int) -> Choose:
+    def kernel_choice(self, vocab_size: int, max_rows: int) -> Choose:
         """Return the launch of the choice kernels, with scratch memory allocated once."""
         from quire.kernels.sampling import row
         from quire.kernels.sampling.choose import Scratch, choose
 
         assert row.COLUMNS == COLUMN_NAMES
         assert (row.NOT_FINITE.value, row.NO_TOKEN.value) == (NOT_FINITE, NO_TOKEN)
-        scratch = Scratch.empty(num_slots, vocab_size, self._device)
+        scratch = Scratch.empty(max_rows, vocab_size, self._device)
 
         def launch(
-            x: Tensor, slots: Tensor, tokens: Tensor, slots_host: np.ndarray | None, filtered: bool
+            x: Tensor,
+            slots: Tensor,
+            lengths: Tensor,
+            tokens: Tensor,
+            slots_host: np.ndarray | None,
+            filtered: bool,
         ) -> None:
-            choose(x, slots, self._table.values, self._columns.num_tokens, scratch, tokens, filtered)
+            choose(x, slots, self._table.values, lengths, scratch, tokens, filtered)
 
         return launch
 
     def choose_plain(
-        self, x: Tensor, slots: Tensor, tokens: Tensor, slots_host: np.ndarray | None, filtered: bool
+        self,
+        x: Tensor,
+        slots: Tensor,
+        lengths: Tensor,
+        tokens: Tensor,
+        slots_host: np.ndarray | None,
+        filtered: bool,
     ) -> None:
         """Choose in plain PyTorch: greedily for every row, then by a draw for rows that are not greedy."""
         if slots_host is None:
             slots_host = slots.cpu().numpy()
         drawn = ~self._greedy[slots_host]
         if drawn.all():
-            tokens.copy_(self._draw(x, slots_host, slots))
+            tokens.copy_(self._draw(x, slots_host, slots, lengths))
         else:
             tokens.copy_(highest(x))
             if drawn.any():
                 rows = rows_where(drawn, self._device)
-                tokens[rows] = self._draw(x[rows], slots_host[drawn], slots[rows]).int()
+                tokens[rows] = self._draw(x[rows], slots_host[drawn], slots[rows], lengths[rows]).int()
         top = x.amax(1)  # NaN if the row holds one
         tokens.masked_fill_(~(top < math.inf), NOT_FINITE).masked_fill_(top == -math.inf, NO_TOKEN)
 
-    def _draw(self, x: Tensor, slots_host: np.ndarray, slots: Tensor) -> Tensor:
+    def _draw(self, x: Tensor, slots_host: np.ndarray, slots: Tensor, lengths: Tensor) -> Tensor:
         """Draw by the Gumbel-max trick: argmax of logit / temperature + noise over the tokens kept by filters."""
         columns = self._table.gather(slots)
         # The kernels multiply by the reciprocal too, so both compute the same bits.
         scale = columns.float32("temperature").reciprocal().unsqueeze(1)
         x = x.to(torch.float32, copy=True).mul_(scale)  # [r, vocab]
         x.nan_to_num_(nan=-math.inf, posinf=torch.finfo(torch.float32).max, neginf=-math.inf)
-        k0, k1 = self._keys(columns, slots)
+        k0, k1 = row_keys(columns.int32("seed_low"), columns.int32("seed_high"), lengths)
         flags = self._filters.at(slots_host)
         if not flags.any:
             return highest(x.add_(gumbel(k0.unsqueeze(1), k1.unsqueeze(1), self._vocab_ids)))
@@ -207,10 +251,6 @@ class Sampler:
         if bool(cutoffs.greedy.any()):
             tokens[cutoffs.greedy] = highest(x[cutoffs.greedy])
         return tokens
-
-    def _keys(self, columns: RowColumns, slots: Tensor) -> tuple[Tensor, Tensor]:
-        position = self._columns.num_tokens[slots]
-        return row_keys(columns.int32("seed_low"), columns.int32("seed_high"), position)
 
     def _score(self, logits: Tensor, tokens: Tensor, slots_host: np.ndarray) -> Logprobs | None:
         wanted = self._logprobs[slots_host]

@@ -140,6 +140,7 @@ class AsyncEngine:
         make_jobs: Callable[[], Sequence[PromptJob]],
         live: bool,
         timeout_s: float | None,
+        label: str = "",
     ) -> Generation:
         """Admit a request, tokenize its prompts in a thread and send them to the engine.
 
@@ -150,6 +151,7 @@ class AsyncEngine:
                 ApiError for requests that cannot be served.
             live: whether the answer is streamed.
             timeout_s: time limit of the request beside the server's; None for no other limit.
+            label: the client's own id of the request, by which the live view names it.
 
         Raises:
             ApiError: 503 if too many requests wait already, 500 if the engine is dead.
@@ -160,7 +162,7 @@ class AsyncEngine:
         admission.arrive(client, choices)
         try:
             try:
-                prepared = await self.in_thread(client, self._prepare, make_jobs, client, arrival_s)
+                prepared = await self.in_thread(client, self._prepare, make_jobs, client, arrival_s, label)
             finally:
                 admission.prepared(choices)
             self._raise_if_dead()
@@ -185,12 +187,12 @@ class AsyncEngine:
         return generation
 
     def _prepare(
-        self, make_jobs: Callable[[], Sequence[PromptJob]], client: ApiClient, arrival_s: float
+        self, make_jobs: Callable[[], Sequence[PromptJob]], client: ApiClient, arrival_s: float, label: str
     ) -> list[PreparedRequest]:
         prepared: list[PreparedRequest] = []
         most, total = max(_MAX_REQUEST_TOKENS, self.info.max_model_len), 0
         for job in make_jobs():
-            prepared.append(self._prepare_one(job, client, arrival_s))
+            prepared.append(self._prepare_one(job, client, arrival_s, label))
             total += len(prepared[-1].state.prompt_token_ids)
             if total > most:
                 raise RequestError(
@@ -199,8 +201,11 @@ class AsyncEngine:
                 )
         return prepared
 
-    def _prepare_one(self, job: PromptJob, client: ApiClient, arrival_s: float) -> PreparedRequest:
-        name = f"{next(self._ids):x}"
+    def _prepare_one(
+        self, job: PromptJob, client: ApiClient, arrival_s: float, label: str
+    ) -> PreparedRequest:
+        number = f"{next(self._ids):x}"
+        name = f"{label}#{number}" if label else number  # clients may use an id more than once
         prompt = job.prompt
         if job.keep is not None:
             if isinstance(prompt, str):

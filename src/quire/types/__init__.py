@@ -33,6 +33,7 @@ from quire.types.kv import DTYPE_BYTES, KVLayout, KVTensor
 from quire.types.plan import (
     NO_TOKEN,
     NOT_FINITE,
+    REJECTED,
     Executor,
     LogprobArrays,
     NewBlocks,
@@ -41,6 +42,7 @@ from quire.types.plan import (
     StepPlan,
     StepResult,
     TokenMasks,
+    max_logit_rows,
 )
 from quire.types.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from quire.types.request_state import Request, RequestOrder, Status
@@ -64,6 +66,7 @@ __all__ = [
     "MAX_LOGPROBS",
     "NOT_FINITE",
     "NO_TOKEN",
+    "REJECTED",
     "CompletionOutput",
     "ConfigError",
     "EngineDead",
@@ -110,4 +113,5 @@ __all__ = [
     "TokenMasks",
     "Totals",
     "check_field_names",
+    "max_logit_rows",
 ]

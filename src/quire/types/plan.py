@@ -37,7 +37,8 @@ class StepPlan:
     """One step: a ragged batch as a struct of arrays, in batch order. Read-only once built.
 
     Row i runs `num_tokens[i]` tokens of slot `slots[i]`, starting at KV entry `starts[i]`. With draft tokens in
-    flight `starts` is an upper bound, and the device's own column decides. A row with `samples` yields a token.
+    flight `starts` is an upper bound, and the device's own column decides. A row with `samples` yields a token, and
+    one more for each of its draft tokens that is accepted. Each row has 1 + `num_drafts[i]` rows of logits.
     """
 
     step: int
@@ -55,6 +56,15 @@ class StepPlan:
     # int32 [rows]: number of tokens in the blocks that rows share at their beginning, 0 for rows that share none.
     # None: no rows share blocks.
     shared: np.ndarray | None = None
+
+    @property
+    def max_drafts(self) -> int:
+        """Return the most draft tokens of a row."""
+        return int(self.num_drafts.max(initial=0))
+
+    def per_logit_row(self, column: np.ndarray) -> np.ndarray:
+        """Repeat the entries of `column` [rows] for the 1 + drafts logit rows of each row."""
+        return column.repeat(1 + self.num_drafts) if self.num_drafts.any() else column
 
     @property
     def keeps_hidden(self) -> bool:
@@ -100,10 +110,20 @@ class LogprobArrays:
         return [self.at(index, top) for index in range(first, first + count)]
 
 
+def max_logit_rows(max_num_seqs: int, drafts: int) -> int:
+    """Return the most rows of logits of a step, in which up to `max_num_seqs` rows have up to `drafts` draft tokens.
+
+    It bounds the memory for logits. More draft tokens are not scheduled; a step of so many rows gains nothing from them.
+    """
+    return max(max_num_seqs, min(max_num_seqs * (1 + drafts), 1024))
+
+
 # Sentinels that stand for the token of a row where none can be sampled. The sampler itself detects this, so the host
 # does not have to wait for the device to check it.
 NOT_FINITE = -1  # a logit is NaN or +inf
 NO_TOKEN = -2  # every logit is -inf
+# Fills the results of a row behind its last token, because a draft token was rejected.
+REJECTED = -3
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ host, so that graphs can replay it. `TorchBatcher` does the same with PyTorch op
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
@@ -15,9 +15,12 @@ import numpy as np
 import torch
 
 from quire.attention.base import KV, AttentionBackend, ForwardBatch
-from quire.types import StepPlan
+from quire.sampling.columns import LogitRows
+from quire.speculation.drafter import Drafter, DraftRows, NoDrafter
+from quire.types import REJECTED, StepPlan
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
+from quire.worker.step_shapes import decodes_only, most_logit_rows
 
 
 class HeaderColumn(IntEnum):
@@ -25,7 +28,7 @@ class HeaderColumn(IntEnum):
 
     SLOT = 0
     NEW_TOKENS = 1
-    SAMPLES = 2  # 1 if the row samples a token, else 0
+    SAMPLES = 2  # most tokens that the row samples: 1 + its draft tokens, or 0
     SHARED_TOKENS = 3  # tokens in blocks that the row shares with other rows
 
 
@@ -35,11 +38,16 @@ class DeviceStep:
 
     plan: StepPlan
     slots: torch.Tensor  # int64 [rows]
-    # int32 [rows], pinned: the sampled tokens arrive here if the last kernel of the step writes them to the host.
+    # int32 [rows, 1 + most drafts], pinned: the sampled tokens arrive here if the last kernel of the step writes them
+    # to the host.
     tokens_host: torch.Tensor | None = None
+    logit_rows: LogitRows = field(init=False)
     # Only from TorchBatcher:
     counts: torch.Tensor | None = None  # int64 [rows]: new tokens of each row
     sampling: torch.Tensor | None = None  # int64 [sampling rows]: indices of these rows
+    logit_index: torch.Tensor = field(init=False)  # int64 [logit rows]: the token of each
+    drafts: torch.Tensor | None = None  # int64 [rows]: draft tokens of each row
+    first_logits: torch.Tensor | None = None  # int64 [rows]: first logit row of each row
 
 
 class Batcher(Protocol):
@@ -49,11 +57,18 @@ class Batcher(Protocol):
         """Return the step and the batch of `plan`, on the device."""
         ...
 
-    def advance(self, step: DeviceStep, tokens: torch.Tensor) -> None:
+    def advance(self, step: DeviceStep, tokens: torch.Tensor) -> torch.Tensor:
         """Update the slot columns after the model has run: count KV entries, append sampled tokens.
 
+        Of a row with draft tokens, the tokens up to the first one that differs from its draft are appended, and the
+        KV entries of the rejected drafts are not counted.
+
         Args:
-            tokens: int32 [rows]; only those of sampling rows are appended.
+            tokens: int32 [logit rows]; only those of sampling rows are appended.
+
+        Returns:
+            int32 [rows, 1 + most drafts], the appended tokens and REJECTED behind them; undefined for rows that do
+            not sample. Valid on the host when the step has ended.
         """
         ...
 
@@ -68,31 +83,59 @@ def plan_header(plan: StepPlan | None) -> np.ndarray:
     if plan is not None:
         header[:, HeaderColumn.SLOT] = plan.slots
         header[:, HeaderColumn.NEW_TOKENS] = plan.num_tokens
-        header[:, HeaderColumn.SAMPLES] = plan.samples
+        header[:, HeaderColumn.SAMPLES] = plan.samples * (1 + plan.num_drafts)
         header[:, HeaderColumn.SHARED_TOKENS] = 0 if plan.shared is None else plan.shared
     return header
+
+
+def accepted_counts(sampled: torch.Tensor, drafted: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+    """Return how many of each row's sampled tokens become output, int64 [rows].
+
+    A sampled token is output if every draft token before it equals the token sampled in its place. Because both a
+    greedy and a drawn token depend on the seed, the position and the tokens before it only, this is the output of
+    decoding one token a step, whatever was drafted.
+
+    Args:
+        sampled: int32 [rows, 1 + k]; column j was sampled after j draft tokens.
+        drafted: int32 [rows, 1 + k], the draft tokens; column k is not read.
+        drafts: int64 [rows], the number of draft tokens of each row, at most k.
+    """
+    columns = torch.arange(sampled.shape[1], device=sampled.device)
+    matches = (sampled == drafted) & (columns < drafts.unsqueeze(1))
+    return 1 + matches.int().cumprod(1).sum(1)
 
 
 class TorchBatcher:
     """Batcher of about ten small PyTorch operations. The host computes the indices."""
 
-    def __init__(self, state: SlotState, backend: AttentionBackend, kv: list[KV], block_size: int) -> None:
+    def __init__(
+        self,
+        state: SlotState,
+        backend: AttentionBackend,
+        kv: list[KV],
+        block_size: int,
+        drafter: Drafter | None = None,
+    ) -> None:
         self.kv, self._state, self._backend, self._block_size = kv, state, backend, block_size
+        self._drafter = drafter or NoDrafter()
 
     def build(self, plan: StepPlan, staging: Staging) -> tuple[DeviceStep, ForwardBatch]:
         state, total, rows = self._state, plan.total_tokens, len(plan.slots)
+        if most := plan.max_drafts:
+            draft_slots, counts = staging.send(plan.slots, plan.num_drafts)
+            self._drafter.propose(DraftRows(draft_slots, counts, most, plan.max_seq_len))
         ends = np.cumsum(plan.num_tokens)
         firsts = ends - plan.num_tokens
         row_of_token = np.repeat(np.arange(rows), plan.num_tokens)
-        slots, counts, starts, slot_of_token, offset, logit_index, sampling = staging.send(
+        slots, counts, starts, slot_of_token, offset, sampling = staging.send(
             plan.slots,
             plan.num_tokens,
             np.append(firsts, total),
             plan.slots[row_of_token],
             np.arange(total) - firsts[row_of_token],
-            ends - 1,
             np.flatnonzero(plan.samples),
         )
+        step = self._with_logits(DeviceStep(plan, slots, counts=counts, sampling=sampling), ends, staging)
         positions = state.num_computed.index_select(0, slot_of_token) + offset
         block, within = positions // self._block_size, positions % self._block_size
         blocks = state.block_table.view(-1).index_select(0, slot_of_token * state.max_blocks + block)
@@ -104,30 +147,71 @@ class TorchBatcher:
             seq_lens=state.num_computed.index_select(0, slots) + counts.int(),
             block_table=state.block_table,
             slots=slots,
-            logit_index=logit_index,
+            logit_index=step.logit_index,
             kv=self.kv,
             num_tokens=plan.num_tokens,
             seq_bounds=plan.starts + plan.num_tokens,
             block_size=self._block_size,
-            wanted=None if plan.keeps_hidden or rows == total else logit_index,
+            wanted=None if plan.keeps_hidden or len(step.logit_index) == total else step.logit_index,
         )
         batch.attn = self._backend.plan(batch)
-        return DeviceStep(plan, slots, counts=counts, sampling=sampling), batch
+        return step, batch
+
+    def _with_logits(self, step: DeviceStep, ends: np.ndarray, staging: Staging) -> DeviceStep:
+        """Add the rows of logits of a step, whose rows end at the tokens `ends`."""
+        plan, known = step.plan, self._state.num_tokens
+        if not plan.max_drafts:
+            (step.logit_index,) = staging.send(ends - 1)
+            step.logit_rows = LogitRows(plan.slots, step.slots, known.index_select(0, step.slots))
+            return step
+        logits = 1 + plan.num_drafts
+        first = np.cumsum(logits) - logits
+        slots_host = plan.per_logit_row(plan.slots)
+        before = np.arange(len(slots_host)) - plan.per_logit_row(first)
+        slots, drafts_before, step.drafts, step.first_logits, step.logit_index = staging.send(
+            slots_host, before, plan.num_drafts, first, plan.per_logit_row(ends - logits) + before
+        )
+        lengths = known.index_select(0, slots) + drafts_before.int()
+        step.logit_rows = LogitRows(slots_host, slots, lengths)
+        return step
 
     def recover(self) -> None:
         pass
 
-    def advance(self, step: DeviceStep, tokens: torch.Tensor) -> None:
+    def advance(self, step: DeviceStep, tokens: torch.Tensor) -> torch.Tensor:
         state, slots = self._state, step.slots
         assert step.counts is not None and step.sampling is not None
         if state.keeps_kv:
             state.num_computed.index_add_(0, slots, step.counts.int())
+        if step.plan.max_drafts:
+            return self._accept(step, tokens)
+        result = tokens.unsqueeze(1)
         if not step.plan.samples.all():
             slots, tokens = slots.index_select(0, step.sampling), tokens.index_select(0, step.sampling)
         lengths = state.num_tokens.index_select(0, slots)
         # A negative token tells the host of a failure; a step in flight still reads this column, so it needs an id.
         state.tokens.view(-1).index_copy_(0, slots * state.max_len + lengths, tokens.clamp(min=0))
         state.num_tokens.index_copy_(0, slots, lengths + 1)
+        return result
+
+    def _accept(self, step: DeviceStep, tokens: torch.Tensor) -> torch.Tensor:
+        """Append the tokens of rows with drafts, and take back the KV entries of those that are rejected."""
+        state, drafts = self._state, step.drafts
+        assert drafts is not None and step.first_logits is not None and step.sampling is not None
+        columns = torch.arange(1 + step.plan.max_drafts, device=tokens.device)
+        behind = columns > drafts.unsqueeze(1)  # [rows, 1 + most drafts]: the row has fewer tokens
+        sampled = tokens[(step.first_logits.unsqueeze(1) + columns).masked_fill_(behind, 0)]
+        places = state.num_tokens[step.slots].unsqueeze(1) + columns
+        places = step.slots.unsqueeze(1) * state.max_len + places.clamp_(max=state.max_len - 1)
+        kept = accepted_counts(sampled, state.tokens.view(-1)[places], drafts)
+        taken_back = drafts + 1 - kept
+        state.num_computed.index_add_(0, step.slots, -taken_back.int())
+        result = sampled.masked_fill(columns >= kept.unsqueeze(1), REJECTED)
+        at = step.sampling
+        keeps = columns < kept[at].unsqueeze(1)
+        state.tokens.view(-1)[places[at][keeps]] = sampled[at][keeps].clamp_(min=0)
+        state.num_tokens.index_add_(0, step.slots[at], kept[at].int())
+        return result
 
 
 class KernelBatcher:
@@ -148,8 +232,15 @@ class KernelBatcher:
         max_rows: int,
         turns: int,
         device: torch.device,
+        drafter: Drafter | None = None,
+        max_drafts: int = 0,
     ) -> None:
-        """Allocate buffers for `max_tokens` tokens in `max_rows` rows, and a ring of `turns` rows."""
+        """Allocate buffers for `max_tokens` tokens in `max_rows` rows, and a ring of `turns` rows.
+
+        Args:
+            drafter: proposes draft tokens at the beginning of a step; None: no step has any.
+            max_drafts: most draft tokens of a row.
+        """
         # Imported here: an installation for CPUs has no Triton.
         from quire.kernels import batch as kernels
 
@@ -161,35 +252,45 @@ class KernelBatcher:
         self._header = buffer(max_rows, len(HeaderColumn), dtype=torch.int32)
         self._sent = b""  # content of the header on the device
         self._input_ids, self._positions, self._kv_slots = (buffer(max_tokens) for _ in range(3))
-        self._logit_index, self._slots = (buffer(max_rows) for _ in range(2))
+        self._drafter = drafter or NoDrafter()
+        self._slots = buffer(max_rows)
+        logit_rows = most_logit_rows(max_rows, max_tokens, max_drafts)
+        self._logit_index, self._logit_slots = (buffer(logit_rows) for _ in range(2))
+        self._lengths = buffer(logit_rows, dtype=torch.int32)
+        self._first_logits = buffer(max_rows, dtype=torch.int32)
         self._query_start = buffer(max_rows + 1, dtype=torch.int32)
         self._seq_lens = buffer(max_rows, dtype=torch.int32)
         self._turn = buffer(1, dtype=torch.int32)
         self._turn_host = 0
-        self._ring = torch.zeros(turns, max_rows, dtype=torch.int32, pin_memory=device.type == "cuda")
+        self._ring = torch.zeros(
+            turns, max_rows, 1 + max_drafts, dtype=torch.int32, pin_memory=device.type == "cuda"
+        )
 
     def build(self, plan: StepPlan, staging: Staging) -> tuple[DeviceStep, ForwardBatch]:
         rows = len(plan.slots)
         self.load(plan_header(plan), staging, rows)
         bounds = plan.starts + plan.num_tokens
         shares = plan.shared is not None
-        batch = self._batch(rows, plan.total_tokens, plan.num_tokens, bounds, shares)
+        logits = rows + int(plan.num_drafts.sum())
+        batch = self._batch(rows, plan.total_tokens, logits, plan.num_tokens, bounds, shares, plan.max_drafts)
         if plan.keeps_hidden:
             batch.wanted = None
         return self.step(plan), batch
 
-    def bounded(self, rows: int, tokens: int, shares: bool) -> ForwardBatch:
+    def bounded(self, rows: int, tokens: int, shares: bool, drafts: int = 0) -> ForwardBatch:
         """Return a batch that serves every header of its shape, for capture: nothing in it depends on the host.
 
         Args:
             rows: rows of the header, padding included.
             tokens: most tokens of all rows together; if equal to `rows`, each row has one token.
             shares: rows may share blocks.
+            drafts: most draft tokens of a row.
         """
         state = self._state
         counts = np.ones(rows, np.int32) if rows == tokens else None
         bounds = np.full(rows, state.max_len, np.int32)
-        return self._batch(rows, tokens, counts, bounds, shares)
+        logits = most_logit_rows(rows, tokens, drafts)
+        return self._batch(rows, tokens, logits, counts, bounds, shares, drafts)
 
     def load(self, content: np.ndarray, staging: Staging, rows: int, one_each: bool = False) -> None:
         """Send the header of a step, unless the device already has it, as in most steps of steady decoding.
@@ -213,12 +314,19 @@ class KernelBatcher:
         self,
         rows: int,
         tokens: int,
+        logits: int,
         counts: np.ndarray | None,
         bounds: np.ndarray,
         shares: bool,
+        drafts: int,
     ) -> ForwardBatch:
         state = self._state
         slots = self._slots[:rows]
+        if drafts:
+            columns = self._header[:rows]
+            counts_of = (columns[:, HeaderColumn.SAMPLES] - 1).clamp_(min=0)
+            reach = int(bounds.max(initial=1))
+            self._drafter.propose(DraftRows(columns[:, HeaderColumn.SLOT], counts_of, drafts, reach))
         batch = ForwardBatch(
             input_ids=self._input_ids[:tokens],
             positions=self._positions[:tokens],
@@ -227,42 +335,50 @@ class KernelBatcher:
             seq_lens=self._seq_lens[:rows],
             block_table=state.block_table,
             slots=slots,
-            logit_index=self._logit_index[:rows],
+            logit_index=self._logit_index[:logits],
             kv=self.kv,
             num_tokens=counts,
             seq_bounds=bounds,
             block_size=self._block_size,
-            wanted=None if rows == tokens else self._logit_index[:rows],
+            wanted=None if logits == tokens else self._logit_index[:logits],
             shared=self._header[:rows, HeaderColumn.SHARED_TOKENS] if shares else None,
+            decode_tokens=1 + drafts,
+            decodes_only=decodes_only(rows, tokens, drafts) if counts is None else max(counts) <= 1 + drafts,
         )
         self._kernels.prepare(
-            self._header, rows, tokens, rows == tokens, state.tokens, state.num_computed, state.block_table,
-            self._block_size, self._turn, self._ring.shape[0], batch.input_ids, batch.positions,
-            batch.kv_slots, batch.query_start, batch.seq_lens, batch.logit_index, slots,
+            self._header, rows, tokens, rows == tokens, state.tokens, state.num_tokens, state.num_computed,
+            state.block_table, self._block_size, self._turn, self._ring.shape[0], state.dummy, batch.input_ids,
+            batch.positions, batch.kv_slots, batch.query_start, batch.seq_lens, slots, batch.logit_index,
+            self._logit_slots[:logits], self._lengths[:logits], self._first_logits,
         )  # fmt: skip
         batch.attn = self._backend.plan(batch)
         return batch
 
-    def slots(self, rows: int) -> torch.Tensor:
-        """Return the slots of the header's first `rows` rows, int64 [rows]."""
-        return self._slots[:rows]
+    def logits_at(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return slots int64 and lengths int32 (see `LogitRows`) of the first `count` logit rows of a step."""
+        return self._logit_slots[:count], self._lengths[:count]
 
     def step(self, plan: StepPlan) -> DeviceStep:
         """Return the step of `plan`, whose header has been loaded."""
-        rows = len(plan.slots)
-        return DeviceStep(plan, self._slots[:rows], self._ring[self._turn_host, :rows])
+        rows, width = len(plan.slots), 1 + plan.max_drafts
+        step = DeviceStep(plan, self._slots[:rows], self._ring[self._turn_host, :rows, :width])
+        slots_host = plan.per_logit_row(plan.slots)
+        step.logit_rows = LogitRows(slots_host, *self.logits_at(len(slots_host)))
+        return step
 
     def recover(self) -> None:
         self._turn.fill_(self._turn_host)
         self._sent = b""
 
-    def advance(self, step: DeviceStep, tokens: torch.Tensor) -> None:
-        self.advance_rows(len(step.plan.slots), tokens)
+    def advance(self, step: DeviceStep, tokens: torch.Tensor) -> torch.Tensor:
+        self.advance_rows(len(step.plan.slots), tokens, step.plan.max_drafts)
+        assert step.tokens_host is not None
+        return step.tokens_host
 
-    def advance_rows(self, rows: int, tokens: torch.Tensor) -> None:
-        """Do the same as `advance` for the header's first `rows` rows."""
+    def advance_rows(self, rows: int, tokens: torch.Tensor, drafts: int = 0) -> None:
+        """Do the same as `advance` for the header's first `rows` rows, which have up to `drafts` draft tokens."""
         state = self._state
         self._kernels.advance(
-            self._header, rows, tokens, state.tokens, state.num_tokens, state.num_computed,
-            self._turn, self._ring, state.dummy, state.keeps_kv,
+            self._header, rows, drafts, tokens, self._first_logits, state.tokens, state.num_tokens,
+            state.num_computed, self._turn, self._ring, state.dummy, state.keeps_kv,
         )  # fmt: skip

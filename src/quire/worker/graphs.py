@@ -35,7 +35,9 @@ class LaunchedStep:
     """A step in flight on the device."""
 
     step: DeviceStep
-    logits: torch.Tensor | None  # [rows, vocab]; None: the graph also samples and updates the slot columns
+    logits: (
+        torch.Tensor | None
+    )  # [logit rows, vocab]; None: the graph also samples and updates the slot columns
     hidden: torch.Tensor | None = None  # [tokens, hidden] if prompts are scored or pooled
 
 
@@ -138,7 +140,8 @@ class CudaGraphs:
         self._eager, self._model, self._batcher, self._sampler = eager, model, batcher, sampler
         self._set_limits(limits)
         # One buffer of logits for all sizes: one for each size would add up to gigabytes.
-        self._logits = torch.empty(limits.max_rows, model.spec.vocab_size, dtype=dtype, device=device)
+        most = limits.max_logit_rows or limits.max_rows
+        self._logits = torch.empty(most, model.spec.vocab_size, dtype=dtype, device=device)
         self._stream = torch.cuda.Stream(device)  # to capture on: nothing runs there
         self._first: torch.cuda.CUDAGraph | None = self._begin_pool()
 
@@ -177,12 +180,13 @@ class CudaGraphs:
         if graph := self._captured.get(shape):
             graph.replay()
             if shape.sampling != wanted.sampling:
-                self._choose_tokens(self._logits[: shape.rows], wanted.sampling)
+                self._choose_tokens(shape, self._logits[: shape.logit_rows], wanted.sampling)
         else:
             self._run(shape)
             self._capture(shape)
-        logits = self._logits[: len(plan.slots)] if wanted.sampling == "later" else None
-        return LaunchedStep(self._batcher.step(plan), logits)
+        step = self._batcher.step(plan)
+        logits = self._logits[: len(step.logit_rows.slots)] if wanted.sampling == "later" else None
+        return LaunchedStep(step, logits)
 
     @property
     def _has_room(self) -> bool:
@@ -212,7 +216,10 @@ class CudaGraphs:
         if plan.keeps_hidden:
             return None
         shares = plan.shared is not None
-        return self.shapes.fit(len(plan.slots), plan.total_tokens, self._sampling(plan), shares)
+        drafts = plan.max_drafts
+        longest = int(plan.num_tokens.max()) if drafts else 1
+        rows, tokens = len(plan.slots), plan.total_tokens
+        return self.shapes.fit(rows, tokens, self._sampling(plan), shares, drafts, longest)
 
     def _sampling(self, plan: StepPlan) -> SamplingMode:
         if self._sampler.needs_host_work(plan.slots):
@@ -221,19 +228,19 @@ class CudaGraphs:
 
     def _run(self, shape: StepShape) -> None:
         """Run a step of `shape` with the current header."""
-        batch = self._batcher.bounded(shape.rows, shape.tokens, shape.shares)
+        batch = self._batcher.bounded(shape.rows, shape.tokens, shape.shares, shape.drafts)
         logits = self._model.logits(self._model(batch))
         if shape.sampling == "later":
-            self._logits[: shape.rows].copy_(logits)
+            self._logits[: shape.logit_rows].copy_(logits)
         else:
-            self._choose_tokens(logits, shape.sampling)
+            self._choose_tokens(shape, logits, shape.sampling)
 
-    def _choose_tokens(self, logits: torch.Tensor, sampling: SamplingMode) -> None:
-        """Sample a token for each row of `logits` [rows, vocab], and update the slot columns."""
-        rows = len(logits)
-        tokens = torch.empty(rows, dtype=torch.int32, device=logits.device)
-        self._sampler.choose(logits, self._batcher.slots(rows), tokens, sampling == "filtered")
-        self._batcher.advance_rows(rows, tokens)
+    def _choose_tokens(self, shape: StepShape, logits: torch.Tensor, sampling: SamplingMode) -> None:
+        """Sample a token for each row of `logits` [logit rows, vocab], and update the slot columns."""
+        tokens = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+        slots, lengths = self._batcher.logits_at(len(logits))
+        self._sampler.choose(logits, slots, tokens, sampling == "filtered", lengths)
+        self._batcher.advance_rows(shape.rows, tokens, shape.drafts)
 
     def _capture(self, shape: StepShape) -> None:
         """Capture a step of `shape`, if there is room for another graph."""

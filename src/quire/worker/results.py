@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from quire.types import LogprobArrays, StepResult
+from quire.types import REJECTED, LogprobArrays, StepResult
 
 Arrays = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # ids, values, ranks
 
@@ -23,10 +23,12 @@ class StepOutput:
 
     step: int
     samples: np.ndarray  # bool [rows]: the rows whose tokens and log-probabilities are valid
-    tokens: torch.Tensor | None  # int32 [rows]; None until the step has sampled
+    # int32 [rows, 1 + most drafts], REJECTED behind the last token of a row; None until the step has sampled
+    tokens: torch.Tensor | None
     logprobs: Arrays | None = None
     prompt_logprobs: dict[int, Arrays] = field(default_factory=dict)  # by row
     pool_rows: list[int] = field(default_factory=list)
+    logit_samples: np.ndarray | None = None  # `samples` by logit row; None: each row has one
     pooled: torch.Tensor | None = None  # float32 [rows to pool, hidden]
 
     def tensors(self) -> list[torch.Tensor]:
@@ -40,11 +42,20 @@ class StepOutput:
         """Build the result from host copies of the tensors that `tensors` returns."""
         arrays = iter(x.numpy() for x in host)
         rows = slice(None) if self.samples.all() else self.samples
-        tokens = [[token] for token in next(arrays)[rows].tolist()]
+        tokens = _without_rejected(next(arrays)[rows])
+        if self.logit_samples is not None:
+            rows = self.logit_samples
         logprobs = LogprobArrays(*(next(arrays)[rows] for _ in range(3))) if self.logprobs else None
         scores = {row: LogprobArrays(*(next(arrays) for _ in range(3))) for row in self.prompt_logprobs}
         pooled = None if self.pooled is None else dict(zip(self.pool_rows, next(arrays)))
         return StepResult(self.step, tokens, logprobs, scores or None, pooled)
+
+
+def _without_rejected(tokens: np.ndarray) -> list[list[int]]:
+    if tokens.shape[1] == 1:
+        return tokens.tolist()
+    counts = (tokens != REJECTED).sum(1)
+    return [row[:count] for row, count in zip(tokens.tolist(), counts.tolist())]
 
 
 class HostHandle:
@@ -52,6 +63,9 @@ class HostHandle:
 
     def __init__(self, output: StepOutput) -> None:
         self._output = output
+
+    def ready(self) -> bool:
+        return True
 
     def wait(self) -> StepResult:
         return self._output.to_result(self._output.tensors())
@@ -76,6 +90,10 @@ class CudaHandle:
         host.copy_(source, non_blocking=True)
         source.record_stream(stream)
         return host
+
+    def ready(self) -> bool:
+        """Return whether `wait` would return at once."""
+        return self._done.query()
 
     def wait(self) -> StepResult:
         self._done.synchronize()

@@ -7,6 +7,7 @@ in plan order; that makes it safe for the scheduler to release blocks early.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from quire.models.decoder import Model
@@ -72,11 +73,15 @@ class Runner:
         self._launched = None
         step, plan = launched.step, launched.step.plan
         output = StepOutput(step_id, plan.samples, step.tokens_host)
+        if plan.max_drafts:
+            output.logit_samples = plan.per_logit_row(plan.samples)
         assert masks is None or launched.logits is not None, (
             "a step with masks must be sampled outside of its graph"
         )
         if launched.logits is not None:
-            out = self.sampler.sample(launched.logits, plan.slots, step.slots, masks)
+            at = step.logit_rows
+            masks = masks and _by_logit_row(plan, masks)
+            out = self.sampler.sample(launched.logits, at.slots_host, at.slots, masks, at.lengths)
             output.logprobs = out.logprobs
             for row in plan.score_rows:
                 output.prompt_logprobs[row] = self._score(launched, row)
@@ -84,9 +89,7 @@ class Runner:
                 assert launched.hidden is not None
                 output.pool_rows = plan.pool_rows
                 output.pooled = self._pooler.pool(plan, launched.hidden, self._staging)
-            self.batcher.advance(step, out.tokens)
-            if step.tokens_host is None:
-                output.tokens = out.tokens
+            output.tokens = self.batcher.advance(step, out.tokens)
         return self._results.handle(output)
 
     @torch.inference_mode()
@@ -137,3 +140,12 @@ class Runner:
             parts.append(self.sampler.prompt_logprobs(logits, targets[at - begin : stop - begin], top))
         ids, values, ranks = (torch.cat(column) for column in zip(*parts))
         return ids, values, ranks
+
+
+def _by_logit_row(plan: StepPlan, masks: TokenMasks) -> TokenMasks:
+    """Return masks of rows as masks of logit rows. Rows with a mask have no draft tokens."""
+    if not plan.max_drafts:
+        return masks
+    assert not plan.num_drafts[masks.rows].any(), "a row with a mask has draft tokens"
+    before = np.cumsum(1 + plan.num_drafts) - 1 - plan.num_drafts
+    return TokenMasks(before[masks.rows], masks.bits)

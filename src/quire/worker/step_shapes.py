@@ -22,6 +22,7 @@ _STAND_IN_ROWS = (32, 256, 1024)
 _STAND_IN_TOKENS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048)
 _STAND_IN_DECODE_ROWS = (1, 4, 16, 64, 256, 1024)
 _SHARING_ROWS = (16, 64, 128, 256, 512, 1024)
+_START_DRAFT_ROWS = 64  # steps with draft tokens for up to so many rows are captured before the first request
 _START_ROWS = 256  # decode steps of up to so many rows are captured before the first request
 
 # Sampling of a captured step. later: outside of the graph, for example because the host takes part in it.
@@ -37,20 +38,34 @@ class GraphLimits:
     full_tokens: int  # the token budget of a step, which is captured without padding; 0: it is not captured
     shared_bytes: int  # about the memory of the largest captured step
     max_graphs: int
+    drafts: int = 0  # most draft tokens of a row
+    max_logit_rows: int = 0  # of a step; 0: `max_rows`
 
 
 @dataclass(frozen=True, slots=True)
 class StepShape:
-    """Shape of a captured step. With as many tokens as rows, each row has one token."""
+    """Shape of a captured step. With as many tokens as rows, each row has one token.
+
+    Rows may have up to `drafts` draft tokens, each of which adds a row of logits.
+    """
 
     rows: int
     tokens: int
     sampling: SamplingMode = "plain"
     shares: bool = False  # rows share blocks that attention reads once
+    drafts: int = 0
 
     @property
     def one_each(self) -> bool:
         return self.rows == self.tokens
+
+    @property
+    def decodes_only(self) -> bool:
+        return decodes_only(self.rows, self.tokens, self.drafts)
+
+    @property
+    def logit_rows(self) -> int:
+        return most_logit_rows(self.rows, self.tokens, self.drafts)
 
     def stands_in_for(self, other: StepShape) -> bool:
         """Return True if a graph of this shape can run a step of `other`.
@@ -58,10 +73,12 @@ class StepShape:
         A graph that ends with the logits does for every kind of sampling.
         """
         return (
-            self.one_each == other.one_each
+            self.decodes_only == other.decodes_only
             and self.rows >= other.rows
             and self.tokens >= other.tokens
             and self.shares == other.shares
+            and bool(self.drafts) == bool(other.drafts)
+            and self.drafts >= other.drafts
             and self.sampling in (other.sampling, "later")
             and self.excess_over(other) <= _MAX_EXCESS
         )
@@ -79,8 +96,21 @@ class StepShapes:
         self._limits = limits
         self.row_sizes, self.token_sizes = row_sizes(limits.max_rows), token_sizes(limits.max_tokens)
 
-    def fit(self, rows: int, tokens: int, sampling: SamplingMode, shares: bool) -> StepShape | None:
-        """Return the smallest shape that holds a step, or None if such steps are not captured."""
+    def fit(
+        self, rows: int, tokens: int, sampling: SamplingMode, shares: bool, drafts: int = 0, longest: int = 1
+    ) -> StepShape | None:
+        """Return the smallest shape that holds a step, or None if such steps are not captured.
+
+        Args:
+            rows: number of rows.
+            tokens: number of tokens.
+            sampling: how the step samples.
+            shares: whether rows share blocks.
+            drafts: most draft tokens of a row.
+            longest: most tokens of a row; read if there are drafts.
+        """
+        if drafts:
+            return self._fit_drafts(rows, tokens, sampling, drafts, longest)
         if rows == tokens:
             size = _round_up(self.row_sizes, rows)
             return StepShape(size, size, sampling, shares)
@@ -92,6 +122,30 @@ class StepShapes:
         if not is_full:
             tokens = _round_up(self.token_sizes, max(tokens, rows + 1))
         return StepShape(rows, tokens, sampling) if tokens > rows else None
+
+    def _fit_drafts(
+        self, rows: int, tokens: int, sampling: SamplingMode, drafts: int, longest: int
+    ) -> StepShape | None:
+        size = _round_up(self.row_sizes, rows)
+        if longest <= 1 + drafts:
+            return self._draft_shape(size, size * (1 + drafts), sampling, drafts)
+        size = _round_up(self.row_sizes, 1 << (rows - 1).bit_length())
+        tokens = max(tokens, size * (1 + drafts) + 1)  # more than if all rows decoded
+        if tokens > self.token_sizes[-1]:
+            return None
+        return self._draft_shape(size, _round_up(self.token_sizes, tokens), sampling, drafts)
+
+    def _draft_shape(self, rows: int, tokens: int, sampling: SamplingMode, drafts: int) -> StepShape | None:
+        shape = StepShape(rows, tokens, sampling, drafts=drafts)
+        most = self._limits.max_logit_rows or self._limits.max_rows
+        fits = tokens <= self.token_sizes[-1] and shape.logit_rows <= most
+        return shape if fits else None
+
+    def _at_start_with_drafts(self) -> list[StepShape]:
+        most = self._limits.drafts
+        sizes = [size for size in self.row_sizes if most and size <= _START_DRAFT_ROWS]
+        shapes = (self._draft_shape(size, size * (1 + most), "plain", most) for size in sizes)
+        return [shape for shape in shapes if shape is not None]
 
     def at_start(self) -> list[StepShape]:
         """Return the shapes to capture before the first request, the most useful first, without duplicates.
@@ -114,7 +168,7 @@ class StepShapes:
             mixed += [
                 StepShape(rows, self._limits.full_tokens, "later") for rows in self._clipped(_STAND_IN_ROWS)
             ]
-        return self._up_to_half([*logits, *sharing, *mixed, *decode])
+        return self._up_to_half([*logits, *sharing, *mixed, *self._at_start_with_drafts(), *decode])
 
     def when_idle(self) -> list[StepShape]:
         """Return all shapes to capture while the engine is idle, the most useful first."""
@@ -150,6 +204,16 @@ class StandIns:
     def forget(self) -> None:
         """Note that the set of captured shapes has changed."""
         self._found.clear()
+
+
+def most_logit_rows(rows: int, tokens: int, drafts: int) -> int:
+    """Return an upper bound of the logit rows of a step: each row has 1 + up to `drafts`, and no more than tokens."""
+    return min(tokens, rows * (1 + drafts))
+
+
+def decodes_only(rows: int, tokens: int, drafts: int) -> bool:
+    """Return whether a shape is for rows that only decode, with up to 1 + `drafts` tokens each."""
+    return tokens == rows * (1 + drafts)
 
 
 def _round_up(sizes: list[int], wanted: int) -> int:

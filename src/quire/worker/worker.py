@@ -16,7 +16,8 @@ from quire.kernels import Kernels, available
 from quire.kernels.cpu.ops import CpuKernels
 from quire.models.decoder import Model
 from quire.sampling.sampler import Sampler
-from quire.types import StepPlan
+from quire.speculation.drafter import NO_SPECULATION, Drafter, Speculation
+from quire.types import StepPlan, max_logit_rows
 from quire.worker.batch import Batcher, KernelBatcher, TorchBatcher
 from quire.worker.cpu_replay import CpuReplay
 from quire.worker.graphs import MAX_GRAPHS, CudaGraphs, Eager, Launcher, Threads
@@ -55,6 +56,7 @@ class Worker:
         model: lives on `memory.device` and computes in `memory.dtype`.
         memory: sizes of steps, slot columns and blocks; its `limits.max_model_len` fits beside the weights.
         kernels: the set that the model's layers use; None is plain PyTorch.
+        speculation: how steps draft tokens.
     """
 
     def __init__(
@@ -64,7 +66,10 @@ class Worker:
         memory: MemoryPlanner,
         options: LaunchOptions,
         kernels: Kernels | None = None,
+        speculation: Speculation = NO_SPECULATION,
     ) -> None:
+        self._speculation = speculation
+        self._max_logit_rows = max_logit_rows(memory.limits.max_num_seqs, speculation.tokens)
         self.model, self.device, self.memory = model, memory.device, memory
         self._limits, self._layout, self._dtype = memory.limits, memory.layout, memory.dtype
         self._backend, self._options, self._kernels = backend, options, kernels
@@ -108,7 +113,9 @@ class Worker:
         of them are estimated.
         """
         on_cpu = self.device.type != "cuda"
-        self.reserved_bytes = self.memory.cpu_step_bytes() if on_cpu else self._measured_bytes()
+        self.reserved_bytes = (
+            self.memory.cpu_step_bytes(self._max_logit_rows) if on_cpu else self._measured_bytes()
+        )
         return self.reserved_bytes
 
     def _measured_bytes(self) -> int:
@@ -126,7 +133,7 @@ class Worker:
         del runner, blocks, columns
         self._columns = None  # rebuilt when the context is known
         torch.cuda.empty_cache()
-        sampling = self.memory.sampling_bytes()
+        sampling = self.memory.sampling_bytes(self._max_logit_rows)
         return before - begin + max(peak, sampling) + self._bytes_of_graphs(peak, rows * per_row)
 
     def largest_step(self) -> tuple[int, int]:
@@ -160,7 +167,7 @@ class Worker:
         if not (self._options.cuda_graphs and self._backend.capturable):
             return 0
         longest = min(limits.max_num_batched_tokens, _FULL_GRAPH_TOKENS)
-        logits = limits.max_num_seqs * self.model.spec.vocab_size * self._dtype.itemsize
+        logits = self._max_logit_rows * self.model.spec.vocab_size * self._dtype.itemsize
         self._graph_bytes = largest_step * min(longest, tokens) // tokens + 2 * logits
         return self._graph_bytes + logits + self._max_graphs() * self._bytes_per_graph()
 
@@ -231,18 +238,21 @@ class Worker:
         """
         model, device = self.model, self.device
         state = self._columns_for(size)
-        sampler = Sampler(state, model.spec.vocab_size, state.dummy + 1, device)
+        sampler = Sampler(
+            state, model.spec.vocab_size, state.dummy + 1, device, max_rows=self._max_logit_rows + 1
+        )
+        drafter = self._speculation.make(state, device)
         turns = self._options.depth + 1
         batcher: Batcher
         launcher: Launcher
         if available(device):
-            batcher = kernel_batcher = self._kernel_batcher(state, size, blocks, turns)
+            batcher = kernel_batcher = self._kernel_batcher(state, size, blocks, turns, drafter)
             launcher = Eager(model, batcher)
             if graphs and self._backend.capturable:
                 limits = self._graph_limits()
                 launcher = CudaGraphs(launcher, model, kernel_batcher, sampler, limits, self._dtype, device)
         else:
-            batcher = TorchBatcher(state, self._backend, blocks, size.block_size)
+            batcher = TorchBatcher(state, self._backend, blocks, size.block_size, drafter)
             threads = self._threads()
             launcher = eager = Eager(model, batcher, threads)
             if threads and isinstance(self._kernels, CpuKernels) and self._options.cpu_replay:
@@ -258,7 +268,9 @@ class Worker:
             pooler=Pooler(state.dummy + 1, device),
         )
 
-    def _kernel_batcher(self, state: SlotState, size: KVSize, blocks: list[KV], turns: int) -> KernelBatcher:
+    def _kernel_batcher(
+        self, state: SlotState, size: KVSize, blocks: list[KV], turns: int, drafter: Drafter
+    ) -> KernelBatcher:
         max_rows = state.dummy
         return KernelBatcher(
             state,
@@ -269,6 +281,8 @@ class Worker:
             max_rows=max_rows,
             turns=turns,
             device=self.device,
+            drafter=drafter,
+            max_drafts=self._speculation.tokens,
         )
 
     def _graph_limits(self) -> GraphLimits:
@@ -279,6 +293,8 @@ class Worker:
             full_tokens=budget if budget <= _FULL_GRAPH_TOKENS else 0,
             shared_bytes=self._graph_bytes,
             max_graphs=self._max_graphs(),
+            drafts=self._speculation.tokens,
+            max_logit_rows=self._max_logit_rows,
         )
 
     def _threads(self) -> Threads | None:

@@ -106,7 +106,7 @@ def _scan(
     vocab,
     slots,  # [rows]
     table,  # int64 [slots, COLUMNS]
-    num_tokens,  # int32 [slots]
+    lengths,  # int32 [rows]
     best,  # float32 [rows, spans]
     best_ids,  # int32 [rows, spans]
     heads,  # float32 [rows, groups]
@@ -134,7 +134,7 @@ def _scan(
         )
     else:
         ids = begin + tl.arange(0, BLOCK)
-        k0, k1 = keys_of(table, slot, num_tokens)
+        k0, k1 = keys_of(table, slot, tl.load(lengths + row))
         record = tl.full([], NEVER, tl.float32)
         value, token = tl.full([BLOCK], NEVER, tl.float32), ids  # the best of each lane, the first of equals
         sick = tl.zeros([BLOCK], tl.int1)  # lanes that have seen a NaN or +inf
@@ -242,7 +242,7 @@ def choose(
     logits: torch.Tensor,
     slots: torch.Tensor,
     table: torch.Tensor,
-    num_tokens: torch.Tensor,
+    lengths: torch.Tensor,
     scratch: Scratch,
     tokens: torch.Tensor,
     filtered: bool = True,
@@ -254,7 +254,7 @@ def choose(
         slots: [rows].
         table: int64 [slots, COLUMNS], the parameters of each slot; floats as the bits of a float64. A temperature of 0
             means greedy.
-        num_tokens: int32 [slots], the position of the draw, which seeds its noise.
+        lengths: int32 [rows], the position of each draw, which seeds its noise.
         scratch: memory for at least as many rows, and for this vocabulary.
         tokens: written, int32 [rows]; NOT_FINITE or NO_TOKEN for a row without a valid choice.
         filtered: whether any row has filters; False saves two launches.
@@ -275,7 +275,7 @@ def choose(
     s = scratch
     rounds, spans = _split(rows, vocab, _SCANNING * target.sms)
     _scan[(rows, spans)](
-        *inputs, num_tokens, s.best, s.best_ids, s.heads, s.weights, rounds,
+        *inputs, lengths, s.best, s.best_ids, s.heads, s.weights, rounds,
         GROUP=filters.GROUP, BLOCK=_BLOCK, STAGES=_STAGES, num_warps=_WARPS, **options,
     )  # fmt: skip
     _settle[(rows,)](
@@ -288,11 +288,11 @@ def choose(
         return
     rounds, spans = _split(rows, vocab, _COLLECTING * target.sms)
     filters.collect[(rows, spans)](
-        *inputs, num_tokens, s.kinds, s.bounds, s.sums, s.listed, s.best, s.best_ids, rounds,
+        *inputs, lengths, s.kinds, s.bounds, s.sums, s.listed, s.best, s.best_ids, rounds,
         CAPACITY=filters.CAPACITY, BLOCK=_BLOCK, STAGES=_STAGES, num_warps=_WARPS, maxnreg=_REGISTERS, **options,
     )  # fmt: skip
     filtered_draw.draw[(rows,)](
-        *inputs, num_tokens, s.kinds, s.bounds, s.sums, s.groups, s.listed, s.best, s.best_ids, tokens, spans,
+        *inputs, lengths, s.kinds, s.bounds, s.sums, s.groups, s.listed, s.best, s.best_ids, tokens, spans,
         SPANS=widest, GROUP=filters.GROUP, MOST_GROUPS=filters.MOST_GROUPS, LISTING=filtered_draw.LISTING,
         FEW=filtered_draw.FEW, CAPACITY=filters.CAPACITY, BLOCK=filtered_draw.ROW_BLOCK,
         num_warps=_ROW_WARPS, **options,

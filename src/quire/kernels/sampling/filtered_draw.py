@@ -69,7 +69,7 @@ def draw(
     vocab,
     slots,  # [rows]
     table,  # int64 [slots, columns]
-    num_tokens,  # int32 [slots]
+    lengths,  # int32 [rows]
     kinds,  # int32 [rows]
     bounds,  # float32 [rows, BOUNDS]
     sums,  # int64 [rows, SUMS]
@@ -99,7 +99,7 @@ def draw(
     lo, hi = tl.load(bounds + row * BOUNDS + LOW), tl.load(bounds + row * BOUNDS + HIGH)
     slot = tl.load(slots + row).to(tl.int64)
     scale, top_k, top_p = scale_of(table, slot), top_k_of(table, slot), top_p_of(table, slot)
-    k0, k1 = keys_of(table, slot, num_tokens)
+    k0, k1 = keys_of(table, slot, tl.load(lengths + row))
     at = logits + row.to(tl.int64) * stride
     listed += row.to(tl.int64) * CAPACITY
     sums += row * SUMS

@@ -171,7 +171,7 @@ def collect(
     vocab,
     slots,  # [rows]
     table,  # int64 [slots, columns]
-    num_tokens,  # int32 [slots]
+    lengths,  # int32 [rows]
     kinds,  # int32 [rows]
     bounds,  # float32 [rows, BOUNDS]
     sums,  # int64 [rows, SUMS]
@@ -194,7 +194,7 @@ def collect(
     lo, hi = tl.load(bounds + row * BOUNDS + LOW), tl.load(bounds + row * BOUNDS + HIGH)
     slot = tl.load(slots + row).to(tl.int64)
     scale = scale_of(table, slot)
-    k0, k1 = keys_of(table, slot, num_tokens)
+    k0, k1 = keys_of(table, slot, tl.load(lengths + row))
     draws, counts = hi <= top, top_k_of(table, slot) > 0
     weighs = (counts & draws) | ((counts == 0) & (top_p_of(table, slot) < 1))
     at = logits + row.to(tl.int64) * stride

@@ -33,7 +33,7 @@ def _penalise(
     table,  # int64 [slots, COLUMNS]: 0 or 1, then float64
     tokens,  # int32 [slots, length]
     length,
-    num_tokens,  # int32 [slots]
+    lengths,  # int32 [rows]
     prompt_len,  # int32 [slots]
     counts,  # int32 [programs, vocab], zero
     BLOCK: tl.constexpr,
@@ -46,7 +46,7 @@ def _penalise(
             repetition = tl.load(at + _REPETITION).to(tl.float64, bitcast=True).to(tl.float32)
             presence = tl.load(at + _PRESENCE).to(tl.float64, bitcast=True).to(tl.float32)
             frequency = tl.load(at + _FREQUENCY).to(tl.float64, bitcast=True).to(tl.float32)
-            known, prompt = tl.load(num_tokens + slot), tl.load(prompt_len + slot)
+            known, prompt = tl.load(lengths + row), tl.load(prompt_len + slot)
             own, line = tokens + slot * length, logits + tl.cast(row, tl.int64) * vocab
 
             for begin in range(0, known, BLOCK):
@@ -78,7 +78,7 @@ def penalise(
     slots: torch.Tensor,
     table: torch.Tensor,
     tokens: torch.Tensor,
-    num_tokens: torch.Tensor,
+    lengths: torch.Tensor,
     prompt_len: torch.Tensor,
     counts: torch.Tensor,
 ) -> None:
@@ -89,13 +89,13 @@ def penalise(
         slots: [rows].
         table: int64 [slots, COLUMNS], the penalties of each slot; floats as the bits of a float64.
         tokens: int32 [slots, length], prompt and output of each slot.
-        num_tokens: int32 [slots], the number of known tokens.
+        lengths: int32 [rows], the number of tokens that count, draft tokens included.
         prompt_len: int32 [slots], how many of them are the prompt.
         counts: int32 [programs, vocab], scratch memory of zeros; zero again afterwards.
     """
     rows, vocab = logits.shape
     assert logits.is_contiguous() and table.shape[1] == len(COLUMNS) and counts.shape[1] == vocab
     _penalise[(min(rows, counts.shape[0]),)](
-        logits, vocab, rows, slots, table, tokens, tokens.stride(0), num_tokens, prompt_len, counts,
+        logits, vocab, rows, slots, table, tokens, tokens.stride(0), lengths, prompt_len, counts,
         BLOCK=_BLOCK, num_warps=8, **SAME_BITS,
     )  # fmt: skip

@@ -108,11 +108,11 @@ def mix(x):
 
 
 @triton.jit
-def keys_of(table, slot, num_tokens):
-    """Return the two uint32 keys of the row's next draw."""
+def keys_of(table, slot, position):
+    """Return the two uint32 keys of the draw at a position."""
     at = table + slot * _WIDTH
     low, high = tl.load(at + _SEED_LOW).to(tl.uint32), tl.load(at + _SEED_HIGH).to(tl.uint32)
-    position = tl.load(num_tokens + slot).to(tl.uint32)
+    position = position.to(tl.uint32)
     k0 = mix(mix(mix(low ^ 0x9E3779B9) ^ high) ^ position)
     k1 = mix(mix(mix(low ^ 0x3C6EF372) ^ high) ^ position)
     return k0, k1

@@ -21,6 +21,7 @@ from quire.serve.api.protocol.fields import Usage, usage_of
 
 
 async def chat_completions(request: Request) -> Response:
+    """Answer a conversation, whole or as a stream of chunks, with tool calls and structured output."""
     chat, warnings = await read_request(request, ChatRequest)
     legacy = convert_functions(chat)
     answer = ChatAnswer(await open_chat(request, chat, warnings, must_fit=True), legacy)

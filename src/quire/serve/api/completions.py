@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from quire.serve.answer.generation import ChoiceDelta
 from quire.serve.api.api_answer import ChunkedAnswer, OpenRequest
-from quire.serve.api.context import ServerContext, answer_id, client_of, read_request, server_of
+from quire.serve.api.context import ServerContext, answer_id, client_of, label_of, read_request, server_of
 from quire.serve.api.logprobs import Entry, completion_logprobs, prompt_logprobs
 from quire.serve.api.prompts import length_field, prompt_job, prompts_of
 from quire.serve.api.protocol.completions import (
@@ -31,6 +31,7 @@ _MAX_TOKENS = 16  # OpenAI's default for this route
 
 
 async def completions(request: Request) -> Response:
+    """Continue one or more prompts, given as text or token ids, whole or as a stream."""
     server = server_of(request)
     completion, warnings = await read_request(request, CompletionRequest)
     model = server.check_model(completion.model)
@@ -56,7 +57,9 @@ async def completions(request: Request) -> Response:
         ]
 
     client, streamed = client_of(request), bool(completion.stream)
-    generation = await server.engine.generate(client, choices, jobs, streamed, completion.timeout)
+    generation = await server.engine.generate(
+        client, choices, jobs, streamed, completion.timeout, label_of(request)
+    )
     warnings += generation.warnings
     receipt = receipt_maker(request, completion, generation)
     answer = CompletionAnswer(OpenRequest(server, model, params, generation, warnings, receipt), completion)

@@ -113,6 +113,11 @@ def client_of(request: Request) -> ApiClient:
     return cast(ApiClient, request.scope.get("client_key", ANYONE))
 
 
+def label_of(request: Request) -> str:
+    """Return the id that the client gave its request (`X-Request-Id`), or ""."""
+    return cast(str, request.scope.get("client_label", ""))
+
+
 def thread_of(request: Request) -> Callable[[Callable[[], R]], Awaitable[R]]:
     """Return a function that runs work for the request's client in one of the tokenizer's threads."""
     return partial(server_of(request).engine.in_thread, client_of(request))

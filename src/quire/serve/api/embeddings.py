@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from quire.frontend.processor import Prompt
-from quire.serve.api.context import client_of, read_request, server_of
+from quire.serve.api.context import client_of, label_of, read_request, server_of
 from quire.serve.api.prompts import prompt_job, prompts_of
 from quire.serve.api.protocol.embeddings import EmbeddingsRequest, EmbeddingsResponse, EmbeddingsUsage
 from quire.serve.api.protocol.fields import RequestFields
@@ -28,6 +28,7 @@ from quire.types import Pooling, SamplingParams
 
 
 async def embeddings(request: Request) -> Response:
+    """Return a vector for each input."""
     server = server_of(request)
     body, warnings = await read_request(request, EmbeddingsRequest)
     model = server.check_model(body.model)
@@ -86,7 +87,9 @@ async def pool_prompts(
             for prompt in make_prompts()
         ]
 
-    generation = await server.engine.generate(client_of(request), count, jobs, False, body.timeout)
+    generation = await server.engine.generate(
+        client_of(request), count, jobs, False, body.timeout, label_of(request)
+    )
     await wait_until_finished(request, generation)
     return PooledPrompts([state.pooled or b"" for state in generation.states], generation.prompt_tokens)
 

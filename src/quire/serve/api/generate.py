@@ -7,7 +7,7 @@ import time
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire.serve.api.context import answer_id, client_of, read_request, server_of
+from quire.serve.api.context import answer_id, client_of, label_of, read_request, server_of
 from quire.serve.api.prompts import length_field, prompt_job
 from quire.serve.api.protocol.other import GenerateRequest, GenerateResponse
 from quire.serve.api.sampling_fields import check_fields, sampling_params
@@ -20,6 +20,7 @@ _MAX_TOKENS = 16
 
 
 async def generate(request: Request) -> Response:
+    """Continue one prompt and return one text, with few fields and without a stream."""
     started_s = time.monotonic()
     server = server_of(request)
     body, warnings = await read_request(request, GenerateRequest)
@@ -46,7 +47,7 @@ async def generate(request: Request) -> Response:
         add_special_tokens=body.add_special_tokens is not False,
         length_field=length_field(body, "max_tokens", "max_new_tokens"),
     )
-    generation = await engine.generate(client, 1, lambda: [job], False, body.timeout)
+    generation = await engine.generate(client, 1, lambda: [job], False, body.timeout, label_of(request))
     warnings += generation.warnings
     await wait_until_finished(request, generation)
     answer = generation.states[0].output().outputs[0]

@@ -35,6 +35,7 @@ def _model_card(server: ServerContext, name: str) -> dict[str, Any]:
 
 
 async def models(request: Request) -> Response:
+    """List the served model under all its names."""
     server = server_of(request)
     names = server.names
     paging = {"has_more": False, "first_id": names[0], "last_id": names[-1]}
@@ -42,6 +43,7 @@ async def models(request: Request) -> Response:
 
 
 async def model(request: Request) -> Response:
+    """Return the served model by one of its names."""
     server = server_of(request)
     return json_response(_model_card(server, server.check_model(request.path_params["name"])))
 
@@ -60,6 +62,7 @@ async def health(request: Request) -> Response:
 
 
 async def version(request: Request) -> Response:
+    """Return the version of Quire."""
     return json_response({"version": __version__, "mode": server_of(request).mode})
 
 

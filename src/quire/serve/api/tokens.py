@@ -45,6 +45,7 @@ def count_ids(server: ServerContext, text: str, add_special_tokens: bool, field:
 
 
 async def tokenize(request: Request) -> Response:
+    """Return the token ids of a text or of a conversation."""
     server = server_of(request)
     body, _ = await read_request(request, TokenizeRequest)
     server.check_model(body.model)
@@ -83,6 +84,7 @@ def _render(server: ServerContext, body: TokenizeRequest) -> str:
 
 
 async def detokenize(request: Request) -> Response:
+    """Return the text of token ids."""
     server = server_of(request)
     body, _ = await read_request(request, DetokenizeRequest)
     server.check_model(body.model)

@@ -47,7 +47,8 @@ class RequestMiddleware:
             return
         headers = Headers(scope=scope)
         given = headers.get("x-request-id", "")
-        request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        scope["client_label"] = given if _REQUEST_ID.fullmatch(given) else ""
+        request_id = scope["client_label"] or uuid.uuid4().hex
         scope["request_id"], scope["arrival_s"] = request_id, time.monotonic()
         status = 0  # no answer has started
 

@@ -84,6 +84,7 @@ class MemoryPlanner:
     explicit_len: bool  # the user set max_model_len, so it is never lowered
     kv_cache_memory: int | None  # bytes for KV blocks; None: measured
     memory_utilization: float  # share of the device's memory that may be used
+    ranks: int = 1  # that share the model, each with its own planner; ranks on CPUs also share the memory
 
     def check_weights_fit(self) -> int:
         """Return the bytes of the weights.
@@ -91,7 +92,8 @@ class MemoryPlanner:
         Raises:
             ConfigError: if they exceed the free memory of the device.
         """
-        needed, (free, total) = self.spec.num_parameters * self.dtype.itemsize, free_memory(self.device)
+        needed = self.spec.num_parameters * self.dtype.itemsize // self.ranks
+        free, total = self._free_memory()
         if needed > free:
             raise ConfigError(
                 f"the weights of {self.model} need {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} of "
@@ -109,7 +111,7 @@ class MemoryPlanner:
         """
         if self.kv_cache_memory is not None:
             return self.kv_cache_memory
-        free, total = free_memory(self.device)
+        free, total = self._free_memory()
         if self.device.type == "cuda":
             budget = int(free - reserved - (1 - self.memory_utilization) * total)
         else:
@@ -127,24 +129,26 @@ class MemoryPlanner:
         slots, block = self.limits.max_num_seqs + 1, min(self.layout.block_size(max_len), max_len)
         return 4 * slots * (max_len + -(-max_len // block))
 
-    def sampling_bytes(self) -> int:
+    def sampling_bytes(self, logit_rows: int | None = None) -> int:
         """Return the most that a step holds at once after its model has run.
 
-        That is the logits of all rows, a float32 copy that penalties and masks change, the rows with log-probabilities,
+        That is `logit_rows` rows of logits (by default one for each request), a float32 copy that penalties and masks change, the rows with log-probabilities,
         and the temporary memory of scoring them.
         """
-        rows, tokens = self.limits.max_num_seqs, self.limits.max_num_batched_tokens
+        rows, tokens = logit_rows or self.limits.max_num_seqs, self.limits.max_num_batched_tokens
         vocab_size, logit_bytes = self.spec.vocab_size, self.dtype.itemsize
         return rows * vocab_size * (2 * logit_bytes + 4) + scoring_bytes(
             max(rows, tokens), vocab_size, logit_bytes
         )
 
-    def cpu_step_bytes(self) -> int:
+    def cpu_step_bytes(self, logit_rows: int | None = None) -> int:
         """Estimate the bytes of the largest step on a CPU, where measuring them would take as long as the step."""
         spec = self.spec
         heads = (spec.num_heads + 2 * spec.num_kv_heads) * spec.head_dim
         per_token = 4 * spec.hidden_size + 2 * heads + 3 * spec.intermediate_size
-        return self.limits.max_num_batched_tokens * per_token * self.dtype.itemsize + self.sampling_bytes()
+        return self.limits.max_num_batched_tokens * per_token * self.dtype.itemsize + self.sampling_bytes(
+            logit_rows
+        )
 
     def fit_context(self, budget: int) -> int:
         """Return the longest context, at most `limits.max_model_len`, of which one request fits into `budget` bytes.
@@ -204,7 +208,7 @@ class MemoryPlanner:
         if self.kv_cache_memory is None:
             return
         blocks = size.num_blocks * size.block_bytes
-        columns, free = self.column_bytes(size.max_model_len), free_memory(self.device)[0]
+        columns, free = self.column_bytes(size.max_model_len), self._free_memory()[0]
         if blocks + columns + reserved <= free:
             return
         message = (
@@ -215,6 +219,11 @@ class MemoryPlanner:
         if self.device.type == "cuda":
             raise ConfigError(message)
         log.warning("%s", message)
+
+    def _free_memory(self) -> tuple[int, int]:
+        """Return the free and the total bytes that this rank may count on."""
+        free, total = free_memory(self.device)
+        return (free, total) if self.device.type == "cuda" else (free // self.ranks, total // self.ranks)
 
     def _token_bytes(self) -> int:
         layouts = self.layouts if self.layout.keeps_kv else scratch_layers(self.layouts)

@@ -14,6 +14,7 @@ from quire.serve.http.wire import json_response
 
 
 async def messages(request: Request) -> Response:
+    """Answer a conversation in the form of Anthropic's messages, whole or as a stream of events."""
     message, warnings = await read_request(request, MessagesRequest)
     chat, more = await server_of(request).engine.in_thread(client_of(request), chat_of, message)
     answer = MessageAnswer(await open_chat(request, chat, [*warnings, *more]))

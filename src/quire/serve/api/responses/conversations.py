@@ -63,6 +63,7 @@ async def _checked_items(
 
 
 async def create_conversation(request: Request) -> Response:
+    """Create a conversation, whose items responses read and extend."""
     server, client = server_of(request), client_of(request)
     body, _ = await read_request(request, ConversationRequest)
     if server.settings.max_stored_responses < 1:
@@ -75,6 +76,7 @@ async def create_conversation(request: Request) -> Response:
 
 
 async def get_conversation(request: Request) -> Response:
+    """Return a conversation without its items."""
     return _described(_conversation(request))
 
 
@@ -87,6 +89,7 @@ async def update_conversation(request: Request) -> Response:
 
 
 async def delete_conversation(request: Request) -> Response:
+    """Delete a conversation and its items."""
     found = _conversation(request)
     server_of(request).responses.delete(client_of(request), found.id, StoredConversation)
     return json_response({"id": found.id, "object": "conversation.deleted", "deleted": True})
@@ -116,6 +119,7 @@ def _item(request: Request) -> tuple[StoredConversation, StoredItem]:
 
 
 async def get_item(request: Request) -> Response:
+    """Return one item of a conversation."""
     return Response(_item(request)[1].data, media_type="application/json")
 
 

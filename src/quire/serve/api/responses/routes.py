@@ -22,6 +22,7 @@ from quire.serve.http.wire import json_response
 
 
 async def create_response(request: Request) -> Response:
+    """Answer an input in the form of OpenAI's responses, and store it unless `store` is false."""
     server, client = server_of(request), client_of(request)
     body, warnings = await read_request(request, ResponsesRequest)
     history = history_of(server.responses, client, body)
@@ -84,6 +85,7 @@ async def list_input_items(request: Request) -> Response:
 
 
 async def delete_response(request: Request) -> Response:
+    """Delete a stored response."""
     response_id = request.path_params["response_id"]
     if not server_of(request).responses.delete(client_of(request), response_id, StoredResponse):
         raise _missing(response_id)
@@ -91,5 +93,6 @@ async def delete_response(request: Request) -> Response:
 
 
 async def cancel_response(request: Request) -> Response:
+    """End a response that still runs in the background."""
     _stored(request)
     raise bad_request("only background responses can be cancelled, and Quire does not support those")

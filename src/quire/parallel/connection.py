@@ -1,0 +1,57 @@
+"""The meeting of ranks, and the choice of their communicator."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from quire.parallel.communicator import Communicator, GroupCommunicator
+from quire.parallel.ranks import Parallel
+from quire.types import ConfigError
+
+_LOOPBACK = "127.0.0.1"
+
+
+def open_store(size: int) -> dist.TCPStore:
+    """Open the store at which `size` ranks of this host meet, on a free port of the loopback interface."""
+    return dist.TCPStore(_LOOPBACK, 0, size, is_master=True, wait_for_workers=False)
+
+
+def connect_ranks(port: int, parallel: Parallel, device: torch.device, timeout_s: float) -> Communicator:
+    """Connect this rank to the others: by gloo on CPUs, by NCCL on GPUs.
+
+    Args:
+        port: of the store at which the ranks meet.
+        parallel: this rank's place.
+        device: of this rank.
+        timeout_s: longest wait for another rank.
+
+    Raises:
+        ConfigError: if this process is already connected to ranks on GPUs.
+    """
+    limit = timedelta(seconds=timeout_s)
+    store = dist.TCPStore(
+        _LOOPBACK, port, parallel.size, is_master=False, wait_for_workers=False, timeout=limit
+    )
+    if device.type == "cpu":
+        return GroupCommunicator(_gloo_group(store, parallel, limit))
+    if dist.is_initialized():
+        raise ConfigError(
+            "one process can hold one engine with several GPUs; use a process for each, such as engine_process=True"
+        )
+    dist.init_process_group(
+        "nccl", store=store, rank=parallel.rank, world_size=parallel.size, timeout=limit, device_id=device
+    )
+    assert dist.group.WORLD is not None
+    return GroupCommunicator(dist.group.WORLD)
+
+
+def _gloo_group(store: dist.Store, parallel: Parallel, limit: timedelta) -> Any:
+    group: Any = dist.ProcessGroupGloo  # torch's stubs do not know its options
+    options = group._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+    options._timeout = limit
+    return group(store, parallel.rank, parallel.size, options)

@@ -1,0 +1,102 @@
+"""The process of a rank other than the first: it builds its part of the model, then runs the plans of the host.
+
+The host starts it as `python -m quire.rank_process CHANNEL MEMORY WAKE INDEX READERS`: file descriptors of its end of
+the channel, of the ring's memory and of the pipe that wakes it, and its place among the readers of the ring. It ends
+with the host, with a STOP message, or with an error, which it reports in its last message.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import threading
+from collections import deque
+from pathlib import Path
+
+from quire.frontend.client.base import error_text
+from quire.frontend.client.channel import Channel
+from quire.ranks import messages as msg
+from quire.ranks.ring import ReaderEnd, RingReader
+from quire.types import QuireError, StepHandle
+
+_FAREWELL_S = 5.0  # limit on sending the last message
+_START_S = 60.0  # limit on the wait for the first message
+
+
+def main(channel_file: int, end: ReaderEnd) -> int:
+    """Run the rank, and return the exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # they also reach the host, which stops this process
+        signal.signal(number, signal.SIG_IGN)
+    raw = socket.socket(fileno=channel_file)
+    channel = Channel(raw)
+    threading.Thread(target=_end_with_host, args=(raw,), daemon=True, name="host-watch").start()
+    try:
+        import quire.rank  # noqa: F401  (imports torch, while the host does the same)
+
+        if not channel.poll(_START_S):
+            return 1
+        _run(msg.decode_start(channel.receive()), channel, RingReader(end))
+        return 0
+    except EOFError:  # the host is gone
+        return 1
+    except Exception as error:
+        kind = type(error).__name__ if isinstance(error, QuireError) else "EngineDead"
+        channel.send(msg.encode(msg.RankError(kind, error_text(error))))
+        channel.settle(_FAREWELL_S)
+        if not isinstance(error, QuireError):
+            sys.excepthook(type(error), error, error.__traceback__)
+        return 1
+
+
+def _end_with_host(channel: socket.socket) -> None:
+    """End this process when the host's end of the channel closes, even while a step waits for other ranks."""
+    import select
+
+    poller = select.poll()
+    poller.register(channel, select.POLLRDHUP if hasattr(select, "POLLRDHUP") else select.POLLHUP)
+    poller.poll()
+    os._exit(1)
+
+
+def _run(start: msg.StartRank, channel: Channel, ring: RingReader) -> None:
+    from quire.models.config.load import load_spec
+    from quire.rank import Rank
+    from quire.wiring import queue_depth
+    from quire.worker.executor import LocalExecutor
+
+    path = Path(start.path)
+    rank = Rank(start.config, path, load_spec(path), start.rank)
+    channel.send(msg.encode(msg.PhaseEnded(0)))
+    executor: LocalExecutor | None = None
+    in_flight: deque[StepHandle] = deque()
+    depth = queue_depth(start.config)
+    with rank.guard():
+        while True:
+            message = memoryview(ring.receive())
+            match message[0]:
+                case msg.PHASE:
+                    result = rank.run_phase(*msg.decode_phase(message[1:]))
+                    channel.send(msg.encode(msg.PhaseEnded(result)))
+                case msg.FORWARD:
+                    executor = executor or LocalExecutor(rank.runner, rank.guard)
+                    executor.forward(msg.decode_forward(message[1:]))
+                case msg.SAMPLE:
+                    assert executor is not None
+                    in_flight.append(executor.sample(*msg.decode_sample(message[1:])))
+                    if len(in_flight) > depth:  # buffers are used again after so many steps
+                        in_flight.popleft().wait()
+                case msg.WARM_UP:
+                    executor = executor or LocalExecutor(rank.runner, rank.guard)
+                    executor.warm_up()
+                case msg.STOP:
+                    return
+
+
+if __name__ == "__main__":
+    # Without the usual clean-up, which would wait for kernels that wait for other ranks.
+    code = main(int(sys.argv[1]), ReaderEnd(*map(int, sys.argv[2:])))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

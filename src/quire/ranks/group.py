@@ -1,0 +1,245 @@
+"""The processes of the ranks other than the first, as the host sees them."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from quire import types
+from quire.config import EngineConfig
+from quire.frontend.client.channel import Channel
+from quire.ranks.messages import PhaseEnded, StartRank, decode_from_rank, encode
+from quire.ranks.ring import ReaderEnd, RingWriter
+from quire.types import ConfigError, EngineDead, Executor, QuireError
+
+_POLL_S = 0.05  # interval at which a waiting host checks that the processes live
+_STOP_S = 5.0  # time for an orderly exit, after which a process is killed
+_CAUSE_S = 2.0  # time for the cause of a failure to arrive after its consequence
+
+
+class Peers(Protocol):
+    """The ranks other than the first."""
+
+    def start(self, config: EngineConfig, path: Path) -> None:
+        """Tell each rank what to build. `collect` waits until all have imported torch."""
+        ...
+
+    def open_meeting(self) -> int:
+        """Return the port of the loopback interface at which the ranks meet."""
+        ...
+
+    def send(self, body: bytes) -> None:
+        """Send a message to all of them."""
+        ...
+
+    def collect(self) -> list[int]:
+        """Wait until every one has ended the current phase of the start-up, and return their results.
+
+        Raises:
+            QuireError: the error of a rank.
+        """
+        ...
+
+    def executor(self, local: Executor) -> Executor:
+        """Return the executor over `local`, which is that of the first rank, and these ranks."""
+        ...
+
+    def give_up(self, consequence: BaseException | str) -> BaseException:
+        """End all ranks after an error of the first one, and return the error to raise.
+
+        Args:
+            consequence: what happened there. If another rank turns out to have failed, that is the cause.
+        """
+        ...
+
+    def kill(self) -> None:
+        """Kill all processes."""
+        ...
+
+
+class NoPeers:
+    """The peers of a single rank."""
+
+    def start(self, config: EngineConfig, path: Path) -> None:
+        pass
+
+    def open_meeting(self) -> int:
+        return 0
+
+    def send(self, body: bytes) -> None:
+        pass
+
+    def collect(self) -> list[int]:
+        return []
+
+    def executor(self, local: Executor) -> Executor:
+        return local
+
+    def give_up(self, consequence: BaseException | str) -> BaseException:
+        return consequence if isinstance(consequence, BaseException) else EngineDead(consequence)
+
+    def kill(self) -> None:
+        pass
+
+
+def start_peers(config: EngineConfig) -> Peers:
+    """Start the processes of all ranks but the first.
+
+    Raises:
+        ConfigError: on Windows, where a child process cannot inherit descriptors.
+    """
+    if config.tensor_parallel_size == 1:
+        return NoPeers()
+    return RankGroup(config.tensor_parallel_size, config.rank_timeout)
+
+
+@dataclass(frozen=True, slots=True)
+class _Peer:
+    """One process, and what it is called in messages to users."""
+
+    process: subprocess.Popen[bytes]
+    channel: Channel
+    name: str
+
+
+class RankGroup:
+    """The processes of ranks 1 to size - 1, the ring of messages to them, and their channels.
+
+    Args:
+        size: number of ranks, the host's included.
+        timeout_s: time without progress after which a rank counts as hung.
+
+    Raises:
+        ConfigError: on Windows, where a child process cannot inherit descriptors.
+    """
+
+    def __init__(self, size: int, timeout_s: float) -> None:
+        if sys.platform == "win32":
+            raise ConfigError("tensor_parallel_size above 1 needs Linux or macOS")
+        self.size, self.timeout_s = size, timeout_s
+        self.ring = RingWriter(size - 1)
+        self._peers = [_start(rank, end) for rank, end in enumerate(self.ring.ends(), 1)]
+        self._failure: str | None = None
+        self._checked_s = 0.0
+
+    def start(self, config: EngineConfig, path: Path) -> None:
+        for rank, peer in enumerate(self._peers, 1):
+            peer.channel.send(encode(StartRank(config, str(path), rank)))
+
+    def send(self, body: bytes) -> None:
+        self.ring.send(body, self.check)
+
+    def collect(self) -> list[int]:
+        return [self._result_of(peer) for peer in self._peers]
+
+    def _result_of(self, peer: _Peer) -> int:
+        while True:
+            try:
+                if peer.channel.poll(_POLL_S):
+                    message = decode_from_rank(peer.channel.receive())
+                    if isinstance(message, PhaseEnded):
+                        return message.result
+                    self.kill()
+                    raise _error_of(message.kind, f"{peer.name}: {message.cause}")
+            except EOFError:
+                pass
+            self.check()
+
+    def check(self) -> None:
+        """Raise EngineDead, naming the rank, if one has failed. Looks at the processes at most every 50 ms."""
+        if self._failure is None:
+            now = time.monotonic()
+            if now - self._checked_s < _POLL_S:
+                return
+            self._checked_s = now
+            self._failure = self._find_failure()
+        if self._failure is not None:
+            self.kill()
+            raise EngineDead(self._failure)
+
+    def open_meeting(self) -> int:
+        from quire.parallel.connection import open_store  # deferred, because it imports torch
+
+        self._store = open_store(self.size)
+        return int(self._store.port)
+
+    def executor(self, local: Executor) -> Executor:
+        from quire.ranks.executor import GroupExecutor
+
+        return GroupExecutor(local, self)
+
+    def give_up(self, consequence: BaseException | str) -> EngineDead:
+        if isinstance(consequence, BaseException):
+            consequence = f"{type(consequence).__name__}: {consequence}".split("\n")[0]
+        end_s = time.monotonic() + _CAUSE_S
+        while self._failure is None and time.monotonic() < end_s:
+            self._failure = self._find_failure()
+            time.sleep(_POLL_S)
+        behind = [peer.name for index, peer in enumerate(self._peers) if self.ring.lag(index)]
+        self._failure = self._failure or (
+            f"{', '.join(behind)} made no progress: {consequence}" if behind else f"rank 0: {consequence}"
+        )
+        self.kill()
+        return EngineDead(self._failure)
+
+    def _find_failure(self) -> str | None:
+        for peer in self._peers:
+            try:
+                if peer.channel.poll():
+                    message = decode_from_rank(peer.channel.receive())
+                    if not isinstance(message, PhaseEnded):
+                        return f"{peer.name}: {message.cause}"
+            except EOFError:
+                pass
+            if peer.process.poll() is not None:
+                return f"{peer.name} ended with {_exit_text(peer.process.returncode)}"
+        return None
+
+    def kill(self) -> None:
+        for peer in self._peers:
+            if peer.process.poll() is None:
+                peer.process.kill()
+        for peer in self._peers:
+            peer.process.wait()
+
+    def close(self) -> None:
+        """Wait for the processes, which have been told to stop, and kill those that do not."""
+        end_s = time.monotonic() + _STOP_S
+        self.ring.close()
+        for peer in self._peers:
+            peer.channel.close()
+        for peer in self._peers:
+            try:
+                peer.process.wait(max(0.0, end_s - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                peer.process.kill()
+                peer.process.wait()
+
+
+def _start(rank: int, end: ReaderEnd) -> _Peer:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        numbers = (theirs.fileno(), end.memory, end.wake, end.index, end.readers)
+        command = [sys.executable, "-m", "quire.rank_process", *map(str, numbers)]
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *end.descriptors()]
+        )
+    return _Peer(process, Channel(ours), f"rank {rank} (process {process.pid})")
+
+
+def _exit_text(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    return f"signal {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"signal {-code}"
+
+
+def _error_of(kind: str, text: str) -> QuireError:
+    """Return an error of the class `kind` of quire.types, or EngineDead if there is none."""
+    error = getattr(types, kind, None)
+    return error(text) if isinstance(error, type) and issubclass(error, QuireError) else EngineDead(text)

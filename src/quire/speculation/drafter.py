@@ -1,0 +1,64 @@
+"""The interface of drafters: they write guesses of the next tokens behind the known tokens of a slot.
+
+A drafter runs at the beginning of the step that verifies its drafts, on the same stream, so that the host decides how
+many drafts a row gets when it schedules the step. Whatever is drafted, the output of a request stays the same:
+`accepted_counts` in worker/batch.py keeps exactly the tokens that the model samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+class DraftColumns(Protocol):
+    """The columns of the device state that drafters use, of S slots."""
+
+    @property
+    def tokens(self) -> Tensor: ...  # int32 [S, L], drafts go behind the known tokens
+
+    @property
+    def num_tokens(self) -> Tensor: ...  # int32 [S], known tokens
+
+
+@dataclass(slots=True)
+class DraftRows:
+    """The rows of a step. Rows of prompts and padding rows have no drafts."""
+
+    slots: Tensor  # integers [rows], all different except for padding
+    counts: Tensor  # integers [rows], the number of drafts that each row verifies
+    most: int  # upper bound of `counts`
+    reach: int  # upper bound of the number of known tokens of any row
+
+
+class Drafter(Protocol):
+    """A source of draft tokens."""
+
+    def propose(self, rows: DraftRows) -> None:
+        """Write at least `counts` valid token ids behind the known tokens of each row, without waiting for the device.
+
+        Entries past the end of the token column must not be written.
+        """
+        ...
+
+
+class NoDrafter:
+    """A `Drafter` of an engine whose steps have no drafts."""
+
+    def propose(self, rows: DraftRows) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class Speculation:
+    """How an engine drafts: the factory of its drafter, and the most draft tokens of a row."""
+
+    make: Callable[[DraftColumns, torch.device], Drafter]
+    tokens: int
+
+
+NO_SPECULATION = Speculation(lambda columns, device: NoDrafter(), 0)

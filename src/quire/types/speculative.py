@@ -1,0 +1,29 @@
+"""vLLM's `speculative_config`, as settings of Quire."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from quire.types.errors import ConfigError
+
+METHODS = ("ngram",)
+_FIELDS = {"method": "spec_method", "num_speculative_tokens": "spec_tokens"}
+# Fields that tune vLLM's own implementation and change no output.
+_IGNORED = {"prompt_lookup_max", "prompt_lookup_min", "disable_padded_drafter_batch"}
+
+
+def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of Quire that correspond to a `speculative_config`.
+
+    Raises:
+        ConfigError: if a field is unknown or the method is missing.
+    """
+    unknown = sorted(set(config) - set(_FIELDS) - _IGNORED)
+    if unknown:
+        raise ConfigError(
+            f"speculative_config has no field {unknown[0]!r}; its fields are {', '.join((*_FIELDS, *sorted(_IGNORED)))}"
+        )
+    if "method" not in config:
+        raise ConfigError(f"speculative_config needs a method: {', '.join(METHODS)}")
+    return {_FIELDS[name]: value for name, value in config.items() if name in _FIELDS}

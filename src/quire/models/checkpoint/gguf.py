@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from quire.models.checkpoint.checkpoint import Checkpoint, check_shape, check_unread
+from quire.models.checkpoint.gguf_names import IN_SPEC, OFFSET_NORMS, REORDERED, layer_names
 from quire.models.config.gguf import Metadata, open_gguf
 from quire.models.spec import ModelSpec
 from quire.types import ModelError
@@ -27,33 +28,6 @@ _TOP = {
     "transformer.wte": "token_embd",
     "transformer.wpe": "position_embd",
     "transformer.ln_f": "output_norm",
-}
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-}
-_GEMMA3 = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-_GPT2 = {
-    "ln_1": "attn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
 }
 _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 _NAME = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)\.(weight|bias)")
@@ -69,8 +43,8 @@ class GGUFCheckpoint(Checkpoint):
         self.spec = spec
         self.arch = Metadata(reader, path).arch
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self.unread = set(self.tensors) - {"rope_freqs.weight"}  # which is part of the spec
-        self.layer_names = {**_LAYER, **(_GEMMA3 if self.arch == "gemma3" else {}), **_GPT2}
+        self.unread = set(self.tensors) - IN_SPEC
+        self.layer_names = layer_names(self.arch)
 
     def has(self, name: str) -> bool:
         return self._find(name)[0] in self.tensors
@@ -84,7 +58,7 @@ class GGUFCheckpoint(Checkpoint):
                 f"{self.path} has no tensor {stored or 'for'} ({name}, expected shape {list(shape)})"
             )
         source = self.tensors[stored]
-        transposed = name.endswith(_TRANSPOSED)
+        transposed = self.arch == "gpt2" and name.endswith(_TRANSPOSED)
         stored_shape = tuple(int(n) for n in reversed(source.shape))
         check_shape(
             name,
@@ -93,7 +67,7 @@ class GGUFCheckpoint(Checkpoint):
         )
         self.unread.discard(stored)
         data = source.data if expert is None else source.data[expert]
-        reordered = self.arch == "llama" and re.search(r"\.[qk]_proj\.", name)
+        reordered = self.arch in REORDERED and re.search(r"\.[qk]_proj\.", name)
         early = not (reordered or transposed)  # rows can be selected before they are dequantised
         values = self._unpack(stored, data[rows] if early else data, source.tensor_type)
         if reordered:
@@ -101,7 +75,7 @@ class GGUFCheckpoint(Checkpoint):
             values = _restore_order(values, heads)
         if transposed:
             values = values.T
-        if self.arch == "gemma3" and name.endswith("norm.weight"):
+        if self.arch in OFFSET_NORMS and name.endswith("norm.weight"):
             values = values - 1
         values = values if early else values[rows]
         return torch.from_numpy(

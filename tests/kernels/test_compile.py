@@ -39,6 +39,9 @@ def compile_all(folder: Path, *options: str) -> subprocess.CompletedProcess[str]
         ("Gemma 3 1B", "half", f"{ATTENTION},_skinny", "75,80,86,100,120"),  # 89 has the code of 86
         ("Gemma 3 1B", "float32", ATTENTION, "75,86"),
         ("Qwen3 30B-A3B", "half", "_grouped,_whole", "75,86"),
+        ("gpt-oss 20B", "half", f"{ATTENTION},_merge_kernel", "90"),
+        ("GLM-4 9B", "half", "_norm_rotate", "90"),
+        ("Phi-4 mini", "half", "_norm_rotate", "75,90"),
     ],
 )
 def test_kernels_fit_in_shared_memory(

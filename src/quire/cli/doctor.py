@@ -109,10 +109,19 @@ def _fill(report: Report, config: EngineConfig, load: bool) -> None:
     import quire.host  # noqa: F401  (imports torch, which is timed here)
 
     imports_s = time.perf_counter() - begin
+    _models(report)
     _machine(report)
     _plan(report, config)
     if load:
         _load(report, config, imports_s)
+
+
+def _models(report: Report) -> None:
+    from quire.models.families import catalogue
+
+    report.section("Models", "models")
+    families = {family.title: list(family.architectures) for family in catalogue()}
+    report.row("families", ", ".join(families), families)
 
 
 def _machine(report: Report) -> None:

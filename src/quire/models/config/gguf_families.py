@@ -29,10 +29,9 @@ class GGUFMetadata(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Translation:
-    """The architecture in transformers, and the fields of its config by their keys in the file."""
+class Translation:
+    """What only some architectures have: further fields of the config by their keys in the file, and windows."""
 
-    architecture: str
     fields: dict[str, str] = field(default_factory=dict)
     has_window: bool = False
 
@@ -49,22 +48,22 @@ _GRANITE = {
     ".logit_scale": "logits_scaling",
 }
 TRANSLATIONS = {
-    "arcee": _Translation("ArceeForCausalLM"),
-    "cohere2": _Translation("Cohere2ForCausalLM", _LOGIT_SCALE, has_window=True),
-    "command-r": _Translation("CohereForCausalLM", _LOGIT_SCALE),
-    "ernie4_5": _Translation("Ernie4_5ForCausalLM"),
-    "exaone4": _Translation("Exaone4ForCausalLM", has_window=True),
-    "gemma": _Translation("GemmaForCausalLM"),
-    "gemma2": _Translation("Gemma2ForCausalLM", _CAPS, has_window=True),
-    "glm4": _Translation("Glm4ForCausalLM"),
-    "granite": _Translation("GraniteForCausalLM", _GRANITE),
-    "hunyuan-dense": _Translation("HunYuanDenseV1ForCausalLM"),
-    "nemotron": _Translation("NemotronForCausalLM"),
-    "olmo2": _Translation("Olmo2ForCausalLM"),
-    "phi3": _Translation("Phi3ForCausalLM", has_window=True),
-    "seed_oss": _Translation("SeedOssForCausalLM"),
-    "smollm3": _Translation("SmolLM3ForCausalLM"),
-    "starcoder2": _Translation("Starcoder2ForCausalLM"),
+    "arcee": Translation(),
+    "cohere2": Translation(_LOGIT_SCALE, has_window=True),
+    "command-r": Translation(_LOGIT_SCALE),
+    "ernie4_5": Translation(),
+    "exaone4": Translation(has_window=True),
+    "gemma": Translation(),
+    "gemma2": Translation(_CAPS, has_window=True),
+    "glm4": Translation(),
+    "granite": Translation(_GRANITE),
+    "hunyuan-dense": Translation(),
+    "nemotron": Translation(),
+    "olmo2": Translation(),
+    "phi3": Translation(has_window=True),
+    "seed_oss": Translation(),
+    "smollm3": Translation(),
+    "starcoder2": Translation(),
 }
 _GEMMA2_27B_LAYERS = 46  # Gemma 2 27B scales queries by hidden / heads instead of by head_dim
 
@@ -85,8 +84,8 @@ def translated_spec(
         ModelError: if a key is missing, has a bad value, or the model is not supported.
     """
     rule = TRANSLATIONS[arch]
-    parse = {name: family.parse for family in catalogue() for name in family.architectures}[rule.architecture]
-    spec = parse(rule.architecture, ConfigKeys(_config(rule, arch, meta, facts, tensors, rope)))
+    family = next(family for family in catalogue() if arch in family.gguf)
+    spec = family.parse(family.architectures[0], ConfigKeys(_config(rule, arch, meta, facts, tensors, rope)))
     assert spec.rope is not None
     if "rope_factors_long.weight" in tensors:
         rope = _longrope(rope, meta, tensors)
@@ -101,7 +100,7 @@ def translated_spec(
 
 
 def _config(
-    rule: _Translation,
+    rule: Translation,
     arch: str,
     meta: GGUFMetadata,
     facts: dict[str, Any],

@@ -28,4 +28,5 @@ FAMILY = Family(
     architectures=names("Arcee", "arcee"),
     parse=_parse,
     special="squared ReLU in an MLP without gate",
+    gguf=("arcee",),
 )

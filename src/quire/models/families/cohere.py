@@ -34,5 +34,6 @@ FAMILY = Family(
     architectures=names("Cohere", "cohere"),
     parse=_parse,
     special="one norm for attention and MLP, interleaved rotation, scaled logits",
+    gguf=("command-r",),
     tools="cohere_plus",
 )

@@ -38,6 +38,7 @@ FAMILY = Family(
     architectures=names("Cohere2", "cohere2"),
     parse=_parse,
     special="Command R with windows; layers without a window do not rotate",
+    gguf=("cohere2",),
     tools="cohere",
     reasoning="cohere",
 )

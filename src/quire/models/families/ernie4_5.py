@@ -31,5 +31,6 @@ FAMILY = Family(
     architectures=names("Ernie4_5", "ernie4_5"),
     parse=_parse,
     special="interleaved rotation",
+    gguf=("ernie4_5",),
     reasoning="think",
 )

@@ -33,6 +33,7 @@ FAMILY = Family(
     architectures=names("Exaone4", "exaone4"),
     parse=_parse,
     special="norms after each half; windows in three of four layers, the others without rotation",
+    gguf=("exaone4",),
     tools="hermes",
     reasoning="think",
 )

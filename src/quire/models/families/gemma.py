@@ -35,4 +35,5 @@ FAMILY = Family(
     architectures=names("Gemma", "gemma"),
     parse=_parse,
     special="scaled embeddings, norm weights stored minus one",
+    gguf=("gemma",),
 )

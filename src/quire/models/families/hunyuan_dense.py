@@ -36,5 +36,6 @@ FAMILY = Family(
     architectures=names("HunYuanDenseV1", "hunyuan_v1_dense"),
     parse=_parse,
     special="norms of q and k heads behind the rotation",
+    gguf=("hunyuan-dense",),
     reasoning="think",
 )

@@ -32,4 +32,5 @@ FAMILY = Family(
     architectures=names("Nemotron", "nemotron"),
     parse=_parse,
     special="LayerNorm with weights stored minus one, squared ReLU, partial rotation",
+    gguf=("nemotron",),
 )

@@ -26,6 +26,7 @@ FAMILY = Family(
     architectures=names("SeedOss", "seed_oss"),
     parse=_parse,
     special="biases of q, k and v",
+    gguf=("seed_oss",),
     tools="seed_oss",
     reasoning="seed_oss",
 )

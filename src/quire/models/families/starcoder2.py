@@ -34,4 +34,5 @@ FAMILY = Family(
     architectures=names("Starcoder2", "starcoder2"),
     parse=_parse,
     special="LayerNorm, an MLP without gate, biases",
+    gguf=("starcoder2",),
 )

@@ -39,6 +39,16 @@ BASE: dict[str, Any] = {
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_experts": 5, "decoder_sparse_step": 1}
 
 
+GLM4_MOE = {
+    "n_routed_experts": 9,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "routed_scaling_factor": 1.7,
+    "num_nextn_predict_layers": 0,
+    "partial_rotary_factor": 0.5,
+}
+
+
 def rope(kind: str, **settings: Any) -> dict[str, Any]:
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 500.0, **settings}}
 
@@ -223,6 +233,39 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "stablelm": ("StableLm", {"head_dim": 8, "use_qkv_bias": True}),
     "stablelm-parallel": ("StableLm", {"head_dim": 8, "use_parallel_residual": True}),
     "phi": ("Phi", {"head_dim": 8, "hidden_act": "gelu_new", "intermediate_size": 64}),
+    "qwen2-moe": ("Qwen2Moe", {**MOE, "head_dim": 8, "shared_expert_intermediate_size": 40}),
+    "qwen2-moe-mixed": (
+        "Qwen2Moe",
+        {
+            **MOE,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 2,
+            "qkv_bias": False,
+            "shared_expert_intermediate_size": 24,
+            "use_sliding_window": True,
+            "sliding_window": 4,
+            "max_window_layers": 2,
+        },
+    ),
+    "olmoe": ("Olmoe", {**MOE, "head_dim": None, "num_attention_heads": 4}),
+    "olmoe-biases": (
+        "Olmoe",
+        {**MOE, "head_dim": 8, "num_key_value_heads": 6, "norm_topk_prob": True, "attention_bias": True},
+    ),
+    "glm4-moe": ("Glm4Moe", GLM4_MOE),
+    "glm4-moe-groups": (
+        "Glm4Moe",
+        {
+            **GLM4_MOE,
+            "n_group": 3,
+            "topk_group": 2,
+            "n_shared_experts": 2,
+            "use_qk_norm": True,
+            "first_k_dense_replace": 2,
+            "norm_topk_prob": False,
+            "attention_bias": True,
+        },
+    ),
     "gpt2": (
         "GPT2",
         {
@@ -239,6 +282,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_embd": 40, "n_layer": 2, "n_head": 5, "n_positions": 64, "tie_word_embeddings": False},
     ),
 }
+NAMES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "Qwen2Moe", "Olmoe")
 CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
 
 
@@ -259,6 +303,9 @@ def make_reference(case: str, folder: Path, **save: Any) -> Any:
                 parameter.copy_(centre + 0.3 * torch.randn_like(parameter))
             elif "router" in key or key.endswith("gate.weight"):
                 parameter.copy_(0.3 * torch.randn_like(parameter))
+        for key, buffer in model.named_buffers():
+            if key.endswith("correction_bias"):
+                buffer.copy_(0.3 * torch.randn_like(buffer))
     model.save_pretrained(folder, **save)
     return model
 
@@ -355,6 +402,41 @@ def test_gemma3_inside_a_multimodal_checkpoint(tmp_path: Path) -> None:
     check(model, tmp_path, count=2)
 
 
+def test_gpt_oss_with_experts_in_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As published: blocks of 32 numbers of four bits, two in a byte, with a power of two as their scale."""
+    from safetensors.torch import load_file, save_file
+
+    sizes = {**GPT_OSS, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
+    monkeypatch.setitem(CASES, "gpt-oss-mxfp4", ("GptOss", sizes))
+    model = make_reference("gpt-oss-mxfp4", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat((values, -values))
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            continue
+        experts, inputs, outputs = parameter.shape
+        shape = (experts, outputs, inputs // 32)
+        blocks = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(122, 126, shape, generator=generator, dtype=torch.uint8)
+        numbers = torch.stack((values[(blocks & 15).long()], values[(blocks >> 4).long()]), -1).flatten(-2)
+        numbers = (numbers * torch.exp2(scales.float() - 127)[..., None]).flatten(-2)
+        with torch.no_grad():
+            parameter.copy_(numbers.transpose(1, 2))
+        del tensors[name]
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    check(model, tmp_path, count=2)
+
+
 def test_float16_runs(tmp_path: Path) -> None:
     model = make_reference("llama", tmp_path)
     logits = logits_of(load_model(tmp_path, torch.float16), ROWS)[0]
@@ -362,17 +444,14 @@ def test_float16_runs(tmp_path: Path) -> None:
     assert (logits.float() - expected).abs().mean() < 0.01 * expected.abs().mean()
 
 
-@pytest.mark.parametrize(
-    "name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "Gemma3Text", "GPT2"]
-)
+@pytest.mark.parametrize("name", [*NAMES, "Glm4Moe", "Gemma3Text", "GPT2"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_models_without_a_head(tmp_path: Path, name: str, tied: bool) -> None:
     """Checkpoints saved from the base class have other tensor names and no lm_head; hidden states are compared."""
     keys = ("vocab_size", "bos_token_id", "eos_token_id", "initializer_range")
     base = {key: BASE[key] for key in keys} | {"n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 64}
     settings = {**(base if name == "GPT2" else BASE), "tie_word_embeddings": tied}
-    if name == "Gemma3Text":
-        settings |= GEMMA
+    settings |= {"Gemma3Text": GEMMA, "Olmoe": {"head_dim": 8}, "Glm4Moe": GLM4_MOE}.get(name, {})
     config = getattr(transformers, name + "Config")(**settings)
     torch.manual_seed(3)
     model = getattr(transformers, name + "Model")(config).eval()
@@ -409,12 +488,11 @@ SIZES = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "name", ["Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "Gemma3Text", "GPT2"]
-)
+@pytest.mark.parametrize("name", [*NAMES, "Gemma3Text", "GPT2"])
 def test_what_a_config_leaves_out_is_the_default_of_transformers(name: str) -> None:
     config = getattr(transformers, name + "Config")()
     theirs = config.to_dict()
+    theirs["sliding_window"] = theirs.get("sliding_window") or None  # Qwen2-MoE writes 0 for none
     sizes = {
         key: getattr(config, key)
         for key in SIZES

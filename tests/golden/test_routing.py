@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from quire.kernels.experts.choice import ExpertChoice
 from quire.layers.env import Env
 from quire.layers.expert_weights import load_experts, load_interleaved_experts
 from quire.layers.moe import Experts, make_experts
-from quire.layers.routing import Router, choose_experts
+from quire.layers.routing import choose_experts, make_router
 from quire.layers.routing_params import Routing
 from quire.parallel.ranks import Parallel
 
@@ -93,7 +94,9 @@ def test_routers(case: str) -> None:
     x = torch.randn(50, HIDDEN)
     with torch.inference_mode():
         _, wanted, wanted_ids = reference(x)
-        ids, weights = Router(env(tensors), "gate", HIDDEN, Routing(num_experts=EXPERTS, top_k=4, **rule))(x)
+        rule = Routing(num_experts=EXPERTS, top_k=4, **rule)
+        choice = make_router(env(tensors), "gate", HIDDEN, rule)(x)
+    ids, weights = choice.ids, choice.weights
     dense = torch.zeros(50, EXPERTS).scatter(1, ids, weights)
     torch.testing.assert_close(dense, torch.zeros(50, EXPERTS).scatter(1, wanted_ids, wanted))
     assert (weights > 0).all() and len({tuple(sorted(row)) for row in ids.tolist()}) > 10
@@ -122,7 +125,7 @@ def test_the_first_of_equal_scores_and_a_row_that_is_not_finite() -> None:
 def run(experts: Experts, x: torch.Tensor) -> torch.Tensor:
     ids = torch.stack([torch.randperm(5, generator=torch.Generator().manual_seed(i))[:2] for i in range(9)])
     weights = torch.rand(9, 2, generator=torch.Generator().manual_seed(3))
-    return experts(x, ids, weights)
+    return experts(x, ExpertChoice(ids, weights))
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -164,8 +167,8 @@ def test_experts_of_gpt_oss(size: int) -> None:
     loaded = [load_interleaved_experts(e, "experts.", 5, HIDDEN, WIDTH) for e in parts]
     experts = [make_experts(e, w, "clamped_swiglu") for e, w in zip(parts, loaded)]
 
-    def by_reference(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        return reference(x, ids, weights)
+    def by_reference(x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
+        return reference(x, choice.ids, choice.weights)
 
     with torch.inference_mode():
         wanted = run(by_reference, x)

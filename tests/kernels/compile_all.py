@@ -29,11 +29,14 @@ from triton.runtime import driver, jit
 from quire.kernels import activation, batch, ngram, norm, rope
 from quire.kernels import target as targets
 from quire.kernels.attention import kv_write, long, shared, short
+from quire.kernels.experts.route import FEW_TOKENS, rule_arguments
+from quire.kernels.experts.router import norm_and_route, route_all
 from quire.kernels.matmul import grouped
 from quire.kernels.sampling import choose, masks, penalties
 from quire.kernels.sampling.row import COLUMNS
 from quire.kernels.target import Target
-from quire.layers.moe import grouped_in_library
+from quire.layers.expert_weights import ExpertWeights
+from quire.layers.fused_experts import FusedExperts
 from quire.quant.few_rows import FewRowsMatmul
 
 CPU = torch.device("cpu")
@@ -161,14 +164,29 @@ def few_rows(model: Shapes, dtype: torch.dtype, target: Target) -> None:
 
 
 def experts(model: Shapes, dtype: torch.dtype, target: Target) -> None:
-    if not model.experts or grouped_in_library(target, dtype, model.hidden, model.intermediate):
+    if not model.experts:
         return
-    for outputs, inputs in ((2 * model.intermediate, model.hidden), (model.hidden, model.intermediate)):
-        x, weight = (
-            torch.zeros(64, inputs, dtype=dtype),
-            torch.empty(model.experts, outputs, inputs, dtype=dtype),
-        )
-        grouped.grouped_product(x, weight, ints(model.experts))
+    hidden, width, top_k = model.hidden, model.intermediate, min(8, model.experts // 4)
+    gate_up = torch.empty(model.experts, 2 * width, hidden, dtype=dtype)
+    down = torch.empty(model.experts, hidden, width, dtype=dtype)
+    if dtype == torch.float32 or not target.has_matrix_units:
+        for weight in (gate_up, down):
+            x = torch.zeros(64, weight.shape[2], dtype=dtype)
+            grouped.grouped_product(x, weight, ints(model.experts))
+        return
+    fused = FusedExperts(ExpertWeights(gate_up, down), "silu")
+    router, arrived = torch.zeros(model.experts, hidden, dtype=dtype), ints(1)
+    rules = (
+        rule_arguments(model.experts, top_k),
+        rule_arguments(model.experts, top_k, True, True, 2.5, 2, 1, True),
+    )
+    for tokens in (16, 1, 64, 256, 1024, 8192):
+        x = torch.zeros(tokens, hidden, dtype=dtype)
+        for rule in rules:
+            choice = route_all(x, router, None, None, rule, arrived)
+        if tokens <= FEW_TOKENS:
+            norm_and_route(x, x, x[0], 1e-6, router, None, torch.zeros(model.experts), rules[0], arrived)
+        fused(x, choice)
 
 
 def step(model: Shapes, dtype: torch.dtype, target: Target) -> None:

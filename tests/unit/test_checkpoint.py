@@ -24,7 +24,7 @@ from quire.layers.moe import (
     make_experts,
     masked_product,
 )
-from quire.layers.routing import Router
+from quire.layers.routing import make_router
 from quire.layers.routing_params import Routing
 from quire.models.checkpoint.checked import CheckedCheckpoint
 from quire.models.checkpoint.checkpoint import DummyCheckpoint, open_checkpoint
@@ -312,7 +312,7 @@ def test_ranks_sum_to_the_whole_mlp_and_experts() -> None:
 
     def moe(parallel: Parallel) -> torch.Tensor:
         around = env(weights, parallel)
-        router = Router(around, "moe.gate", 12, Routing(num_experts=4, top_k=2, renormalise=True))
+        router = make_router(around, "moe.gate", 12, Routing(num_experts=4, top_k=2, renormalise=True))
         experts = make_experts(around, load_experts(around, "moe.experts.", 4, 12, 16), "silu")
         return MoE(router, experts, parallel)(x)
 
@@ -346,7 +346,7 @@ def test_expert_implementations_agree(dtype: torch.dtype) -> None:
     ids = torch.tensor([0, 0, 2, 2, 2, 3])  # expert 1 has no tokens
     x = torch.randn(6, 24).to(dtype)
     silu = gated("silu", None)
-    looped = LoopedMLPs(weights, silu, None)(x, ids).float()
+    looped = LoopedMLPs(weights, silu, PlainMatmul)(x, ids).float()
     tolerance = 1e-4 if dtype == torch.float32 else 2.0
     for product in (library_product, masked_product) if dtype == torch.bfloat16 else (masked_product,):
         grouped = GroupedMLPs(weights, silu, product)(x, ids).float()
@@ -357,7 +357,7 @@ def test_expert_implementations_agree(dtype: torch.dtype) -> None:
 def test_a_token_that_is_not_finite_changes_no_other_in_experts(dtype: torch.dtype) -> None:
     weights = DummyCheckpoint(5, CPU, dtype)
     around = env(weights, dtype=dtype)
-    router = Router(around, "moe.gate", 32, Routing(num_experts=4, top_k=2, renormalise=True))
+    router = make_router(around, "moe.gate", 32, Routing(num_experts=4, top_k=2, renormalise=True))
     looped = make_experts(around, load_experts(around, "moe.experts.", 4, 32, 16), "silu")
     stacked = ExpertWeights(torch.randn(4, 32, 32).to(dtype), torch.randn(4, 32, 16).to(dtype))
     clean = torch.randn(9, 32).to(dtype)

@@ -50,6 +50,7 @@ presets/qwen2_0_5b: qwen 24 896 14 2 64 4864 151936 32768 1 default 1e6
 presets/qwen2_1_5b: qwen 28 1536 12 2 128 8960 151936 32768 1 default 1e6
 presets/qwen2_7b: qwen 28 3584 28 4 128 18944 152064 32768 0 default 1e6
 presets/qwen2.5_3b: qwen 36 2048 16 2 128 11008 151936 32768 1 default 1e6
+presets/qwen2moe: moe 24 2048 16 16 128 5632 151936 32768 0 default 1e6
 presets/qwen3_0.6b: qwen 28 1024 16 8 128 3072 151936 40960 1 default 1e6
 presets/qwen3_1.7b: qwen 28 2048 16 8 128 6144 151936 40960 1 default 1e6
 presets/smollm2_135m: llama 30 576 9 3 64 1536 49152 8192 1 default 1e5
@@ -63,15 +64,14 @@ REFUSED = {
     "hf/deepseek-ai--DeepSeek-V3_config": "DeepseekV3ForCausalLM",
     "presets/deepseek": "DeepseekForCausalLM",
     "presets/deepseek_v2_lite": "DeepseekV2ForCausalLM",
-    "presets/qwen2moe": "Qwen2MoeForCausalLM",
 }
-PACKED = {
-    "hf/Qwen--Qwen3-235B-A22B-FP8_config": "quant_method fp8",
-    "hf/Qwen--Qwen3-30B-A3B-FP8_config": "quant_method fp8",
-    "hf/Qwen--Qwen3-32B-FP8_config": "quant_method fp8",
-    "hf/openai--gpt-oss-120b_config": "quant_method mxfp4",
-    "hf/openai--gpt-oss-20b_config": "quant_method mxfp4",
-    "hf/Qwen--Qwen3-32B-FP8-Static-PerTensor_config": "quant_method FP8",
+QUANTISED = {
+    "hf/Qwen--Qwen3-235B-A22B-FP8_config": ("fp8 (blocks of 128x128)", "dynamic"),
+    "hf/Qwen--Qwen3-30B-A3B-FP8_config": ("fp8 (blocks of 128x128)", "dynamic"),
+    "hf/Qwen--Qwen3-32B-FP8_config": ("fp8 (blocks of 128x128)", "dynamic"),
+    "hf/Qwen--Qwen3-32B-FP8-Static-PerTensor_config": ("modelopt (FP8)", "static"),
+    "hf/openai--gpt-oss-120b_config": ("mxfp4", "none"),
+    "hf/openai--gpt-oss-20b_config": ("mxfp4", "none"),
 }
 
 
@@ -98,7 +98,7 @@ def test_supported(name: str) -> None:
 @needs_configs
 def test_every_config_is_accounted_for() -> None:
     files = {f"{f.parent.name}/{f.stem}" for f in CONFIGS.glob("*/*.json") if "hf_quant" not in f.name}
-    assert files - {"hf/nvidia--Llama-3.1-70B-Instruct-FP8_config"} == {*TABLE, *REFUSED, *PACKED}
+    assert files - {"hf/nvidia--Llama-3.1-70B-Instruct-FP8_config"} == {*TABLE, *REFUSED, *QUANTISED}
 
 
 @needs_configs
@@ -109,12 +109,19 @@ def test_unsupported(name: str) -> None:
 
 
 @needs_configs
-@pytest.mark.parametrize("name", PACKED)
-def test_packed_weights_are_named_but_refused(name: str) -> None:
+@pytest.mark.parametrize("name", QUANTISED)
+def test_quantised_weights_are_described(name: str) -> None:
     spec = ModelSpec.from_config(read(name))
-    assert spec.num_kv_heads in (4, 8)
-    with pytest.raises(ModelError, match=PACKED[name]):
-        spec.check_quantization()
+    assert spec.num_kv_heads in (4, 8) and spec.quantization is not None
+    spec.check_quantization()
+    described = (str(spec.quantization), spec.quantization.activations("model.layers.3.mlp.down_proj"))
+    assert described == QUANTISED[name]
+
+
+def test_formats_that_cannot_be_read_are_refused_by_name() -> None:
+    config = {**read("hf/Qwen--Qwen3-8B_config"), "quantization_config": {"quant_method": "hqq"}}
+    with pytest.raises(ModelError, match="format hqq cannot be read: supported are: awq, compressed-tensors"):
+        ModelSpec.from_config(config).check_quantization()
 
 
 @needs_configs
@@ -123,9 +130,8 @@ def test_quantisation_described_in_a_file_of_its_own(tmp_path: Path) -> None:
         text = (CONFIGS / "hf" / f"nvidia--Llama-3.1-70B-Instruct-FP8_{kind}.json").read_text()
         (tmp_path / f"{kind}.json").write_text(text)
     spec = load_spec(tmp_path)
-    assert spec.num_layers == 80
-    with pytest.raises(ModelError, match="FP8"):
-        spec.check_quantization()
+    assert spec.num_layers == 80 and str(spec.quantization) == "modelopt (FP8)"
+    spec.check_quantization()
 
 
 @needs_configs
@@ -145,6 +151,10 @@ def test_particulars() -> None:
     mixtral = ModelSpec.from_config(read("hf/mistralai--Mixtral-8x7B-v0.1_config")).moe
     assert mixtral and mixtral.routing == Routing(num_experts=8, top_k=2, renormalise=True)
     assert mixtral.intermediate_size == 14336
+    qwen2_moe = ModelSpec.from_config(read("presets/qwen2moe"))
+    assert qwen2_moe.moe and qwen2_moe.moe.routing == Routing(num_experts=60, top_k=4)
+    assert (qwen2_moe.moe.shared_size, qwen2_moe.moe.shared_gate) == (5632, True)
+    assert round(qwen2_moe.num_parameters / 1e9, 1) == 14.3
     llama = ModelSpec.from_config(read("presets/llama3_2_1b")).rope
     assert llama and (llama.factor, llama.low_freq_factor, llama.high_freq_factor) == (32, 1, 4)
     assert llama.original_max_len == 8192
@@ -226,7 +236,7 @@ def test_qwen2_windows() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["Qwen2MoeForCausalLM"]}, "Qwen2MoeForCausalLM is not supported"),
+        ({"architectures": ["PhimoeForCausalLM"]}, "PhimoeForCausalLM is not supported"),
         ({"architectures": []}, "names no architecture"),
         ({"vocab_size": None}, "lacks vocab_size"),
         ({"hidden_size": "64"}, "hidden_size must be a positive integer"),

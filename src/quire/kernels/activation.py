@@ -28,6 +28,18 @@ def activate(gate, KIND: tl.constexpr):
         return tl.maximum(gate, 0.0)
 
 
+@triton.jit
+def gate_up_product(gate, up, KIND: tl.constexpr, dtype: tl.constexpr):
+    """Return act(gate) * up in fp32; gate, up and act(gate) are rounded to `dtype` as separate calls round them."""
+    gate, up = gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32)
+    if KIND == "clamped_swiglu":
+        gate = tl.minimum(gate, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        up = tl.clamp(up, -7.0, 7.0, propagate_nan=tl.PropagateNan.ALL)
+        return (up + 1.0) * (gate * tl.sigmoid(1.702 * gate))
+    else:
+        return activate(gate, KIND).to(dtype).to(tl.float32) * up
+
+
 @kernel
 def _gated(
     gate_up,  # [rows, 2 * WIDTH]
@@ -47,8 +59,7 @@ def _gated(
     gate = tl.load(place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(place + WIDTH, mask=inside, other=0.0).to(tl.float32)
     dtype = out.dtype.element_ty
-    active = activate(gate, KIND).to(dtype).to(tl.float32)
-    tl.store(out + row * WIDTH + at, (active * up).to(dtype), mask=inside)
+    tl.store(out + row * WIDTH + at, gate_up_product(gate, up, KIND, dtype).to(dtype), mask=inside)
 
 
 def gated(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
@@ -56,7 +67,7 @@ def gated(gate_up: torch.Tensor, kind: str) -> torch.Tensor:
 
     Args:
         gate_up: gate in the first half of the columns, up in the second.
-        kind: the activation: silu, gelu, gelu_tanh or relu.
+        kind: the activation: silu, gelu, gelu_tanh, relu or clamped_swiglu.
     """
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty(rows, width, device=gate_up.device, dtype=gate_up.dtype)

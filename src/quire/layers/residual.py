@@ -18,6 +18,7 @@ import torch
 from quire.layers.activation import FUSED_ACTIVATIONS
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP
+from quire.layers.moe import MoE
 from quire.layers.norm import RMSNorm
 from quire.quant.base import FusingMatmul
 
@@ -81,6 +82,8 @@ def _fuse(
             return None
         inner, down = matmul.after_norm(norm.weight, norm.eps, layer.kind), ResidualAdd(layer.down, adds)
         return (lambda x, residual: down(*inner(x, residual))), matmul.fused_rows
+    if isinstance(layer, MoE):
+        return layer.after_norm(norm.weight, norm.eps)
     matmul = _fusing_matmul(layer)
     return None if matmul is None else (matmul.after_norm(norm.weight, norm.eps, None), matmul.fused_rows)
 

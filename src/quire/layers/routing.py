@@ -1,38 +1,97 @@
 """`Router`: picks the experts of each token and their weights, in fp32.
 
-`choose_experts` defines the rule in plain PyTorch. kernels/routing.py computes the same in one kernel.
+`choose_experts` defines the rule in plain PyTorch. kernels/experts/ computes the same in one kernel.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import replace
+from typing import Protocol
 
 import torch
 
+from quire.kernels import available
+from quire.kernels.experts.choice import ExpertChoice
+from quire.kernels.target import log_choice, target_of
 from quire.layers.env import Env
 from quire.layers.linear import Linear
 from quire.layers.routing_params import Routing
 
 
-class Router:
+class Router(Protocol):
     """Linear layer from the residual stream to one logit per expert, and the choice of the largest.
 
     Logits are computed in fp32, because a rounded logit can choose another expert.
     """
 
+    def __call__(self, x: torch.Tensor) -> ExpertChoice:
+        """Return the experts of the tokens x [tokens, hidden]."""
+        ...
+
+
+class FusingRouter(Router):
+    """A router that can be fused with the norm in front of it, for at most `fused_rows` tokens."""
+
+    fused_rows: int
+
+    @abstractmethod
+    def after_norm(
+        self, x: torch.Tensor, residual: torch.Tensor | None, norm: torch.Tensor, eps: float
+    ) -> tuple[ExpertChoice, torch.Tensor, torch.Tensor]:
+        """Route rms_norm(x + residual).
+
+        Args:
+            x: [tokens, hidden].
+            residual: [tokens, hidden], or None.
+            norm: weight of the RMS norm, [hidden].
+            eps: of the norm.
+
+        Returns:
+            The choice, the normed rows, and the sum x + residual, which is x itself without a residual.
+        """
+
+
+def make_router(env: Env, name: str, hidden: int, routing: Routing) -> Router:
+    """Load a router: `{name}.weight`, and the tensors `.bias` and `.e_score_correction_bias` if the rule has them."""
+    if fuses_experts(env.device, env.dtype):
+        from quire.layers.fused_experts import FusedRouter
+
+        return FusedRouter(env, name, hidden, routing)
+    return PlainRouter(env, name, hidden, routing)
+
+
+def fuses_experts(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether routers and experts are the kernels of kernels/experts/."""
+    if not available(device) or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    target = target_of(device)
+    if not target.has_matrix_units:
+        log_choice(
+            f"MoE: experts without fused kernels, because Triton does not use the matrix units of {target}"
+        )
+    return target.has_matrix_units
+
+
+class PlainRouter(Router):
+    """A router in plain PyTorch."""
+
     def __init__(self, env: Env, name: str, hidden: int, routing: Routing) -> None:
-        """Load `{name}.weight`, and `{name}.bias` and `{name}.e_score_correction_bias` if the rule has them."""
         precise = replace(env, dtype=torch.float32)
         self.routing = routing
         self.logits = Linear(precise, name, hidden, routing.num_experts, routing.bias)
-        self.correction: torch.Tensor | None = None
-        if routing.correction:
-            stored = env.weights.tensor(name + ".e_score_correction_bias", (routing.num_experts,))
-            self.correction = stored.to(env.device, torch.float32)
+        self.correction = load_correction(env, name, routing)
 
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the experts of x [tokens, hidden] and their weights: int64 and float32 [tokens, top_k]."""
-        return choose_experts(self.logits(x.float()), self.routing, self.correction)
+    def __call__(self, x: torch.Tensor) -> ExpertChoice:
+        return ExpertChoice(*choose_experts(self.logits(x.float()), self.routing, self.correction))
+
+
+def load_correction(env: Env, name: str, routing: Routing) -> torch.Tensor | None:
+    """Return the bias of the choice, float32 [experts], or None if the rule has none."""
+    if not routing.correction:
+        return None
+    stored = env.weights.tensor(name + ".e_score_correction_bias", (routing.num_experts,))
+    return stored.to(env.device, torch.float32)
 
 
 def choose_experts(
@@ -45,7 +104,7 @@ def choose_experts(
         routing: the rule.
         correction: float32 [experts], added to the scores for the choice; None if the rule has none.
     """
-    scores = logits.softmax(-1) if routing.scores == "softmax" else logits.sigmoid()
+    scores = logits.softmax(-1) if routing.scores == "softmax" else exact_sigmoid(logits)
     ranked = scores if correction is None else scores + correction
     if routing.groups > 1:
         by_group = ranked.unflatten(-1, (routing.groups, -1))  # [tokens, groups, experts of a group]
@@ -60,3 +119,12 @@ def choose_experts(
     if routing.renormalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return ids, weights * routing.scale
+
+
+def exact_sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Return the sigmoid of x, computed in fp64.
+
+    On a CPU, PyTorch's fp32 sigmoid of an element depends on its place in the tensor: the last elements, which do not
+    fill a vector, are computed by another function. A token's result must not depend on the rest of the batch.
+    """
+    return x.double().sigmoid().to(x.dtype)

@@ -6,7 +6,7 @@ from quire.layers.env import Env
 from quire.layers.expert_weights import load_interleaved_experts
 from quire.layers.mlp import CLAMPED_SWIGLU
 from quire.layers.moe import MoE, make_experts
-from quire.layers.routing import Router
+from quire.layers.routing import make_router
 from quire.models.decoder import DecoderModel
 from quire.models.layouts import DecoderLayer, FeedForward
 from quire.models.spec import ModelSpec
@@ -19,7 +19,7 @@ class GptOssLayer(DecoderLayer):
         """Build the experts."""
         moe, prefix = spec.moe, prefix + "mlp."
         assert moe is not None
-        router = Router(env, prefix + "router", spec.hidden_size, moe.routing)
+        router = make_router(env, prefix + "router", spec.hidden_size, moe.routing)
         sizes = moe.routing.num_experts, spec.hidden_size, moe.intermediate_size
         weights = load_interleaved_experts(env, prefix + "experts.", *sizes)
         return MoE(router, make_experts(env, weights, CLAMPED_SWIGLU), env.parallel)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from quire.layers.env import Env
 from quire.layers.expert_weights import MIXTRAL, USUAL, load_experts
 from quire.layers.moe import MoE, SharedExperts, make_experts
-from quire.layers.routing import Router
+from quire.layers.routing import make_router
 from quire.models.decoder import DecoderModel
 from quire.models.layouts import DecoderLayer, FeedForward
 from quire.models.spec import ModelSpec
@@ -37,7 +37,7 @@ def make_moe(env: Env, spec: ModelSpec, prefix: str) -> MoE:
     block, names = next(spelled, _SPELLINGS[0])
     block = prefix + block
     hidden, routing = spec.hidden_size, moe.routing
-    router = Router(env, block + "gate", hidden, routing)
+    router = make_router(env, block + "gate", hidden, routing)
     weights = load_experts(env, block + "experts.", routing.num_experts, hidden, moe.intermediate_size, names)
     shared = None
     if moe.shared_size:

@@ -23,6 +23,7 @@ from quire.models.config.gguf_families import TRANSLATIONS, translated_spec
 from quire.models.config.keys import ConfigKeys, token_ids
 from quire.models.config.rope import served_len
 from quire.models.spec import ModelSpec, MoESpec
+from quire.quant.spec import QuantSpec
 from quire.types import ModelError
 
 _DTYPES = {Kind.F32: "float32", Kind.F16: "float16", Kind.BF16: "bfloat16"}  # quantised formats: bfloat16
@@ -134,6 +135,8 @@ def gguf_spec(path: Path) -> ModelSpec:
         "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
         "eos_token_ids": _eos_ids(meta, vocab_size),
     }
+    if largest.tensor_type not in _DTYPES:
+        facts["quantization"] = QuantSpec(method="gguf", detail=largest.tensor_type.name)
     try:
         if meta.arch in TRANSLATIONS:
             trained_len = meta.integer(".context_length", "max_position_embeddings")

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from quire.files.reading import shown
-from quire.layers.routing_params import Routing
 from quire.models.config.keys import ConfigKeys
 from quire.models.config.parts import (
     common_fields,
@@ -22,6 +21,7 @@ from quire.models.config.parts import (
     parse_head_dim,
     refuse_bias,
     refuse_bidirectional,
+    routing,
     text_part,
     window_from,
 )
@@ -120,13 +120,6 @@ def _mistral(name: str, keys: ConfigKeys) -> ModelSpec:
     return decoder_spec(name, "llama", keys, window=optional_window(keys, default), kv_default=8)
 
 
-def _routing(keys: ConfigKeys, num_experts: int, top_k: int, **rule: Any) -> Routing:
-    """Build a routing rule, after checking that there are enough experts."""
-    if top_k > num_experts:
-        raise keys.refuse("num_experts_per_tok", f"at most the number of experts, {num_experts}", top_k)
-    return Routing(num_experts=num_experts, top_k=top_k, **rule)
-
-
 def _qwen2(name: str, keys: ConfigKeys) -> ModelSpec:
     return decoder_spec(name, "qwen", keys, qkv_bias=True, window_from=window_from(keys), kv_default=32)
 
@@ -152,7 +145,7 @@ def _qwen3_moe(name: str, keys: ConfigKeys) -> ModelSpec:
     dense = set(keys.entries("mlp_only_layers", int) or [])
     every = keys.integer("decoder_sparse_step", default=1)
     moe = MoESpec(
-        routing=_routing(
+        routing=routing(
             keys,
             keys.integer("num_experts", "num_local_experts", default=128),
             keys.integer("num_experts_per_tok", default=8),
@@ -179,7 +172,7 @@ def _qwen3_moe(name: str, keys: ConfigKeys) -> ModelSpec:
 def _mixtral(name: str, keys: ConfigKeys) -> ModelSpec:
     refuse_bias(name, keys)
     moe = MoESpec(
-        routing=_routing(
+        routing=routing(
             keys,
             keys.integer("num_local_experts", "num_experts", default=8),
             keys.integer("num_experts_per_tok", default=2),

@@ -46,6 +46,7 @@ _RANGES = {
     "mscale": (0.0, 1e3),
     "mscale_all_dim": (0.0, 1e3),
     "attention_factor": (1e-6, 1e3),
+    "routed_scaling_factor": (1e-6, 1e6),
     "query_pre_attn_scalar": (1e-6, 1e9),
     "attn_logit_softcapping": (1e-6, 1e9),
     "final_logit_softcapping": (1e-6, 1e9),

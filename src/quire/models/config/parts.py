@@ -6,9 +6,12 @@ from dataclasses import replace
 from typing import Any
 
 from quire.files.reading import shown
+from quire.layers.routing_params import Routing
 from quire.models.config.keys import ConfigKeys, token_ids
+from quire.models.config.quantization import parse_quantization
 from quire.models.config.rope import RopeDefaults, parse_rope, served_len
 from quire.models.spec import ModelSpec
+from quire.quant.spec import QuantSpec
 from quire.types import ModelError
 
 ACTIVATIONS = {
@@ -106,6 +109,24 @@ def decoder_spec(
     )
 
 
+def routing(
+    keys: ConfigKeys, num_experts: int, top_k: int, groups: int = 1, top_groups: int = 1, **rule: Any
+) -> Routing:
+    """Build a routing rule; `rule` holds further fields of it.
+
+    Raises:
+        ModelError: if there are fewer experts, also in the groups to choose from, than a token needs.
+    """
+    if num_experts % groups or top_groups > groups:
+        wanted = (
+            f"a divisor of the {num_experts} experts, and topk_group {top_groups} must be at most n_group"
+        )
+        raise keys.refuse("n_group", wanted, groups)
+    if top_k > (eligible := num_experts // groups * top_groups):
+        raise keys.refuse("num_experts_per_tok", f"at most the number of experts, {eligible}", top_k)
+    return Routing(num_experts=num_experts, top_k=top_k, groups=groups, top_groups=top_groups, **rule)
+
+
 def common_fields(name: str, family: str, keys: ConfigKeys, tie: bool) -> dict[str, Any]:
     """Parse the fields of `ModelSpec` that every family has; `tie` is the default of `tie_word_embeddings`."""
     vocab_size = keys.integer("vocab_size")
@@ -138,12 +159,8 @@ def _dtype(keys: ConfigKeys) -> str:
     return name
 
 
-def _quantization(keys: ConfigKeys) -> str | None:
-    settings = keys.section("quantization_config")
-    if not settings:
-        return None
-    name = settings.get("quant_method", settings.get("quant_algo", "unknown"))
-    return f"quant_method {name if isinstance(name, str) and len(name) < 40 else shown(name)}"
+def _quantization(keys: ConfigKeys) -> QuantSpec | None:
+    return parse_quantization(keys.section("quantization_config", "compression_config"))
 
 
 def parse_activation(name: str) -> str:
@@ -221,7 +238,7 @@ def text_part(keys: ConfigKeys) -> ConfigKeys:
     if not inner:
         return keys
     shared = (
-        "torch_dtype", "dtype", "tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id",
+        "torch_dtype", "dtype", "tie_word_embeddings", "quantization_config", "compression_config", "bos_token_id", "eos_token_id",
     )  # fmt: skip
     outer = {name: keys.config[name] for name in shared if keys.config.get(name) is not None}
     return ConfigKeys({**inner, **outer}, keys.where)

@@ -1,0 +1,274 @@
+"""Experts for up to 16 tokens: two kernels, bound by the bandwidth of reading the chosen experts.
+
+A program multiplies some rows of one chosen expert's weight with all tokens at once, on the matrix units, and keeps the
+results of the tokens that chose this expert. So no token is moved, and each chosen expert is read once.
+
+The first kernel computes gate and up, and applies the activation. The second one multiplies by the down projection. The
+last of its programs to arrive adds the results of a token's experts, weighted, in the order of the token's choice. So
+the result does not depend on the order in which programs run.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.activation import gate_up_product
+from quire.kernels.experts.choice import ExpertChoice
+from quire.kernels.jit import kernel
+from quire.kernels.target import target_of
+
+_ROWS = 16  # of a tile of tokens
+
+
+@triton.jit
+def _chosen_by(ids, expert, m, tokens, TOP_K: tl.constexpr, K_PAD: tl.constexpr):
+    """Return for each token m its row, token * TOP_K + place of the expert in its choice; -1 without it."""
+    k = tl.arange(0, K_PAD)[None, :]
+    row = m[:, None] * TOP_K + k
+    mine = tl.load(ids + row, mask=(m < tokens)[:, None] & (k < TOP_K), other=-1, cache_modifier=".cg")
+    return tl.sum(tl.where(mine == expert, row + 1, 0), 1) - 1
+
+
+@kernel(do_not_specialize=["tokens"])
+def _few_gate_up(
+    x,  # [tokens, HIDDEN]
+    weight,  # [experts, 2 * WIDTH, HIDDEN]
+    bias,  # [experts, 2 * WIDTH], if BIAS
+    ids,  # int32 [tokens, TOP_K]
+    active,  # int32 [slots]: the chosen experts, then -1
+    h,  # [tokens * TOP_K, WIDTH]
+    tokens,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    KIND: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (slots, tiles of WIDTH)."""
+    if PDL:  # the next kernel reads `active` before it waits, so it may start only after this wait
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    expert = tl.load(active + tl.program_id(0), cache_modifier=".cg")
+    if expert < 0:
+        return
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    gate_at = (
+        weight + (expert.to(tl.int64) * (2 * WIDTH) + tl.minimum(n, WIDTH - 1))[:, None] * HIDDEN + k[None, :]
+    )
+    up_at = gate_at + WIDTH * HIDDEN
+    x_at = x + m[:, None] * HIDDEN + k[None, :]
+    real = (m < tokens)[:, None]
+    gate = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    for start in range(0, HIDDEN, BLOCK_K):
+        if HIDDEN % BLOCK_K == 0:
+            w_gate = tl.load(gate_at + start, eviction_policy="evict_first")
+            w_up = tl.load(up_at + start, eviction_policy="evict_first")
+            a = tl.load(x_at + start, mask=real, other=0.0)
+        else:
+            there = (start + k < HIDDEN)[None, :]
+            w_gate = tl.load(gate_at + start, mask=there, other=0.0, eviction_policy="evict_first")
+            w_up = tl.load(up_at + start, mask=there, other=0.0, eviction_policy="evict_first")
+            a = tl.load(x_at + start, mask=real & there, other=0.0)
+        gate = tl.dot(w_gate, tl.trans(a), gate, input_precision="ieee")
+        up = tl.dot(w_up, tl.trans(a), up, input_precision="ieee")
+    if BIAS:
+        b_at = bias + expert * (2 * WIDTH) + n
+        gate += tl.load(b_at, mask=n < WIDTH, other=0.0).to(tl.float32)[:, None]
+        up += tl.load(b_at + WIDTH, mask=n < WIDTH, other=0.0).to(tl.float32)[:, None]
+    value = gate_up_product(gate, up, KIND, h.dtype.element_ty)
+    row = _chosen_by(ids, expert, m, tokens, TOP_K, K_PAD)
+    to = h + row[None, :] * WIDTH + n[:, None]
+    tl.store(to, value.to(h.dtype.element_ty), mask=(row >= 0)[None, :] & (n < WIDTH)[:, None])
+
+
+@triton.jit
+def _wait(PDL: tl.constexpr):
+    """Wait for the previous kernel and return 0.
+
+    A load whose address includes this 0 cannot be moved before the wait.
+    """
+    if PDL:
+        return tl.inline_asm_elementwise(
+            "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
+        )
+    else:
+        return 0
+
+
+@kernel(do_not_specialize=["tokens"])
+def _few_down(
+    h,  # [tokens * TOP_K, WIDTH]
+    weight,  # [experts, HIDDEN, WIDTH]
+    bias,  # [experts, HIDDEN], if BIAS
+    ids,  # int32 [tokens, TOP_K]
+    weights,  # float32 [tokens, TOP_K]
+    active,  # int32 [slots]: the chosen experts, then -1
+    parts,  # float32 [tokens * TOP_K, HIDDEN]
+    arrived,  # int32 [tiles], 0 before and after
+    y,  # [tokens, HIDDEN]
+    tokens,
+    HIDDEN: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOP_K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EARLY: tl.constexpr,  # weights are loaded before the wait
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (slots, tiles of HIDDEN)."""
+    if PDL:
+        if not EARLY:
+            tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    # The routing has ended even before the wait, because the kernel before this one let it start only then.
+    expert = tl.load(active + tl.program_id(0), cache_modifier=".cg")
+    tile = tl.program_id(1)
+    n = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    m = tl.arange(0, BLOCK_M)
+    if expert >= 0:
+        k = tl.arange(0, BLOCK_K)
+        w_at = (
+            weight + (expert.to(tl.int64) * HIDDEN + tl.minimum(n, HIDDEN - 1))[:, None] * WIDTH + k[None, :]
+        )
+        row = _chosen_by(ids, expert, m, tokens, TOP_K, K_PAD)
+        real = (row >= 0)[:, None]
+        h_at = h + tl.maximum(row, 0)[:, None] * WIDTH + k[None, :]
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        if EARLY:
+            zero = 0
+            a = tl.zeros([BLOCK_M, BLOCK_K], h.dtype.element_ty)
+            for start in range(0, WIDTH, BLOCK_K):
+                if WIDTH % BLOCK_K == 0:
+                    w = tl.load(w_at + start, eviction_policy="evict_first")
+                else:
+                    w = tl.load(
+                        w_at + start,
+                        mask=(start + k < WIDTH)[None, :],
+                        other=0.0,
+                        eviction_policy="evict_first",
+                    )
+                if start == 0:  # after the first loads of the weight have been issued
+                    zero = _wait(PDL)
+                    a = tl.load(h_at + 16 * zero, mask=real & (k < WIDTH)[None, :], other=0.0)
+                later = start + BLOCK_K
+                next_a = tl.load(
+                    h_at + (later + 16 * zero), mask=real & (later + k < WIDTH)[None, :], other=0.0
+                )
+                acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
+                a = next_a
+        else:
+            for start in range(0, WIDTH, BLOCK_K):
+                there = (start + k < WIDTH)[None, :]
+                if WIDTH % BLOCK_K == 0:
+                    w = tl.load(w_at + start, eviction_policy="evict_first")
+                else:
+                    w = tl.load(w_at + start, mask=there, other=0.0, eviction_policy="evict_first")
+                a = tl.load(h_at + start, mask=real & there, other=0.0)
+                acc = tl.dot(w, tl.trans(a), acc, input_precision="ieee")
+        if BIAS:
+            b = tl.load(bias + expert * HIDDEN + n, mask=n < HIDDEN, other=0.0)
+            acc += b.to(tl.float32)[:, None]
+        to = parts + row[None, :] * HIDDEN + n[:, None]
+        tl.store(to, acc, mask=(row >= 0)[None, :] & (n < HIDDEN)[:, None])
+    else:
+        if EARLY:
+            _wait(PDL)
+    tl.debug_barrier()  # complete the program's stores before its arrival is counted
+    if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(arrived + tile, 0)
+        here = (m < tokens)[:, None] & (n < HIDDEN)[None, :]
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        for j in tl.static_range(TOP_K):
+            share = tl.load(weights + m * TOP_K + j, mask=m < tokens, other=0.0, cache_modifier=".cg")
+            at = parts + (m * TOP_K + j)[:, None] * HIDDEN + n[None, :]
+            total += share[:, None] * tl.load(at, mask=here, other=0.0, cache_modifier=".cg")
+        tl.store(y + m[:, None] * HIDDEN + n[None, :], total.to(y.dtype.element_ty), mask=here)
+
+
+def few_gate_up(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    choice: ExpertChoice,
+    kind: str,
+    tile: tuple[int, int, int, int] | None = None,
+) -> torch.Tensor:
+    """Return act(gate) * up of each token's experts: [tokens * top_k, width].
+
+    Args:
+        x: [tokens, hidden], contiguous, at most 16 tokens.
+        weight: [experts, 2 * width, hidden], contiguous.
+        bias: [experts, 2 * width], or None.
+        choice: the experts of the tokens.
+        kind: the activation.
+        tile: (outputs, inputs, warps, stages) of a program, for tuning.
+    """
+    (tokens, hidden), width, active = x.shape, weight.shape[1] // 2, choice.active
+    assert active is not None
+    h = torch.empty(choice.ids.numel(), width, device=x.device, dtype=x.dtype)
+    outputs, inputs, warps, stages = tile or _GATE_UP_TILE
+    block_k = min(inputs, max(triton.next_power_of_2(hidden), 16))
+    pdl = target_of(x.device).has_dependent_launch
+    _few_gate_up[(len(active), triton.cdiv(width, outputs))](
+        x, weight, weight if bias is None else bias, choice.ids, active, h, tokens,
+        HIDDEN=hidden, WIDTH=width, TOP_K=choice.ids.shape[1], K_PAD=triton.next_power_of_2(choice.ids.shape[1]),
+        KIND=kind, BIAS=bias is not None, BLOCK_M=_ROWS, BLOCK_N=outputs, BLOCK_K=block_k, PDL=pdl,
+        num_warps=warps, num_stages=stages, launch_pdl=pdl,
+    )  # fmt: skip
+    return h
+
+
+def few_down(
+    h: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    choice: ExpertChoice,
+    arrived: torch.Tensor,
+    tile: tuple[int, int, int, int] | None = None,
+    early: bool = True,
+) -> torch.Tensor:
+    """Return the weighted sum of the outputs of each token's experts: [tokens, hidden].
+
+    Args:
+        h: [tokens * top_k, width], from `few_gate_up`, which must be the kernel before this one.
+        weight: [experts, hidden, width], contiguous.
+        bias: [experts, hidden], or None.
+        choice: the experts of the tokens, and their weights.
+        arrived: int32 zeros, one for every 16 outputs; zero again when the kernel has ended.
+        tile: (outputs, inputs, warps, stages) of a program, for tuning.
+        early: whether weights are loaded before the wait.
+    """
+    (tokens, top_k), active = choice.ids.shape, choice.active
+    assert active is not None
+    hidden, width = weight.shape[1:]
+    y = torch.empty(tokens, hidden, device=h.device, dtype=h.dtype)
+    parts = torch.empty(tokens * top_k, hidden, device=h.device, dtype=torch.float32)
+    outputs, inputs, warps, stages = tile or _DOWN_TILE
+    block_k = min(inputs, max(triton.next_power_of_2(width), 16))
+    pdl = target_of(h.device).has_dependent_launch
+    _few_down[(len(active), triton.cdiv(hidden, outputs))](
+        h, weight, weight if bias is None else bias, choice.ids, choice.weights, active, parts, arrived, y,
+        tokens, HIDDEN=hidden, WIDTH=width, TOP_K=top_k, K_PAD=triton.next_power_of_2(top_k), BIAS=bias is not None,
+        BLOCK_M=_ROWS, BLOCK_N=outputs, BLOCK_K=block_k, EARLY=early, PDL=pdl,
+        num_warps=warps, num_stages=stages, launch_pdl=pdl,
+    )  # fmt: skip
+    return y
+
+
+# (outputs, inputs, warps, stages) of a program
+_GATE_UP_TILE = (16, 256, 4, 3)
+_DOWN_TILE = (32, 256, 4, 3)
+BLOCK_DOWN = _DOWN_TILE[0]

@@ -1,0 +1,127 @@
+"""Tokens grouped by expert, on the device: a stable counting sort into buffers whose sizes follow from shapes alone.
+
+Each program adds up the counts of all blocks of tokens (route.py), so it knows where every expert's rows begin and
+where those of its own block belong. It places them, and writes its part of the list of tiles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.experts.choice import ExpertChoice
+from quire.kernels.jit import kernel
+from quire.kernels.target import target_of
+
+
+@kernel(do_not_specialize=["tokens", "blocks", "most_tiles", "each"])
+def _group(
+    ids,  # int32 [tokens, TOP_K]
+    counts,  # int32 [blocks, E]
+    place,  # int32 [tokens, TOP_K]: the row of a token for each of its experts
+    source,  # int32 [tokens * TOP_K]: the token of a row
+    ends,  # int32 [E]: the end of each expert's rows
+    tile_expert,  # int32 [most_tiles]: the expert of a tile of rows, -1 behind the last tile
+    tile_first,  # int32 [most_tiles]: its first row
+    tokens,
+    blocks,
+    most_tiles,
+    each,  # tiles that a program writes
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    TOP_K: tl.constexpr,
+    ITEMS: tl.constexpr,  # rows of a block, at least tokens of a block * TOP_K
+    ROWS: tl.constexpr,  # tokens of a block
+    TILE: tl.constexpr,  # rows of a tile
+    TILES: tl.constexpr,  # at least `each`
+    CHUNK: tl.constexpr,  # blocks added up at once
+    PDL: tl.constexpr,
+) -> None:
+    block = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    e = tl.arange(0, E_PAD)
+    total = tl.zeros([E_PAD], tl.int32)
+    before = tl.zeros([E_PAD], tl.int32)  # chosen in earlier blocks
+    for start in range(0, blocks, CHUNK):
+        b = start + tl.arange(0, CHUNK)
+        count = tl.load(
+            counts + b[:, None] * E + e[None, :], mask=(b < blocks)[:, None] & (e < E)[None, :], other=0
+        )
+        total += tl.sum(count, 0)
+        before += tl.sum(tl.where((b < block)[:, None], count, 0), 0)
+    end = tl.cumsum(total, 0)
+    if block == 0:
+        tl.store(ends + e, end, mask=e < E)
+
+    item = tl.arange(0, ITEMS)
+    at = block * (ROWS * TOP_K) + item
+    real = (item < ROWS * TOP_K) & (at < tokens * TOP_K)
+    mine = tl.load(ids + at, mask=real, other=-1)
+    earlier = (mine[None, :] == mine[:, None]) & (item[None, :] < item[:, None])
+    rank = tl.sum(earlier.to(tl.int32), 1)
+    begin = end - total + before
+    row = rank + tl.sum(tl.where(mine[:, None] == e[None, :], begin[None, :], 0), 1)
+    tl.store(place + at, row, mask=real)
+    tl.store(source + row, at // TOP_K, mask=real)
+
+    tiles = (total + TILE - 1) // TILE
+    last_tile = tl.cumsum(tiles, 0)
+    t = tl.arange(0, TILES)
+    tile = block * each + t
+    first_tile = last_tile - tiles
+    owns = (first_tile[None, :] <= tile[:, None]) & (tile[:, None] < last_tile[None, :])
+    expert = tl.sum(tl.where(owns, e[None, :] + 1, 0), 1) - 1
+    first = tl.sum(tl.where(owns, (end - total - first_tile * TILE)[None, :], 0), 1) + tile * TILE
+    written = (t < each) & (tile < most_tiles)
+    tl.store(tile_expert + tile, expert, mask=written)
+    tl.store(tile_first + tile, first, mask=written)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedRows:
+    """The rows of a step in the order of experts: one for each token and each of its experts.
+
+    Attributes:
+        place: row of a token for each of its experts, int32 [tokens, top_k].
+        source: token of a row, int32 [rows].
+        ends: end of each expert's rows, int32 [experts].
+        tile_expert: expert of a tile of rows; -1 behind the last tile.
+        tile_first: first row of a tile.
+        tile: rows of a tile; the last tile of an expert may have fewer.
+    """
+
+    place: torch.Tensor
+    source: torch.Tensor
+    ends: torch.Tensor
+    tile_expert: torch.Tensor
+    tile_first: torch.Tensor
+    tile: int
+
+
+def group(choice: ExpertChoice, experts: int, tile: int) -> GroupedRows:
+    """Group the rows of a step by expert, in tiles of at most `tile` rows."""
+    ids, counts = choice.ids, choice.counts
+    assert counts is not None
+    tokens, top_k = ids.shape
+    blocks, rows = counts.shape[0], tokens * top_k
+    most = rows // tile + min(experts, rows)  # the last tile of each expert may have fewer rows
+    each = triton.cdiv(most, blocks)
+
+    def ints(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, device=ids.device, dtype=torch.int32)
+
+    grouped = GroupedRows(ints(tokens, top_k), ints(rows), ints(experts), ints(most), ints(most), tile)
+    pdl = target_of(ids.device).has_dependent_launch
+    _group[(blocks,)](
+        ids, counts, grouped.place, grouped.source, grouped.ends, grouped.tile_expert, grouped.tile_first,
+        tokens, blocks, most, each,
+        E=experts, E_PAD=triton.next_power_of_2(experts), TOP_K=top_k,
+        ITEMS=triton.next_power_of_2(choice.rows * top_k), ROWS=choice.rows, TILE=tile,
+        TILES=triton.next_power_of_2(each), CHUNK=16, PDL=pdl, num_warps=4 if choice.rows <= 4 else 8, launch_pdl=pdl,
+    )  # fmt: skip
+    return grouped

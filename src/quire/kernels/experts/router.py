@@ -1,0 +1,260 @@
+"""The router's product in fp32. For up to 16 tokens one kernel also contains the norm in front and the routing behind.
+
+For few tokens the columns are split over programs. The last program to arrive adds the partial logits, in a fixed order,
+and routes all tokens. With a norm, the programs multiply by its weight, and the last one by the scale of the row, which
+is known only then; it also writes the normed rows.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.experts.choice import ExpertChoice
+from quire.kernels.experts.route import FEW_TOKENS, block_rows, list_chosen, route, route_rows
+from quire.kernels.jit import kernel
+from quire.kernels.target import target_of
+
+_BLOCK_E = 16  # experts per program
+_BLOCK_K = 256  # columns per program
+_ROWS = 16  # of a tile of tokens
+
+
+@kernel(do_not_specialize=["tokens", "slots"])
+def _router_few(
+    x,  # [tokens, HIDDEN]
+    residual,  # [tokens, HIDDEN], if ADD
+    norm,  # [HIDDEN], if NORM
+    weight,  # [E, HIDDEN]
+    bias,  # [E], if BIAS
+    correction,  # float32 [E], if CORRECTION
+    parts,  # float32 [SPLITS, BLOCK_M, E]
+    squares,  # float32 [SPLITS, BLOCK_M], if NORM
+    arrived,  # int32 [1], 0 before and after
+    total,  # [tokens, HIDDEN]: x + residual, if ADD
+    normed,  # [tokens, HIDDEN], if NORM
+    ids,  # int32 [tokens, TOP_K]
+    weights,  # float32 [tokens, TOP_K]
+    active,  # int32 [slots]
+    tokens,
+    slots,
+    eps,
+    scale,
+    HIDDEN: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    TOP_K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    SIGMOID: tl.constexpr,
+    CORRECTION: tl.constexpr,
+    RENORMALISE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    G_PAD: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TWO: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,  # at least the number of tokens
+    SPLITS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    COLUMNS: tl.constexpr,  # of the rows that are normed at once
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (tiles of experts, SPLITS)."""
+    tile, split = tl.program_id(0), tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    e = tile * BLOCK_E + tl.arange(0, BLOCK_E)
+    k = split * BLOCK_K + tl.arange(0, BLOCK_K)
+    m = tl.arange(0, BLOCK_M)
+    w = tl.load(
+        weight + e[:, None] * HIDDEN + k[None, :], mask=(e < E)[:, None] & (k < HIDDEN)[None, :], other=0.0
+    )
+    if NORM:
+        gain = tl.load(norm + k, mask=k < HIDDEN, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    at = m[:, None] * HIDDEN + k[None, :]
+    inside = (m < tokens)[:, None] & (k < HIDDEN)[None, :]
+    a = tl.load(x + at, mask=inside, other=0.0)
+    if NORM:
+        value = a.to(tl.float32)
+        if ADD:
+            value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
+            rounded = value.to(total.dtype.element_ty)
+            if tile == 0:
+                tl.store(total + at, rounded, mask=inside)
+            value = rounded.to(tl.float32)
+        if tile == 0:
+            tl.store(squares + split * BLOCK_M + m, tl.sum(value * value, 1))
+        a = (value * gain[None, :]).to(a.dtype)
+    part = tl.dot(w, tl.trans(a), input_precision="ieee")
+    tl.store(parts + (split * BLOCK_M + m[None, :]) * E + e[:, None], part, mask=(e < E)[:, None])
+    tl.debug_barrier()  # complete the program's stores before its arrival is counted
+    programs = tl.num_programs(0) * SPLITS
+    if tl.atomic_add(arrived, 1, sem="acq_rel") == programs - 1:
+        tl.store(arrived, 0)
+        r = tl.arange(0, ROWS)
+        every = tl.arange(0, E_PAD)
+        logits = tl.zeros([ROWS, E_PAD], tl.float32)
+        for s in tl.static_range(SPLITS):
+            place = parts + (s * BLOCK_M + r[:, None]) * E + every[None, :]
+            logits += tl.load(place, mask=(every < E)[None, :], other=0.0, cache_modifier=".cg")
+        if NORM:
+            power = tl.zeros([ROWS], tl.float32)
+            for s in tl.static_range(SPLITS):
+                power += tl.load(squares + s * BLOCK_M + r, cache_modifier=".cg")
+            row_scale = tl.rsqrt(power / HIDDEN + eps)
+            logits *= row_scale[:, None]
+        if BIAS:
+            logits += tl.load(bias + every, mask=every < E, other=0.0).to(tl.float32)[None, :]
+        mine, share, chosen = route_rows(
+            logits, correction, scale, E, TOP_K, K_PAD, SIGMOID, CORRECTION, RENORMALISE, GROUPS, G_PAD, TOP_GROUPS,
+            TWO,
+        )  # fmt: skip
+        j = tl.arange(0, K_PAD)
+        there = (r < tokens)[:, None] & (j < TOP_K)[None, :]
+        tl.store(ids + r[:, None] * TOP_K + j[None, :], mine, mask=there)
+        tl.store(weights + r[:, None] * TOP_K + j[None, :], share, mask=there)
+        list_chosen(tl.sum((chosen & (r < tokens)[:, None]).to(tl.int32), 0), active, slots, E)
+        if NORM:
+            source = total if ADD else x
+            for start in range(0, HIDDEN, COLUMNS):
+                c = start + tl.arange(0, COLUMNS)
+                real = (r < tokens)[:, None] & (c < HIDDEN)[None, :]
+                to = r[:, None] * HIDDEN + c[None, :]
+                summed = tl.load(source + to, mask=real, other=0.0, cache_modifier=".cg").to(tl.float32)
+                column = tl.load(norm + c, mask=c < HIDDEN, other=0.0).to(tl.float32)
+                result = summed * row_scale[:, None] * column[None, :]
+                tl.store(normed + to, result.to(normed.dtype.element_ty), mask=real)
+
+
+def norm_and_route(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: torch.Tensor | None,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    correction: torch.Tensor | None,
+    rule: dict[str, Any],
+    arrived: torch.Tensor,
+) -> tuple[ExpertChoice, torch.Tensor, torch.Tensor]:
+    """Route at most 16 tokens, after an optional norm.
+
+    Args:
+        x: [tokens, hidden], contiguous.
+        residual: added to x before the norm, or None.
+        norm: weight of the RMS norm [hidden], or None: x is the input of the router.
+        eps: of the norm.
+        weight: of the router, [experts, hidden], contiguous.
+        bias: of the router, [experts], or None.
+        correction: float32 [experts], or None.
+        rule: from `rule_arguments`.
+        arrived: int32 zero; zero again when the kernel has ended.
+
+    Returns:
+        The choice; the normed rows [tokens, hidden]; and the sum x + residual. Without a norm both are x.
+    """
+    (tokens, hidden), experts, top_k = x.shape, weight.shape[0], rule["TOP_K"]
+
+    def scratch(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty(shape, device=x.device, dtype=dtype)
+
+    splits = triton.cdiv(hidden, _BLOCK_K)
+    rows = block_rows(tokens)
+    ids, weights = scratch(tokens, top_k, dtype=torch.int32), scratch(tokens, top_k)
+    active = scratch(min(experts, tokens * top_k), dtype=torch.int32)
+    normed = x if norm is None else torch.empty_like(x)
+    total = x if residual is None else torch.empty_like(x)
+    pdl = target_of(x.device).has_dependent_launch
+    _router_few[(triton.cdiv(experts, _BLOCK_E), splits)](
+        x, total if residual is None else residual, x if norm is None else norm, weight,
+        weight if bias is None else bias, weights if correction is None else correction,
+        scratch(splits, _ROWS, experts), scratch(splits, _ROWS), arrived, total, normed, ids, weights, active,
+        tokens, len(active), eps, HIDDEN=hidden, CORRECTION=correction is not None, BIAS=bias is not None,
+        NORM=norm is not None, ADD=residual is not None, ROWS=rows, SPLITS=splits, BLOCK_M=_ROWS, BLOCK_E=_BLOCK_E,
+        BLOCK_K=_BLOCK_K, COLUMNS=min(triton.next_power_of_2(hidden), 4096 // rows), PDL=pdl,
+        num_warps=4, launch_pdl=pdl, **rule,
+    )  # fmt: skip
+    return ExpertChoice(ids, weights, active=active), normed, total
+
+
+@kernel(do_not_specialize=["tokens"])
+def _router_logits(
+    x,  # [tokens, HIDDEN]
+    weight,  # [E, HIDDEN]
+    bias,  # [E], if BIAS
+    logits,  # float32 [tokens, E]
+    tokens,
+    HIDDEN: tl.constexpr,
+    E: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (tiles of tokens, tiles of experts)."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    e = tl.program_id(1) * BLOCK_E + tl.arange(0, BLOCK_E)
+    k = tl.arange(0, BLOCK_K)
+    x_at = x + m.to(tl.int64)[:, None] * HIDDEN + k[None, :]
+    w_at = weight + e[:, None] * HIDDEN + k[None, :]
+    acc = tl.zeros([BLOCK_M, BLOCK_E], tl.float32)
+    for start in range(0, HIDDEN, BLOCK_K):
+        there = (start + k < HIDDEN)[None, :]
+        a = tl.load(x_at + start, mask=(m < tokens)[:, None] & there, other=0.0)
+        w = tl.load(w_at + start, mask=(e < E)[:, None] & there, other=0.0)
+        acc = tl.dot(a, tl.trans(w), acc, input_precision="ieee")
+    if BIAS:
+        acc += tl.load(bias + e, mask=e < E, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        logits + m.to(tl.int64)[:, None] * E + e[None, :], acc, mask=(m < tokens)[:, None] & (e < E)[None, :]
+    )
+
+
+def router_logits(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return x @ weight.T + bias in float32: [tokens, experts].
+
+    Args:
+        x: [tokens, hidden], contiguous.
+        weight: [experts, hidden], contiguous.
+        bias: [experts], or None.
+    """
+    (tokens, hidden), experts = x.shape, weight.shape[0]
+    logits = torch.empty(tokens, experts, device=x.device, dtype=torch.float32)
+    small = tokens <= 1024
+    block_m, block_e = (16, 32) if small else (64, 64)
+    block_k = min(256 if small else 128, max(triton.next_power_of_2(hidden), 16)) * 2 // x.element_size()
+    pdl = target_of(x.device).has_dependent_launch
+    if tokens:
+        _router_logits[(triton.cdiv(tokens, block_m), triton.cdiv(experts, block_e))](
+            x, weight, weight if bias is None else bias, logits, tokens, HIDDEN=hidden, E=experts,
+            BIAS=bias is not None, BLOCK_M=block_m, BLOCK_E=block_e, BLOCK_K=max(block_k, 16), PDL=pdl,
+            num_warps=4, num_stages=3, launch_pdl=pdl,
+        )  # fmt: skip
+    return logits
+
+
+def route_all(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    correction: torch.Tensor | None,
+    rule: dict[str, Any],
+    arrived: torch.Tensor,
+) -> ExpertChoice:
+    """Route any number of tokens x [tokens, hidden]; for the arguments see `norm_and_route`."""
+    if 0 < x.shape[0] <= FEW_TOKENS:
+        return norm_and_route(x, None, None, 0.0, weight, bias, correction, rule, arrived)[0]
+    return route(router_logits(x, weight, bias), correction, rule)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from quire.models.config.hf import PARSERS
 from quire.models.families import Family, catalogue
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "MODELS.md"
@@ -25,6 +26,25 @@ nearest supported ones; `quire doctor` prints the list. Checkpoints of multimoda
 | models | architecture | what is special | GGUF | tools | reasoning |
 |---|---|---|---|---|---|
 """
+# Families whose parsers are in models/config/.
+OTHERS = (
+    Family(
+        title="Mixtral",
+        architectures=("MixtralForCausalLM",),
+        parse=PARSERS["MixtralForCausalLM"],
+        special="experts",
+        tools="mistral",
+    ),
+    Family(
+        title="Qwen 3 MoE",
+        architectures=("Qwen3MoeForCausalLM",),
+        parse=PARSERS["Qwen3MoeForCausalLM"],
+        special="experts, norms of q and k heads",
+        gguf=("qwen3moe",),
+        tools="hermes",
+        reasoning="think",
+    ),
+)
 NOTES = """
 - **Phi-3 with longrope:** `max_model_len` above the original context uses the factors for long contexts for every
   request. Serve at most `original_max_position_embeddings` tokens to use the factors for short ones.
@@ -36,9 +56,8 @@ NOTES = """
 
 def page() -> str:
     """Return the contents of the page."""
-    return (
-        HEAD + "".join(_row(family) for family in sorted(catalogue(), key=lambda f: f.title.lower())) + NOTES
-    )
+    families = sorted((*catalogue(), *OTHERS), key=lambda family: family.title.lower())
+    return HEAD + "".join(_row(family) for family in families) + NOTES
 
 
 def _row(family: Family) -> str:

@@ -402,6 +402,42 @@ def test_gemma3_inside_a_multimodal_checkpoint(tmp_path: Path) -> None:
     check(model, tmp_path, count=2)
 
 
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+BLOCKS = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 48}
+MROPE = rope("default", mrope_section=[1, 1, 2])
+MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "mistral": (
+        "Mistral3",
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "pixtral", **VISION},
+    ),
+    "ministral3": (
+        "Mistral3",
+        {"model_type": "ministral3", **MINISTRAL3},
+        {"model_type": "pixtral", **VISION},
+    ),
+    "qwen2.5-vl": ("Qwen2_5_VL", {"head_dim": None, **MROPE}, BLOCKS),
+    "qwen3-vl": ("Qwen3VL", {"head_dim": 8, **MROPE}, {**BLOCKS, "deepstack_visual_indexes": [0]}),
+    "llava": ("Llava", {"model_type": "llama"}, {"model_type": "clip_vision_model", **VISION}),
+}
+
+
+@pytest.mark.parametrize("case", MULTIMODAL)
+def test_text_parts_of_multimodal_checkpoints(case: str, tmp_path: Path) -> None:
+    """Vision weights are not read; positions of text are the same in all parts of a rotary embedding."""
+    name, text, vision = MULTIMODAL[case]
+    text = {
+        key: value for key, value in {**BASE, **text}.items() if value is not None or key == "sliding_window"
+    }
+    config = getattr(transformers, name + "Config")(text_config=text, vision_config=vision)
+    torch.manual_seed(7)
+    model = getattr(transformers, name + "ForConditionalGeneration")(config).eval()
+    model.save_pretrained(tmp_path)
+    expected = reference_logits(model, ROWS[1])
+    (logits,) = logits_of(load_model(tmp_path), [ROWS[1]])
+    assert expected.std() > 0.3 and (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
 def test_gpt_oss_with_experts_in_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As published: blocks of 32 numbers of four bits, two in a byte, with a power of two as their scale."""
     from safetensors.torch import load_file, save_file

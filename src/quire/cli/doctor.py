@@ -117,11 +117,11 @@ def _fill(report: Report, config: EngineConfig, load: bool) -> None:
 
 
 def _models(report: Report) -> None:
-    from quire.models.families import catalogue
+    from quire.models.config.hf import parsers
 
     report.section("Models", "models")
-    families = {family.title: list(family.architectures) for family in catalogue()}
-    report.row("families", ", ".join(families), families)
+    names = sorted(name for name in parsers() if name[0].isupper() and not name.endswith("Model"))
+    report.row("architectures", ", ".join(names), names)
 
 
 def _machine(report: Report) -> None:

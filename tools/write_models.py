@@ -65,7 +65,7 @@ def _row(family: Family) -> str:
     tools, reasoning = (
         name if name in ("json", "none") else f"`{name}`" for name in (family.tools, family.reasoning)
     )
-    cells = (family.title, f"`{family.architectures[0]}`", family.special, gguf, tools, reasoning)
+    cells = (family.title, family.architectures[0], family.special, gguf, tools, reasoning)
     return "| " + " | ".join(cells) + " |\n"
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def make_engine(rows: int) -> Engine:
         0, LENGTH
     )
     model = InstantModel(spec, rows, backend)
-    memory = memory_planner(config, spec, torch.bfloat16, cpu, explicit_len=True)
+    memory = memory_planner(config, Path(config.model), spec, torch.bfloat16, cpu, explicit_len=True)
     worker = Worker(model, backend, memory, launch_options(config, depth=2))
     blocks = rows * LENGTH // BLOCK
     runner = worker.allocate(KVSize(blocks, BLOCK, 0, LENGTH))

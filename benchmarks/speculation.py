@@ -23,11 +23,12 @@ import torch
 from shapes import SHAPES
 
 import quire.rank
-from quire import EngineConfig
+from quire import LLM, EngineConfig
+from quire.attention.base import ForwardBatch
 from quire.core.draft_depth import AdaptiveDepth, DraftDepth, FixedDepth, NoDrafts
 from quire.core.engine import Engine
 from quire.host import build_engine
-from quire.speculation.drafter import DraftRows, Speculation
+from quire.speculation.drafter import DraftContext, DraftRows, Speculation
 from quire.types import EngineRequest, SamplingParams
 
 PROMPT, TOKENS, MOST = 128, 256, 5
@@ -37,8 +38,8 @@ BATCHES = (1, 8, 32, 128)
 class CoinDrafter:
     """Drafts that are right with a set probability, independently for each position."""
 
-    def __init__(self, columns: Any, device: torch.device) -> None:
-        self._columns = columns
+    def __init__(self, context: DraftContext) -> None:
+        self._columns, device = context.columns, context.device
         self.share = torch.zeros(1, dtype=torch.int64, device=device)  # of 2^16
         self._offset = torch.arange(16, device=device)
 
@@ -50,6 +51,9 @@ class CoinDrafter:
             coin = ((coin ^ (coin >> 15)) * factor) & 0xFFFFFFFF
         coin >>= 16
         self._columns.tokens[slots, place] = (coin >= self.share).int()
+
+    def follow(self, batch: ForwardBatch) -> None:
+        pass
 
 
 def build(shape: str, folder: Path) -> tuple[Engine, list[CoinDrafter]]:
@@ -64,12 +68,12 @@ def build(shape: str, folder: Path) -> tuple[Engine, list[CoinDrafter]]:
         models.append(model)
         return model, checkpoint
 
-    def make(columns: Any, device: torch.device) -> CoinDrafter:
-        drafters.append(CoinDrafter(columns, device))
+    def make(context: DraftContext) -> CoinDrafter:
+        drafters.append(CoinDrafter(context))
         return drafters[-1]
 
     quire.rank.load_model = keep
-    quire.rank.pick_speculation = lambda config: Speculation(make, MOST)
+    quire.rank.pick_speculation = lambda config, load: Speculation(make, MOST)
     config = EngineConfig(
         model=str(folder), load_format="dummy", skip_tokenizer_init=True, spec_method="ngram", spec_tokens=MOST,
         max_num_seqs=256, prefix_caching=False,
@@ -121,14 +125,46 @@ def cases() -> list[tuple[str, DraftDepth, float]]:
     return [("plain", NoDrafts(), 0.0), *fixed, *adaptive]
 
 
+def demo_rows() -> list[dict[str, Any]]:
+    """Return the rates of the built-in model at batch 1 and 8, plain, with its draft model, and with prompt lookup."""
+    rows: list[dict[str, Any]] = []
+    draft = {"spec_method": "draft", "spec_model": "demo-draft", "spec_tokens": 4}
+    for settings in ({}, draft, {**draft, "spec_adaptive": False}, {"spec_method": "ngram"}):
+        with LLM("demo", max_model_len=512, **settings) as llm:
+            for batch in (1, 8):
+                params = SamplingParams(temperature=0, max_tokens=256, ignore_eos=True)
+                prompts = [f"The story of the {animal}." for animal in ("dog", "cat", "cow", "owl") * 2][
+                    :batch
+                ]
+                took_s = 0.0
+                for _ in range(4):
+                    begin = time.perf_counter()
+                    outputs = llm.generate(prompts, params, use_tqdm=False)
+                    took_s = time.perf_counter() - begin
+                totals = llm.client.engine.log.totals
+                tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+                rows.append(
+                    {"model": "demo", **settings, "batch": batch, "tokens_per_s": tokens / took_s,
+                     "accepted_share": totals.accepted_tokens / max(1, totals.draft_tokens)}
+                )  # fmt: skip
+                print(rows[-1], flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--shape", default="Llama-3.1-8B", choices=sorted(SHAPES))
     parser.add_argument("--seconds", type=float, default=100.0, help="start no case after so many seconds")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "speculation.json")
+    parser.add_argument("--no-demo", action="store_true", help="leave out the built-in model")
     args = parser.parse_args()
     begin = time.monotonic()
     results: list[dict[str, Any]] = []
+    if not args.no_demo:
+        try:
+            results += demo_rows()
+        except Exception:
+            traceback.print_exc()
     with tempfile.TemporaryDirectory() as folder:
         engine, drafters = build(args.shape, Path(folder))
         print(f"built in {time.monotonic() - begin:.1f} s", flush=True)

@@ -24,10 +24,11 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 Batching = Literal["continuous", "static"]
 KVLayoutName = Literal["paged", "contiguous", "none"]
 Eviction = Literal["lru", "fifo"]
-SpecMethod = Literal["off", "ngram"]
+SpecMethod = Literal["off", "ngram", "draft"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
+Quantization = Literal["auto", "fp8", "fp8-block", "int8", "int4"]
 
 
 def _setting(group: str, default: Any, help: str) -> Any:
@@ -60,6 +61,11 @@ class EngineConfig:
     skip_tokenizer_init: bool = _model(False, "load no tokenizer: prompts and answers are token ids")
     load_format: LoadFormat = _model(
         "auto", "auto reads the checkpoint; dummy fills the model's shapes with random weights"
+    )
+    quantization: Quantization = _model(
+        "auto",
+        "format of the weights: auto is that of the checkpoint; fp8, fp8-block, int8 or int4 converts a checkpoint of "
+        "plain weights while it is loaded",
     )
     dtype: Dtype = _model("auto", "number format of weights and activations; auto follows the checkpoint")
     device: str = _model("auto", "cpu, cuda or cuda:N; auto picks the first GPU, or the CPU if there is none")
@@ -117,7 +123,11 @@ class EngineConfig:
     spec_method: SpecMethod = _speculation(
         "off",
         "guess the next tokens and verify several in one step, with the same output: ngram looks for the last tokens "
-        "earlier in prompt and answer; off",
+        "earlier in prompt and answer; draft asks spec_model; off",
+    )
+    spec_model: str | None = _speculation(
+        None,
+        "draft model of spec_method draft, a small one with the same tokenizer, such as demo-draft for demo",
     )
     spec_tokens: int | None = _speculation(
         None, "most draft tokens of a request in a step (default: 5 with a spec_method)"
@@ -248,6 +258,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "spec_method": get_args(SpecMethod),
     "dtype": get_args(Dtype),
     "load_format": get_args(LoadFormat),
+    "quantization": get_args(Quantization),
     "attention": ("auto", "reference", "triton", "cpu"),
 }
 
@@ -277,6 +288,10 @@ ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
     (
         lambda c: c.spec_method == "off" and bool(c.spec_tokens),
         "spec_tokens needs a spec_method, which is off; use spec_method ngram",
+    ),
+    (
+        lambda c: (c.spec_method == "draft") != (c.spec_model is not None),
+        "spec_method draft and spec_model belong together, got {c.spec_method} and {c.spec_model}",
     ),
     (
         lambda c: (c.spec_tokens or 0) > 16,

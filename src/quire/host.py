@@ -155,7 +155,7 @@ def _describe(rank: Rank, phases_s: dict[str, float]) -> EngineInfo:
         num_blocks=size.num_blocks,
         block_size=size.block_size,
         block_bytes=size.block_bytes,
-        weight_bytes=spec.num_parameters * rank.dtype.itemsize,
+        weight_bytes=rank.weight_bytes,
         num_parameters=spec.num_parameters,
         reserved_bytes=rank.worker.reserved_bytes,
         prefix_caching=bool(config.prefix_caching),

@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -23,19 +23,25 @@ from quire.attention.base import AttentionBackend
 from quire.attention.cpu import CpuAttention
 from quire.attention.reference import ReferenceAttention
 from quire.config import EngineConfig, triton_interpreted
+from quire.frontend.location import locate_model
 from quire.kernels import Kernels, pick_kernels
 from quire.kernels.cpu.ops import CpuKernels
 from quire.kernels.target import OLDEST, target_of
 from quire.layers.env import Env
 from quire.models.checkpoint.checked import CheckedCheckpoint
 from quire.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from quire.models.checkpoint.sizes import weight_bytes
+from quire.models.config.load import load_spec
 from quire.models.decoder import Model
-from quire.models.registry import build_model
+from quire.models.registry import build_model, check_shards
 from quire.models.spec import ModelSpec
 from quire.parallel.connection import connect_ranks
 from quire.parallel.ranks import Parallel
+from quire.quant.spec import served_format
+from quire.speculation.draft_model import ModelDrafter
 from quire.speculation.drafter import NO_SPECULATION, Speculation
 from quire.speculation.ngram import NgramDrafter
+from quire.speculation.vocabulary import check_vocabulary
 from quire.types import ConfigError
 from quire.wiring import queue_depth
 from quire.worker.executor import device_guard
@@ -66,6 +72,7 @@ class Rank:
     size: KVSize
 
     def __init__(self, config: EngineConfig, path: Path, spec: ModelSpec, index: int = 0) -> None:
+        check_shards(spec, config.tensor_parallel_size)
         self.device = rank_device(config.device, index, config.tensor_parallel_size)
         self.guard = device_guard(self.device)
         self._path = path
@@ -74,12 +81,20 @@ class Rank:
             raise ConfigError(
                 f"max_model_len {config.max_model_len} exceeds the {spec.max_model_len} positions of {config.model}"
             )
+        spec = served_spec(config, spec)
         self.dtype = pick_dtype(config.dtype, spec, self.device)
-        self.spec, self.config = spec, config.resolved(gpu_memory(self.device), spec.max_model_len)
+        self._draft = find_draft(config, path, spec)
+        longest = min([spec.max_model_len, *(draft.spec.max_model_len for draft in self._draft)])
+        self.spec, self.config = spec, config.resolved(gpu_memory(self.device), longest)
         self._kernels = pick_kernels(self.device, self.dtype, config.cpu_kernels)
         self.backend = pick_attention(config.attention, spec, self.device, self.dtype, self._kernels)
         self._parallel = Parallel(index, config.tensor_parallel_size)
         self._loading = ExitStack()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the weights, from `fit_context` on."""
+        return self._memory.weight_bytes
 
     def run_phase(self, phase: str, argument: int) -> int:
         """Run the phase of the start-up with this name. Return its result, or 0 if it has none."""
@@ -93,9 +108,12 @@ class Rank:
 
     def fit_context(self) -> int:
         """Return the longest context, in tokens, of which one request fits beside the weights."""
-        self._memory = memory_planner(
-            self.config, self.spec, self.dtype, self.device, explicit_len=self._explicit_len
-        ).shortened()
+        planner = memory_planner(
+            self.config, self._path, self.spec, self.dtype, self.device, explicit_len=self._explicit_len
+        )
+        name = str(self.dtype).removeprefix("torch.")
+        drafts = tuple(layout for draft in self._draft for layout in draft.spec.kv_layouts(name, 1))
+        self._memory = replace(planner, layouts=planner.layouts + drafts).shortened()
         return self._memory.limits.max_model_len
 
     def load(self, max_model_len: int) -> None:
@@ -116,9 +134,29 @@ class Rank:
             dtype=self.dtype,
         )
         self._loading.enter_context(closing(checkpoint))
-        self._checkpoint = checkpoint
-        options, speculation = launch_options(config, queue_depth(config)), pick_speculation(config)
+        self._checkpoints = [checkpoint]
+        options = launch_options(config, queue_depth(config))
+        speculation = pick_speculation(config, self._load_draft)
         self.worker = Worker(model, backend, memory, options, kernels, speculation)
+
+    def _load_draft(self) -> tuple[Model, AttentionBackend]:
+        """Build the draft model, whole on every rank, and start to load its weights."""
+        (draft,) = self._draft
+        spec = replace(draft.spec, max_model_len=self.spec.max_model_len)
+        backend = pick_attention(self.config.attention, spec, self.device, self.dtype, self._kernels)
+        model, checkpoint = load_model(
+            self.config,
+            draft.path,
+            spec,
+            backend=backend,
+            kernels=self._kernels,
+            parallel=Parallel(),
+            device=self.device,
+            dtype=self.dtype,
+        )
+        self._loading.enter_context(closing(checkpoint))
+        self._checkpoints.append(checkpoint)
+        return model, backend
 
     def compile(self) -> None:
         """Compile the kernels of common steps. Ranks may find different kernels on disk, so they do not communicate."""
@@ -146,7 +184,8 @@ class Rank:
         Raises:
             ModelError: if the checkpoint holds tensors that the model does not use, or cannot be read.
         """
-        self._checkpoint.finish()
+        for checkpoint in self._checkpoints:
+            checkpoint.finish()
 
     def close(self) -> None:
         """End the loading of weights. The engine may be in use."""
@@ -174,19 +213,38 @@ def step_limits(config: EngineConfig) -> StepLimits:
     )
 
 
+def served_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
+    """Return the spec with the format in which its weights are served.
+
+    Raises:
+        ConfigError: if `config` asks for a conversion of weights that are quantised already.
+    """
+    served = served_format(spec.quantization, config.quantization, config.load_format == "dummy")
+    return replace(spec, quantization=served)
+
+
 def memory_planner(
-    config: EngineConfig, spec: ModelSpec, dtype: torch.dtype, device: torch.device, *, explicit_len: bool
+    config: EngineConfig,
+    path: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    explicit_len: bool,
 ) -> MemoryPlanner:
     """Return the planner that divides the memory of `device`.
 
     Args:
         config: resolved settings.
-        dtype: of weights, activations and KV entries.
+        path: folder or file of the model.
+        spec: the spec that is served.
+        dtype: of plain weights, activations and KV entries.
         explicit_len: the user set max_model_len, so a context that does not fit is an error.
     """
     return MemoryPlanner(
         model=config.model,
         spec=spec,
+        weight_bytes=weight_bytes(path, spec, dtype),
         dtype=dtype,
         device=device,
         layouts=spec.kv_layouts(str(dtype).removeprefix("torch."), config.tensor_parallel_size),
@@ -214,11 +272,52 @@ def launch_options(config: EngineConfig, depth: int) -> LaunchOptions:
     )
 
 
-def pick_speculation(config: EngineConfig) -> Speculation:
-    """Return how steps draft tokens. `config` is resolved."""
-    return (
-        NO_SPECULATION if config.spec_method == "off" else Speculation(NgramDrafter, config.spec_tokens or 1)
-    )
+class DraftSource(NamedTuple):
+    """The draft model of an engine."""
+
+    path: Path
+    spec: ModelSpec
+
+
+def find_draft(config: EngineConfig, path: Path, spec: ModelSpec) -> list[DraftSource]:
+    """Return the draft model, if the settings name one.
+
+    Args:
+        path: folder or file of the model that verifies.
+        spec: its spec.
+
+    Raises:
+        ConfigError: if the draft model has another vocabulary, or a shorter context than `config` demands.
+    """
+    if config.spec_model is None:
+        return []
+    draft = DraftSource(found := locate_model(config.spec_model).path, load_spec(found))
+    check_vocabulary(path, spec.vocab_size, draft.path, draft.spec.vocab_size)
+    if (config.max_model_len or 0) > draft.spec.max_model_len:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} exceeds the {draft.spec.max_model_len} positions of the draft model "
+            f"{config.spec_model}; lower it or use another spec_model"
+        )
+    return [draft]
+
+
+def pick_speculation(
+    config: EngineConfig, load_draft: Callable[[], tuple[Model, AttentionBackend]]
+) -> Speculation:
+    """Return how steps draft tokens.
+
+    Args:
+        config: resolved settings.
+        load_draft: loads the draft model, for methods that need one.
+    """
+    tokens = config.spec_tokens or 0
+    if config.spec_method == "ngram":
+        return Speculation(lambda context: NgramDrafter(context.columns, context.device), tokens)
+    if config.spec_method == "draft":
+        model, backend = load_draft()
+        layouts = tuple(layer.kv for layer in model.attention_layers)
+        return Speculation(lambda context: ModelDrafter(model, backend, context), tokens, layouts)
+    return NO_SPECULATION
 
 
 def rank_device(name: str, rank: int, ranks: int) -> torch.device:
@@ -380,7 +479,8 @@ def load_model(
     )
     try:
         with torch.inference_mode():
-            return build_model(spec, Env(checkpoint, parallel, backend, device, dtype, kernels)), checkpoint
+            env = Env(checkpoint, parallel, backend, device, dtype, kernels, spec.quantization)
+            return build_model(spec, env), checkpoint
     except BaseException:
         checkpoint.close()
         raise

@@ -6,6 +6,8 @@ The drafters of these tests copy the expected answer with mistakes, so drafts ar
 from __future__ import annotations
 
 import random
+from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,8 +15,12 @@ import torch
 from switches import GPU_SWITCHES, MAX_LEN, SWITCHES, Bench, defaults, drain, random_settings
 
 import quire.rank
+from quire import LLM
+from quire.attention.base import ForwardBatch
 from quire.core.engine import Engine
-from quire.speculation.drafter import DraftRows, Speculation
+from quire.speculation.drafter import DraftContext, DraftRows, Speculation
+from quire.types import ConfigError, SamplingParams, StructuredOutputsParams
+from tiny import write_tiny
 
 DEPTH = 4
 
@@ -25,12 +31,15 @@ class AnswerDrafter:
     It finds the answer by the tokens known so far, because prompts and answers are all different. Graphs can capture it.
     """
 
-    def __init__(self, columns: Any, device: torch.device, answers: list[list[int]]) -> None:
-        self._columns = columns
+    def __init__(self, context: DraftContext, answers: list[list[int]]) -> None:
+        self._columns = context.columns
         self._answers = torch.full((len(answers), MAX_LEN), -1, dtype=torch.int32)
         for answer, line in zip(answers, self._answers):
             line[: len(answer)] = torch.tensor(answer, dtype=torch.int32)
-        self._answers = self._answers.to(device)
+        self._answers = self._answers.to(context.device)
+
+    def follow(self, batch: ForwardBatch) -> None:
+        pass
 
     def propose(self, rows: DraftRows) -> None:
         slots, tokens = rows.slots.long(), self._columns.tokens
@@ -69,7 +78,9 @@ def drafting(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         quire.rank,
         "pick_speculation",
-        lambda config: Speculation(lambda c, d: AnswerDrafter(c, d, answers), config.spec_tokens or 0),
+        lambda config, load: Speculation(
+            lambda context: AnswerDrafter(context, answers), config.spec_tokens or 0
+        ),
     )
 
 
@@ -103,3 +114,81 @@ def test_drafts_save_steps(bench: Bench, drafting: None) -> None:
         assert got == {name: bench.expected[name] for name in got}
         steps[accepted(engine) > 0] = engine.log.totals.steps
     assert steps[True] < 0.6 * steps[False]
+
+
+KINDS: dict[str, SamplingParams] = {
+    "greedy": SamplingParams(temperature=0, max_tokens=40),
+    "logprobs": SamplingParams(temperature=0, max_tokens=40, logprobs=3, prompt_logprobs=1),
+    "min_tokens": SamplingParams(max_tokens=40, min_tokens=20, stop_token_ids=list(range(0, 2048, 2)), seed=3),
+    "bias": SamplingParams(max_tokens=40, logit_bias={7: 4.0, 9: 3.0}, seed=4),
+    "allowed": SamplingParams(max_tokens=40, allowed_token_ids=[5, 6, 7], seed=5),
+    "bad_words": SamplingParams(temperature=0, max_tokens=40, bad_words=["the", "a little", "was"]),
+    "penalties": SamplingParams(temperature=0.9, repetition_penalty=1.2, presence_penalty=0.5, max_tokens=40, seed=6),
+    "stop": SamplingParams(temperature=0, max_tokens=40, stop=[" a", "."]),
+    "n": SamplingParams(n=3, temperature=1.0, top_p=0.9, max_tokens=30, seed=8),
+    "regex": SamplingParams(
+        temperature=0, max_tokens=40, structured_outputs=StructuredOutputsParams(regex="[a-f ]{30}")
+    ),
+}  # fmt: skip
+PROMPT = "Once upon a time there was a little girl. Once upon a time there was a little girl. Once upon a"
+
+
+def answers(device: str = "cpu", **settings: Any) -> tuple[dict[str, Any], dict[str, int]]:
+    """Return the answers to `KINDS` in one batch, and the engine's counters."""
+    with LLM("demo", device=device, dtype="float32", max_model_len=128, **settings) as llm:
+        outputs = llm.generate([PROMPT] * len(KINDS), list(KINDS.values()), use_tqdm=False)
+        totals = asdict(llm.client.engine.log.totals)
+    found = {
+        name: [
+            (o.text, o.token_ids, o.finish_reason, o.stop_reason, rounded(o.logprobs)) for o in output.outputs
+        ]
+        for name, output in zip(KINDS, outputs)
+    }
+    return found, totals
+
+
+def rounded(logprobs: Any) -> Any:
+    """Return log-probabilities that do not depend on the number of rows of a matrix product."""
+    if logprobs is None:
+        return None
+    return [{token: (round(entry.logprob, 3), entry.rank) for token, entry in at.items()} for at in logprobs]
+
+
+@pytest.fixture(scope="module", params=DEVICES)
+def plain_answers(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
+    return request.param, answers(request.param)[0]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"spec_method": "ngram"},
+        {"spec_method": "ngram", "overlap": False},
+        {"spec_method": "draft", "spec_model": "demo-draft"},
+        {
+            "spec_method": "draft",
+            "spec_model": "demo-draft",
+            "max_num_batched_tokens": 24,
+            "prefix_caching": False,
+        },
+    ],
+    ids=["ngram", "ngram without overlap", "draft", "draft in chunks"],
+)
+def test_answers_of_all_kinds_are_the_same(
+    plain_answers: tuple[str, dict[str, Any]], settings: dict[str, Any]
+) -> None:
+    device, expected = plain_answers
+    drafted, totals = answers(device, **settings, spec_tokens=3, spec_adaptive=False)
+    assert drafted == expected
+    assert 0 < totals["accepted_tokens"] < totals["draft_tokens"]
+    assert sum(totals["accepted_at"]) == totals["accepted_tokens"] and len(totals["accepted_at"]) == 3
+
+
+def test_a_draft_model_is_right_more_often_than_chance() -> None:
+    _, totals = answers(spec_method="draft", spec_model="demo-draft", spec_tokens=2, spec_adaptive=False)
+    assert totals["accepted_at"][0] > 0.4 * totals["draft_rows"]
+
+
+def test_a_draft_model_needs_the_same_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="spec_model has another tokenizer than the model: token"):
+        LLM("demo", device="cpu", spec_method="draft", spec_model=str(write_tiny(tmp_path / "tiny")))

@@ -45,6 +45,9 @@ class PatternDrafter:
     def __init__(self, state: SlotState) -> None:
         self._state = state
 
+    def follow(self, batch: ForwardBatch) -> None:
+        pass
+
     def propose(self, rows: DraftRows) -> None:
         for slot, count in zip(rows.slots.tolist(), rows.counts.tolist()):
             known = int(self._state.num_tokens[slot])

@@ -17,6 +17,7 @@ from quire.kernels.matmul.grouped import grouped_product
 from quire.layers.expert_weights import ExpertWeights
 from quire.layers.mlp import gated
 from quire.layers.moe import GroupedMLPs, LoopedMLPs, library_product, masked_product, pick_product
+from quire.quant.base import PlainMatmul
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
@@ -97,7 +98,7 @@ def test_experts_can_be_captured_and_serve_any_mix(dtype: torch.dtype) -> None:
     down = (torch.randn(16, 128, 128, device="cuda") / 11).to(dtype)
     silu = gated("silu", None)
     experts = GroupedMLPs(ExpertWeights(gate_up, down), silu, grouped_product)
-    looped = LoopedMLPs(ExpertWeights(gate_up.float(), down.float()), silu, None)
+    looped = LoopedMLPs(ExpertWeights(gate_up.float(), down.float()), silu, PlainMatmul)
     x, ids = torch.randn(96, 128, device="cuda").to(dtype), torch.zeros(96, dtype=torch.int64, device="cuda")
     experts(x, ids)
     graph = torch.cuda.CUDAGraph()

@@ -139,7 +139,8 @@ class MaskedDevice(FakeDevice):
             column = self.columns[slot]
             column["computed"] += n
             if plan.samples[row]:
-                token = choose(hidden[slot], allowed.get(row))
+                (last,) = hidden[slot]  # rows with a grammar have no drafts here
+                token = choose(last, allowed.get(row))
                 column["tokens"].append(token)
                 out.append([token])
                 if not self.keeps_kv:

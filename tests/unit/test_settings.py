@@ -155,8 +155,7 @@ def test_help_lists_each_switch_once(capsys: pytest.CaptureFixture[str]) -> None
     ("flag", "feature"),
     [
         ("-dp", "pipeline, data and expert parallelism"),
-        ("--quantization=fp8", "quantised weights"),
-        ("--spec_model", "speculative"),
+        ("--load-in-4bit", "the formats of bitsandbytes"),
         ("--enable-lora", "LoRA"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def planner(
     **settings,
 ) -> MemoryPlanner:
     config = EngineConfig(max_model_len=asked, **settings).resolved(gpu_bytes, spec.max_model_len)
-    return memory_planner(config, spec, dtype, device, explicit_len=asked is not None)
+    return memory_planner(config, Path("model"), spec, dtype, device, explicit_len=asked is not None)
 
 
 def size(budget_tokens: int, asked: int | None = None, device: torch.device = CPU, **settings) -> KVSize:

@@ -67,11 +67,11 @@ REFUSED = {
     "presets/deepseek": "DeepseekForCausalLM",
     "presets/deepseek_v2_lite": "DeepseekV2ForCausalLM",
 }
-PACKED = {
-    "hf/Qwen--Qwen3-235B-A22B-FP8_config": "quant_method fp8",
-    "hf/Qwen--Qwen3-30B-A3B-FP8_config": "quant_method fp8",
-    "hf/Qwen--Qwen3-32B-FP8_config": "quant_method fp8",
-    "hf/Qwen--Qwen3-32B-FP8-Static-PerTensor_config": "quant_method FP8",
+QUANTISED = {
+    "hf/Qwen--Qwen3-235B-A22B-FP8_config": ("fp8 (blocks of 128x128)", "dynamic"),
+    "hf/Qwen--Qwen3-30B-A3B-FP8_config": ("fp8 (blocks of 128x128)", "dynamic"),
+    "hf/Qwen--Qwen3-32B-FP8_config": ("fp8 (blocks of 128x128)", "dynamic"),
+    "hf/Qwen--Qwen3-32B-FP8-Static-PerTensor_config": ("modelopt (FP8)", "static"),
 }
 
 
@@ -98,7 +98,7 @@ def test_supported(name: str) -> None:
 @needs_configs
 def test_every_config_is_accounted_for() -> None:
     files = {f"{f.parent.name}/{f.stem}" for f in CONFIGS.glob("*/*.json") if "hf_quant" not in f.name}
-    assert files - {"hf/nvidia--Llama-3.1-70B-Instruct-FP8_config"} == {*TABLE, *REFUSED, *PACKED}
+    assert files - {"hf/nvidia--Llama-3.1-70B-Instruct-FP8_config"} == {*TABLE, *REFUSED, *QUANTISED}
 
 
 @needs_configs
@@ -109,12 +109,19 @@ def test_unsupported(name: str) -> None:
 
 
 @needs_configs
-@pytest.mark.parametrize("name", PACKED)
-def test_packed_weights_are_named_but_refused(name: str) -> None:
+@pytest.mark.parametrize("name", QUANTISED)
+def test_quantised_weights_are_described(name: str) -> None:
     spec = ModelSpec.from_config(read(name))
-    assert spec.num_kv_heads in (4, 8)
-    with pytest.raises(ModelError, match=PACKED[name]):
-        spec.check_quantization()
+    assert spec.num_kv_heads in (4, 8) and spec.quantization is not None
+    spec.check_quantization()
+    described = (str(spec.quantization), spec.quantization.activations("model.layers.3.mlp.down_proj"))
+    assert described == QUANTISED[name]
+
+
+def test_formats_that_cannot_be_read_are_refused_by_name() -> None:
+    config = {**read("hf/Qwen--Qwen3-8B_config"), "quantization_config": {"quant_method": "hqq"}}
+    with pytest.raises(ModelError, match="format hqq cannot be read: supported are: awq, compressed-tensors"):
+        ModelSpec.from_config(config).check_quantization()
 
 
 @needs_configs
@@ -123,9 +130,8 @@ def test_quantisation_described_in_a_file_of_its_own(tmp_path: Path) -> None:
         text = (CONFIGS / "hf" / f"nvidia--Llama-3.1-70B-Instruct-FP8_{kind}.json").read_text()
         (tmp_path / f"{kind}.json").write_text(text)
     spec = load_spec(tmp_path)
-    assert spec.num_layers == 80
-    with pytest.raises(ModelError, match="FP8"):
-        spec.check_quantization()
+    assert spec.num_layers == 80 and str(spec.quantization) == "modelopt (FP8)"
+    spec.check_quantization()
 
 
 @needs_configs

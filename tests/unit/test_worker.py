@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -40,7 +42,7 @@ def tiny_worker(**settings: object) -> Worker:
         spec, Env(DummyCheckpoint(0, CPU, torch.float32), Parallel(), backend, CPU, torch.float32)
     )
     config = EngineConfig(model="tiny", **settings).resolved(0, spec.max_model_len)
-    memory = memory_planner(config, spec, torch.float32, CPU, explicit_len=False)
+    memory = memory_planner(config, Path("model"), spec, torch.float32, CPU, explicit_len=False)
     return Worker(model, backend, memory, launch_options(config, depth=1))
 
 

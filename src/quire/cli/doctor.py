@@ -149,17 +149,19 @@ def _plan(report: Report, config: EngineConfig) -> None:
     from quire.frontend.location import locate_model
     from quire.kernels import pick_kernels
     from quire.models.config.load import load_spec
-    from quire.rank import memory_planner, pick_attention, pick_device, pick_dtype
+    from quire.rank import memory_planner, pick_attention, pick_device, pick_dtype, served_spec
     from quire.worker.memory.sizing import gpu_memory
 
     device = pick_device(config.device)
-    spec = load_spec(locate_model(config.model, config.revision).path)
+    path = locate_model(config.model, config.revision).path
+    spec = served_spec(config, load_spec(path))
     dtype = pick_dtype(config.dtype, spec, device)
     resolved = config.resolved(gpu_memory(device), spec.max_model_len)
     report.section(f"Plan for {config.model}", "plan")
     report.row(
         "model", f"{spec.family}, {spec.num_parameters / 1e6:,.1f} M parameters, {spec.num_layers} layers"
     )
+    report.row("quantization", str(spec.quantization or "none, plain numbers"))
     gpu_state = "a GPU is available" if device.type == "cuda" else "no GPU is available"
     report.row("device", f"{device}: {_why(config.device, gpu_state)}")
     report.row("dtype", f"{str(dtype)[6:]}: {_why(config.dtype, f'the checkpoint is {spec.dtype}')}")
@@ -174,7 +176,9 @@ def _plan(report: Report, config: EngineConfig) -> None:
     report.row("max_num_seqs", f"{resolved.max_num_seqs} requests at once", resolved.max_num_seqs)
     tokens = resolved.max_num_batched_tokens
     report.row("max_num_batched_tokens", f"{tokens} tokens per step", tokens)
-    memory = memory_planner(resolved, spec, dtype, device, explicit_len=config.max_model_len is not None)
+    memory = memory_planner(
+        resolved, path, spec, dtype, device, explicit_len=config.max_model_len is not None
+    )
     _memory_map(report, memory)
 
 

@@ -211,9 +211,10 @@ class Scheduler:
             if want > 1:
                 long_rows.append((request, want))
             elif builder.budget >= want:
-                drafts = request.drafts and max(
-                    0, min(request.drafts, most_drafts, request.limit - known - pending - 1)
-                )
+                drafts = request.drafts
+                if drafts:
+                    room = request.limit - known - pending - 1
+                    drafts = 0 if request.catching_up else max(0, min(drafts, most_drafts, room))
                 most_drafts -= self._place(builder, request, want, drafts)
         if builder.rows:
             self._limit_prompts(builder)
@@ -418,6 +419,8 @@ class Scheduler:
                 if request.status == "running":  # otherwise its next admission sets the count
                     request.computed -= drafts[index] - (len(new) - 1)
                 self.log.totals.count_drafts(drafts[index], len(new) - 1)
+                request.timing.draft_tokens += drafts[index]
+                request.timing.accepted_tokens += len(new) - 1
                 self.depth.observe(request, drafts[index], len(new) - 1)
             pooled = None if result.pooled is None else result.pooled.get(index)
             if failure := find_failure(request, new, pooled):

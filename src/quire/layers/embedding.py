@@ -10,7 +10,8 @@ import torch
 from quire.kernels import lookup
 from quire.layers.env import Env
 from quire.layers.linear import Linear
-from quire.quant.base import Matmul, make_matmul
+from quire.quant.base import Matmul, Part, make_matmul
+from quire.quant.loading import load_product, open_packed
 
 
 class Embedding:
@@ -37,6 +38,7 @@ class Embedding:
         self.table[held.stop - held.start :].zero_()
         env.weights.copy_into(self.table[: held.stop - held.start], name + ".weight", (rows, width), held)
         self.weight = self.table[:part]
+        self.stored = Part(name + ".weight", (rows, width), slice(None), slice(None))
         self.scale = torch.tensor(scale, dtype=env.dtype).item() if scale and rounds_scale else scale
         self.lookup = env.kernels.lookup if env.kernels else lookup
 
@@ -72,7 +74,7 @@ class LMHead:
         # A head of its own is sharded only if the ranks get equal shards.
         self.gathers = env.parallel.size > 1 and (tied is not None or vocab % env.parallel.size == 0)
         self.multiply: Matmul = (
-            make_matmul(tied.weight, None, env.kernels)
+            _tied_product(env, tied)
             if tied
             else Linear(env, name, width, vocab, bias, cut="rows" if self.gathers else None)
         )
@@ -87,3 +89,10 @@ class LMHead:
         if self.scale != 1:
             logits = logits * self.scale
         return logits if self.soft_cap is None else torch.tanh(logits / self.soft_cap) * self.soft_cap
+
+
+def _tied_product(env: Env, table: Embedding) -> Matmul:
+    """Return the product with an embedding's table, or with its quantised numbers if one rank holds them all."""
+    if env.parallel.size > 1 or open_packed(env, table.stored) is None:
+        return make_matmul(table.weight, None, env.kernels)
+    return load_product(env, [table.stored], None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -10,6 +11,19 @@ import torch
 from quire.attention.base import AttentionBackend
 from quire.kernels import Kernels
 from quire.parallel.ranks import Parallel
+from quire.quant.spec import QuantSpec
+
+# Takes consecutive rows of a tensor, [n, columns], and the number of rows before them.
+RowSink = Callable[[torch.Tensor, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class StoredShape:
+    """Dtype and shape of a tensor in the checkpoint; of GGUF blocks, the bytes of their rows and their `kind`."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    kind: str = ""  # a key of KINDS in quant/formats/gguf.py
 
 
 class Weights(Protocol):
@@ -17,6 +31,10 @@ class Weights(Protocol):
 
     def has(self, name: str) -> bool:
         """Return whether there is a tensor `name`."""
+        ...
+
+    def stored(self, name: str) -> StoredShape | None:
+        """Return how the tensor `name` is stored; None if there is none, or if its numbers are made when read."""
         ...
 
     def tensor(
@@ -30,8 +48,36 @@ class Weights(Protocol):
             rows, cols: the part to return.
 
         Raises:
-            ModelError: if the tensor is missing or has another shape; names it.
+            ModelError: if the tensor is missing, has another shape, or does not hold plain numbers; names it.
         """
+        ...
+
+    def packed(
+        self, name: str, shape: tuple[int, ...], rows: slice = slice(None), cols: slice = slice(None)
+    ) -> torch.Tensor:
+        """Return the part [rows, cols] of a tensor of any dtype, as `tensor` does: codes, scales, indices."""
+        ...
+
+    def stream(
+        self,
+        sink: RowSink,
+        name: str,
+        shape: tuple[int, ...],
+        rows: slice = slice(None),
+        cols: slice = slice(None),
+        *,
+        multiple: int = 1,
+    ) -> None:
+        """Pass the part [rows, cols] of a tensor of any dtype to `sink`, on the model's device.
+
+        On a GPU background threads call `sink`, once for each piece of the part, until the checkpoint is finished. A
+        sink may write only to memory that no other sink writes. Every piece but the last has a multiple of `multiple`
+        rows. On a CPU `sink` is called once, before this function returns.
+        """
+        ...
+
+    def when_loaded(self, action: Callable[[], None]) -> None:
+        """Run `action` when all tensors that have been asked for are in place: on a CPU at once."""
         ...
 
     def copy_into(
@@ -60,6 +106,7 @@ class Env:
     device: torch.device
     dtype: torch.dtype
     kernels: Kernels | None = None  # None: plain PyTorch
+    quantization: QuantSpec | None = None  # None: plain numbers, used as they are
 
     @property
     def dtype_name(self) -> str:

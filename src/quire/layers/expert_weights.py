@@ -11,7 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from quire.layers.env import Env
+from quire.quant.base import Part
+from quire.quant.forms import QuantisedWeight
+from quire.quant.loading import load_stack
 
+# Matrices [experts, outputs, inputs]: plain, or quantised.
+StackedWeight = torch.Tensor | QuantisedWeight
 # Names of the gate, up and down projections of an expert.
 Projections = tuple[str, str, str]
 USUAL: Projections = ("gate_proj", "up_proj", "down_proj")
@@ -29,8 +34,8 @@ class ExpertWeights:
         down_bias: [experts, hidden], or None.
     """
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: StackedWeight
+    down: StackedWeight
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
 
@@ -50,15 +55,10 @@ def load_experts(
     """
     cut = env.parallel.cut(width)
     part = cut.stop - cut.start
+    if env.weights.has(f"{prefix}0.{names[0]}.weight") or not env.weights.has(prefix + "gate_up_proj"):
+        return _load_single(env, prefix, num_experts, hidden, width, names)
     gate_up = torch.empty(num_experts, 2 * part, hidden, device=env.device, dtype=env.dtype)
     down = torch.empty(num_experts, hidden, part, device=env.device, dtype=env.dtype)
-    if env.weights.has(f"{prefix}0.{names[0]}.weight") or not env.weights.has(prefix + "gate_up_proj"):
-        for expert in range(num_experts):
-            gate_name, up_name, down_name = (f"{prefix}{expert}.{name}.weight" for name in names)
-            env.weights.copy_into(gate_up[expert, :part], gate_name, (width, hidden), cut)
-            env.weights.copy_into(gate_up[expert, part:], up_name, (width, hidden), cut)
-            env.weights.copy_into(down[expert], down_name, (hidden, width), slice(None), cut)
-        return ExpertWeights(gate_up, down)
     every, shape = slice(None), (num_experts, 2 * width, hidden)
     up_cut = slice(width + cut.start, width + cut.stop)
     env.weights.copy_into(gate_up[:, :part], prefix + "gate_up_proj", shape, every, cut)
@@ -70,6 +70,19 @@ def load_experts(
     return ExpertWeights(gate_up, down)
 
 
+def _load_single(
+    env: Env, prefix: str, num_experts: int, hidden: int, width: int, names: Projections
+) -> ExpertWeights:
+    """Load experts that are stored one by one, in the format that the checkpoint has them in."""
+    cut, every = env.parallel.cut(width), slice(None)
+    gate_up, down = [], []
+    for expert in range(num_experts):
+        gate_name, up_name, down_name = (f"{prefix}{expert}.{name}.weight" for name in names)
+        gate_up.append([Part(name, (width, hidden), cut, every) for name in (gate_name, up_name)])
+        down.append([Part(down_name, (hidden, width), every, cut)])
+    return ExpertWeights(load_stack(env, gate_up), load_stack(env, down))
+
+
 def load_interleaved_experts(
     env: Env, prefix: str, num_experts: int, hidden: int, width: int
 ) -> ExpertWeights:
@@ -79,8 +92,39 @@ def load_interleaved_experts(
     the down projection.
     """
     cut = env.parallel.cut(width)
-    part = cut.stop - cut.start
     weights, experts = env.weights, num_experts
+    if weights.stored(prefix + "gate_up_proj_blocks"):
+        matrices = _load_interleaved_packed(env, prefix, experts, hidden, width)
+    else:
+        matrices = _load_interleaved_plain(env, prefix, experts, hidden, width)
+    bias = weights.tensor(prefix + "gate_up_proj_bias", (experts, 2 * width))
+    gate_up_bias = torch.cat((bias[:, 0::2][:, cut], bias[:, 1::2][:, cut]), 1).to(env.device, env.dtype)
+    down_bias = weights.tensor(prefix + "down_proj_bias", (experts, hidden)).to(env.device, env.dtype)
+    return ExpertWeights(*matrices, gate_up_bias, down_bias if env.parallel.rank == 0 else None)
+
+
+def _load_interleaved_packed(
+    env: Env, prefix: str, experts: int, hidden: int, width: int
+) -> tuple[StackedWeight, StackedWeight]:
+    """Load gpt-oss's experts in MXFP4, where rows are outputs."""
+    cut, every = env.parallel.cut(width), slice(None)
+    gate_up, down = [], []
+    for index in range(experts):
+        rows = (slice(2 * cut.start + odd, 2 * cut.stop + odd - 1, 2) for odd in (0, 1))
+        shape = (2 * width, hidden)
+        gate_up.append(
+            [Part(prefix + "gate_up_proj", shape, every_other, every, index=index) for every_other in rows]
+        )
+        down.append([Part(prefix + "down_proj", (hidden, width), every, cut, index=index)])
+    return load_stack(env, gate_up), load_stack(env, down)
+
+
+def _load_interleaved_plain(
+    env: Env, prefix: str, experts: int, hidden: int, width: int
+) -> tuple[StackedWeight, StackedWeight]:
+    """Load gpt-oss's experts as plain numbers, stored [inputs, outputs]."""
+    cut, weights = env.parallel.cut(width), env.weights
+    part = cut.stop - cut.start
     gate_up = torch.empty(experts, 2 * part, hidden, device=env.device, dtype=env.dtype)
     down = torch.empty(experts, hidden, part, device=env.device, dtype=env.dtype)
     for expert in range(experts):  # one at a time, so that only one is in memory twice
@@ -89,7 +133,4 @@ def load_interleaved_experts(
         gate_up[expert, :part] = stored[0::2][cut]
         gate_up[expert, part:] = stored[1::2][cut]
         down[expert] = weights.tensor(prefix + "down_proj", (experts, width, hidden), one, cut)[0].t()
-    bias = weights.tensor(prefix + "gate_up_proj_bias", (experts, 2 * width))
-    gate_up_bias = torch.cat((bias[:, 0::2][:, cut], bias[:, 1::2][:, cut]), 1).to(env.device, env.dtype)
-    down_bias = weights.tensor(prefix + "down_proj_bias", (experts, hidden)).to(env.device, env.dtype)
-    return ExpertWeights(gate_up, down, gate_up_bias, down_bias if env.parallel.rank == 0 else None)
+    return gate_up, down

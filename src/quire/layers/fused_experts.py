@@ -62,21 +62,21 @@ class FusedExperts:
     """Unquantised experts on a GPU."""
 
     def __init__(self, weights: ExpertWeights, activation: str) -> None:
-        self.weights, self.activation = weights, activation
-        self.num_experts, hidden, self.width = weights.down.shape
-        self.target = target_of(weights.down.device)
+        gate_up, down = weights.gate_up, weights.down
+        assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)
+        self.gate_up, self.down, self.activation = gate_up, down, activation
+        self.gate_up_bias, self.down_bias = weights.gate_up_bias, weights.down_bias
+        self.num_experts, hidden, self.width = down.shape
+        self.target = target_of(down.device)
         tiles = -(-hidden // BLOCK_DOWN)
-        self.arrived = torch.zeros(
-            tiles, dtype=torch.int32, device=weights.down.device
-        )  # all 0 between launches
+        self.arrived = torch.zeros(tiles, dtype=torch.int32, device=down.device)  # all 0 between launches
 
     def __call__(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
-        weights = self.weights
         if choice.active is not None:
-            h = few_gate_up(x, weights.gate_up, weights.gate_up_bias, choice, self.activation)
-            return few_down(h, weights.down, weights.down_bias, choice, self.arrived)
+            h = few_gate_up(x, self.gate_up, self.gate_up_bias, choice, self.activation)
+            return few_down(h, self.down, self.down_bias, choice, self.arrived)
         first, second = tiles_for(choice.ids.numel() / self.num_experts, self.target)
         grouped = group(choice, self.num_experts, first.rows)
-        h = many_gate_up(x, weights.gate_up, weights.gate_up_bias, grouped, self.activation, first)
-        rows = many_down(h, weights.down, weights.down_bias, grouped, second)
+        h = many_gate_up(x, self.gate_up, self.gate_up_bias, grouped, self.activation, first)
+        rows = many_down(h, self.down, self.down_bias, grouped, second)
         return weighted_sum(rows, grouped.place, choice.weights)

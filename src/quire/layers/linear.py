@@ -12,7 +12,8 @@ from typing import Literal
 import torch
 
 from quire.layers.env import Env
-from quire.quant.base import UNQUANTISED, Part, QuantMethod
+from quire.quant.base import Part
+from quire.quant.loading import load_product
 
 Cut = Literal["rows", "cols"] | None
 
@@ -30,7 +31,6 @@ class Linear:
         cut: Cut = None,
         transposed: bool = False,
         units: list[int] | None = None,
-        method: QuantMethod = UNQUANTISED,
     ) -> None:
         """Load the weight.
 
@@ -44,7 +44,6 @@ class Linear:
             cut: how to shard; None: every rank has the whole.
             transposed: whether the checkpoint stores [inputs, outputs].
             units: with the cut "rows", number of parts of each output that must stay whole, such as heads.
-            method: the number format of the weight.
         """
         names = [names] if isinstance(names, str) else names
         outs = [out_features] if isinstance(out_features, int) else out_features
@@ -75,7 +74,7 @@ class Linear:
         vector = _load_bias(env, parts) if bias else None
         if cut == "cols" and parallel.rank > 0:
             vector = None  # ranks sum their partial results, so only the first one adds the bias
-        self.multiply = method.load(env, parts, vector)
+        self.multiply = load_product(env, parts, vector)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [tokens, out_features] for x [tokens, in_features]."""

@@ -9,22 +9,25 @@ weights.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
-from quire.kernels import Kernels, available
+from quire.kernels import available
 from quire.kernels.experts.choice import ExpertChoice
 from quire.kernels.target import Target, log_choice, target_of
 from quire.layers.activation import FUSED_ACTIVATIONS, Activation
 from quire.layers.env import Env
-from quire.layers.expert_weights import ExpertWeights
+from quire.layers.expert_weights import ExpertWeights, StackedWeight
 from quire.layers.linear import Linear
 from quire.layers.mlp import CLAMPED_SWIGLU, GatedMLP, gated
 from quire.layers.routing import FusingRouter, Router, exact_sigmoid, fuses_experts
 from quire.parallel.ranks import Parallel
-from quire.quant.base import NormedProduct, make_matmul
+from quire.quant.base import Matmul, NormedProduct
+from quire.quant.products import any_product
+from quire.quant.rounding import rounding_of
 
 
 class Experts(Protocol):
@@ -82,22 +85,24 @@ class SharedExperts:
 
 
 def make_experts(env: Env, weights: ExpertWeights, activation: str) -> Experts:
-    """Return the fastest implementation of unquantised experts on the device of `env`.
+    """Return the fastest implementation of the experts on the device of `env`.
 
     Args:
         env: the device, and its kernels.
         weights: the experts.
         activation: key of `ACTIVATIONS`, or clamped_swiglu.
     """
-    if fuses_experts(env.device, env.dtype) and activation in (*FUSED_ACTIVATIONS, CLAMPED_SWIGLU):
+    is_plain = isinstance(weights.gate_up, torch.Tensor) and isinstance(weights.down, torch.Tensor)
+    fusable = is_plain and activation in (*FUSED_ACTIVATIONS, CLAMPED_SWIGLU)
+    if fusable and fuses_experts(env.device, env.dtype):
         from quire.layers.fused_experts import FusedExperts
 
         return FusedExperts(weights, activation)
     act = gated(activation, env.kernels)
     if env.device.type == "cpu":
-        return SortedExperts(LoopedMLPs(weights, act, env.kernels))
+        return SortedExperts(LoopedMLPs(weights, act, partial(any_product, env)))
     product = pick_product(env.device, env.dtype, *weights.down.shape[1:])
-    return SortedExperts(GroupedMLPs(weights, act, product))
+    return SortedExperts(GroupedMLPs(weights, act, with_quantised(product)))
 
 
 # Maps rows x [n, hidden], sorted by their expert ids int64 [n], to [n, hidden].
@@ -122,10 +127,21 @@ class SortedExperts:
 class LoopedMLPs:
     """Experts as one product after the other, for a CPU."""
 
-    def __init__(self, weights: ExpertWeights, activation: Activation, kernels: Kernels | None) -> None:
-        def products(stacked: torch.Tensor, bias: torch.Tensor | None) -> list[Activation]:
-            biases = [None] * len(stacked) if bias is None else bias
-            return [make_matmul(one, b, kernels) for one, b in zip(stacked, biases, strict=True)]
+    def __init__(
+        self,
+        weights: ExpertWeights,
+        activation: Activation,
+        make: Callable[[StackedWeight, torch.Tensor | None], Matmul],
+    ) -> None:
+        """Build the product of each matrix with `make`, from the matrix and its bias."""
+
+        def products(stacked: StackedWeight, bias: torch.Tensor | None) -> list[Matmul]:
+            count = stacked.shape[0]
+            matrices = (
+                stacked if isinstance(stacked, torch.Tensor) else [stacked.expert(i) for i in range(count)]
+            )
+            biases = [None] * count if bias is None else bias
+            return [make(matrix, one) for matrix, one in zip(matrices, biases, strict=True)]
 
         self.gate_up = products(weights.gate_up, weights.gate_up_bias)
         self.down = products(weights.down, weights.down_bias)
@@ -145,12 +161,14 @@ class LoopedMLPs:
 # Maps x [rows, inputs], sorted by expert, weight [experts, outputs, inputs], and the end of each expert's rows,
 # int32 [experts], to [rows, outputs].
 GroupedProduct = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+# The same for weights that may be quantised.
+StackedProduct = Callable[[torch.Tensor, StackedWeight, torch.Tensor], torch.Tensor]
 
 
 class GroupedMLPs:
     """Experts as two grouped products, which never wait for the device."""
 
-    def __init__(self, weights: ExpertWeights, activation: Activation, product: GroupedProduct) -> None:
+    def __init__(self, weights: ExpertWeights, activation: Activation, product: StackedProduct) -> None:
         self.weights = weights
         self.activation, self.product = activation, product
         self.numbers = torch.arange(weights.down.shape[0], device=weights.down.device)
@@ -164,6 +182,18 @@ class GroupedMLPs:
 
 def _add_bias(y: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
     return y if bias is None else y + bias[ids]
+
+
+def with_quantised(product: GroupedProduct) -> StackedProduct:
+    """Return `product` for weights that may be quantised: these are unpacked in each call."""
+
+    def stacked(x: torch.Tensor, weight: StackedWeight, ends: torch.Tensor) -> torch.Tensor:
+        if isinstance(weight, torch.Tensor):
+            return product(x, weight, ends)
+        rounded = rounding_of(weight)
+        return product(x if rounded is None else rounded(x), weight.dequantised(x.dtype), ends)
+
+    return stacked
 
 
 def pick_product(device: torch.device, dtype: torch.dtype, hidden: int, intermediate: int) -> GroupedProduct:

@@ -13,6 +13,7 @@ from typing import Any
 
 from quire.layers.rope_params import NO_ROTATION, RopeParams
 from quire.layers.routing_params import Routing
+from quire.quant.spec import QuantSpec
 from quire.types import KVLayout, ModelError
 
 
@@ -78,7 +79,7 @@ class ModelSpec:
     moe: MoESpec | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-    quantization: str | None = None  # packed format of the weights; None: plain numbers
+    quantization: QuantSpec | None = None  # None: plain numbers
 
     @staticmethod
     def from_config(config: dict[str, Any]) -> ModelSpec:
@@ -92,9 +93,11 @@ class ModelSpec:
         return parse_config(config)
 
     def check_quantization(self) -> None:
-        """Raise ModelError if the weights are in a packed format, which Quire cannot read."""
-        if self.quantization:
-            raise ModelError(f"quantised checkpoints are not supported yet: {self.quantization}")
+        """Raise ModelError if the weights are in a quantised format that Quire cannot read."""
+        if self.quantization and self.quantization.unsupported:
+            raise ModelError(
+                f"weights in the format {self.quantization.method} cannot be read: {self.quantization.unsupported}"
+            )
 
     def kv_layout(self, index: int, dtype: str, ranks: int = 1) -> KVLayout:
         """Return what layer `index` keeps of each token. Layers and the sizing of the cache both call this.

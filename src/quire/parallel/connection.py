@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from quire.kernels import available
 from quire.parallel.communicator import Communicator, GroupCommunicator
 from quire.parallel.ranks import Parallel
 from quire.types import ConfigError
@@ -45,8 +46,13 @@ def connect_ranks(port: int, parallel: Parallel, device: torch.device, timeout_s
     dist.init_process_group(
         "nccl", store=store, rank=parallel.rank, world_size=parallel.size, timeout=limit, device_id=device
     )
-    assert dist.group.WORLD is not None
-    return GroupCommunicator(dist.group.WORLD)
+    group = dist.group.WORLD
+    assert group is not None
+    if not available(device):
+        return GroupCommunicator(group)
+    from quire.parallel.symmetric import symmetric_or  # deferred, because it imports triton
+
+    return symmetric_or(GroupCommunicator(group), group, device)
 
 
 def _gloo_group(store: dist.Store, parallel: Parallel, limit: timedelta) -> Any:

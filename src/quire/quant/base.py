@@ -1,7 +1,8 @@
-"""Interface for number formats: how a linear layer's weight is stored and multiplied.
+"""Interfaces of products: the parts of a weight in the checkpoint, and the `Matmul` with the weight.
 
-A `QuantMethod` reads the parts of one fused matrix from the checkpoint and returns a `Matmul`. This module has the
-unquantised method; its products are in packed.py for CPUs and in few_rows.py for GPUs.
+`load_product` (loading.py) reads the parts of one fused weight and returns its product. Products with plain weights
+are chosen here; they are in packed.py for CPUs and in few_rows.py for GPUs. Those with quantised weights are chosen
+in products.py.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from quire.layers.env import Env
 class Part:
     """A part of a checkpoint tensor: `rows` (outputs) and `cols` (inputs) of the tensor `name` of shape `shape`.
 
-    If `transposed`, the checkpoint stores [inputs, outputs]; shape, rows and cols still have the outputs first.
+    If `transposed`, the checkpoint stores [inputs, outputs]; shape, rows and cols still have the outputs first. With
+    an `index`, the tensor stacks the matrices of all experts, and this is the expert's number.
     """
 
     name: str
@@ -30,6 +32,7 @@ class Part:
     rows: slice
     cols: slice
     transposed: bool = False
+    index: int | None = None
 
     @property
     def num_rows(self) -> int:
@@ -78,31 +81,6 @@ class FusingMatmul(Matmul):
             eps: epsilon of the norm.
             kind: activation of a gated MLP. The weight is then gate|up, and the result is kind(gate) * up.
         """
-
-
-class QuantMethod(Protocol):
-    """A number format of weights."""
-
-    def load(self, env: Env, parts: list[Part], bias: torch.Tensor | None) -> Matmul:
-        """Load the parts of a fused weight, and return its product."""
-        ...
-
-
-class UnquantisedMethod:
-    """Weights in the model's dtype."""
-
-    def load(self, env: Env, parts: list[Part], bias: torch.Tensor | None) -> Matmul:
-        """Load the parts into one fused weight, and return its product."""
-        rows = sum(part.num_rows for part in parts)
-        weight = torch.empty(rows, parts[0].num_cols, device=env.device, dtype=env.dtype)
-        start = 0
-        for part in parts:
-            part.copy_into(weight[start : start + part.num_rows], env)
-            start += part.num_rows
-        return make_matmul(weight, bias, env.kernels)
-
-
-UNQUANTISED = UnquantisedMethod()
 
 
 def make_matmul(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None) -> Matmul:

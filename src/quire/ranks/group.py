@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections import deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from quire import types
 from quire.config import EngineConfig
 from quire.frontend.client.channel import Channel
-from quire.ranks.messages import PhaseEnded, StartRank, decode_from_rank, encode
+from quire.ranks.messages import PhaseEnded, RankError, StartRank, decode_from_rank, encode
 from quire.ranks.ring import ReaderEnd, RingWriter
 from quire.types import ConfigError, EngineDead, Executor, QuireError
 
@@ -106,6 +108,19 @@ class _Peer:
     process: subprocess.Popen[bytes]
     channel: Channel
     name: str
+    results: deque[int] = field(default_factory=deque)  # of phases that have ended
+    errors: list[RankError] = field(default_factory=list)
+
+    def listen(self, timeout_s: float = 0.0) -> None:
+        """Take in the messages that have arrived, waiting up to `timeout_s` for the first one."""
+        with contextlib.suppress(EOFError):  # the process is ending, and its messages have been read
+            while self.channel.poll(timeout_s):
+                timeout_s = 0.0
+                message = decode_from_rank(self.channel.receive())
+                if isinstance(message, PhaseEnded):
+                    self.results.append(message.result)
+                else:
+                    self.errors.append(message)
 
 
 class RankGroup:
@@ -139,17 +154,13 @@ class RankGroup:
         return [self._result_of(peer) for peer in self._peers]
 
     def _result_of(self, peer: _Peer) -> int:
-        while True:
-            try:
-                if peer.channel.poll(_POLL_S):
-                    message = decode_from_rank(peer.channel.receive())
-                    if isinstance(message, PhaseEnded):
-                        return message.result
-                    self.kill()
-                    raise _error_of(message.kind, f"{peer.name}: {message.cause}")
-            except EOFError:
-                pass
+        while not peer.results:
+            peer.listen(_POLL_S)
+            if peer.errors:
+                self.kill()
+                raise _error_of(peer.errors[0].kind, f"{peer.name}: {peer.errors[0].cause}")
             self.check()
+        return peer.results.popleft()
 
     def check(self) -> None:
         """Raise EngineDead, naming the rank, if one has failed. Looks at the processes at most every 50 ms."""
@@ -190,14 +201,11 @@ class RankGroup:
 
     def _find_failure(self) -> str | None:
         for peer in self._peers:
-            try:
-                if peer.channel.poll():
-                    message = decode_from_rank(peer.channel.receive())
-                    if not isinstance(message, PhaseEnded):
-                        return f"{peer.name}: {message.cause}"
-            except EOFError:
-                pass
-            if peer.process.poll() is not None:
+            ended = peer.process.poll() is not None
+            peer.listen()
+            if peer.errors:
+                return f"{peer.name}: {peer.errors[0].cause}"
+            if ended:
                 return f"{peer.name} ended with {_exit_text(peer.process.returncode)}"
         return None
 

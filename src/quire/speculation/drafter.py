@@ -14,6 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from quire.attention.base import KV, ForwardBatch
+from quire.types import KVLayout
+
 
 class DraftColumns(Protocol):
     """The columns of the device state that drafters use, of S slots."""
@@ -23,6 +26,17 @@ class DraftColumns(Protocol):
 
     @property
     def num_tokens(self) -> Tensor: ...  # int32 [S], known tokens
+
+    @property
+    def block_table(self) -> Tensor: ...  # int32 [S, blocks]; the last slot is the dummy for padding
+
+
+class Choose(Protocol):
+    """`Sampler.choose`: draw a token for each row of logits with the parameters of its slot."""
+
+    def __call__(
+        self, logits: Tensor, slots: Tensor, tokens: Tensor, filtered: bool, lengths: Tensor | None
+    ) -> None: ...
 
 
 @dataclass(slots=True)
@@ -45,6 +59,10 @@ class Drafter(Protocol):
         """
         ...
 
+    def follow(self, batch: ForwardBatch) -> None:
+        """Learn the tokens of a step with prompts, for drafters that keep something of each token."""
+        ...
+
 
 class NoDrafter:
     """A `Drafter` of an engine whose steps have no drafts."""
@@ -52,13 +70,29 @@ class NoDrafter:
     def propose(self, rows: DraftRows) -> None:
         pass
 
+    def follow(self, batch: ForwardBatch) -> None:
+        pass
+
+
+@dataclass(frozen=True, slots=True)
+class DraftContext:
+    """The parts of a worker that a drafter uses."""
+
+    columns: DraftColumns
+    kv: list[KV]  # the blocks of the drafter's layers
+    block_size: int  # tokens
+    vocab_size: int  # of the model that verifies
+    choose: Choose
+    device: torch.device
+
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How an engine drafts: the factory of its drafter, and the most draft tokens of a row."""
+    """How an engine drafts: the factory of its drafter, the most draft tokens of a row, and the drafter's KV layers."""
 
-    make: Callable[[DraftColumns, torch.device], Drafter]
+    make: Callable[[DraftContext], Drafter]
     tokens: int
+    layouts: tuple[KVLayout, ...] = ()
 
 
-NO_SPECULATION = Speculation(lambda columns, device: NoDrafter(), 0)
+NO_SPECULATION = Speculation(lambda context: NoDrafter(), 0)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from quire.attention.base import ForwardBatch
 from quire.kernels import available
 from quire.speculation.drafter import DraftColumns, DraftRows
 
@@ -21,6 +22,9 @@ class NgramDrafter:
     def __init__(self, columns: DraftColumns, device: torch.device) -> None:
         self._columns = columns
         self._has_kernel = available(device)
+
+    def follow(self, batch: ForwardBatch) -> None:
+        pass  # the token columns hold everything
 
     def propose(self, rows: DraftRows) -> None:
         if self._has_kernel:

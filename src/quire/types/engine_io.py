@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from quire.types.errors import QuireError, RequestError, StepFailed
 from quire.types.sampling_params import FinishReason, GrammarSpec, Pooling, SamplingParams
@@ -109,6 +109,8 @@ class Timing:
     preemptions: int = 0
     cached_tokens: int = 0  # prompt tokens found in the prefix cache at the first admission
     recomputed_tokens: int = 0  # tokens computed again after preemptions
+    draft_tokens: int = 0  # draft tokens verified
+    accepted_tokens: int = 0  # draft tokens that became output
     prefix_end: str = ""  # why the prefix cache held no more of the prompt (core/prefix_cache.py)
 
 
@@ -225,7 +227,7 @@ class EngineStats:
     free_blocks: int  # evictable ones included
     cached_blocks: int  # free blocks that the prefix cache can still find
     block_size: int  # tokens
-    totals: dict[str, int]
+    totals: dict[str, Any]
     last_step: dict[str, float]  # of the latest step: rows, tokens, and durations in seconds
     served_tokens: dict[str, int]  # tokens computed by client
 

@@ -62,6 +62,11 @@ class StepPlan:
         """Return the most draft tokens of a row."""
         return int(self.num_drafts.max(initial=0))
 
+    @property
+    def has_prompts(self) -> bool:
+        """Return whether a row has more known tokens than one, as those of prompts have."""
+        return self.total_tokens > len(self.slots) and bool((self.num_tokens - self.num_drafts > 1).any())
+
     def per_logit_row(self, column: np.ndarray) -> np.ndarray:
         """Repeat the entries of `column` [rows] for the 1 + drafts logit rows of each row."""
         return column.repeat(1 + self.num_drafts) if self.num_drafts.any() else column

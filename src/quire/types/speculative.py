@@ -7,10 +7,10 @@ from typing import Any
 
 from quire.types.errors import ConfigError
 
-METHODS = ("ngram",)
-_FIELDS = {"method": "spec_method", "num_speculative_tokens": "spec_tokens"}
+METHODS = ("ngram", "draft")
+_FIELDS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
 # Fields that tune vLLM's own implementation and change no output.
-_IGNORED = {"prompt_lookup_max", "prompt_lookup_min", "disable_padded_drafter_batch"}
+_IGNORED = {"prompt_lookup_max", "prompt_lookup_min", "disable_padded_drafter_batch", "max_model_len"}
 
 
 def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -26,4 +26,7 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
         )
     if "method" not in config:
         raise ConfigError(f"speculative_config needs a method: {', '.join(METHODS)}")
+    method = config["method"]
+    if method == "draft_model":  # vLLM's name
+        config = {**config, "method": "draft"}
     return {_FIELDS[name]: value for name, value in config.items() if name in _FIELDS}

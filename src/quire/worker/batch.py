@@ -122,7 +122,8 @@ class TorchBatcher:
     def build(self, plan: StepPlan, staging: Staging) -> tuple[DeviceStep, ForwardBatch]:
         state, total, rows = self._state, plan.total_tokens, len(plan.slots)
         if most := plan.max_drafts:
-            draft_slots, counts = staging.send(plan.slots, plan.num_drafts)
+            drafting = np.flatnonzero(plan.num_drafts)
+            draft_slots, counts = staging.send(plan.slots[drafting], plan.num_drafts[drafting])
             self._drafter.propose(DraftRows(draft_slots, counts, most, plan.max_seq_len))
         ends = np.cumsum(plan.num_tokens)
         firsts = ends - plan.num_tokens
@@ -154,6 +155,8 @@ class TorchBatcher:
             block_size=self._block_size,
             wanted=None if plan.keeps_hidden or len(step.logit_index) == total else step.logit_index,
         )
+        if plan.has_prompts:
+            self._drafter.follow(batch)
         batch.attn = self._backend.plan(batch)
         return step, batch
 
@@ -273,6 +276,8 @@ class KernelBatcher:
         shares = plan.shared is not None
         logits = rows + int(plan.num_drafts.sum())
         batch = self._batch(rows, plan.total_tokens, logits, plan.num_tokens, bounds, shares, plan.max_drafts)
+        if plan.has_prompts:
+            self._drafter.follow(batch)
         if plan.keeps_hidden:
             batch.wanted = None
         return self.step(plan), batch
@@ -290,7 +295,10 @@ class KernelBatcher:
         counts = np.ones(rows, np.int32) if rows == tokens else None
         bounds = np.full(rows, state.max_len, np.int32)
         logits = most_logit_rows(rows, tokens, drafts)
-        return self._batch(rows, tokens, logits, counts, bounds, shares, drafts)
+        batch = self._batch(rows, tokens, logits, counts, bounds, shares, drafts)
+        if not batch.decodes_only:
+            self._drafter.follow(batch)
+        return batch
 
     def load(self, content: np.ndarray, staging: Staging, rows: int, one_each: bool = False) -> None:
         """Send the header of a step, unless the device already has it, as in most steps of steady decoding.

@@ -217,7 +217,7 @@ class CudaGraphs:
             return None
         shares = plan.shared is not None
         drafts = plan.max_drafts
-        longest = int(plan.num_tokens.max()) if drafts else 1
+        longest = 1 + drafts + plan.has_prompts
         rows, tokens = len(plan.slots), plan.total_tokens
         return self.shapes.fit(rows, tokens, self._sampling(plan), shares, drafts, longest)
 

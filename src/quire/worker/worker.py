@@ -16,7 +16,7 @@ from quire.kernels import Kernels, available
 from quire.kernels.cpu.ops import CpuKernels
 from quire.models.decoder import Model
 from quire.sampling.sampler import Sampler
-from quire.speculation.drafter import NO_SPECULATION, Drafter, Speculation
+from quire.speculation.drafter import NO_SPECULATION, DraftContext, Drafter, Speculation
 from quire.types import StepPlan, max_logit_rows
 from quire.worker.batch import Batcher, KernelBatcher, TorchBatcher
 from quire.worker.cpu_replay import CpuReplay
@@ -211,7 +211,7 @@ class Worker:
         """Allocate the KV blocks of all layers, and one more block for the dummy slot."""
         cache = KVCache(
             self._backend,
-            [layer.kv for layer in self.model.attention_layers],
+            [*(layer.kv for layer in self.model.attention_layers), *self._speculation.layouts],
             num_blocks=size.num_blocks + 1,
             block_size=size.block_size,
             device=self.device,
@@ -241,7 +241,16 @@ class Worker:
         sampler = Sampler(
             state, model.spec.vocab_size, state.dummy + 1, device, max_rows=self._max_logit_rows + 1
         )
-        drafter = self._speculation.make(state, device)
+        drafter = self._speculation.make(
+            DraftContext(
+                columns=state,
+                kv=blocks[len(model.attention_layers) :],
+                block_size=size.block_size,
+                vocab_size=model.spec.vocab_size,
+                choose=sampler.choose,
+                device=device,
+            )
+        )
         turns = self._options.depth + 1
         batcher: Batcher
         launcher: Launcher

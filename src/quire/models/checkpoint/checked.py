@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 
 import torch
 
+from quire.layers.env import RowSink, StoredShape
 from quire.models.checkpoint.checkpoint import Checkpoint
 
 _WHOLE = slice(None)
 _WATCHED = re.compile(r"norm|\bln_\w+\.|embed_tokens|\bwte\.|\bwpe\.|lm_head")
+
+_CHECKED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 log = logging.getLogger("quire")
 
@@ -29,6 +33,29 @@ class CheckedCheckpoint(Checkpoint):
 
     def has(self, name: str) -> bool:
         return self._source.has(name)
+
+    def stored(self, name: str) -> StoredShape | None:
+        return self._source.stored(name)
+
+    def packed(
+        self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE
+    ) -> torch.Tensor:
+        return self._source.packed(name, shape, rows, cols)
+
+    def stream(
+        self,
+        sink: RowSink,
+        name: str,
+        shape: tuple[int, ...],
+        rows: slice = _WHOLE,
+        cols: slice = _WHOLE,
+        *,
+        multiple: int = 1,
+    ) -> None:
+        self._source.stream(sink, name, shape, rows, cols, multiple=multiple)
+
+    def when_loaded(self, action: Callable[[], None]) -> None:
+        self._source.when_loaded(action)
 
     def tensor(
         self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE
@@ -70,7 +97,7 @@ class CheckedCheckpoint(Checkpoint):
 
     def _check(self, name: str, values: torch.Tensor) -> None:
         # A sum is the fastest test. It may overflow, so a sum that is not finite decides nothing.
-        if not _WATCHED.search(name) or bool(values.sum().isfinite()):
+        if not _WATCHED.search(name) or values.dtype not in _CHECKED or bool(values.sum().isfinite()):
             return
         if not bool(values.isfinite().all()) and name not in self._damaged:
             self._damaged.append(name)

@@ -12,6 +12,7 @@ import logging
 import math
 import re
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from quire.files.reading import MAX_VOCABULARY_BYTES, check_regular, read_json
+from quire.layers.env import RowSink, StoredShape
 from quire.models.checkpoint.reader import Reader, StoredTensor
 from quire.models.spec import ModelSpec
 from quire.types import ModelError
@@ -29,10 +31,22 @@ _WHOLE = slice(None)
 _COMPARED, _BLOCKS = 1 << 22, 64  # a comparison of two tensors reads 2^22 elements, in 64 blocks
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_PACKED = {
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.uint8,  # exponents, which are used as integers
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+_DTYPES = _FLOATS | _PACKED
 # Buffers in old checkpoints, and the vision half of Gemma 3.
 _HARMLESS = re.compile(
     r"rotary_emb\.inv_freq$|\battn\.(masked_)?bias$|^(model\.)?(vision_tower|multi_modal_projector)\."
 )
+# Static scales of keys, values and attention, which a KV cache in 16 bits does not need.
+_KV_SCALES = re.compile(r"\.([kvq]|kv|prob)(_cache|_output)?_(scale|zero_point)$|\.[kvq]_proj\.output_scale$")
 
 
 class Checkpoint(Protocol):
@@ -40,9 +54,33 @@ class Checkpoint(Protocol):
 
     def has(self, name: str) -> bool: ...
 
+    def stored(self, name: str) -> StoredShape | None:
+        return None
+
     def tensor(
         self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE
     ) -> torch.Tensor: ...
+
+    def packed(
+        self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE
+    ) -> torch.Tensor:
+        return self.tensor(name, shape, rows, cols)
+
+    def stream(
+        self,
+        sink: RowSink,
+        name: str,
+        shape: tuple[int, ...],
+        rows: slice = _WHOLE,
+        cols: slice = _WHOLE,
+        *,
+        multiple: int = 1,
+    ) -> None:
+        """Pass a tensor to `sink` at once; readers with threads override this."""
+        sink(self.packed(name, shape, rows, cols), 0)
+
+    def when_loaded(self, action: Callable[[], None]) -> None:
+        action()
 
     def copy_into(
         self,
@@ -115,6 +153,7 @@ class SafetensorsCheckpoint(Checkpoint):
         self.offsets: dict[str, int] = {}  # first byte of a tensor in its file, for the reader
         self.unread: set[str] = set()
         self.tied, self.reader = tied, reader
+        self.actions: list[Callable[[], None]] = []  # to run when all tensors are in place
         for file, names in _shards(folder).items():
             handle = self.files[file] = _open(file)
             present = set(handle.keys())
@@ -132,11 +171,25 @@ class SafetensorsCheckpoint(Checkpoint):
     def tensor(
         self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE
     ) -> torch.Tensor:
-        part, file = self._find(name, shape), self.where[name]
+        self._find(name, shape, _FLOATS)
+        return self.packed(name, shape, rows, cols)
+
+    def stored(self, name: str) -> StoredShape | None:
+        if name not in self.where:
+            return None
+        part = self.files[self.where[name]].get_slice(name)
+        return StoredShape(_DTYPES.get(part.get_dtype(), torch.bool), tuple(part.get_shape()))
+
+    def packed(
+        self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE
+    ) -> torch.Tensor:
+        part, file = self._find(name, shape, _DTYPES), self.where[name]
+        exponents = part.get_dtype() == "F8_E8M0"
         cuts = (rows, cols)[: len(shape)]
         whole = all(cut.indices(size) == (0, size, 1) for cut, size in zip(cuts, shape))
         try:
-            return self.files[file].get_tensor(name) if whole else part[cuts]
+            values = self.files[file].get_tensor(name) if whole else part[cuts]
+            return values.view(torch.uint8) if exponents else values
         except SafetensorError as error:
             raise ModelError(f"cannot read tensor {name} of {file}: {error}") from error
 
@@ -148,22 +201,48 @@ class SafetensorsCheckpoint(Checkpoint):
         rows: slice = _WHOLE,
         cols: slice = _WHOLE,
     ) -> None:
+        # Packed numbers are copied as they are, and only into memory of their dtype.
+        dtypes = _FLOATS | {key: dtype for key, dtype in _PACKED.items() if dtype == destination.dtype}
         if self.reader is None:
-            super().copy_into(destination, name, shape, rows, cols)
-            return
-        dtype = _FLOATS[self._find(name, shape).get_dtype()]
-        stored = StoredTensor(name, self.where[name], self.offsets[name], shape, dtype)
-        self.reader.add(stored, rows, cols, destination)
+            self._find(name, shape, dtypes)
+            destination.copy_(self.packed(name, shape, rows, cols))
+        else:
+            self.reader.add(self._locate(name, shape, dtypes), rows, cols, destination)
+
+    def stream(
+        self,
+        sink: RowSink,
+        name: str,
+        shape: tuple[int, ...],
+        rows: slice = _WHOLE,
+        cols: slice = _WHOLE,
+        *,
+        multiple: int = 1,
+    ) -> None:
+        if self.reader is None:
+            super().stream(sink, name, shape, rows, cols)
+        else:
+            self.reader.stream(self._locate(name, shape, _DTYPES), rows, cols, sink, multiple)
+
+    def when_loaded(self, action: Callable[[], None]) -> None:
+        if self.reader is None:
+            action()
+        else:
+            self.actions.append(action)
 
     def finish(self) -> None:
         check_unread(self.unread, self.tied)
         self._compare_head()
         if self.reader:
             self.reader.finish()
+        with torch.inference_mode():
+            for action in self.actions:
+                action()
         self.close()
 
     def close(self) -> None:
         self.files.clear()
+        self.actions.clear()
         if self.reader:
             self.reader.close()
 
@@ -182,16 +261,20 @@ class SafetensorsCheckpoint(Checkpoint):
                 table,
             )
 
-    def _find(self, name: str, shape: tuple[int, ...]) -> Any:
-        """Return the slice of `name`, after checking that it exists with this shape and a supported dtype."""
+    def _locate(self, name: str, shape: tuple[int, ...], dtypes: dict[str, torch.dtype]) -> StoredTensor:
+        dtype = dtypes[self._find(name, shape, dtypes).get_dtype()]
+        return StoredTensor(name, self.where[name], self.offsets[name], shape, dtype)
+
+    def _find(self, name: str, shape: tuple[int, ...], dtypes: dict[str, torch.dtype]) -> Any:
+        """Return the slice of `name`, after checking that it exists with this shape and one of these dtypes."""
         if name not in self.where:
             raise ModelError(f"the checkpoint has no tensor {name} (expected shape {list(shape)})")
         part = self.files[self.where[name]].get_slice(name)
         check_shape(name, shape, tuple(part.get_shape()))
-        if part.get_dtype() not in _FLOATS:
+        if part.get_dtype() not in dtypes:
             raise ModelError(
                 f"tensor {name} has dtype {part.get_dtype()}, which is not supported; supported are: "
-                f"{', '.join(_FLOATS)}"
+                f"{', '.join(dtypes)}"
             )
         self.unread.discard(name)
         return part
@@ -285,8 +368,16 @@ def check_shape(name: str, expected: tuple[int, ...], actual: tuple[int, ...]) -
 def check_unread(unread: set[str], tied: bool) -> None:
     """Raise ModelError if a tensor was not loaded, except for known harmless ones and the head of tied models."""
     left = sorted(
-        n for n in unread if not _HARMLESS.search(n) and not (tied and n.endswith("lm_head.weight"))
+        n
+        for n in unread
+        if not _HARMLESS.search(n)
+        and not _KV_SCALES.search(n)
+        and not (tied and n.endswith("lm_head.weight"))
     )
+    if any(_KV_SCALES.search(name) for name in unread):
+        log.info(
+            "the checkpoint's scales of keys and values are not used: the KV cache has 16 bits or its own scales"
+        )
     if left:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""
         raise ModelError(

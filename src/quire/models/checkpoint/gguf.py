@@ -1,4 +1,6 @@
-"""`GGUFCheckpoint`: weights of a GGUF file under their Hugging Face names, dequantised while reading.
+"""`GGUFCheckpoint`: weights of a GGUF file under their Hugging Face names.
+
+Blocks of the kinds in quant/formats/gguf.py are handed out as they are; all others are dequantised while reading.
 
 llama.cpp's converter changes some tensors: it reorders Llama's q and k rows, adds 1 to Gemma's norm weights,
 transposes GPT-2's matrices, and stacks experts. This module undoes all of that, so a model does not depend on the
@@ -7,18 +9,25 @@ format of its checkpoint.
 
 from __future__ import annotations
 
+import logging
 import re
+from collections import Counter
 from pathlib import Path
 
 import gguf
 import numpy as np
 import torch
 
+from quire.layers.env import StoredShape
 from quire.models.checkpoint.checkpoint import Checkpoint, check_shape, check_unread
 from quire.models.config.gguf import Metadata, open_gguf
 from quire.models.spec import ModelSpec
+from quire.quant.formats.gguf import KINDS
 from quire.types import ModelError
 
+log = logging.getLogger("quire")
+
+_PLAIN = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16)
 _WHOLE = slice(None)
 _TOP = {
     "model.embed_tokens": "token_embd",
@@ -69,11 +78,34 @@ class GGUFCheckpoint(Checkpoint):
         self.spec = spec
         self.arch = Metadata(reader, path).arch
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.unpacked: Counter[str] = Counter()  # tensors read, by a type that is not computed with as it is
         self.unread = set(self.tensors) - {"rope_freqs.weight"}  # which is part of the spec
         self.layer_names = {**_LAYER, **(_GEMMA3 if self.arch == "gemma3" else {}), **_GPT2}
 
     def has(self, name: str) -> bool:
         return self._find(name)[0] in self.tensors
+
+    def stored(self, name: str) -> StoredShape | None:
+        stored, expert = self._find(name)
+        if stored not in self.tensors or self.tensors[stored].tensor_type.name not in KINDS:
+            return None
+        source = self.tensors[stored]
+        shape = source.data.shape if expert is None else source.data.shape[1:]
+        return StoredShape(torch.uint8, tuple(shape), source.tensor_type.name)
+
+    def packed(
+        self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE
+    ) -> torch.Tensor:
+        """Return blocks of a tensor as bytes [rows, bytes of a row], or a plain tensor as `tensor` does."""
+        if self.stored(name) is None:
+            return self.tensor(name, shape, rows, cols)
+        stored, expert = self._find(name)
+        source = self.tensors[stored]
+        data = source.data if expert is None else source.data[expert]
+        check_shape(name, shape, tuple(data.shape))
+        self.unread.discard(stored)
+        blocks = self._reordered(name, data)[rows][:, cols]
+        return torch.from_numpy(np.require(blocks, requirements=["C", "W"]))
 
     def tensor(
         self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE
@@ -93,12 +125,13 @@ class GGUFCheckpoint(Checkpoint):
         )
         self.unread.discard(stored)
         data = source.data if expert is None else source.data[expert]
-        reordered = self.arch == "llama" and re.search(r"\.[qk]_proj\.", name)
-        early = not (reordered or transposed)  # rows can be selected before they are dequantised
+        if source.tensor_type not in _PLAIN and source.tensor_type.name not in KINDS:
+            self.unpacked[source.tensor_type.name] += 1
+        early = not (
+            self._is_reordered(name) or transposed
+        )  # rows can be selected before they are dequantised
         values = self._unpack(stored, data[rows] if early else data, source.tensor_type)
-        if reordered:
-            heads = self.spec.num_heads if ".q_proj." in name else self.spec.num_kv_heads
-            values = _restore_order(values, heads)
+        values = self._reordered(name, values)
         if transposed:
             values = values.T
         if self.arch == "gemma3" and name.endswith("norm.weight"):
@@ -113,6 +146,9 @@ class GGUFCheckpoint(Checkpoint):
 
     def finish(self) -> None:
         self.close()
+        if self.unpacked:
+            counts = ", ".join(f"{count} of type {name}" for name, count in sorted(self.unpacked.items()))
+            log.info("tensors that are unpacked into the model's dtype: %s", counts)
         check_unread(
             {"lm_head.weight" if name == "output.weight" else name for name in self.unread},
             self.spec.tie_embeddings,
@@ -137,6 +173,16 @@ class GGUFCheckpoint(Checkpoint):
         if single in self.tensors:
             return single, None
         return f"blk.{layer}.ffn_{which}_exps.{kind}", int(number)
+
+    def _is_reordered(self, name: str) -> bool:
+        return self.arch == "llama" and re.search(r"\.[qk]_proj\.", name) is not None
+
+    def _reordered(self, name: str, values: np.ndarray) -> np.ndarray:
+        """Return rows in the order of Hugging Face's checkpoints."""
+        if not self._is_reordered(name):
+            return values
+        heads = self.spec.num_heads if ".q_proj." in name else self.spec.num_kv_heads
+        return _restore_order(values, heads)
 
     def _unpack(self, name: str, data: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
         if kind in (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16):

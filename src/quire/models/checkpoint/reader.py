@@ -1,7 +1,7 @@
 """`Reader`: copies tensors from files to their destinations with several threads, in the background.
 
 Each thread reads a piece of a tensor into its buffer (pinned, for a GPU) and copies it from there to the
-destination, so file reads and the GPU's copy engine overlap. The threads' buffers bound the memory, whatever the
+destination, or passes it to a function that converts it, so file reads and the GPU's copy engine overlap. The threads' buffers bound the memory, whatever the
 size of the files. Pieces that are cut by columns, transposed, or of another dtype are first copied to device memory
 and rearranged there.
 """
@@ -18,8 +18,10 @@ from pathlib import Path
 
 import torch
 
+from quire.layers.env import RowSink
 from quire.types import ModelError
 
+_WHOLE = slice(None)
 _THREADS = 8
 _PIECE_BYTES = 32 << 20
 _READ_ONLY = os.O_RDONLY | getattr(os, "O_BINARY", 0)  # without O_BINARY, Windows translates line ends
@@ -46,7 +48,8 @@ class _TensorPiece:
     offset: int  # of the first byte, in the file
     shape: tuple[int, ...]
     cols: slice  # the part of each row to copy
-    destination: torch.Tensor
+    destination: torch.Tensor | RowSink
+    first: int  # rows of the part before this piece
     ready: torch.cuda.Event | None  # after it, the destination may be written
 
 
@@ -76,26 +79,50 @@ class Reader:
         shape = stored.shape
         first, last, _ = rows.indices(shape[0])
         width = math.prod(shape[1:])
-        whole = len(shape) == 1 or cols.indices(shape[1]) == (0, shape[1], 1)
+        whole = _is_whole(shape, cols)
         if whole and destination.is_contiguous():  # then row boundaries do not matter
             destination, shape = destination.view(-1), (stored.shape[0] * width,)
             first, last, width = first * width, last * width, 1
-        row_bytes = width * stored.dtype.itemsize
-        count = max(self.piece_bytes // max(row_bytes, 1), 1)
-        file = self._open(stored)
-        ready = torch.cuda.current_stream(self.device).record_event() if self._on_gpu else None
+        count = max(self.piece_bytes // max(width * stored.dtype.itemsize, 1), 1)
+        pieces = [(begin, min(begin + count, last)) for begin in range(first, last, count)]
+        for begin, end in pieces:
+            part = destination[begin - first : end - first]
+            self._submit(
+                stored, (end - begin, *shape[1:]), begin * width, cols if not whole else _WHOLE, part
+            )
+
+    def stream(
+        self, stored: StoredTensor, rows: slice, cols: slice, sink: RowSink, multiple: int = 1
+    ) -> None:
+        """Start passing `stored[rows, cols]` to `sink` on the device, in pieces of a multiple of `multiple` rows.
+
+        Raises:
+            ModelError: if the file cannot be opened.
+        """
+        shape = stored.shape
+        first, last, _ = rows.indices(shape[0])
+        width = math.prod(shape[1:])
+        kept = _WHOLE if _is_whole(shape, cols) else cols
+        fitting = self.piece_bytes // max(width * stored.dtype.itemsize, 1)
+        count = max(fitting // multiple, 1) * multiple
         for begin in range(first, last, count):
             end = min(begin + count, last)
-            piece = _TensorPiece(
-                stored,
-                file,
-                stored.offset + begin * row_bytes,
-                (end - begin, *shape[1:]),
-                slice(None) if whole else cols,
-                destination[begin - first : end - first],
-                ready,
-            )
-            self._copies.append(self._pool.submit(self._carry, piece))
+            self._submit(stored, (end - begin, *shape[1:]), begin * width, kept, sink, begin - first)
+
+    def _submit(
+        self,
+        stored: StoredTensor,
+        shape: tuple[int, ...],
+        skipped: int,
+        cols: slice,
+        destination: torch.Tensor | RowSink,
+        first: int = 0,
+    ) -> None:
+        """Queue the piece of this shape that begins `skipped` numbers into the tensor."""
+        ready = torch.cuda.current_stream(self.device).record_event() if self._on_gpu else None
+        offset = stored.offset + skipped * stored.dtype.itemsize
+        piece = _TensorPiece(stored, self._open(stored), offset, shape, cols, destination, first, ready)
+        self._copies.append(self._pool.submit(self._carry, piece))
 
     def finish(self) -> None:
         """Wait for all copies.
@@ -157,9 +184,13 @@ class CopyLane:
             if self._stream:
                 assert piece.ready is not None
                 self._stream.wait_event(piece.ready)
-                if values.dtype != to.dtype or values.shape != to.shape or not to.is_contiguous():
+                if _needs_work(values, to):
                     values = values.to(self._device, non_blocking=True)
-            to.copy_(values if values.dim() == 1 else values[:, piece.cols], non_blocking=True)
+            values = values if values.dim() == 1 else values[:, piece.cols]
+            if isinstance(to, torch.Tensor):
+                to.copy_(values, non_blocking=True)
+            else:
+                to(values, piece.first)
             if self._stream:
                 self._stream.synchronize()  # after it, the buffer can be reused
 
@@ -180,6 +211,17 @@ class CopyLane:
         if filled < size:
             raise unreadable(stored, f"the file ends {size - filled} bytes early")
         return buffer.view(stored.dtype).view(piece.shape)
+
+
+def _is_whole(shape: tuple[int, ...], cols: slice) -> bool:
+    return len(shape) == 1 or cols.indices(shape[1]) == (0, shape[1], 1)
+
+
+def _needs_work(values: torch.Tensor, to: torch.Tensor | RowSink) -> bool:
+    """Return whether `values` must be on the device before they go to their destination."""
+    if not isinstance(to, torch.Tensor):
+        return True
+    return values.dtype != to.dtype or values.shape != to.shape or not to.is_contiguous()
 
 
 def _read_at(file: int, into: memoryview, offset: int) -> int:

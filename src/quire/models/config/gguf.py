@@ -22,6 +22,7 @@ from quire.layers.routing_params import Routing
 from quire.models.config.keys import ConfigKeys, token_ids
 from quire.models.config.rope import served_len
 from quire.models.spec import ModelSpec, MoESpec
+from quire.quant.spec import QuantSpec
 from quire.types import ModelError
 
 _DTYPES = {Kind.F32: "float32", Kind.F16: "float16", Kind.BF16: "bfloat16"}  # quantised formats: bfloat16
@@ -132,6 +133,8 @@ def gguf_spec(path: Path) -> ModelSpec:
         "bos_token_id": meta.get("tokenizer.ggml.bos_token_id"),
         "eos_token_ids": _eos_ids(meta, vocab_size),
     }
+    if largest.tensor_type not in _DTYPES:
+        facts["quantization"] = QuantSpec(method="gguf", detail=largest.tensor_type.name)
     try:
         facts.update(ARCHITECTURES[meta.arch](meta, facts, tensors))
     except (TypeError, ValueError, ArithmeticError) as error:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from quire.files.reading import read_json, shown
-from quire.models.config.keys import token_ids
+from quire.files.reading import read_json
+from quire.models.config.keys import ConfigKeys, token_ids
+from quire.models.config.quantization import parse_quantization
 from quire.models.spec import ModelSpec
 from quire.types import ModelError
 
@@ -36,7 +37,6 @@ def load_spec(path: str | Path) -> ModelSpec:
         spec = replace(spec, eos_token_ids=tuple(dict.fromkeys([*first, *spec.eos_token_ids])))
     # NVIDIA's exporter describes packed weights in a separate file.
     if (path / "hf_quant_config.json").exists() and spec.quantization is None:
-        settings = read_json(path / "hf_quant_config.json").get("quantization")
-        name = shown(settings.get("quant_algo", "unknown")) if isinstance(settings, dict) else "unknown"
-        spec = replace(spec, quantization=f"quant_algo {name}")
+        keys = ConfigKeys(read_json(path / "hf_quant_config.json"), "hf_quant_config.json")
+        spec = replace(spec, quantization=parse_quantization(keys.section("quantization"), keys.where))
     return spec

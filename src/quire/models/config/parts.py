@@ -8,8 +8,10 @@ from typing import Any
 from quire.files.reading import shown
 from quire.layers.routing_params import Routing
 from quire.models.config.keys import ConfigKeys, token_ids
+from quire.models.config.quantization import parse_quantization
 from quire.models.config.rope import RopeDefaults, parse_rope, served_len
 from quire.models.spec import ModelSpec
+from quire.quant.spec import QuantSpec
 from quire.types import ModelError
 
 ACTIVATIONS = {
@@ -157,12 +159,8 @@ def _dtype(keys: ConfigKeys) -> str:
     return name
 
 
-def _quantization(keys: ConfigKeys) -> str | None:
-    settings = keys.section("quantization_config")
-    if not settings:
-        return None
-    name = settings.get("quant_method", settings.get("quant_algo", "unknown"))
-    return f"quant_method {name if isinstance(name, str) and len(name) < 40 else shown(name)}"
+def _quantization(keys: ConfigKeys) -> QuantSpec | None:
+    return parse_quantization(keys.section("quantization_config", "compression_config"))
 
 
 def parse_activation(name: str) -> str:
@@ -240,7 +238,7 @@ def text_part(keys: ConfigKeys) -> ConfigKeys:
     if not inner:
         return keys
     shared = (
-        "torch_dtype", "dtype", "tie_word_embeddings", "quantization_config", "bos_token_id", "eos_token_id",
+        "torch_dtype", "dtype", "tie_word_embeddings", "quantization_config", "compression_config", "bos_token_id", "eos_token_id",
     )  # fmt: skip
     outer = {name: keys.config[name] for name in shared if keys.config.get(name) is not None}
     return ConfigKeys({**inner, **outer}, keys.where)

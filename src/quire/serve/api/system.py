@@ -99,6 +99,18 @@ def _requests(engine: AsyncEngine, client: ApiClient, engine_stats: EngineStats)
     return counts
 
 
+def _drafts(totals: dict[str, Any]) -> dict[str, Any]:
+    rows, drafted, accepted = totals["draft_rows"], totals["draft_tokens"], totals["accepted_tokens"]
+    return {
+        "rows": rows,
+        "tokens": drafted,
+        "accepted": accepted,
+        "accepted_at": totals["accepted_at"],
+        "acceptance": round(accepted / drafted, 4) if drafted else 0.0,
+        "mean_accepted_length": round(1 + accepted / rows, 3) if rows else 1.0,
+    }
+
+
 async def stats(request: Request) -> Response:
     """Return the server's statistics. Sizes are in blocks and tokens, times in seconds unless the name ends in `_ms`.
 
@@ -135,6 +147,7 @@ async def stats(request: Request) -> Response:
                 "hit_rate": round(totals["cached_tokens"] / queried, 4) if queried else 0.0,
                 "by_client": engine_stats.served_tokens,
             },
+            "drafts": _drafts(totals),
             "latency_ms": {
                 "ttft": spread(account.ttft_s, 1000),
                 "itl": spread(account.itl_s, 1000),

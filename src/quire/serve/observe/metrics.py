@@ -74,6 +74,7 @@ class MetricFamilies:
     def __iter__(self) -> Iterator[Metric]:
         yield from self._state()
         yield from self._tokens()
+        yield from self._drafts()
         yield from self._requests()
         yield from self._latencies()
         yield from self._older()
@@ -185,6 +186,26 @@ class MetricFamilies:
             "Number of cached prompt tokens by location of the cache.",
             "source",
             {"device": account.cached_tokens},
+        )
+
+    def _drafts(self) -> Iterator[Metric]:
+        totals = self._account.figures.totals
+        yield self._counter(
+            "vllm:spec_decode_num_drafts", "Number of rows that verified draft tokens.", totals.draft_rows
+        )
+        yield self._counter(
+            "vllm:spec_decode_num_draft_tokens", "Number of draft tokens verified.", totals.draft_tokens
+        )
+        yield self._counter(
+            "vllm:spec_decode_num_accepted_tokens",
+            "Number of draft tokens accepted.",
+            totals.accepted_tokens,
+        )
+        yield self._counters(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Number of draft tokens accepted, by position among the drafts of a row.",
+            "position",
+            {str(position): count for position, count in enumerate(totals.accepted_at)},
         )
 
     def _requests(self) -> Iterator[Metric]:

@@ -71,6 +71,8 @@ def write_receipt(generation: Generation, arrived_s: float) -> Receipt | UnsetTy
             cache_ended=timing.prefix_end,
         ),
         output_tokens=track.tokens,
+        draft_tokens=timing.draft_tokens,
+        accepted_tokens=timing.accepted_tokens,
         preemptions=timing.preemptions,
         recomputed_tokens=timing.recomputed_tokens,
         choice=choice,

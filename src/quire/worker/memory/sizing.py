@@ -76,7 +76,8 @@ class MemoryPlanner:
 
     model: str  # name of the model, for error messages
     spec: ModelSpec
-    dtype: torch.dtype  # of weights, activations and KV entries
+    weight_bytes: int
+    dtype: torch.dtype  # of activations and KV entries
     device: torch.device
     layouts: tuple[KVLayout, ...]  # what each layer keeps of a token
     limits: StepLimits  # max_model_len: the longest context to serve; `size_kv` may lower it
@@ -92,7 +93,7 @@ class MemoryPlanner:
         Raises:
             ConfigError: if they exceed the free memory of the device.
         """
-        needed = self.spec.num_parameters * self.dtype.itemsize // self.ranks
+        needed = self.weight_bytes // self.ranks
         free, total = self._free_memory()
         if needed > free:
             raise ConfigError(

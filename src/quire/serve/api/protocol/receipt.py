@@ -23,6 +23,8 @@ class Receipt(msgspec.Struct, kw_only=True):
     queue_ms: dict[str, float]
     prompt_tokens: PromptReceipt
     output_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
     preemptions: int
     recomputed_tokens: int
     choice: int

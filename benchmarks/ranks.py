@@ -1,0 +1,230 @@
+"""Tensor parallelism on two or more GPUs of one host: sums between ranks, tokens against one rank, throughput.
+
+    python benchmarks/ranks.py [--ranks 2] [--parts sums tokens single nano prefill] [--seconds 110] [--out FILE]
+
+`sums` times each way to add tensors of 8 KiB to 16 MiB over the ranks, twenty of them in one CUDA graph, and checks the
+result. `tokens` compares greedy tokens of the demo model in float32 on one rank and on several. The other parts run an
+8B model with random weights in bfloat16 on one GPU and on several; each figure is the better of two runs. Parts that
+begin after --seconds are skipped, and a part that fails is reported and does not stop the others. Results are printed
+as they come and written as JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from shapes import SHAPES
+
+PARTS = ("sums", "tokens", "single", "nano", "prefill")
+SIZES = [8 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20]
+BEGAN_S = time.monotonic()
+
+
+def sums_of_rank(rank: int, ranks: int, port: int, out: str) -> None:
+    """Run the part `sums` in the process of one rank."""
+    import torch
+    import torch.distributed as dist
+
+    device = torch.device("cuda", rank)
+    torch.cuda.set_device(device)
+    store = dist.TCPStore("127.0.0.1", port, ranks, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=ranks, device_id=device)
+    group = dist.group.WORLD
+    assert group is not None
+
+    import torch.distributed._symmetric_memory as symm_mem
+
+    from quire.kernels import collective
+    from quire.parallel.communicator import GroupCommunicator
+    from quire.parallel.symmetric import SymmetricCommunicator
+
+    nccl = GroupCommunicator(group)
+    ours = SymmetricCommunicator(group, device, nccl)
+    large = symm_mem.empty(SIZES[-1], dtype=torch.uint8, device=device)
+    symm_mem.rendezvous(large, group.group_name)
+
+    def one_trip(x: torch.Tensor) -> torch.Tensor:
+        assert collective.takes(x)
+        return collective.all_reduce(x, ours._addresses, ours._calls, rank, ranks)
+
+    def torch_one_shot(x: torch.Tensor) -> torch.Tensor:
+        shared = large[: x.nbytes].view(x.dtype)
+        shared.copy_(x)
+        return torch.ops.symm_mem.one_shot_all_reduce(shared, "sum", group.group_name)
+
+    def torch_two_shot(x: torch.Tensor) -> torch.Tensor:
+        shared = large[: x.nbytes].view(x.dtype)
+        shared.copy_(x)
+        torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", group.group_name)
+        return x.copy_(shared)
+
+    ways = {"nccl": nccl.all_reduce, "one trip (Quire)": one_trip, "one shot (torch)": torch_one_shot}
+    ways |= {"two shot (torch)": torch_two_shot}
+    rows = []
+    for size in SIZES:
+        for name, way in ways.items():
+            try:
+                x = torch.full((size // 2,), rank + 1.0, dtype=torch.bfloat16, device=device)
+                for _ in range(2):
+                    y = way(x.clone())
+                torch.cuda.synchronize()
+                correct = bool((y == ranks * (ranks + 1) / 2).all())
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+                    for _ in range(20):
+                        z = way(x)
+                z.numel()
+                for _ in range(3):
+                    graph.replay()
+                torch.cuda.synchronize()
+                dist.barrier()
+                times = []
+                for _ in range(20):
+                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                    begin.record()
+                    graph.replay()
+                    end.record()
+                    end.synchronize()
+                    times.append(begin.elapsed_time(end) * 1000 / 20)
+                row = {"bytes": size, "way": name, "us": round(sorted(times)[10], 2), "correct": correct}
+            except Exception as error:
+                row = {"bytes": size, "way": name, "error": str(error).split("\n")[0]}
+            rows.append(row)
+            if rank == 0:
+                print(row, flush=True)
+    if rank == 0:
+        Path(out).write_text(json.dumps(rows))
+    os._exit(0)
+
+
+def sums(ranks: int) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        out, port = f"{folder}/sums.json", str(random.randrange(20_000, 30_000))
+        command = [sys.executable, __file__, "--rank-of-sums"]
+        started = [subprocess.Popen([*command, str(rank), str(ranks), port, out]) for rank in range(ranks)]
+        try:
+            for process in started:
+                process.wait(60)
+        finally:
+            for process in started:
+                process.kill()
+        return json.loads(Path(out).read_text())
+
+
+def tokens(ranks: int) -> Any:
+    from quire import LLM, SamplingParams
+
+    params = [
+        SamplingParams(max_tokens=64, temperature=0.8 * (i % 2), seed=i, ignore_eos=True) for i in range(16)
+    ]
+    prompts = [list(range(300 + i, 340 + 9 * i)) for i in range(16)]
+    found = []
+    for size in (1, ranks):
+        llm = LLM("demo", dtype="float32", tensor_parallel_size=size, max_model_len=512, engine_process=True)
+        found.append([o.outputs[0].token_ids for o in llm.generate(prompts, params, use_tqdm=False)])
+        found[-1] += [o.outputs[0].token_ids for o in llm.generate(prompts[:3], params[:3], use_tqdm=False)]
+        print(size, "ranks:", llm.info.device, llm.info.start_up(), flush=True)
+        llm.client.close()
+    return {"equal": found[0] == found[1], "same": sum(a == b for a, b in zip(*found)), "of": len(found[0])}
+
+
+class Throughput:
+    """The engines of an 8B model, on one GPU and on several, one after the other."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "config.json").write_text(json.dumps(SHAPES["Llama-3.1-8B"]))
+
+    def run(self, ranks: int, names: list[str], seconds: float) -> dict[str, Any]:
+        from quire import LLM, SamplingParams
+        from quire.bench.load.workloads import WORKLOADS, shifted
+
+        began = time.perf_counter()
+        llm = LLM(
+            str(self.folder),
+            load_format="dummy",
+            skip_tokenizer_init=True,
+            tensor_parallel_size=ranks,
+            max_model_len=4096,
+            engine_process=True,
+        )
+        found: dict[str, Any] = {
+            "start_s": round(time.perf_counter() - began, 1),
+            "phases_s": llm.info.phases_s,
+        }
+        print(ranks, "ranks", found, flush=True)
+        try:
+            for name in names:
+                best, work = 0.0, WORKLOADS[name](100_000, None)
+                for turn in range(2):
+                    if time.monotonic() - BEGAN_S > seconds:
+                        break
+                    load = shifted(work, 100_000, turn + 1)
+                    prompts = [list(prompt) for prompt, _ in load]
+                    params = [
+                        SamplingParams(max_tokens=n, temperature=0, ignore_eos=True, detokenize=False)
+                        for _, n in load
+                    ]
+                    begin = time.perf_counter()
+                    llm.generate(prompts, params, use_tqdm=False)
+                    duration = time.perf_counter() - begin
+                    count = sum(n for _, n in load)
+                    count += sum(map(len, prompts)) if name == "prefill" else 0
+                    best = max(best, count / duration)
+                found[name] = round(best, 1)
+                print(ranks, "ranks", name, found[name], "tok/s", flush=True)
+        finally:
+            llm.client.close()
+        return found
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--rank-of-sums"]:
+        rank, ranks, port, out = sys.argv[2:]
+        sums_of_rank(int(rank), int(ranks), int(port), out)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument("--seconds", type=float, default=110)
+    parser.add_argument("--out", type=Path, default=Path("ranks.json"))
+    args = parser.parse_args()
+    results: dict[str, Any] = {"ranks": args.ranks}
+
+    def attempt(name: str, work: Any) -> None:
+        if time.monotonic() - BEGAN_S > args.seconds:
+            results[name] = "skipped: out of time"
+        else:
+            try:
+                results[name] = work()
+            except Exception as error:
+                traceback.print_exc()
+                results[name] = f"failed: {type(error).__name__}: {error}"
+        print(name, results[name], f"at {time.monotonic() - BEGAN_S:.0f} s", flush=True)
+        args.out.write_text(json.dumps(results, indent=1))
+
+    if "sums" in args.parts:
+        attempt("sums", lambda: sums(args.ranks))
+    if "tokens" in args.parts:
+        attempt("tokens", lambda: tokens(args.ranks))
+    names = [part for part in args.parts if part in ("single", "nano", "prefill")]
+    if names:
+        with tempfile.TemporaryDirectory() as folder:
+            throughput = Throughput(Path(folder))
+            for ranks in (args.ranks, 1):
+                attempt(f"8B on {ranks}", lambda ranks=ranks: throughput.run(ranks, names, args.seconds))
+
+
+if __name__ == "__main__":
+    main()

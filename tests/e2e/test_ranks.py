@@ -1,0 +1,174 @@
+"""Engines over several processes: the tokens are those of one rank, and a failed rank leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from quire import LLM, EngineConfig, SamplingParams
+from quire.core.engine import Engine
+from quire.host import build_engine
+from quire.types import ConfigError, EngineDead, EngineRequest, ModelError, StructuredOutputsParams
+from tiny import write_tiny
+
+BASE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "cpu_threads": 1}
+SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
+PROMPT = list(range(300, 420))
+
+
+def demo(**settings: Any) -> LLM:
+    """Return an engine with room for little more than one longest request, so that requests are preempted."""
+    return LLM(
+        "demo", **BASE, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64, check_invariants=True, **settings
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def one() -> LLM:
+    return demo(kv_cache_memory=BLOCKS * BLOCK_BYTES)
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[LLM]:
+    llm = demo(kv_cache_memory=BLOCKS * BLOCK_BYTES // 2, tensor_parallel_size=2)
+    yield llm
+    llm.client.close()
+
+
+BLOCKS = 20
+BLOCK_BYTES = 16 * 2 * 7 * 2 * 64 * 4  # tokens, tensors, layers, K/V heads, dimensions, bytes
+
+
+def answers(llm: LLM, prompts: list[Any], params: list[SamplingParams]) -> list[Any]:
+    """Return what the engine generates: tokens, and log-probabilities rounded to what rounding errors leave."""
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    found: list[Any] = []
+    for output in outputs:
+        for choice in output.outputs:
+            entries = [*(choice.logprobs or ()), *(p for p in output.prompt_logprobs or () if p)]
+            values = [[(t, round(entry.logprob, 3), entry.rank) for t, entry in e.items()] for e in entries]
+            found.append((choice.token_ids, choice.finish_reason, values))
+    return found
+
+
+def test_two_ranks_answer_as_one(one: LLM, two: LLM) -> None:
+    """Greedy and seeded requests together, with preemption, and again with their prefixes cached."""
+    assert two.info.num_blocks == one.info.num_blocks == BLOCKS
+    prompts = [PROMPT[: 40 + 9 * i] for i in range(8)]
+    params = [
+        SamplingParams(max_tokens=48, temperature=0.9 * (i % 2), top_p=0.9, seed=i, ignore_eos=True)
+        for i in range(8)
+    ]
+    for _ in range(2):
+        assert answers(two, prompts, params) == answers(one, prompts, params)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"logprobs": 3, "prompt_logprobs": 2},
+        {"n": 2, "temperature": 1.0, "seed": 5, "repetition_penalty": 1.2},
+        {"structured_outputs": StructuredOutputsParams(json=SCHEMA)},
+        {"min_tokens": 4, "logit_bias": {7: 3.0}, "bad_words": ["the"]},
+    ],
+)
+def test_what_the_host_takes_part_in(one: LLM, two: LLM, settings: dict[str, Any]) -> None:
+    params = [SamplingParams(**{"max_tokens": 12, "temperature": 0, **settings}) for _ in range(2)]
+    prompts = ["Once upon a time", "The sea was"]
+    assert answers(two, prompts, params) == answers(one, prompts, params)
+
+
+def test_embeddings(one: LLM, two: LLM) -> None:
+    for a, b in zip(one.embed(["The sea", "A hill"]), two.embed(["The sea", "A hill"])):
+        assert a == pytest.approx(b, abs=1e-5)
+
+
+def run(engine: Engine, count: int = 6) -> dict[str, list[int]]:
+    for i in range(count):
+        params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+        engine.add(EngineRequest(f"r{i}", [(7 * i + 3 * n) % 250 for n in range(5 + 11 * i)], params))
+    tokens: dict[str, list[int]] = {}
+    while engine.has_work:
+        for output in engine.step():
+            tokens.setdefault(output.id, []).extend(output.token_ids)
+    return tokens
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def tiny(folder: Path, **settings: Any) -> Engine:
+    base = {"kv_cache_memory": 1 << 19, "skip_tokenizer_init": True, "max_num_batched_tokens": 48}
+    return build_engine(EngineConfig(model=str(folder), **BASE, **base, **settings))[0]
+
+
+def children() -> list[psutil.Process]:
+    return [p for p in psutil.Process().children(recursive=True) if "quire.rank_process" in p.cmdline()]
+
+
+def assert_gone(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert not alive
+
+
+def test_four_ranks_share_two_heads_and_end_with_the_engine(folder: Path) -> None:
+    before = set(children())
+    engine = tiny(folder, tensor_parallel_size=4)
+    ranks = [p for p in children() if p not in before]
+    assert len(ranks) == 3
+    assert run(engine) == run(tiny(folder))
+    engine.close()
+    assert_gone(ranks)
+
+
+@pytest.mark.parametrize(
+    ("sign", "timeout_s", "words"),
+    [(signal.SIGKILL, 60.0, "ended with signal SIGKILL"), (signal.SIGSTOP, 1.5, "made no progress")],
+)
+def test_a_failed_rank_ends_the_engine_with_its_name(
+    folder: Path, sign: signal.Signals, timeout_s: float, words: str
+) -> None:
+    before = set(children())
+    engine = tiny(folder, tensor_parallel_size=2, rank_timeout=timeout_s, overlap=sign == signal.SIGKILL)
+    (rank,) = (p for p in children() if p not in before)
+    assert run(engine, 2)
+    rank.send_signal(sign)
+    with pytest.raises(EngineDead, match=rf"rank 1 \(process {rank.pid}\) {words}"):
+        run(engine)
+    assert_gone([rank])
+    engine.close()
+
+
+def test_a_dead_rank_is_noticed_by_an_idle_server_and_a_killed_engine_takes_its_ranks_along(
+    folder: Path,
+) -> None:
+    llm = LLM(folder, **BASE, kv_cache_memory=1 << 19, tensor_parallel_size=2)
+    (rank,) = children()
+    rank.kill()
+    with pytest.raises(EngineDead, match=r"rank 1 .* ended with signal SIGKILL"):
+        for _ in range(50):
+            llm.client.poll(0.2)
+    llm.client.close()
+    llm = LLM(folder, **BASE, kv_cache_memory=1 << 19, tensor_parallel_size=2)
+    (rank,) = children()
+    os.kill(rank.ppid(), signal.SIGKILL)
+    assert_gone([rank])
+    with pytest.raises(EngineDead):
+        llm.generate("Hi", use_tqdm=False)
+
+
+def test_sizes_that_do_not_divide_are_refused_before_anything_starts(folder: Path) -> None:
+    before = set(children())
+    with pytest.raises(ModelError, match=r"over 3 ranks: heads 4, K/V heads 2 must be multiples of 3"):
+        tiny(folder, tensor_parallel_size=3)
+    with pytest.raises(ConfigError, match="tensor_parallel_size must be an integer of at least 1"):
+        EngineConfig(tensor_parallel_size=0)
+    assert set(children()) == before

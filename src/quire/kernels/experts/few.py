@@ -222,13 +222,13 @@ def few_gate_up(
     assert active is not None
     h = torch.empty(choice.ids.numel(), width, device=x.device, dtype=x.dtype)
     outputs, inputs, warps, stages = tile or (64, 128, 4, 3)
-    block_k = min(inputs, max(triton.next_power_of_2(hidden), 16))
-    pdl = target_of(x.device).has_dependent_launch
+    block_k, target = min(inputs, max(triton.next_power_of_2(hidden), 16)), target_of(x.device)
+    stage_bytes, pdl = x.element_size() * block_k * (2 * outputs + _rows(tokens)), target.has_dependent_launch
     _few_gate_up[(len(active), triton.cdiv(width, outputs))](
         x, weight, weight if bias is None else bias, choice.ids, active, h, tokens,
         HIDDEN=hidden, WIDTH=width, TOP_K=choice.ids.shape[1], K_PAD=triton.next_power_of_2(choice.ids.shape[1]),
         KIND=kind, BIAS=bias is not None, BLOCK_M=_rows(tokens), BLOCK_N=outputs, BLOCK_K=block_k, PDL=pdl,
-        num_warps=warps, num_stages=stages, launch_pdl=pdl,
+        num_warps=warps, num_stages=target.stages(stage_bytes, stages), launch_pdl=pdl,
     )  # fmt: skip
     return h
 
@@ -260,13 +260,13 @@ def few_down(
     parts = torch.empty(tokens * top_k, hidden, device=h.device, dtype=torch.float32)
     few = tokens <= _EARLY_TOKENS
     outputs, inputs, warps, stages = tile or ((BLOCK_DOWN, 256, 8, 3) if few else (BLOCK_DOWN, 128, 4, 5))
-    block_k = min(inputs, max(triton.next_power_of_2(width), 16))
-    pdl = target_of(h.device).has_dependent_launch
+    block_k, target = min(inputs, max(triton.next_power_of_2(width), 16)), target_of(h.device)
+    stage_bytes, pdl = h.element_size() * block_k * (outputs + _rows(tokens)), target.has_dependent_launch
     _few_down[(len(active), triton.cdiv(hidden, outputs))](
         h, weight, weight if bias is None else bias, choice.ids, choice.weights, active, parts, arrived, y,
         tokens, HIDDEN=hidden, WIDTH=width, TOP_K=top_k, K_PAD=triton.next_power_of_2(top_k), BIAS=bias is not None,
         BLOCK_M=_rows(tokens), BLOCK_N=outputs, BLOCK_K=block_k, EARLY=few if early is None else early, PDL=pdl,
-        num_warps=warps, num_stages=stages, launch_pdl=pdl,
+        num_warps=warps, num_stages=target.stages(stage_bytes, stages), launch_pdl=pdl,
     )  # fmt: skip
     return y
 

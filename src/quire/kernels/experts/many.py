@@ -290,10 +290,8 @@ def tiles_for(mean: float, target: Target) -> tuple[GroupedTile, GroupedTile]:
         pair = GroupedTile(64, 128, 64, 8, 4, False), GroupedTile(64, 128, 64, 4, 4, True)
     else:
         pair = GroupedTile(128, 128, 64, 8, 4, False), GroupedTile(128, 256, 64, 8, 4, True)
-    return _fitted(pair[0], 2, target), _fitted(pair[1], 1, target)
-
-
-def _fitted(tile: GroupedTile, weights: int, target: Target) -> GroupedTile:
-    """Return the tile with as many stages as fit into the shared memory of a program, for 16-bit numbers."""
-    stage = 2 * tile.inputs * (tile.rows + weights * tile.outputs)
-    return replace(tile, stages=max(2, min(tile.stages, target.shared_bytes // stage)))
+    first, second = (
+        replace(tile, stages=target.stages(2 * tile.inputs * (tile.rows + gates * tile.outputs), tile.stages))
+        for tile, gates in zip(pair, (2, 1))
+    )
+    return first, second

@@ -259,7 +259,7 @@ def few_down(
     y = torch.empty(tokens, hidden, device=h.device, dtype=h.dtype)
     parts = torch.empty(tokens * top_k, hidden, device=h.device, dtype=torch.float32)
     few = tokens <= _EARLY_TOKENS
-    outputs, inputs, warps, stages = tile or ((BLOCK_DOWN, 256, 8, 3) if few else (BLOCK_DOWN, 128, 4, 5))
+    outputs, inputs, warps, stages = tile or ((BLOCK_DOWN, 256, 4, 3) if few else (BLOCK_DOWN, 128, 4, 5))
     block_k, target = min(inputs, max(triton.next_power_of_2(width), 16)), target_of(h.device)
     stage_bytes, pdl = h.element_size() * block_k * (outputs + _rows(tokens)), target.has_dependent_launch
     _few_down[(len(active), triton.cdiv(hidden, outputs))](

@@ -289,7 +289,7 @@ def tiles_for(mean: float, target: Target) -> tuple[GroupedTile, GroupedTile]:
     elif mean <= 96:
         pair = GroupedTile(64, 128, 64, 8, 4, False), GroupedTile(64, 128, 64, 4, 4, True)
     else:
-        pair = GroupedTile(128, 128, 64, 8, 4, False), GroupedTile(128, 256, 64, 8, 4, True)
+        pair = GroupedTile(128, 128, 64, 8, 3, False), GroupedTile(128, 256, 64, 8, 4, True)
     first, second = (
         replace(tile, stages=target.stages(2 * tile.inputs * (tile.rows + gates * tile.outputs), tile.stages))
         for tile, gates in zip(pair, (2, 1))

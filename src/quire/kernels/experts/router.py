@@ -183,9 +183,11 @@ def norm_and_route(
         weight if bias is None else bias, weights if correction is None else correction,
         scratch(splits, _ROWS, experts), scratch(splits, _ROWS), arrived, total, normed, ids, weights, active,
         tokens, len(active), eps, HIDDEN=hidden, CORRECTION=correction is not None, BIAS=bias is not None,
-        NORM=norm is not None, ADD=residual is not None, ROWS=rows, NORMED=normed_rows, SPLITS=splits, BLOCK_M=_ROWS, BLOCK_E=_BLOCK_E,
-        BLOCK_K=_BLOCK_K, COLUMNS=min(triton.next_power_of_2(hidden), 4096 // normed_rows), PDL=pdl,
-        num_warps=4, launch_pdl=pdl, **rule,
+        NORM=norm is not None, ADD=residual is not None, ROWS=rows, NORMED=normed_rows, SPLITS=splits,
+        BLOCK_M=_ROWS, BLOCK_E=_BLOCK_E, BLOCK_K=_BLOCK_K,
+        COLUMNS=min(triton.next_power_of_2(hidden), (1 << 13) // normed_rows), PDL=pdl,
+        num_warps=rows,  # so that no two warps share a routed row
+        launch_pdl=pdl, **rule,
     )  # fmt: skip
     return ExpertChoice(ids, weights, active=active), normed, total
 

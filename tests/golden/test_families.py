@@ -40,14 +40,13 @@ BASE: dict[str, Any] = {
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_experts": 5, "decoder_sparse_step": 1}
 
 
-GLM4_MOE = {
+SIGMOID_MOE = {
     "n_routed_experts": 9,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
     "routed_scaling_factor": 1.7,
-    "num_nextn_predict_layers": 0,
-    "partial_rotary_factor": 0.5,
 }
+GLM4_MOE = {**SIGMOID_MOE, "num_nextn_predict_layers": 0, "partial_rotary_factor": 0.5}
 
 
 def rope(kind: str, **settings: Any) -> dict[str, Any]:
@@ -297,6 +296,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "dots1": (
+        "Dots1",
+        {**SIGMOID_MOE, "n_shared_experts": 2, "norm_topk_prob": True, "first_k_dense_replace": 1},
+    ),
+    "dots1-window": (
+        "Dots1",
+        {
+            **SIGMOID_MOE,
+            "n_shared_experts": 1,
+            "n_group": 3,
+            "topk_group": 1,
+            "sliding_window": 4,
+            "max_window_layers": 1,
+        },
+    ),
+    "minimax-m2": ("MiniMaxM2", {"num_local_experts": 7, "num_experts_per_tok": 3, "rotary_dim": 6}),
     "gpt2": (
         "GPT2",
         {
@@ -313,7 +328,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_embd": 40, "n_layer": 2, "n_head": 5, "n_positions": 64, "tie_word_embeddings": False},
     ),
 }
-NAMES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "Qwen2Moe", "Olmoe")
+NAMES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "Qwen2Moe", "Olmoe", "MiniMaxM2")
 CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
 
 

@@ -58,7 +58,9 @@ def main() -> None:
                 results.append({"format": kind, "workload": name, **best})
                 rate = best["in"] if name == "prefill" else best["out"]
                 print(f"{kind:10} {name:8} {rate:9.1f} tok/s", flush=True)
-                Path(args.out).write_text(json.dumps({"device": torch.cuda.get_device_name(), "results": results}))
+                Path(args.out).write_text(
+                    json.dumps({"device": torch.cuda.get_device_name(), "results": results})
+                )
             llm.close()
             del llm
             gc.collect()

@@ -25,15 +25,18 @@ from quire.quant.layouts import FormLayout, merge
 from quire.quant.products import quantised_product
 from quire.types import ModelError
 
-# In this order: the last one takes every weight, if a conversion is asked for.
-FORMATS: tuple[FormatReader, ...] = (
+# The readers are asked in this order.
+STORED_FORMATS: tuple[FormatReader, ...] = (
     read_gguf,
     read_fp8,
     read_int8,
     read_groups,
     read_fp4,
-    convert_plain,
 )
+FORMATS = (
+    *STORED_FORMATS,
+    convert_plain,
+)  # the last one takes every plain weight, if a conversion is asked for
 # A part, and how the checkpoint stores it; None: as plain numbers.
 OpenedPart = tuple[Part, PackedPart | None]
 
@@ -74,6 +77,25 @@ def load_plain(env: Env, parts: Sequence[Part]) -> torch.Tensor:
     for part, first in zip(parts, _starts(parts)):
         part.copy_into(weight[first : first + part.num_rows], env)
     return weight
+
+
+def load_values(env: Env, part: Part) -> torch.Tensor:
+    """Return the numbers of a part in the model's dtype, whatever its format: for weights that are not multiplied as one.
+
+    On a GPU they are undefined until the checkpoint is finished. Plain numbers are not converted.
+    """
+    packed = next((found for read in STORED_FORMATS if (found := read(env, part)) is not None), None)
+    if packed is None:
+        return load_plain(env, [part])
+    weight = packed.layout.allocate((), part.num_rows, part.num_cols, env.device)
+    values = torch.empty(part.num_rows, part.num_cols, device=env.device, dtype=env.dtype)
+    packed.fill(weight)
+
+    def unpack() -> None:
+        values.copy_(weight.dequantised(env.dtype))
+
+    env.weights.when_loaded(unpack)
+    return values
 
 
 def load_stack(env: Env, experts: Sequence[list[Part]]) -> torch.Tensor | QuantisedWeight:

@@ -21,7 +21,7 @@ from quire.quant.base import Part
 from quire.quant.formats.convert import quantise_into
 from quire.quant.forms import Fp4Weight, Fp8Weight, Int8Weight, IntGroupWeight, QuantisedWeight
 from quire.quant.layouts import FormLayout, Fp8Layout, Int8Layout, IntGroupLayout
-from quire.quant.loading import ConcatenatedMatmul, fused_runs, load_stack, load_values, open_packed
+from quire.quant.loading import ConcatenatedMatmul, fused_runs, load_dequantised, load_stack, open_packed
 from quire.quant.rounding import rounding_of
 from quire.quant.spec import QuantSpec
 from quire.types import ModelError
@@ -258,7 +258,7 @@ def test_values_of_any_format_can_be_had(tmp_path: Path, threads: bool) -> None:
     )
     checkpoint = SafetensorsCheckpoint(tmp_path, False, Reader(CPU, 2, 100) if threads else None)
     built = replace(env(checkpoint), quantization=spec_of(AWQ))
-    found = [load_values(built, Part(f"{name}.weight", (OUT, IN), slice(8, 40), WHOLE)) for name in "xy"]
+    found = [load_dequantised(built, Part(f"{name}.weight", (OUT, IN), slice(8, 40), WHOLE)) for name in "xy"]
     checkpoint.finish()
     torch.testing.assert_close(found, [values[8:40]] * 2)
 

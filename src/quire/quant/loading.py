@@ -25,18 +25,15 @@ from quire.quant.layouts import FormLayout, merge
 from quire.quant.products import quantised_product
 from quire.types import ModelError
 
-# The readers are asked in this order.
-STORED_FORMATS: tuple[FormatReader, ...] = (
+# In this order: the last one takes every weight, if a conversion is asked for.
+FORMATS: tuple[FormatReader, ...] = (
     read_gguf,
     read_fp8,
     read_int8,
     read_groups,
     read_fp4,
-)
-FORMATS = (
-    *STORED_FORMATS,
     convert_plain,
-)  # the last one takes every plain weight, if a conversion is asked for
+)
 # A part, and how the checkpoint stores it; None: as plain numbers.
 OpenedPart = tuple[Part, PackedPart | None]
 
@@ -65,9 +62,9 @@ def load_product(env: Env, parts: list[Part], bias: torch.Tensor | None) -> Matm
     return products[0] if len(products) == 1 else ConcatenatedMatmul(products)
 
 
-def open_packed(env: Env, part: Part) -> PackedPart | None:
-    """Return the part in the format that the checkpoint stores it in; None if its numbers are plain."""
-    return next((found for read in FORMATS if (found := read(env, part)) is not None), None)
+def open_packed(env: Env, part: Part, formats: Sequence[FormatReader] = FORMATS) -> PackedPart | None:
+    """Return the part in the first of `formats` that it is stored in; None if its numbers are plain."""
+    return next((found for read in formats if (found := read(env, part)) is not None), None)
 
 
 def load_plain(env: Env, parts: Sequence[Part]) -> torch.Tensor:
@@ -79,23 +76,22 @@ def load_plain(env: Env, parts: Sequence[Part]) -> torch.Tensor:
     return weight
 
 
-def load_values(env: Env, part: Part) -> torch.Tensor:
-    """Return the numbers of a part in the model's dtype, whatever its format: for weights that are not multiplied as one.
+def load_dequantised(env: Env, part: Part) -> torch.Tensor:
+    """Load a part in the model's dtype, whatever format the checkpoint stores; no conversion is applied.
 
-    On a GPU they are undefined until the checkpoint is finished. Plain numbers are not converted.
+    The numbers are in place when the checkpoint is finished.
     """
-    packed = next((found for read in STORED_FORMATS if (found := read(env, part)) is not None), None)
+    packed = open_packed(env, part, FORMATS[:-1])
     if packed is None:
         return load_plain(env, [part])
-    weight = packed.layout.allocate((), part.num_rows, part.num_cols, env.device)
-    values = torch.empty(part.num_rows, part.num_cols, device=env.device, dtype=env.dtype)
-    packed.fill(weight)
+    weight = _load_packed(env, [(part, packed)])
+    plain = torch.empty(weight.shape, device=env.device, dtype=env.dtype)
 
-    def unpack() -> None:
-        values.copy_(weight.dequantised(env.dtype))
+    def fill() -> None:
+        plain.copy_(weight.dequantised(env.dtype))
 
-    env.weights.when_loaded(unpack)
-    return values
+    env.weights.when_loaded(fill)
+    return plain
 
 
 def load_stack(env: Env, experts: Sequence[list[Part]]) -> torch.Tensor | QuantisedWeight:

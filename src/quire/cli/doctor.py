@@ -6,6 +6,7 @@ import argparse
 import json
 import platform
 import time
+from collections import Counter
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -226,9 +227,21 @@ def _memory_map(report: Report, memory: MemoryPlanner) -> None:
     report.size("largest step", step, " (estimated; a GPU measures it)")
     blocks = f"{size.num_blocks} blocks of {size.block_size} tokens, {_size(size.block_bytes)} each"
     report.size("kv cache", size.num_blocks * size.block_bytes, f": {blocks}")
-    requests = size.num_blocks * size.block_size // size.max_model_len
+    if len(size.groups) > 1:
+        kinds = Counter((len(group.layers), group.window) for group in size.groups)
+        text = ", ".join(_group(count, *kind) for kind, count in kinds.items())
+        groups = [{"layers": len(group.layers), "window": group.window} for group in size.groups]
+        report.row("layer groups", f"{text}; a block serves one group", groups)
+    requests = size.num_blocks // sum(
+        group.most_blocks(size.max_model_len, 1, size.block_size) for group in size.groups
+    )
     text = f"{size.max_model_len} tokens; room for {requests} requests of full length at once"
     report.row("context", text, {"tokens": size.max_model_len, "full_requests": requests})
+
+
+def _group(count: int, layers: int, window: int | None) -> str:
+    lifetime = "all tokens" if window is None else f"the last {window} tokens"
+    return f"{count} x {layers} layers that keep {lifetime}"
 
 
 def _load(report: Report, config: EngineConfig, imports_s: float) -> None:

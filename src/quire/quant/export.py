@@ -80,9 +80,8 @@ def _fp8(weight: torch.Tensor, group_size: int) -> dict[str, torch.Tensor]:
 
 
 def _fp8_block(weight: torch.Tensor, group_size: int) -> dict[str, torch.Tensor]:
-    form = Fp8Layout(by_block=True, rounding="block").allocate(
-        (), weight.shape[0], weight.shape[1], weight.device
-    )
+    rows, cols = weight.shape
+    form = Fp8Layout(by_block=True, rounding="block").allocate((), rows, cols, weight.device)
     quantise_into(form, weight)
     return {"weight": form.weight, "weight_scale_inv": form.scale}
 

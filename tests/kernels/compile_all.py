@@ -246,7 +246,7 @@ def step(model: Shapes, dtype: torch.dtype, target: Target) -> None:
     for drafts in (0, 5):
         ring = ints(3, 1024, 1 + drafts)
         batch.advance(
-            header, 256, drafts, ints(512), ints(256), tokens, column, column, turn, ring, 1024, True
+            header, 256, bool(drafts), ints(512), ints(256), tokens, column, column, turn, ring, 1024, True
         )
     ngram.propose(tokens, column, header[:256, 0], ints(256), 5, 4)
 

@@ -68,6 +68,7 @@ def run(depth: AdaptiveDepth, accepts: float, token_s: float, rows: int, jump_s:
                 while accepted < request.drafts and rng.random() < accepts:
                     accepted += 1
                 generated += accepted
+                request.timing.draft_tokens += request.drafts
                 depth.observe(request, request.drafts, accepted)
         record = StepRecord(number, 0.0, [], [], [], rows, 0, None, 0)
         record.drafts, record.generated = sum(drafts), generated
@@ -91,6 +92,31 @@ def test_adaptive_drafts_are_never_slower_than_none(
 def test_drafts_that_pay_are_drafted() -> None:
     rates = run(AdaptiveDepth(5), 0.8, 1e-5, 1)[100:]
     assert sum(rates) / len(rates) > 3.6 / 0.010002 / 1.05
+
+
+def test_a_slow_step_is_no_reason_to_stop_drafting() -> None:
+    """Steps that compile or capture take a hundred times as long. They happen at every new depth."""
+    depth, slow = AdaptiveDepth(5), set(range(0, 60, 3))
+    requests = [make_request() for _ in range(8)]
+    for request in requests:
+        depth.start(request)
+    for number in range(120):
+        drafts = sum(request.drafts for request in requests)
+        for request in requests:
+            if request.drafts:
+                request.timing.draft_tokens += request.drafts
+                depth.observe(request, request.drafts, request.drafts)
+        record = StepRecord(number, 0.0, [], [], [], 8, 0, None, 0)
+        record.drafts, record.took_s = drafts, 1.0 if number in slow else 0.010 + 1e-5 * drafts
+        depth.end_step(record, requests)
+    assert [request.drafts for request in requests] == [5] * 8
+
+
+def test_new_requests_draft_although_the_last_ones_did_not() -> None:
+    depth = AdaptiveDepth(5)
+    run(depth, 0.0, 1e-5, 4)
+    rates = run(depth, 0.9, 1e-5, 4)[20:]
+    assert sum(rates) / len(rates) > 2 * 4 / 0.010
 
 
 def test_requests_under_a_grammar_draft_nothing() -> None:

@@ -14,6 +14,7 @@ it.
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -23,12 +24,14 @@ from quire.core.steplog import StepRecord
 from quire.types import Request
 
 _PRIOR = 0.7  # acceptance that is assumed before any request has verified drafts
-_ROW_SMOOTHING = 0.08  # weight of the newest row in the acceptance of a request
+_ROW_SMOOTHING = 0.08  # least weight of the newest row in the acceptance of a request
+_PRIOR_DRAFTS = 4  # drafts that the assumed acceptance of a new request counts as much as
 _ALL_SMOOTHING = 0.01  # and in that of all requests, with which new ones begin
-_STEP_SMOOTHING = 0.1  # weight of the newest step in step times
+_KEPT_STEPS = 8  # newest steps of each kind whose times are kept
 _GAIN = 1.04  # by which drafts must be faster than none, because the figures are measured
 _MARGIN = 1.15  # by which the draft of a request must exceed its price, for the same reason
 _PROBE_STEPS = 64  # steps between two that run at another depth, so that its time stays measured
+_MOST_PROBE_STEPS = 256  # the same after drafts have not paid for long
 _FIRST_STEPS = 3  # at the largest depth and then without drafts, with a new number of rows
 
 
@@ -119,78 +122,93 @@ class AdaptiveDepth:
     """A `DraftDepth` of at most `most` that follows the measured acceptance and the measured step times.
 
     Step times are kept by number of rows, rounded to a power of two, and average depth. With a new number of rows, the
-    first steps run at the largest depth and the next ones without drafts. Later, one of `_PROBE_STEPS` steps runs at
-    another depth.
+    first steps run at the largest depth and the next ones without drafts. Later, one of `_PROBE_STEPS` steps runs without
+    drafts, or with one per request if the others have none. While drafts do not pay, such steps become rarer.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._times: dict[int, _StepTimes] = {}
-        self._depth = most  # of the newest step
+        self._depth = most  # of the batch
+        self._size = 0  # of the batch, as a key of `_times`
         self._acceptance = _PRIOR  # of all requests
 
     def start(self, request: Request) -> None:
-        request.acceptance = self._acceptance
-        request.drafts = self._depth if can_draft(request) else 0
+        # Hopeful, so that one kind of request does not end the drafts of another.
+        request.acceptance = (self._acceptance + _PRIOR) / 2
+        request.drafts = (self._depth or 1) if can_draft(request) else 0
 
     def observe(self, request: Request, drafted: int, accepted: int) -> None:
         # Of the drafts that were reached, all but the last were accepted.
         share = accepted / min(drafted, accepted + 1)
-        request.acceptance += _ROW_SMOOTHING * (share - request.acceptance)
+        weight = max(_ROW_SMOOTHING, drafted / (request.timing.draft_tokens + _PRIOR_DRAFTS))
+        request.acceptance += weight * (share - request.acceptance)
         self._acceptance += _ALL_SMOOTHING * (share - self._acceptance)
 
     def end_step(self, record: StepRecord, rows: Sequence[Request]) -> None:
-        drafting = [request for request in rows if can_draft(request)]
-        if record.prompt_tokens or not drafting:
+        if record.prompt_tokens or not rows:
             return
-        times = self._times.setdefault(len(rows).bit_length(), _StepTimes(self.most))
+        size = len(rows).bit_length()
+        times = self._times.setdefault(size, _StepTimes(self.most))
         times.add(record.took_s, min(self.most, -(-record.drafts // len(rows))))
         if (depth := times.depth_to_measure()) is not None:
             self._depth = depth
-            for request in drafting:
-                request.drafts = depth
-            return
-        times_s = times.by_depth()
+            self._set_all(rows, depth)
+        elif times.is_probe_due(bool(self._depth)):
+            self._set_all(rows, 0 if self._depth else 1)
+        elif self._depth or record.drafts or size != self._size:  # otherwise nothing has changed
+            self._decide(rows, times.by_depth())
+        self._size = size
+
+    def _set_all(self, rows: Sequence[Request], depth: int) -> None:
+        for request in rows:
+            request.drafts = depth if can_draft(request) else 0
+
+    def _decide(self, rows: Sequence[Request], times_s: list[float]) -> None:
+        """Set the depth of the batch and of each request."""
+        drafting = [request for request in rows if can_draft(request)]
         acceptances = np.array([request.acceptance for request in drafting])
-        self._depth = depth = batch_depth(acceptances, times_s)
-        if times.is_probe_due():
-            depth = 0 if depth else self.most
-            for request in drafting:
-                request.drafts = depth
-            return
+        self._depth = depth = batch_depth(acceptances, times_s) if drafting else 0
         slope_s = max(0.0, times_s[-1] - times_s[1]) / max(1, self.most - 1) / len(rows)
-        price = _MARGIN * slope_s * float(rates(acceptances, times_s)[depth])
+        price = _MARGIN * slope_s * float(rates(acceptances, times_s)[depth]) if depth else 0.0
         for request in drafting:
             request.drafts = best_depth(request.acceptance, price, depth) if depth else 0
 
 
 class _StepTimes:
-    """Smoothed durations of steps with about the same number of rows, by depth."""
+    """Durations of the newest steps with about the same number of rows, by depth."""
 
     def __init__(self, most: int) -> None:
-        self._mean_s = [0.0] * (most + 1)  # 0: not measured
-        self._counts = [0] * (most + 1)
-        self._steps = 0
+        self._newest_s = [deque[float](maxlen=_KEPT_STEPS) for _ in range(most + 1)]
+        self._until_probe = self._interval = _PROBE_STEPS
 
     def add(self, took_s: float, depth: int) -> None:
-        """Add a step. The first step of a kind may compile kernels, so a much shorter one replaces the mean."""
-        mean_s = self._mean_s[depth]
-        weight = 1.0 if not mean_s or took_s < mean_s / 2 else _STEP_SMOOTHING
-        self._mean_s[depth] += weight * (took_s - mean_s)
-        self._counts[depth] += 1
-        self._steps += 1
+        """Add a step."""
+        self._newest_s[depth].append(took_s)
 
     def depth_to_measure(self) -> int | None:
         """Return the depth at which the next step must run to be measured, or None if the figures suffice."""
-        most = len(self._counts) - 1
-        return next((depth for depth in (most, 0) if self._counts[depth] < _FIRST_STEPS), None)
+        most = len(self._newest_s) - 1
+        return next((depth for depth in (most, 0) if len(self._newest_s[depth]) < _FIRST_STEPS), None)
 
-    def is_probe_due(self) -> bool:
-        """Return whether the next step should run at another depth than the best."""
-        return self._steps % _PROBE_STEPS == 0
+    def is_probe_due(self, pays: bool) -> bool:
+        """Return whether the next step should run at another depth than the best. `pays`: the best one has drafts."""
+        if pays:
+            self._interval = _PROBE_STEPS
+        self._until_probe = min(self._until_probe, self._interval) - 1
+        if self._until_probe > 0:
+            return False
+        if not pays:
+            self._interval = min(2 * self._interval, _MOST_PROBE_STEPS)
+        self._until_probe = self._interval
+        return True
 
     def by_depth(self) -> list[float]:
-        """Return the duration at each depth, interpolated between depths that have been measured."""
-        known = [depth for depth, count in enumerate(self._counts) if count]
-        found = np.interp(range(len(self._mean_s)), known, [self._mean_s[depth] for depth in known])
-        return np.maximum.accumulate(found).tolist()
+        """Return the duration at each depth, interpolated between depths that have been measured.
+
+        It is the lower quartile of the newest steps, because single steps take far longer: they compile kernels,
+        capture graphs or wait for other programs.
+        """
+        known = [depth for depth, times_s in enumerate(self._newest_s) if len(times_s) >= _FIRST_STEPS]
+        usual_s = [sorted(self._newest_s[depth])[len(self._newest_s[depth]) // 4] for depth in known]
+        return np.interp(range(len(self._newest_s)), known, usual_s).tolist()

@@ -92,10 +92,7 @@ def stats_of(engine: Engine, received: int, owner: str | None = None) -> EngineS
         free_blocks=scheduler.pool.num_free,
         cached_blocks=scheduler.pool.num_cached,
         block_size=scheduler.limits.block_size,
-        totals={
-            **{name: count for name, count in asdict(log.totals).items() if isinstance(count, int)},
-            "evictions": scheduler.pool.evictions,
-        },
+        totals={**asdict(log.totals), "evictions": scheduler.pool.evictions},
         last_step=last,
         served_tokens=dict(served) if owner is None else {owner: served.get(owner, 0)},
     )

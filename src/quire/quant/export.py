@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from quire.quant.formats.convert import quantise_into, search_groups
+from quire.quant.formats.convert import quantise_into
 from quire.quant.forms import pack4
 from quire.quant.layouts import Fp8Layout
 from quire.quant.rounding import INT8_MAX
@@ -48,7 +48,7 @@ def describe(form: Conversion, group_size: int, ignored: Sequence[str]) -> dict[
     kind, bits = ("float", 8) if form == "fp8" else ("int", 4 if form == "int4" else 8)
     weights = {
         "num_bits": bits, "type": kind, "strategy": "group" if form == "int4" else "channel",
-        "symmetric": form != "int4", "group_size": group_size if form == "int4" else None, "dynamic": False,
+        "symmetric": True, "group_size": group_size if form == "int4" else None, "dynamic": False,
         "actorder": None, "block_structure": None, "observer": "minmax", "observer_kwargs": {},
     }  # fmt: skip
     inputs = {
@@ -80,7 +80,8 @@ def _fp8(weight: torch.Tensor, group_size: int) -> dict[str, torch.Tensor]:
 
 
 def _fp8_block(weight: torch.Tensor, group_size: int) -> dict[str, torch.Tensor]:
-    form = Fp8Layout(by_block=True, rounding="block").allocate((), *weight.shape, weight.device)
+    rows, cols = weight.shape
+    form = Fp8Layout(by_block=True, rounding="block").allocate((), rows, cols, weight.device)
     quantise_into(form, weight)
     return {"weight": form.weight, "weight_scale_inv": form.scale}
 
@@ -97,16 +98,37 @@ def _row_scale(weight: torch.Tensor, largest: float) -> torch.Tensor:
 
 
 def _int4(weight: torch.Tensor, group_size: int) -> dict[str, torch.Tensor]:
-    groups = weight.float().unflatten(-1, (-1, group_size))
-    scale, zero, codes = search_groups(groups, torch.bfloat16, fractions=_FRACTIONS)
-    outputs = weight.shape[0]
-    padded = torch.nn.functional.pad(zero.t(), (0, -outputs % 8))  # zero points are packed along the outputs
+    scale, codes = search_symmetric(weight.float().unflatten(-1, (-1, group_size)))
     return {
         "weight_packed": pack4(codes.flatten(-2)).view(torch.int32),
         "weight_scale": scale,
-        "weight_zero_point": pack4(padded.contiguous()).view(torch.int32).t().contiguous(),
         "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
     }
+
+
+def search_symmetric(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the scales and 4-bit codes without zero points that minimise the squared error of each group.
+
+    The number of largest magnitude gets the code -8, which has no counterpart, so a scale may be negative.
+
+    Args:
+        groups: fp32 [outputs, groups, group size].
+
+    Returns:
+        Scales, bfloat16 [outputs, groups], and codes plus 8, uint8 [outputs, groups, group size].
+    """
+    largest = groups.gather(-1, groups.abs().argmax(-1, keepdim=True)).squeeze(-1)
+    largest = torch.where(largest == 0, 8 * _TINY, largest)
+    scale, codes = torch.zeros_like(largest), torch.zeros_like(groups)
+    least = torch.full_like(largest, torch.inf)
+    for fraction in _FRACTIONS:
+        step = (largest * (fraction / -8)).to(torch.bfloat16).float()
+        rounded = (groups / step.unsqueeze(-1)).round_().clamp_(-8, 7)
+        loss = (rounded * step.unsqueeze(-1)).sub_(groups).square_().sum(-1)
+        better = loss < least
+        least, scale = torch.where(better, loss, least), torch.where(better, step, scale)
+        codes = torch.where(better.unsqueeze(-1), rounded, codes)
+    return scale.to(torch.bfloat16), (codes + 8).to(torch.uint8)
 
 
 _EXPORTERS: dict[Conversion, Exporter] = {"fp8": _fp8, "fp8-block": _fp8_block, "int8": _int8, "int4": _int4}

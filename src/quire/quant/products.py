@@ -41,6 +41,11 @@ def _by_triton_kernels(env: Env, weight: QuantisedWeight, bias: torch.Tensor | N
 FAST: list[ProductOffer] = [_by_c_kernels, _by_triton_kernels]
 
 
+def stays_packed(device: torch.device, has_kernels: bool, is_fp8: bool) -> bool:
+    """Return whether quantised weights stay packed in memory. A CPU unpacks those that no C kernel takes."""
+    return device.type != "cpu" or (has_kernels and not is_fp8)
+
+
 def any_product(env: Env, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> Matmul:
     """Return the product with a plain or a quantised matrix, and `bias` [outputs]."""
     if isinstance(weight, torch.Tensor):

@@ -51,12 +51,12 @@ def matrices_of(folder: Path) -> list[str]:
         raise ModelError(
             f"{stacked} stacks the matrices of all experts, which compressed-tensors does not; this is not supported"
         )
-    found = [
+    matrices = [
         n for n, shape in shapes.items() if len(shape) == 2 and _LAYER.search(n) and not _ROUTER.search(n)
     ]
-    if not found:
+    if not matrices:
         raise ModelError(f"{folder} holds no matrices of layers to quantise")
-    return found
+    return matrices
 
 
 def quantise_checkpoint(

@@ -29,6 +29,21 @@ nearest supported ones; `quire doctor` prints the list. Checkpoints of multimoda
 # Families whose parsers are in models/config/.
 OTHERS = (
     Family(
+        title="DeepSeek-V2, V2-Lite",
+        architectures=("DeepseekV2ForCausalLM",),
+        parse=PARSERS["DeepseekV2ForCausalLM"],
+        special="latent attention, experts in groups, shared experts, first layers dense",
+        tools="deepseek_v3",
+    ),
+    Family(
+        title="DeepSeek-V3, R1, Kimi-K2",
+        architectures=("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"),
+        parse=PARSERS["DeepseekV3ForCausalLM"],
+        special="the same, sigmoid routing with a correction bias",
+        tools="deepseek_v3",
+        reasoning="think",
+    ),
+    Family(
         title="Mixtral",
         architectures=("MixtralForCausalLM",),
         parse=PARSERS["MixtralForCausalLM"],

@@ -209,7 +209,7 @@ def test_steps_with_drafts_are_captured_by_depth() -> None:
     steps = Graphs(64, 2048, 8192)
     assert steps.step(6, drafts=5) == [("run", (1, 6)), ("capture", (1, 6))]
     assert steps.step(6, drafts=5) == [("replay", (1, 6))]
-    assert steps.step(4, 2, 1, drafts=3) == [("run", (4, 16)), ("capture", (4, 16))]
+    assert steps.step(4, 1, 1, drafts=3) == [("run", (4, 16)), ("capture", (4, 16))]
     assert steps.step(4, 700, drafts=3) == [("run", (2, 704)), ("capture", (2, 704))]
     # A shallower step runs in a graph of deeper ones as long as that costs less than a capture.
     assert steps.step(5, drafts=4) == [("replay", (1, 6))]

@@ -20,6 +20,7 @@ from shapes import SHAPES
 from quire.attention.reference import ReferenceAttention
 from quire.config import EngineConfig
 from quire.core.block_pool import LRU, BlockPool
+from quire.core.blocks import Blocks
 from quire.core.engine import Engine
 from quire.core.grammar_interface import NoGrammar
 from quire.core.policy import Policy
@@ -74,7 +75,7 @@ def make_engine(rows: int) -> Engine:
     runner = worker.allocate(KVSize(blocks, BLOCK, 0, LENGTH))
     pool, log = BlockPool(blocks, LRU()), StepLog()
     limits = SchedulerLimits(rows, LENGTH, LENGTH, BLOCK)
-    scheduler = Scheduler(pool, HashPrefixCache(pool, BLOCK), Policy(), limits, log)
+    scheduler = Scheduler(Blocks(pool, HashPrefixCache(pool, BLOCK), BLOCK), Policy(), limits, log)
     return Engine(scheduler, LocalExecutor(runner, device_guard(cpu)), NoGrammar(), 2, log)
 
 

@@ -17,9 +17,10 @@ from quire.models.config.load import load_spec
 from quire.types import ConfigError, EngineInfo
 from quire.wiring import wire_engine
 from quire.worker.echo_executor import EchoExecutor
+from quire.worker.memory.kv_groups import choose_groups
 
 _TOKENS = 262_144  # size of the imaginary KV cache in tokens, unless kv_cache_memory sets it
-_TOKEN_BYTES = 1024  # assumed size of one token in it
+_TOKEN_BYTES = 1024  # assumed size of one token in all layers
 
 
 def build_dry_run(config: EngineConfig, step_s: float) -> tuple[Engine, EngineInfo]:
@@ -41,7 +42,14 @@ def build_dry_run(config: EngineConfig, step_s: float) -> tuple[Engine, EngineIn
         )
     config = config.resolved(0, spec.max_model_len)
     max_model_len = config.max_model_len or spec.max_model_len
-    tokens = _TOKENS if config.kv_cache_memory is None else config.kv_cache_memory // _TOKEN_BYTES
+    layout = config.kv_layout
+    kv = choose_groups(
+        spec.kv_layouts(spec.dtype), max_model_len, paged=layout == "paged", keeps_kv=layout != "none"
+    )
+    # A block of a model with one group holds all layers, otherwise those of one group only.
+    token_bytes = _TOKEN_BYTES if len(kv.groups) == 1 else _TOKEN_BYTES * len(kv.parts) // spec.num_layers
+    memory = config.kv_cache_memory or _TOKENS * _TOKEN_BYTES
+    tokens = memory // token_bytes
     eos = spec.eos_token_ids
     engine = wire_engine(
         config,
@@ -50,6 +58,7 @@ def build_dry_run(config: EngineConfig, step_s: float) -> tuple[Engine, EngineIn
         max_model_len=max_model_len,
         executor=EchoExecutor(spec.vocab_size, eos[0] if eos else 0, frozenset(eos), step_s),
         grammar=NoGrammar("a model, and this is a dry run"),
+        groups=kv.groups,
     )
     return engine, EngineInfo(
         model=config.model,
@@ -64,7 +73,8 @@ def build_dry_run(config: EngineConfig, step_s: float) -> tuple[Engine, EngineIn
         max_num_batched_tokens=engine.scheduler.limits.max_num_batched_tokens,
         num_blocks=engine.scheduler.pool.num_blocks,
         block_size=config.block_size,
-        block_bytes=config.block_size * _TOKEN_BYTES,
+        block_bytes=config.block_size * token_bytes,
+        kv_groups=[(len(group.layers), group.window) for group in kv.groups],
         weight_bytes=0,
         num_parameters=spec.num_parameters,
         prefix_caching=bool(config.prefix_caching),

@@ -72,7 +72,8 @@ class _StartUp:
         """Run a phase on all ranks at the same time. Return the smallest result."""
         self._group.send(encode_phase(phase, argument))
         try:
-            result = self._rank.run_phase(phase, argument)
+            with self._group.watched():
+                result = self._rank.run_phase(phase, argument)
         except QuireError:
             raise
         except Exception as error:  # often the consequence of an error of another rank
@@ -110,6 +111,7 @@ def _build(
         max_model_len=size.max_model_len,
         executor=group.executor(LocalExecutor(rank.runner, rank.guard)),
         grammar=pick_grammar(config, path, rank.spec.vocab_size),
+        groups=size.groups,
         shares_prefix=config.shared_prefix and rank.backend.reads_shared,
         drafts=config.spec_tokens or 0,
     )
@@ -155,6 +157,7 @@ def _describe(rank: Rank, phases_s: dict[str, float]) -> EngineInfo:
         num_blocks=size.num_blocks,
         block_size=size.block_size,
         block_bytes=size.block_bytes,
+        kv_groups=[(len(group.layers), group.window) for group in size.groups],
         weight_bytes=rank.weight_bytes,
         num_parameters=spec.num_parameters,
         reserved_bytes=rank.worker.reserved_bytes,

@@ -45,6 +45,7 @@ from quire.speculation.vocabulary import check_vocabulary
 from quire.types import ConfigError
 from quire.wiring import queue_depth
 from quire.worker.executor import device_guard
+from quire.worker.memory.kv_groups import choose_groups
 from quire.worker.memory.sizing import BlockLayout, KVSize, MemoryPlanner, StepLimits, gpu_memory
 from quire.worker.runner import Runner
 from quire.worker.worker import LaunchOptions, Worker
@@ -108,12 +109,15 @@ class Rank:
 
     def fit_context(self) -> int:
         """Return the longest context, in tokens, of which one request fits beside the weights."""
-        planner = memory_planner(
-            self.config, self._path, self.spec, self.dtype, self.device, explicit_len=self._explicit_len
-        )
-        name = str(self.dtype).removeprefix("torch.")
-        drafts = tuple(layout for draft in self._draft for layout in draft.spec.kv_layouts(name, 1))
-        self._memory = replace(planner, layouts=planner.layouts + drafts).shortened()
+        self._memory = memory_planner(
+            self.config,
+            self._path,
+            self.spec,
+            self.dtype,
+            self.device,
+            explicit_len=self._explicit_len,
+            drafts=tuple(draft.spec for draft in self._draft),
+        ).shortened()
         return self._memory.limits.max_model_len
 
     def load(self, max_model_len: int) -> None:
@@ -231,6 +235,7 @@ def memory_planner(
     device: torch.device,
     *,
     explicit_len: bool,
+    drafts: tuple[ModelSpec, ...] = (),
 ) -> MemoryPlanner:
     """Return the planner that divides the memory of `device`.
 
@@ -240,20 +245,30 @@ def memory_planner(
         spec: the spec that is served.
         dtype: of plain weights, activations and KV entries.
         explicit_len: the user set max_model_len, so a context that does not fit is an error.
+        drafts: specs of draft models, whose layers follow those of the model in its blocks.
     """
+    limits = step_limits(config)
+    layout = BlockLayout(
+        paged_size=config.block_size if config.kv_layout == "paged" else None,
+        keeps_kv=config.kv_layout != "none",
+    )
+    name, ranks = str(dtype).removeprefix("torch."), config.tensor_parallel_size
+    own = spec.kv_layouts(name, ranks)
     return MemoryPlanner(
         model=config.model,
         spec=spec,
-        weight_bytes=weight_bytes(path, spec, dtype),
+        weight_bytes=weight_bytes(path, spec, dtype, device, config.cpu_kernels),
         dtype=dtype,
         device=device,
-        layouts=spec.kv_layouts(str(dtype).removeprefix("torch."), config.tensor_parallel_size),
-        ranks=config.tensor_parallel_size,
-        limits=step_limits(config),
-        layout=BlockLayout(
-            paged_size=config.block_size if config.kv_layout == "paged" else None,
-            keeps_kv=config.kv_layout != "none",
+        groups=choose_groups(
+            own + tuple(layout for draft in drafts for layout in draft.kv_layouts(name)),
+            limits.max_model_len,
+            paged=layout.paged,
+            keeps_kv=layout.keeps_kv,
         ),
+        ranks=ranks,
+        limits=limits,
+        layout=layout,
         explicit_len=explicit_len,
         kv_cache_memory=config.kv_cache_memory,
         memory_utilization=config.memory_utilization,
@@ -315,8 +330,7 @@ def pick_speculation(
         return Speculation(lambda context: NgramDrafter(context.columns, context.device), tokens)
     if config.spec_method == "draft":
         model, backend = load_draft()
-        layouts = tuple(layer.kv for layer in model.attention_layers)
-        return Speculation(lambda context: ModelDrafter(model, backend, context), tokens, layouts)
+        return Speculation(lambda context: ModelDrafter(model, backend, context), tokens)
     return NO_SPECULATION
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from quire.config import EngineConfig
 from quire.core import policy
 from quire.core.block_pool import FIFO, LRU, BlockPool
+from quire.core.blocks import Blocks
 from quire.core.draft_depth import AdaptiveDepth, DraftDepth, FixedDepth, NoDrafts
 from quire.core.engine import Engine
 from quire.core.grammar_interface import Grammar
@@ -14,7 +17,7 @@ from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.shared_prefix import CommonBlocks, NoSharedPrefix, SharedPrefix
 from quire.core.steplog import StepLog
-from quire.types import Executor, max_logit_rows
+from quire.types import Executor, KVGroup, max_logit_rows
 
 _OVERLAP_DEPTH = 2
 
@@ -32,6 +35,7 @@ def wire_engine(
     max_model_len: int,
     executor: Executor,
     grammar: Grammar,
+    groups: Sequence[KVGroup] = (KVGroup(),),
     shares_prefix: bool = False,
     drafts: int = 0,
 ) -> Engine:
@@ -44,11 +48,14 @@ def wire_engine(
         max_model_len: longest context in tokens.
         executor: runs the steps.
         grammar: structured output.
+        groups: the groups of layers, each of which has block tables of its own.
         drafts: most draft tokens of a request in a step; 0 if the executor drafts none.
         shares_prefix: look for blocks that rows share, for an attention back end that reads them once.
     """
     pool = BlockPool(num_blocks, FIFO() if config.eviction == "fifo" else LRU())
-    cache: PrefixCache = HashPrefixCache(pool, block_size) if config.prefix_caching else NoPrefixCache()
+    cache: PrefixCache = NoPrefixCache(len(groups))
+    if config.prefix_caching:
+        cache = HashPrefixCache(pool, block_size, groups)
     choices = Policy(
         order=policy.priority if config.scheduling_policy == "priority" else policy.fcfs,
         admits=policy.static if config.batching == "static" else policy.continuous,
@@ -66,8 +73,12 @@ def wire_engine(
         max_logit_rows=max_logit_rows(config.max_num_seqs or 1, drafts),
     )
     log = StepLog()
-    shared: SharedPrefix = CommonBlocks(block_size) if shares_prefix else NoSharedPrefix()
-    scheduler = Scheduler(pool, cache, choices, limits, log, shared, _draft_depth(config, drafts))
+    blocks = Blocks(pool, cache, block_size, groups, limits.max_num_batched_tokens)
+    whole = [index for index, group in enumerate(groups) if group.window is None]
+    shared: SharedPrefix = NoSharedPrefix()
+    if shares_prefix and whole:
+        shared = CommonBlocks(block_size, whole[0])
+    scheduler = Scheduler(blocks, choices, limits, log, shared, _draft_depth(config, drafts))
     return Engine(scheduler, executor, grammar, depth, log, config.check_invariants)
 
 

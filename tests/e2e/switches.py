@@ -7,12 +7,17 @@ mix of switches, arrivals and block pools. Used by the tests on the CPU and on a
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import quire.host
 import quire.rank
 from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.host import build_engine
+from quire.models.config.load import load_spec
+from quire.models.spec import ModelSpec
 from quire.types import EngineRequest, SamplingParams
 
 MAX_LEN = 128
@@ -46,7 +51,11 @@ _ALONE |= {"cpu_kernels": False, "cpu_replay": False}
 def legal(settings: dict[str, Any]) -> bool:
     """Whether the combination is one that the engine accepts (the refusals have tests of their own)."""
     none = settings["kv_layout"] == "none"
-    if none and (settings["chunked_prefill"] or settings["prefix_caching"] or settings.get("spec_method", "off") != "off"):
+    if none and (
+        settings["chunked_prefill"]
+        or settings["prefix_caching"]
+        or settings.get("spec_method", "off") != "off"
+    ):
         return False
     whole = settings["chunked_prefill"] is False or none
     return not (whole and (settings["max_num_batched_tokens"] or settings["mixed_prefill_tokens"]))
@@ -75,7 +84,10 @@ class Bench:
         device: str = "cpu",
         dtype: str = "float32",
         requests: list[EngineRequest] | None = None,
+        windows: tuple[int | None, ...] | None = None,
     ) -> None:
+        """`windows` replaces the attention windows of the model's layers."""
+        self._windows = windows
         self.device = device
         self._base = {"model": model, "device": device, "dtype": dtype, "max_model_len": MAX_LEN}
         self._loaded: dict[bool, Any] = {}
@@ -101,11 +113,16 @@ class Bench:
         else:
             settings["kv_cache_memory"] = 64 << 20
         quire.rank.load_model = self._load  # type: ignore[assignment]
+        quire.host.load_spec = self._load_spec
         try:
             engine, self.info = build_engine(EngineConfig(**self._base, **settings, check_invariants=True))
         finally:
-            quire.rank.load_model = self._original
+            quire.rank.load_model, quire.host.load_spec = self._original, load_spec
         return engine
+
+    def _load_spec(self, path: Path) -> ModelSpec:
+        spec = load_spec(path)
+        return spec if self._windows is None else replace(spec, windows=self._windows)
 
     def _load(self, config: EngineConfig, *args: Any, **kwargs: Any) -> Any:
         if config.cpu_kernels not in self._loaded:

@@ -51,6 +51,24 @@ def test_random_combinations(bench: Bench, first: int) -> None:
     assert preempted and cached, "the load exercised neither preemption nor the prefix cache"
 
 
+WINDOWS = (9, 9, None, 9, 9, None, 9)  # of the demo's layers, shorter than most prompts
+
+
+@pytest.fixture(scope="module")
+def windowed() -> Bench:
+    return Bench("demo", windows=WINDOWS)
+
+
+def test_random_combinations_with_windows(windowed: Bench) -> None:
+    """Layers are in groups wherever blocks are pages, and their blocks are released behind the windows."""
+    cached = trimmed = 0
+    for seed in range(CHUNK):
+        engine = windowed.run(random_settings(random.Random(seed)), seed=seed)
+        cached += engine.log.totals.cached_tokens
+        trimmed += len(engine.scheduler.blocks.groups) > 1
+    assert cached and trimmed > CHUNK // 2
+
+
 def test_expectation_does_not_hold_for_other_weights(bench: Bench) -> None:
     """The comparison can fail: a disturbed KV entry shows."""
     engine = bench.engine(defaults())
@@ -71,4 +89,11 @@ def test_expectation_does_not_hold_for_other_weights(bench: Bench) -> None:
 def test_switches_on_the_gpu() -> None:
     bench = Bench("demo", device="cuda")
     for seed in range(60):
+        bench.run(random_settings(random.Random(seed), GPU_SWITCHES), seed=seed)
+
+
+@pytest.mark.gpu
+def test_switches_with_windows_on_the_gpu() -> None:
+    bench = Bench("demo", device="cuda", windows=WINDOWS)
+    for seed in range(40):
         bench.run(random_settings(random.Random(seed), GPU_SWITCHES), seed=seed)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from quire.kernels.experts.choice import ExpertChoice
-from quire.layers.env import Env
+from quire.layers.env import Env, StoredShape
 from quire.layers.expert_weights import load_experts, load_interleaved_experts
 from quire.layers.moe import Experts, make_experts
 from quire.layers.routing import choose_experts, make_router
@@ -37,8 +38,15 @@ class TensorWeights:
         assert found.shape == shape
         return found[(rows, cols)[: found.dim()]]
 
+    def stored(self, name: str) -> StoredShape | None:
+        found = self.tensors.get(name)
+        return None if found is None else StoredShape(found.dtype, tuple(found.shape))
+
     def copy_into(self, destination: torch.Tensor, *args: Any) -> None:
         destination.copy_(self.tensor(*args))
+
+    def when_loaded(self, action: Callable[[], None]) -> None:
+        action()
 
 
 def env(tensors: dict[str, torch.Tensor], parallel: Parallel | None = None) -> Env:

@@ -31,7 +31,7 @@ from quire.kernels import target as targets
 from quire.kernels.attention import kv_write, long, shared, short
 from quire.kernels.experts.route import FEW_TOKENS, rule_arguments
 from quire.kernels.experts.router import norm_and_route, route_all
-from quire.kernels.matmul import grouped
+from quire.kernels.matmul import grouped, packed, round_fp8, unpack
 from quire.kernels.sampling import choose, masks, penalties
 from quire.kernels.sampling.row import COLUMNS
 from quire.kernels.target import Target
@@ -154,6 +154,44 @@ def few_rows(model: Shapes, dtype: torch.dtype, target: Target) -> None:
                 matmul(x)
 
 
+def quantised(model: Shapes, dtype: torch.dtype, target: Target) -> None:
+    """Launch the products with quantised weights of an MLP, for the numbers of rows with different tiles."""
+    if not target.has_matrix_units or dtype == torch.float32:
+        return
+    arrived, scales = ints(packed.MOST_TILES), torch.ones
+    for outputs, inputs in ((2 * model.intermediate, model.hidden), (model.hidden, model.intermediate)):
+        codes, four = torch.zeros(outputs, inputs, dtype=torch.uint8), inputs // 2
+        half = packed.half_for(64, inputs)
+        weights = [
+            packed.PackedTensors("fp8", codes, inputs, scales(outputs), 0),
+            packed.PackedTensors(
+                "fp8", codes, inputs, scales(-(-inputs // 128), -(-outputs // 128)), 128, 128
+            ),
+            packed.PackedTensors("byte", codes, inputs, scales(outputs), 0),
+        ]
+        if half:
+            of_group, nibbles = scales(inputs // 64, outputs, dtype=dtype), codes[:, :four].contiguous()
+            zeros = codes[:, : inputs // 64].t().contiguous()
+            weights.append(packed.PackedTensors("int4", nibbles, inputs, of_group, 64, zero=zeros, half=half))
+            weights.append(packed.PackedTensors("fp4", nibbles, inputs, zeros, 64, half=half))
+        for weight in weights:
+            for rows in (1, 16, 64, 256):
+                x = torch.zeros(rows, inputs, dtype=dtype)
+                packed.packed_product(x, weight, None, arrived)
+                if rows == 1:
+                    packed.packed_product(
+                        x, weight, None, arrived, residual=x, norm=x[0], eps=1e-6,
+                        kind=model.kind if outputs == 2 * model.intermediate else None,
+                    )  # fmt: skip
+                if weight.format == "fp8" and target.capability >= 90:
+                    x_scale = scales(rows, 1 if weight.group == 0 else -(-inputs // 128))
+                    packed.packed_product(
+                        x.to(torch.uint8), weight, None, arrived, x_scale=x_scale, dtype=dtype
+                    )
+                    round_fp8.round_fp8(x, weight.group > 0)
+            unpack.unpack(weight, dtype)
+
+
 def experts(model: Shapes, dtype: torch.dtype, target: Target) -> None:
     if not model.experts:
         return
@@ -218,6 +256,7 @@ PARTS: tuple[Callable[[Shapes, torch.dtype, Target], None], ...] = (
     attention,
     layers,
     few_rows,
+    quantised,
     experts,
     step,
     sample,

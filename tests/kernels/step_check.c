@@ -1,7 +1,9 @@
-/* Run every function of step.c (-DSTEP: its path) on pseudo-random numbers and print the results. Results of another
-   processor must be equal up to rounding. "Threads" run one after the other. test_cpu_library.py runs this program. */
+/* Run every function of step.c and quantised.c (-DSTEP, -DQUANTISED: their paths) on pseudo-random numbers and print the
+   results. Results of another processor must be equal up to rounding. "Threads" run one after the other.
+   test_cpu_library.py runs this program. */
 
 #include STEP
+#include QUANTISED
 #include <stdio.h>
 
 enum { THREADS = 3 };
@@ -59,7 +61,7 @@ static void check_rows(int half) {
 static void check_attention(int half, int64_t dim, int64_t window, float cap) {
     enum { N = 3, Q = 6, KV = 2, PAGES = 9, SIZE = 4, LONG = 12 };
     Norm norms = {numbers((Q + KV) * dim, half), NULL, 1e-6f, half};
-    Heads heads = {&norms, numbers(LONG * dim, half), Q, KV, dim, window, 0.3f, cap, half};
+    Heads heads = {&norms, numbers(LONG * dim, half), Q, KV, dim, window, dim / 2, NULL, 0.3f, cap, half};
     int64_t positions[N] = {0, 6, 11}, slots[N] = {32, 10, 23}, owners[N] = {0, 1, 2};
     int32_t lens[N] = {1, 7, 12}, tables[N * 3] = {8, 0, 0, 1, 2, 0, 3, 4, 5};
     void *qkv = numbers(N * (Q + 2 * KV) * dim, half), *out = numbers(N * Q * dim, half);
@@ -85,6 +87,39 @@ static void check_product(int half, int vectors, int rows, int kind) {
     print("product", y, rows * outputs / (kind ? 2 : 1), half);
 }
 
+static uint8_t *bytes(int64_t n) {
+    uint8_t *made = aligned_alloc(64, n + 4096);
+    for (int64_t i = 0; i < n; i++) state = state * 1664525 + 1013904223, made[i] = state >> 24;
+    return made;
+}
+
+/* fp16 numbers from 1 to 2. */
+static uint16_t *fp16(int64_t n) {
+    uint16_t *made = (uint16_t *)bytes(2 * n);
+    for (int64_t i = 0; i < n; i++) made[i] = (made[i] & 0x3ff) | 0x3c00;
+    return made;
+}
+
+/* group 0: one scale per output. */
+static void check_coded(int half, int bits_, int group, int table, int offsets, int rows, int kind) {
+    int64_t inputs = 120, padded = 128, outputs = 64, groups = group ? padded / group : 1;
+    Norm norm = {numbers(inputs, half), NULL, 1e-6f, half};
+    int zero = offsets ? 1 : table == E2M1 ? 12 : 1 << (bits_ - 1);
+    CodedWeight weight = {bytes(outputs * padded * bits_ / 8), group ? fp16(outputs * groups) : NULL,
+                          offsets ? fp16(outputs * groups) : NULL, numbers(outputs, 0), numbers(outputs, half), &norm,
+                          inputs, padded, outputs, group ? group : padded, group ? MIN(group, 32) : padded, bits_, table,
+                          zero, half, kind};
+    void *x = numbers(rows * inputs, half), *residual = numbers(rows * inputs, half);
+    void *add = numbers(rows * outputs, half), *sum = numbers(rows * inputs, half), *y = numbers(rows * outputs, half);
+    CodedProduct job = {&weight, x, residual, add, sum, y, NULL, rows, 0};
+    coded_product(&job);
+    print("coded", y, rows * outputs / (kind ? 2 : 1), half);
+    if (group || kind) return;
+    weight.norm = NULL, job.add = NULL, job.rounded = bytes(32 * many_rows_bytes(&weight));
+    many_rows_product(&job);
+    print("coded", y, rows * outputs, half);
+}
+
 int main(void) {
     start(run_in_turn, number, all_threads);
     for (int half = 0; half < 2; half++) {
@@ -93,6 +128,13 @@ int main(void) {
         check_attention(half, 24, 5, 3.f);
         for (int vectors = 1; vectors <= 4; vectors++)
             for (int rows = 1; rows <= 8; rows += rows < 3 ? 1 : 5) check_product(half, vectors, rows, rows == 2);
+        for (int rows = 1; rows <= 9; rows += 4) {
+            check_coded(half, 8, 0, PLAIN, 0, rows, 0);
+            check_coded(half, 8, 16, PLAIN, 1, rows, SILU);
+            check_coded(half, 4, 32, PLAIN, 0, rows, SILU);
+            check_coded(half, 4, 64, PLAIN, 1, rows, 0);
+            check_coded(half, 4, 32, E2M1, 0, rows, 0);
+        }
     }
     return 0;
 }

@@ -13,7 +13,7 @@ import torch
 from quire.attention.base import ForwardBatch
 from quire.speculation.drafter import DraftRows
 from quire.speculation.ngram import LONGEST, NgramDrafter
-from quire.types import REJECTED, EngineRequest, SamplingParams, SlotAdmission, StepPlan
+from quire.types import REJECTED, EngineRequest, NewBlocks, SamplingParams, SlotAdmission, StepPlan
 from quire.worker.batch import Batcher, KernelBatcher, TorchBatcher, plan_header
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
@@ -21,6 +21,7 @@ from quire.worker.state import SlotState
 pytest.importorskip("triton")
 DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu) if torch.cuda.is_available() else "cpu"]
 SLOTS, MAX_LEN, BLOCK, MAX_BLOCKS = 7, 600, 4, 150
+GROUP_OF = [0, 1, 2]  # one layer each
 DRAFTS = 4
 
 
@@ -28,6 +29,7 @@ class NoAttention:
     name, capturable = "none", True
     forward_packed = None
     reads_shared = False
+    plans_blocks = False
 
     def kv_shape(self, *sizes: int) -> tuple[int, ...]:
         return sizes
@@ -60,7 +62,9 @@ class Side:
 
     def __init__(self, kernels: bool, device: str, keeps_kv: bool) -> None:
         self.device = torch.device(device)
-        self.state = SlotState(SLOTS, MAX_LEN, MAX_BLOCKS, keeps_kv=keeps_kv, device=self.device)
+        self.state = SlotState(
+            SLOTS, MAX_LEN, MAX_BLOCKS, len(GROUP_OF), keeps_kv=keeps_kv, device=self.device
+        )
         self.state.clear(999)
         self.staging = Staging(self.device, 2)
         self.batcher: Batcher
@@ -68,14 +72,16 @@ class Side:
             self.batcher = KernelBatcher(
                 self.state, NoAttention(), [],
                 block_size=BLOCK, max_tokens=SLOTS * MAX_LEN, max_rows=SLOTS + 1, turns=3, device=self.device,
-                drafter=PatternDrafter(self.state), max_drafts=DRAFTS,
+                group_of=GROUP_OF, drafter=PatternDrafter(self.state), max_drafts=DRAFTS,
             )  # fmt: skip
         else:
-            self.batcher = TorchBatcher(self.state, NoAttention(), [], BLOCK, PatternDrafter(self.state))
+            self.batcher = TorchBatcher(
+                self.state, NoAttention(), [], BLOCK, PatternDrafter(self.state), GROUP_OF
+            )
 
     def columns(self) -> list[torch.Tensor]:
         state = self.state
-        columns = (state.tokens, state.num_tokens, state.prompt_len, state.num_computed, state.block_table)
+        columns = (state.tokens, state.num_tokens, state.prompt_len, state.num_computed, *state.block_tables)
         return [column.cpu() for column in columns]
 
 
@@ -93,7 +99,7 @@ def random_plan(rng: random.Random, step: int, known: dict[int, list[int]], draf
             computed = rng.randrange(length) // BLOCK * BLOCK
             known[slot] = [length, computed]
             tokens = array("i", [rng.randrange(1000) for _ in range(length)])
-            blocks = rng.sample(range(900), MAX_BLOCKS)
+            blocks = [rng.sample(range(900), MAX_BLOCKS) for _ in GROUP_OF]
             request = EngineRequest(f"{step}.{slot}", list(tokens), SamplingParams())
             admissions.append(SlotAdmission(slot, tokens, length, computed, blocks, request))
     fresh = {
@@ -120,7 +126,9 @@ def random_plan(rng: random.Random, step: int, known: dict[int, list[int]], draf
         samples=np.array(samples, np.bool_),
         admissions=admissions,
         new_blocks=[
-            (slot, 3, [rng.randrange(900)]) for slot in rows if slot not in fresh and rng.random() < 0.2
+            NewBlocks(slot, rng.choice(GROUP_OF), 3, [rng.randrange(900)])
+            for slot in rows
+            if slot not in fresh and rng.random() < 0.2
         ],
         total_tokens=sum(counts),
         max_seq_len=max((s + n for s, n in zip(starts, counts)), default=0),
@@ -139,6 +147,10 @@ def same(one: ForwardBatch, other: ForwardBatch) -> None:
     ):
         a, b = getattr(one, name), getattr(other, name)
         assert a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu()), name
+    for layer in GROUP_OF[1:]:
+        mine, twin = one.for_layer(layer), other.for_layer(layer)
+        assert torch.equal(mine.kv_slots.cpu(), twin.kv_slots.cpu()), f"kv_slots of group {layer}"
+        assert not torch.equal(mine.kv_slots, one.kv_slots), "two groups write to the same places"
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -64,6 +64,16 @@ def test_killed_engine_under_load() -> None:
         assert server.wait() == 1 and "exit code -9" in server.output
 
 
+def test_a_killed_rank_ends_an_idle_server_and_is_named() -> None:
+    flags = ["demo", "--device", "cpu", "--kv-cache-memory", "16777216", "--tensor-parallel-size", "2"]
+    with serving(*flags) as server:
+        assert server.http.get("/health").status_code == 200
+        (rank,) = psutil.Process(server.engine_pid()).children()
+        rank.kill()
+        assert server.wait() == 1
+        assert f"rank 1 (process {rank.pid}) ended with signal SIGKILL" in server.output
+
+
 def test_sigterm_under_load_ends_every_stream_in_order() -> None:
     with serving(*SLOW) as server, ThreadPoolExecutor(STREAMS) as pool:
         runs = [pool.submit(stream, server, i, 200) for i in range(STREAMS)]

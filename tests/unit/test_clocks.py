@@ -9,6 +9,7 @@ import pytest
 from test_scheduler import make_engine, random_requests
 
 from quire.core.block_pool import LRU, BlockPool
+from quire.core.blocks import Blocks
 from quire.core.engine import Engine
 from quire.core.grammar_interface import NoGrammar
 from quire.core.policy import Policy
@@ -77,7 +78,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 def engine_on(clock: Clock, rows: int = 8, blocks: int = 100, depth: int = 1, budget: int = 64) -> Engine:
     pool, log = BlockPool(blocks, LRU()), StepLog()
     limits = SchedulerLimits(rows, budget, 100, 4)
-    scheduler = Scheduler(pool, HashPrefixCache(pool, 4), Policy(), limits, log)
+    scheduler = Scheduler(Blocks(pool, HashPrefixCache(pool, 4), 4), Policy(), limits, log)
     return Engine(scheduler, Device(clock), NoGrammar(), depth, log, check_invariants=True)
 
 

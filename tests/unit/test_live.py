@@ -13,6 +13,7 @@ import pytest
 from quire.config import EngineConfig
 from quire.core import live_state as live
 from quire.core.block_pool import LRU, BlockPool
+from quire.core.blocks import Blocks
 from quire.core.engine import Engine
 from quire.core.grammar_interface import NoGrammar
 from quire.core.policy import Policy
@@ -36,9 +37,8 @@ EOS = 0
 def engine(max_num_seqs: int = 2, blocks: int = 100) -> Engine:
     pool = BlockPool(blocks, LRU())
     log = StepLog()
-    scheduler = Scheduler(
-        pool, HashPrefixCache(pool, 4), Policy(), SchedulerLimits(max_num_seqs, 64, 256, 4), log
-    )
+    limits = SchedulerLimits(max_num_seqs, 64, 256, 4)
+    scheduler = Scheduler(Blocks(pool, HashPrefixCache(pool, 4), 4), Policy(), limits, log)
     return Engine(scheduler, EchoExecutor(100, EOS, frozenset({EOS})), NoGrammar(), 2, log)
 
 
@@ -75,7 +75,7 @@ def test_requests_that_run_and_wait() -> None:
     assert [(r.id, r.state) for r in found.waiting] == [("r2", "slots"), ("r3", "turn"), ("r4", "turn")]
     first = found.running[0]
     assert (first.state, first.prompt, first.limit, first.client) == ("decode", 9, 40, "alpha")
-    assert first.generated > 0 and first.blocks == len(host.scheduler.running[0].blocks) and first.slot == 0
+    assert first.generated > 0 and first.blocks == host.scheduler.running[0].num_blocks and first.slot == 0
     assert found.waiting[0].slot == -1 and found.waiting[0].blocks == 0
     msg.decode_to_client(msg.encode(msg.Live(found)))  # it can be encoded
 
@@ -92,7 +92,7 @@ def test_the_map_of_blocks_agrees_with_the_books() -> None:
     found, pool = look(host), host.scheduler.pool
     kinds = cells(found)
     for block in range(pool.num_blocks):
-        holders = [i for i, r in enumerate(host.scheduler.running) if block in r.blocks]
+        holders = [i for i, r in enumerate(host.scheduler.running) if block in r.held_blocks()]
         if len(holders) > 1:
             expected = live.SHARED
         elif holders:
@@ -120,7 +120,7 @@ def test_a_client_sees_its_own_requests_only() -> None:
     assert load.waiting_tokens == 9 * load.waiting and set(found.stats.served_tokens) == {"beta"}
     kinds, pool = cells(found), host.scheduler.pool
     for block in range(pool.num_blocks):
-        holders = [r for r in host.scheduler.running if block in r.blocks]
+        holders = [r for r in host.scheduler.running if block in r.held_blocks()]
         if holders:
             own = holders[0].source.client == "beta"
             place = [r.id for r in found.running].index(holders[0].id) if own else 0

@@ -16,11 +16,12 @@ import pytest
 
 from quire.core import shares
 from quire.core.block_pool import FIFO, LRU, BlockPool
+from quire.core.blocks import Blocks
 from quire.core.draft_depth import FixedDepth, NoDrafts
 from quire.core.engine import Engine
 from quire.core.grammar_interface import NoGrammar
 from quire.core.policy import Policy, chunked, continuous, fcfs, priority, static, whole
-from quire.core.prefix_cache import HashPrefixCache, NoPrefixCache
+from quire.core.prefix_cache import HashPrefixCache, NoPrefixCache, PrefixMatch
 from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.shares import Shares
@@ -29,6 +30,7 @@ from quire.core.waiting_queue import WaitingQueue
 from quire.types import (
     NOT_FINITE,
     EngineRequest,
+    KVGroup,
     RequestError,
     RequestFailure,
     SamplingParams,
@@ -68,6 +70,7 @@ class FakeDevice:
 
     block_size: int
     keeps_kv: bool
+    groups: tuple[KVGroup, ...] = (KVGroup(),)
     queue: deque = field(default_factory=deque)
     kv: dict = field(default_factory=dict)
     columns: dict = field(default_factory=dict)
@@ -98,23 +101,24 @@ class FakeDevice:
 
         def spoil() -> None:
             for a in plan.admissions:
-                self.columns[a.slot] = dict(tokens=[-1], computed=99, blocks=list(a.blocks))
-            for slot, _, blocks in plan.new_blocks:
-                self.columns[slot]["blocks"] += blocks
+                self.columns[a.slot] = dict(tokens=[-1], computed=99, blocks=[list(b) for b in a.blocks])
+            for slot, group, _, blocks in plan.new_blocks:
+                self.columns[slot]["blocks"][group] += blocks
             for slot, n, start in zip(plan.slots.tolist(), plan.num_tokens.tolist(), plan.starts.tolist()):
                 for position in range(start, start + n):
-                    block = self.columns[slot]["blocks"][position // self.block_size]
-                    self.kv[block, position % self.block_size] = "spoiled"
+                    for group in range(len(self.groups)):
+                        self.kv[self._entry(self.columns[slot], group, position)] = "spoiled"
 
         self.queue.append(spoil)
         raise StepFailed("no memory")
 
     def _forward(self, plan: StepPlan) -> None:
         for a in plan.admissions:
-            self.columns[a.slot] = dict(tokens=list(a.tokens), computed=a.computed, blocks=list(a.blocks))
-        for slot, index, blocks in plan.new_blocks:
-            assert len(self.columns[slot]["blocks"]) == index
-            self.columns[slot]["blocks"] += blocks
+            blocks = [list(table) for table in a.blocks]
+            self.columns[a.slot] = dict(tokens=list(a.tokens), computed=a.computed, blocks=blocks)
+        for slot, group, index, blocks in plan.new_blocks:
+            assert len(self.columns[slot]["blocks"][group]) == index
+            self.columns[slot]["blocks"][group] += blocks
         assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot runs twice in one step"
         assert plan.num_tokens.sum() == plan.total_tokens
         hidden, writer, ends = {}, {}, {}
@@ -133,17 +137,21 @@ class FakeDevice:
             for position, token in enumerate(tokens, start):
                 h = chain(h, token)
                 states.append(h)
-                entry = column["blocks"][position // self.block_size], position % self.block_size
-                assert entry not in writer, "two rows write the same KV entry"
-                self.kv[entry], writer[entry] = h, slot
+                for group in range(len(self.groups)):
+                    entry = self._entry(column, group, position)
+                    assert entry not in writer, "two rows write the same KV entry"
+                    self.kv[entry], writer[entry] = (group, h), slot
             hidden[slot] = states[-1 - drafts :]
         for slot, end in ends.items():
             column, h = self.columns[slot], -1
             for position, token in enumerate(end):
                 h = chain(h, token)
-                entry = column["blocks"][position // self.block_size], position % self.block_size
-                assert self.kv.get(entry) == h, "attention would read wrong KV"
-                assert writer.get(entry, slot) == slot, "a row reads what another row of its step writes"
+                for number, group in enumerate(self.groups):
+                    if group.window is not None and position <= column["computed"] - group.window:
+                        continue  # behind the window of the row's first token
+                    entry = self._entry(column, number, position)
+                    assert self.kv.get(entry) == (number, h), "attention would read wrong KV"
+                    assert writer.get(entry, slot) == slot, "a row reads what another row of its step writes"
         self.hidden[plan.step] = hidden
 
     def _draft(self, column: dict, count: int) -> list[int]:
@@ -153,6 +161,9 @@ class FakeDevice:
             drafts.append(pick(h) if self.drafter.random() < 0.7 else self.drafter.randrange(VOCAB))
             h = chain(h, drafts[-1])
         return drafts
+
+    def _entry(self, column: dict, group: int, position: int) -> tuple[int, int]:
+        return column["blocks"][group][position // self.block_size], position % self.block_size
 
     def _prefix(self, column: dict, length: int) -> int:
         h = -1
@@ -192,6 +203,10 @@ class Handle:
         return self._result
 
 
+# By group: one group without a window, and mixtures of lifetimes.
+WINDOWS = [(None,), (None,), (None, 5), (None, 3, 11), (7,), (1, 9), (None, None, 2)]
+
+
 def make_engine(rng: random.Random | None = None, **fixed) -> tuple[Engine, int]:
     def choose(name, options):
         return fixed[name] if name in fixed else rng.choice(options)
@@ -199,16 +214,17 @@ def make_engine(rng: random.Random | None = None, **fixed) -> tuple[Engine, int]
     max_len = choose("max_len", [24, 40])
     layout = choose("layout", ["paged", "paged", "paged", "contiguous", "none"])
     block_size = choose("block_size", [1, 3, 4, 16]) if layout == "paged" else max_len
-    per_request = -(-max_len // block_size)
-    num_blocks = choose("num_blocks", [per_request, per_request + 3, 3 * per_request, 40 * per_request])
+    windows = fixed.get("windows", (None,)) if rng is None or layout != "paged" else rng.choice(WINDOWS)
+    groups = tuple(KVGroup((), window) for window in windows)
     keeps = layout != "none"
     chunk = choose("chunk", [True, True, False]) and keeps
     budget = choose("budget", [1, 6, 9, 64]) if chunk else max(64, max_len)
+    per_request = sum(group.most_blocks(max_len, budget, block_size) for group in groups)
+    num_blocks = choose("num_blocks", [per_request, per_request + 3, 3 * per_request, 40 * per_request])
     depth = choose("depth", [1, 2, 2, 3])
     pool = BlockPool(num_blocks, choose("evictor", [LRU, FIFO])())
-    cache = (
-        HashPrefixCache(pool, block_size) if keeps and choose("prefix", [True, False]) else NoPrefixCache()
-    )
+    caches = keeps and choose("prefix", [True, False])
+    cache = HashPrefixCache(pool, block_size, groups) if caches else NoPrefixCache(len(groups))
     policy = Policy(
         order=choose("order", [fcfs, priority]),
         admits=choose("admits", [continuous, continuous, static]),
@@ -217,9 +233,10 @@ def make_engine(rng: random.Random | None = None, **fixed) -> tuple[Engine, int]
     mixed = choose("mixed", [1, 5, budget]) if chunk else budget
     limits = SchedulerLimits(choose("rows", [1, 3, 8]), budget, max_len, block_size, keeps, depth > 1, mixed)
     log = StepLog()
-    scheduler = Scheduler(pool, cache, policy, limits, log, depth=fixed.get("drafts"))
+    blocks = Blocks(pool, cache, block_size, groups, budget)
+    scheduler = Scheduler(blocks, policy, limits, log, depth=fixed.get("drafts"))
     return Engine(
-        scheduler, FakeDevice(block_size, keeps), NoGrammar(), depth, log, check_invariants=True
+        scheduler, FakeDevice(block_size, keeps, groups), NoGrammar(), depth, log, check_invariants=True
     ), max_len
 
 
@@ -551,7 +568,7 @@ def test_a_broken_pool_is_noticed() -> None:
     engine, _ = make_engine(**SMALL)
     engine.add(request("r", [1] * 9))
     engine.step()
-    engine.scheduler.requests["r"].blocks.pop()
+    engine.scheduler.requests["r"].tables[0].blocks.pop()
     with pytest.raises(AssertionError):
         engine.scheduler.check()
 
@@ -574,7 +591,7 @@ def _break_share(monkeypatch: pytest.MonkeyPatch) -> None:
 def _break_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     original = HashPrefixCache.match
 
-    def match(self: HashPrefixCache, request) -> list[int]:
+    def match(self: HashPrefixCache, request) -> PrefixMatch:
         request.tokens.append(0)  # as if the last token did not need to be computed
         try:
             return original(self, request)
@@ -622,8 +639,8 @@ def _break_preemption_reset(monkeypatch: pytest.MonkeyPatch) -> None:
 def _break_publishing(monkeypatch: pytest.MonkeyPatch) -> None:
     original = HashPrefixCache.publish
 
-    def publish(self: HashPrefixCache, request) -> tuple[int, ...]:
-        original(self, request)
+    def publish(self: HashPrefixCache, request, full: int) -> tuple[int, ...]:
+        original(self, request, full)
         return ()  # as if no request could find the block in this step
 
     monkeypatch.setattr(HashPrefixCache, "publish", publish)
@@ -646,9 +663,46 @@ def _break_roll_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "retire", retire)
 
 
+def _break_window(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Release a block of each window too many."""
+    original = Blocks.trim
+
+    def trim(self: Blocks, request) -> None:
+        request.computed += 1
+        original(self, request)
+        request.computed -= 1
+
+    monkeypatch.setattr(Blocks, "trim", trim)
+
+
+def _break_window_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Count on blocks behind the end of a match that are no longer cached."""
+    original = KVGroup.first_block
+    monkeypatch.setattr(
+        KVGroup,
+        "first_block",
+        lambda self, position, size: original(self, position, size) + bool(self.window),
+    )
+
+
+def _break_time_of_trimming(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Release blocks behind a window in the step that reads them."""
+    original = Blocks.publish
+
+    def publish(self: Blocks, request):
+        published = original(self, request)
+        self.trim(request)
+        return published
+
+    monkeypatch.setattr(Blocks, "publish", publish)
+
+
 @pytest.mark.parametrize(
     "rule",
     [
+        _break_window,
+        _break_window_match,
+        _break_time_of_trimming,
         _break_roll_back,
         _break_share,
         _break_last_token,

@@ -8,7 +8,7 @@ from array import array
 import numpy as np
 
 from quire.core.shared_prefix import MIN_ROWS, MIN_TOKENS, CommonBlocks
-from quire.types import EngineRequest, Request, SamplingParams
+from quire.types import BlockTable, EngineRequest, Request, SamplingParams
 
 BLOCK = 16
 LEAST = MIN_TOKENS // BLOCK
@@ -18,7 +18,9 @@ def request(name: int, blocks: list[int]) -> Request:
     params = SamplingParams()
     source = EngineRequest(str(name), [1], params)
     none = frozenset[int]()
-    return Request(str(name), 1, array("i", [1]), params, (name,), 9, none, none, 0, source, blocks=blocks)
+    return Request(
+        str(name), 1, array("i", [1]), params, (name,), 9, none, none, 0, source, tables=[BlockTable(blocks)]
+    )
 
 
 def rows(*tables: list[int]) -> list[Request]:
@@ -55,7 +57,7 @@ def test_the_answer_is_kept_while_the_batch_is() -> None:
     batch = rows(*(common + [100 + i] for i in range(MIN_ROWS)))
     blocks = CommonBlocks(BLOCK)
     found = blocks.find(batch, 1)
-    batch[0].blocks = [7]
+    batch[0].tables = [BlockTable([7])]
     assert blocks.find(batch, 1) is found
     again = blocks.find(batch, 2)
     assert again is None  # one row too few

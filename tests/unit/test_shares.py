@@ -8,6 +8,7 @@ import pytest
 
 from quire.core import shares
 from quire.core.block_pool import LRU, BlockPool
+from quire.core.blocks import Blocks
 from quire.core.engine import Engine
 from quire.core.grammar_interface import NoGrammar
 from quire.core.policy import Policy, priority, static, whole
@@ -28,7 +29,7 @@ def engine(
     pool = BlockPool(blocks, LRU())
     log = StepLog()
     limits = SchedulerLimits(slots, budget, 256, 4, mixed_prefill_tokens=mixed)
-    scheduler = Scheduler(pool, HashPrefixCache(pool, 4), policy or Policy(), limits, log)
+    scheduler = Scheduler(Blocks(pool, HashPrefixCache(pool, 4), 4), policy or Policy(), limits, log)
     return Engine(
         scheduler, EchoExecutor(100, EOS, frozenset({EOS})), NoGrammar(), 2, log, check_invariants=True
     )

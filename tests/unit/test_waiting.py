@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 
 from quire.core.block_pool import LRU, BlockPool
+from quire.core.blocks import Blocks
 from quire.core.engine import Engine
 from quire.core.grammar_interface import NoGrammar
 from quire.core.policy import Policy, priority
@@ -24,7 +25,7 @@ def engine(max_num_seqs: int = 2, blocks: int = 1000, policy: Policy | None = No
     pool = BlockPool(blocks, LRU())
     log = StepLog()
     limits = SchedulerLimits(max_num_seqs, 64, 256, 4)
-    scheduler = Scheduler(pool, HashPrefixCache(pool, 4), policy or Policy(), limits, log)
+    scheduler = Scheduler(Blocks(pool, HashPrefixCache(pool, 4), 4), policy or Policy(), limits, log)
     return Engine(
         scheduler, EchoExecutor(100, EOS, frozenset({EOS})), NoGrammar(), 2, log, check_invariants=True
     )

@@ -13,13 +13,14 @@ from safetensors.torch import save_file
 from test_checkpoint import PartialRank, env
 
 from quire.layers.linear import Linear
+from quire.layers.moe import masked_product, with_quantised
 from quire.models.checkpoint.checkpoint import SafetensorsCheckpoint
 from quire.models.checkpoint.reader import Reader
 from quire.models.config.quantization import parse_quantization
 from quire.quant.base import Part
 from quire.quant.formats.convert import quantise_into
 from quire.quant.forms import Fp4Weight, Fp8Weight, Int8Weight, IntGroupWeight, QuantisedWeight
-from quire.quant.layouts import Fp8Layout, Int8Layout, IntGroupLayout
+from quire.quant.layouts import FormLayout, Fp8Layout, Int8Layout, IntGroupLayout
 from quire.quant.loading import ConcatenatedMatmul, fused_runs, load_stack, open_packed
 from quire.quant.rounding import rounding_of
 from quire.quant.spec import QuantSpec
@@ -269,6 +270,31 @@ def test_experts_are_stacked_with_their_own_orders(tmp_path: Path) -> None:
     wanted = torch.stack([values for _, values in layers])
     torch.testing.assert_close(stack.dequantised(), wanted)
     torch.testing.assert_close(stack.expert(2).dequantised(), wanted[2])
+
+
+@pytest.mark.parametrize("rows", [2, 9])  # few rows unpack their own experts
+@pytest.mark.parametrize(
+    "layout",
+    [
+        Fp8Layout(True, "block"),
+        Fp8Layout(False, "token"),
+        Int8Layout("token"),
+        IntGroupLayout(4, 32, torch.float16, True),
+    ],
+)
+def test_products_with_quantised_experts(layout: FormLayout, rows: int) -> None:
+    torch.manual_seed(0)
+    stack = layout.allocate((8,), 128, 64, CPU)
+    for expert in range(8):
+        quantise_into(stack.expert(expert), torch.randn(128, 64))
+    x, owner = torch.randn(rows, 64), torch.randint(0, 8, (rows,)).sort().values
+    ends = torch.searchsorted(owner, torch.arange(8), right=True).to(torch.int32)
+    found = with_quantised(masked_product)(x, stack, ends)
+    rounded = rounding_of(stack) or (lambda x: x)
+    wanted = torch.stack(
+        [stack.expert(int(e)).dequantised() @ row for e, row in zip(owner, rounded(x), strict=True)]
+    )
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("threads", [False, True], ids=["at-once", "threads"])

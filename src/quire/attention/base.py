@@ -6,7 +6,8 @@ separate prefill or decode path: a row is n new tokens that follow seq_len - n o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -33,7 +34,9 @@ class ForwardBatch:
     kv_slots: torch.Tensor
     query_start: torch.Tensor  # int32 [rows + 1]
     seq_lens: torch.Tensor  # int32 [rows], including the new tokens
-    block_table: torch.Tensor  # int32 [slots, blocks], of all request slots
+    # int32 [slots, blocks], of all request slots; the last dimension is contiguous. Entries before the window of all
+    # layers that use the table are any block's.
+    block_table: torch.Tensor
     slots: torch.Tensor  # int64 [rows]: each row's request slot, which is its row of the block table
     logit_index: torch.Tensor  # int64 [logit rows]: tokens whose hidden states become logits
     kv: list[KV]  # by layer index
@@ -48,6 +51,25 @@ class ForwardBatch:
     decode_tokens: int = 1  # most new tokens of a row that decodes: 1 + its draft tokens
     decodes_only: bool = False  # no row has more tokens than that
     attn: Any = field(default=None)
+    # The same step for further groups of layers, which have their own block_table, kv_slots and attn.
+    others: list[ForwardBatch] = field(default_factory=list)
+    group_of: Sequence[int] = ()  # by layer, if there are others: 0 for this batch, 1 for others[0], ...
+
+    def for_layer(self, index: int) -> ForwardBatch:
+        """Return the step as the back end of layer `index` sees it, with the block table of the layer's group."""
+        if not self.others or not (group := self.group_of[index]):
+            return self
+        return self.others[group - 1]
+
+    def add_group(self, block_table: torch.Tensor, kv_slots: torch.Tensor) -> None:
+        """Add a group of layers with these blocks."""
+        self.others.append(replace(self, block_table=block_table, kv_slots=kv_slots, others=[]))
+
+    def plan(self, backend: AttentionBackend) -> None:
+        """Let the back end plan the step, for all groups at once if it does not plan by blocks."""
+        self.attn = backend.plan(self)
+        for other in self.others:
+            other.attn = backend.plan(other) if backend.plans_blocks else self.attn
 
     def narrow(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the rows of `x` and `residual` that the last layer needs behind its attention.
@@ -119,6 +141,7 @@ class AttentionBackend(Protocol):
     name: str
     capturable: bool  # whether plan and forward can be captured in a CUDA graph, with bounds only
     reads_shared: bool  # whether it uses `ForwardBatch.shared`
+    plans_blocks: bool  # whether the result of `plan` depends on the block table
 
     def kv_shape(self, num_blocks: int, block_size: int, heads: int, dim: int, /) -> tuple[int, ...]:
         """Return the shape of the blocks of one tensor of a layer (`KVTensor`)."""

@@ -27,6 +27,7 @@ class CpuAttention:
     name = "cpu"
     capturable = False
     reads_shared = False
+    plans_blocks = True
 
     def __init__(self, kernels: CpuKernels) -> None:
         self._kernels = kernels

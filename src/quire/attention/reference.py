@@ -104,6 +104,7 @@ class ReferenceAttention:
     capturable = False  # shapes depend on the lengths of the rows
     forward_packed = None
     reads_shared = False
+    plans_blocks = True
 
     def kv_shape(self, num_blocks: int, block_size: int, heads: int, dim: int) -> tuple[int, ...]:
         return (num_blocks, block_size, heads, dim)

@@ -95,6 +95,7 @@ class TritonAttention:
     name = "triton"
     capturable = True
     reads_shared = True
+    plans_blocks = False
 
     @staticmethod
     def fits(dim: int, itemsize: int, group: int, target: Target) -> bool:

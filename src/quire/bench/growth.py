@@ -63,7 +63,7 @@ class GrowthPlan:
         """Return the plan without the points that do not fit the engine, and a line for each kind left out."""
         skipped = []
         room = info.max_model_len - _SETTLE - _TIMED
-        tokens = info.num_blocks * info.block_size
+        requests = info.num_blocks // info.request_blocks(min(self.base_context, room) + _SETTLE + _TIMED)
 
         def keep(name: str, values: Sequence[int], most: int, what: str) -> list[int]:
             kept = [value for value in values if value <= most]
@@ -73,8 +73,8 @@ class GrowthPlan:
 
         base = min(self.base_context, room)
         limit = f"max_model_len is {info.max_model_len}"
-        rows = min(info.max_num_seqs, tokens // (base + _SETTLE + _TIMED))
-        cause = f"max_num_seqs is {info.max_num_seqs}, and the KV cache holds {tokens} tokens"
+        rows = min(info.max_num_seqs, requests)
+        cause = f"max_num_seqs is {info.max_num_seqs}, and the KV cache holds {requests} requests"
         plan = GrowthPlan(
             keep("batch sizes", self.batch_sizes, rows, cause),
             base,
@@ -89,10 +89,9 @@ def measure_growth(bench: Bench, plan: GrowthPlan) -> Iterator[GrowthPoint]:
     """Measure the points of a fitted plan one after the other."""
     for batch in plan.batch_sizes:
         yield _decode_point(bench, "batch", batch, plan.base_context)
-    tokens = bench.info.num_blocks * bench.info.block_size
     for batch in plan.context_batches:
         for context in plan.contexts:
-            if batch * (context + _SETTLE + _TIMED) <= tokens:
+            if batch * bench.info.request_blocks(context + _SETTLE + _TIMED) <= bench.info.num_blocks:
                 yield _decode_point(bench, "context", batch, context)
     for length in plan.prompt_lens:
         yield _prompt_point(bench, length)

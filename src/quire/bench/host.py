@@ -6,6 +6,7 @@ import statistics
 import time
 
 from quire.core.block_pool import LRU, BlockPool
+from quire.core.blocks import Blocks
 from quire.core.engine import Engine
 from quire.core.grammar_interface import NoGrammar
 from quire.core.policy import Policy
@@ -35,7 +36,7 @@ def host_cost(
     pool = BlockPool(rows * -(-max_len // block_size), LRU())
     log = StepLog()
     limits = SchedulerLimits(rows, 8192, max_len, block_size)
-    scheduler = Scheduler(pool, HashPrefixCache(pool, block_size), Policy(), limits, log)
+    scheduler = Scheduler(Blocks(pool, HashPrefixCache(pool, block_size), block_size), Policy(), limits, log)
     engine = Engine(scheduler, ConstantExecutor(1000), NoGrammar(), 2, log)
     for i in range(rows):
         prompt = [(7 * i + j) % 1000 for j in range(prompt_len)]

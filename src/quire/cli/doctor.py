@@ -6,6 +6,7 @@ import argparse
 import json
 import platform
 import time
+from collections import Counter
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     import torch
 
     from quire.kernels import Kernels
+    from quire.quant.spec import QuantSpec
     from quire.worker.memory.sizing import MemoryPlanner
 
 _PACKAGES = (
@@ -161,12 +163,12 @@ def _plan(report: Report, config: EngineConfig) -> None:
     report.row(
         "model", f"{spec.family}, {spec.num_parameters / 1e6:,.1f} M parameters, {spec.num_layers} layers"
     )
-    report.row("quantization", str(spec.quantization or "none, plain numbers"))
     gpu_state = "a GPU is available" if device.type == "cuda" else "no GPU is available"
     report.row("device", f"{device}: {_why(config.device, gpu_state)}")
     report.row("dtype", f"{str(dtype)[6:]}: {_why(config.dtype, f'the checkpoint is {spec.dtype}')}")
     kernels = pick_kernels(device, dtype, config.cpu_kernels)
     report.row("kernels", _kernels(kernels, spec.hidden_size, dtype, device))
+    report.row("quantization", _quantization(spec.quantization, kernels, dtype, device))
     backend = pick_attention(config.attention, spec, device, dtype, kernels).name
     report.row(
         "attention", f"{backend}: {_why(config.attention, 'the kernels above' if kernels else 'plain torch')}"
@@ -200,6 +202,22 @@ def _kernels(kernels: Kernels | None, width: int, dtype: torch.dtype, device: to
     return _KERNELS[device.type]
 
 
+def _quantization(
+    spec: QuantSpec | None, kernels: Kernels | None, dtype: torch.dtype, device: torch.device
+) -> str:
+    """Describe the format of the weights, and what multiplies with them."""
+    from quire.quant.products import stays_packed
+
+    if spec is None:
+        return "none, plain numbers"
+    if spec.unsupported:
+        return f"{spec}, which cannot be read: {spec.unsupported}"
+    if not stays_packed(device, kernels is not None, spec.is_fp8):
+        return f"{spec}, unpacked and computed in {str(dtype)[6:]}"
+    by = "plain torch" if kernels is None else "C kernels" if device.type == "cpu" else "Triton kernels"
+    return f"{spec}, multiplied by {by}"
+
+
 def _memory_map(report: Report, memory: MemoryPlanner) -> None:
     weights, step = memory.check_weights_fit(), memory.cpu_step_bytes()
     size = memory.size_kv(memory.kv_budget(weights + step))
@@ -209,9 +227,21 @@ def _memory_map(report: Report, memory: MemoryPlanner) -> None:
     report.size("largest step", step, " (estimated; a GPU measures it)")
     blocks = f"{size.num_blocks} blocks of {size.block_size} tokens, {_size(size.block_bytes)} each"
     report.size("kv cache", size.num_blocks * size.block_bytes, f": {blocks}")
-    requests = size.num_blocks * size.block_size // size.max_model_len
+    if len(size.groups) > 1:
+        kinds = Counter((len(group.layers), group.window) for group in size.groups)
+        text = ", ".join(_group(count, *kind) for kind, count in kinds.items())
+        groups = [{"layers": len(group.layers), "window": group.window} for group in size.groups]
+        report.row("layer groups", f"{text}; a block serves one group", groups)
+    requests = size.num_blocks // sum(
+        group.most_blocks(size.max_model_len, 1, size.block_size) for group in size.groups
+    )
     text = f"{size.max_model_len} tokens; room for {requests} requests of full length at once"
     report.row("context", text, {"tokens": size.max_model_len, "full_requests": requests})
+
+
+def _group(count: int, layers: int, window: int | None) -> str:
+    lifetime = "all tokens" if window is None else f"the last {window} tokens"
+    return f"{count} x {layers} layers that keep {lifetime}"
 
 
 def _load(report: Report, config: EngineConfig, imports_s: float) -> None:

@@ -28,6 +28,7 @@ COMMANDS = {
     "rm": "delete downloaded models",
     "bench": "measure throughput, latency and start-up on this machine",
     "ladder": "climb from naive decoding to the full engine, and measure what every idea buys",
+    "quantize": "write a quantised copy of a checkpoint",
     "profile": "show where the time of a step and the memory go",
     "completion": "print the completion of a shell: bash, zsh or fish",
 }

@@ -109,7 +109,7 @@ def _request(request: Request, state: str, now_s: float) -> LiveRequest:
         computed=request.computed,
         generated=request.known - request.prompt_len,
         limit=request.limit - request.prompt_len,
-        blocks=len(request.blocks),
+        blocks=request.num_blocks,
         preemptions=request.preemptions,
     )
 
@@ -129,8 +129,8 @@ def block_map(scheduler: Scheduler, listed: list[Request]) -> BlockMap:
     """
     pool, running = scheduler.pool, scheduler.running
     cells = np.frombuffer(pool.cached, np.uint8).astype(np.uint16)  # 1: EVICTABLE, unless overwritten below
-    sizes = [len(request.blocks) for request in running]
-    held = np.fromiter(chain.from_iterable(r.blocks for r in running), np.int64, sum(sizes))
+    sizes = [request.num_blocks for request in running]
+    held = np.fromiter(chain.from_iterable(r.held_blocks() for r in running), np.int64, sum(sizes))
     places = {request.id: FIRST_OWNER + place for place, request in enumerate(listed)}
     owners = np.array([places.get(request.id, OTHERS) for request in running], np.uint16)
     cells[held] = np.repeat(owners, sizes)

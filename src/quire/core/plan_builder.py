@@ -40,11 +40,12 @@ class PlanBuilder:
     new_blocks: list[NewBlocks] = field(default_factory=list)
     preempted: list[str] = field(default_factory=list)
     published: set[int] = field(default_factory=set)  # blocks that this step fills and publishes
+    filled: list[Request] = field(default_factory=list)  # decoding requests of which this step fills a block
     catching_up: list[CatchUpRow] = field(default_factory=list)
 
     def admit(self, request: Request) -> None:
         """Let a request take its slot, with its present tokens and blocks."""
-        tokens, blocks = request.tokens[:], request.blocks[:]
+        tokens, blocks = request.tokens[:], [table.blocks[:] for table in request.tables]
         self.admissions.append(
             SlotAdmission(request.slot, tokens, request.prompt_len, request.computed, blocks, request.source)
         )

@@ -3,6 +3,9 @@
 The name of a block is blake2b(name of the block before it, its token ids), keyed with a secret of this process. So
 neither a collision nor a crafted prompt can make one request read the blocks of another. Blocks are published when
 their step is *scheduled*: a request that finds them runs in a later step, which follows in stream order.
+
+Groups of layers (types/kv.py) have their own blocks under the same names. A match is the longest prefix that all groups
+can serve. A group with a window needs only the last blocks of it.
 """
 
 from __future__ import annotations
@@ -10,21 +13,29 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from quire.core.block_pool import BlockPool
-from quire.types import Request
+from quire.types import BlockTable, KVGroup, Request
+
+
+class PrefixMatch(NamedTuple):
+    """The cached beginning of a request."""
+
+    tokens: int
+    tables: list[BlockTable]  # by group, each with tokens / block_size entries
+    blocks: list[int]  # the blocks of all groups that hold it
 
 
 class PrefixCache(Protocol):
     """A map from token prefixes to blocks. It owns the fields of `Request` that say what has been published."""
 
-    def match(self, request: Request) -> list[int]:
-        """Return the cached blocks that hold the beginning of a request, without its last token."""
+    def match(self, request: Request) -> PrefixMatch:
+        """Return the longest cached prefix of a request, without its last token."""
         ...
 
-    def publish(self, request: Request) -> Sequence[int]:
-        """Publish the full blocks of a request that are computed and whose tokens are known.
+    def publish(self, request: Request, full: int) -> Sequence[int]:
+        """Publish the first `full` blocks of a request, as far as it holds them.
 
         Returns:
             The blocks that are new to the cache.
@@ -43,8 +54,8 @@ class PrefixCache(Protocol):
         """Reset the publishing of a request that has been preempted and will be computed again."""
         ...
 
-    def end_of_match(self, request: Request, hits: int) -> str:
-        """Return why `match` found `hits` blocks and no more.
+    def end_of_match(self, request: Request, tokens: int) -> str:
+        """Return why `match` found `tokens` tokens and no more.
 
         Returns:
             "end" if it found all full blocks, "new" if the next block has not been seen before, "evicted" if it has
@@ -61,13 +72,15 @@ def _needs_all(request: Request) -> str:
 
 
 class NoPrefixCache:
-    """A `PrefixCache` that is always empty."""
+    """A `PrefixCache` that is always empty, for `groups` groups."""
 
-    def match(self, request: Request) -> list[int]:
-        return []
+    def __init__(self, groups: int = 1) -> None:
+        self._groups = groups
 
-    def publish(self, request: Request) -> Sequence[int]:
-        request.publish_at = 1 << 62
+    def match(self, request: Request) -> PrefixMatch:
+        return PrefixMatch(0, [BlockTable([]) for _ in range(self._groups)], [])
+
+    def publish(self, request: Request, full: int) -> Sequence[int]:
         return ()
 
     def withdraw(self, blocks: Iterable[int]) -> None:
@@ -79,73 +92,105 @@ class NoPrefixCache:
     def restart(self, request: Request) -> None:
         pass
 
-    def end_of_match(self, request: Request, hits: int) -> str:
+    def end_of_match(self, request: Request, tokens: int) -> str:
         return "off"
 
 
 class HashPrefixCache:
     """A `PrefixCache` over the blocks of `pool`, whose free blocks it can still find until they are evicted."""
 
-    def __init__(self, pool: BlockPool, block_size: int) -> None:
+    def __init__(self, pool: BlockPool, block_size: int, groups: Sequence[KVGroup] = (KVGroup(),)) -> None:
         self._pool = pool
         self._block_size = block_size
-        self._block_of: dict[bytes, int] = {}
-        self._name_of: dict[int, bytes] = {}
+        self._groups = groups
+        self._whole = [index for index, group in enumerate(groups) if group.window is None]
+        self._windowed = [index for index, group in enumerate(groups) if group.window is not None]
+        self._block_of: list[dict[bytes, int]] = [{} for _ in groups]
+        self._place_of: dict[int, tuple[int, bytes]] = {}  # block -> its group and name
         self._evicted: dict[bytes, None] = {}  # the latest evicted names, at most one per block
         self._secret = os.urandom(32)
         pool.on_evict(self._forget)
 
     def __len__(self) -> int:
-        return len(self._block_of)
+        return len(self._place_of)
 
-    def match(self, request: Request) -> list[int]:
-        if _needs_all(request):
-            return []
-        full = (request.known - 1) // self._block_size
-        self._extend(request, full)
-        found = []
-        for name in request.names[:full]:
-            block = self._block_of.get(name)
-            if block is None:
-                break
-            found.append(block)
-        return found
+    def match(self, request: Request) -> PrefixMatch:
+        length = 0 if _needs_all(request) else (request.known - 1) // self._block_size
+        self._extend(request, length)
+        names = request.names
+        for index in self._whole:
+            have, end = self._block_of[index], 0
+            while end < length and names[end] in have:
+                end += 1
+            length = end
+        length = self._windows_serve(names, length)
+        tables, blocks = [], []
+        for group, have in zip(self._groups, self._block_of):
+            first = group.first_block(length * self._block_size, self._block_size)
+            found = [have[name] for name in names[first:length]]
+            blocks += found
+            tables.append(BlockTable([0] * first + found, first))
+        return PrefixMatch(length * self._block_size, tables, blocks)
 
-    def publish(self, request: Request) -> Sequence[int]:
-        full = min(request.computed, request.known) // self._block_size
+    def _windows_serve(self, names: list[bytes], length: int) -> int:
+        """Return the most blocks, at most `length`, of which every group with a window has those in its window."""
+        settled = 0  # groups in a row that serve `length`
+        while length and settled < len(self._windowed):
+            for index in self._windowed:
+                served = self._window_serves(index, names, length)
+                settled = settled + 1 if served == length else 1
+                length = served
+        return length
+
+    def _window_serves(self, index: int, names: list[bytes], length: int) -> int:
+        group, have, size = self._groups[index], self._block_of[index], self._block_size
+        at = length  # the group has the blocks [at, length)
+        first = group.first_block(length * size, size)
+        while at > first:
+            at -= 1
+            if names[at] not in have:  # no prefix that ends behind this block can be served
+                length = at
+                first = group.first_block(length * size, size)
+        return length
+
+    def publish(self, request: Request, full: int) -> Sequence[int]:
         self._extend(request, full)
         published = []
-        for index in range(request.published, full):
-            name, block = request.names[index], request.blocks[index]
-            if name not in self._block_of:
-                self._block_of[name] = block
-                self._name_of[block] = name
-                self._pool.cached[block] = 1
-                published.append(block)
+        for group, (table, have) in enumerate(zip(request.tables, self._block_of)):
+            for index in range(max(request.published, table.first), full):
+                name, block = request.names[index], table.blocks[index]
+                if name not in have:
+                    have[name] = block
+                    self._place_of[block] = group, name
+                    self._pool.cached[block] = 1
+                    published.append(block)
         request.published = full
-        request.publish_at = (full + 1) * self._block_size
         return published
 
     def withdraw(self, blocks: Iterable[int]) -> None:
         for block in blocks:
-            name = self._name_of.pop(block, None)
-            if name is not None:  # None: `forget` removed it with its request
-                del self._block_of[name]
-                self._pool.uncache(block)
+            if block in self._place_of:  # otherwise `forget` removed it with its request
+                self._remove(block)
 
     def forget(self, request: Request) -> None:
-        # Other requests computed the blocks found at the first admission, and those that it does not hold. A
-        # preempted request holds no blocks; then all its names are removed.
-        own = set(request.blocks)
-        for name in request.names[max(request.cached, 0) // self._block_size :]:
-            block = self._block_of.get(name)
-            if block is not None and (block in own or not own):
-                del self._block_of[name], self._name_of[block]
-                self._pool.uncache(block)
-        request.publish_at = 1 << 62
+        # Other requests computed the blocks found at the first admission, and those that it does not hold, unless
+        # they are behind a window. A preempted request holds no blocks; then all its names are removed.
+        own = set(request.held_blocks())
+        start = max(request.cached, 0) // self._block_size
+        for group, have in enumerate(self._block_of):
+            behind = request.tables[group].first if request.tables else 0
+            for index in range(start, len(request.names)):
+                block = have.get(request.names[index])
+                if block is not None and (block in own or index < behind or not own):
+                    self._remove(block)
 
     def restart(self, request: Request) -> None:
-        request.published = request.publish_at = 0
+        request.published = 0
+
+    def _remove(self, block: int) -> None:
+        group, name = self._place_of.pop(block)
+        del self._block_of[group][name]
+        self._pool.uncache(block)
 
     def _extend(self, request: Request, full: int) -> None:
         """Compute the names of the first `full` blocks of a request."""
@@ -156,17 +201,20 @@ class HashPrefixCache:
             tokens = request.tokens[start : start + size].tobytes()
             names.append(blake2b(parent + b"|" + tokens, digest_size=16, key=self._secret).digest())
 
-    def end_of_match(self, request: Request, hits: int) -> str:
+    def end_of_match(self, request: Request, tokens: int) -> str:
         if reason := _needs_all(request):
             return reason
+        hits = tokens // self._block_size
         if hits >= (request.known - 1) // self._block_size:
             return "end"
-        return "evicted" if request.names[hits] in self._evicted else "new"
+        name = request.names[hits]
+        seen = name in self._evicted or any(name in have for have in self._block_of)
+        return "evicted" if seen else "new"  # of some groups only, if one still has it
 
     def _forget(self, block: int) -> None:
         """Remove a block that the pool evicts, and remember its name."""
-        name = self._name_of.pop(block)
-        del self._block_of[name]
+        group, name = self._place_of.pop(block)
+        del self._block_of[group][name]
         self._evicted.pop(name, None)  # moves the name to the end of the order
         self._evicted[name] = None
         if len(self._evicted) > self._pool.num_blocks:

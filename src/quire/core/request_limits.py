@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from quire.core.blocks import Blocks
 from quire.types import EngineRequest, RequestError
 
 
@@ -20,12 +21,11 @@ class SchedulerLimits:
     mixed_prefill_tokens: int = 1 << 30  # prompt-token budget of steps that also decode
     max_logit_rows: int = 1 << 30  # most tokens that a step samples, draft tokens included
 
-    def full_length(self, request: EngineRequest, num_blocks: int) -> int:
+    def full_length(self, request: EngineRequest, blocks: Blocks) -> int:
         """Return the number of tokens at which a request has its full length, prompt included.
 
         Raises:
-            RequestError: if the request could not run even alone with all `num_blocks` blocks. The message gives the
-                sizes.
+            RequestError: if the request could not run even alone with all blocks. The message gives the sizes.
         """
         prompt_len = len(request.prompt)
         if prompt_len == 0:
@@ -40,11 +40,12 @@ class SchedulerLimits:
         room = self.max_model_len - prompt_len
         answer = room if request.params.max_tokens is None else min(request.params.max_tokens, room)
         total = prompt_len + answer
-        needed = -(-(total - 1) // self.block_size)  # the last token's KV is never written
-        if needed > num_blocks:
+        # The last token's KV is never written.
+        needed = blocks.most_blocks(total - 1)
+        if needed > blocks.pool.num_blocks:
             raise RequestError(
                 f"the request needs {needed} KV blocks of {self.block_size} tokens (prompt {prompt_len} + "
-                f"max_tokens {answer}), but kv_cache_memory holds {num_blocks} blocks; "
+                f"max_tokens {answer}), but kv_cache_memory holds {blocks.pool.num_blocks} blocks; "
                 "shorten the prompt, lower max_tokens or raise kv_cache_memory"
             )
         return total

@@ -1,6 +1,6 @@
 """The scheduler: it decides how many tokens of which requests the next step runs, and applies the results of steps.
 
-It owns every `Request`, the slots and, through the pool, the blocks. One rule covers prompts, chunks, decoding and
+It owns every `Request`, the slots and, through `Blocks`, the blocks. One rule covers prompts, chunks, decoding and
 recomputation after a preemption: a request wants `known + pending + drafts - computed` tokens.
 
 Draft tokens are scheduled as if all were accepted, and `retire` corrects the count when the result arrives. With
@@ -18,12 +18,12 @@ from collections import deque
 from typing import NamedTuple
 
 from quire.core.block_pool import BlockPool
+from quire.core.blocks import BlockDemand, Blocks
 from quire.core.clocks import Clocks
 from quire.core.draft_depth import DraftDepth, NoDrafts
 from quire.core.failure import find_failure
 from quire.core.plan_builder import PlanBuilder
 from quire.core.policy import Policy
-from quire.core.prefix_cache import PrefixCache
 from quire.core.request_limits import SchedulerLimits
 from quire.core.shared_prefix import NoSharedPrefix, SharedPrefix
 from quire.core.shares import Shares, Shortage
@@ -33,7 +33,6 @@ from quire.types import (
     EngineOutput,
     EngineRequest,
     FinishReason,
-    NewBlocks,
     Request,
     RequestError,
     RequestFailure,
@@ -58,20 +57,11 @@ class ScheduledStep(NamedTuple):
     record: StepRecord
 
 
-class _BlockDemand(NamedTuple):
-    """The blocks for a request that is to be admitted."""
-
-    hits: list[int]  # blocks found in the prefix cache
-    fresh: int  # number of further blocks
-    missing: int  # how many of these are not free; zero or less if all are
-
-
 class Scheduler:
     """The scheduler of one engine.
 
     Args:
-        pool: the blocks of the KV cache.
-        cache: the prefix cache over the same pool.
+        blocks: the blocks of all requests.
         policy: order, admission and chunking.
         limits: the sizes of batch, step and context.
         log: the log that gets a record of every step.
@@ -81,15 +71,14 @@ class Scheduler:
 
     def __init__(
         self,
-        pool: BlockPool,
-        cache: PrefixCache,
+        blocks: Blocks,
         policy: Policy,
         limits: SchedulerLimits,
         log: StepLog,
         shared: SharedPrefix | None = None,
         depth: DraftDepth | None = None,
     ) -> None:
-        self.pool, self.cache, self.policy, self.limits = pool, cache, policy, limits
+        self.blocks, self.policy, self.limits = blocks, policy, limits
         self.shared = shared or NoSharedPrefix()
         self.depth = depth or NoDrafts()
         self.log = log
@@ -120,7 +109,7 @@ class Scheduler:
         """
         if source.id in self.requests:
             raise RequestError(f"request id {source.id!r} is already in use", param="request_id")
-        limit = self.limits.full_length(source, self.pool.num_blocks)
+        limit = self.limits.full_length(source, self.blocks)
         request = Request(
             id=source.id,
             prompt_len=len(source.prompt),
@@ -178,6 +167,11 @@ class Scheduler:
         if request := self.requests.get(request_id):
             self._outputs.append(self._finish(request, [], "abort"))
             self.log.totals.aborted += 1
+
+    @property
+    def pool(self) -> BlockPool:
+        """The pool of blocks, for figures about it."""
+        return self.blocks.pool
 
     @property
     def has_work(self) -> bool:
@@ -243,22 +237,15 @@ class Scheduler:
         """
         if request.status != "running":
             return 0  # preempted earlier in this step
-        held = len(request.blocks)
-        if drafts and self._missing_blocks(request, n + drafts) > self.pool.num_free:
-            drafts = 0
-        if (need := self._missing_blocks(request, n + drafts)) > 0:
-            while need > self.pool.num_free:
-                if not self._preempt_other(builder, request):
+        if request.computed + n + drafts > request.room:
+            while (added := self.blocks.grow(request, request.computed + n + drafts)) is None:
+                if drafts:
+                    drafts = 0
+                elif not self._preempt_other(builder, request):
                     return 0  # requests in front of it hold the blocks: try again in the next step
-            fresh = self.pool.take(need)
-            request.blocks += fresh
-            builder.new_blocks.append(NewBlocks(request.slot, held, fresh))
+            builder.new_blocks += added
         self._emit(builder, request, n + drafts, drafts)
         return drafts
-
-    def _missing_blocks(self, request: Request, n: int) -> int:
-        """Return how many blocks a request lacks for its next `n` tokens; negative if it holds more."""
-        return -(-(request.computed + n) // self.limits.block_size) - len(request.blocks)
 
     def _emit(self, builder: PlanBuilder, request: Request, n: int, drafts: int) -> None:
         """Add a row of `n` tokens whose blocks the request holds, and count them as computed."""
@@ -267,8 +254,10 @@ class Scheduler:
         if request.catching_up:
             request.catching_up = not samples
         request.computed += n
-        if request.computed >= request.publish_at:
-            builder.published.update(self.cache.publish(request))
+        if request.computed >= request.full_at:
+            builder.published.update(self.blocks.publish(request))
+            if not request.catching_up:
+                builder.filled.append(request)
         if samples:
             request.pending += 1 + drafts
             if not self.limits.keeps_kv:
@@ -295,7 +284,6 @@ class Scheduler:
         self.running.remove(victim)
         self._release(victim)
         victim.status, victim.computed = "waiting", 0
-        self.cache.restart(victim)
         victim.preemptions += 1
         self.waiting.add(victim)
         self.clocks.preempt(victim)
@@ -310,11 +298,13 @@ class Scheduler:
         request = next(ready, None)
         if request is None or not self.policy.admits(was_empty, builder.budget):
             return
-        demand = self._demand_of(request)
+        match = self.blocks.match(request)
         reserved = max(1, builder.budget - self.limits.max_num_seqs)  # left over if all rows run one token
-        if not self.policy.chunk(request.known - len(demand.hits) * self.limits.block_size, reserved):
+        if not self.policy.chunk(request.known - match.tokens, reserved):
             return
-        shortage = Shortage(0 if self._free_slots else 1, demand.missing, len(demand.hits) + demand.fresh)
+        demand = self.blocks.demand(request, match)
+        slots = 0 if self._free_slots else 1
+        shortage = Shortage(slots, demand.missing, demand.size, frozenset(match.blocks))
         victims = self.shares.claim(request, self.running, shortage, self.pool.refs)
         if victims is None:
             return
@@ -324,12 +314,6 @@ class Scheduler:
         self.log.totals.yielded += len(victims)
         self.waiting.remove(request)
         self._start(builder, request, demand, 0)
-
-    def _demand_of(self, request: Request) -> _BlockDemand:
-        hits = self.cache.match(request)
-        fresh = -(-request.known // self.limits.block_size) - len(hits)
-        evictable = sum(1 for block in hits if not self.pool.refs[block])
-        return _BlockDemand(hits, fresh, fresh - (self.pool.num_free - evictable))
 
     def _admit(self, builder: PlanBuilder, was_empty: bool) -> str | None:
         """Move waiting requests into the batch. Return the reason why the first remaining one must wait."""
@@ -343,14 +327,15 @@ class Scheduler:
                 return "slots"
             if not self.policy.admits(was_empty, builder.budget):
                 return "batch" if builder.budget else "tokens"
-            demand = self._demand_of(request)
-            n = self.policy.chunk(request.known - len(demand.hits) * self.limits.block_size, builder.budget)
+            match = self.blocks.match(request)
+            n = self.policy.chunk(request.known - match.tokens, builder.budget)
             if n == 0 and not (was_empty and builder.rows):
                 return "tokens"
+            demand = self.blocks.demand(request, match)
             if demand.missing > 0:
                 return "blocks"
             self.waiting.remove(request)
-            if not builder.published.isdisjoint(demand.hits):
+            if not builder.published.isdisjoint(match.blocks):
                 # A row must not read a block that another row of its step writes, so this one runs in the next step.
                 # Its tokens still count against the budget: as many requests are admitted as if it ran now.
                 builder.charge(n)
@@ -358,21 +343,19 @@ class Scheduler:
             self._start(builder, request, demand, n)
         return skipped
 
-    def _start(self, builder: PlanBuilder, request: Request, demand: _BlockDemand, n: int) -> None:
+    def _start(self, builder: PlanBuilder, request: Request, demand: BlockDemand, n: int) -> None:
         """Give a request a slot and its blocks, and run its first `n` tokens unless `n` is 0."""
-        hits = demand.hits
         self._admissions += 1
-        self.pool.share(hits)
-        request.blocks = hits + self.pool.take(demand.fresh)
+        self.blocks.admit(request, demand)
         request.slot = self._free_slots.pop()
         request.status, request.last_step, request.admitted_known = "running", builder.step, request.known
-        request.computed, request.catching_up = len(hits) * self.limits.block_size, True
+        request.computed, request.catching_up = demand.match.tokens, True
         self.shares.take_slot(request)
         prefix_end = ""
         if request.cached < 0:
             request.cached = request.computed
             self.shares.waive_cached(request)
-            prefix_end = self.cache.end_of_match(request, len(hits))
+            prefix_end = self.blocks.cache.end_of_match(request, request.computed)
         self.clocks.admit(request, prefix_end)
         self.log.totals.queried_tokens += request.known
         self.log.totals.cached_tokens += request.computed
@@ -384,6 +367,8 @@ class Scheduler:
 
     def _finish_plan(self, builder: PlanBuilder) -> ScheduledStep:
         """Build the plan, append its record to the log, and queue it as the newest step in flight."""
+        for request in builder.filled:
+            self.blocks.trim(request)
         plan = builder.plan()
         if plan.total_tokens == len(builder.rows):  # one token each
             plan.shared = self.shared.find(builder.rows, (self._admissions, plan.slots.tobytes()))
@@ -454,7 +439,7 @@ class Scheduler:
         (((plan, record), builder),) = self._in_flight
         self._in_flight.clear()
         self.clocks.fail_step(record)
-        self.cache.withdraw(builder.published)
+        self.blocks.cache.withdraw(builder.published)
         admitted = (self.requests.get(admit.request.id) for admit in plan.admissions)
         for request in dict.fromkeys([*builder.rows, *admitted]):
             if request is not None and request.status != "finished":
@@ -470,7 +455,7 @@ class Scheduler:
         if new and (output := self._append(request, new)).finish_reason is not None:
             return output
         if failure.internal:
-            self.cache.forget(request)
+            self.blocks.cache.forget(request)
             self.log.totals.not_finite += 1
         output = self._finish(request, [], "error")
         output.token_ids, output.error = new, failure
@@ -509,10 +494,10 @@ class Scheduler:
         return EngineOutput(request.id, new, reason, stop_reason, cached, timing=request.timing)
 
     def _release(self, request: Request) -> None:
-        self.pool.release(request.blocks)
+        self.blocks.release(request)
         self._free_slots.append(request.slot)
         self.shares.give_slot(request)
-        request.blocks, request.slot = [], -1
+        request.slot = -1
 
     def take_outputs(self) -> list[EngineOutput]:
         """Return the outputs since the last call, in order, and forget them."""
@@ -523,14 +508,13 @@ class Scheduler:
 
     def check(self) -> None:
         """Check the invariants of slots, blocks and requests. Raises AssertionError if one is broken."""
-        self.pool.check(request.blocks for request in self.requests.values())
+        self.blocks.check(self.requests.values())
         assert len(self._free_slots) + len(self.running) == self.limits.max_num_seqs, "a slot was lost"
         assert len(self.waiting) + len(self.running) == len(self.requests), "a request was lost"
         assert all(r.status == "running" and r.slot >= 0 for r in self.running)
-        assert all(r.status == "waiting" and not r.blocks for r in self.waiting)
+        assert all(r.status == "waiting" for r in self.waiting)
         self.waiting.check()
         self.shares.check(self.requests.values())
         assert self.running == sorted(self.running, key=_order)
         for r in self.running:
             assert r.computed <= r.known + r.pending, "more KV entries than tokens known or in flight"
-            assert len(r.blocks) * self.limits.block_size >= r.computed, "KV entries without a block"

@@ -44,10 +44,14 @@ class NoSharedPrefix:
 
 
 class CommonBlocks:
-    """A `SharedPrefix` that compares block tables by bisection, and keeps the result for the latest batch."""
+    """A `SharedPrefix` that compares block tables by bisection, and keeps the result for the latest batch.
 
-    def __init__(self, block_size: int) -> None:
-        self._block_size = block_size
+    It compares the tables of group `group`, which has no window: rows that share blocks of one such group hold the same
+    tokens in all of them.
+    """
+
+    def __init__(self, block_size: int, group: int = 0) -> None:
+        self._block_size, self._group = block_size, group
         self._batch: Hashable = None
         self._found: np.ndarray | None = None
 
@@ -62,7 +66,8 @@ class CommonBlocks:
         # If rows share a block, they share all blocks before it. The last block of a row takes its new tokens, so
         # it is never shared.
         low = -(-MIN_TOKENS // self._block_size) - 1
-        long = [request.blocks for request in rows if len(request.blocks) > low + 1]
+        tables = [request.tables[self._group].blocks for request in rows]
+        long = [table for table in tables if len(table) > low + 1]
         if len(long) < MIN_ROWS:
             return None
         ((block, count),) = Counter(table[low] for table in long).most_common(1)
@@ -74,7 +79,7 @@ class CommonBlocks:
             middle = (low + high) // 2
             low, high = (middle, high) if self._equal(sharing, middle) else (low, middle)
         tokens, block = (low + 1) * self._block_size, sharing[0][low]
-        found = [tokens if len(r.blocks) > low + 1 and r.blocks[low] == block else 0 for r in rows]
+        found = [tokens if len(table) > low + 1 and table[low] == block else 0 for table in tables]
         return np.array(found, np.int32)
 
     def _equal(self, tables: list[list[int]], index: int) -> bool:

@@ -35,12 +35,14 @@ def _since_admission(request: Request) -> int:
 class Shortage:
     """The slots and blocks that a waiting request needs and that are not free.
 
-    `size` is the number of all blocks that the request would hold.
+    `size` is the number of all blocks that the request would hold. Of these it needs `hits`, so it gains nothing if
+    another request lets go of them.
     """
 
     slots: int
     blocks: int
     size: int
+    hits: frozenset[int] = frozenset()
 
 
 class Shares:
@@ -145,7 +147,7 @@ class Shares:
         blocks: Counter[str] = Counter()
         keys: dict[str, tuple[int, float, int]] = {}
         for r in running:
-            blocks[_client(r)] += len(r.blocks)
+            blocks[_client(r)] += r.num_blocks
             keys[r.id] = r.order.priority, blocks[_client(r)] / r.source.weight, r.order.arrival
         free = [r for r in running if r.last_step != step and keys[r.id] > keys[request.id]]
         return max(free, key=lambda r: keys[r.id]) if free else None
@@ -164,7 +166,7 @@ class Shares:
         slots, blocks = shortage.slots, shortage.blocks
         if slots <= 0 and blocks <= 0:
             return []
-        exchange = _Exchange(request, shortage.size, running, self._slots, refs)
+        exchange = _Exchange(request, shortage, running, self._slots, refs)
         while slots > 0 or blocks > 0:
             giver = self._giver(exchange, exchange.slots if slots > 0 else exchange.blocks)
             if giver is None:
@@ -184,7 +186,7 @@ class Shares:
         if giver.order.priority > request.order.priority:
             return True
         mine = _client(request)
-        size, gets = (1, 1) if held is exchange.slots else (len(giver.blocks), exchange.size)
+        size, gets = (1, 1) if held is exchange.slots else (giver.num_blocks, exchange.size)
         if (held[client] - size) / giver.source.weight >= (held[mine] + gets) / request.source.weight:
             return True
         later = self._turns.get(client, 0.0) > self._turns.get(mine, 0.0)
@@ -197,19 +199,19 @@ class _Exchange:
     def __init__(
         self,
         request: Request,
-        size: int,
+        shortage: Shortage,
         running: Sequence[Request],
         slots: Counter[str],
         refs: Sequence[int],
     ) -> None:
-        self.request, self.size = request, size
+        self.request, self.size, self._hits = request, shortage.size, shortage.hits
         self.given: list[Request] = []
         self.slots = slots.copy()
         self.blocks: Counter[str] = Counter()
         self._refs, self._let_go = refs, Counter[int]()
         self._left = [r for r in reversed(running) if _may_give(r, request)]
         for r in running:
-            self.blocks[_client(r)] += len(r.blocks)
+            self.blocks[_client(r)] += r.num_blocks
 
     def newest(self) -> Iterable[Request]:
         """Return the newest remaining request of each client."""
@@ -223,9 +225,13 @@ class _Exchange:
         self.given.append(giver)
         self._left.remove(giver)
         self.slots[_client(giver)] -= 1
-        self.blocks[_client(giver)] -= len(giver.blocks)
-        self._let_go.update(giver.blocks)
-        return sum(self._let_go[block] == self._refs[block] for block in giver.blocks)
+        self.blocks[_client(giver)] -= giver.num_blocks
+        self._let_go.update(giver.held_blocks())
+        return sum(
+            self._let_go[block] == self._refs[block]
+            for block in giver.held_blocks()
+            if block not in self._hits
+        )
 
 
 def _may_give(running: Request, request: Request) -> bool:

@@ -9,6 +9,8 @@ row of the last slot, the dummy slot, whose columns never change.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -30,12 +32,13 @@ _REJECTED = tl.constexpr(-3)  # as in types/plan.py
 def _prepare_kernel(
     header, tokens, num_tokens, num_computed, block_table, turn,
     input_ids, positions, kv_slots, query_start, seq_lens, slots, logit_index, logit_slots, lengths, first_logits,
-    rows, total, logits, max_len, max_blocks, block_size, turns, dummy,
-    ONES: tl.constexpr, DRAFTS: tl.constexpr, ROWS_PAD: tl.constexpr, TOKENS: tl.constexpr,
+    rows, total, logits, max_len, max_blocks, block_size, turns, dummy, table_row, kv_row,
+    ONES: tl.constexpr, DRAFTS: tl.constexpr, GROUPS: tl.constexpr, ROWS_PAD: tl.constexpr, TOKENS: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows + 1,): one program per row, and one for the padding after the last token.
 
     ONES: each row has one token.
+    GROUPS: number of block tables of a slot, max_blocks apart.
     DRAFTS: rows may have several rows of logits, and rows without tokens have none.
     """
     row = tl.program_id(0)
@@ -57,7 +60,8 @@ def _prepare_kernel(
             inside = at < total
             tl.store(input_ids + at, tl.zeros([TOKENS], tl.int64), mask=inside)
             tl.store(positions + at, tl.zeros([TOKENS], tl.int64), mask=inside)
-            tl.store(kv_slots + at, tl.full([TOKENS], -1, tl.int64), mask=inside)
+            for group in range(GROUPS):
+                tl.store(kv_slots + group * kv_row + at, tl.full([TOKENS], -1, tl.int64), mask=inside)
         if DRAFTS:
             for start in range(first, logits, TOKENS):
                 at = start + tl.arange(0, TOKENS)
@@ -87,17 +91,20 @@ def _prepare_kernel(
         tl.store(logit_index + row, tl.maximum(begin + n - 1, 0).to(tl.int64))
         tl.store(logit_slots + row, slot)
         tl.store(lengths + row, known)
-    own_tokens, own_table = tokens + slot * max_len, block_table + slot * max_blocks
+    own_tokens, own_table = tokens + slot * max_len, block_table + slot * table_row
     for start in range(0, n, TOKENS):
         offset = start + tl.arange(0, TOKENS)
         inside = offset < n
         position = computed + offset
-        block = tl.load(own_table + position // block_size, mask=inside, other=0).to(tl.int64)
         at = begin + offset
         token = tl.load(own_tokens + position, mask=inside, other=0)
         tl.store(input_ids + at, token.to(tl.int64), mask=inside)
         tl.store(positions + at, position.to(tl.int64), mask=inside)
-        tl.store(kv_slots + at, block * block_size + position % block_size, mask=inside)
+        for group in range(GROUPS):
+            entry = own_table + group * max_blocks + position // block_size
+            block = tl.load(entry, mask=inside, other=0).to(tl.int64)
+            place = block * block_size + position % block_size
+            tl.store(kv_slots + group * kv_row + at, place, mask=inside)
 
 
 def prepare(
@@ -108,7 +115,7 @@ def prepare(
     tokens: torch.Tensor,
     num_tokens: torch.Tensor,
     num_computed: torch.Tensor,
-    block_table: torch.Tensor,
+    block_tables: Sequence[torch.Tensor],
     block_size: int,
     turn: torch.Tensor,
     turns: int,
@@ -137,14 +144,14 @@ def prepare(
         tokens: int32 [slots, length], the token ids of each slot; draft tokens follow the known ones.
         num_tokens: int32 [slots], tokens of each slot that are known.
         num_computed: int32 [slots], tokens of each slot that have KV entries.
-        block_table: int32 [slots, blocks].
+        block_tables: of each group of layers, int32 [slots, blocks]; parts of one tensor [slots, groups, blocks].
         block_size: tokens per block.
         turn: int32 [1], the step counter modulo `turns`; incremented.
         turns: number of rows of the ring of sampled tokens.
         dummy: the slot of padding rows.
         input_ids: written, int64 [total]; 0 for padding.
         positions: written, int64 [total]; 0 for padding.
-        kv_slots: written, int64 [total]: block * block_size + offset, or -1 for padding.
+        kv_slots: written, int64 [groups, total or more]: block * block_size + offset, or -1 for padding.
         query_start: written, int32 [rows + 1].
         seq_lens: written, int32 [rows]; 0 for a row without new tokens.
         slots: written, int64 [rows].
@@ -155,12 +162,13 @@ def prepare(
         lengths: written, int32 [logit rows]: the known tokens and the drafts in front of the token to sample.
         first_logits: written, int32 [rows]: the first row of logits of each row.
     """
-    logits = logit_index.shape[0]
+    logits, table = logit_index.shape[0], block_tables[0]
     _prepare_kernel[(rows + 1,)](
-        header, tokens, num_tokens, num_computed, block_table, turn,
+        header, tokens, num_tokens, num_computed, table, turn,
         input_ids, positions, kv_slots, query_start, seq_lens, slots, logit_index, logit_slots, lengths, first_logits,
-        rows, total, logits, tokens.shape[1], block_table.shape[1], block_size, turns, dummy,
-        ONES=ones, DRAFTS=logits != rows, ROWS_PAD=triton.next_power_of_2(header.shape[0]), TOKENS=_TOKENS, num_warps=4,
+        rows, total, logits, tokens.shape[1], table.shape[1], block_size, turns, dummy, table.stride(0),
+        kv_slots.stride(0), ONES=ones, DRAFTS=logits != rows, GROUPS=len(block_tables),
+        ROWS_PAD=triton.next_power_of_2(header.shape[0]), TOKENS=_TOKENS, num_warps=4,
     )  # fmt: skip
 
 

@@ -41,6 +41,11 @@ class Target:
         return self.capability >= 90
 
     @property
+    def has_ptx(self) -> bool:
+        """Return whether kernels may contain PTX, which Triton's interpreter does not run."""
+        return self.name != INTERPRETER.name
+
+    @property
     def has_grouped_mm(self) -> bool:
         """Return whether torch's `grouped_mm` runs bf16 without synchronizing with the device: Hopper and B200."""
         return self.capability // 10 in (9, 10)

@@ -62,7 +62,7 @@ class Attention:
 
         The last dimension must be contiguous.
         """
-        return self.backend.forward(self, q, k, v, batch)
+        return self.backend.forward(self, q, k, v, batch.for_layer(self.index))
 
 
 def rotary_attention(
@@ -85,7 +85,7 @@ def rotary_attention(
     if packed and kernels and after is None:
 
         def attend(qkv: torch.Tensor, rotation: Rotation, batch: ForwardBatch) -> torch.Tensor:
-            return packed(attention, qkv, norms, rotation.table, batch)
+            return packed(attention, qkv, norms, rotation.table, batch.for_layer(attention.index))
     else:
         sizes = attention.num_heads, attention.num_kv_heads, attention.head_dim
         heads = RotaryHeads(*sizes, norms, kernels, attention.span)

@@ -185,13 +185,22 @@ def _add_bias(y: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor) -> 
 
 
 def with_quantised(product: GroupedProduct) -> StackedProduct:
-    """Return `product` for weights that may be quantised: these are unpacked in each call."""
+    """Return `product` for weights that may be quantised.
+
+    These are unpacked in each call: the matrix of each row's expert if there are few rows, else those of all experts.
+    """
 
     def stacked(x: torch.Tensor, weight: StackedWeight, ends: torch.Tensor) -> torch.Tensor:
         if isinstance(weight, torch.Tensor):
             return product(x, weight, ends)
         rounded = rounding_of(weight)
-        return product(x if rounded is None else rounded(x), weight.dequantised(x.dtype), ends)
+        x = x if rounded is None else rounded(x)
+        if x.shape[0] > weight.shape[0] // 2:
+            return product(x, weight.dequantised(x.dtype), ends)
+        # Padding rows may come after the last expert's.
+        owner = torch.searchsorted(ends, torch.arange(x.shape[0], device=x.device), right=True)
+        matrices = weight.expert(owner.clamp_(max=weight.shape[0] - 1)).dequantised(x.dtype)
+        return torch.bmm(matrices, x.unsqueeze(-1)).squeeze(-1)
 
     return stacked
 

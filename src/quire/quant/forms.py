@@ -64,8 +64,8 @@ class QuantisedWeight(Protocol):
         """Return rows `first` to `last` of a matrix: views of the same memory."""
         ...
 
-    def expert(self, index: int) -> Self:
-        """Return the matrix of one expert of a stack: views of the same memory."""
+    def expert(self, index: int | torch.Tensor) -> Self:
+        """Return the matrix of one expert of a stack, as views of the same memory; for indices [n], a copy of n."""
         ...
 
 
@@ -84,7 +84,7 @@ class _Form:
                 cut[name] = tensor[..., first // step : -(-last // step), :]
         return replace(self, **cut)  # type: ignore[type-var]
 
-    def expert(self, index: int) -> Self:
+    def expert(self, index: int | torch.Tensor) -> Self:
         return replace(self, **{name: t[index] for name, t in self._tensors() if name != "input_scale"})  # type: ignore[type-var]
 
     def _tensors(self) -> list[tuple[str, torch.Tensor]]:

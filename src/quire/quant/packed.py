@@ -6,6 +6,8 @@ than oneDNN does, and fuses the product with the operations around it.
 
 from __future__ import annotations
 
+import ctypes
+
 import torch
 import torch.nn.functional as F
 
@@ -21,13 +23,10 @@ from quire.kernels.cpu.ops import (
     address,
     find_packed,
     half,
-    norm_struct,
     pointer,
 )
-from quire.quant.base import FusingMatmul, Matmul, NormedProduct, PlainMatmul
-
-# Up to this many rows, reading the weight dominates; above, oneDNN is faster.
-FEW_ROWS = 8
+from quire.quant.base import Matmul, PlainMatmul
+from quire.quant.c_matmul import FEW_ROWS, CFusingMatmul
 
 
 def pack(weight: torch.Tensor, bias: torch.Tensor | None, kernels: Kernels | None) -> Matmul:
@@ -65,7 +64,7 @@ class PackedMatmul:
         return self.multiply(x, self.weight, self.bias, "none", [], "")[:rows]
 
 
-class FewRowsPackedMatmul(FusingMatmul):
+class FewRowsPackedMatmul(CFusingMatmul):
     """Product by the C kernel for few rows, and by oneDNN for more, from the same packed weight.
 
     The kernel sums each row in a fixed order, so a row's result does not depend on the number of rows.
@@ -74,46 +73,28 @@ class FewRowsPackedMatmul(FusingMatmul):
     def __init__(
         self, many: PackedMatmul, weight: torch.Tensor, form: PackedWeight, kernels: CpuKernels
     ) -> None:
-        self.many, self.form, self.kernels = many, form, kernels
-        self.outputs, self.inputs = weight.shape
-        self.half = half(weight)
-        self.fused_rows = FEW_ROWS
-        self.plain = self.weight_struct(None, "")
+        self.many_rows, self.form, self.half = many, form, half(weight)
+        self.inputs = weight.shape[1]
+        super().__init__(kernels, weight.shape[0], form.vectors * LANES)
 
     def weight_struct(self, norm: CNorm | None, kind: str) -> CWeight:
-        """Describe the weight to the kernel, with a norm in front and an activation behind it."""
         return CWeight(
-            self.form.address, pointer(self.many.bias), address(norm), self.inputs, self.form.padded, self.outputs,
-            self.form.vectors, self.half, KINDS[kind],
+            self.form.address, pointer(self.many_rows.bias), address(norm), self.inputs, self.form.padded,
+            self.outputs, self.form.vectors, self.half, KINDS[kind],
         )  # fmt: skip
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        rows = x.shape[0]
-        if not 0 < rows <= self.fused_rows:
-            return self.many(x)
-        y = x.new_empty(rows, self.outputs)
-        self.run(self.plain, x.contiguous(), None, None, None, y)
-        return y
+    def many(self, x: torch.Tensor) -> torch.Tensor:
+        return self.many_rows(x)
 
     def run(
         self,
-        weight: CWeight,
+        weight: ctypes.Structure,
         x: torch.Tensor,
         residual: torch.Tensor | None,
         total: torch.Tensor | None,
         add: torch.Tensor | None,
         y: torch.Tensor,
     ) -> None:
-        """Launch `product` of step.c.
-
-        Args:
-            weight: the weight, with its norm and activation.
-            x: [rows, inputs].
-            residual: added to x before the norm.
-            total: where the sum x + residual is written.
-            add: added to the product.
-            y: where the result is written.
-        """
         arguments = CProduct(
             address(weight),
             x.data_ptr(),
@@ -124,33 +105,6 @@ class FewRowsPackedMatmul(FusingMatmul):
             x.shape[0],
         )
         self.kernels.run(self.kernels.product, arguments, weight, x, residual, add, total, y)
-
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        y = torch.empty_like(residual)
-        self.run(self.plain, x.contiguous(), None, None, residual, y)
-        return y
-
-    def after_norm(self, norm: torch.Tensor, eps: float, kind: str | None) -> NormedProduct:
-        return _FusedNormMatmul(self, norm, eps, kind)
-
-
-class _FusedNormMatmul:
-    """The result of `FusingMatmul.after_norm`."""
-
-    def __init__(self, matmul: FewRowsPackedMatmul, norm: torch.Tensor, eps: float, kind: str | None) -> None:
-        self.matmul, self.norm, self.kind = matmul, norm, kind
-        self.gain = norm_struct(norm, None, eps)
-        # The kernel applies the activation only if gate and up consist of whole blocks, which it pairs.
-        gates = kind is not None and matmul.outputs // 2 % (matmul.form.vectors * LANES) == 0
-        self.weight = matmul.weight_struct(self.gain, kind if kind and gates else "")
-        self.width = matmul.outputs // 2 if gates else matmul.outputs
-        self.separate_gate = kind is not None and not gates
-
-    def __call__(self, x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        x, y = x.contiguous(), x.new_empty(x.shape[0], self.width)
-        total = x if residual is None else torch.empty_like(x)
-        self.matmul.run(self.weight, x, residual, total, None, y)
-        return (self.matmul.kernels.gated(y, self.kind) if self.separate_gate and self.kind else y), total
 
 
 def can_pack() -> bool:

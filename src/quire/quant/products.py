@@ -21,7 +21,29 @@ from quire.quant.rounding import rounding_of
 # Returns a product with the weight and bias, or None if it does not take them.
 ProductOffer = Callable[[Env, QuantisedWeight, torch.Tensor | None], Matmul | None]
 
-FAST: list[ProductOffer] = []
+
+def _by_c_kernels(env: Env, weight: QuantisedWeight, bias: torch.Tensor | None) -> Matmul | None:
+    if env.device.type != "cpu" or env.kernels is None:
+        return None
+    from quire.quant.coded import coded_product
+
+    return coded_product(env, weight, bias)
+
+
+def _by_triton_kernels(env: Env, weight: QuantisedWeight, bias: torch.Tensor | None) -> Matmul | None:
+    if env.device.type != "cuda" or env.kernels is None:
+        return None
+    from quire.quant.packed_codes import packed_codes_product
+
+    return packed_codes_product(env, weight, bias)
+
+
+FAST: list[ProductOffer] = [_by_c_kernels, _by_triton_kernels]
+
+
+def stays_packed(device: torch.device, has_kernels: bool, is_fp8: bool) -> bool:
+    """Return whether quantised weights stay packed in memory. A CPU unpacks those that no C kernel takes."""
+    return device.type != "cpu" or (has_kernels and not is_fp8)
 
 
 def any_product(env: Env, weight: torch.Tensor | QuantisedWeight, bias: torch.Tensor | None) -> Matmul:

@@ -63,10 +63,15 @@ class QuantSpec:
     def __str__(self) -> str:
         return f"{self.method} ({self.detail})" if self.detail else self.method
 
+    @property
+    def is_fp8(self) -> bool:
+        """Whether matrices are stored in FP8."""
+        return (self.like_conversion() or "").startswith("fp8")
+
     def like_conversion(self) -> Conversion | None:
         """Return the conversion whose numbers have as many bits; None if the format is not supported."""
-        if self.unsupported:
-            return None
+        if self.unsupported or self.convert:
+            return self.convert
         if self.method == "fp8" or self.detail in ("float-quantized", "FP8"):
             return "fp8-block" if "blocks" in self.detail else "fp8"
         return "int4" if any(group.bits == 4 for group in self.groups) else "int8"

@@ -79,6 +79,7 @@ class GroupExecutor:
     def _run(self, work: Callable[[], T]) -> T:
         """Return the result of `work` on the rank here; its errors are often the consequence of another rank's."""
         try:
-            return work()
+            with self._group.watched():
+                return work()
         except Exception as error:
             raise self._group.give_up(error) from error

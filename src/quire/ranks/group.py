@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -22,6 +26,7 @@ from quire.types import ConfigError, EngineDead, Executor, QuireError
 
 _POLL_S = 0.05  # interval at which a waiting host checks that the processes live
 _STOP_S = 5.0  # time for an orderly exit, after which a process is killed
+_BLOCKED_S = 10.0  # time for the host to notice that a rank has ended, after which this process ends
 _CAUSE_S = 2.0  # time for the cause of a failure to arrive after its consequence
 
 
@@ -64,6 +69,13 @@ class Peers(Protocol):
         """Kill all processes."""
         ...
 
+    def watched(self) -> AbstractContextManager[object]:
+        """Return a context for work of the first rank that may wait for the others on a GPU, where nothing fails.
+
+        If a rank ends and the work does not, this process ends.
+        """
+        ...
+
 
 class NoPeers:
     """The peers of a single rank."""
@@ -88,6 +100,9 @@ class NoPeers:
 
     def kill(self) -> None:
         pass
+
+    def watched(self) -> AbstractContextManager[object]:
+        return nullcontext()
 
 
 def start_peers(config: EngineConfig) -> Peers:
@@ -142,6 +157,31 @@ class RankGroup:
         self._peers = [_start(rank, end) for rank, end in enumerate(self.ring.ends(), 1)]
         self._failure: str | None = None
         self._checked_s = 0.0
+        self._working = 0  # number of the work in progress, odd while there is one
+        self._closed = threading.Event()
+        threading.Thread(target=self._watch, daemon=True, name="rank-watch").start()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        self._working += 1
+        try:
+            yield
+        finally:
+            self._working += 1
+
+    def _watch(self) -> None:
+        """End this process if its main thread is blocked, because a rank has ended that a GPU waits for."""
+        blocked_in, since_s = 0, 0.0
+        while not self._closed.wait(1.0):
+            work, now = self._working, time.monotonic()
+            ended = [peer for peer in self._peers if peer.process.poll() is not None]
+            if not ended or not work % 2 or work != blocked_in:
+                blocked_in, since_s = work, now
+            elif now - since_s > _BLOCKED_S:
+                text = f"{ended[0].name} ended with {_exit_text(ended[0].process.returncode)}"
+                sys.stderr.write(f"quire: the engine ends, because {text}\n")
+                sys.stderr.flush()
+                os._exit(1)
 
     def start(self, config: EngineConfig, path: Path) -> None:
         for rank, peer in enumerate(self._peers, 1):
@@ -210,6 +250,7 @@ class RankGroup:
         return None
 
     def kill(self) -> None:
+        self._closed.set()
         for peer in self._peers:
             if peer.process.poll() is None:
                 peer.process.kill()
@@ -219,6 +260,7 @@ class RankGroup:
     def close(self) -> None:
         """Wait for the processes, which have been told to stop, and kill those that do not."""
         end_s = time.monotonic() + _STOP_S
+        self._closed.set()
         self.ring.close()
         for peer in self._peers:
             peer.channel.close()

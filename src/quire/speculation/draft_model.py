@@ -36,8 +36,10 @@ class ModelDrafter:
         self._columns = context.columns
 
     def follow(self, batch: ForwardBatch) -> None:
-        own = replace(batch, kv=self._context.kv, attn=None)
-        own.attn = self._backend.plan(own)
+        kv = self._context.kv
+        others = [replace(other, kv=kv) for other in batch.others]
+        own = replace(batch, kv=kv, attn=None, others=others, group_of=self._context.group_of)
+        own.plan(self._backend)
         self._model(own)
 
     def propose(self, rows: DraftRows) -> None:
@@ -60,16 +62,20 @@ class ModelDrafter:
         offset = torch.arange(width, device=slots.device)
         positions = (length.unsqueeze(1) - width + offset).clamp_(min=0)  # [rows, width]
         rows = slots.unsqueeze(1)
-        places = columns.block_table[rows, positions // size].long() * size + positions % size
-        nowhere = columns.block_table[-1, 0].long() * size
+
+        def kv_slots(table: Tensor) -> Tensor:
+            places = table[rows, positions // size].long() * size + positions % size
+            nowhere = table[-1, 0].long() * size
+            return torch.where(wanted.unsqueeze(1), places, nowhere).flatten()
+
         last = torch.arange(width - 1, count * width, width, device=slots.device)
         batch = ForwardBatch(
             input_ids=columns.tokens[rows, positions].flatten().long(),
             positions=positions.flatten(),
-            kv_slots=torch.where(wanted.unsqueeze(1), places, nowhere).flatten(),
+            kv_slots=kv_slots(columns.block_tables[0]),
             query_start=torch.arange(0, count * width + 1, width, dtype=torch.int32, device=slots.device),
             seq_lens=length.clamp(min=width).int(),
-            block_table=columns.block_table,
+            block_table=columns.block_tables[0],
             slots=slots,
             logit_index=last,
             kv=self._context.kv,
@@ -77,8 +83,11 @@ class ModelDrafter:
             seq_bounds=np.full(count, max(reach, width), np.int32),
             block_size=size,
             wanted=None if width == 1 else last,
+            group_of=self._context.group_of,
         )
-        batch.attn = self._backend.plan(batch)
+        for table in columns.block_tables[1:]:
+            batch.add_group(table, kv_slots(table))
+        batch.plan(self._backend)
         return self._model.logits(self._model(batch))
 
     def _draw(self, logits: Tensor, slots: Tensor, length: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ many drafts a row gets when it schedules the step. Whatever is drafted, the outp
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import KV, ForwardBatch
-from quire.types import KVLayout
 
 
 class DraftColumns(Protocol):
@@ -28,7 +27,9 @@ class DraftColumns(Protocol):
     def num_tokens(self) -> Tensor: ...  # int32 [S], known tokens
 
     @property
-    def block_table(self) -> Tensor: ...  # int32 [S, blocks]; the last slot is the dummy for padding
+    def block_tables(
+        self,
+    ) -> Sequence[Tensor]: ...  # by group, int32 [S, blocks]; the last slot is the dummy for padding
 
 
 class TokenChoice(Protocol):
@@ -80,6 +81,7 @@ class DraftContext:
 
     columns: DraftColumns
     kv: list[KV]  # the blocks of the drafter's layers
+    group_of: Sequence[int]  # the group of each of these layers
     block_size: int  # tokens
     vocab_size: int  # of the model that verifies
     choose: TokenChoice
@@ -88,11 +90,10 @@ class DraftContext:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How an engine drafts: the factory of its drafter, the most draft tokens of a row, and the drafter's KV layers."""
+    """How an engine drafts: the factory of its drafter, and the most draft tokens of a row."""
 
     make: Callable[[DraftContext], Drafter]
     tokens: int
-    layouts: tuple[KVLayout, ...] = ()
 
 
 NO_SPECULATION = Speculation(lambda context: NoDrafter(), 0)

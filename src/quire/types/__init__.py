@@ -29,7 +29,7 @@ from quire.types.errors import (
     RequestError,
     StepFailed,
 )
-from quire.types.kv import DTYPE_BYTES, KVLayout, KVTensor
+from quire.types.kv import DTYPE_BYTES, BlockTable, KVGroup, KVLayout, KVTensor
 from quire.types.plan import (
     NO_TOKEN,
     NOT_FINITE,
@@ -67,6 +67,7 @@ __all__ = [
     "NOT_FINITE",
     "NO_TOKEN",
     "REJECTED",
+    "BlockTable",
     "CompletionOutput",
     "ConfigError",
     "EngineDead",
@@ -81,6 +82,7 @@ __all__ = [
     "FinishReason",
     "GrammarKind",
     "GrammarSpec",
+    "KVGroup",
     "KVLayout",
     "KVTensor",
     "LiveRequest",

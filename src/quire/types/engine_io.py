@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from quire.types.errors import QuireError, RequestError, StepFailed
+from quire.types.kv import KVGroup
 from quire.types.sampling_params import FinishReason, GrammarSpec, Pooling, SamplingParams
 
 
@@ -133,11 +134,18 @@ class EngineInfo:
     block_bytes: int
     weight_bytes: int
     num_parameters: int
+    # Groups of layers, each with its own blocks: number of layers, and window or None.
+    kv_groups: list[tuple[int, int | None]] = field(default_factory=lambda: [(0, None)])
     reserved_bytes: int = 0  # for steps, besides weights, KV blocks and slot columns
     prefix_caching: bool = False
     eviction: str = "lru"  # policy for cached blocks
     generates: bool = True  # False for a model without a language-model head, which only embeds
     phases_s: dict[str, float] = field(default_factory=dict)  # duration of each phase of the start-up
+
+    def request_blocks(self, tokens: int) -> int:
+        """Return the blocks that a decoding request of `tokens` tokens holds."""
+        groups = (KVGroup((), window) for _, window in self.kv_groups)
+        return sum(group.most_blocks(tokens, 1, self.block_size) for group in groups)
 
     def start_up(self) -> str:
         """Return the start-up time, total and by phase, as one line of text."""

@@ -41,3 +41,46 @@ class KVLayout:
     def token_bytes(self) -> int:
         """Bytes per token."""
         return sum(tensor.token_bytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class KVGroup:
+    """Layers that share a block table, because all keep their entries equally long."""
+
+    layers: tuple[int, ...] = ()  # indices
+    window: int | None = None  # as in `KVLayout`
+
+    def first_block(self, position: int, block_size: int) -> int:
+        """Return the index of the first block that a token at `position`, or any later one, reads."""
+        if self.window is None:
+            return 0
+        return max(0, position - self.window + 1) // block_size
+
+    def most_blocks(self, tokens: int, step_tokens: int, block_size: int) -> int:
+        """Return the most blocks that a request of `tokens` KV entries holds at once.
+
+        Args:
+            tokens: KV entries of the request.
+            step_tokens: most tokens of the request in one step, all of which attend before any block is released.
+            block_size: tokens per block.
+        """
+        whole = -(-tokens // block_size)
+        if self.window is None:
+            return whole
+        return min(whole, -(-(self.window - 1 + step_tokens) // block_size) + 1)
+
+
+@dataclass(slots=True)
+class BlockTable:
+    """The blocks of one request in one group, in the order of its tokens.
+
+    Blocks before index `first` are behind the window and released. Their entries in `blocks` are meaningless.
+    """
+
+    blocks: list[int]
+    first: int = 0
+
+    @property
+    def held(self) -> list[int]:
+        """Blocks that the request holds. Read-only."""
+        return self.blocks[self.first :] if self.first else self.blocks

@@ -20,14 +20,15 @@ class SlotAdmission:
     tokens: array[int]  # prompt, and output so far if the request was preempted
     prompt_len: int
     computed: int  # KV entries found in the prefix cache
-    blocks: list[int]
+    blocks: list[list[int]]  # by group of layers; blocks behind the window of a group are any
     request: EngineRequest
 
 
 class NewBlocks(NamedTuple):
-    """Block ids to append to the block table of a slot, from index `first` on."""
+    """Block ids to append to one block table of a slot, from index `first` on."""
 
     slot: int
+    group: int
     first: int
     blocks: list[int]
 

@@ -7,10 +7,13 @@ reads.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from quire.types.engine_io import EngineRequest, Timing
+from quire.types.kv import BlockTable
 from quire.types.sampling_params import SamplingParams
 
 Status = Literal["waiting", "running", "finished"]
@@ -48,7 +51,6 @@ class Request:
     computed: int = 0
     pending: int = 0
     slot: int = -1
-    blocks: list[int] = field(default_factory=list)
     status: Status = "waiting"
     held: str | None = None  # the reason why it must not be admitted yet, or None
     paused: bool = False  # gets no row, because its next mask is still being computed
@@ -60,9 +62,14 @@ class Request:
     admitted_known: int = 0  # `known` when it was last admitted
     catching_up: bool = True  # no step since its admission has computed all known tokens
 
+    # Written by `Blocks` (core/blocks.py).
+    tables: list[BlockTable] = field(default_factory=list)  # by group of layers; none while it waits
+    num_blocks: int = 0  # blocks that it holds, of all groups
+    room: int = 0  # tokens for which it holds blocks
+    full_at: int = 0  # value of `computed` at which its next block is full
+
     # Written by the prefix cache (core/prefix_cache.py).
     published: int = 0  # number of its full blocks already offered to the prefix cache
-    publish_at: int = 0  # value of `computed` at which the next block is full
     names: list[bytes] = field(default_factory=list)  # names of its full blocks in the prefix cache
 
     # Written by the shares of clients (core/shares.py).
@@ -77,6 +84,10 @@ class Request:
     waits_mark_s: dict[str, float] = field(default_factory=dict)  # the clocks when it began to wait
     prompt_mark_s: float = 0.0  # the clock of steps with prompts when it was admitted
     own_s: float = 0.0  # its share of these steps since then
+
+    def held_blocks(self) -> Iterator[int]:
+        """Iterate over the blocks that it holds, of all groups."""
+        return chain.from_iterable(table.held for table in self.tables)
 
     @property
     def known(self) -> int:

@@ -7,6 +7,7 @@ host, so that graphs can replay it. `TorchBatcher` does the same with PyTorch op
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
@@ -115,9 +116,11 @@ class TorchBatcher:
         kv: list[KV],
         block_size: int,
         drafter: Drafter | None = None,
+        group_of: Sequence[int] = (),
     ) -> None:
+        """Build batches over the blocks `kv`; `group_of` is the group of each layer, if there are several."""
         self.kv, self._state, self._backend, self._block_size = kv, state, backend, block_size
-        self._drafter = drafter or NoDrafter()
+        self._drafter, self._group_of = drafter or NoDrafter(), group_of
 
     def build(self, plan: StepPlan, staging: Staging) -> tuple[DeviceStep, ForwardBatch]:
         state, total, rows = self._state, plan.total_tokens, len(plan.slots)
@@ -139,14 +142,19 @@ class TorchBatcher:
         step = self._with_logits(DeviceStep(plan, slots, counts=counts, sampling=sampling), ends, staging)
         positions = state.num_computed.index_select(0, slot_of_token) + offset
         block, within = positions // self._block_size, positions % self._block_size
-        blocks = state.block_table.view(-1).index_select(0, slot_of_token * state.max_blocks + block)
+        entry = slot_of_token * state.table_row + block
+
+        def kv_slots(group: int) -> torch.Tensor:
+            blocks = state.table_entries.index_select(0, entry + group * state.max_blocks)
+            return blocks.long() * self._block_size + within
+
         batch = ForwardBatch(
             input_ids=state.tokens.view(-1).index_select(0, slot_of_token * state.max_len + positions).long(),
             positions=positions,
-            kv_slots=blocks.long() * self._block_size + within,
+            kv_slots=kv_slots(0),
             query_start=starts.int(),
             seq_lens=state.num_computed.index_select(0, slots) + counts.int(),
-            block_table=state.block_table,
+            block_table=state.block_tables[0],
             slots=slots,
             logit_index=step.logit_index,
             kv=self.kv,
@@ -154,10 +162,13 @@ class TorchBatcher:
             seq_bounds=plan.starts + plan.num_tokens,
             block_size=self._block_size,
             wanted=None if plan.keeps_hidden or len(step.logit_index) == total else step.logit_index,
+            group_of=self._group_of,
         )
+        for group, table in enumerate(state.block_tables[1:], 1):
+            batch.add_group(table, kv_slots(group))
         if plan.has_prompts:
             self._drafter.follow(batch)
-        batch.attn = self._backend.plan(batch)
+        batch.plan(self._backend)
         return step, batch
 
     def _with_logits(self, step: DeviceStep, ends: np.ndarray, staging: Staging) -> DeviceStep:
@@ -231,6 +242,7 @@ class KernelBatcher:
         kv: list[KV],
         *,
         block_size: int,
+        group_of: Sequence[int] = (),
         max_tokens: int,
         max_rows: int,
         turns: int,
@@ -241,6 +253,7 @@ class KernelBatcher:
         """Allocate buffers for `max_tokens` tokens in `max_rows` rows, and a ring of `turns` rows.
 
         Args:
+            group_of: the group of each layer, if there are several.
             drafter: proposes draft tokens at the beginning of a step; None: no step has any.
             max_drafts: most draft tokens of a row.
         """
@@ -254,7 +267,9 @@ class KernelBatcher:
         self.kv, self._state, self._backend, self._block_size = kv, state, backend, block_size
         self._header = buffer(max_rows, len(HeaderColumn), dtype=torch.int32)
         self._sent = b""  # content of the header on the device
-        self._input_ids, self._positions, self._kv_slots = (buffer(max_tokens) for _ in range(3))
+        self._group_of = group_of
+        self._input_ids, self._positions = (buffer(max_tokens) for _ in range(2))
+        self._kv_slots = buffer(len(state.block_tables), max_tokens)
         self._drafter = drafter or NoDrafter()
         self._slots = buffer(max_rows)
         logit_rows = most_logit_rows(max_rows, max_tokens, max_drafts)
@@ -339,10 +354,10 @@ class KernelBatcher:
         batch = ForwardBatch(
             input_ids=self._input_ids[:tokens],
             positions=self._positions[:tokens],
-            kv_slots=self._kv_slots[:tokens],
+            kv_slots=self._kv_slots[0, :tokens],
             query_start=self._query_start[: rows + 1],
             seq_lens=self._seq_lens[:rows],
-            block_table=state.block_table,
+            block_table=state.block_tables[0],
             slots=slots,
             logit_index=self._logit_index[:logits],
             kv=self.kv,
@@ -351,16 +366,19 @@ class KernelBatcher:
             block_size=self._block_size,
             wanted=None if logits == tokens else self._logit_index[:logits],
             shared=self._header[:rows, HeaderColumn.SHARED_TOKENS] if shares else None,
+            group_of=self._group_of,
             decode_tokens=self._ring.shape[2] if drafts else 1,  # one kernel for every depth
             decodes_only=decodes_only(rows, tokens, drafts) if counts is None else max(counts) <= 1 + drafts,
         )
+        for table, kv_slots in zip(state.block_tables[1:], self._kv_slots[1:]):
+            batch.add_group(table, kv_slots[:tokens])
         self._kernels.prepare(
             self._header, rows, tokens, rows == tokens, state.tokens, state.num_tokens, state.num_computed,
-            state.block_table, self._block_size, self._turn, self._ring.shape[0], state.dummy, batch.input_ids,
-            batch.positions, batch.kv_slots, batch.query_start, batch.seq_lens, slots, batch.logit_index,
+            state.block_tables, self._block_size, self._turn, self._ring.shape[0], state.dummy, batch.input_ids,
+            batch.positions, self._kv_slots, batch.query_start, batch.seq_lens, slots, batch.logit_index,
             self._logit_slots[:logits], self._lengths[:logits], self._first_logits,
         )  # fmt: skip
-        batch.attn = self._backend.plan(batch)
+        batch.plan(self._backend)
         return batch
 
     def logits_at(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:

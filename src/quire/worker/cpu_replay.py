@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from quire.attention.base import ForwardBatch
 from quire.kernels.cpu.ops import CpuKernels
 from quire.models.decoder import Model
-from quire.quant.packed import FEW_ROWS
+from quire.quant.c_matmul import FEW_ROWS
 from quire.types import StepPlan
 from quire.worker.batch import Batcher
 from quire.worker.graphs import Eager, LaunchedStep, Threads
@@ -28,7 +28,7 @@ from quire.worker.staging import Staging
 _HARMLESS = {
     "__get__", "contiguous", "data_ptr", "empty_like", "new_empty", "numel", "stride", "view",
 }  # fmt: skip
-# Fields of a batch that kernels read, besides the block table.
+# Fields of a batch that kernels read, besides the block table. Groups of layers differ in their kv_slots.
 _COPIED = ("input_ids", "positions", "kv_slots", "seq_lens", "slots")
 
 
@@ -62,7 +62,7 @@ class CpuReplay:
         if (
             self._computes_in_torch
             or self._kernels.span  # a profiler times each kernel
-            or not 0 < plan.total_tokens == rows <= FEW_ROWS  # oneDNN multiplies more rows
+            or not 0 < plan.total_tokens == rows <= FEW_ROWS  # other kernels multiply more rows
             or not plan.samples.all()
             or plan.keeps_hidden
         ):
@@ -90,7 +90,7 @@ class CpuReplay:
 
     def _capture(self, rows: int, batch: ForwardBatch) -> torch.Tensor:
         """Run the step and return its logits. Keep its kernel calls if they are all that it computes."""
-        static = replace(batch, **{name: getattr(batch, name).clone() for name in _COPIED})
+        static = _clone(batch)
         with _TorchOperators() as operators:
             logits, replay = self._kernels.capture(lambda: self._model.logits(self._model(static)))
         self._computes_in_torch = bool(operators.names)
@@ -99,9 +99,19 @@ class CpuReplay:
         return logits
 
 
+def _clone(batch: ForwardBatch) -> ForwardBatch:
+    clone = replace(batch, others=[], **{name: getattr(batch, name).clone() for name in _COPIED})
+    for other in batch.others:
+        clone.add_group(other.block_table, other.kv_slots.clone())
+        clone.others[-1].attn = other.attn
+    return clone
+
+
 def _copy(batch: ForwardBatch, to: ForwardBatch) -> None:
     for name in _COPIED:
         getattr(to, name).copy_(getattr(batch, name))
+    for other, to_other in zip(batch.others, to.others):
+        to_other.kv_slots.copy_(other.kv_slots)
 
 
 class _TorchOperators(TorchFunctionMode):

@@ -22,9 +22,10 @@ class SlotState:
         num_tokens: [slots], known tokens of each slot.
         prompt_len: [slots], tokens of each prompt.
         num_computed: [slots], KV entries written; not counted if `keeps_kv` is off.
-        block_table: [slots, max_blocks], block ids.
+        block_tables: for each group of layers [slots, max_blocks], block ids; parts of rows of `table_row` ids.
+        table_entries: the same ids, [slots * table_row].
         tokens: [slots, max_len], prompt and output.
-        shape: (num_slots, max_len, max_blocks).
+        shape: (num_slots, max_len, max_blocks, num_groups).
     """
 
     def __init__(
@@ -32,6 +33,7 @@ class SlotState:
         num_slots: int,
         max_len: int,
         max_blocks: int,
+        num_groups: int = 1,
         *,
         keeps_kv: bool,
         device: torch.device,
@@ -39,18 +41,22 @@ class SlotState:
         self.max_len, self.max_blocks, self.keeps_kv = max_len, max_blocks, keeps_kv
         self.dummy = num_slots
         slots = num_slots + 1
-        sizes = (slots, slots, slots, slots * max_blocks, slots * max_len)
+        self.table_row = num_groups * max_blocks
+        sizes = (slots, slots, slots, slots * self.table_row, slots * max_len)
         self._memory = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self.num_tokens, self.prompt_len, self.num_computed, table, tokens = self._memory.split(sizes)
-        self.block_table = table.view(slots, max_blocks)
+        self.num_tokens, self.prompt_len, self.num_computed, self.table_entries, tokens = self._memory.split(
+            sizes
+        )
+        self.block_tables = self.table_entries.view(slots, num_groups, max_blocks).unbind(1)
         self.tokens = tokens.view(slots, max_len)
         *self._scalars, self._table, self._tokens = np.cumsum((0, *sizes[:-1])).tolist()
-        self.shape = num_slots, max_len, max_blocks
+        self.shape = num_slots, max_len, max_blocks, num_groups
 
     def clear(self, dummy_block: int) -> None:
         """Clear all slots. The dummy becomes a request of one token, not yet computed, in block `dummy_block`."""
         self._memory.zero_()
-        self.block_table[self.dummy] = dummy_block
+        for table in self.block_tables:
+            table[self.dummy] = dummy_block
         self.num_tokens[self.dummy] = 1
 
     def apply(self, plan: StepPlan, staging: Staging) -> None:
@@ -64,11 +70,12 @@ class SlotState:
             places.append(np.arange(begin, begin + len(column)))
             values.append(np.asarray(column))
 
-        for slot, first, blocks in plan.new_blocks:
-            write(self._table + slot * self.max_blocks + first, blocks)
+        for slot, group, first, blocks in plan.new_blocks:
+            write(self._table + slot * self.table_row + group * self.max_blocks + first, blocks)
         for admit in plan.admissions:
             write(self._tokens + admit.slot * self.max_len, np.frombuffer(admit.tokens, np.int32))
-            write(self._table + admit.slot * self.max_blocks, admit.blocks)
+            for group, blocks in enumerate(admit.blocks):
+                write(self._table + admit.slot * self.table_row + group * self.max_blocks, blocks)
             places.append(np.array(self._scalars) + admit.slot)
             values.append(np.array((len(admit.tokens), admit.prompt_len, admit.computed)))
         index, value = staging.send(np.concatenate(places), np.concatenate(values))

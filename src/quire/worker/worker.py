@@ -72,6 +72,7 @@ class Worker:
         self._max_logit_rows = max_logit_rows(memory.limits.max_num_seqs, speculation.tokens)
         self.model, self.device, self.memory = model, memory.device, memory
         self._limits, self._layout, self._dtype = memory.limits, memory.layout, memory.dtype
+        self._groups = memory.groups
         self._backend, self._options, self._kernels = backend, options, kernels
         self._graph_bytes = 0  # of the memory that captured steps share
         self.blocks: list[KV] = []  # of each layer; empty until `allocate`
@@ -211,22 +212,20 @@ class Worker:
         """Allocate the KV blocks of all layers, and one more block for the dummy slot."""
         cache = KVCache(
             self._backend,
-            [*(layer.kv for layer in self.model.attention_layers), *self._speculation.layouts],
+            self._groups,
             num_blocks=size.num_blocks + 1,
             block_size=size.block_size,
             device=self.device,
-            keeps_kv=self._layout.keeps_kv,
         )
         return cache.layers
 
     def _columns_for(self, size: KVSize) -> SlotState:
         """Return empty slot columns. All runners use one set, because it can take gigabytes."""
         slots, max_blocks = self._limits.max_num_seqs, -(-size.max_model_len // size.block_size)
-        if self._columns is None or self._columns.shape != (slots, size.max_model_len, max_blocks):
+        shape = slots, size.max_model_len, max_blocks, len(self._groups.groups)
+        if self._columns is None or self._columns.shape != shape:
             self._columns = None
-            self._columns = SlotState(
-                slots, size.max_model_len, max_blocks, keeps_kv=self._layout.keeps_kv, device=self.device
-            )
+            self._columns = SlotState(*shape, keeps_kv=self._layout.keeps_kv, device=self.device)
         self._columns.clear(dummy_block=size.num_blocks)
         return self._columns
 
@@ -245,6 +244,7 @@ class Worker:
             DraftContext(
                 columns=state,
                 kv=blocks[len(model.attention_layers) :],
+                group_of=self._groups.group_of[len(model.attention_layers) :],
                 block_size=size.block_size,
                 vocab_size=model.spec.vocab_size,
                 choose=sampler.choose,
@@ -261,7 +261,9 @@ class Worker:
                 limits = self._graph_limits()
                 launcher = CudaGraphs(launcher, model, kernel_batcher, sampler, limits, self._dtype, device)
         else:
-            batcher = TorchBatcher(state, self._backend, blocks, size.block_size, drafter)
+            batcher = TorchBatcher(
+                state, self._backend, blocks, size.block_size, drafter, self._groups.group_of
+            )
             threads = self._threads()
             launcher = eager = Eager(model, batcher, threads)
             if threads and isinstance(self._kernels, CpuKernels) and self._options.cpu_replay:
@@ -286,6 +288,7 @@ class Worker:
             self._backend,
             blocks,
             block_size=size.block_size,
+            group_of=self._groups.group_of,
             max_tokens=max(self._limits.max_num_batched_tokens, max_rows),
             max_rows=max_rows,
             turns=turns,

@@ -1,4 +1,4 @@
-"""The compiled library of CPU kernels, built from step.c on first use and kept in the user's cache folder.
+"""The compiled library of CPU kernels, built from the C files here on first use and kept in the user's cache folder.
 
 The library links only libc and libm. It takes OpenMP's entry points from the runtime that torch has loaded, because
 two runtimes in one process would both keep threads spinning.
@@ -19,7 +19,9 @@ from pathlib import Path
 
 log = logging.getLogger("quire")
 
-SOURCE = Path(__file__).with_name("step.c")
+_FOLDER = Path(__file__).parent
+SOURCES = tuple(_FOLDER / name for name in ("step.c", "quantised.c"))
+_HEADER = _FOLDER / "common.h"
 # No -ffast-math: results must not depend on the compiler's choices, and rows can hold infinities.
 FLAGS = ["-O2", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC"]
 # Tried in turn: on some architectures clang takes -mcpu instead of -march, and on others neither.
@@ -75,7 +77,7 @@ def _compiled() -> Path:
     if compiler is None:
         raise OSError("no C compiler is installed (gcc or clang)")
     facts = [
-        SOURCE.read_text(),
+        *(path.read_text() for path in (_HEADER, *SOURCES)),
         os.path.realpath(compiler),
         *FLAGS,
         str(_PROCESSOR_FLAGS),
@@ -116,7 +118,7 @@ def _run_compiler(compiler: str, output: str) -> None:
     """Compile for this processor, or else for its architecture. Raise SubprocessError or OSError."""
     for flags in _PROCESSOR_FLAGS:
         done = subprocess.run(
-            [compiler, *flags, *FLAGS, str(SOURCE), "-o", output, "-lm"],
+            [compiler, *flags, *FLAGS, *map(str, SOURCES), "-o", output, "-lm"],
             capture_output=True, text=True, timeout=_TIMEOUT_S,
         )  # fmt: skip
         if done.returncode == 0:

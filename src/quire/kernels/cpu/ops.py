@@ -81,13 +81,18 @@ class Layout(ctypes.Structure):
 
 
 def check_layout(library: ctypes.CDLL) -> None:
-    """Raise RuntimeError unless the structures here and in the library have the same sizes and offsets."""
+    """Raise RuntimeError unless the structures of step.c here and in the library match."""
+    compare_layout(library.layout, (CNorm, CHeads, CWeight, CRows, CAttend, CProduct, CCall))
+
+
+def compare_layout(layout: Any, structs: tuple[type[ctypes.Structure], ...]) -> None:
+    """Raise RuntimeError unless `structs` and the library's list `layout` have the same sizes and offsets."""
     ours: dict[str, int] = {}
-    for struct in (CNorm, CHeads, CWeight, CRows, CAttend, CProduct, CCall):
+    for struct in structs:
         name = struct.__name__.removeprefix("C")
         ours[name] = ctypes.sizeof(struct)
         ours |= {f"{name}.{field}": getattr(struct, field).offset for field, *_ in struct._fields_}
-    entries = ctypes.cast(library.layout, ctypes.POINTER(Layout))
+    entries = ctypes.cast(layout, ctypes.POINTER(Layout))
     theirs = {
         e.name.decode(): e.bytes for e in takewhile(lambda e: e.name, map(entries.__getitem__, count()))
     }
@@ -96,7 +101,7 @@ def check_layout(library: ctypes.CDLL) -> None:
             f"{name} {ours.get(name, 'missing')} here, {theirs.get(name, 'missing')} there" for name in wrong
         )
         raise RuntimeError(
-            f"ops.py and step.c disagree on structures (sizes and offsets in bytes): {found}; reinstall quire"
+            f"the C files and their Python interface disagree on structures (sizes and offsets in bytes): {found}; reinstall quire"
         )
 
 

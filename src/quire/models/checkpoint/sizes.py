@@ -9,6 +9,7 @@ import torch
 
 from quire.models.checkpoint.checkpoint import SafetensorsCheckpoint
 from quire.models.spec import ModelSpec
+from quire.quant.products import stays_packed
 from quire.quant.spec import Conversion
 
 _BITS: dict[Conversion, float] = {"fp8": 8, "fp8-block": 8, "int8": 8, "int4": 4}
@@ -16,19 +17,25 @@ _GROUP_BITS = 24  # a float16 scale and a byte of zero point
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
-def weight_bytes(path: Path, spec: ModelSpec, dtype: torch.dtype) -> int:
+def weight_bytes(
+    path: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device, has_kernels: bool = True
+) -> int:
     """Return the bytes of all weights in the form in which they are computed with.
 
     Args:
         path: folder or file of the model; it is opened only if its weights are quantised.
         spec: the model's spec, with the conversion that was asked for.
         dtype: of plain weights.
+        device: where the model runs.
+        has_kernels: whether the C kernels are used on a CPU.
 
     Raises:
         ModelError: if the weights cannot be opened.
     """
     quantization = spec.quantization
     if quantization is None or quantization.unsupported:
+        return spec.num_parameters * dtype.itemsize
+    if not stays_packed(device, has_kernels, quantization.is_fp8):
         return spec.num_parameters * dtype.itemsize
     if quantization.convert:
         return _converted_bytes(spec, quantization.convert, quantization.group_size, dtype)

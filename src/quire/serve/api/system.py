@@ -133,6 +133,7 @@ async def stats(request: Request) -> Response:
                 "free": engine_stats.free_blocks,
                 "cached": engine_stats.cached_blocks,
                 "tokens_per_block": engine_stats.block_size,
+                "groups": [{"layers": n, "window": window} for n, window in engine.info.kv_groups],
                 "evictions": totals["evictions"],
                 "eviction_policy": engine.info.eviction,
                 "preemptions": totals["preemptions"],

@@ -1,57 +1,39 @@
-"""The KV cache: the tensors of every layer's `KVLayout`, in the attention back end's block layout."""
+"""The KV cache: the parts of all blocks, in the attention back end's block layout."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from quire.attention.base import KV, AttentionBackend
-from quire.types import KVLayout
+from quire.types import KVTensor
+from quire.worker.memory.kv_groups import LayerGroups
 
 
 class KVCache:
-    """The blocks of all layers.
-
-    Without `keeps_kv` all layers of one layout share a scratch layer: entries that a layer writes are read only by that
-    layer, in the same step.
+    """The memory of `num_blocks` blocks of `block_size` tokens.
 
     Attributes:
-        layers: the tensors of each layer, by index.
+        layers: the tensors of each layer over all blocks, by index. Layers with a common part share them.
     """
 
     def __init__(
         self,
         backend: AttentionBackend,
-        layouts: Sequence[KVLayout],
+        groups: LayerGroups,
         *,
         num_blocks: int,
         block_size: int,
         device: torch.device,
-        keeps_kv: bool,
     ) -> None:
-        def allocate(layout: KVLayout) -> KV:
-            return tuple(
-                _zeros(
-                    backend.kv_shape(num_blocks, block_size, tensor.heads, tensor.dim),
-                    getattr(torch, tensor.dtype),
-                    device,
-                )
-                for tensor in layout.tensors
-            )
+        def allocate(tensor: KVTensor) -> torch.Tensor:
+            shape = backend.kv_shape(num_blocks, block_size, tensor.heads, tensor.dim)
+            return _zeros(shape, getattr(torch, tensor.dtype), device)
 
-        if keeps_kv:
-            self.layers = [allocate(layout) for layout in layouts]
-        else:
-            scratch = {layout.tensors: allocate(layout) for layout in scratch_layers(layouts)}
-            self.layers = [scratch[layout.tensors] for layout in layouts]
-
-
-def scratch_layers(layouts: Sequence[KVLayout]) -> list[KVLayout]:
-    """Return one layout of each kind of entry in `layouts`: the layers to allocate if nothing is kept."""
-    return list({layout.tensors: layout for layout in layouts}.values())
+        parts: list[KV] = [tuple(allocate(tensor) for tensor in part) for part in groups.parts]
+        self.layers = [parts[part] for part in groups.part_of]
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -6,15 +6,16 @@ Pure arithmetic over measured figures, so that `quire doctor` shows the numbers 
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 
 import torch
 
 from quire.models.spec import ModelSpec
 from quire.sampling.logprobs import scoring_bytes
-from quire.types import ConfigError, KVLayout
+from quire.types import ConfigError, KVGroup
 from quire.worker.memory.host_memory import host_memory
-from quire.worker.memory.kv_cache import scratch_layers
+from quire.worker.memory.kv_groups import LayerGroups
 
 log = logging.getLogger("quire")
 
@@ -35,7 +36,7 @@ class BlockLayout:
     """Partition of the KV cache into blocks."""
 
     paged_size: int | None  # tokens per block; None: one block holds a whole context
-    keeps_kv: bool = True  # False: nothing is kept between steps, and all layers share one scratch layer
+    keeps_kv: bool = True  # False: nothing is kept between steps
 
     @property
     def paged(self) -> bool:
@@ -54,6 +55,7 @@ class KVSize:
     block_size: int
     block_bytes: int
     max_model_len: int
+    groups: tuple[KVGroup, ...] = (KVGroup(),)  # of layers; a block serves one of them
 
 
 def free_memory(device: torch.device) -> tuple[int, int]:
@@ -79,7 +81,7 @@ class MemoryPlanner:
     weight_bytes: int
     dtype: torch.dtype  # of activations and KV entries
     device: torch.device
-    layouts: tuple[KVLayout, ...]  # what each layer keeps of a token
+    groups: LayerGroups
     limits: StepLimits  # max_model_len: the longest context to serve; `size_kv` may lower it
     layout: BlockLayout
     explicit_len: bool  # the user set max_model_len, so it is never lowered
@@ -128,7 +130,7 @@ class MemoryPlanner:
     def column_bytes(self, max_len: int) -> int:
         """Return the bytes of the slot columns: four for each token, and for each block, that a request may have."""
         slots, block = self.limits.max_num_seqs + 1, min(self.layout.block_size(max_len), max_len)
-        return 4 * slots * (max_len + -(-max_len // block))
+        return 4 * slots * (max_len + len(self.groups.groups) * -(-max_len // block))
 
     def sampling_bytes(self, logit_rows: int | None = None) -> int:
         """Return the most that a step holds at once after its model has run.
@@ -157,14 +159,17 @@ class MemoryPlanner:
         Raises:
             ConfigError: if an explicit max_model_len does not fit, or not even a short automatic one.
         """
-        max_len, token_bytes = self.limits.max_model_len, self._token_bytes()
-        if max_len * token_bytes + self._columns_in_budget(max_len) <= budget:
+        max_len, column = self.limits.max_model_len, self._columns_in_budget(self.limits.max_model_len)
+
+        def needed(tokens: int) -> int:
+            return self._request_bytes(tokens) + -(-column * tokens // max_len)
+
+        if needed(max_len) <= budget:
             return max_len
-        column = self._columns_in_budget(max_len) / max_len
-        room = int(budget / (token_bytes + column))
+        room = bisect_right(range(1, max_len + 1), budget, key=needed)
         if self.explicit_len or room < min(_MIN_AUTO_LEN, max_len):
             raise ConfigError(
-                f"max_model_len {max_len} needs {int(max_len * (token_bytes + column)) >> 20} MiB of KV cache, but "
+                f"max_model_len {max_len} needs {needed(max_len) >> 20} MiB of KV cache, but "
                 f"{budget >> 20} MiB are available; lower max_model_len or raise kv_cache_memory"
             )
         block = self.layout.paged_size
@@ -187,8 +192,8 @@ class MemoryPlanner:
         """
         max_len = self.fit_context(budget)
         block_size = self.layout.block_size(max_len)
-        block_bytes = self._token_bytes() * block_size
-        per_request = -(-max_len // block_size)
+        block_bytes = self.groups.token_bytes * block_size
+        per_request = self.request_blocks(max_len)
         room = max(budget - self._columns_in_budget(max_len), 0) // block_bytes
         useful = self.limits.max_num_seqs * per_request
         if self.layout.paged and self.device.type == "cuda":
@@ -199,7 +204,7 @@ class MemoryPlanner:
                 f"one request of max_model_len {max_len} needs {per_request} blocks of {block_bytes} bytes, but "
                 f"kv_cache_memory holds {room}; lower max_model_len or raise kv_cache_memory"
             )
-        return KVSize(blocks, block_size, block_bytes, max_len)
+        return KVSize(blocks, block_size, block_bytes, max_len, self.groups.groups)
 
     def check_kv_fits(self, size: KVSize, reserved: int) -> None:
         """Raise ConfigError if an explicit kv_cache_memory does not fit beside `reserved` bytes.
@@ -221,14 +226,21 @@ class MemoryPlanner:
             raise ConfigError(message)
         log.warning("%s", message)
 
+    def request_blocks(self, tokens: int) -> int:
+        """Return the most blocks that a request of `tokens` tokens holds at once."""
+        block_size = self.layout.block_size(tokens)
+        return self.groups.request_blocks(tokens, self.limits.max_num_batched_tokens, block_size)
+
     def _free_memory(self) -> tuple[int, int]:
         """Return the free and the total bytes that this rank may count on."""
         free, total = free_memory(self.device)
         return (free, total) if self.device.type == "cuda" else (free // self.ranks, total // self.ranks)
 
-    def _token_bytes(self) -> int:
-        layouts = self.layouts if self.layout.keeps_kv else scratch_layers(self.layouts)
-        return sum(layout.token_bytes for layout in layouts)
+    def _request_bytes(self, tokens: int) -> int:
+        """Return the bytes of what `request_blocks` counts, without rounding to blocks."""
+        return self.groups.token_bytes * self.groups.request_blocks(
+            tokens, self.limits.max_num_batched_tokens, 1
+        )
 
     def _columns_in_budget(self, max_len: int) -> int:
         return 0 if self.kv_cache_memory is not None else self.column_bytes(max_len)

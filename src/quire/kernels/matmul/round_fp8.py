@@ -1,0 +1,130 @@
+"""Rounding of activations to e4m3, fused with the operation in front: an RMS norm or the activation of a gated MLP.
+
+The values are rounded to the model's dtype first, as the separate operation rounds them. A scale is the largest
+magnitude of its columns divided by 448, the largest e4m3 number, so that a NaN or an infinity makes its scale NaN.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.activation import activate
+from quire.kernels.jit import kernel
+from quire.kernels.target import target_of
+
+GROUP = 128
+_LARGEST = 448.0
+_TINY = 1e-12  # scale of zeros
+
+
+@kernel
+def _round(
+    x,  # [rows, WIDTH], with KIND [rows, 2 * WIDTH]
+    residual,  # [rows, WIDTH], if ADD
+    weight,  # of the norm [WIDTH], if NORM
+    static_scale,  # fp32, if STATIC
+    codes,  # e4m3 [rows, WIDTH]
+    scales,  # fp32 [rows, 1 or WIDTH / 128]
+    total,  # [rows, WIDTH]: x + residual, if ADD
+    eps,
+    NORM: tl.constexpr,
+    ADD: tl.constexpr,
+    STATIC: tl.constexpr,
+    KIND: tl.constexpr,
+    GROUPS: tl.constexpr,  # scales per row
+    GROUP: tl.constexpr,  # columns per scale
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,  # columns per program
+    LARGEST: tl.constexpr,
+    TINY: tl.constexpr,
+    PDL: tl.constexpr,
+) -> None:
+    """Grid (rows, tiles of columns); a norm or a scale per row takes a single tile."""
+    row, tile = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tile * BLOCK + tl.arange(0, BLOCK)
+    inside = at < WIDTH
+    dtype: tl.constexpr = x.dtype.element_ty
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+    if NORM:
+        gain = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    if KIND != "":
+        from_x = x + row * (2 * WIDTH) + at
+        gate = tl.load(from_x, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(from_x + WIDTH, mask=inside, other=0.0).to(tl.float32)
+        value = activate(gate, KIND).to(dtype).to(tl.float32) * up
+    else:
+        value = tl.load(x + row * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+    if ADD:
+        value += tl.load(residual + row * WIDTH + at, mask=inside, other=0.0).to(tl.float32)
+        rounded = value.to(dtype)
+        tl.store(total + row * WIDTH + at, rounded, mask=inside)
+        value = rounded.to(tl.float32)
+    if NORM:
+        value = value * tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps) * gain
+    value = value.to(dtype).to(tl.float32)
+    size, spoilt = tl.abs(value), value * 0.0  # 0, or NaN for what is not finite
+    if STATIC:
+        scale = tl.load(static_scale)
+        value = value / scale
+        tl.store(scales + row, scale)
+    elif GROUPS == 1:
+        scale = tl.maximum(tl.max(size, 0) / LARGEST, TINY) + tl.sum(spoilt, 0)
+        value = value / scale
+        tl.store(scales + row, scale)
+    else:
+        scale = tl.maximum(tl.max(tl.reshape(size, [BLOCK // GROUP, GROUP]), 1) / LARGEST, TINY)
+        scale += tl.sum(tl.reshape(spoilt, [BLOCK // GROUP, GROUP]), 1)
+        value = tl.reshape(tl.reshape(value, [BLOCK // GROUP, GROUP]) / scale[:, None], [BLOCK])
+        group = tile * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+        tl.store(scales + row * GROUPS + group, scale, mask=group < GROUPS)
+    value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
+    tl.store(codes + row * WIDTH + at, value.to(tl.float8e4nv), mask=inside)
+
+
+def round_fp8(
+    x: torch.Tensor,
+    by_group: bool,
+    static_scale: torch.Tensor | None = None,
+    *,
+    kind: str | None = None,
+    norm: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    eps: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Round x, or norm(x + residual), or act(gate) * up of x = gate|up, to e4m3.
+
+    Args:
+        x: [rows, width], contiguous; with a `kind` [rows, 2 * width].
+        by_group: whether there is one scale per row and 128 columns instead of one per row.
+        static_scale: an fp32 number that replaces the scales of the rows.
+        kind: activation of a gated MLP.
+        norm: weight of an RMS norm, [width].
+        residual: added before the norm, [rows, width].
+        eps: of the norm.
+
+    Returns:
+        The codes e4m3 [rows, width]; the scales, fp32 [rows, 1] or [rows, width / 128 rounded up]; and the sum
+        x + residual, or x.
+    """
+    rows, width = x.shape[0], x.shape[1] if kind is None else x.shape[1] // 2
+    groups = triton.cdiv(width, GROUP) if by_group else 1
+    codes = torch.empty(rows, width, device=x.device, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(rows, groups, device=x.device, dtype=torch.float32)
+    total = x if residual is None else torch.empty_like(x)
+    block = max(triton.next_power_of_2(width), GROUP)
+    if norm is None and by_group:
+        block = min(block, 2048)
+    pdl = target_of(x.device).has_dependent_launch
+    _round[(rows, triton.cdiv(width, block))](
+        x, x if residual is None else residual, x if norm is None else norm,
+        x if static_scale is None else static_scale, codes, scales, total, eps,
+        NORM=norm is not None, ADD=residual is not None, STATIC=static_scale is not None, KIND=kind or "",
+        GROUPS=groups, GROUP=GROUP, WIDTH=width, BLOCK=block, LARGEST=_LARGEST, TINY=_TINY, PDL=pdl,
+        num_warps=min(max(block // 256, 1), 16), launch_pdl=pdl,
+    )  # fmt: skip
+    return codes, scales, total

@@ -1,0 +1,184 @@
+"""Products with quantised weights by Triton kernels against the de-quantised weight in fp32.
+
+Without a GPU the kernels run in Triton's interpreter, with fp16 inputs: it multiplies no matrices in bfloat16, and
+rounds some numbers to the wrong e4m3 number.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from quantised import FORMS, WeightMaker
+
+pytest.importorskip("triton")
+
+from quire.kernels.matmul.packed import half_for, reorder_nibbles
+from quire.kernels.matmul.round_fp8 import round_fp8
+from quire.quant.forms import QuantisedWeight, unpack4
+from quire.quant.packed_codes import PackedCodesMatmul, PermutedInputs, make_packed_codes, packed_tensors
+
+ON_GPU = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if ON_GPU else "cpu")
+DTYPE = torch.bfloat16 if ON_GPU else torch.float16
+TOLERANCE = 6e-3 if ON_GPU else 1e-3
+SHAPES = [(6144, 4096), (1000, 2048)] if ON_GPU else [(132, 384), (40, 256)]
+EPS = 1e-6
+
+
+class _Weights:
+    """Weights that are in place already."""
+
+    def when_loaded(self, action: Any) -> None:
+        action()
+
+
+def on_device(weight: QuantisedWeight) -> QuantisedWeight:
+    """Return a copy, which a product may rearrange."""
+    values = {name: getattr(weight, name) for name in type(weight).__dataclass_fields__}
+    return type(weight)(
+        **{k: v.to(DEVICE, copy=True) if isinstance(v, Tensor) else v for k, v in values.items()}
+    )
+
+
+def product_of(weight: QuantisedWeight, bias: Tensor | None) -> Any:
+    env: Any = SimpleNamespace(weights=_Weights(), device=DEVICE, dtype=DTYPE)
+    product = make_packed_codes(env, on_device(weight), bias)
+    assert product is not None
+    return product
+
+
+def values(*shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(sum(shape))
+    return torch.randn(shape, generator=generator).to(DEVICE, DTYPE)
+
+
+def close(got: Tensor, want: Tensor, tolerance: float = TOLERANCE) -> None:
+    error = (got.float() - want).norm() / want.norm()
+    assert error < tolerance, f"relative error {error:.2e}"
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_product(form: str, shape: tuple[int, int]) -> None:
+    outputs, inputs = shape
+    weight = FORMS[form](WeightMaker(outputs, inputs))
+    numbers, bias = weight.dequantised().to(DEVICE), values(outputs)
+    multiply = product_of(weight, bias)
+    for rows in (1, 3, 17) if not ON_GPU else (1, 3, 16, 17, 64, 100, 256, 300):
+        x = values(rows, inputs)
+        want = F.linear(x.float(), numbers, bias.float())
+        close(multiply(x), want)
+    assert multiply(x[:0]).shape == (0, outputs)
+
+
+@pytest.mark.parametrize("form", ["fp8 rows", "fp8 blocks", "int4 of 128, zeros", "int8 of 32", "mxfp4"])
+def test_fused_with_its_neighbours(form: str) -> None:
+    outputs, inputs = SHAPES[0]
+    weight = FORMS[form](WeightMaker(outputs, inputs))
+    numbers, bias, norm = weight.dequantised().to(DEVICE), values(outputs), values(inputs).float()
+    multiply = product_of(weight, bias)
+    assert isinstance(multiply, PackedCodesMatmul)
+    for rows in (1, multiply.fused_rows):
+        x, residual, beside = values(rows, inputs), values(rows, inputs).flip(0), values(rows, outputs)
+        close(multiply.add(x, beside), F.linear(x.float(), numbers, bias.float()) + beside.float())
+        total = (x + residual).float()
+        normed = total * torch.rsqrt(total.square().mean(1, keepdim=True) + EPS) * norm
+        want = F.linear(normed, numbers, bias.float())
+        got, summed = multiply.after_norm(norm, EPS, None)(x, residual)
+        close(got, want)
+        assert torch.equal(summed.float(), total)
+        gate, up = want.chunk(2, 1)
+        close(multiply.after_norm(norm, EPS, "silu")(x, residual)[0], F.silu(gate) * up)
+        alone, same = multiply.after_norm(norm, EPS, None)(x + residual, None)
+        assert torch.equal(alone, got) and torch.equal(same, x + residual)
+
+
+@pytest.mark.parametrize("form", ["fp8 rows", "int4 of 128, zeros", "mxfp4"])
+def test_a_row_does_not_depend_on_the_others(form: str) -> None:
+    outputs, inputs = SHAPES[0]
+    multiply = product_of(FORMS[form](WeightMaker(outputs, inputs)), None)
+    x = values(7, inputs)
+    assert torch.equal(multiply(x)[3:4], multiply(x[[3, 0, 1]])[:1])
+    x[0, 5] = float("nan")
+    spoilt = multiply(x)
+    assert spoilt[0].isnan().all() and torch.equal(spoilt[1:], multiply(x[1:]))
+
+
+@pytest.mark.parametrize("block", [False, True])
+@pytest.mark.parametrize("before", ["", "norm", "gate"])
+def test_rounding_to_fp8(block: bool, before: str) -> None:
+    rows, width = 5, 384
+    x, options = values(rows, 2 * width if before == "gate" else width), {}
+    x[1], x[2, 3] = 0, 3000
+    want = x.float()
+    if before == "norm":
+        residual, norm = values(rows, width).flip(0), values(width)
+        options = {"norm": norm, "residual": residual, "eps": EPS}
+        total = (x + residual).float()
+        want = total * torch.rsqrt(total.square().mean(1, keepdim=True) + EPS) * norm.float()
+    elif before == "gate":
+        options = {"kind": "silu"}
+        want = F.silu(want[:, :width]).to(DTYPE).float() * want[:, width:]
+    codes, scales, total = round_fp8(x, block, **options)
+    repeated = scales.repeat_interleave(128 if block else width, 1)
+    # Half a step of e4m3. The interpreter drops the carry where rounding reaches the next power of two.
+    limit = want.abs() * (2.0**-4 + 0.005) + repeated * 2.0**-9
+    wrong = (codes.float() * repeated - want).abs() > limit
+    assert wrong.float().mean() <= (0 if ON_GPU else 0.03)
+    if before == "norm":
+        assert torch.equal(total, x + residual)
+    x[3, 1] = float("inf")
+    assert round_fp8(x, block, **options)[1][3, 0].isnan()
+
+
+@pytest.mark.parametrize("rounding", ["token", "tensor", "block"])
+def test_products_of_rounded_inputs(rounding: str) -> None:
+    outputs, inputs = SHAPES[0]
+    weight = WeightMaker(outputs, inputs).fp8(rounding == "block", rounding)
+    multiply = product_of(weight, None)
+    multiply.most_in_registers, multiply.most_in_fp8 = 2, 20
+    x = values(19, inputs)
+    codes, scales, _ = round_fp8(x, rounding == "block", weight.input_scale and weight.input_scale.to(DEVICE))
+    rounded = codes.float() * scales.repeat_interleave(inputs // scales.shape[1], 1)
+    close(multiply(x), rounded @ weight.dequantised().to(DEVICE).t())
+    close(multiply(x[:2]), x[:2].float() @ weight.dequantised().to(DEVICE).t())
+
+
+def test_many_rows_take_the_unpacked_weight() -> None:
+    weight = FORMS["int4 of 32, offsets"](WeightMaker(*SHAPES[1]))
+    multiply = product_of(weight, None)
+    multiply.most_in_registers = 2
+    x = values(20, SHAPES[1][1])
+    close(
+        multiply(x), x.float() @ weight.dequantised().to(DEVICE).t(), 8e-3
+    )  # the weight is rounded to 16 bits
+
+
+def test_nibbles_keep_their_columns() -> None:
+    weight = WeightMaker(3, 256).groups(4, 64)
+    half = half_for(64, 256)
+    assert half == 64
+    codes = unpack4(weight.packed)
+    moved = reorder_nibbles(weight.packed, half)
+    assert torch.equal(moved[:, :64] & 15, codes[:, :64]) and torch.equal(moved[:, 64:] >> 4, codes[:, 192:])
+    assert half_for(64, 192) == 32 and half_for(0, 96) == 16 and half_for(16, 80) == 0
+
+
+def test_weights_that_the_kernels_do_not_take() -> None:
+    make = WeightMaker(8, 80)
+    assert packed_tensors(make.groups(4, 16)) is None  # an odd number of groups
+    assert packed_tensors(make.groups(8, 80)) is None
+    assert packed_tensors(WeightMaker(8, 24).int8("token")) is None
+    stack = make.int8("none")
+    assert packed_tensors(type(stack)(stack.weight[None], stack.scale[None])) is None
+
+
+def test_permuted_inputs() -> None:
+    weight = FORMS["int4, permuted"](WeightMaker(*SHAPES[1]))
+    assert isinstance(product_of(weight, None), PermutedInputs)

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from quire.kernels.matmul.gemv import gemv, norm_gemv
+from quire.kernels.matmul.nibble_gemv import nibble_gemv
 from quire.kernels.matmul.packed import (
     MOST_TILES,
     PackedTensors,
@@ -30,6 +32,7 @@ from quire.kernels.matmul.packed import (
     packed_product,
     reorder_nibbles,
 )
+from quire.kernels.matmul.rescale import rescale
 from quire.kernels.matmul.round_fp8 import round_fp8
 from quire.kernels.matmul.unpack import unpack
 from quire.kernels.norm import add_rms_norm
@@ -39,12 +42,15 @@ SHAPES = [(6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336)]  # qkv, o, g
 ROWS = [1, 16, 64, 256, 4, 128, 32, 8, 2, 2048]  # the most telling first, in case the time is up
 RING_BYTES = 160 << 20  # copies of a weight take this much, three times the cache
 CUDA = torch.device("cuda")
+EPS = 1e-5
 
 T = PackedTile
-FEW = [T(16, 128, 1, 6, 0), T(32, 128, 2, 5, 4), T(64, 128, 4, 4, 4), T(64, 128, 4, 5, 2), T(64, 256, 4, 3, 2),
-       T(128, 128, 4, 4, 2)]  # fmt: skip
-MORE = [T(64, 128, 4, 4, 2), T(128, 128, 4, 4, 2), T(128, 128, 8, 3, 1), T(64, 128, 4, 4, 0)]
-WITH_FP8 = [T(64, 128, 4, 4, 2), T(128, 128, 4, 4, 2), T(128, 128, 8, 4, 1), T(64, 128, 4, 5, 4)]
+FEW = [T(32, 128, 2, 5, 4), T(64, 128, 4, 4, 4), T(64, 128, 4, 5, 2), T(64, 256, 4, 3, 2), T(128, 128, 4, 4, 2),
+       T(32, 256, 2, 4, 4), T(32, 256, 4, 4, 4), T(32, 128, 4, 5, 4), T(16, 256, 1, 5, 4), T(64, 128, 4, 6, 6)]  # fmt: skip
+MORE = [T(64, 128, 4, 4, 2), T(128, 128, 4, 4, 2), T(128, 128, 8, 3, 1), T(128, 128, 8, 4, 1, 64),
+        T(128, 128, 8, 3, 0, 256), T(128, 128, 8, 2, 0, 256), T(64, 128, 4, 3, 0, 256), T(256, 128, 8, 3, 1)]  # fmt: skip
+WITH_FP8 = [T(64, 128, 4, 4, 2), T(128, 128, 4, 4, 2), T(128, 128, 8, 4, 1), T(64, 128, 4, 5, 4), T(64, 256, 4, 4, 2),
+            T(128, 256, 8, 3, 1), T(128, 128, 8, 4, 0, 256), T(128, 128, 8, 3, 2, 256)]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -55,13 +61,18 @@ class Task:
     tile: PackedTile
     half: int = 0  # of the order of nibbles
     in_fp8: bool = False  # whether x is rounded
-    fused: bool = False  # norm in front and gate behind for the wide shapes, addition behind for the others
+    fused: bool = (
+        False  # gate behind for the widest shape, addition behind for the others; `gemv`: and a norm in front
+    )
+    gemv: int = -1  # rows of the weight per program of a matrix-vector product (0: chosen); -1: matrix units
 
     @property
     def name(self) -> str:
         t = self.tile
+        if self.gemv >= 0:
+            return f"{self.format} gemv {'fused ' * self.fused}n{self.gemv}"
         flags = "x8 " * self.in_fp8 + "fused " * self.fused + (f"half {self.half} " if self.half else "")
-        return f"{self.format} {flags}n{t.block_n} k{t.block_k} w{t.warps} s{t.stages} p{t.programs}"
+        return f"{self.format} {flags}n{t.block_n} k{t.block_k} w{t.warps} s{t.stages} p{t.programs} m{t.block_m}"
 
 
 def all_tasks(formats: list[str], row_counts: list[int]) -> list[Task]:
@@ -73,13 +84,19 @@ def all_tasks(formats: list[str], row_counts: list[int]) -> list[Task]:
                 four = kind in ("int4", "fp4")
                 halves = ((64, 128) if kind == "int4" else (32,)) if four else (0,)
                 if rows <= (256 if four else 64):
-                    chosen = tiles[1:4] if kind in ("int8", "fp4") else tiles
+                    chosen = tiles[1:4] if kind in ("int8", "fp4", "fp8-block") else tiles
                     tasks += [Task(kind, shape, rows, tile, half) for tile in chosen for half in halves]
                 if kind in ("fp8", "fp8-block") and 16 <= rows <= 256:
                     tasks += [Task(kind, shape, rows, tile, in_fp8=True) for tile in WITH_FP8]
+                if rows <= 2 and kind != "fp4":
+                    sizes = (4, 8, 16) if kind == "int4" else (0,)
+                    tasks += [
+                        Task(kind, shape, rows, FEW[0], halves[-1], fused=fused, gemv=size)
+                        for size in sizes
+                        for fused in (False, True)
+                    ]
                 if rows in (1, 4) and kind in ("fp8", "int4"):
-                    chosen = [replace(tile, programs=0) for tile in FEW[:3]] + [FEW[2], T(32, 128, 4, 4, 0)]
-                    tasks += [Task(kind, shape, rows, tile, halves[0], fused=True) for tile in chosen]
+                    tasks += [Task(kind, shape, rows, tile, halves[-1], fused=True) for tile in FEW[:2]]
     return tasks
 
 
@@ -131,22 +148,33 @@ def counters() -> torch.Tensor:
 
 def product(task: Task, w: PackedTensors) -> torch.Tensor:
     x = inputs_for(task.rows, task.shape[1])
+    if task.gemv >= 0:
+        return matrix_vector(task, w, x)
     options: dict[str, Any] = {"tile": task.tile}
     if task.in_fp8:
         codes, scales = rounded(task.rows, task.shape[1], task.format == "fp8-block")
         return packed_product(
             codes.view(torch.uint8), w, None, counters(), x_scale=scales, dtype=torch.bfloat16, **options
-        )[0]
-    if task.fused and task.shape[0] > 4096:
-        options |= {
-            "residual": x,
-            "norm": x[0],
-            "eps": 1e-5,
-            "kind": "silu" if task.shape[0] > 8192 else None,
-        }
-    elif task.fused:
+        )
+    if task.fused and task.shape[0] > 8192:
+        options["kind"] = "silu"
+    elif task.fused and task.shape[0] == 4096:
         options["add"] = inputs_for(task.rows, task.shape[0])
-    return packed_product(x, w, None, counters(), **options)[0]
+    return packed_product(x, w, None, counters(), **options)
+
+
+def matrix_vector(task: Task, w: PackedTensors, x: torch.Tensor) -> torch.Tensor:
+    norm = {"residual": x, "norm": x[0], "eps": EPS, "kind": "silu" if task.shape[0] > 8192 else None}
+    adds = task.fused and task.shape[0] == 4096
+    beside = inputs_for(task.rows, task.shape[0]) if adds else None
+    fused = task.fused and not adds
+    if task.format == "int4":
+        options = norm if fused else {"add": beside}
+        return nibble_gemv(x, w, None, rows=task.gemv, **options)[0]  # type: ignore[arg-type]
+    codes = w.codes.view(torch.int8 if task.format == "int8" else torch.float8_e4m3fn)
+    if fused:
+        return norm_gemv(x, x, x[0], EPS, codes, None, norm["kind"], w.scale)[0]  # type: ignore[arg-type]
+    return gemv(x, codes, None, beside, w.scale)
 
 
 @cache
@@ -160,9 +188,9 @@ def reference(task: Task) -> torch.Tensor:
     if task.in_fp8:
         codes, scales = rounded(task.rows, task.shape[1], task.format == "fp8-block")
         x = codes.float() * scales.repeat_interleave(x.shape[1] // scales.shape[1], 1)
-    if task.fused and task.shape[0] > 4096:
+    if task.fused and task.gemv >= 0 and task.shape[0] > 4096:
         total = (x + x).bfloat16().float()
-        x = total * torch.rsqrt((total * total).mean(1, keepdim=True) + 1e-5) * x[0]
+        x = total * torch.rsqrt((total * total).mean(1, keepdim=True) + EPS) * x[0]
     y = x @ w.t()
     if task.fused and task.shape[0] > 8192:
         gate, up = y.chunk(2, 1)
@@ -214,6 +242,11 @@ def library_calls(shape: tuple[int, int], rows: int) -> dict[str, list[Callable[
         calls["fp8 cublas tensor"] = [
             lambda w=w: torch._scaled_mm(codes, w.t(), one, one, out_dtype=torch.bfloat16) for w in ring8
         ]
+        calls["fp8 cublas rescaled"] = [
+            lambda w=w: rescale(
+                torch._scaled_mm(codes, w.t(), one, one, out_dtype=torch.bfloat16), scales, of_row.view(-1)
+            ) for w in ring8
+        ]  # fmt: skip
         calls["fp8 cublas row"] = [
             lambda w=w: torch._scaled_mm(codes, w.t(), scales, of_row, out_dtype=torch.bfloat16)
             for w in ring8
@@ -304,7 +337,7 @@ def main() -> None:
                 if measured is None:
                     continue
                 spent, error = measured
-                name = task.name + ("" if error < 0.01 else f" WRONG {error:.3f}")
+                name = task.name + ("" if error < 0.02 else f" WRONG {error:.3f}")
                 found.append((spent, name))
                 results.append({**asdict(task), "us": spent, "error": error})
             print(f"\n{shape[0]} x {shape[1]}, {rows} rows, after {time.perf_counter() - begin:.0f} s")

@@ -26,12 +26,12 @@ from targets import TARGETS, TargetDriver
 from triton import knobs
 from triton.runtime import driver, jit
 
-from quire.kernels import activation, batch, ngram, norm, rope
+from quire.kernels import activation, batch, collective, ngram, norm, rope
 from quire.kernels import target as targets
 from quire.kernels.attention import kv_write, long, shared, short
 from quire.kernels.experts.route import FEW_TOKENS, rule_arguments
 from quire.kernels.experts.router import norm_and_route, route_all
-from quire.kernels.matmul import grouped, packed, round_fp8, unpack
+from quire.kernels.matmul import gemv, grouped, nibble_gemv, packed, rescale, round_fp8, unpack
 from quire.kernels.sampling import choose, masks, penalties
 from quire.kernels.sampling.row import COLUMNS
 from quire.kernels.target import Target
@@ -178,11 +178,8 @@ def quantised(model: Shapes, dtype: torch.dtype, target: Target) -> None:
             for rows in (1, 16, 64, 256):
                 x = torch.zeros(rows, inputs, dtype=dtype)
                 packed.packed_product(x, weight, None, arrived)
-                if rows == 1:
-                    packed.packed_product(
-                        x, weight, None, arrived, residual=x, norm=x[0], eps=1e-6,
-                        kind=model.kind if outputs == 2 * model.intermediate else None,
-                    )  # fmt: skip
+                if outputs == 2 * model.intermediate:
+                    packed.packed_product(x, weight, None, arrived, kind=model.kind)
                 if weight.format == "fp8" and target.capability >= 90:
                     x_scale = scales(rows, 1 if weight.group == 0 else -(-inputs // 128))
                     packed.packed_product(
@@ -190,6 +187,21 @@ def quantised(model: Shapes, dtype: torch.dtype, target: Target) -> None:
                     )
                     round_fp8.round_fp8(x, weight.group > 0)
             unpack.unpack(weight, dtype)
+            one_row(weight, torch.zeros(1, inputs, dtype=dtype), target)
+
+
+def one_row(weight: packed.PackedTensors, x: torch.Tensor, target: Target) -> None:
+    """Launch the matrix-vector products with a quantised weight."""
+    if nibble_gemv.takes_nibbles(weight):
+        nibble_gemv.nibble_gemv(x, weight, None)
+        nibble_gemv.nibble_gemv(x, weight, None, residual=x, norm=x[0], eps=1e-6, kind="silu")
+    elif weight.format == "byte" or (weight.format == "fp8" and target.has_fp8):
+        codes = weight.codes.view(torch.int8 if weight.format == "byte" else torch.float8_e4m3fn)
+        gemv.gemv(x, codes, None, None, weight.scale)
+        gemv.norm_gemv(x, x, x[0], 1e-6, codes, None, "silu", weight.scale)
+        rescale.rescale(
+            torch.zeros(2, weight.outputs, dtype=x.dtype), x[0].float(), torch.ones(weight.outputs)
+        )
 
 
 def experts(model: Shapes, dtype: torch.dtype, target: Target) -> None:
@@ -252,6 +264,12 @@ def sample(model: Shapes, dtype: torch.dtype, target: Target) -> None:
     )  # fmt: skip
 
 
+def ranks(model: Shapes, dtype: torch.dtype, target: Target) -> None:
+    for size in (2, 4, 8):
+        x = torch.empty(8, model.hidden, dtype=dtype)
+        collective.all_reduce(x, longs(size), ints(collective.MAX_BLOCKS), 0, size)
+
+
 PARTS: tuple[Callable[[Shapes, torch.dtype, Target], None], ...] = (
     attention,
     layers,
@@ -260,6 +278,7 @@ PARTS: tuple[Callable[[Shapes, torch.dtype, Target], None], ...] = (
     experts,
     step,
     sample,
+    ranks,
 )
 
 

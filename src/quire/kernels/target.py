@@ -41,6 +41,11 @@ class Target:
         return self.capability >= 90
 
     @property
+    def has_fp8(self) -> bool:
+        """Return whether Triton converts e4m3 numbers: Ada and later, and its interpreter."""
+        return self.capability >= 89 or self.name == INTERPRETER.name
+
+    @property
     def has_ptx(self) -> bool:
         """Return whether kernels may contain PTX, which Triton's interpreter does not run."""
         return self.name != INTERPRETER.name

@@ -1,9 +1,8 @@
 """Products with quantised weights on a GPU.
 
-Few rows are multiplied by a kernel that converts the weight in registers and is limited only by reading it; the inputs
-are not rounded then, whatever the format says. More rows of an FP8 weight are multiplied in FP8, with inputs rounded
-per row, or per 128 columns for a weight in blocks. Prompts take the library's FP8 product; the other formats unpack the
-weight to 16 bits for it. Import this module only if `quire.kernels.available` returns True.
+Few rows are multiplied by a kernel that converts the weight in registers; the inputs are not rounded then, whatever the
+format says. More rows of an FP8 weight are multiplied in FP8, with inputs rounded per row, or per 128 columns for a
+weight in blocks: mostly by the library. The other formats unpack the weight to 16 bits for it. Import this module only if `quire.kernels.available` returns True.
 """
 
 from __future__ import annotations
@@ -13,6 +12,10 @@ from dataclasses import replace
 import torch
 import torch.nn.functional as F
 
+from quire.kernels.activation import gated
+from quire.kernels.matmul.gemv import gemv, most_rows, norm_gemv
+from quire.kernels.matmul.nibble_gemv import MOST_ROWS as NIBBLE_ROWS
+from quire.kernels.matmul.nibble_gemv import nibble_gemv, takes_nibbles
 from quire.kernels.matmul.packed import (
     MOST_TILES,
     PackedTensors,
@@ -20,9 +23,11 @@ from quire.kernels.matmul.packed import (
     packed_product,
     reorder_nibbles,
 )
+from quire.kernels.matmul.rescale import rescale
 from quire.kernels.matmul.round_fp8 import round_fp8
-from quire.kernels.matmul.tiles import fused_rows, rows_in_fp8, rows_in_registers
+from quire.kernels.matmul.tiles import ANY_ROWS, rows_in_fp8, rows_in_registers
 from quire.kernels.matmul.unpack import unpack
+from quire.kernels.norm import add_rms_norm, rms_norm
 from quire.kernels.target import target_of
 from quire.layers.env import Env
 from quire.quant.base import FusingMatmul, Matmul, NormedProduct
@@ -84,24 +89,38 @@ def packed_tensors(weight: QuantisedWeight) -> PackedTensors | None:
 class PackedCodesMatmul(FusingMatmul):
     """x W^T + b with a quantised W.
 
-    For a step of few rows, the factor of a fused norm multiplies the sums instead of the inputs. So a result may differ
-    from the separate operations by the rounding of the normed inputs.
+    One or two rows are multiplied by kernels that fuse all operations around the product, if they take the weight. For
+    more rows, the sum and the gate are computed in the kernel of the product or behind the library's, and the norm in
+    front in the kernel that rounds the inputs.
     """
 
     def __init__(self, weight: PackedTensors, form: QuantisedWeight, bias: torch.Tensor | None) -> None:
         self.weight, self.form, self.bias = weight, form, bias
-        self.fused_rows = fused_rows(weight.format)
-        self.most_in_registers = rows_in_registers(weight.format, weight.outputs, weight.inputs)
-        rounds = isinstance(form, Fp8Weight) and form.rounding != "none"
-        target = target_of(weight.codes.device)
+        self.rounding = form.rounding if isinstance(form, Fp8Weight) else "none"
         self.input_scale = form.input_scale if isinstance(form, Fp8Weight) else None
         self.by_group = weight.scale_rows > 1
-        self.most_in_fp8 = (
-            rows_in_fp8(weight.outputs, weight.inputs) if rounds and target.capability >= 90 else 0
-        )
-        self.in_library = self.most_in_fp8 > 0 and weight.inputs % 128 == 0
-        self.in_library &= weight.outputs % (128 if self.by_group else 16) == 0
-        self.arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=weight.codes.device)
+        self.rounds = self.rounding != "none" and target_of(weight.codes.device).capability >= 90
+        self.most_in_registers = rows_in_registers(weight.format, self.rounds, weight.outputs)
+        self.most_in_fp8 = rows_in_fp8(weight.inputs) if self.by_group else 0
+        self.in_library = weight.inputs % 128 == 0 and weight.outputs % (128 if self.by_group else 16) == 0
+        # Beyond the kernels with an epilogue, the next norm adds the residual at less cost.
+        self.gemv_rows = self._most_gemv_rows()
+        self.fused_rows = max(self.most_in_registers, self.most_in_fp8)
+        if self.rounds and self.in_library and not self.by_group:
+            self.fused_rows = ANY_ROWS
+        device = weight.codes.device
+        self.arrived = torch.zeros(MOST_TILES, dtype=torch.int32, device=device)
+        self.one = torch.ones((), device=device)
+
+    def _most_gemv_rows(self) -> int:
+        """Return the largest number of rows for `gemv`, which takes 8-bit numbers with scales per row or block."""
+        w = self.weight
+        if takes_nibbles(w):
+            return NIBBLE_ROWS
+        narrow = w.format == "byte" or target_of(w.codes.device).has_fp8
+        if w.half or (w.group > 0 and not self.by_group) or not narrow or (self.by_group and w.outputs % 128):
+            return 0
+        return most_rows(w.inputs, 1)
 
     def rearrange(self) -> None:
         """Put codes and scales into the kernels' order, once the checkpoint is there."""
@@ -122,48 +141,96 @@ class PackedCodesMatmul(FusingMatmul):
             w, scale=scale, zero=None if zero is None else zero.t().contiguous(),
             offset=None if offset is None else offset.t().contiguous(),
         )  # fmt: skip
-        if self.in_library and self.by_group:
+        if self.by_group:
             self.library_scale = scale.t().contiguous().t()
+        self.numbers = w.codes.view(torch.int8 if w.format == "byte" else torch.float8_e4m3fn)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.multiply(x.contiguous())
+
+    def multiply(
+        self, x: torch.Tensor, residual: torch.Tensor | None = None, kind: str | None = None
+    ) -> torch.Tensor:
+        """Return the product, then act(gate) * up with a `kind`, plus the residual [rows, outputs]."""
         rows = x.shape[0]
-        x = x.contiguous()
         if not rows:
-            return x.new_empty(0, self.weight.outputs)
+            return x.new_empty(0, self.weight.outputs if kind is None else self.weight.outputs // 2)
+        if rows <= self.gemv_rows and kind is None:
+            if self.weight.half:
+                return nibble_gemv(x, self.weight, self.bias, add=residual)[0]
+            return gemv(x, self.numbers, self.bias, residual, self.weight.scale)
         if rows <= self.most_in_registers:
-            return packed_product(x, self.weight, self.bias, self.arrived)[0]
-        if not self.most_in_fp8:
-            return F.linear(x, unpack(self.weight, x.dtype), self.bias)
-        codes, scales, _ = round_fp8(x, self.by_group, self.input_scale)
-        if rows <= self.most_in_fp8 or not self.in_library:
-            return packed_product(
-                codes.view(torch.uint8), self.weight, self.bias, self.arrived, x_scale=scales, dtype=x.dtype
-            )[0]
-        return self._in_library(codes, scales, x.dtype)
+            return packed_product(x, self.weight, self.bias, self.arrived, add=residual, kind=kind)
+        if self.rounds:
+            codes, scales, _ = round_fp8(x, self.by_group, self.input_scale)
+            return self.multiply_rounded(codes, scales, x.dtype, residual, kind)
+        y = F.linear(x, unpack(self.weight, x.dtype), self.bias)
+        y = y if kind is None else gated(y, kind)
+        return y if residual is None else y + residual
 
-    def _in_library(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the product by the library's FP8 kernels."""
+    def multiply_rounded(
+        self,
+        codes: torch.Tensor,
+        scales: torch.Tensor,
+        dtype: torch.dtype,
+        residual: torch.Tensor | None = None,
+        kind: str | None = None,
+    ) -> torch.Tensor:
+        """Return `multiply` of rounded inputs.
+
+        Args:
+            codes: e4m3 [rows, inputs].
+            scales: fp32 [rows, 1], or [rows, inputs / 128] for a weight in blocks.
+            dtype: of the result.
+            residual, kind: as for `multiply`.
+        """
         w = self.weight
-        numbers = w.codes.view(torch.float8_e4m3fn).t()
-        if self.by_group:
-            from torch.nn.functional import ScalingType, scaled_mm
+        if codes.shape[0] <= self.most_in_fp8 or not self.in_library:
+            return packed_product(
+                codes.view(torch.uint8),
+                w,
+                self.bias,
+                self.arrived,
+                add=residual,
+                kind=kind,
+                x_scale=scales,
+                dtype=dtype,
+            )
+        numbers = self.numbers.t()
+        if not self.by_group:
+            sums = torch._scaled_mm(codes, numbers, self.one, self.one, out_dtype=torch.bfloat16)
+            return rescale(sums, scales, w.scale, self.bias, residual, kind, dtype)
+        from torch.nn.functional import ScalingType, scaled_mm
 
-            y = scaled_mm(
-                codes, numbers, scales.t().contiguous().t(), ScalingType.BlockWise1x128, self.library_scale,
-                ScalingType.BlockWise128x128, output_dtype=dtype,
-            )  # fmt: skip
-        else:
-            y = torch._scaled_mm(codes, numbers, scales, w.scale.view(1, -1), out_dtype=dtype)
-        return y if self.bias is None else y + self.bias
+        y = scaled_mm(
+            codes, numbers, scales.t().contiguous().t(), ScalingType.BlockWise1x128, self.library_scale,
+            ScalingType.BlockWise128x128, output_dtype=dtype,
+        )  # fmt: skip
+        y = y if self.bias is None else y + self.bias
+        y = y if kind is None else gated(y, kind)
+        return y if residual is None else y + residual
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        return packed_product(x.contiguous(), self.weight, self.bias, self.arrived, add=residual)[0]
+        return self.multiply(x.contiguous(), residual)
 
     def after_norm(self, norm: torch.Tensor, eps: float, kind: str | None) -> NormedProduct:
         def product(x: torch.Tensor, residual: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-            return packed_product(
-                x, self.weight, self.bias, self.arrived, residual=residual, norm=norm, eps=eps, kind=kind
-            )
+            if x.shape[0] <= self.gemv_rows and self.weight.half:
+                return nibble_gemv(
+                    x, self.weight, self.bias, residual=residual, norm=norm, eps=eps, kind=kind
+                )
+            if x.shape[0] <= self.gemv_rows:
+                return norm_gemv(x, residual, norm, eps, self.numbers, self.bias, kind, self.weight.scale)
+            if self.rounds and x.shape[0] > self.most_in_registers:
+                codes, scales, total = round_fp8(
+                    x, self.by_group, self.input_scale, norm=norm, residual=residual, eps=eps
+                )
+                return self.multiply_rounded(codes, scales, x.dtype, None, kind), total
+            if residual is None:
+                normed, total = rms_norm(x, norm, eps), x
+            else:
+                normed, total = add_rms_norm(x, residual, norm, eps)
+            return self.multiply(normed, None, kind), total
 
         return product
 

@@ -7,6 +7,8 @@ in fp32, always in the same order, whatever the other rows hold.
 At this size a kernel's launch costs as much as its work, so neighbouring operations are fused: before the product the
 addition of the residual and the RMSNorm, which every program repeats (a few KB from the L2 cache), and after it the
 activation of a gated MLP or the addition of the residual. Values are rounded where separate kernels round them.
+
+W may hold e4m3 or int8 numbers, with a scale per row, or per block of 128 x 128. x stays as it is.
 """
 
 from __future__ import annotations
@@ -47,8 +49,10 @@ def _gemv(
     bias,  # [rows of weight], if BIAS
     y,  # [M, outputs]
     total,  # [M, K]: x + residual, if ADD_BEFORE
+    scale,  # fp32 [rows of weight] or [K / 128, rows of weight / 128], by SCALES
     eps,
     outputs,
+    scale_stride,  # blocks of rows
     M: tl.constexpr,
     K: tl.constexpr,
     NORM: tl.constexpr,
@@ -56,6 +60,7 @@ def _gemv(
     ADD_AFTER: tl.constexpr,
     BIAS: tl.constexpr,
     KIND: tl.constexpr,
+    SCALES: tl.constexpr,  # none, row or block
     ROWS: tl.constexpr,  # rows of the weight per program
     CHUNK: tl.constexpr,  # columns per load
     DEPTH: tl.constexpr,  # chunks in flight
@@ -85,6 +90,18 @@ def _gemv(
             gains = _with(gains, tl.load(norm + k, mask=k < K, other=0.0))
     out = tile * OUTS + tl.arange(0, OUTS)
     there = out < outputs
+    if SCALES == "row":
+        row_scale = tl.load(scale + row)
+    block_scales = ()  # of the rows of this program, which lie in one block: of gate rows, and of up rows
+    up_scales = ()
+    if SCALES == "block":
+        for c in tl.static_range(CHUNKS):
+            k = c * CHUNK + column
+            at = scale + k // 128 * scale_stride
+            first = tl.minimum(tile * OUTS, outputs - 1)
+            block_scales = _with(block_scales, tl.load(at + first // 128, mask=k < K, other=0.0))
+            if GATED:
+                up_scales = _with(up_scales, tl.load(at + (outputs + first) // 128, mask=k < K, other=0.0))
     if BIAS:
         offset = tl.load(bias + out, mask=there, other=0.0).to(tl.float32)
         if GATED:
@@ -117,13 +134,21 @@ def _gemv(
                 value = tl.load(x + m * K + k, mask=k < K, other=0.0).to(tl.float32)
             if m == 0 and c + DEPTH < CHUNKS:
                 chunks = _with(chunks, _chunk(weight, row, c + DEPTH, K, CHUNK))
-            products += chunks[c].to(tl.float32) * value[None, :]
+            if SCALES == "block" and GATED:
+                of_row = tl.where((r % 2 == 0)[:, None], block_scales[c][None, :], up_scales[c][None, :])
+                products += chunks[c].to(tl.float32) * (value[None, :] * of_row)
+            elif SCALES == "block":
+                products += chunks[c].to(tl.float32) * (value * block_scales[c])[None, :]
+            else:
+                products += chunks[c].to(tl.float32) * value[None, :]
         if ADD_BEFORE:  # noqa: SIM102 (a compile-time condition)
             if tile == 0:
                 for c in tl.static_range(CHUNKS):
                     k = c * CHUNK + column
                     tl.store(total + m * K + k, stream[c].to(dtype), mask=k < K)
         sums = tl.sum(products, 1)
+        if SCALES == "row":
+            sums *= row_scale
         if GATED:
             gate, up = tl.split(tl.reshape(sums, [OUTS, 2]))
             if BIAS:
@@ -138,18 +163,23 @@ def _gemv(
 
 
 def gemv(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None = None,
+    scale: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return x @ weight.T + bias, rounded, plus the residual: [rows, outputs].
 
     Args:
         x: [1 or 2, inputs], contiguous.
-        weight: [outputs, inputs], contiguous.
+        weight: [outputs, inputs], contiguous; in 16 bits, or with a scale e4m3 or int8.
         bias: [outputs], or None.
         residual: [rows, outputs], or None.
+        scale: fp32 [outputs], or [inputs / 128, outputs / 128] of blocks, rounded up.
     """
     y = torch.empty(x.shape[0], weight.shape[0], device=x.device, dtype=x.dtype)
-    _launch(x, None, residual, None, 0.0, weight, bias, None, y, x)
+    _launch(x, None, residual, None, 0.0, weight, bias, None, y, x, scale)
     return y
 
 
@@ -161,6 +191,7 @@ def norm_gemv(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     kind: str | None,
+    scale: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return rms_norm(x + residual) @ weight.T + bias, and the sum x + residual.
 
@@ -172,6 +203,7 @@ def norm_gemv(
         weight: [outputs, inputs]; with a `kind` gate|up, [2 * outputs, inputs].
         bias: one element per row of `weight`, or None.
         kind: None, or the activation of a gated MLP: silu, gelu, gelu_tanh or relu.
+        scale: as for `gemv`.
 
     Returns:
         The product [rows, outputs], with a `kind` act(gate) * up; and the sum [rows, inputs], which is x itself
@@ -180,7 +212,7 @@ def norm_gemv(
     outputs = weight.shape[0] if kind is None else weight.shape[0] // 2
     y = torch.empty(x.shape[0], outputs, device=x.device, dtype=x.dtype)
     total = x if residual is None else torch.empty_like(x)
-    _launch(x, residual, None, norm, eps, weight, bias, kind, y, total)
+    _launch(x, residual, None, norm, eps, weight, bias, kind, y, total, scale)
     return y, total
 
 
@@ -195,10 +227,13 @@ def _launch(
     kind: str | None,
     y: torch.Tensor,
     total: torch.Tensor,
+    scale: torch.Tensor | None,
 ) -> None:
     size, inputs = weight.shape
     target = target_of(x.device)
-    rows, chunk, depth, warps = tile(size, inputs, target.sms, kind is not None, norm is not None)
+    rows, chunk, depth, warps = tile(
+        size, inputs, target.sms, kind is not None, norm is not None, weight.element_size()
+    )
     pdl = target.has_dependent_launch
     residual = before if after is None else after
     _gemv[(triton.cdiv(size, rows),)](
@@ -209,8 +244,10 @@ def _launch(
         weight if bias is None else bias,
         y,
         total,
+        x if scale is None else scale,
         eps,
         y.shape[1],
+        1 if scale is None else scale.shape[-1],
         M=x.shape[0],
         K=inputs,
         NORM=norm is not None,
@@ -218,6 +255,7 @@ def _launch(
         ADD_AFTER=after is not None,
         BIAS=bias is not None,
         KIND=kind or "",
+        SCALES="none" if scale is None else "row" if scale.dim() == 1 else "block",
         ROWS=rows,
         CHUNK=chunk,
         DEPTH=depth,
@@ -228,14 +266,14 @@ def _launch(
     )
 
 
-def most_rows(inputs: int) -> int:
+def most_rows(inputs: int, itemsize: int = 2) -> int:
     """Return the largest number of rows of x for which `gemv` is faster than the other products."""
-    chunks = triton.cdiv(inputs, _width(inputs, False)[1])
+    chunks = triton.cdiv(inputs, _width(inputs, False, itemsize)[1])
     return MOST_ROWS if chunks <= _MOST_CHUNKS // 2 else 1 if chunks <= _MOST_CHUNKS else 0
 
 
 def tile(
-    rows: int, inputs: int, sms: int, gated: bool = False, normed: bool = False
+    rows: int, inputs: int, sms: int, gated: bool = False, normed: bool = False, itemsize: int = 2
 ) -> tuple[int, int, int, int]:
     """Return (rows, columns per chunk, chunks in flight, warps) of a program for a weight [rows, inputs].
 
@@ -243,18 +281,19 @@ def tile(
     flight. A chunk is what the threads load of a row at once; after a norm it has up to 4096 columns. There is about
     one program per multiprocessor or more, if the weight has enough rows.
     """
-    warps, chunk = _width(inputs, normed)
+    warps, chunk = _width(inputs, normed, itemsize)
     chunks = triton.cdiv(inputs, chunk)
-    most = 8 if inputs <= 2048 else 4
+    most = 8 if inputs * itemsize <= 4096 else 4
     least = 2 if gated else 1
     fill = 1 << max((rows // programs_for(sms)).bit_length() - 1, 0)
     return max(min(most, fill), least), chunk, chunks if chunks <= 4 else 3, warps
 
 
-def _width(inputs: int, normed: bool) -> tuple[int, int]:
+def _width(inputs: int, normed: bool, itemsize: int = 2) -> tuple[int, int]:
     """Return (warps, columns per chunk)."""
     warps = 4 if inputs <= 4096 else 8 if inputs <= 16384 else 16
-    return warps, min(4096 if normed and warps == 4 else 256 * warps, triton.next_power_of_2(inputs))
+    chunk = 4096 if normed and warps == 4 else 512 * warps // itemsize
+    return warps, min(chunk, triton.next_power_of_2(inputs))
 
 
 def programs_for(sms: int) -> int:

@@ -5,9 +5,7 @@ of asynchronous copies. If the outputs give too few programs, the inputs are spl
 arrive sums the partial results. Sums are fp32 and always in the same order, so the result of a row does not depend on
 the rest of the batch.
 
-For few rows, the operations around the product are fused: the addition of the residual and the RMSNorm in front, and
-the activation of a gated MLP or the addition of the residual behind it. The factor of the norm is one number per row
-of x, so it is applied to the sum at the end, and no program has to read x twice.
+The activation of a gated MLP or the addition of the residual behind the product is fused with it.
 
 Weights of 4 bits have their columns in the order of `reorder_nibbles`.
 """
@@ -38,32 +36,11 @@ def _wait(PDL: tl.constexpr):
         return 0
 
 
-@triton.jit
-def _columns(x, residual, norm, m, k, rows, K, NORM: tl.constexpr, ADD_BEFORE: tl.constexpr, FIRST, total):
-    """Load columns k of x for a product: with a norm, of (x + residual) * norm, and their squares."""
-    inside = (m < rows)[:, None] & (k < K)[None, :]
-    at = m[:, None].to(tl.int64) * K + k[None, :]
-    a = tl.load(x + at, mask=inside, other=0.0)
-    if NORM:
-        value = a.to(tl.float32)
-        if ADD_BEFORE:
-            value += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
-            a = value.to(x.dtype.element_ty)
-            if FIRST:
-                tl.store(total + at, a, mask=inside)
-            value = a.to(tl.float32)
-        gain = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
-        return (value * gain[None, :]).to(x.dtype.element_ty), tl.sum(value * value, 1)
-    else:
-        return a, 0.0
-
-
 @kernel
 def _packed(
     x,  # [rows, K]; with X_SCALE e4m3 as uint8
     x_scale,  # fp32 [rows, K / X_GROUP], if X_GROUP
-    residual,  # added to x if ADD_BEFORE [rows, K], to the product if ADD_AFTER [rows, outputs]
-    norm,  # [K], if NORM
+    residual,  # [rows, outputs], if ADD
     weight,  # uint8 [outputs, K or K / 2], with KIND [2 * outputs, ...]: gate, then up
     scale,  # [K / GROUP, rows of weight / SCALE_ROWS], or [rows of weight] if GROUP is 0
     zero,  # uint8 [K / GROUP, rows of weight], if ZERO
@@ -71,10 +48,8 @@ def _packed(
     row_factor,  # fp32 [rows of weight], if FACTOR: multiplies the sums as well
     bias,  # [rows of weight], if BIAS
     y,  # [rows, outputs]
-    total,  # [rows, K]: x + residual, if ADD_BEFORE
     parts,  # fp32 [tiles, splits, BLOCK_N, BLOCK_M], if SPLIT
     arrived,  # int32 [tiles], 0 before and after, if SPLIT
-    eps,
     rows,
     outputs,
     scale_stride,  # elements from one group of columns to the next
@@ -88,9 +63,7 @@ def _packed(
     OFFSET: tl.constexpr,
     FACTOR: tl.constexpr,
     X_GROUP: tl.constexpr,
-    NORM: tl.constexpr,
-    ADD_BEFORE: tl.constexpr,
-    ADD_AFTER: tl.constexpr,
+    ADD: tl.constexpr,
     BIAS: tl.constexpr,
     KIND: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -108,7 +81,6 @@ def _packed(
     OUTS: tl.constexpr = BLOCK_N // 2 if GATED else BLOCK_N
     EVEN: tl.constexpr = K % STEP == 0
     tl.static_assert(EVEN or not FOUR)
-    tl.static_assert(not (NORM and SPLIT))
     dtype: tl.constexpr = y.dtype.element_ty
     tile, split = tl.program_id(0), tl.program_id(1)
     if PDL:
@@ -125,8 +97,8 @@ def _packed(
     begin = split * each
     end = tl.minimum(begin + each, K)
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    squares = tl.zeros([BLOCK_M], tl.float32)
-    first = tile == 0
+    real = (m < rows)[:, None]
+    from_x = x + m[:, None].to(tl.int64) * K + k[None, :]
     lag = 0
     for start in range(begin, end, STEP):
         if FOUR:
@@ -139,9 +111,10 @@ def _packed(
             if start == begin:  # after the first loads of W have been issued
                 lag = _wait(PDL)
         at = start + 16 * lag
-        a, more = _columns(x, residual, norm, m, at + k, rows, K, NORM, ADD_BEFORE, first, total)
-        if NORM:
-            squares += more
+        if EVEN:
+            a = tl.load(from_x + at, mask=real, other=0)
+        else:
+            a = tl.load(from_x + at, mask=real & (at + k < K)[None, :], other=0)
         shift = tl.full([BLOCK_N, 1], 128.0 if OFFSET else 136.0, tl.float32).to(tl.bfloat16)
         if ZERO:
             shift = (tl.load(zero + start // GROUP * scale_stride + n).to(tl.float32) + 128.0).to(
@@ -166,7 +139,9 @@ def _packed(
             else:
                 part = tl.dot(w_low, tl.trans(a))
             if X_GROUP and X_GROUP < K:
-                xs = tl.load(x_scale + m * (K // X_GROUP) + at // X_GROUP, mask=m < rows, other=0.0)
+                xs = tl.load(
+                    x_scale + m * ((K + X_GROUP - 1) // X_GROUP) + at // X_GROUP, mask=m < rows, other=0.0
+                )
                 part *= xs[None, :]
             if OFFSET:
                 o = tl.load(offset + start // GROUP * scale_stride + n).to(tl.float32)
@@ -174,11 +149,7 @@ def _packed(
             if not FOUR or GROUP < STEP:
                 acc += part * s[:, None]
         if FOUR:
-            b, more = _columns(
-                x, residual, norm, m, at + BLOCK_K + k, rows, K, NORM, ADD_BEFORE, first, total
-            )
-            if NORM:
-                squares += more
+            b = tl.load(from_x + (at + BLOCK_K), mask=real, other=0)
             if GROUP > 0 and GROUP < STEP:
                 group = (start + BLOCK_K) // GROUP
                 if ZERO:
@@ -220,8 +191,6 @@ def _packed(
             acc *= tl.load(row_factor + n)[:, None]
         if X_GROUP == K:
             acc *= tl.load(x_scale + m, mask=m < rows, other=0.0)[None, :]
-        if NORM:
-            acc *= tl.rsqrt(squares / K + eps)[None, :]
         if BIAS:
             acc += tl.load(bias + n).to(tl.float32)[:, None]
         out = tile * OUTS + tl.arange(0, OUTS)
@@ -233,7 +202,7 @@ def _packed(
             result = activate(gate, KIND).to(dtype).to(tl.float32) * up
         else:
             result = acc
-        if ADD_AFTER:
+        if ADD:
             beside = tl.load(residual + to, mask=inside, other=0.0).to(tl.float32)
             result = result.to(dtype).to(tl.float32) + beside
         tl.store(y + to, result.to(dtype), mask=inside)
@@ -283,7 +252,7 @@ def reorder_nibbles(packed: torch.Tensor, half: int) -> torch.Tensor:
     return (codes[..., 0, :] | codes[..., 1, :] << 4).flatten(-2)
 
 
-def half_for(group: int, inputs: int, most: int = 64) -> int:
+def half_for(group: int, inputs: int, most: int = 128) -> int:
     """Return the `half` of `reorder_nibbles` for groups of `group` columns (0: all), at most `most`; 0 if none fits."""
     sizes = (size for size in (128, 64, 32, 16) if size <= most)
     return next((h for h in sizes if inputs % (2 * h) == 0 and (group % h == 0)), 0)
@@ -296,25 +265,19 @@ def packed_product(
     arrived: torch.Tensor,
     *,
     add: torch.Tensor | None = None,
-    residual: torch.Tensor | None = None,
-    norm: torch.Tensor | None = None,
-    eps: float = 0.0,
     kind: str | None = None,
     x_scale: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
     tile: PackedTile | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the product of x [rows, inputs] and W, and the sum x + residual (x itself without a residual).
+) -> torch.Tensor:
+    """Return the product of x and W: [rows, outputs].
 
     Args:
-        x: contiguous; with `x_scale` e4m3 numbers as uint8.
+        x: [rows, inputs], contiguous; with `x_scale` e4m3 numbers as uint8.
         w: the weight.
         bias: [outputs of W], or None.
         arrived: int32 zeros, `MOST_TILES` of them; zero again when the kernel has ended.
         add: added to the product, [rows, outputs].
-        residual: added to x before the norm.
-        norm: weight of the norm in front of the product.
-        eps: of the norm.
         kind: activation of a gated MLP: the weight is gate|up and the result act(gate) * up.
         x_scale: fp32 [rows, 1] or [rows, inputs / 128].
         dtype: of the result, if x is e4m3.
@@ -323,20 +286,19 @@ def packed_product(
     rows = x.shape[0]
     outputs = w.outputs if kind is None else w.outputs // 2
     y = torch.empty(rows, outputs, device=x.device, dtype=dtype or x.dtype)
-    total = x if residual is None else torch.empty_like(x)
     target = target_of(x.device)
-    tile = tile or tile_for(w.format, rows, w.outputs, w.inputs, x_scale is not None, norm is not None)
-    block_m = max(8 if x_scale is None else 16, min(128, triton.next_power_of_2(rows)))
+    tile = tile or tile_for(w.format, rows, w.outputs, w.inputs, x_scale is not None, w.group > 0)
+    block_m = max(8 if x_scale is None else 16, min(tile.block_m, triton.next_power_of_2(rows)))
     block_k = w.half or min(tile.block_k, w.group or tile.block_k)
     step = 2 * block_k if w.half else block_k
     row_tiles, steps = triton.cdiv(rows, block_m), triton.cdiv(w.inputs, step)
     tiles = triton.cdiv(w.outputs, tile.block_n)
     splits, each = 1, steps
-    if norm is None and tile.programs:
+    if tile.programs:
         wanted = max(1, min(tile.programs * target.sms // (tiles * row_tiles), steps // 4, 16))
         each = triton.cdiv(steps, wanted)
         splits = triton.cdiv(steps, each)
-    if kind is not None or tiles * row_tiles > arrived.shape[0]:
+    if tiles * row_tiles > arrived.shape[0]:
         splits, each = 1, steps
     parts = y
     if splits > 1:
@@ -347,12 +309,10 @@ def packed_product(
     stages = max(2, min(tile.stages, target.shared_bytes // per_stage + 1))
     pdl, asm = target.has_dependent_launch, target.has_ptx
     x_group = 0 if x_scale is None else w.inputs if x_scale.shape[1] == 1 else 128
-    beside = add if residual is None else residual
     _packed[(tiles, splits, row_tiles)](
         x,
         x if x_scale is None else x_scale,
-        x if beside is None else beside,
-        x if norm is None else norm,
+        x if add is None else add,
         w.codes,
         w.scale,
         w.codes if w.zero is None else w.zero,
@@ -360,10 +320,8 @@ def packed_product(
         w.scale if w.factor is None else w.factor,
         w.codes if bias is None else bias,
         y,
-        total,
         parts,
         arrived,
-        eps,
         rows,
         outputs,
         w.scale.shape[-1],
@@ -377,9 +335,7 @@ def packed_product(
         OFFSET=w.offset is not None,
         FACTOR=w.factor is not None,
         X_GROUP=x_group,
-        NORM=norm is not None,
-        ADD_BEFORE=residual is not None,
-        ADD_AFTER=add is not None,
+        ADD=add is not None,
         BIAS=bias is not None,
         KIND=kind or "",
         SPLIT=splits > 1,
@@ -392,7 +348,7 @@ def packed_product(
         num_stages=stages,
         launch_pdl=pdl,
     )
-    return y, total
+    return y
 
 
 MOST_TILES = 8192  # length of `arrived`

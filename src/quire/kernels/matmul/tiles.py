@@ -1,6 +1,6 @@
 """Sizes of the programs that multiply with quantised weights, and the numbers of rows that each kernel is for.
 
-Not yet measured; benchmarks/quantised_products.py compares them.
+Measured on one H200 in the shapes of Llama-3.1-8B by benchmarks/quantised_products.py (results/h200-quantised.json).
 """
 
 from __future__ import annotations
@@ -17,9 +17,23 @@ class PackedTile:
     warps: int
     stages: int
     programs: int = 2  # per multiprocessor, up to which the columns are split; 0: no split
+    block_m: int = 128  # most rows of x
 
 
-def tile_for(format: str, rows: int, outputs: int, inputs: int, in_fp8: bool, normed: bool) -> PackedTile:
+_NARROW = PackedTile(32, 128, 2, 5, 4)
+_DEEP = PackedTile(64, 128, 4, 5, 2)
+_SPLIT = PackedTile(64, 128, 4, 4, 4)
+_WIDE = PackedTile(128, 128, 4, 4, 2)
+_MANY = PackedTile(128, 128, 8, 3, 1)
+_PLAIN = PackedTile(64, 128, 4, 4, 2)
+_LARGE = 64 << 20  # elements of a weight of which every program has a whole row
+
+_HEAD = 1 << 16  # outputs of the head of a language model, and more
+
+ANY_ROWS = 1 << 30
+
+
+def tile_for(format: str, rows: int, outputs: int, inputs: int, in_fp8: bool, grouped: bool) -> PackedTile:
     """Return the sizes of a program.
 
     Args:
@@ -27,25 +41,37 @@ def tile_for(format: str, rows: int, outputs: int, inputs: int, in_fp8: bool, no
         rows: of x.
         outputs, inputs: of the weight.
         in_fp8: whether x is e4m3.
-        normed: whether a norm is fused, which excludes splitting the columns.
+        grouped: whether columns have several scales.
     """
+    large = outputs * inputs >= _LARGE
+    if in_fp8:
+        return PackedTile(64, 128, 4, 5, 4) if rows <= 32 else _WIDE if rows <= 64 else _PLAIN
+    if rows <= 8:
+        if format in ("int4", "fp4"):
+            return _DEEP if large else _SPLIT
+        if grouped:
+            return PackedTile(64, 256, 4, 3, 2) if large or inputs == outputs else _NARROW
+        return _SPLIT if large else _DEEP if inputs > 8192 else _NARROW
     if rows <= 16:
-        return PackedTile(64, 128, 4, 4, 0 if normed else 4)
-    if rows <= 64:
-        return PackedTile(64, 128, 4, 4, 2)
-    return PackedTile(128, 128, 8, 4, 2)
+        return _NARROW
+    if rows <= 32:
+        return (_MANY if large else _PLAIN) if format == "int4" else _WIDE
+    return _MANY
 
 
-def fused_rows(format: str) -> int:
-    """Return the largest number of rows for which the product is fused with its neighbours."""
-    return 4
+def rows_in_registers(format: str, rounds: bool, outputs: int) -> int:
+    """Return the largest number of rows that the kernel multiplies with the weight converted in registers.
+
+    Args:
+        format: of the weight.
+        rounds: whether the inputs may be rounded to FP8, for products in FP8.
+        outputs: of the weight.
+    """
+    if rounds:
+        return 8
+    return 128 if outputs < _HEAD else 1024  # an unpacked head would take a gigabyte
 
 
-def rows_in_registers(format: str, outputs: int, inputs: int) -> int:
-    """Return the largest number of rows that the kernel multiplies with the weight converted in registers."""
-    return 256 if format in ("int4", "fp4") else 64
-
-
-def rows_in_fp8(outputs: int, inputs: int) -> int:
-    """Return the largest number of rows for which the kernel is faster in FP8 than the library's."""
-    return 128
+def rows_in_fp8(inputs: int) -> int:
+    """Return the largest number of rows for which the kernel is faster than the library, for a weight in blocks."""
+    return 64 if inputs > 8192 else 32

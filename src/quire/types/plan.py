@@ -57,11 +57,11 @@ class StepPlan:
     # int32 [rows]: number of tokens in the blocks that rows share at their beginning, 0 for rows that share none.
     # None: no rows share blocks.
     shared: np.ndarray | None = None
+    max_drafts: int = -1  # most draft tokens of a row; negative: computed from `num_drafts`
 
-    @property
-    def max_drafts(self) -> int:
-        """Return the most draft tokens of a row."""
-        return int(self.num_drafts.max(initial=0))
+    def __post_init__(self) -> None:
+        if self.max_drafts < 0:
+            self.max_drafts = int(self.num_drafts.max(initial=0))
 
     @property
     def has_prompts(self) -> bool:
@@ -70,7 +70,7 @@ class StepPlan:
 
     def per_logit_row(self, column: np.ndarray) -> np.ndarray:
         """Repeat the entries of `column` [rows] for the 1 + drafts logit rows of each row."""
-        return column.repeat(1 + self.num_drafts) if self.num_drafts.any() else column
+        return column.repeat(1 + self.num_drafts) if self.max_drafts else column
 
     @property
     def keeps_hidden(self) -> bool:

@@ -199,10 +199,10 @@ class TorchBatcher:
             state.num_computed.index_add_(0, slots, step.counts.int())
         if step.plan.max_drafts:
             return self._accept(step, tokens)
-        result = tokens.unsqueeze(1)
+        result, lengths = tokens.unsqueeze(1), step.logit_rows.lengths
         if not step.plan.samples.all():
-            slots, tokens = slots.index_select(0, step.sampling), tokens.index_select(0, step.sampling)
-        lengths = state.num_tokens.index_select(0, slots)
+            at = step.sampling
+            slots, tokens, lengths = (x.index_select(0, at) for x in (slots, tokens, lengths))
         # A negative token tells the host of a failure; a step in flight still reads this column, so it needs an id.
         state.tokens.view(-1).index_copy_(0, slots * state.max_len + lengths, tokens.clamp(min=0))
         state.num_tokens.index_copy_(0, slots, lengths + 1)

@@ -43,7 +43,7 @@ from quire.layers.expert_weights import ExpertWeights
 from quire.layers.fused_experts import FusedExperts
 from quire.layers.mlp import gated
 from quire.layers.moe import GroupedMLPs, SortedExperts, library_product
-from quire.layers.routing import choose_experts
+from quire.layers.routing import choose_experts, fuses_experts
 from quire.layers.routing_params import Routing
 
 EXPERTS, TOP_K, HIDDEN, WIDTH = 128, 8, 2048, 768
@@ -57,35 +57,39 @@ MODEL = {
 }  # fmt: skip
 FEW_TILES = {
     "gate_up": [
-        (16, 256, 4, 3), (16, 256, 4, 4), (16, 256, 2, 4), (16, 512, 4, 3), (16, 128, 4, 6), (16, 512, 4, 2),
-        (32, 128, 4, 4), (32, 256, 4, 3), (32, 128, 4, 6), (32, 256, 8, 3), (64, 128, 4, 3), (64, 128, 8, 4),
+        (64, 128, 4, 3), (64, 128, 2, 3), (64, 128, 4, 4), (64, 64, 4, 5), (64, 256, 4, 2), (64, 256, 8, 2),
+        (128, 64, 4, 4), (128, 64, 8, 4), (32, 256, 2, 3), (32, 128, 2, 5), (32, 64, 2, 6), (16, 256, 1, 4),
+        (16, 256, 2, 4), (16, 512, 2, 3),
     ],
     "down": [
-        (16, 256, 4, 3), (16, 256, 2, 4), (16, 128, 4, 6), (32, 256, 4, 3), (32, 128, 4, 6), (32, 256, 4, 4),
-        (64, 256, 4, 3), (64, 128, 4, 5), (64, 256, 8, 3), (128, 128, 8, 4),
+        (64, 256, 8, 3), (64, 256, 8, 2), (64, 256, 4, 2), (64, 128, 4, 5), (64, 128, 4, 4), (64, 64, 4, 6),
+        (128, 128, 8, 3), (128, 64, 4, 5), (32, 256, 2, 3), (32, 256, 4, 2), (32, 128, 2, 5),
     ],
+}  # fmt: skip
+_MIDDLE = {
+    "gate_up": [(32, 64, 128, 4, 4), (32, 64, 64, 4, 5), (64, 64, 64, 4, 4), (64, 64, 128, 4, 3), (64, 128, 64, 4, 4),
+                (64, 128, 64, 8, 4), (64, 64, 64, 8, 4)],
+    "down": [(32, 128, 64, 4, 5), (64, 128, 64, 4, 4), (64, 128, 64, 8, 4), (64, 128, 128, 8, 3), (64, 256, 64, 8, 3)],
 }  # fmt: skip
 MANY_TILES = {
     64: {
-        "gate_up": [(16, 16, 256, 4, 4), (16, 32, 128, 4, 4), (16, 32, 256, 4, 3), (16, 32, 128, 4, 6), (16, 64, 128, 4, 4),
-                    (16, 64, 128, 8, 4), (32, 32, 128, 4, 4)],
-        "down": [(16, 32, 256, 4, 3), (16, 64, 128, 4, 4), (16, 64, 128, 4, 6), (16, 64, 256, 4, 3), (16, 128, 128, 8, 4),
-                 (16, 32, 128, 4, 6)],
+        "gate_up": [(16, 64, 128, 4, 4), (16, 64, 128, 4, 5), (16, 32, 256, 4, 3), (16, 128, 64, 4, 5), (16, 64, 256, 4, 2)],
+        "down": [(16, 64, 128, 4, 4), (16, 64, 128, 4, 3), (16, 128, 64, 4, 5), (16, 128, 128, 4, 3)],
     },
     256: {
-        "gate_up": [(16, 32, 128, 4, 5), (16, 64, 128, 8, 4), (32, 32, 128, 4, 4), (32, 32, 128, 4, 5), (32, 64, 64, 4, 5),
-                    (32, 64, 128, 8, 4), (32, 64, 128, 4, 4), (64, 64, 64, 4, 4), (64, 32, 128, 4, 4)],
-        "down": [(16, 64, 128, 4, 6), (32, 64, 128, 4, 4), (32, 64, 128, 4, 5), (32, 128, 64, 4, 5), (32, 128, 128, 8, 4),
-                 (64, 128, 64, 4, 4), (64, 64, 128, 4, 4)],
+        "gate_up": [(32, 64, 128, 4, 4), (32, 64, 128, 4, 3), (32, 64, 64, 4, 5), (32, 128, 64, 4, 4), (32, 128, 64, 8, 4)],
+        "down": [(32, 128, 64, 4, 5), (32, 128, 64, 4, 4), (32, 256, 64, 8, 4), (32, 64, 128, 4, 4)],
     },
+    512: _MIDDLE,
+    1024: _MIDDLE,
     2048: {
-        "gate_up": [(64, 64, 64, 4, 4), (64, 128, 64, 8, 4), (128, 64, 64, 4, 4), (128, 64, 64, 8, 4), (128, 128, 64, 8, 3)],
-        "down": [(64, 128, 64, 4, 4), (64, 128, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 64, 4, 4), (128, 128, 64, 8, 4),
-                 (128, 256, 64, 8, 3)],
+        "gate_up": [(64, 128, 64, 8, 4), (64, 128, 64, 4, 4), (64, 64, 64, 4, 4), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4),
+                    (128, 64, 64, 4, 4)],
+        "down": [(64, 128, 64, 4, 4), (64, 256, 64, 8, 4), (128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (128, 128, 64, 8, 3)],
     },
     8192: {
-        "gate_up": [(128, 64, 64, 4, 4), (128, 64, 64, 8, 4), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 64, 128, 8, 3)],
-        "down": [(128, 128, 64, 8, 3), (128, 128, 64, 4, 4), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (128, 256, 64, 8, 4)],
+        "gate_up": [(128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 128, 32, 8, 5), (128, 64, 64, 4, 4), (256, 64, 64, 8, 3)],
+        "down": [(128, 256, 64, 8, 3), (128, 256, 64, 8, 4), (256, 128, 64, 8, 3), (128, 128, 64, 4, 3)],
     },
 }  # fmt: skip
 
@@ -290,8 +294,7 @@ def time_kernels(counts: list[int]) -> list[dict[str, Any]]:
 
 
 def run_model(layers: int, workload: str, runs: int, fused: bool) -> dict[str, Any]:
-    if not fused:
-        moe.fuses_experts = routing.fuses_experts = lambda device, dtype: False  # type: ignore[assignment]
+    moe.fuses_experts = routing.fuses_experts = fuses_experts if fused else lambda device, dtype: False
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps({**MODEL, "num_hidden_layers": layers}))
         config = EngineConfig(model=folder, load_format="dummy", skip_tokenizer_init=True, max_model_len=4096)
@@ -311,11 +314,13 @@ def run_model(layers: int, workload: str, runs: int, fused: bool) -> dict[str, A
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256, 2048, 8192])
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 4, 16, 64, 256, 512, 1024, 2048, 8192])
     parser.add_argument("--skip-kernels", action="store_true")
     parser.add_argument("--skip-model", action="store_true")
     parser.add_argument("--layers", type=int, default=48)
-    parser.add_argument("--nano-layers", type=int, default=24, help="fewer, if the KV cache needs the memory")
+    parser.add_argument(
+        "--nano-layers", type=int, help="of the workload nano; default: 24 with less than 120 GB"
+    )
     parser.add_argument("--before", action="store_true", help="also run the model without the kernels")
     parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", ".")) / "experts.json")
     args = parser.parse_args()
@@ -325,9 +330,15 @@ def main() -> None:
         args.out.write_text(json.dumps(found))
         torch.cuda.empty_cache()
     if not args.skip_model:
-        plan = [(args.layers, "single", 2, True), (args.nano_layers, "nano", 2, True)]
+        roomy = torch.cuda.get_device_properties(0).total_memory > 120e9
+        nano_layers = args.nano_layers or (args.layers if roomy else args.layers // 2)
+        plan = [
+            (args.layers, "single", 2, True),
+            (nano_layers, "nano", 1, True),
+            (args.layers, "prefix", 1, True),
+        ]
         if args.before:
-            plan += [(args.nano_layers, "single", 2, False), (args.nano_layers, "single", 2, True)]
+            plan += [(args.layers, "single", 1, False), (nano_layers, "nano", 1, False)]
         for case in plan:
             try:
                 found["models"].append(run_model(*case))

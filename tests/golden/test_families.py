@@ -40,14 +40,13 @@ BASE: dict[str, Any] = {
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_experts": 5, "decoder_sparse_step": 1}
 
 
-GLM4_MOE = {
+SIGMOID_MOE = {
     "n_routed_experts": 9,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 24,
     "routed_scaling_factor": 1.7,
-    "num_nextn_predict_layers": 0,
-    "partial_rotary_factor": 0.5,
 }
+GLM4_MOE = {**SIGMOID_MOE, "num_nextn_predict_layers": 0, "partial_rotary_factor": 0.5}
 
 
 def rope(kind: str, **settings: Any) -> dict[str, Any]:
@@ -69,6 +68,34 @@ GRANITE = {
     "residual_multiplier": 0.22,
     "attention_multiplier": 0.3,
     "logits_scaling": 0.5,
+}
+OLMO3 = {
+    "rope_parameters": {
+        "full_attention": {
+            "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16, "rope_theta": 500.0,
+        },
+        "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    }
+}  # fmt: skip
+MINISTRAL3 = rope(
+    "yarn",
+    factor=4.0,
+    original_max_position_embeddings=4,
+    mscale=1.0,
+    mscale_all_dim=1.0,
+    llama_4_scaling_beta=0.3,
+)
+GPT_OSS = {
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "sliding_window": 5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 150.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 8,
+        "truncate": False,
+    },
 }
 GEMMA = {
     "head_dim": 16,
@@ -189,6 +216,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4": ("Glm4", {"head_dim": 16}),
     "glm4-whole-heads": ("Glm4", {**rope("default", partial_rotary_factor=1.0), "attention_bias": False}),
     "granite": ("Granite", GRANITE),
+    "gpt-oss": ("GptOss", GPT_OSS),
+    "gpt-oss-full": ("GptOss", {**GPT_OSS, "layer_types": ["full_attention"] * 3, "attention_bias": False}),
     "granite-biases": (
         "Granite",
         {**GRANITE, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
@@ -198,6 +227,42 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "SmolLM3",
         {"head_dim": 8, "no_rope_layers": [1, 0, 0], "use_sliding_window": True, "sliding_window": 4},
     ),
+    "gemma": ("Gemma", {"head_dim": 16}),
+    "glm": ("Glm", {"head_dim": 16}),
+    "seed-oss": ("SeedOss", {"attention_out_bias": True, "mlp_bias": True}),
+    "olmo3": ("Olmo3", {"head_dim": 8, "num_hidden_layers": 4, "sliding_window": 4, **OLMO3}),
+    "exaone4": ("Exaone4", {"head_dim": 8, "sliding_window": 4, "sliding_window_pattern": 2}),
+    "exaone4-full": (
+        "Exaone4",
+        {"head_dim": 8, "sliding_window": None, "layer_types": ["full_attention"] * 3},
+    ),
+    "hunyuan-dense": ("HunYuanDenseV1", rope("dynamic", factor=1.0, alpha=1000.0)),
+    "hunyuan-dense-plain": ("HunYuanDenseV1", {"attention_bias": True}),
+    "ernie4-5": ("Ernie4_5", {"use_bias": True}),
+    "starcoder2": ("Starcoder2", {"head_dim": 8, "sliding_window": 5, "intermediate_size": 64}),
+    "cohere": ("Cohere", {"head_dim": 8, "use_qk_norm": True, "logit_scale": 2.5}),
+    "cohere-plain": (
+        "Cohere",
+        {"head_dim": 8, "attention_bias": True, "tie_word_embeddings": False, "logit_scale": 1.0},
+    ),
+    "cohere2": (
+        "Cohere2",
+        {"head_dim": 8, "sliding_window": 4, "sliding_window_pattern": 2, "logit_scale": 2.5},
+    ),
+    "apertus": ("Apertus", {"head_dim": 8, "hidden_act": "xielu", **LLAMA3}),
+    "arcee": ("Arcee", {"hidden_act": "relu2", "mlp_bias": True}),
+    "nemotron": (
+        "Nemotron",
+        {"hidden_act": "relu2", "mlp_bias": True, "attention_bias": True, "head_dim": 8},
+    ),
+    "ministral": (
+        "Ministral",
+        {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    ),
+    "ministral3": ("Ministral3", MINISTRAL3),
+    "stablelm": ("StableLm", {"head_dim": 8, "use_qkv_bias": True}),
+    "stablelm-parallel": ("StableLm", {"head_dim": 8, "use_parallel_residual": True}),
+    "phi": ("Phi", {"head_dim": 8, "hidden_act": "gelu_new", "intermediate_size": 64}),
     "qwen2-moe": ("Qwen2Moe", {**MOE, "head_dim": 8, "shared_expert_intermediate_size": 40}),
     "qwen2-moe-mixed": (
         "Qwen2Moe",
@@ -231,6 +296,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "attention_bias": True,
         },
     ),
+    "dots1": (
+        "Dots1",
+        {**SIGMOID_MOE, "n_shared_experts": 2, "norm_topk_prob": True, "first_k_dense_replace": 1},
+    ),
+    "dots1-window": (
+        "Dots1",
+        {
+            **SIGMOID_MOE,
+            "n_shared_experts": 1,
+            "n_group": 3,
+            "topk_group": 1,
+            "sliding_window": 4,
+            "max_window_layers": 1,
+        },
+    ),
+    "minimax-m2": ("MiniMaxM2", {"num_local_experts": 7, "num_experts_per_tok": 3, "rotary_dim": 6}),
     "gpt2": (
         "GPT2",
         {
@@ -247,7 +328,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_embd": 40, "n_layer": 2, "n_head": 5, "n_positions": 64, "tie_word_embeddings": False},
     ),
 }
-NAMES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "Qwen2Moe", "Olmoe")
+NAMES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "Qwen2Moe", "Olmoe", "MiniMaxM2")
 CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
 
 
@@ -294,7 +375,10 @@ def check(model: Any, folder: Path, count: int = 12) -> None:
         expected = reference_logits(model, row)
         assert expected.std() > 0.5, "the reference's logits are degenerate"
         assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
-        assert torch.equal(logits, logits_of(ours, [row])[0]), (
+        alone = logits_of(ours, [row])[0]
+        # oneDNN adds a bias to few rows and to many in different orders, and experts get few rows.
+        slack = 1e-6 if model.config.model_type == "gpt_oss" else 0.0
+        assert (logits - alone).abs().max() <= slack * expected.abs().max(), (
             "a row's logits depend on the rest of the batch"
         )
     for logits, last in zip(logits_of(ours, ROWS), last_logits(ours, ROWS)):
@@ -397,6 +481,77 @@ def test_gemma3_inside_a_multimodal_checkpoint(tmp_path: Path) -> None:
         "text_config": config,
     }
     (tmp_path / "config.json").write_text(json.dumps(outer))
+    check(model, tmp_path, count=2)
+
+
+VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+BLOCKS = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 48}
+MROPE = rope("default", mrope_section=[1, 1, 2])
+MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "mistral": (
+        "Mistral3",
+        {"model_type": "mistral", "sliding_window": None},
+        {"model_type": "pixtral", **VISION},
+    ),
+    "ministral3": (
+        "Mistral3",
+        {"model_type": "ministral3", **MINISTRAL3},
+        {"model_type": "pixtral", **VISION},
+    ),
+    "qwen2.5-vl": ("Qwen2_5_VL", {"head_dim": None, **MROPE}, BLOCKS),
+    "qwen3-vl": ("Qwen3VL", {"head_dim": 8, **MROPE}, {**BLOCKS, "deepstack_visual_indexes": [0]}),
+    "llava": ("Llava", {"model_type": "llama"}, {"model_type": "clip_vision_model", **VISION}),
+}
+
+
+@pytest.mark.parametrize("case", MULTIMODAL)
+def test_text_parts_of_multimodal_checkpoints(case: str, tmp_path: Path) -> None:
+    """Vision weights are not read; positions of text are the same in all parts of a rotary embedding."""
+    name, text, vision = MULTIMODAL[case]
+    text = {
+        key: value for key, value in {**BASE, **text}.items() if value is not None or key == "sliding_window"
+    }
+    config = getattr(transformers, name + "Config")(text_config=text, vision_config=vision)
+    torch.manual_seed(7)
+    model = getattr(transformers, name + "ForConditionalGeneration")(config).eval()
+    model.save_pretrained(tmp_path)
+    expected = reference_logits(model, ROWS[1])
+    (logits,) = logits_of(load_model(tmp_path), [ROWS[1]])
+    assert expected.std() > 0.3 and (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
+def test_gpt_oss_with_experts_in_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As published: blocks of 32 numbers of four bits, two in a byte, with a power of two as their scale."""
+    from safetensors.torch import load_file, save_file
+
+    sizes = {**GPT_OSS, "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
+    monkeypatch.setitem(CASES, "gpt-oss-mxfp4", ("GptOss", sizes))
+    model = make_reference("gpt-oss-mxfp4", tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    values = torch.cat((values, -values))
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            continue
+        experts, inputs, outputs = parameter.shape
+        shape = (experts, outputs, inputs // 32)
+        blocks = torch.randint(256, (*shape, 16), generator=generator, dtype=torch.uint8)
+        scales = torch.randint(122, 126, shape, generator=generator, dtype=torch.uint8)
+        numbers = torch.stack((values[(blocks & 15).long()], values[(blocks >> 4).long()]), -1).flatten(-2)
+        numbers = (numbers * torch.exp2(scales.float() - 127)[..., None]).flatten(-2)
+        with torch.no_grad():
+            parameter.copy_(numbers.transpose(1, 2))
+        del tensors[name]
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "mxfp4",
+        "modules_to_not_convert": ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
     check(model, tmp_path, count=2)
 
 

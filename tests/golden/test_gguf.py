@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from test_families import BASE, CASES, ROWS, make_reference, reference_logits  #
 from quire.layers.rope import inverse_frequencies  # noqa: E402
 from quire.layers.rope_params import RopeParams  # noqa: E402
 from quire.models.checkpoint.checkpoint import open_checkpoint  # noqa: E402
+from quire.models.checkpoint.gguf_names import OFFSET_NORMS, REORDERED  # noqa: E402
+from quire.models.config.gguf_families import TRANSLATIONS  # noqa: E402
 from quire.models.config.load import load_spec  # noqa: E402
 from quire.types import ModelError  # noqa: E402
 
@@ -30,6 +33,7 @@ ARCHS = {
     "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
     "gemma3": gguf.MODEL_ARCH.GEMMA3,
     "gpt2": gguf.MODEL_ARCH.GPT2,
+    **{name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name in TRANSLATIONS},
 }
 CASES["gguf-wide"] = (
     "Llama",
@@ -39,6 +43,16 @@ CASES["gguf-gemma3"] = (
     "Gemma3Text",
     {**CASES["gemma3"][1], "query_pre_attn_scalar": 16, "sliding_window_pattern": 6, "num_hidden_layers": 7},
 )
+
+
+CAPS = [
+    ("attn_logit_softcapping", "attn_logit_softcapping"),
+    ("final_logit_softcapping", "final_logit_softcapping"),
+]
+SCALES = [
+    ("attention_scale", "attention_multiplier"), ("embedding_scale", "embedding_multiplier"),
+    ("residual_scale", "residual_multiplier"), ("logit_scale", "logits_scaling"),
+]  # fmt: skip
 
 
 def write_metadata(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
@@ -53,19 +67,32 @@ def write_metadata(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
         return
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        names = ("norm_epsilon", "norm_eps", "layer_norm_eps")
+        writer.add_layer_norm_eps(next(getattr(config, name) for name in names if hasattr(config, name)))
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     writer.add_key_length(dim)
     writer.add_value_length(dim)
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])
+    if rope["rope_type"] == "longrope":
+        writer.add_rope_scaling_orig_ctx_len(config.original_max_position_embeddings)
+        factor = 1 + math.log(64 / 4) / math.log(4)
+        writer.add_rope_scaling_attn_factors(factor**0.5)
     if rope["rope_type"] == "yarn":
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if arch == "gemma3":
+    if getattr(config, "sliding_window", None) and arch != "qwen2":
         writer.add_sliding_window(config.sliding_window)
+    if part := rope.get("partial_rotary_factor"):
+        writer.add_rope_dimension_count(int(dim * part))
+    for key, name in (*CAPS, *(SCALES if arch == "granite" else [("logit_scale", "logit_scale")])):
+        if (value := getattr(config, name, None)) is not None:
+            getattr(writer, f"add_{key}")(value)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
     if experts:
         writer.add_expert_count(experts)
@@ -81,11 +108,11 @@ def converted(arch: str, tensors: dict[str, torch.Tensor], config: Any) -> dict[
     stacks: dict[str, dict[int, np.ndarray]] = {}
     for name, tensor in tensors.items():
         value = tensor.float().numpy()
-        if arch == "llama" and ("q_proj" in name or "k_proj" in name):
+        if arch in REORDERED and ("q_proj" in name or "k_proj" in name):
             heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
             pairs = value.reshape(heads, 2, value.shape[0] // heads // 2, *value.shape[1:])
             value = pairs.swapaxes(1, 2).reshape(value.shape)
-        if arch == "gemma3" and name.endswith("norm.weight"):
+        if arch in OFFSET_NORMS and name.endswith("norm.weight"):
             value = value + 1
         if arch == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             value = value.T
@@ -103,6 +130,20 @@ def converted(arch: str, tensors: dict[str, torch.Tensor], config: Any) -> dict[
     for stack, values in stacks.items():
         out[stack] = np.stack([values[i] for i in range(len(values))])
     return out
+
+
+# What llama.cpp has in its code is not in a file: the place of windows and of layers without rotation.
+CASES["gguf-gemma2"] = ("Gemma2", {**CASES["gemma2"][1], "query_pre_attn_scalar": 16})
+CASES["gguf-cohere2"] = (
+    "Cohere2",
+    {**CASES["cohere2"][1], "sliding_window_pattern": 4, "num_hidden_layers": 4},
+)
+CASES["gguf-exaone4"] = (
+    "Exaone4",
+    {**CASES["exaone4"][1], "sliding_window_pattern": 4, "num_hidden_layers": 4},
+)
+CASES["gguf-smollm3"] = ("SmolLM3", {"head_dim": 8, "num_hidden_layers": 4})
+CASES["gguf-starcoder2"] = ("Starcoder2", {"head_dim": 8, "intermediate_size": 64})
 
 
 def write_gguf(
@@ -137,6 +178,23 @@ def write_gguf(
         ("gemma3", "gguf-gemma3"),
         ("gpt2", "gpt2"),
         ("gpt2", "gpt2-untied"),
+        ("arcee", "arcee"),
+        ("cohere2", "gguf-cohere2"),
+        ("command-r", "cohere"),
+        ("ernie4_5", "ernie4-5"),
+        ("exaone4", "gguf-exaone4"),
+        ("gemma", "gemma"),
+        ("gemma2", "gguf-gemma2"),
+        ("glm4", "glm4"),
+        ("granite", "granite"),
+        ("hunyuan-dense", "hunyuan-dense-plain"),
+        ("nemotron", "nemotron"),
+        ("olmo2", "olmo2"),
+        ("phi3", "phi3-partial"),
+        ("phi3", "phi3-longrope"),
+        ("seed_oss", "seed-oss"),
+        ("smollm3", "gguf-smollm3"),
+        ("starcoder2", "gguf-starcoder2"),
     ],
 )
 def test_f32_equals_transformers(arch: str, case: str, tmp_path: Path) -> None:
@@ -146,7 +204,14 @@ def test_f32_equals_transformers(arch: str, case: str, tmp_path: Path) -> None:
     model = make_reference(case, tmp_path)
     if case == "gpt2-untied":
         model.config.n_inner = 4 * model.config.n_embd
-    ours = load_model(write_gguf(tmp_path, arch, model.config))
+    extra = {}
+    if case == "phi3-longrope":
+        rope = model.config.rope_parameters
+        extra = {
+            f"rope_factors_{name}.weight": np.array(rope[f"{name}_factor"], np.float32)
+            for name in ("short", "long")
+        }
+    ours = load_model(write_gguf(tmp_path, arch, model.config, extra=extra))
     for row, logits in zip(ROWS, logits_of(ours, ROWS)):
         expected = reference_logits(model, row)
         assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()

@@ -52,7 +52,7 @@ class WholeSequenceAttention:
             if layer.sinks is not None:
                 sinks = layer.sinks.view(-1, 1, 1).expand(-1, end - start, 1)
                 scores = torch.cat((scores, sinks), -1)
-            probs = scores.softmax(-1)[..., : end - start]
+            probs = scores.softmax(-1)[..., : end - start].to(values.dtype)
             outs.append(torch.einsum("hqk,khd->qhd", probs, values).flatten(1))
         return torch.cat(outs)
 

@@ -58,6 +58,8 @@ class Shapes:
     experts: int = 0
     kind: str | None = "silu"  # None: LayerNorm, and an MLP without a gate
     rank: int = 0  # of latent attention, whose entries have `dim` numbers; 0: none
+    sinks: bool = False
+    span: int = 0  # distance between the dimensions of a rotated pair; 0: half a head
 
 
 MODELS = {
@@ -76,6 +78,9 @@ MODELS = {
     "Gemma 3 27B": Shapes(32, 16, 128, 5376, 21504, 262208, window=1024, kind="gelu_tanh"),
     "DeepSeek V2 Lite": Shapes(16, 1, 576, 2048, 10944, 102400, rank=512),
     "DeepSeek V3": Shapes(128, 1, 576, 7168, 18432, 129280, rank=512),
+    "gpt-oss 20B": Shapes(64, 8, 64, 2880, 2880, 201088, window=128, sinks=True),
+    "GLM-4 9B": Shapes(32, 2, 128, 4096, 13696, 151552, span=1),
+    "Phi-4 mini": Shapes(24, 8, 128, 3072, 8192, 200064, span=48),
     "192 wide heads": Shapes(16, 16, 192, 2048, 8192, 32000),
 }
 
@@ -118,14 +123,15 @@ def attention(model: Shapes, dtype: torch.dtype, target: Target) -> None:
     slots = longs(rows)
     queries = max(short.SHORT_ROWS // group, 1)
     partial_sums = shared.attend_shared(q, keys, values, ints(rows, 4)[:, 3], table, slots, 0.1, cap)
-    attend = partial(short.attend_short, q, keys, values, out, lens)
+    sinks = torch.zeros(heads) if model.sinks else None
+    attend = partial(short.attend_short, q, keys, values, out, lens, sinks=sinks)
     for window in dict.fromkeys((model.window, None)):  # the largest variant first, for a sample
         attend(starts, table, slots, 0.1, window, cap, queries, 64)
         for splits in (1, 64):
             attend(None, table, slots, 0.1, window, cap, 1, splits)
         per_tile = long.long_tokens(dim, dtype.itemsize, group, target)
         tiles = long.list_tiles(starts, lens, slots, 9, queries, per_tile, kv_heads)
-        long.attend_long(q, keys, values, out, table, tiles, 0.1, window, cap)
+        long.attend_long(q, keys, values, out, table, tiles, 0.1, window, cap, sinks)
     attend(None, table, slots, 0.1, None, cap, 1, 1, partial_sums)
     many = 4 * target.sms // kv_heads  # with this many rows the buffers of a program are smaller
     short.attend_short(
@@ -140,7 +146,10 @@ def attention(model: Shapes, dtype: torch.dtype, target: Target) -> None:
         0.1,
     )
     qkv, weight = zeros(rows, (heads + 2 * kv_heads) * dim), zeros(heads + kv_heads, dim)
-    rope.norm_rotate_store(qkv, longs(rows), zeros(100, dim), weight, 1e-6, keys, values, longs(rows))
+    store = partial(
+        rope.norm_rotate_store, qkv, longs(rows), zeros(100, dim), weight, 1e-6, keys, values, longs(rows)
+    )
+    store(model.span)
     kv_write.write_kv(q[:, :kv_heads], q[:, :kv_heads], keys, values, longs(rows))
 
 

@@ -41,6 +41,9 @@ def compile_all(folder: Path, *options: str) -> subprocess.CompletedProcess[str]
         ("Qwen3 30B-A3B", "half", "_grouped,_whole", "75,86"),
         ("DeepSeek V3", "half", "_latent_kernel,_norm_rotate_latent", "90"),
         ("DeepSeek V2 Lite", "half", "_latent_kernel", "86"),
+        ("gpt-oss 20B", "half", f"{ATTENTION},_merge_kernel", "90"),
+        ("GLM-4 9B", "half", "_norm_rotate", "90"),
+        ("Phi-4 mini", "half", "_norm_rotate", "75,90"),
     ],
 )
 def test_kernels_fit_in_shared_memory(

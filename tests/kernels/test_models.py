@@ -46,6 +46,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "sliding_window_pattern": 2,
     },
     "mixtral": {"architectures": ["MixtralForCausalLM"], "num_local_experts": 3, "num_experts_per_tok": 2},
+    "glm4": {"architectures": ["Glm4ForCausalLM"], "head_dim": 12, "partial_rotary_factor": 0.5},
+    "phi3": {"architectures": ["Phi3ForCausalLM"], "head_dim": 16, "partial_rotary_factor": 0.75},
+    "olmo2": {"architectures": ["Olmo2ForCausalLM"]},
+    "cohere2": {
+        "architectures": ["Cohere2ForCausalLM"],
+        "sliding_window": 5,
+        "sliding_window_pattern": 2,
+        "logit_scale": 1.0,
+    },
+    "hunyuan": {"architectures": ["HunYuanDenseV1ForCausalLM"]},
+    "nemotron": {"architectures": ["NemotronForCausalLM"], "partial_rotary_factor": 0.5},
+    "gpt_oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "sliding_window": 5,
+        "num_local_experts": 3,
+        "num_experts_per_tok": 2,
+    },
     "gpt2": {
         "architectures": ["GPT2LMHeadModel"],
         "n_embd": 48,

@@ -62,8 +62,6 @@ presets/tinyllama_1b_chat_v1.0: llama 22 2048 32 4 64 5632 32000 2048 0 default 
 """
 TABLE = dict(line.split(": ") for line in EXPECTED.strip().splitlines())
 REFUSED = {
-    "hf/openai--gpt-oss-120b_config": "GptOssForCausalLM",
-    "hf/openai--gpt-oss-20b_config": "GptOssForCausalLM",
     "presets/deepseek": "DeepseekForCausalLM",
 }
 QUANTISED = {
@@ -73,6 +71,8 @@ QUANTISED = {
     "hf/Qwen--Qwen3-30B-A3B-FP8_config": ("fp8 (blocks of 128x128)", "dynamic"),
     "hf/Qwen--Qwen3-32B-FP8_config": ("fp8 (blocks of 128x128)", "dynamic"),
     "hf/Qwen--Qwen3-32B-FP8-Static-PerTensor_config": ("modelopt (FP8)", "static"),
+    "hf/openai--gpt-oss-120b_config": ("mxfp4", "none"),
+    "hf/openai--gpt-oss-20b_config": ("mxfp4", "none"),
 }
 
 

@@ -21,7 +21,7 @@ from quire.quant.base import Part
 from quire.quant.formats.convert import quantise_into
 from quire.quant.forms import Fp4Weight, Fp8Weight, Int8Weight, IntGroupWeight, QuantisedWeight
 from quire.quant.layouts import FormLayout, Fp8Layout, Int8Layout, IntGroupLayout
-from quire.quant.loading import ConcatenatedMatmul, fused_runs, load_stack, open_packed
+from quire.quant.loading import ConcatenatedMatmul, fused_runs, load_dequantised, load_stack, open_packed
 from quire.quant.rounding import rounding_of
 from quire.quant.spec import QuantSpec
 from quire.types import ModelError
@@ -247,6 +247,20 @@ def test_fused_names_in_different_formats_are_one_layer(tmp_path: Path) -> None:
     x = torch.randn(3, IN)
     wanted = x @ torch.cat((q_values, k_values, v)).t()
     torch.testing.assert_close(layer(x), wanted, atol=1e-3, rtol=1e-4)
+
+
+@pytest.mark.parametrize("threads", [False, True], ids=["at-once", "threads"])
+def test_values_of_any_format_can_be_had(tmp_path: Path, threads: bool) -> None:
+    tensors, values = awq(32)
+    save_file(
+        {"y.weight": values.clone(), **{f"x.{name}": t.contiguous() for name, t in tensors.items()}},
+        tmp_path / "model.safetensors",
+    )
+    checkpoint = SafetensorsCheckpoint(tmp_path, False, Reader(CPU, 2, 100) if threads else None)
+    built = replace(env(checkpoint), quantization=spec_of(AWQ))
+    found = [load_dequantised(built, Part(f"{name}.weight", (OUT, IN), slice(8, 40), WHOLE)) for name in "xy"]
+    checkpoint.finish()
+    torch.testing.assert_close(found, [values[8:40]] * 2)
 
 
 def test_tensor_parallel_ranks_add_up(tmp_path: Path) -> None:

@@ -111,10 +111,19 @@ def _fill(report: Report, config: EngineConfig, load: bool) -> None:
     import quire.host  # noqa: F401  (imports torch, which is timed here)
 
     imports_s = time.perf_counter() - begin
+    _models(report)
     _machine(report)
     _plan(report, config)
     if load:
         _load(report, config, imports_s)
+
+
+def _models(report: Report) -> None:
+    from quire.models.config.hf import parsers
+
+    report.section("Models", "models")
+    names = sorted(name for name in parsers() if name[0].isupper() and not name.endswith("Model"))
+    report.row("architectures", ", ".join(names), names)
 
 
 def _machine(report: Report) -> None:

@@ -14,6 +14,7 @@ import torch
 
 log = logging.getLogger("quire")
 
+_BESIDE_STAGES = 4096  # bytes of shared memory that a pipelined kernel takes beside its stages
 OLDEST = 75  # the lowest compute capability that kernels support, 7.5: Turing
 
 
@@ -54,6 +55,10 @@ class Target:
     def has_grouped_mm(self) -> bool:
         """Return whether torch's `grouped_mm` runs bf16 without synchronizing with the device: Hopper and B200."""
         return self.capability // 10 in (9, 10)
+
+    def stages(self, stage_bytes: int, most: int) -> int:
+        """Return the depth of a pipeline whose stages take `stage_bytes` of shared memory: from 2 to `most`."""
+        return max(2, min(most, (self.shared_bytes - _BESIDE_STAGES) // stage_bytes))
 
     def __str__(self) -> str:
         return f"{self.name} (compute capability {self.capability // 10}.{self.capability % 10})"

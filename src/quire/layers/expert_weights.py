@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from quire.kernels.target import log_choice
 from quire.layers.env import Env
 from quire.quant.base import Part
 from quire.quant.forms import QuantisedWeight
@@ -57,6 +58,8 @@ def load_experts(
     part = cut.stop - cut.start
     if env.weights.has(f"{prefix}0.{names[0]}.weight") or not env.weights.has(prefix + "gate_up_proj"):
         return _load_single(env, prefix, num_experts, hidden, width, names)
+    if env.quantization and env.quantization.convert:
+        log_choice("experts that are stored in one tensor are not converted: they stay plain")
     gate_up = torch.empty(num_experts, 2 * part, hidden, device=env.device, dtype=env.dtype)
     down = torch.empty(num_experts, hidden, part, device=env.device, dtype=env.dtype)
     every, shape = slice(None), (num_experts, 2 * width, hidden)

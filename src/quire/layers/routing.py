@@ -87,10 +87,16 @@ class PlainRouter(Router):
 
 
 def load_correction(env: Env, name: str, routing: Routing) -> torch.Tensor | None:
-    """Return the bias of the choice, float32 [experts], or None if the rule has none."""
+    """Return the bias of the choice, float32 [experts], or None if the rule has none.
+
+    Its name is `{name}.e_score_correction_bias`; MiniMax-M2 stores it beside the router instead.
+    """
     if not routing.correction:
         return None
-    stored = env.weights.tensor(name + ".e_score_correction_bias", (routing.num_experts,))
+    suffix = "e_score_correction_bias"
+    inside, beside = f"{name}.{suffix}", f"{name.rpartition('.')[0]}.{suffix}"
+    found = inside if env.weights.has(inside) or not env.weights.has(beside) else beside
+    stored = env.weights.tensor(found, (routing.num_experts,))
     return stored.to(env.device, torch.float32)
 
 

@@ -8,6 +8,7 @@ from quire.layers.env import Env
 from quire.models.decoder import DecoderModel, Model
 from quire.models.deepseek import DeepseekModel
 from quire.models.gpt2 import GPT2Model
+from quire.models.gpt_oss import GptOssModel
 from quire.models.moe import MoEModel
 from quire.models.spec import ModelSpec
 from quire.types import ModelError
@@ -16,6 +17,7 @@ from quire.types import ModelError
 CLASSES: dict[str, Callable[[Env, ModelSpec], Model]] = {
     "deepseek": DeepseekModel,
     "gpt2": GPT2Model,
+    "gpt_oss": GptOssModel,
     "moe": MoEModel,
 }
 

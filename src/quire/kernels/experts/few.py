@@ -19,7 +19,9 @@ from quire.kernels.experts.choice import ExpertChoice
 from quire.kernels.jit import kernel
 from quire.kernels.target import target_of
 
-_ROWS = 16  # of a tile of tokens
+# Tiles were tuned on an H200 (benchmarks/experts.py).
+BLOCK_DOWN = 64  # outputs of a program of `few_down`
+_EARLY_TOKENS = 4  # with more, loading weights before the wait is slower
 
 
 @triton.jit
@@ -219,14 +221,14 @@ def few_gate_up(
     (tokens, hidden), width, active = x.shape, weight.shape[1] // 2, choice.active
     assert active is not None
     h = torch.empty(choice.ids.numel(), width, device=x.device, dtype=x.dtype)
-    outputs, inputs, warps, stages = tile or _GATE_UP_TILE
-    block_k = min(inputs, max(triton.next_power_of_2(hidden), 16))
-    pdl = target_of(x.device).has_dependent_launch
+    outputs, inputs, warps, stages = tile or (64, 128, 4, 3)
+    block_k, target = min(inputs, max(triton.next_power_of_2(hidden), 16)), target_of(x.device)
+    stage_bytes, pdl = x.element_size() * block_k * (2 * outputs + _rows(tokens)), target.has_dependent_launch
     _few_gate_up[(len(active), triton.cdiv(width, outputs))](
         x, weight, weight if bias is None else bias, choice.ids, active, h, tokens,
         HIDDEN=hidden, WIDTH=width, TOP_K=choice.ids.shape[1], K_PAD=triton.next_power_of_2(choice.ids.shape[1]),
-        KIND=kind, BIAS=bias is not None, BLOCK_M=_ROWS, BLOCK_N=outputs, BLOCK_K=block_k, PDL=pdl,
-        num_warps=warps, num_stages=stages, launch_pdl=pdl,
+        KIND=kind, BIAS=bias is not None, BLOCK_M=_rows(tokens), BLOCK_N=outputs, BLOCK_K=block_k, PDL=pdl,
+        num_warps=warps, num_stages=target.stages(stage_bytes, stages), launch_pdl=pdl,
     )  # fmt: skip
     return h
 
@@ -238,7 +240,7 @@ def few_down(
     choice: ExpertChoice,
     arrived: torch.Tensor,
     tile: tuple[int, int, int, int] | None = None,
-    early: bool = True,
+    early: bool | None = None,
 ) -> torch.Tensor:
     """Return the weighted sum of the outputs of each token's experts: [tokens, hidden].
 
@@ -247,28 +249,28 @@ def few_down(
         weight: [experts, hidden, width], contiguous.
         bias: [experts, hidden], or None.
         choice: the experts of the tokens, and their weights.
-        arrived: int32 zeros, one for every 16 outputs; zero again when the kernel has ended.
+        arrived: int32 zeros, one for every `BLOCK_DOWN` outputs; zero again when the kernel has ended.
         tile: (outputs, inputs, warps, stages) of a program, for tuning.
-        early: whether weights are loaded before the wait.
+        early: whether weights are loaded before the wait, for tuning.
     """
     (tokens, top_k), active = choice.ids.shape, choice.active
     assert active is not None
     hidden, width = weight.shape[1:]
     y = torch.empty(tokens, hidden, device=h.device, dtype=h.dtype)
     parts = torch.empty(tokens * top_k, hidden, device=h.device, dtype=torch.float32)
-    outputs, inputs, warps, stages = tile or _DOWN_TILE
-    block_k = min(inputs, max(triton.next_power_of_2(width), 16))
-    pdl = target_of(h.device).has_dependent_launch
+    few = tokens <= _EARLY_TOKENS
+    outputs, inputs, warps, stages = tile or ((BLOCK_DOWN, 256, 4, 3) if few else (BLOCK_DOWN, 128, 4, 5))
+    block_k, target = min(inputs, max(triton.next_power_of_2(width), 16)), target_of(h.device)
+    stage_bytes, pdl = h.element_size() * block_k * (outputs + _rows(tokens)), target.has_dependent_launch
     _few_down[(len(active), triton.cdiv(hidden, outputs))](
         h, weight, weight if bias is None else bias, choice.ids, choice.weights, active, parts, arrived, y,
         tokens, HIDDEN=hidden, WIDTH=width, TOP_K=top_k, K_PAD=triton.next_power_of_2(top_k), BIAS=bias is not None,
-        BLOCK_M=_ROWS, BLOCK_N=outputs, BLOCK_K=block_k, EARLY=early, PDL=pdl,
-        num_warps=warps, num_stages=stages, launch_pdl=pdl,
+        BLOCK_M=_rows(tokens), BLOCK_N=outputs, BLOCK_K=block_k, EARLY=few if early is None else early, PDL=pdl,
+        num_warps=warps, num_stages=target.stages(stage_bytes, stages), launch_pdl=pdl,
     )  # fmt: skip
     return y
 
 
-# (outputs, inputs, warps, stages) of a program
-_GATE_UP_TILE = (16, 256, 4, 3)
-_DOWN_TILE = (32, 256, 4, 3)
-BLOCK_DOWN = _DOWN_TILE[0]
+def _rows(tokens: int) -> int:
+    """Return the rows of a tile of tokens."""
+    return 8 if tokens <= 8 else 16

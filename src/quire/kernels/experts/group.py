@@ -47,7 +47,7 @@ def _group(
     e = tl.arange(0, E_PAD)
     total = tl.zeros([E_PAD], tl.int32)
     before = tl.zeros([E_PAD], tl.int32)  # chosen in earlier blocks
-    for start in range(0, blocks, CHUNK):
+    for start in tl.range(0, blocks, CHUNK, num_stages=2):
         b = start + tl.arange(0, CHUNK)
         count = tl.load(
             counts + b[:, None] * E + e[None, :], mask=(b < blocks)[:, None] & (e < E)[None, :], other=0
@@ -122,6 +122,6 @@ def group(choice: ExpertChoice, experts: int, tile: int) -> GroupedRows:
         tokens, blocks, most, each,
         E=experts, E_PAD=triton.next_power_of_2(experts), TOP_K=top_k,
         ITEMS=triton.next_power_of_2(choice.rows * top_k), ROWS=choice.rows, TILE=tile,
-        TILES=triton.next_power_of_2(each), CHUNK=16, PDL=pdl, num_warps=4 if choice.rows <= 4 else 8, launch_pdl=pdl,
+        TILES=triton.next_power_of_2(each), CHUNK=min(64, triton.next_power_of_2(blocks)), PDL=pdl, num_warps=4 if choice.rows <= 4 else 8, launch_pdl=pdl,
     )  # fmt: skip
     return grouped

@@ -71,27 +71,24 @@ def route_rows(
         group = e // (E // GROUPS)
         open_experts = tl.zeros([ROWS, E_PAD], tl.int1)
         g = tl.arange(0, G_PAD)[None, :]
-        best = tl.full([ROWS, G_PAD], _TAKEN, tl.float32)
+        of_groups = tl.full([ROWS, G_PAD], _TAKEN, tl.float32)
         for i in tl.static_range(GROUPS):
-            best = tl.where(g == i, _group_score(ranked, group == i, TWO)[:, None], best)
+            of_groups = tl.where(g == i, _group_score(ranked, group == i, TWO)[:, None], of_groups)
         for _ in tl.static_range(TOP_GROUPS):
-            largest = tl.max(best, 1)[:, None]
-            first = tl.min(tl.where((best == largest) & (g < GROUPS), g, GROUPS), 1)[:, None]
+            first = tl.argmax(of_groups, 1)[:, None]
             open_experts = open_experts | (group == first)
-            best = tl.where(g == first, _TAKEN, best)
+            of_groups = tl.where(g == first, _TAKEN, of_groups)
         ranked = tl.where(open_experts | (e >= E), ranked, _CLOSED)
     k = tl.arange(0, K_PAD)[None, :]
     ids = tl.zeros([ROWS, K_PAD], tl.int32)
-    weights = tl.zeros([ROWS, K_PAD], tl.float32)
     chosen = tl.zeros([ROWS, E_PAD], tl.int1)
     for i in tl.static_range(TOP_K):
-        largest = tl.max(ranked, 1)[:, None]
-        first = tl.min(tl.where((ranked == largest) & there, e, E - 1), 1)[:, None]
-        mine = e == first
-        ids = tl.where(k == i, first, ids)
-        weights = tl.where(k == i, tl.sum(tl.where(mine, scores, 0.0), 1)[:, None], weights)
+        best = tl.argmax(ranked, 1)[:, None]  # the first of equal ones
+        mine = e == best
+        ids = tl.where(k == i, best, ids)
         ranked = tl.where(mine, _TAKEN, ranked)
         chosen = chosen | mine
+    weights = tl.where(k < TOP_K, tl.gather(scores, ids, 1), 0.0)
     if RENORMALISE:
         weights = weights / (tl.sum(weights, 1)[:, None] + 1e-20)
     return ids, weights * scale, chosen
@@ -188,9 +185,12 @@ def route(logits: torch.Tensor, correction: torch.Tensor | None, rule: dict[str,
 
 
 def block_rows(tokens: int) -> int:
-    """Return the number of tokens per program: all of a few, else such that there are at most a few hundred blocks."""
+    """Return the number of tokens per program: all of a few, else such that there are at most a few hundred blocks.
+
+    There are at least four, one for each warp, because a row that several warps share is slower.
+    """
     if tokens <= FEW_TOKENS:
-        return triton.next_power_of_2(max(tokens, 1))
+        return max(4, triton.next_power_of_2(tokens))
     return 4 if tokens <= 512 else 16 if tokens <= 2048 else 32
 
 

@@ -58,7 +58,8 @@ def _router_few(
     BIAS: tl.constexpr,
     NORM: tl.constexpr,
     ADD: tl.constexpr,
-    ROWS: tl.constexpr,  # at least the number of tokens
+    ROWS: tl.constexpr,  # routed rows, at least the number of tokens
+    NORMED: tl.constexpr,  # normed rows, at least the number of tokens
     SPLITS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_E: tl.constexpr,
@@ -125,13 +126,16 @@ def _router_few(
         list_chosen(tl.sum((chosen & (r < tokens)[:, None]).to(tl.int32), 0), active, slots, E)
         if NORM:
             source = total if ADD else x
+            # In tiles of NORMED rows: there may be fewer tokens than routed rows.
+            t = tl.arange(0, NORMED)
+            own_scale = tl.gather(row_scale, t, 0)
             for start in range(0, HIDDEN, COLUMNS):
                 c = start + tl.arange(0, COLUMNS)
-                real = (r < tokens)[:, None] & (c < HIDDEN)[None, :]
-                to = r[:, None] * HIDDEN + c[None, :]
+                real = (t < tokens)[:, None] & (c < HIDDEN)[None, :]
+                to = t[:, None] * HIDDEN + c[None, :]
                 summed = tl.load(source + to, mask=real, other=0.0, cache_modifier=".cg").to(tl.float32)
                 column = tl.load(norm + c, mask=c < HIDDEN, other=0.0).to(tl.float32)
-                result = summed * row_scale[:, None] * column[None, :]
+                result = summed * own_scale[:, None] * column[None, :]
                 tl.store(normed + to, result.to(normed.dtype.element_ty), mask=real)
 
 
@@ -168,7 +172,7 @@ def norm_and_route(
         return torch.empty(shape, device=x.device, dtype=dtype)
 
     splits = triton.cdiv(hidden, _BLOCK_K)
-    rows = block_rows(tokens)
+    rows, normed_rows = block_rows(tokens), triton.next_power_of_2(tokens)
     ids, weights = scratch(tokens, top_k, dtype=torch.int32), scratch(tokens, top_k)
     active = scratch(min(experts, tokens * top_k), dtype=torch.int32)
     normed = x if norm is None else torch.empty_like(x)
@@ -179,9 +183,11 @@ def norm_and_route(
         weight if bias is None else bias, weights if correction is None else correction,
         scratch(splits, _ROWS, experts), scratch(splits, _ROWS), arrived, total, normed, ids, weights, active,
         tokens, len(active), eps, HIDDEN=hidden, CORRECTION=correction is not None, BIAS=bias is not None,
-        NORM=norm is not None, ADD=residual is not None, ROWS=rows, SPLITS=splits, BLOCK_M=_ROWS, BLOCK_E=_BLOCK_E,
-        BLOCK_K=_BLOCK_K, COLUMNS=min(triton.next_power_of_2(hidden), 4096 // rows), PDL=pdl,
-        num_warps=4, launch_pdl=pdl, **rule,
+        NORM=norm is not None, ADD=residual is not None, ROWS=rows, NORMED=normed_rows, SPLITS=splits,
+        BLOCK_M=_ROWS, BLOCK_E=_BLOCK_E, BLOCK_K=_BLOCK_K,
+        COLUMNS=min(triton.next_power_of_2(hidden), (1 << 13) // normed_rows), PDL=pdl,
+        num_warps=rows,  # so that no two warps share a routed row
+        launch_pdl=pdl, **rule,
     )  # fmt: skip
     return ExpertChoice(ids, weights, active=active), normed, total
 

@@ -20,6 +20,7 @@ import torch
 
 from quire.layers.env import StoredShape
 from quire.models.checkpoint.checkpoint import Checkpoint, check_shape, check_unread
+from quire.models.checkpoint.gguf_names import IN_SPEC, OFFSET_NORMS, REORDERED, layer_names
 from quire.models.config.gguf import Metadata, open_gguf
 from quire.models.spec import ModelSpec
 from quire.quant.formats.gguf import KINDS
@@ -37,33 +38,6 @@ _TOP = {
     "transformer.wpe": "position_embd",
     "transformer.ln_f": "output_norm",
 }
-_LAYER = {
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-    "mlp.gate": "ffn_gate_inp",
-}
-_GEMMA3 = {
-    "post_attention_layernorm": "post_attention_norm",
-    "pre_feedforward_layernorm": "ffn_norm",
-    "post_feedforward_layernorm": "post_ffw_norm",
-}
-_GPT2 = {
-    "ln_1": "attn_norm",
-    "attn.c_attn": "attn_qkv",
-    "attn.c_proj": "attn_output",
-    "ln_2": "ffn_norm",
-    "mlp.c_fc": "ffn_up",
-    "mlp.c_proj": "ffn_down",
-}
 _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 _NAME = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)\.(weight|bias)")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
@@ -79,8 +53,8 @@ class GGUFCheckpoint(Checkpoint):
         self.arch = Metadata(reader, path).arch
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.unpacked: Counter[str] = Counter()  # tensors read, by a type that is not computed with as it is
-        self.unread = set(self.tensors) - {"rope_freqs.weight"}  # which is part of the spec
-        self.layer_names = {**_LAYER, **(_GEMMA3 if self.arch == "gemma3" else {}), **_GPT2}
+        self.unread = set(self.tensors) - IN_SPEC
+        self.layer_names = layer_names(self.arch)
 
     def has(self, name: str) -> bool:
         return self._find(name)[0] in self.tensors
@@ -116,7 +90,7 @@ class GGUFCheckpoint(Checkpoint):
                 f"{self.path} has no tensor {stored or 'for'} ({name}, expected shape {list(shape)})"
             )
         source = self.tensors[stored]
-        transposed = name.endswith(_TRANSPOSED)
+        transposed = self.arch == "gpt2" and name.endswith(_TRANSPOSED)
         stored_shape = tuple(int(n) for n in reversed(source.shape))
         check_shape(
             name,
@@ -134,7 +108,7 @@ class GGUFCheckpoint(Checkpoint):
         values = self._reordered(name, values)
         if transposed:
             values = values.T
-        if self.arch == "gemma3" and name.endswith("norm.weight"):
+        if self.arch in OFFSET_NORMS and name.endswith("norm.weight"):
             values = values - 1
         values = values if early else values[rows]
         return torch.from_numpy(
@@ -175,7 +149,7 @@ class GGUFCheckpoint(Checkpoint):
         return f"blk.{layer}.ffn_{which}_exps.{kind}", int(number)
 
     def _is_reordered(self, name: str) -> bool:
-        return self.arch == "llama" and re.search(r"\.[qk]_proj\.", name) is not None
+        return self.arch in REORDERED and re.search(r"\.[qk]_proj\.", name) is not None
 
     def _reordered(self, name: str, values: np.ndarray) -> np.ndarray:
         """Return rows in the order of Hugging Face's checkpoints."""

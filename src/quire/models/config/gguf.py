@@ -19,6 +19,7 @@ from quire.files.gguf_header import read_gguf_metadata
 from quire.files.reading import shown
 from quire.layers.rope_params import RopeParams
 from quire.layers.routing_params import Routing
+from quire.models.config.gguf_families import TRANSLATIONS, translated_spec
 from quire.models.config.keys import ConfigKeys, token_ids
 from quire.models.config.rope import served_len
 from quire.models.spec import ModelSpec, MoESpec
@@ -94,9 +95,10 @@ def gguf_spec(path: Path) -> ModelSpec:
     """
     reader = open_gguf(path)
     meta = Metadata(reader, path)
-    if meta.arch not in ARCHITECTURES:
+    known = sorted([*ARCHITECTURES, *TRANSLATIONS])
+    if meta.arch not in known:
         raise ModelError(
-            f"GGUF architecture {meta.arch!r} is not supported yet; supported are: {', '.join(ARCHITECTURES)}"
+            f"GGUF architecture {meta.arch!r} is not supported yet; supported are: {', '.join(known)}"
         )
     tensors = {tensor.name: tensor for tensor in reader.tensors}
     if "token_embd.weight" not in tensors:
@@ -136,6 +138,10 @@ def gguf_spec(path: Path) -> ModelSpec:
     if largest.tensor_type not in _DTYPES:
         facts["quantization"] = QuantSpec(method="gguf", detail=largest.tensor_type.name)
     try:
+        if meta.arch in TRANSLATIONS:
+            trained_len = meta.integer(".context_length", "max_position_embeddings")
+            rope = _rope(meta, trained_len, 10000.0, tensors)
+            return translated_spec(meta.arch, meta, facts, tensors, rope)
         facts.update(ARCHITECTURES[meta.arch](meta, facts, tensors))
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ModelError(f"{path} holds a value of a wrong type ({shown(error)})") from error

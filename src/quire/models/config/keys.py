@@ -59,6 +59,8 @@ _RANGES = {
     "residual_multiplier": (1e-6, 1e6),
     "attention_multiplier": (1e-9, 1e6),
     "logits_scaling": (1e-6, 1e6),
+    "swiglu_alpha": (1e-6, 1e6),
+    "swiglu_limit": (1e-6, 1e6),
     "logit_scale": (1e-6, 1e6),
 }
 

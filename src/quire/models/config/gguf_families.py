@@ -1,0 +1,161 @@
+"""GGUF metadata of the families in models/families/: it is translated to a config.json, which the family parses.
+
+Facts that llama.cpp keeps in its code instead of the file are the defaults of the family, or are listed here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+import numpy as np
+
+from quire.layers.rope_params import RopeParams
+from quire.models.config.keys import ConfigKeys
+from quire.models.config.rope import served_len
+from quire.models.families import catalogue
+from quire.models.spec import ModelSpec
+from quire.types import ModelError
+
+
+class GGUFMetadata(Protocol):
+    """The part of `Metadata` (gguf.py) that is used here."""
+
+    def get(self, key: str, default: Any = None) -> Any: ...
+
+    def integer(self, key: str, name: str, default: int | None = None) -> int: ...
+
+    def number(self, key: str, name: str, default: float | None = None) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Translation:
+    """What only some architectures have: further fields of the config by their keys in the file, and windows."""
+
+    fields: dict[str, str] = field(default_factory=dict)
+    has_window: bool = False
+
+
+_CAPS = {
+    ".attn_logit_softcapping": "attn_logit_softcapping",
+    ".final_logit_softcapping": "final_logit_softcapping",
+}
+_LOGIT_SCALE = {".logit_scale": "logit_scale"}
+_GRANITE = {
+    ".attention.scale": "attention_multiplier",
+    ".embedding_scale": "embedding_multiplier",
+    ".residual_scale": "residual_multiplier",
+    ".logit_scale": "logits_scaling",
+}
+TRANSLATIONS = {
+    "arcee": Translation(),
+    "cohere2": Translation(_LOGIT_SCALE, has_window=True),
+    "command-r": Translation(_LOGIT_SCALE),
+    "ernie4_5": Translation(),
+    "exaone4": Translation(has_window=True),
+    "gemma": Translation(),
+    "gemma2": Translation(_CAPS, has_window=True),
+    "glm4": Translation(),
+    "granite": Translation(_GRANITE),
+    "hunyuan-dense": Translation(),
+    "nemotron": Translation(),
+    "olmo2": Translation(),
+    "phi3": Translation(has_window=True),
+    "seed_oss": Translation(),
+    "smollm3": Translation(),
+    "starcoder2": Translation(),
+}
+_GEMMA2_27B_LAYERS = 46  # Gemma 2 27B scales queries by hidden / heads instead of by head_dim
+
+
+def translated_spec(
+    arch: str, meta: GGUFMetadata, facts: dict[str, Any], tensors: dict[str, Any], rope: RopeParams
+) -> ModelSpec:
+    """Build the spec of a file whose architecture is in TRANSLATIONS.
+
+    Args:
+        arch: the file's architecture.
+        meta: its metadata.
+        facts: fields of the spec that all architectures have.
+        tensors: the tensors by name.
+        rope: base and scaling of its rotary embeddings.
+
+    Raises:
+        ModelError: if a key is missing, has a bad value, or the model is not supported.
+    """
+    rule = TRANSLATIONS[arch]
+    family = next(family for family in catalogue() if arch in family.gguf)
+    spec = family.parse(family.architectures[0], ConfigKeys(_config(rule, arch, meta, facts, tensors, rope)))
+    assert spec.rope is not None
+    if "rope_factors_long.weight" in tensors:
+        rope = _longrope(rope, meta, tensors)
+    rope = replace(rope, rotary_dim=spec.rope.rotary_dim, interleaved=spec.rope.interleaved)
+    kept = ("architecture", "dtype", "bos_token_id", "eos_token_ids", "quantization")
+    return replace(
+        spec,
+        rope=rope,
+        max_model_len=served_len(rope, spec.max_model_len, stretch=False),
+        **{name: facts[name] for name in kept if name in facts},
+    )
+
+
+def _config(
+    rule: Translation,
+    arch: str,
+    meta: GGUFMetadata,
+    facts: dict[str, Any],
+    tensors: dict[str, Any],
+    rope: RopeParams,
+) -> dict[str, Any]:
+    heads, head_dim = facts["num_heads"], facts["head_dim"]
+    eps = meta.get(".attention.layer_norm_rms_epsilon") or meta.get(".attention.layer_norm_epsilon")
+    biases = {name: f"blk.0.{name}.bias" in tensors for name in ("attn_q", "attn_output", "ffn_down")}
+    config: dict[str, Any] = {
+        "vocab_size": facts["vocab_size"],
+        "hidden_size": facts["hidden_size"],
+        "intermediate_size": facts["intermediate_size"],
+        "num_hidden_layers": facts["num_layers"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": facts["num_kv_heads"],
+        "head_dim": head_dim,
+        "tie_word_embeddings": facts["tie_embeddings"],
+        "max_position_embeddings": meta.integer(".context_length", "max_position_embeddings"),
+        "partial_rotary_factor": meta.integer(".rope.dimension_count", "head_dim", head_dim) / head_dim,
+        "rope_theta": rope.theta,
+        **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps"), eps),
+        **dict.fromkeys(("attention_bias", "use_bias"), biases["attn_q"]),
+        "attention_out_bias": biases["attn_output"],
+        "mlp_bias": biases["ffn_down"],
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in tensors,
+    }
+    window = meta.get(".attention.sliding_window") or None
+    if window and not rule.has_window:
+        raise ModelError(f"GGUF architecture {arch!r} with a sliding window is not supported")
+    config["sliding_window"] = window
+    if arch == "gemma2":
+        is_27b = facts["num_layers"] == _GEMMA2_27B_LAYERS
+        config["query_pre_attn_scalar"] = facts["hidden_size"] / heads if is_27b else head_dim
+    if arch == "exaone4" and window is None:
+        config["layer_types"] = ["full_attention"] * facts["num_layers"]
+    for key, name in rule.fields.items():
+        if meta.get(key) is not None:
+            config[name] = meta.number(key, name)
+    return config
+
+
+def _longrope(rope: RopeParams, meta: GGUFMetadata, tensors: dict[str, Any]) -> RopeParams:
+    """Return the parameters of Phi-3's rule, whose divisors are tensors."""
+    short, long = (
+        tuple(np.asarray(tensors[f"rope_factors_{name}.weight"].data, dtype=np.float32).tolist())
+        for name in ("short", "long")
+    )
+    return replace(
+        rope,
+        kind="longrope",
+        original_max_len=meta.integer(
+            ".rope.scaling.original_context_length", "original_max_position_embeddings", rope.original_max_len
+        ),
+        attention_factor=meta.number(".rope.scaling.attn_factor", "attention_factor", 1.0),
+        divisors=short,
+        long_divisors=long,
+    )

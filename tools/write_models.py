@@ -1,0 +1,73 @@
+"""Write docs/MODELS.md, the table of model families, from their files in src/quire/models/families/.
+
+    python tools/write_models.py
+
+`tests/unit/test_model_families.py` checks that the page is up to date.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from quire.models.config.hf import PARSERS
+from quire.models.families import Family, catalogue
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "MODELS.md"
+HEAD = """# Models
+
+This page lists the model families that Quire runs, what is special about each, and the formats that `auto` usually
+finds in their chat templates. It is generated: `python tools/write_models.py` writes it from `models/families/`.
+
+A checkpoint names its architecture in `config.json`. An architecture that is not in the list is refused, with the
+nearest supported ones; `quire doctor` prints the list. Checkpoints of multimodal models load their text part if its
+`model_type` is supported, and requests with images are refused. A new family is one file
+([guide](contributing/model-family.md)).
+
+| models | architecture | what is special | GGUF | tools | reasoning |
+|---|---|---|---|---|---|
+"""
+# Families whose parsers are in models/config/.
+OTHERS = (
+    Family(
+        title="Mixtral",
+        architectures=("MixtralForCausalLM",),
+        parse=PARSERS["MixtralForCausalLM"],
+        special="experts",
+        tools="mistral",
+    ),
+    Family(
+        title="Qwen 3 MoE",
+        architectures=("Qwen3MoeForCausalLM",),
+        parse=PARSERS["Qwen3MoeForCausalLM"],
+        special="experts, norms of q and k heads",
+        gguf=("qwen3moe",),
+        tools="hermes",
+        reasoning="think",
+    ),
+)
+NOTES = """
+- **Phi-3 with longrope:** `max_model_len` above the original context uses the factors for long contexts for every
+  request. Serve at most `original_max_position_embeddings` tokens to use the factors for short ones.
+- **Granite:** the residual stream is kept divided by `residual_multiplier`, which norms do not notice.
+- **Layers with other operations on q and k** (OLMo 2 and 3, Command R+, Hunyuan, Ministral 3) run them in plain
+  PyTorch, so on a CPU their small steps are not captured.
+"""
+
+
+def page() -> str:
+    """Return the contents of the page."""
+    families = sorted((*catalogue(), *OTHERS), key=lambda family: family.title.lower())
+    return HEAD + "".join(_row(family) for family in families) + NOTES
+
+
+def _row(family: Family) -> str:
+    gguf = ", ".join(f"`{name}`" for name in family.gguf) or "-"
+    tools, reasoning = (
+        name if name in ("json", "none") else f"`{name}`" for name in (family.tools, family.reasoning)
+    )
+    cells = (family.title, family.architectures[0], family.special, gguf, tools, reasoning)
+    return "| " + " | ".join(cells) + " |\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

@@ -42,7 +42,7 @@ def _parse(name: str, keys: ConfigKeys) -> ModelSpec:
         qkv_bias=keys.flag("attention_bias"),
         qk_norm=keys.flag("use_qk_norm"),
         moe=moe,
-        extra_layers=keys.integer("num_nextn_predict_layers", default=0, minimum=0),
+        extra_layers=keys.integer("num_nextn_predict_layers", default=1, minimum=0),
     )
 
 

@@ -1,9 +1,10 @@
 """Tensor parallelism on two or more GPUs of one host: sums between ranks, tokens against one rank, throughput.
 
-    python benchmarks/ranks.py [--ranks 2] [--parts sums tokens single nano prefill] [--seconds 110] [--out FILE]
+    python benchmarks/ranks.py [--ranks 2] [--parts sums tokens kill single nano prefill] [--seconds 110] [--out FILE]
 
 `sums` times each way to add tensors of 8 KiB to 16 MiB over the ranks, twenty of them in one CUDA graph, and checks the
-result. `tokens` compares greedy tokens of the demo model in float32 on one rank and on several. The other parts run an
+result. `tokens` compares greedy tokens of the demo model in float32 on one rank and on several. `kill` kills and stops a
+rank while it generates, and reports the error and what is left. The other parts run an
 8B model with random weights in bfloat16 on one GPU and on several; each figure is the better of two runs. Parts that
 begin after --seconds are skipped, and a part that fails is reported and does not stop the others. Results are printed
 as they come and written as JSON.
@@ -25,7 +26,7 @@ from typing import Any
 
 from shapes import SHAPES
 
-PARTS = ("sums", "tokens", "single", "nano", "prefill")
+PARTS = ("sums", "tokens", "kill", "single", "nano", "prefill")
 SIZES = [8 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20]
 BEGAN_S = time.monotonic()
 
@@ -138,6 +139,37 @@ def tokens(ranks: int) -> Any:
     return {"equal": found[0] == found[1], "same": sum(a == b for a, b in zip(*found)), "of": len(found[0])}
 
 
+def kill(ranks: int) -> Any:
+    import signal
+    import threading
+
+    import psutil
+
+    from quire import LLM, SamplingParams
+
+    found = {}
+    for sign in (signal.SIGKILL, signal.SIGSTOP):
+        llm = LLM("demo", dtype="float32", tensor_parallel_size=ranks, rank_timeout=5.0)
+        children = psutil.Process().children(recursive=True)
+        peer = next(p for p in children if "quire.rank_process" in p.cmdline())
+        threading.Timer(1.0, peer.send_signal, (sign,)).start()
+        begin = time.monotonic()
+        try:
+            llm.generate(
+                [[300 + i] * 20 for i in range(64)],
+                SamplingParams(max_tokens=1900, ignore_eos=True, detokenize=False),
+                use_tqdm=False,
+            )
+            text = "no error: it ended before the signal"
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+        seconds = round(time.monotonic() - begin, 2)
+        llm.client.close()
+        left = psutil.wait_procs(children, timeout=10)[1]
+        found[sign.name] = {"error": text, "after_s": seconds, "processes_left": len(left)}
+    return found
+
+
 class Throughput:
     """The engines of an 8B model, on one GPU and on several, one after the other."""
 
@@ -218,6 +250,8 @@ def main() -> None:
         attempt("sums", lambda: sums(args.ranks))
     if "tokens" in args.parts:
         attempt("tokens", lambda: tokens(args.ranks))
+    if "kill" in args.parts:
+        attempt("kill", lambda: kill(args.ranks))
     names = [part for part in args.parts if part in ("single", "nano", "prefill")]
     if names:
         with tempfile.TemporaryDirectory() as folder:

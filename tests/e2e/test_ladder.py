@@ -18,7 +18,7 @@ from quire.cli.main import main
 from quire.config import EngineConfig
 from tiny import write_tiny
 
-SCALE = LadderScale(max_model_len=2048, vocab_size=100, is_full=False, on_gpu=False)
+SCALE = LadderScale("tiny", max_model_len=2048, vocab_size=100, is_full=False, on_gpu=False)
 
 
 @pytest.fixture(scope="module")
@@ -38,10 +38,13 @@ def test_every_rung_is_measured_against_the_one_below(rungs: list[RungResult | S
 
 
 def test_no_rung_changes_the_tokens_in_float32(rungs: list[RungResult | SkippedRung]) -> None:
-    for one in rungs:
-        if isinstance(one, RungResult):
-            assert one.likeness.equal_tokens == 1.0, one.name
-            assert one.likeness.divergence < 1e-6, one.name
+    measured = {one.name: one for one in rungs if isinstance(one, RungResult)}
+    rounded = measured.pop("quantised weights"), measured.pop("speculation")
+    for one in measured.values():
+        assert one.likeness.equal_tokens == 1.0, one.name
+        assert one.likeness.divergence < 1e-6, one.name
+    # Other weights give other tokens; drafts on top of them change nothing.
+    assert rounded[0].likeness.divergence > 0 and rounded[0].likeness == rounded[1].likeness
 
 
 def test_a_batch_uses_more_of_the_cache_than_one_request(rungs: list[RungResult | SkippedRung]) -> None:

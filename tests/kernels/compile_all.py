@@ -26,7 +26,7 @@ from targets import TARGETS, TargetDriver
 from triton import knobs
 from triton.runtime import driver, jit
 
-from quire.kernels import activation, batch, ngram, norm, rope
+from quire.kernels import activation, batch, collective, ngram, norm, rope
 from quire.kernels import target as targets
 from quire.kernels.attention import kv_write, long, shared, short
 from quire.kernels.experts.route import FEW_TOKENS, rule_arguments
@@ -264,6 +264,12 @@ def sample(model: Shapes, dtype: torch.dtype, target: Target) -> None:
     )  # fmt: skip
 
 
+def ranks(model: Shapes, dtype: torch.dtype, target: Target) -> None:
+    for size in (2, 4, 8):
+        x = torch.empty(8, model.hidden, dtype=dtype)
+        collective.all_reduce(x, longs(size), ints(collective.MAX_BLOCKS), 0, size)
+
+
 PARTS: tuple[Callable[[Shapes, torch.dtype, Target], None], ...] = (
     attention,
     layers,
@@ -272,6 +278,7 @@ PARTS: tuple[Callable[[Shapes, torch.dtype, Target], None], ...] = (
     experts,
     step,
     sample,
+    ranks,
 )
 
 

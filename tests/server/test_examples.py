@@ -18,6 +18,9 @@ PRINTS = {
     "structured_extraction": ["{'name': 'Mira', ", "'age': ", "'town': "],
     "embedding_search": ["  27 + 45 = 72"],
     "rag": ["When is the market open?", "  0 of 99 prompt tokens cached", "  80 of 97 prompt tokens cached"],
+    "speculative_decoding": ["ngram: the same answers, ", "draft: the same answers, "],
+    "quantised_weights": ["auto: ", "int8: ", "int4: ", " MiB of weights: 27 + 45 = 72"],
+    "several_gpus": ["1 rank(s): Once upon a time", "2 rank(s): Once upon a time", "\nequal\n"],
     "streaming_client": ["27 + 45 = 72\n(11 tokens)"],
     "tool_loop": [
         'get_weather({"city": "Oakford"}) -> ',

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _CHOSEN = {
     "batching", "max_num_seqs", "kv_layout", "kv_cache_memory", "chunked_prefill", "mixed_prefill_tokens", "attention",
     "prefix_caching", "shared_prefix", "cuda_graphs", "capture_at_start", "cpu_kernels", "cpu_replay", "overlap",
-    "skip_tokenizer_init",
+    "skip_tokenizer_init", "quantization", "spec_method", "spec_model", "spec_tokens", "spec_adaptive", "speculative_config",
 }  # fmt: skip
 
 

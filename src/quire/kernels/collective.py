@@ -17,7 +17,7 @@ import triton.language as tl
 from quire.kernels.jit import kernel
 
 BLOCK = 512  # words of 4 bytes per program
-MAX_BLOCKS = 256  # programs of the largest call
+MAX_BLOCKS = 512  # programs of the largest call; all run at once, because each waits for its peers
 MAX_BYTES = 4 * BLOCK * MAX_BLOCKS  # of the largest tensor
 
 

@@ -18,8 +18,9 @@ from quire.parallel.communicator import Communicator
 
 log = logging.getLogger("quire")
 
-# Bytes up to which each method is the fastest (docs/SCALING.md has the figures); NCCL sums larger tensors.
-ONE_TRIP_BYTES = 128 << 10
+# Bytes up to which each method is the fastest (docs/SCALING.md has the figures); NCCL sums larger tensors. In one trip
+# every rank sends everything to every other one, so the limit is shared by the ranks.
+ONE_TRIP_BYTES = 2 << 20  # divided by the number of ranks
 TWO_SHOT_BYTES = 32 << 20
 
 
@@ -62,7 +63,7 @@ class SymmetricCommunicator:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
-        if x.nbytes <= ONE_TRIP_BYTES and collective.takes(x):
+        if x.nbytes <= ONE_TRIP_BYTES // self._size and collective.takes(x):
             return collective.all_reduce(x, self._addresses, self._calls, self._rank, self._size)
         if self._is_muted or x.nbytes > TWO_SHOT_BYTES or x.nbytes % (16 * self._size):
             return self._wider.all_reduce(x)

@@ -100,7 +100,7 @@ class PackedCodesMatmul(FusingMatmul):
         self.input_scale = form.input_scale if isinstance(form, Fp8Weight) else None
         self.by_group = weight.scale_rows > 1
         self.rounds = self.rounding != "none" and target_of(weight.codes.device).capability >= 90
-        self.most_in_registers = rows_in_registers(weight.format, self.rounds)
+        self.most_in_registers = rows_in_registers(weight.format, self.rounds, weight.outputs)
         self.most_in_fp8 = rows_in_fp8(weight.inputs) if self.by_group else 0
         self.in_library = weight.inputs % 128 == 0 and weight.outputs % (128 if self.by_group else 16) == 0
         # Beyond the kernels with an epilogue, the next norm adds the residual at less cost.

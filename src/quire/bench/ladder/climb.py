@@ -79,7 +79,7 @@ class Ladder:
     ) -> None:
         spec = load_spec(locate_model(base.model, base.revision).path)
         longest = min(base.max_model_len or _MAX_LEN[is_full], spec.max_model_len)
-        self.scale = LadderScale(longest, min(spec.vocab_size, MAX_RANDOM_ID), is_full, on_gpu)
+        self.scale = LadderScale(base.model, longest, min(spec.vocab_size, MAX_RANDOM_ID), is_full, on_gpu)
         self._base = replace(base, max_model_len=longest, skip_tokenizer_init=True)
         self._machine, self._repeats = machine, repeats
         self._context_bytes: int | None = None  # of the KV cache; known from the first rung that has one

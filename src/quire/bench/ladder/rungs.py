@@ -24,6 +24,7 @@ PACKAGE = Path(quire.__file__).parent
 class LadderScale:
     """What the machine and the model allow: the context, the vocabulary, and whether real sizes are asked for."""
 
+    model: str
     max_model_len: int
     vocab_size: int
     is_full: bool
@@ -229,6 +230,28 @@ RUNGS: tuple[Rung, ...] = (
         RATE,
         ("core/engine.py", "worker/results.py"),
         _always(overlap=True),
+    ),
+    Rung(
+        "quantised weights",
+        "Store weights in 8 bits: a step of few rows takes as long as reading them.",
+        "one request",
+        _one,
+        RATE,
+        ("quant/forms.py", "quant/loading.py", "quant/formats/convert.py"),
+        lambda scale: {"quantization": "fp8" if scale.on_gpu else "int8"},
+    ),
+    Rung(
+        "speculation",
+        "Guess several tokens cheaply, and verify them in one step.",
+        "one request",
+        _one,
+        RATE,
+        ("speculation/draft_model.py", "speculation/ngram.py", "core/draft_depth.py"),
+        lambda scale: (
+            {"spec_method": "draft", "spec_model": "demo-draft"}
+            if scale.model == "demo"
+            else {"spec_method": "ngram"}
+        ),
     ),
 )
 

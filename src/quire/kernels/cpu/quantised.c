@@ -106,6 +106,16 @@ INLINE bits look_up(bits nibbles, int table) {
 #endif
 }
 
+INLINE void store_bytes(int8_t *to, ints n) {
+#if defined(__AVX512F__)
+    _mm_storeu_si128((__m128i *)to, _mm512_cvtepi32_epi8((__m512i)n));
+#else
+    typedef int8_t bytes __attribute__((vector_size(16)));
+    bytes b = __builtin_convertvector(n, bytes);
+    memcpy(to, &b, 16);
+#endif
+}
+
 INLINE bits load_line(const uint8_t *p) {
     bits b;
     memcpy(&b, p, 64);
@@ -143,10 +153,8 @@ APART void round_row(const CodedWeight *w, const float *x, void *row) {
         for (int64_t i = 0; i < w->unit; i += LANES) {
             vec v = load(mine, i, LANES, 0) * inverse + 12582912.f; /* adding 2^23 + 2^22 rounds to an integer */
             ints n = (ints)v - 0x4b400000;
-            typedef int8_t bytes16 __attribute__((vector_size(16)));
-            bytes16 b = __builtin_convertvector(n, bytes16);
-            memcpy(bytes + u * w->unit + i, &b, 16);
-            sum += __builtin_convertvector(b, ints);
+            store_bytes(bytes + u * w->unit + i, n);
+            sum += n;
         }
         int32_t total = 0;
         for (int i = 0; i < LANES; i++) total += sum[i];
@@ -362,6 +370,20 @@ INLINE void bf16_tiles(const char *x, int64_t stride, const char *first, const c
     _tile_stored(2, sums + 512, 64); _tile_stored(3, sums + 768, 64);
 }
 
+/* Return the two numbers of each lane in bf16, `low` in the lower half. */
+INLINE bits pairs_of(vec low, vec high) {
+#if defined(__AVX512BF16__)
+    bits order = {0}; /* words 0 to 15 are `low`, 16 to 31 `high` */
+    for (int i = 0; i < LANES; i++) order[i] = i | (i + 16) << 16;
+    __m512bh both = _mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+    __m512i words;
+    memcpy(&words, &both, 64);
+    return (bits)_mm512_permutexvar_epi16((__m512i)order, words);
+#else
+    return rounded_bits(low) >> 16 | (rounded_bits(high) & 0xffff0000);
+#endif
+}
+
 /* Unpack a block to bf16: lines of 16 outputs and 2 inputs, which are 32 bytes of x. */
 APART void unpack_block(const CodedWeight *w, int64_t block, char *to) {
     int64_t groups = w->padded / w->group, step = w->bits == 4 ? 8 : 4;
@@ -377,7 +399,7 @@ APART void unpack_block(const CodedWeight *w, int64_t block, char *to) {
                 for (int pair = 0; pair < 2; pair++) {
                     vec low = __builtin_convertvector((ints)(four >> 16 * pair & 255), vec) * scale - offset;
                     vec high = __builtin_convertvector((ints)(four >> (16 * pair + 8) & 255), vec) * scale - offset;
-                    bits both = rounded_bits(low) >> 16 | (rounded_bits(high) & 0xffff0000);
+                    bits both = pairs_of(low, high);
                     memcpy(to + 64 * pair, &both, 64);
                 }
             }
@@ -415,26 +437,31 @@ static void many_rows_part(void *p) {
             block[i] = whole ? (const char *)w->codes + b[i] * LANES * w->padded : unpacked + i * 2 * LANES * w->padded;
             if (!whole) unpack_block(w, b[i], (char *)block[i]);
         }
+        vec factor[2], bias[2] = {{0}, {0}};
+        for (int i = 0; i < 2; i++) {
+            int64_t first = b[i] * LANES;
+            factor[i] = load(w->factors, first, LANES, 0);
+            if (w->bias) bias[i] = load(w->bias, first, w->outputs - first, w->half);
+        }
         for (int64_t row = 0; row < j->rows; row += 32) {
             __attribute__((aligned(64))) int32_t sums[1024];
             const char *x = (const char *)j->rounded + row * stride;
             if (whole) int_tiles(x, stride, (const uint8_t *)block[0], (const uint8_t *)block[1], w->padded, sums);
             else bf16_tiles(x, stride, block[0], block[1], w->padded, (float *)sums);
-            for (int r = 0; r < MIN(32, j->rows - row); r++)
+            for (int r = 0; r < MIN(32, j->rows - row); r++) {
+                const char *mine = x + r * stride;
+                ints zero = {0};
+                vec scale = {0};
+                if (whole) zero += *zeros_of(w, mine), scale += *scales_of(w, mine);
                 for (int i = 0; i < 2; i++) {
                     ints n;
                     memcpy(&n, sums + (r / 16 * 2 + i) * 256 + r % 16 * LANES, 64);
-                    int64_t first = b[i] * LANES, place = (row + r) * w->outputs + first;
+                    int64_t first = b[i] * LANES;
                     vec result = (vec)n;
-                    if (whole) {
-                        const char *mine = x + r * stride;
-                        result = __builtin_convertvector(n - *zeros_of(w, mine), vec) * *scales_of(w, mine);
-                        result = finished(w, b[i], result);
-                    } else if (w->bias) {
-                        result += load(w->bias, first, w->outputs - first, w->half);
-                    }
-                    store(j->y, place, w->outputs - first, result, w->half);
+                    if (whole) result = __builtin_convertvector(n - zero, vec) * scale * factor[i];
+                    store(j->y, (row + r) * w->outputs + first, w->outputs - first, result + bias[i], w->half);
                 }
+            }
         }
     }
     _tile_release();

@@ -28,6 +28,8 @@ _MANY = PackedTile(128, 128, 8, 3, 1)
 _PLAIN = PackedTile(64, 128, 4, 4, 2)
 _LARGE = 64 << 20  # elements of a weight of which every program has a whole row
 
+_HEAD = 1 << 16  # outputs of the head of a language model, and more
+
 ANY_ROWS = 1 << 30
 
 
@@ -57,16 +59,17 @@ def tile_for(format: str, rows: int, outputs: int, inputs: int, in_fp8: bool, gr
     return _MANY
 
 
-def rows_in_registers(format: str, rounds: bool) -> int:
+def rows_in_registers(format: str, rounds: bool, outputs: int) -> int:
     """Return the largest number of rows that the kernel multiplies with the weight converted in registers.
 
     Args:
         format: of the weight.
         rounds: whether the inputs may be rounded to FP8, for products in FP8.
+        outputs: of the weight.
     """
     if rounds:
         return 8
-    return 128 if format in ("int4", "fp4") else 48
+    return 128 if outputs < _HEAD else 1024  # an unpacked head would take a gigabyte
 
 
 def rows_in_fp8(inputs: int) -> int:

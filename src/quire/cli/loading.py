@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.frontend.location import locate_model
+from quire.frontend.location import BUILT_IN, locate_model
 
 if TYPE_CHECKING:
     from quire.llm import LLM
@@ -41,8 +41,26 @@ def loading(name: str, revision: str | None = None) -> Iterator[None]:
         yield
         return
     path = locate_model(name, revision).path
+    with _line(f"Loading {name} ({size_text(weight_bytes(path))})"):
+        yield
+
+
+@contextmanager
+def loading_elsewhere(name: str) -> Iterator[None]:
+    """Show the same while another process loads the model, unless that process downloads it and shows its own bars."""
+    here = name in BUILT_IN or Path(name).exists()
+    if not (here and sys.stderr.isatty()):
+        yield
+        return
+    with loading(name):
+        yield
+
+
+@contextmanager
+def _line(text: str) -> Iterator[None]:
+    """Keep a line with `text` and the seconds so far inside this context."""
     done = threading.Event()
-    thread = threading.Thread(target=_show, args=(f"Loading {name} ({size_text(weight_bytes(path))})", done))
+    thread = threading.Thread(target=_show, args=(text, done))
     thread.start()
     try:
         yield

@@ -8,6 +8,7 @@ import sys
 
 from quire.cli.config_file import read_config
 from quire.cli.flags import add_flags, add_model, check_one_model, given
+from quire.cli.loading import loading_elsewhere
 from quire.config import EngineConfig
 from quire.serve.engine_process_client import EngineProcess
 from quire.serve.http.auth import load_keys
@@ -58,6 +59,6 @@ def _start(config: EngineConfig, settings: ServeConfig) -> int:
     try:
         from quire.serve.http.server import run
 
-        return run(config, settings, keys, process, sock, stop)
+        return run(config, settings, keys, process, sock, stop, loading_elsewhere(config.model))
     finally:
         process.kill()

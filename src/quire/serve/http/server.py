@@ -64,6 +64,7 @@ def run(
     process: EngineProcess,
     sock: socket.socket,
     stop: ShutdownSignal,
+    loading: contextlib.AbstractContextManager[None],
 ) -> int:
     """Serve until a signal or the death of the engine.
 
@@ -74,6 +75,7 @@ def run(
         process: the engine process, started already.
         sock: bound socket.
         stop: signals received since the start of the process.
+        loading: entered until the engine is ready, to show progress.
 
     Returns:
         The exit code: 0 after a drain, 1 if the engine died, 128 plus the signal's number after a second signal or a
@@ -92,7 +94,7 @@ def run(
 
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(_serve(config, settings, keys, process, sock, stop, began_s))
+        return runner.run(_serve(config, settings, keys, process, sock, stop, loading, began_s))
 
 
 async def _serve(
@@ -102,6 +104,7 @@ async def _serve(
     process: EngineProcess,
     sock: socket.socket,
     stop: ShutdownSignal,
+    loading: contextlib.AbstractContextManager[None],
     began_s: float,
 ) -> int:
     lines = set_up_logging(settings)
@@ -114,7 +117,8 @@ async def _serve(
     try:
         await asyncio.to_thread(templates.read_setting)
         started = asyncio.ensure_future(engine.start())
-        await asyncio.wait((started, stop.first), return_when=asyncio.FIRST_COMPLETED)
+        with loading:
+            await asyncio.wait((started, stop.first), return_when=asyncio.FIRST_COMPLETED)
         if not started.done():
             started.cancel()
             await asyncio.gather(started, return_exceptions=True)

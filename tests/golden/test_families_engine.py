@@ -42,7 +42,7 @@ def reference(model: Any) -> list[tuple[list[int], torch.Tensor]]:
 def test_tokens_do_not_depend_on_the_schedule(case: str, tmp_path: Path) -> None:
     expected = reference(make_reference(case, tmp_path))
     spec = load_spec(tmp_path)
-    token_bytes = 2 * spec.num_layers * spec.num_kv_heads * spec.head_dim * 4
+    token_bytes = sum(layout.token_bytes for layout in spec.kv_layouts("float32"))
     settings: dict[str, Any] = {
         "kv_cache_memory": 15 * 4 * token_bytes,
         "block_size": 4,

@@ -197,13 +197,15 @@ def constrained(rng: random.Random, max_len: int) -> Iterator[EngineRequest]:
 
 def with_grammar(engine: Engine, source: Source, patience_s: float = 10.0) -> LibraryGrammar:
     device = engine.executor
-    engine.executor = MaskedDevice(device.block_size, device.keeps_kv)
+    engine.executor = MaskedDevice(device.block_size, device.keeps_kv, device.groups)
     engine.grammar = LibraryGrammar(Compiler(source), VOCAB, patience_s)
     return engine.grammar
 
 
 # Blocks for little more than one request, and many at once, so that about every second such load preempts.
-TIGHT = dict(max_len=24, layout="paged", block_size=1, num_blocks=26, rows=8, admits=continuous)
+TIGHT = dict(
+    max_len=24, layout="paged", block_size=1, num_blocks=26, rows=8, admits=continuous, windows=(None,)
+)
 
 
 def random_run(seed: int, vocabulary: Vocabulary) -> Engine:

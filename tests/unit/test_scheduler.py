@@ -214,7 +214,9 @@ def make_engine(rng: random.Random | None = None, **fixed) -> tuple[Engine, int]
     max_len = choose("max_len", [24, 40])
     layout = choose("layout", ["paged", "paged", "paged", "contiguous", "none"])
     block_size = choose("block_size", [1, 3, 4, 16]) if layout == "paged" else max_len
-    windows = fixed.get("windows", (None,)) if rng is None or layout != "paged" else rng.choice(WINDOWS)
+    windows = fixed.get("windows", (None,))
+    if rng is not None and layout == "paged" and "windows" not in fixed:
+        windows = rng.choice(WINDOWS)
     groups = tuple(KVGroup((), window) for window in windows)
     keeps = layout != "none"
     chunk = choose("chunk", [True, True, False]) and keeps

@@ -119,6 +119,7 @@ def test_quantised_weights_are_described(name: str) -> None:
     assert described == QUANTISED[name]
 
 
+@needs_configs
 def test_formats_that_cannot_be_read_are_refused_by_name() -> None:
     config = {**read("hf/Qwen--Qwen3-8B_config"), "quantization_config": {"quant_method": "hqq"}}
     with pytest.raises(ModelError, match="format hqq cannot be read: supported are: awq, compressed-tensors"):

@@ -131,7 +131,7 @@ class LatentLayer(KVLayer, Protocol):
 
     @property
     def norm(self) -> LatentNorm:
-        """The norm of latents."""
+        """Return the norm of latents."""
         ...
 
     def prepare(

@@ -95,8 +95,8 @@ class Bench:
         )
         tokens = 0
         held = False  # whether max_concurrency holds the next request back
-        begin = time.monotonic()
         with bar, self._meter.measure() as energy:
+            begin = time.monotonic()  # here, because reading the counters takes a moment
             while waiting or running:
                 now = time.monotonic() - begin
                 while waiting and waiting[0][2].start_s <= now and len(running) < limit:

@@ -15,7 +15,7 @@ from typing import Any
 
 from quire.bench.cost import Cost, Machine
 from quire.bench.drive import Bench
-from quire.bench.load.workloads import Workload
+from quire.bench.load.workloads import MAX_RANDOM_ID, Workload
 from quire.bench.run import Run
 from quire.core.steplog import StepRecord
 from quire.types import EngineInfo
@@ -24,7 +24,6 @@ _SETTLE = 8  # decode steps of a run that do not count: the batch is still filli
 _TIMED = 24  # decode steps of a run that count
 _ROUNDS = 2  # runs per prompt length; the best one counts
 _GREEDY = {"temperature": 0.0}
-MAX_RANDOM_ID = 100_000  # higher ids are often special
 
 
 @dataclass(frozen=True, slots=True)

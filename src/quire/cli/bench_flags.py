@@ -20,8 +20,7 @@ from quire.cli.interrupt import INTERRUPTED
 from quire.config import EngineConfig
 from quire.types import ConfigError, SamplingParams
 
-MAX_RANDOM_ID = 100_000  # random token ids are below this, because higher ids are often special
-EVERY = "all"  # the name for every workload with a pace of its own
+EVERY = "all"  # value of --workload that runs all workloads of `PACED`
 _METRICS = ("ttft", "tpot", "itl", "e2el")
 # Sampling fields without effect on answers of a fixed length that are not detokenized.
 NO_TEXT = {

@@ -14,10 +14,9 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from quire.bench.load.workloads import PACED
+from quire.bench.load.workloads import MAX_RANDOM_ID, PACED
 from quire.cli.bench_flags import (
     EVERY,
-    MAX_RANDOM_ID,
     chosen_figures,
     keep_finished,
     machine_line,
@@ -176,7 +175,7 @@ async def _run_users(
 async def _run_workload(
     args: argparse.Namespace, client: LoadClient, load: RequestPlan, test: LoadTest
 ) -> None:
-    """Run a workload with a pace of its own, and append its result to the levels."""
+    """Run a workload at its own pace, and append its result to the levels."""
     from quire.bench.metrics import serving
     from quire.bench.report import print_workload
 

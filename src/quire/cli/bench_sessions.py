@@ -6,7 +6,8 @@ import argparse
 from typing import Any, get_args
 
 from quire.bench.load.sessions import SHAPES, Preset, sessions
-from quire.cli.bench_flags import MAX_RANDOM_ID, engine_config, keep_finished, sampling
+from quire.bench.load.workloads import MAX_RANDOM_ID
+from quire.cli.bench_flags import engine_config, keep_finished, sampling
 from quire.cli.bench_results import conditions_of, save_result
 from quire.types import ConfigError
 

@@ -9,10 +9,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from quire.bench.load.arrivals import arrival_times
-from quire.bench.load.workloads import ALL_WORKLOADS, PACED, WARM_REQUESTS, scaled, uniform
+from quire.bench.load.workloads import ALL_WORKLOADS, MAX_RANDOM_ID, PACED, WARM_REQUESTS, scaled, uniform
 from quire.cli.bench_flags import (
     EVERY,
-    MAX_RANDOM_ID,
     check_load,
     chosen_figures,
     engine_config,

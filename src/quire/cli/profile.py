@@ -7,8 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.bench.load.workloads import ALL_WORKLOADS, Workload, uniform
-from quire.cli.bench_flags import MAX_RANDOM_ID, NO_TEXT, at_least_one, engine_config, sampling
+from quire.bench.load.workloads import ALL_WORKLOADS, MAX_RANDOM_ID, Workload, uniform
+from quire.cli.bench_flags import NO_TEXT, at_least_one, engine_config, sampling
 from quire.cli.flags import add_flags, add_model
 from quire.config import EngineConfig
 from quire.types import ConfigError, EngineInfo, SamplingParams

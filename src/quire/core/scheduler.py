@@ -170,7 +170,7 @@ class Scheduler:
 
     @property
     def pool(self) -> BlockPool:
-        """The pool of blocks, for figures about it."""
+        """Return the pool of blocks, for figures about it."""
         return self.blocks.pool
 
     @property

@@ -92,7 +92,7 @@ class AttentionHalf(Protocol):
 
     @property
     def attention(self) -> KVLayer:
-        """The layer whose entries the KV cache keeps."""
+        """Return the layer whose entries the KV cache keeps."""
         ...
 
     def __call__(

@@ -53,7 +53,7 @@ class QuantisedWeight(Protocol):
 
     @property
     def label(self) -> str:
-        """A short name of the form, for messages: `int4, groups of 128`."""
+        """Return a short name of the form for messages, such as `int4, groups of 128`."""
         ...
 
     def dequantised(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -123,7 +123,7 @@ class Fp8Weight(_Form):
 
     @property
     def by_block(self) -> bool:
-        """Whether scales belong to 128x128 blocks."""
+        """Return whether scales belong to 128x128 blocks."""
         return not by_row(self.scale, self.weight)
 
     @property

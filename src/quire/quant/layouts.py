@@ -26,7 +26,7 @@ class FormLayout(Protocol):
 
     @property
     def row_step(self) -> int:
-        """A part of a fused weight begins at a multiple of so many rows."""
+        """Return the number of rows at whose multiples a part of a fused weight begins."""
         ...
 
     def allocate(self, lead: tuple[int, ...], rows: int, cols: int, device: torch.device) -> QuantisedWeight:

@@ -65,7 +65,7 @@ class QuantSpec:
 
     @property
     def is_fp8(self) -> bool:
-        """Whether matrices are stored in FP8."""
+        """Return whether matrices are stored in FP8."""
         return (self.like_conversion() or "").startswith("fp8")
 
     def like_conversion(self) -> Conversion | None:

@@ -12,6 +12,7 @@ from quire.bench.cost import Machine
 from quire.bench.drive import Bench
 from quire.bench.ladder.likeness import Likeness, NaiveAnswers, compare, naive_answers
 from quire.bench.ladder.rungs import BATCH, RUNGS, LadderScale, Rung, settings_of
+from quire.bench.load.workloads import MAX_RANDOM_ID
 from quire.bench.metrics import serving
 from quire.bench.run import Run
 from quire.config import EngineConfig
@@ -22,7 +23,6 @@ _REPEATS = 3
 _GREEDY = {"temperature": 0.0}
 _FIGURES = ("output_throughput", "median_ttft_ms", "p99_ttft_ms", "median_itl_ms", "p99_itl_ms")
 _MAX_LEN = {False: 2048, True: 4096}  # longest context of the climb, quick and full
-MAX_RANDOM_ID = 100_000
 
 
 @dataclass(frozen=True, slots=True)

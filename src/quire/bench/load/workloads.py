@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 Workload = list[tuple[Sequence[int], int]]
+MAX_RANDOM_ID = 100_000  # random token ids are below this, because higher ids are often special
 
 
 def _ids(r: random.Random, vocab: int, count: int) -> list[int]:
@@ -75,7 +76,7 @@ WORKLOADS: dict[str, Callable[[int, int | None], Workload]] = {
 def scaled(work: Workload, factor: float) -> Workload:
     """Return the workload with all lengths multiplied by `factor`, for small machines and short contexts.
 
-    Of each prompt evenly spread tokens are kept, so prompts that share a part share the same part of what is left.
+    Each prompt keeps tokens at regular distances, so prompts with a common beginning still have one.
     """
     if factor == 1:
         return work
@@ -122,7 +123,7 @@ def _mostly_long(r: random.Random) -> tuple[int, int]:
     return tokens_in, r.randint(64, 256)
 
 
-# Each shows one idea of serving, and arrives at its own pace.
+# Each shows one idea of serving. Its arrivals are in `PACES`.
 PACED: dict[str, Callable[[int, int | None], Workload]] = {
     "baseline": _drawn("baseline", lambda r: (256, 256), 10),
     "continuous_batching": _drawn(

@@ -14,6 +14,8 @@ then sorted by group while they are loaded, and the product permutes its input.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 
 from quire.layers.env import Env
@@ -36,7 +38,7 @@ def read_groups(env: Env, part: Part) -> PackedPart | None:
     return (AwqPart if env.quantization and env.quantization.method == "awq" else GptqPart)(tensors)
 
 
-class GroupedPart:
+class GroupedPart(ABC):
     """A part whose scales, zero points and order of columns are known.
 
     Args:
@@ -102,9 +104,9 @@ class GroupedPart:
             weight.permutation.copy_(identity if self.order is None else self.order)
         self.load_codes(weight)
 
+    @abstractmethod
     def load_codes(self, weight: IntGroupWeight) -> None:
         """Load `weight.packed`."""
-        raise NotImplementedError
 
     def store(self, weight: IntGroupWeight, codes: torch.Tensor, first: int) -> None:
         """Write codes [outputs, n] to the columns from `first` on; with an order, of all columns."""

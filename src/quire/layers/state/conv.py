@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from quire.layers.activation import ACTIVATIONS
-from quire.layers.state.rows import StateRows
+from quire.kernels.state.rows import StateRows
 
 
 def causal_conv(

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.layers.state.rows import StateRows
+from quire.kernels.state.rows import StateRows
 
 CHUNK = 64
 CHANNEL_CHUNK = 16  # with a decay per channel, whose pairwise form has key dim numbers for each pair of tokens

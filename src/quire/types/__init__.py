@@ -19,6 +19,7 @@ from quire.types.engine_io import (
     TimingPhase,
     TokenLogprobs,
     Totals,
+    answer_room,
 )
 from quire.types.errors import (
     ConfigError,
@@ -116,4 +117,5 @@ __all__ = [
     "Totals",
     "check_field_names",
     "max_logit_rows",
+    "answer_room",
 ]

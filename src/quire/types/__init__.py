@@ -115,7 +115,7 @@ __all__ = [
     "TokenLogprobs",
     "TokenMasks",
     "Totals",
+    "answer_room",
     "check_field_names",
     "max_logit_rows",
-    "answer_room",
 ]

@@ -149,7 +149,9 @@ class TorchBatcher:
             return blocks.long() * self._block_size + within
 
         batch = ForwardBatch(
-            input_ids=state.tokens.view(-1).index_select(0, slot_of_token * state.token_row + positions).long(),
+            input_ids=state.tokens.view(-1)
+            .index_select(0, slot_of_token * state.token_row + positions)
+            .long(),
             positions=positions,
             kv_slots=kv_slots(0),
             query_start=starts.int(),

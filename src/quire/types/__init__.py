@@ -19,6 +19,7 @@ from quire.types.engine_io import (
     TimingPhase,
     TokenLogprobs,
     Totals,
+    answer_room,
 )
 from quire.types.errors import (
     ConfigError,
@@ -116,6 +117,7 @@ __all__ = [
     "TokenLogprobs",
     "TokenMasks",
     "Totals",
+    "answer_room",
     "check_field_names",
     "max_logit_rows",
 ]

@@ -29,7 +29,7 @@ from quire.types.errors import (
     RequestError,
     StepFailed,
 )
-from quire.types.kv import DTYPE_BYTES, BlockTable, KVGroup, KVLayout, KVTensor
+from quire.types.kv import DTYPE_BYTES, BlockTable, KVGroup, KVLayout, KVTensor, StateLayout, StateTensor
 from quire.types.plan import (
     NO_TOKEN,
     NOT_FINITE,
@@ -102,6 +102,8 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SlotAdmission",
+    "StateLayout",
+    "StateTensor",
     "Status",
     "StepFailed",
     "StepFigures",

@@ -163,6 +163,11 @@ class ModelSpec:
             return None
         return self.mixer.state_layout(dtype, ranks)
 
+    def state_layouts(self, dtype: str, ranks: int = 1) -> tuple[StateLayout, ...]:
+        """Return the states of all layers, by index; without tensors if a layer keeps none."""
+        layouts = (self.state_layout(index, dtype, ranks) for index in range(self.num_layers))
+        return tuple(layout or StateLayout(()) for layout in layouts)
+
     @property
     def rope_dim(self) -> int:
         """Return the width of the vectors that rotary embeddings are applied to."""

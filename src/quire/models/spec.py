@@ -151,8 +151,8 @@ class ModelSpec:
         """Return the layouts of all layers, by index."""
         return tuple(self.kv_layout(index, dtype, ranks) for index in range(self.num_layers))
 
-    def state_layout(self, index: int, dtype: str, ranks: int = 1) -> StateLayout | None:
-        """Return what layer `index` keeps of each request; None if it keeps nothing.
+    def state_layout(self, index: int, dtype: str, ranks: int = 1) -> StateLayout:
+        """Return what layer `index` keeps of each request; without tensors if it keeps nothing.
 
         Args:
             index: index of the layer.
@@ -160,13 +160,12 @@ class ModelSpec:
             ranks: number of ranks that share the heads.
         """
         if self.mixer is None or not self.mixes[index]:
-            return None
+            return StateLayout(())
         return self.mixer.state_layout(dtype, ranks)
 
     def state_layouts(self, dtype: str, ranks: int = 1) -> tuple[StateLayout, ...]:
-        """Return the states of all layers, by index; without tensors if a layer keeps none."""
-        layouts = (self.state_layout(index, dtype, ranks) for index in range(self.num_layers))
-        return tuple(layout or StateLayout(()) for layout in layouts)
+        """Return the states of all layers, by index."""
+        return tuple(self.state_layout(index, dtype, ranks) for index in range(self.num_layers))
 
     @property
     def rope_dim(self) -> int:

@@ -121,6 +121,17 @@ MLA = {
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
 DEEP_YARN = rope("yarn", factor=8.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.7)
 
+DELTA = {
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "num_hidden_layers": 4,
+    "full_attention_interval": 2,
+}
+SHARED_MOE = {**MOE, "shared_expert_intermediate_size": 40}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-mha": ("Llama", {"num_key_value_heads": 6, "tie_word_embeddings": True}),
@@ -312,6 +323,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "minimax-m2": ("MiniMaxM2", {"num_local_experts": 7, "num_experts_per_tok": 3, "rotary_dim": 6}),
+    "qwen3-next": ("Qwen3Next", {**DELTA, **SHARED_MOE}),
+    "qwen3-next-mixed": (
+        "Qwen3Next",
+        {
+            **DELTA,
+            **SHARED_MOE,
+            "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+            "num_hidden_layers": 3,
+            "linear_num_value_heads": 2,
+            "linear_conv_kernel_dim": 3,
+            "mlp_only_layers": [1],
+            "norm_topk_prob": False,
+        },
+    ),
     "gpt2": (
         "GPT2",
         {
@@ -376,8 +401,9 @@ def check(model: Any, folder: Path, count: int = 12) -> None:
         assert expected.std() > 0.5, "the reference's logits are degenerate"
         assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
         alone = logits_of(ours, [row])[0]
-        # oneDNN adds a bias to few rows and to many in different orders, and experts get few rows.
-        slack = 1e-6 if model.config.model_type == "gpt_oss" else 0.0
+        # oneDNN adds a bias to few rows and to many in different orders, and experts get few rows. PyTorch computes
+        # exponentials at the end of a tensor, which does not fill a vector, by other instructions.
+        slack = 1e-6 if model.config.model_type == "gpt_oss" or any(ours.spec.mixes) else 0.0
         assert (logits - alone).abs().max() <= slack * expected.abs().max(), (
             "a row's logits depend on the rest of the batch"
         )

@@ -61,6 +61,9 @@ class ForwardBatch:
     states: list[States] = field(default_factory=list)
     state_rows: torch.Tensor | None = None  # int64 [rows]
     fresh: torch.Tensor | None = None  # bool [rows]: nothing is computed, so the state counts as zeros
+    # int64 [tokens]: state row for the state after each token, -1 for none; None: only the one after the last token of
+    # each row is kept, in its row.
+    state_targets: torch.Tensor | None = None
 
     def for_layer(self, index: int) -> ForwardBatch:
         """Return the step as the back end of layer `index` sees it, with the block table of the layer's group."""

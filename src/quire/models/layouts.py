@@ -31,14 +31,10 @@ class SelfAttention:
         dim = spec.head_dim
         self.is_last = index == spec.num_layers - 1
         heads, kv_heads = env.parallel.share(spec.num_heads), env.parallel.share(spec.num_kv_heads)
-        names = [prefix + name for name in ("q_proj", "k_proj", "v_proj")]
-        names = [prefix + "qkv_proj"] if spec.fused_qkv else names
-        outs = [spec.num_heads * dim, spec.num_kv_heads * dim, spec.num_kv_heads * dim]
         units = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-        qkv = Linear(env, names, spec.hidden_size, outs, spec.qkv_bias, cut="rows", units=units)
-        self.qkv = NormedLayer(norm, qkv)
+        self.qkv = NormedLayer(norm, self.make_qkv(env, spec, prefix))
         o_name = prefix + spec.names.get("o_proj", "o_proj")
-        self.o = ResidualAdd(Linear(env, o_name, outs[0], spec.hidden_size, spec.o_bias, cut="cols"), adds)
+        self.o = ResidualAdd(Linear(env, o_name, spec.num_heads * dim, spec.hidden_size, spec.o_bias, cut="cols"), adds)
         self.attention = Attention(
             env,
             index,
@@ -70,6 +66,14 @@ class SelfAttention:
             after = GrowingQueries(*spec.query_growth)
         self.attend = rotary_attention(self.attention, fused, env.kernels, before, after)
 
+    def make_qkv(self, env: Env, spec: ModelSpec, prefix: str) -> Linear:
+        """Load the projections to q, k and v as one product."""
+        names = [prefix + name for name in ("q_proj", "k_proj", "v_proj")]
+        names = [prefix + "qkv_proj"] if spec.fused_qkv else names
+        units = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        outs = [count * spec.head_dim for count in units]
+        return Linear(env, names, spec.hidden_size, outs, spec.qkv_bias, cut="rows", units=units)
+
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, batch: ForwardBatch
     ) -> Stream:
@@ -91,8 +95,8 @@ class AttentionHalf(Protocol):
     is_last: bool  # of the model: it narrows the batch to the tokens that are wanted
 
     @property
-    def attention(self) -> KVLayer:
-        """Return the layer whose entries the KV cache keeps."""
+    def attention(self) -> KVLayer | None:
+        """Return the layer whose entries the KV cache keeps, or None if it keeps none."""
         ...
 
     def __call__(

@@ -93,6 +93,7 @@ class ModelSpec:
     qk_norm: bool = False
     # heads: of each head; rotated: of each rotated head; projection: of all heads together; layer: a LayerNorm
     qk_norm_kind: str = "heads"
+    query_gate: bool = False  # whether q_proj also yields a gate of the attention's result, head by head
     query_growth: tuple[float, int] | None = None  # beta and length of `GrowingQueries`
     qkv_bias: bool = False
     o_bias: bool = False
@@ -193,6 +194,8 @@ class ModelSpec:
         """Number of parameters of the matrices, without norms and biases (a few thousandths of all)."""
         qkv = self.num_heads + 2 * self.num_kv_heads
         attention = self.hidden_size * self.head_dim * (qkv + self.num_heads)
+        if self.query_gate:
+            attention += self.hidden_size * self.head_dim * self.num_heads
         if self.latent:
             attention = self.latent.num_parameters(self.hidden_size, self.num_heads)
         gated = 2 if self.mlp == "plain" else 3

@@ -138,13 +138,13 @@ def open_checkpoint(
         return GGUFCheckpoint(path, spec)
     # On a CPU, weights are packed right after reading, so there is nothing to overlap with a reader.
     reader = Reader(device) if device.type == "cuda" else None
-    return SafetensorsCheckpoint(path, spec.tie_embeddings, reader, _extra_layers(spec))
+    return SafetensorsCheckpoint(path, spec.tie_embeddings, reader, _skipped(spec))
 
 
-def _extra_layers(spec: ModelSpec) -> re.Pattern[str] | None:
-    """Return a pattern of the names of layers behind the last one, which Quire does not load; None if there are none."""
-    numbers = "|".join(str(spec.num_layers + i) for i in range(spec.extra_layers))
-    return re.compile(rf"^(model\.)?layers\.({numbers})\.") if numbers else None
+def _skipped(spec: ModelSpec) -> re.Pattern[str]:
+    """Return a pattern of the names of layers that predict several tokens ahead, which the model does not load."""
+    numbers = "|".join(str(spec.num_layers + i) for i in range(spec.extra_layers)) or "(?!)"
+    return re.compile(rf"^((model\.)?layers\.({numbers})|mtp)\.")
 
 
 # --------------------------------------------------------------------------------------- safetensors

@@ -84,6 +84,10 @@ class ConfigKeys:
             raise ModelError(f"{self.where} lacks {names[0]}")
         return default
 
+    def without(self, *names: str) -> ConfigKeys:
+        """Return the config without some fields."""
+        return ConfigKeys({k: v for k, v in self.config.items() if k not in names}, self.where)
+
     def refuse(self, name: str, wanted: str, value: object) -> ModelError:
         """Build the error for a value that is not `wanted`."""
         return ModelError(f"{self.where}: {name} must be {wanted}, got {shown(value)}")

@@ -131,6 +131,14 @@ DELTA = {
     "full_attention_interval": 2,
 }
 SHARED_MOE = {**MOE, "shared_expert_intermediate_size": 40}
+LFM2 = {
+    "head_dim": None,
+    "hidden_size": 48,
+    "block_multiple_of": 8,
+    "num_hidden_layers": 4,
+    "tie_word_embeddings": True,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
@@ -337,6 +345,22 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
         },
     ),
+    "lfm2": ("Lfm2", LFM2),
+    "lfm2-moe": (
+        "Lfm2Moe",
+        {**LFM2, **MOE, "num_experts": 9, "num_dense_layers": 1, "routed_scaling_factor": 1.7},
+    ),
+    "lfm2-biases": (
+        "Lfm2",
+        {
+            **LFM2,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": None,
+            "full_attn_idxs": [2],
+        },
+    ),
     "gpt2": (
         "GPT2",
         {
@@ -375,7 +399,7 @@ def make_reference(case: str, folder: Path, **save: Any) -> Any:
             elif "router" in key or key.endswith("gate.weight"):
                 parameter.copy_(0.3 * torch.randn_like(parameter))
         for key, buffer in model.named_buffers():
-            if key.endswith("correction_bias"):
+            if key.endswith(("correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
     model.save_pretrained(folder, **save)
     return model

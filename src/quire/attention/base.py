@@ -20,6 +20,8 @@ KV = tuple[torch.Tensor, ...]
 # The tensors of one layer's `StateLayout`, each [state rows, *shape].
 States = tuple[torch.Tensor, ...]
 
+_NO_ROWS = torch.empty(0, dtype=torch.int64)
+
 
 @dataclass(slots=True)
 class ForwardBatch:
@@ -59,8 +61,8 @@ class ForwardBatch:
     # What layers with a recurrence keep of requests, by layer index; empty if no layer does. A layer reads the state
     # of each row from its state row, unless the row is fresh, and writes the state after its last token there.
     states: list[States] = field(default_factory=list)
-    state_rows: torch.Tensor | None = None  # int64 [rows]
-    fresh: torch.Tensor | None = None  # bool [rows]: nothing is computed, so the state counts as zeros
+    state_rows: torch.Tensor = _NO_ROWS  # int64 [rows]
+    fresh: torch.Tensor = _NO_ROWS  # bool [rows]: nothing is computed, so the state counts as zeros
     # int64 [tokens]: state row for the state after each token, -1 for none; None: only the one after the last token of
     # each row is kept, in its row.
     state_targets: torch.Tensor | None = None

@@ -133,10 +133,12 @@ class DecoderLayer:
 
     def make_mlp(self, env: Env, spec: ModelSpec, index: int, prefix: str) -> FeedForward:
         """Build the feed-forward half of layer `index`; overridden by families with experts."""
-        prefix += "mlp."
+        prefix += spec.names.get("mlp", "mlp") + "."
         sizes = spec.hidden_size, spec.intermediate_size
         if spec.mlp == "gated":
-            return GatedMLP(env, prefix, *sizes, spec.activation, spec.mlp_bias, spec.fused_gate_up)
+            gate, up, down = (spec.names.get(name, name) for name in ("gate_proj", "up_proj", "down_proj"))
+            stored = gate, up, down
+            return GatedMLP(env, prefix, *sizes, spec.activation, spec.mlp_bias, spec.fused_gate_up, stored)
         up, down = (prefix + spec.names.get(name, name) for name in ("up_proj", "down_proj"))
         activation = make_activation(env, prefix + "act_fn.", spec.activation)
         return PlainMLP(env, (up, down), *sizes, activation, spec.mlp_bias)

@@ -22,8 +22,8 @@ from quire.worker.batch import Batcher, KernelBatcher, TorchBatcher
 from quire.worker.cpu_replay import CpuReplay
 from quire.worker.graphs import MAX_GRAPHS, CudaGraphs, Eager, Launcher, Threads
 from quire.worker.memory.kv_cache import KVCache
-from quire.worker.memory.states import StateMemory
 from quire.worker.memory.sizing import KVSize, MemoryPlanner, gpu_memory
+from quire.worker.memory.states import StateMemory
 from quire.worker.pooling import Pooler
 from quire.worker.results import Results
 from quire.worker.runner import Runner
@@ -266,9 +266,7 @@ class Worker:
         batcher: Batcher
         launcher: Launcher
         if available(device):
-            batcher = kernel_batcher = self._kernel_batcher(
-                state, size, blocks, turns, drafter, states
-            )
+            batcher = kernel_batcher = self._kernel_batcher(state, size, blocks, turns, drafter, states)
             launcher = Eager(model, batcher)
             if graphs and self._backend.capturable:
                 limits = self._graph_limits()

@@ -1,8 +1,8 @@
 """The states of requests: what layers with a recurrence keep of each request, in rows of one fixed size.
 
-Row r belongs to request slot r. So a state stays at one address while its request runs, and captured steps find it
-through the slot. The row behind those of the slots is the dummy slot's, which padding rows use. The rows behind that
-one hold snapshots, which only `StateMemory.copy` reads and writes.
+The first rows hold snapshots, which only `StateMemory.copy` reads and writes. Behind them each request slot has its row.
+So a state stays at one address while its request runs, and captured steps find it through the slot. The last row is
+that of the dummy slot, which padding rows use.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ class StateMemory:
 
     Attributes:
         layers: the tensors [rows, *shape] of each layer, by index; empty for layers without a state.
-        first_snapshot: row of snapshot 0.
+        shape: (num_slots, num_snapshots).
     """
 
     def __init__(
         self, layouts: Sequence[StateLayout], num_slots: int, num_snapshots: int, device: torch.device
     ) -> None:
-        self.first_snapshot = num_slots + 1
         self.shape = num_slots, num_snapshots
-        rows = num_slots + 1 + num_snapshots
+        self._first_slot = num_snapshots
+        rows = num_snapshots + num_slots + 1
         count = Counter(tensor for layout in layouts for tensor in layout.tensors)
         self._memory = {
             tensor: zeros((layers, rows, *tensor.shape), getattr(torch, tensor.dtype), device)
@@ -58,7 +58,7 @@ class StateMemory:
             num_computed: int32 [slots], KV entries of each slot.
         """
         if self._memory:
-            batch.states, batch.state_rows = self.layers, batch.slots
+            batch.states, batch.state_rows = self.layers, batch.slots + self._first_slot
             batch.fresh = num_computed.index_select(0, batch.slots) == 0
 
     def copy(self, source: int, target: int) -> None:

@@ -345,6 +345,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "norm_topk_prob": False,
         },
     ),
+    "qwen3-5": ("Qwen3_5", DELTA),
+    "qwen3-5-moe": ("Qwen3_5Moe", {**DELTA, **SHARED_MOE}),
     "lfm2": ("Lfm2", LFM2),
     "lfm2-moe": (
         "Lfm2Moe",
@@ -379,6 +381,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 NAMES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "Qwen2Moe", "Olmoe", "MiniMaxM2")
 CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
+CONFIGS = {"Qwen3_5": "Qwen3_5TextConfig", "Qwen3_5Moe": "Qwen3_5MoeTextConfig"}
 
 
 def make_reference(case: str, folder: Path, **save: Any) -> Any:
@@ -388,7 +391,9 @@ def make_reference(case: str, folder: Path, **save: Any) -> Any:
     merged = {**(base if name == "GPT2" else BASE), **settings}
     if merged.get("head_dim", 0) is None:
         del merged["head_dim"]
-    config = getattr(transformers, name + "Config")(**{**merged, "attn_implementation": "eager"})
+    config = getattr(transformers, CONFIGS.get(name, name + "Config"))(
+        **{**merged, "attn_implementation": "eager"}
+    )
     torch.manual_seed(7)
     model = getattr(transformers, CLASSES.get(name, name + "ForCausalLM"))(config).eval()
     with torch.no_grad():

@@ -140,6 +140,60 @@ LFM2 = {
     "layer_types": ["conv", "full_attention", "conv", "conv"],
 }
 
+NEMOTRON_H = {
+    "head_dim": 8,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 6,
+    "n_groups": 2,
+    "ssm_state_size": 10,
+    "moe_intermediate_size": 24,
+    "moe_shared_expert_intermediate_size": 40,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention"],
+}
+GRANITE4 = {
+    "head_dim": None,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_state": 10,
+    "mamba_n_groups": 2,
+    "shared_intermediate_size": 40,
+    "num_local_experts": 5,
+    "residual_multiplier": 0.22,
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.3,
+    "logits_scaling": 0.5,
+}
+FALCON_H1 = {"mamba_d_ssm": 48, "mamba_n_heads": 8, "mamba_d_state": 10, "mamba_n_groups": 2, "head_dim": 8}
+JAMBA = {
+    "head_dim": None,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "num_experts": 4,
+    "mamba_d_state": 5,
+    "mamba_dt_rank": 7,
+}
+KIMI = {
+    **MLA,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "mlp_layer_types": ["sparse"] * 3,
+    "linear_head_dim": 8,
+    "linear_num_heads": 6,
+    "num_local_experts": 6,
+    "n_routed_experts": None,
+    "num_experts_per_tok": 2,
+}
+MINIMAX = {
+    "head_dim": 8,
+    "num_local_experts": 4,
+    "block_size": 4,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_attn_alpha_factor": 1.7,
+    "full_attn_beta_factor": 0.7,
+    "mlp_alpha_factor": 1.3,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-mha": ("Llama", {"num_key_value_heads": 6, "tie_word_embeddings": True}),
@@ -347,6 +401,51 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "qwen3-5": ("Qwen3_5", DELTA),
     "qwen3-5-moe": ("Qwen3_5Moe", {**DELTA, **SHARED_MOE}),
+    "nemotron-h": ("NemotronH", NEMOTRON_H),
+    "nemotron-h-mlp-last": (
+        "NemotronH",
+        {**NEMOTRON_H, "layers_block_type": ["full_attention", "linear_attention", "mlp"], "use_bias": True},
+    ),
+    "nemotron-h-latent": (
+        "NemotronH",
+        {
+            **NEMOTRON_H,
+            "layers_block_type": ["linear_attention", "moe"],
+            "moe_latent_size": 20,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+    ),
+    "granite4": ("GraniteMoeHybrid", GRANITE4),
+    "granite4-dense": (
+        "GraniteMoeHybrid",
+        {**GRANITE4, "num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 1},
+    ),
+    "falcon-h1": (
+        "FalconH1",
+        {
+            **FALCON_H1,
+            "mamba_rms_norm": True,
+            "embedding_multiplier": 2.0,
+            "lm_head_multiplier": 0.5,
+            "key_multiplier": 0.4,
+            "attention_in_multiplier": 1.2,
+            "attention_out_multiplier": 0.6,
+            "ssm_in_multiplier": 0.8,
+            "ssm_out_multiplier": 1.4,
+            "mlp_multipliers": [0.7, 1.5],
+            "ssm_multipliers": [0.5, 1.5, 0.7, 1.2, 0.9],
+        },
+    ),
+    "falcon-h1-plain": ("FalconH1", FALCON_H1),
+    "falcon-h1-behind": (
+        "FalconH1",
+        {**FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False, "projectors_bias": True},
+    ),
+    "jamba": ("Jamba", JAMBA),
+    "jamba-dense": ("Jamba", {**JAMBA, "num_experts": 1, "mamba_proj_bias": True, "mamba_conv_bias": False}),
+    "kimi-linear": ("KimiLinear", KIMI),
+    "minimax": ("MiniMax", MINIMAX),
     "lfm2": ("Lfm2", LFM2),
     "lfm2-moe": (
         "Lfm2Moe",

@@ -136,9 +136,9 @@ class DecoderLayer:
         prefix += spec.names.get("mlp", "mlp") + "."
         sizes = spec.hidden_size, spec.intermediate_size
         if spec.mlp == "gated":
-            gate, up, down = (spec.names.get(name, name) for name in ("gate_proj", "up_proj", "down_proj"))
-            stored = gate, up, down
-            return GatedMLP(env, prefix, *sizes, spec.activation, spec.mlp_bias, spec.fused_gate_up, stored)
+            usual = ("gate_up_proj",) if spec.fused_gate_up else ("gate_proj", "up_proj")
+            stored = tuple(spec.names.get(name, name) for name in (*usual, "down_proj"))
+            return GatedMLP(env, prefix, *sizes, spec.activation, spec.mlp_bias, stored)
         up, down = (prefix + spec.names.get(name, name) for name in ("up_proj", "down_proj"))
         activation = make_activation(env, prefix + "act_fn.", spec.activation)
         return PlainMLP(env, (up, down), *sizes, activation, spec.mlp_bias)

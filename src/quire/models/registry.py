@@ -7,10 +7,14 @@ from collections.abc import Callable
 from quire.layers.env import Env
 from quire.models.decoder import DecoderModel, Model
 from quire.models.deepseek import DeepseekModel
+from quire.models.falcon_h1 import FalconH1Model
 from quire.models.gpt2 import GPT2Model
 from quire.models.gpt_oss import GptOssModel
+from quire.models.granite_hybrid import GraniteHybridModel
 from quire.models.hybrid import HybridModel
+from quire.models.minimax import MiniMaxModel
 from quire.models.moe import MoEModel
+from quire.models.nemotron_h import NemotronHModel
 from quire.models.spec import ModelSpec
 from quire.types import ModelError
 
@@ -19,8 +23,12 @@ CLASSES: dict[str, Callable[[Env, ModelSpec], Model]] = {
     "deepseek": DeepseekModel,
     "gpt2": GPT2Model,
     "gpt_oss": GptOssModel,
+    "falcon_h1": FalconH1Model,
+    "granitemoehybrid": GraniteHybridModel,
     "hybrid": HybridModel,
+    "minimax": MiniMaxModel,
     "moe": MoEModel,
+    "nemotron_h": NemotronHModel,
 }
 
 
@@ -43,6 +51,8 @@ def check_shards(spec: ModelSpec, size: int) -> None:
         sizes["expert intermediate size"] = spec.moe.intermediate_size
         if all(spec.moe.sparse):
             del sizes["intermediate size"]
+    if spec.mixer:
+        sizes |= spec.mixer.sharded()
     faults = [f"{name} {value}" for name, value in sizes.items() if value % size]
     if spec.num_kv_heads % size and size % spec.num_kv_heads:
         faults.append(f"K/V heads {spec.num_kv_heads}")

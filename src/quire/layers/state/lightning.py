@@ -32,7 +32,7 @@ class LightningAttention(StateMixer):
         depth = 1 - place.index / (num_layers - 1 + 1e-5) + 1e-5
         self.decay = -((2 ** (-8 / heads)) ** number * depth).to(env.device)
         self.norm_weight = load_fp32(env, prefix + "norm.weight", heads * dim, heads)
-        self.eps, self.width = place.eps, heads * dim
+        self.eps, self.width = params.eps, heads * dim
 
     def mix(
         self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], rows: StateRows

@@ -21,7 +21,7 @@ class Mamba2(StateMixer):
 
     def __init__(self, env: Env, params: StateSpaceParams, place: Place) -> None:
         prefix, parallel = place.prefix, env.parallel
-        self.params, self.ops, self.parallel, self.eps = params, pick_ops(env), parallel, place.eps
+        self.params, self.ops, self.parallel, self.eps = params, pick_ops(env), parallel, params.eps
         self.heads, self.groups = parallel.share(params.heads), parallel.share(params.groups)
         inner, shared = params.inner, params.groups * params.state_dim
         units = [params.heads, params.heads, params.groups, params.groups, params.heads]

@@ -44,6 +44,7 @@ _DTYPES = _FLOATS | _PACKED
 # Buffers in old checkpoints, and the vision half of multimodal models.
 _HARMLESS = re.compile(
     r"rotary_emb\.inv_freq$|\battn\.(masked_)?bias$|^(model\.)?(vision_tower|visual|multi_modal_projector)\."
+    r"|\.self_attn\.(slope_rate|(query|key|diagonal)_decay)$"
 )
 # Static scales of keys, values and attention, which a KV cache in 16 bits does not need.
 _KV_SCALES = re.compile(r"\.([kvq]|kv|prob)(_cache|_output)?_(scale|zero_point)$|\.[kvq]_proj\.output_scale$")

@@ -39,12 +39,12 @@ class FeedForwardOnly:
 class LatentExperts:
     """Experts between two projections, from the residual stream to a narrower latent and back."""
 
-    def __init__(self, moe: MoE, down: Linear, up: Linear) -> None:
-        self.moe, self.down, self.up = moe, down, up
+    def __init__(self, moe: MoE, shared: FeedForward | None, down: Linear, up: Linear) -> None:
+        self.moe, self.shared, self.down, self.up = moe, shared, down, up
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = self.up(self.moe.mix(self.down(x), self.moe.router(x)))
-        return y if self.moe.shared is None else y + self.moe.shared(x)
+        return y if self.shared is None else y + self.shared(x)
 
 
 class NemotronHLayer(HybridLayer):
@@ -81,7 +81,7 @@ class NemotronHLayer(HybridLayer):
         bias = spec.mlp_bias
         down = Linear(env, prefix + "fc1_latent_proj", spec.hidden_size, inner, bias)
         up = Linear(env, prefix + "fc2_latent_proj", inner, spec.hidden_size, bias)
-        return LatentExperts(MoE(router, experts, env.parallel, shared), down, up)
+        return LatentExperts(MoE(router, experts, env.parallel), shared, down, up)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, batch: ForwardBatch

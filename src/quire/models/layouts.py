@@ -34,7 +34,9 @@ class SelfAttention:
         units = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
         self.qkv = NormedLayer(norm, self.make_qkv(env, spec, prefix))
         o_name = prefix + spec.names.get("o_proj", "o_proj")
-        self.o = ResidualAdd(Linear(env, o_name, spec.num_heads * dim, spec.hidden_size, spec.o_bias, cut="cols"), adds)
+        self.o = ResidualAdd(
+            Linear(env, o_name, spec.num_heads * dim, spec.hidden_size, spec.o_bias, cut="cols"), adds
+        )
         self.attention = Attention(
             env,
             index,

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from quire.layers.activation import ACTIVATIONS
 from quire.kernels.state.rows import StateRows
+from quire.layers.activation import ACTIVATIONS
 
 
 def causal_conv(

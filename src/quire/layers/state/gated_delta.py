@@ -36,9 +36,7 @@ class GatedDeltaNet(StateMixer):
         self.sizes = [2 * key_width + value_width, value_width, self.heads, self.heads]
         self.qkv_sizes = [key_width, key_width, value_width]
 
-    def mix(
-        self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], rows: StateRows
-    ) -> torch.Tensor:
+    def mix(self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], rows: StateRows) -> torch.Tensor:
         params = self.params
         qkv, z, b, a = projected.split(self.sizes, 1)
         qkv = self.ops.conv(qkv, self.taps, None, state[0], rows, "silu")

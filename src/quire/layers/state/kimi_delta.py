@@ -39,9 +39,7 @@ class KimiDeltaAttention(StateMixer):
         self.norm_weight = weight.to(env.device, torch.float32)
         self.sizes = [3 * self.heads * dim, self.heads, dim, dim]
 
-    def mix(
-        self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], rows: StateRows
-    ) -> torch.Tensor:
+    def mix(self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], rows: StateRows) -> torch.Tensor:
         qkv, beta, forget, gate = projected.split(self.sizes, 1)
         qkv = self.ops.conv(qkv, self.taps, None, state[0], rows, "silu")
         q, k, v = qkv.unflatten(1, (3, self.heads, self.dim)).unbind(1)

@@ -34,9 +34,7 @@ class LightningAttention(StateMixer):
         self.norm_weight = load_fp32(env, prefix + "norm.weight", heads * dim, heads)
         self.eps, self.width = params.eps, heads * dim
 
-    def mix(
-        self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], rows: StateRows
-    ) -> torch.Tensor:
+    def mix(self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], rows: StateRows) -> torch.Tensor:
         width = self.heads * self.dim
         qkv, gate = projected.split([3 * width, width], 1)
         q, k, v = self.activation(qkv).unflatten(1, (3, self.heads, self.dim)).unbind(1)

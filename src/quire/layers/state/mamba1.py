@@ -38,9 +38,7 @@ class Mamba1(StateMixer):
         self.decay = -stored.to(env.device, torch.float32).exp()
         self.skip = load_fp32(env, prefix + "D", inner)
 
-    def mix(
-        self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], rows: StateRows
-    ) -> torch.Tensor:
+    def mix(self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], rows: StateRows) -> torch.Tensor:
         x, gate = projected.chunk(2, 1)
         x = self.ops.conv(x, self.taps, self.bias, state[0], rows, "silu")
         selected = self.select(x).split(self.sizes, 1)

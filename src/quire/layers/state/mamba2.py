@@ -37,13 +37,13 @@ class Mamba2(StateMixer):
         self.decay = -load_fp32(env, prefix + "A_log", params.heads).exp()
         self.skip = load_fp32(env, prefix + "D", params.heads)[:, None]
         self.step_bias = load_fp32(env, prefix + "dt_bias", params.heads)
-        self.norm_weight = load_fp32(env, prefix + "norm.weight", inner, params.heads) if params.norm else None
+        self.norm_weight = (
+            load_fp32(env, prefix + "norm.weight", inner, params.heads) if params.norm else None
+        )
         self.held = [size // count * parallel.share(count) for size, count in zip(sizes, units)]
         self.scales = _scales(params, self.held, env)
 
-    def mix(
-        self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], rows: StateRows
-    ) -> torch.Tensor:
+    def mix(self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], rows: StateRows) -> torch.Tensor:
         params, held = self.params, self.held
         if self.scales is not None:
             projected = projected * self.scales

@@ -62,9 +62,7 @@ class StateMixer:
         return self.output(mixed, residual)
 
     @abstractmethod
-    def mix(
-        self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], rows: StateRows
-    ) -> torch.Tensor:
+    def mix(self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], rows: StateRows) -> torch.Tensor:
         """Return the input of the output projection, [tokens, width]; updates `state`."""
 
 

@@ -23,8 +23,6 @@ class ShortConvolution(StateMixer):
         super().__init__(place, project, output)
         self.taps, self.bias = load_taps(env, prefix + "conv", params.width, [channels], [channels], bias)
 
-    def mix(
-        self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], rows: StateRows
-    ) -> torch.Tensor:
+    def mix(self, projected: torch.Tensor, state: tuple[torch.Tensor, ...], rows: StateRows) -> torch.Tensor:
         before, after, x = projected.chunk(3, 1)
         return after * self.ops.conv(before * x, self.taps, self.bias, state[0], rows)

@@ -61,11 +61,23 @@ _RANGES = {
     "logits_scaling": (1e-6, 1e6),
     "time_step_min": (0.0, 1e3),
     **dict.fromkeys(
-        ("lm_head_multiplier", "key_multiplier", "attention_in_multiplier", "attention_out_multiplier",
-         "ssm_in_multiplier", "ssm_out_multiplier", "mlp_multipliers", "ssm_multipliers"),
+        (
+            "lm_head_multiplier",
+            "key_multiplier",
+            "attention_in_multiplier",
+            "attention_out_multiplier",
+            "ssm_in_multiplier",
+            "ssm_out_multiplier",
+            "mlp_multipliers",
+            "ssm_multipliers",
+        ),
         (1e-6, 1e6),
     ),
-    **{f"{half}_{which}_factor": (1e-6, 1e6) for half in ("linear_attn", "full_attn", "mlp") for which in ("alpha", "beta")},
+    **{
+        f"{half}_{which}_factor": (1e-6, 1e6)
+        for half in ("linear_attn", "full_attn", "mlp")
+        for which in ("alpha", "beta")
+    },
     "swiglu_alpha": (1e-6, 1e6),
     "swiglu_limit": (1e-6, 1e6),
     "logit_scale": (1e-6, 1e6),

@@ -27,7 +27,9 @@ def state_space(
         raise keys.refuse("mamba_n_heads", f"a divisor of the {inner} channels of the state space", count)
     dim = inner // count
     if keys.get("mamba_d_head", default="auto") not in ("auto", dim):
-        raise keys.refuse("mamba_d_head", f"{dim}, the {inner} channels by {count} heads", keys.get("mamba_d_head"))
+        raise keys.refuse(
+            "mamba_d_head", f"{dim}, the {inner} channels by {count} heads", keys.get("mamba_d_head")
+        )
     return StateSpaceParams(
         heads=count,
         head_dim=dim,

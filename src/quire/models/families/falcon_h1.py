@@ -62,7 +62,11 @@ def _parse(name: str, keys: ConfigKeys) -> ModelSpec:
         mixes=(True,) * layers,
         half_scales=(attn_in * attn_out, ssm_out),
         mlp_scales=mlp_scales,
-        names={"norm": "final_layernorm", "post_attention_layernorm": "pre_ff_layernorm", "mlp": "feed_forward"},
+        names={
+            "norm": "final_layernorm",
+            "post_attention_layernorm": "pre_ff_layernorm",
+            "mlp": "feed_forward",
+        },
     )
     return replace(spec, query_scale=spec.query_scale * attn_in**2 * key)
 
@@ -72,6 +76,5 @@ FAMILY = Family(
     architectures=names("FalconH1", "falcon_h1"),
     parse=_parse,
     special="attention and Mamba-2 side by side in each layer, scaled halves",
-    gguf=("falcon-h1",),
     tools="hermes",
 )

@@ -18,7 +18,9 @@ _KINDS = {
 def _mixes(keys: ConfigKeys) -> tuple[bool, ...]:
     """Return, for each layer, whether it is Mamba-2."""
     layers = keys.integer("num_hidden_layers")
-    kinds = next(filter(None, (keys.entries(each, str) for each in ("layer_types", "layers_block_type"))), None)
+    kinds = next(
+        filter(None, (keys.entries(each, str) for each in ("layer_types", "layers_block_type"))), None
+    )
     kinds = kinds or ["mamba"] * layers
     if len(kinds) != layers or set(kinds) - set(_KINDS):
         raise keys.refuse("layer_types", f"mamba or attention for each of {layers} layers", kinds)
@@ -31,9 +33,7 @@ def _parse(name: str, keys: ConfigKeys) -> ModelSpec:
     eps = keys.number("rms_norm_eps", default=1e-6)
     proj_bias = keys.flag("mamba_proj_bias")
     inner = keys.integer("mamba_expand", default=2) * keys.integer("hidden_size")
-    mixer = state_space(
-        keys, inner, heads=128, groups=1, state_dim=256, out_bias=proj_bias, eps=eps
-    )
+    mixer = state_space(keys, inner, heads=128, groups=1, state_dim=256, out_bias=proj_bias, eps=eps)
     experts = keys.integer("num_local_experts", default=8, minimum=0)
     moe = MoESpec(
         routing=routing(
@@ -71,6 +71,5 @@ FAMILY = Family(
     architectures=names("GraniteMoeHybrid", "granitemoehybrid"),
     parse=_parse,
     special="Mamba-2 in most layers, attention without rotation, experts beside an MLP, multipliers of Granite 3",
-    gguf=("granitehybrid",),
     tools="hermes",
 )

@@ -21,7 +21,9 @@ def _mixes(keys: ConfigKeys, linear: ConfigKeys) -> tuple[bool, ...]:
         return tuple(i + 1 not in full for i in range(layers))
     kinds = kinds or ["full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(layers)]
     if len(kinds) != layers or set(kinds) - {"linear_attention", "full_attention"}:
-        raise keys.refuse("layer_types", f"linear_attention or full_attention for each of {layers} layers", kinds)
+        raise keys.refuse(
+            "layer_types", f"linear_attention or full_attention for each of {layers} layers", kinds
+        )
     return tuple(kind == "linear_attention" for kind in kinds)
 
 
@@ -55,7 +57,10 @@ def _parse(name: str, keys: ConfigKeys) -> ModelSpec:
         raise ModelError(f"{name} with attention_bias, or with rotation, is not supported")
     linear = ConfigKeys(keys.section("linear_attn_config"), keys.where)
     both = ConfigKeys({**keys.config, **linear.config}, keys.where)
-    mixes, dim = _mixes(keys, linear), both.integer("head_dim" if linear.config else "linear_head_dim", default=128)
+    mixes, dim = (
+        _mixes(keys, linear),
+        both.integer("head_dim" if linear.config else "linear_head_dim", default=128),
+    )
     heads = both.integer("num_heads" if linear.config else "linear_num_heads", default=32)
     mixer = DeltaParams(
         key_heads=heads,

@@ -21,7 +21,9 @@ def _mixes(keys: ConfigKeys) -> tuple[bool, ...]:
         flags = flags or [int(i % 2 == 0) for i in range(layers)]
         kinds = ["full_attention" if flag else "linear_attention" for flag in flags]
     if len(kinds) != layers or set(kinds) - {"linear_attention", "full_attention"}:
-        raise keys.refuse("layer_types", f"linear_attention or full_attention for each of {layers} layers", kinds)
+        raise keys.refuse(
+            "layer_types", f"linear_attention or full_attention for each of {layers} layers", kinds
+        )
     return tuple(kind == "linear_attention" for kind in kinds)
 
 

@@ -30,7 +30,9 @@ def _kinds(keys: ConfigKeys) -> list[str]:
 
 def _parse(name: str, keys: ConfigKeys) -> ModelSpec:
     if keys.text("mamba_hidden_act", default="silu") != "silu" or keys.flag("attention_bias"):
-        raise ModelError(f"{name} with another mamba_hidden_act than silu, or with attention_bias, is not supported")
+        raise ModelError(
+            f"{name} with another mamba_hidden_act than silu, or with attention_bias, is not supported"
+        )
     kinds = _kinds(keys)
     heads, bias = keys.integer("mamba_num_heads", default=128), keys.flag("use_bias")
     eps = keys.number("layer_norm_epsilon", default=1e-5)
@@ -98,7 +100,6 @@ FAMILY = Family(
     architectures=names("NemotronH", "nemotron_h"),
     parse=_parse,
     special="Mamba-2, attention without rotation, and MLPs or experts without gates as layers of their own",
-    gguf=("nemotron_h", "nemotron_h_moe"),
     tools="qwen3_coder",
     reasoning="think",
 )

@@ -5,7 +5,7 @@ The layers for multi-token prediction are not loaded.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 from quire.layers.mixer_params import DeltaParams
 from quire.models.config.keys import ConfigKeys
@@ -27,7 +27,7 @@ def linear_layers(keys: ConfigKeys) -> tuple[bool, ...]:
     return tuple(kind == "linear_attention" for kind in kinds)
 
 
-def delta_fields(name: str, keys: ConfigKeys, stored: str) -> dict[str, Any]:
+def delta_fields(name: str, keys: ConfigKeys, stored: Literal["grouped", "split"]) -> dict[str, Any]:
     """Parse what Qwen3-Next and Qwen3.5 have in common, as arguments of `decoder_spec`."""
     refuse_bias(name, keys)
     linear = linear_layers(keys)

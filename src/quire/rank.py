@@ -271,19 +271,22 @@ def memory_planner(
         layout=layout,
         explicit_len=explicit_len,
         kv_cache_memory=config.kv_cache_memory,
-        memory_utilization=config.memory_utilization,
+        # Replicas on a CPU share its memory; on GPUs each has its own.
+        memory_utilization=config.memory_utilization
+        / (config.data_parallel_size if device.type == "cpu" else 1),
     )
 
 
 def launch_options(config: EngineConfig, depth: int) -> LaunchOptions:
     """Return how the worker launches steps, of which `depth` may be in flight."""
-    ranks = config.tensor_parallel_size
+    ranks, processes = config.tensor_parallel_size, config.tensor_parallel_size * config.data_parallel_size
     return LaunchOptions(
         depth=depth,
         cuda_graphs=config.cuda_graphs,
         capture_at_start=config.capture_at_start,
         cpu_replay=config.cpu_replay and ranks == 1,  # a replay contains only calls of kernels
-        cpu_threads=config.cpu_threads or (max(1, torch.get_num_threads() // ranks) if ranks > 1 else None),
+        cpu_threads=config.cpu_threads
+        or (max(1, torch.get_num_threads() // processes) if processes > 1 else None),
     )
 
 
@@ -353,13 +356,14 @@ def rank_device(name: str, rank: int, ranks: int) -> torch.device:
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device called `name`; `auto` is the first GPU, or the CPU where there is none.
+    """Return the device called `name`; `auto` is the first GPU, or the CPU where there is none, and `auto:N` GPU N.
 
     Raises:
         ConfigError: if there is no such device, or Quire does not support it.
     """
-    if name == "auto":
-        name = "cuda:0" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind == "auto":
+        name = f"cuda:{index or 0}" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:

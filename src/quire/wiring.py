@@ -37,6 +37,7 @@ def wire_engine(
     executor: Executor,
     grammar: Grammar,
     groups: Sequence[KVGroup] = (KVGroup(),),
+    has_states: bool = False,
     shares_prefix: bool = False,
     drafts: int = 0,
     secret: bytes | None = None,
@@ -51,6 +52,7 @@ def wire_engine(
         executor: runs the steps.
         grammar: structured output.
         groups: the groups of layers, each of which has block tables of its own.
+        has_states: layers keep a state per request, so a prefix needs a state too.
         drafts: most draft tokens of a request in a step; 0 if the executor drafts none.
         secret: key of the names of blocks; engines with the same one give equal blocks equal names. None picks one.
         shares_prefix: look for blocks that rows share, for an attention back end that reads them once.
@@ -58,7 +60,7 @@ def wire_engine(
     pool = BlockPool(num_blocks, FIFO() if config.eviction == "fifo" else LRU())
     cache: PrefixCache = NoPrefixCache(len(groups))
     journal: CacheJournal = NameJournal() if config.data_parallel_size > 1 else NoJournal()
-    if config.prefix_caching:
+    if config.prefix_caching and not has_states:
         cache = HashPrefixCache(pool, block_size, groups, secret, journal)
     choices = Policy(
         order=policy.priority if config.scheduling_policy == "priority" else policy.fcfs,

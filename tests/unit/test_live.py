@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from fake_engine import FakeProcess
 
+from fake_engine import FakeProcess
 from quire.config import EngineConfig
 from quire.core import live_state as live
 from quire.core.block_pool import LRU, BlockPool
@@ -365,7 +364,10 @@ def test_an_answer_that_nobody_waits_for_any_more_is_not_the_next_ones() -> None
         for answer in answers:
             process.answers.put_nowait(msg.Live(answer))
         assert await stays == answers[1]
-        assert [one for one in process.asked if isinstance(one, msg.AskLive)] == [msg.AskLive(7), msg.AskLive(-1)]
+        assert [one for one in process.asked if isinstance(one, msg.AskLive)] == [
+            msg.AskLive(7),
+            msg.AskLive(-1),
+        ]
 
     asyncio.run(scene())
 

@@ -9,8 +9,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import pytest
-from fake_engine import FakeProcess
 
+from fake_engine import FakeProcess
 from quire.config import EngineConfig, replica_config
 from quire.core.cache_journal import NameJournal
 from quire.frontend.client import ipc as msg
@@ -128,7 +128,9 @@ def test_a_popular_prefix_spreads_when_its_replica_is_busy() -> None:
         for number in range(2 * SLOTS):
             front.submit(f"r{number}", prompt)
         found = Counter(front.where(f"r{number}") for number in range(2 * SLOTS))
-        assert sorted(found.values()) == [SLOTS - 1, SLOTS + 1], "one has its slots and a refill, the other the rest"
+        assert sorted(found.values()) == [SLOTS - 1, SLOTS + 1], (
+            "one has its slots and a refill, the other the rest"
+        )
 
     play(2, scene)
 
@@ -349,7 +351,9 @@ def test_a_replica_that_hangs_is_killed_while_another_serves(monkeypatch: pytest
             if dead.closed:
                 break
             await asyncio.sleep(0.01)
-        assert front.current[1 - at].added == ["a"] and "it was killed" in (front.set.replicas[at].cause or "")
+        assert front.current[1 - at].added == ["a"] and "it was killed" in (
+            front.set.replicas[at].cause or ""
+        )
 
     play(2, scene)
 
@@ -359,7 +363,9 @@ def test_a_replica_that_hangs_is_killed_while_another_serves(monkeypatch: pytest
 
 def stats(running: int, generated: int, **served: int) -> EngineStats:
     totals = {"generated_tokens": generated, "accepted_at": [generated], "evictions": 1}
-    return EngineStats(EngineLoad(3, running, 1, 10), EngineLoad(), None, 10, 6, 2, 16, totals, {"step": 1}, served)
+    return EngineStats(
+        EngineLoad(3, running, 1, 10), EngineLoad(), None, 10, 6, 2, 16, totals, {"step": 1}, served
+    )
 
 
 def test_statistics_are_sums_also_over_a_replica_that_was_replaced() -> None:

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from quire.types import MAX_LOGPROBS, ConfigError
 
-Routing = Literal["prefix", "load", "round-robin"]
+RoutingPolicy = Literal["prefix", "load", "round-robin"]
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -61,7 +61,7 @@ class ServeConfig:
     ssl_keyfile: str | None = _setting(None, "TLS private key file; needs --ssl-certfile")
     ssl_certfile: str | None = _setting(None, "TLS certificate file; needs --ssl-keyfile")
 
-    routing: Routing = _setting(
+    routing: RoutingPolicy = _setting(
         "prefix",
         "choice of a replica with data_parallel_size above 1: prefix weighs cached prefixes against load, load counts "
         "requests only, round-robin takes turns",
@@ -164,8 +164,8 @@ class ServeConfig:
             raise ConfigError(
                 "request_timeout must be greater than 0, got 0; omit it to let requests run without a limit"
             )
-        if self.routing not in get_args(Routing):
-            raise ConfigError(f"routing must be {', '.join(get_args(Routing))}, got {self.routing!r}")
+        if self.routing not in get_args(RoutingPolicy):
+            raise ConfigError(f"routing must be {', '.join(get_args(RoutingPolicy))}, got {self.routing!r}")
         if self.pooling not in ("auto", "mean", "last"):
             raise ConfigError(f"pooling must be auto, mean or last, got {self.pooling!r}")
         for name in ("max_waiting_tokens", "max_body_bytes"):

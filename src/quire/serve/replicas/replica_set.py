@@ -24,10 +24,10 @@ from quire.serve.engine_process_client import EngineProcess
 from quire.serve.replicas.job import EngineJob
 from quire.serve.replicas.live_sum import LiveCursor, sum_live
 from quire.serve.replicas.replica import Replica
-from quire.serve.replicas.router import Router, make_router
+from quire.serve.replicas.router import ReplicaRouter, make_router
 from quire.serve.replicas.sums import add_loads, sum_figures, sum_info, sum_stats, totals_of
 from quire.serve.replicas.turns import ClientTurns
-from quire.serve.settings import Routing
+from quire.serve.settings import RoutingPolicy
 from quire.types import (
     EngineDead,
     EngineInfo,
@@ -70,7 +70,7 @@ class ReplicaSet:
     def __init__(
         self,
         config: EngineConfig,
-        routing: Routing = "prefix",
+        routing: RoutingPolicy = "prefix",
         start: Callable[[int], EngineProcess] | None = None,
         dry_run_step_s: float | None = None,
     ) -> None:
@@ -111,7 +111,7 @@ class ReplicaSet:
         """
         infos = await asyncio.gather(*(replica.ready() for replica in self.replicas))
         first = self.replicas[0].info
-        self._router: Router = make_router(self._routing, first.block_size, first.prefix_caching)
+        self._router: ReplicaRouter = make_router(self._routing, first.block_size, first.prefix_caching)
         self._names = BlockNames(first.block_size, self._secret)
         return sum_info(infos)
 

@@ -11,13 +11,13 @@ from typing import Protocol
 
 from quire.serve.replicas.job import EngineJob
 from quire.serve.replicas.replica import Replica
-from quire.serve.settings import Routing
+from quire.serve.settings import RoutingPolicy
 
 _REQUEST_TOKENS = 64  # prompt tokens whose computation delays others as much as one more request in the batch
 _MOST_MISSING = 2048  # uncached prompt tokens beyond which a detour is not worth more
 
 
-class Router(Protocol):
+class ReplicaRouter(Protocol):
     """The choice of a replica."""
 
     reads_names: bool  # whether `choose` reads `EngineJob.names`
@@ -71,13 +71,13 @@ def _work(replica: Replica) -> float:
     return replica.num_open * _REQUEST_TOKENS + replica.load.waiting_tokens
 
 
-_ROUTERS: dict[str, Callable[[int], Router]] = {
+_ROUTERS: dict[str, Callable[[int], ReplicaRouter]] = {
     "prefix": PrefixRouter,
     "load": lambda block_size: LoadRouter(),
     "round-robin": lambda block_size: RoundRobin(),
 }
 
 
-def make_router(routing: Routing, block_size: int, prefix_caching: bool) -> Router:
+def make_router(routing: RoutingPolicy, block_size: int, prefix_caching: bool) -> ReplicaRouter:
     """Return the router called `routing`; without a prefix cache `prefix` becomes `load`."""
     return _ROUTERS["load" if routing == "prefix" and not prefix_caching else routing](block_size)

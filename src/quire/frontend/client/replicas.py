@@ -25,7 +25,8 @@ class ReplicatedClient:
         try:
             for number in range(count):
                 self._clients.append(ProcessClient(replica_config(config, number), wait=False))
-            self.info: EngineInfo = [client.await_ready() for client in self._clients][0]
+            for client in self._clients:
+                self.info: EngineInfo = client.await_ready()
         except BaseException:
             self.close()
             raise

@@ -60,4 +60,5 @@ def memory_planner(
         explicit_len=explicit_len,
         kv_cache_memory=config.kv_cache_memory,
         memory_utilization=config.memory_utilization,
+        snapshots=config.state_snapshots if config.prefix_caching else 0,
     )

@@ -259,7 +259,7 @@ def make_engine(rng: random.Random | None = None, **fixed) -> tuple[Engine, int]
         snapshots = SnapshotPool(rows, block_size, type(pool.evictor)(), where)
     cache = NoPrefixCache(len(groups))
     if caches:
-        cache = HashPrefixCache(pool, block_size, groups, snapshots)
+        cache = HashPrefixCache(pool, block_size, groups, snapshots=snapshots)
     blocks = Blocks(pool, cache, block_size, groups, budget, snapshots)
     scheduler = Scheduler(blocks, policy, limits, log, depth=fixed.get("drafts"))
     device = FakeDevice(block_size, keeps, groups, has_states=bool(rows))

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from quire.attention.base import Angles, AttentionLayer, ForwardBatch, LatentLayer
+from quire.attention.reference import first_key
 from quire.layers.env import Env
 from quire.models.checkpoint.checkpoint import open_checkpoint
 from quire.models.config.load import load_spec
@@ -47,7 +48,7 @@ class WholeSequenceAttention:
             at = torch.arange(end - start)
             hidden = at[None, :] > at[:, None]
             if layer.window is not None:
-                hidden |= at[None, :] <= at[:, None] - layer.window
+                hidden |= at[None, :] < first_key(at[:, None], layer.window, layer.chunked)
             scores = scores.masked_fill(hidden, float("-inf"))
             if layer.sinks is not None:
                 sinks = layer.sinks.view(-1, 1, 1).expand(-1, end - start, 1)

@@ -104,6 +104,7 @@ class CpuAttention:
         heads = CHeads(
             address(norm), table.data_ptr(), layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window or 0,
             layer.span or layer.head_dim // 2, pointer(layer.sinks), layer.scale, layer.soft_cap or 0.0, half(table),
+            layer.chunked,
         )  # fmt: skip
         self._layers[id(layer)] = structs = _LayerStructs(heads, norm, (layer, norms, table))
         return structs

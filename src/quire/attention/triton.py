@@ -189,12 +189,12 @@ class TritonAttention:
             attend_short(
                 q, keys, values, out, batch.seq_lens, None if plan.ones else batch.query_start,
                 batch.block_table, batch.slots, layer.scale, layer.window, layer.soft_cap, work.queries, splits, shared,
-                layer.sinks,
+                layer.sinks, chunked=layer.chunked,
             )  # fmt: skip
         if work.tiles is not None:
             attend_long(
                 q, keys, values, out, batch.block_table, work.tiles,
-                layer.scale, layer.window, layer.soft_cap, layer.sinks,
+                layer.scale, layer.window, layer.soft_cap, layer.sinks, chunked=layer.chunked,
             )  # fmt: skip
         return out
 

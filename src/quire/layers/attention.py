@@ -29,7 +29,7 @@ class Attention:
     """An `AttentionLayer` (attention/base.py) bound to its back end. Head counts are those of this rank."""
 
     __slots__ = (
-        "backend", "head_dim", "index", "kv", "num_heads", "num_kv_heads", "scale", "sinks", "soft_cap", "span",
+        "backend", "chunked", "head_dim", "index", "kv", "num_heads", "num_kv_heads", "scale", "sinks", "soft_cap", "span",
         "window",
     )  # fmt: skip
 
@@ -50,7 +50,7 @@ class Attention:
         self.kv = kv
         self.num_kv_heads, self.head_dim = kv.tensors[0].heads, kv.tensors[0].dim
         self.scale = scale
-        self.window = kv.window
+        self.window, self.chunked = kv.window, kv.chunked
         self.soft_cap = soft_cap
         self.sinks = sinks
         self.span = span

@@ -30,6 +30,7 @@ class KVLayout:
 
     tensors: tuple[KVTensor, ...]
     window: int | None = None  # entries that many tokens back are never read again; None: all are
+    chunked: bool = False  # a token reads its own chunk of `window` tokens, instead of the last `window` tokens
 
     @classmethod
     def keys_and_values(cls, heads: int, dim: int, dtype: str, window: int | None = None) -> KVLayout:

@@ -19,6 +19,7 @@ from quire.types.engine_io import (
     TimingPhase,
     TokenLogprobs,
     Totals,
+    answer_room,
 )
 from quire.types.errors import (
     ConfigError,
@@ -29,7 +30,7 @@ from quire.types.errors import (
     RequestError,
     StepFailed,
 )
-from quire.types.kv import DTYPE_BYTES, BlockTable, KVGroup, KVLayout, KVTensor
+from quire.types.kv import DTYPE_BYTES, BlockTable, KVGroup, KVLayout, KVTensor, StateLayout, StateTensor
 from quire.types.plan import (
     NO_TOKEN,
     NOT_FINITE,
@@ -102,6 +103,8 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "SlotAdmission",
+    "StateLayout",
+    "StateTensor",
     "Status",
     "StepFailed",
     "StepFigures",
@@ -114,6 +117,7 @@ __all__ = [
     "TokenLogprobs",
     "TokenMasks",
     "Totals",
+    "answer_room",
     "check_field_names",
     "max_logit_rows",
 ]

@@ -149,7 +149,9 @@ class TorchBatcher:
             return blocks.long() * self._block_size + within
 
         batch = ForwardBatch(
-            input_ids=state.tokens.view(-1).index_select(0, slot_of_token * state.max_len + positions).long(),
+            input_ids=state.tokens.view(-1)
+            .index_select(0, slot_of_token * state.token_row + positions)
+            .long(),
             positions=positions,
             kv_slots=kv_slots(0),
             query_start=starts.int(),
@@ -204,7 +206,7 @@ class TorchBatcher:
             at = step.sampling
             slots, tokens, lengths = (x.index_select(0, at) for x in (slots, tokens, lengths))
         # A negative token tells the host of a failure; a step in flight still reads this column, so it needs an id.
-        state.tokens.view(-1).index_copy_(0, slots * state.max_len + lengths, tokens.clamp(min=0))
+        state.tokens.view(-1).index_copy_(0, slots * state.token_row + lengths, tokens.clamp(min=0))
         state.num_tokens.index_copy_(0, slots, lengths + 1)
         return result
 
@@ -216,7 +218,7 @@ class TorchBatcher:
         behind = columns > drafts.unsqueeze(1)  # [rows, 1 + most drafts]: the row has fewer tokens
         sampled = tokens[(step.first_logits.unsqueeze(1) + columns).masked_fill_(behind, 0)]
         places = state.num_tokens[step.slots].unsqueeze(1) + columns
-        places = step.slots.unsqueeze(1) * state.max_len + places.clamp_(max=state.max_len - 1)
+        places = step.slots.unsqueeze(1) * state.token_row + places.clamp_(max=state.token_row - 1)
         kept = accepted_counts(sampled, state.tokens.view(-1)[places], drafts)
         taken_back = drafts + 1 - kept
         state.num_computed.index_add_(0, step.slots, -taken_back.int())

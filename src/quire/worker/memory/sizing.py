@@ -130,7 +130,7 @@ class MemoryPlanner:
     def column_bytes(self, max_len: int) -> int:
         """Return the bytes of the slot columns: four for each token, and for each block, that a request may have."""
         slots, block = self.limits.max_num_seqs + 1, min(self.layout.block_size(max_len), max_len)
-        return 4 * slots * (max_len + len(self.groups.groups) * -(-max_len // block))
+        return 4 * slots * (max_len + 1 + len(self.groups.groups) * -(-max_len // block))
 
     def sampling_bytes(self, logit_rows: int | None = None) -> int:
         """Return the most that a step holds at once after its model has run.

@@ -121,6 +121,16 @@ MLA = {
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
 DEEP_YARN = rope("yarn", factor=8.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.7)
 
+LLAMA4 = {
+    "attention_chunk_size": 8,
+    "no_rope_layers": [1, 1, 0],
+    "floor_scale": 4,
+    "attn_scale": 0.5,
+    "num_local_experts": 4,
+    "moe_layers": [1],
+    "intermediate_size_mlp": 40,
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-mha": ("Llama", {"num_key_value_heads": 6, "tie_word_embeddings": True}),
@@ -312,6 +322,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "minimax-m2": ("MiniMaxM2", {"num_local_experts": 7, "num_experts_per_tok": 3, "rotary_dim": 6}),
+    "llama4": ("Llama4Text", {**LLAMA4, **LLAMA3}),
+    "llama4-plain": (
+        "Llama4Text",
+        {
+            **LLAMA4,
+            "attention_chunk_size": 5,
+            "use_qk_norm": False,
+            "attn_temperature_tuning": False,
+            "num_experts_per_tok": 2,
+            "interleave_moe_layer_step": 2,
+            "moe_layers": None,
+            "attention_bias": True,
+        },
+    ),
     "gpt2": (
         "GPT2",
         {
@@ -329,7 +353,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 NAMES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "Qwen2Moe", "Olmoe", "MiniMaxM2")
-CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
+CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "Llama4Text": "Llama4ForCausalLM", "GPT2": "GPT2LMHeadModel"}
 
 
 def make_reference(case: str, folder: Path, **save: Any) -> Any:

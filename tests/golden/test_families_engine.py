@@ -22,7 +22,7 @@ SHARED = [(7 * i + 3) % 97 for i in range(10)]
 PROMPTS = [SHARED + [5 + i] * (3 * i + 1) for i in range(5)]
 # The first case of every class of transformers, and the special paths of others.
 FIRST = list({name: case for case, (name, _) in reversed(CASES.items())}.values())
-SPECIAL = ["phi3-partial", "phi3-longrope", "smollm3-window", "gpt-oss-full"]
+SPECIAL = ["phi3-partial", "phi3-longrope", "smollm3-window", "gpt-oss-full", "llama4-plain"]
 
 
 def reference(model: Any) -> list[tuple[list[int], torch.Tensor]]:

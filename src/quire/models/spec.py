@@ -8,7 +8,7 @@ GGUF file.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.layers.mixer_params import MixerParams
@@ -57,6 +57,16 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueryGrowth:
+    """Queries that grow with their position: times 1 + beta * ln(1 + floor((position + offset) / length))."""
+
+    beta: float
+    length: int
+    offset: int = 0
+    only_unrotated: bool = False  # in layers without rotation only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The sizes and options of a decoder-only transformer."""
 
@@ -82,6 +92,7 @@ class ModelSpec:
     local_rope: RopeParams | None = None  # of layers with a window, if it differs
     rotates: tuple[bool, ...] = ()  # by layer: whether q and k are rotated; empty: in all layers
     windows: tuple[int | None, ...]  # by layer; a token attends to itself and the window - 1 tokens before it
+    chunked_windows: bool = False  # a token attends to the tokens of its own chunk of `window` tokens instead
     sinks: bool = False  # whether each head has a score without a key, which joins the softmax's sum
     layout: str = "pre"  # where the norms of a layer are: a key of LAYOUTS in models/layouts.py
     norm: str = "rms"  # a key of NORMS in layers/norm.py
@@ -91,9 +102,10 @@ class ModelSpec:
     fused_qkv: bool = False  # whether the checkpoint stores q, k and v as one tensor, qkv_proj
     fused_gate_up: bool = False  # whether it stores gate and up as one tensor, gate_up_proj
     qk_norm: bool = False
-    # heads: of each head; rotated: of each rotated head; projection: of all heads together; layer: a LayerNorm
+    # heads: of each head; rotated: of each rotated head; unit: the same without weights, in layers that rotate;
+    # projection: of all heads together; layer: a LayerNorm
     qk_norm_kind: str = "heads"
-    query_growth: tuple[float, int] | None = None  # beta and length of `GrowingQueries`
+    query_growth: QueryGrowth | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -145,7 +157,8 @@ class ModelSpec:
         if self.latent:  # all heads share it, so each rank has the whole
             return KVLayout((KVTensor(1, self.latent.stored_dim, dtype),))
         heads = max(self.num_kv_heads // ranks, 1)
-        return KVLayout.keys_and_values(heads, self.head_dim, dtype, self.windows[index])
+        layout = KVLayout.keys_and_values(heads, self.head_dim, dtype, self.windows[index])
+        return replace(layout, chunked=self.chunked_windows)
 
     def kv_layouts(self, dtype: str, ranks: int = 1) -> tuple[KVLayout, ...]:
         """Return the layouts of all layers, by index."""

@@ -46,7 +46,7 @@ from quire.types.plan import (
     max_logit_rows,
 )
 from quire.types.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from quire.types.request_state import Request, RequestOrder, Status
+from quire.types.request_state import Request, RequestOrder, RequestStatus
 from quire.types.sampling_params import (
     FLOAT_RANGES,
     INT_RANGES,
@@ -101,11 +101,11 @@ __all__ = [
     "RequestMetrics",
     "RequestOrder",
     "RequestOutput",
+    "RequestStatus",
     "SamplingParams",
     "SlotAdmission",
     "StateLayout",
     "StateTensor",
-    "Status",
     "StepFailed",
     "StepFigures",
     "StepHandle",

@@ -27,6 +27,9 @@ class WholeSequenceAttention:
     forward_packed = None
     reads_shared = False
 
+    def __init__(self) -> None:
+        self.written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values of a step, by layer
+
     def kv_shape(self, num_blocks: int, block_size: int, heads: int, dim: int) -> tuple[int, ...]:
         return (num_blocks, block_size, heads, dim)
 
@@ -34,8 +37,16 @@ class WholeSequenceAttention:
         return None
 
     def forward(
-        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        batch: ForwardBatch,
     ) -> torch.Tensor:
+        if k is None or v is None:
+            k, v = self.written[layer.index]
+        self.written[layer.index] = k, v
         outs = []
         ends = np.cumsum(batch.num_tokens).tolist()
         for start, end in zip([0, *ends], ends):

@@ -202,14 +202,19 @@ class AttentionBackend(Protocol):
         ...
 
     def forward(
-        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        batch: ForwardBatch,
     ) -> torch.Tensor:
         """Write k and v, and attend.
 
         Args:
             layer: the calling layer.
             q: [tokens, heads, dim].
-            k, v: [tokens, kv heads, dim].
+            k, v: [tokens, kv heads, dim]; None if an earlier layer of the same index has written them.
             batch: the step.
 
         Returns:

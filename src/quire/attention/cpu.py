@@ -66,7 +66,12 @@ class CpuAttention:
         return out
 
     def forward(
-        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        batch: ForwardBatch,
     ) -> torch.Tensor:
         if batch.attn is None:  # the kernel always rotates; GPT-2's heads are not rotated
             batch.attn = self._reference.plan(batch)

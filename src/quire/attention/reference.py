@@ -164,13 +164,19 @@ class ReferenceAttention:
     # ------------------------------------------------------------------------------ per layer
 
     def forward(
-        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        batch: ForwardBatch,
     ) -> torch.Tensor:
         keys, values = (x.view(-1, layer.num_kv_heads, layer.head_dim) for x in batch.kv[layer.index])
         plan: _ReferencePlan = batch.attn
-        k, v = (x.view(-1, layer.num_kv_heads, layer.head_dim) for x in (k, v))
-        _write(keys, plan.writes, k)
-        _write(values, plan.writes, v)
+        if k is not None and v is not None:
+            k, v = (x.view(-1, layer.num_kv_heads, layer.head_dim) for x in (k, v))
+            _write(keys, plan.writes, k)
+            _write(values, plan.writes, v)
         q = q.view(-1, layer.num_heads, layer.head_dim)
         if len(plan.groups) == 1 and plan.groups[0].tokens is None:
             return self._attend_group(layer, plan.groups[0], q, keys, values)
@@ -181,10 +187,11 @@ class ReferenceAttention:
             out.index_copy_(0, group.tokens, self._attend_group(layer, group, rows, keys, values))
         for long in plan.long_rows:
             new = slice(long.start, long.end)
-            if long.kv is None:
+            if long.kv is None and k is not None and v is not None:
                 row_k, row_v = k[new], v[new]
             else:
-                row_k, row_v = _read(keys, long.kv), _read(values, long.kv)
+                slots = _part(plan.writes, new) if long.kv is None else long.kv
+                row_k, row_v = _read(keys, slots), _read(values, slots)
             out[new] = self._attend_long(layer, long, q[new], row_k, row_v)
         return out
 
@@ -272,6 +279,13 @@ def _write(blocks: torch.Tensor, slots: Slots, new: torch.Tensor) -> None:
 
 def _read(blocks: torch.Tensor, slots: Slots) -> torch.Tensor:
     return blocks[slots] if isinstance(slots, slice) else blocks.index_select(0, slots)
+
+
+def _part(slots: Slots, tokens: slice) -> Slots:
+    """Return the slots of a range of tokens."""
+    if isinstance(slots, slice):
+        return slice(slots.start + tokens.start, slots.start + tokens.stop)
+    return slots[tokens]
 
 
 def _to_device(values: list[int], device: torch.device) -> torch.Tensor:

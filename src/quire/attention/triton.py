@@ -149,11 +149,17 @@ class TritonAttention:
         return _TritonPlan(ones, int(batch.seq_bounds.max(initial=1)))
 
     def forward(
-        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        batch: ForwardBatch,
     ) -> torch.Tensor:
-        keys, values = batch.kv[layer.index]
         dim, kv_heads = layer.head_dim, layer.num_kv_heads
-        write_kv(k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim), keys, values, batch.kv_slots)
+        if k is not None and v is not None:
+            keys, values = batch.kv[layer.index]
+            write_kv(k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim), keys, values, batch.kv_slots)
         return self._attend(layer, q.view(-1, layer.num_heads, dim), batch)
 
     def forward_packed(

@@ -56,11 +56,11 @@ class Attention:
         self.span = span
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, batch: ForwardBatch
     ) -> torch.Tensor:
         """Return [tokens, heads * dim] for q [tokens, heads, dim], k and v [tokens, kv heads, dim].
 
-        The last dimension must be contiguous.
+        The last dimension must be contiguous. k and v are None if an earlier layer with this index has written them.
         """
         return self.backend.forward(self, q, k, v, batch.for_layer(self.index))
 

@@ -134,7 +134,7 @@ class DecoderLayer:
     def make_mlp(self, env: Env, spec: ModelSpec, index: int, prefix: str) -> FeedForward:
         """Build the feed-forward half of layer `index`; overridden by families with experts."""
         prefix += spec.names.get("mlp", "mlp") + "."
-        sizes = spec.hidden_size, spec.intermediate_size
+        sizes = spec.hidden_size, spec.mlp_size(index)
         if spec.mlp == "gated":
             return GatedMLP(env, prefix, *sizes, spec.activation, spec.mlp_bias, spec.fused_gate_up)
         up, down = (prefix + spec.names.get(name, name) for name in ("up_proj", "down_proj"))

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from recent_cases import RECENT, RECENT_CLASSES
 from whole import greedy, last_logits, load_model, logits_of, whole_batch
 
 from quire.models.spec import ModelSpec
@@ -121,14 +122,13 @@ MLA = {
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
 DEEP_YARN = rope("yarn", factor=8.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.7)
 
-LLAMA4 = {
-    "attention_chunk_size": 8,
-    "no_rope_layers": [1, 1, 0],
-    "floor_scale": 4,
-    "attn_scale": 0.5,
-    "num_local_experts": 4,
-    "moe_layers": [1],
-    "intermediate_size_mlp": 40,
+LFM2 = {
+    "head_dim": None,
+    "hidden_size": 48,
+    "block_multiple_of": 8,
+    "num_hidden_layers": 4,
+    "tie_word_embeddings": True,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
 }
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -322,18 +322,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "minimax-m2": ("MiniMaxM2", {"num_local_experts": 7, "num_experts_per_tok": 3, "rotary_dim": 6}),
-    "llama4": ("Llama4Text", {**LLAMA4, **LLAMA3}),
-    "llama4-plain": (
-        "Llama4Text",
+    "lfm2": ("Lfm2", LFM2),
+    "lfm2-biases": (
+        "Lfm2",
         {
-            **LLAMA4,
-            "attention_chunk_size": 5,
-            "use_qk_norm": False,
-            "attn_temperature_tuning": False,
-            "num_experts_per_tok": 2,
-            "interleave_moe_layer_step": 2,
-            "moe_layers": None,
-            "attention_bias": True,
+            **LFM2,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": None,
+            "full_attn_idxs": [2],
         },
     ),
     "gpt2": (
@@ -352,8 +350,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_embd": 40, "n_layer": 2, "n_head": 5, "n_positions": 64, "tie_word_embeddings": False},
     ),
 }
+CASES |= RECENT
+OFFSET_NORMS = ("Gemma", "Gemma2", "Gemma3Text")  # the weights of norms are stored minus one
 NAMES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "Qwen2Moe", "Olmoe", "MiniMaxM2")
-CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "Llama4Text": "Llama4ForCausalLM", "GPT2": "GPT2LMHeadModel"}
+CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel", **RECENT_CLASSES}
 
 
 def make_reference(case: str, folder: Path, **save: Any) -> Any:
@@ -369,13 +369,15 @@ def make_reference(case: str, folder: Path, **save: Any) -> Any:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                centre = 1.0 if key.endswith("weight") and "Gemma" not in name else 0.0
+                centre = 1.0 if key.endswith(("weight", "scale")) and name not in OFFSET_NORMS else 0.0
                 parameter.copy_(centre + 0.3 * torch.randn_like(parameter))
             elif "router" in key or key.endswith("gate.weight"):
                 parameter.copy_(0.3 * torch.randn_like(parameter))
         for key, buffer in model.named_buffers():
             if key.endswith("correction_bias"):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
+            if key.endswith("layer_scalar"):
+                buffer.copy_(0.7 + 0.3 * torch.rand_like(buffer))
     model.save_pretrained(folder, **save)
     return model
 

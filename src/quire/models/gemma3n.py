@@ -39,7 +39,8 @@ class AltUp:
 
     def route(self, x: torch.Tensor) -> torch.Tensor:
         """Return what decides the coefficients, [tokens, streams], for the active stream x [tokens, hidden]."""
-        return torch.tanh(self.router(self.norm.alone(x) * self.scale).float()).to(x.dtype)
+        # In fp64, because PyTorch's fp32 tanh of an element depends on its place in the tensor.
+        return self.router(self.norm.alone(x) * self.scale).double().tanh().to(x.dtype)
 
     def predict(self, streams: torch.Tensor) -> torch.Tensor:
         """Return the streams plus a sum of all streams, weighted by token."""

@@ -12,6 +12,7 @@ from quire.models.gemma3n import Gemma3nModel
 from quire.models.gemma4 import Gemma4Model
 from quire.models.gpt2 import GPT2Model
 from quire.models.gpt_oss import GptOssModel
+from quire.models.lfm2 import Lfm2Model
 from quire.models.llama4 import Llama4Model
 from quire.models.moe import MoEModel
 from quire.models.spec import ModelSpec
@@ -24,6 +25,7 @@ CLASSES: dict[str, Callable[[Env, ModelSpec], Model]] = {
     "gemma4": Gemma4Model,
     "gpt2": GPT2Model,
     "gpt_oss": GptOssModel,
+    "lfm2": Lfm2Model,
     "llama4": Llama4Model,
     "moe": MoEModel,
 }

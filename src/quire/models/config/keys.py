@@ -56,6 +56,7 @@ _RANGES = {
     "alpha": (1e-3, 1e9),
     "llama_4_scaling_beta": (0.0, 1e3),
     "attn_scale": (0.0, 1e3),
+    "activation_sparsity_pattern": (0.0, 1.0 - 1e-6),
     "embedding_multiplier": (1e-6, 1e6),
     "residual_multiplier": (1e-6, 1e6),
     "attention_multiplier": (1e-9, 1e6),
@@ -63,6 +64,7 @@ _RANGES = {
     "swiglu_alpha": (1e-6, 1e6),
     "swiglu_limit": (1e-6, 1e6),
     "logit_scale": (1e-6, 1e6),
+    "block_ffn_dim_multiplier": (1e-6, 1e6),
 }
 
 

@@ -472,6 +472,17 @@ def test_layers_for_drafts_are_not_loaded(tmp_path: Path) -> None:
         load_model(tmp_path)
 
 
+def test_keys_of_layers_that_read_others_are_not_loaded(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = make_reference("gemma3n", tmp_path)
+    file = tmp_path / "model.safetensors"
+    unused = {"k_proj.weight": torch.ones(16, 48), "k_norm.weight": torch.ones(8)}
+    extra = {f"model.layers.4.self_attn.{name}": tensor for name, tensor in unused.items()}
+    save_file({**load_file(file), **extra}, file)
+    check(model, tmp_path, count=1)
+
+
 def test_gpt2_without_prefix(tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 

@@ -109,7 +109,9 @@ class AttentionLayer(KVLayer, Protocol):
     scale: float
     # A token attends to itself and the window - 1 tokens before it; None: to all tokens before it.
     window: int | None
-    chunked: bool  # the context is cut into chunks of `window` tokens, and a token attends to those of its own
+    chunked: (
+        bool  # the context is cut into chunks of `window` tokens, and a token attends to those of its own
+    )
     soft_cap: float | None  # a score s becomes cap * tanh(s / cap); None: off
     sinks: (
         torch.Tensor | None

@@ -68,7 +68,9 @@ class DecoderModel:
         self.ropes = [Rope(*kind, spec.max_model_len, env.device, env.dtype) for kind in different]
         self.rope_of = [different.index(kind) for kind in kinds]  # by layer
         layer_class = self.layer_class or LAYOUTS[spec.layout]
-        self.layers = [layer_class(env, spec, i, f"{prefix}layers.{i}.") for i in range(spec.num_layers)]
+        self.layers: Sequence[DecoderLayer] = [
+            layer_class(env, spec, i, f"{prefix}layers.{i}.") for i in range(spec.num_layers)
+        ]
         norm = NORMS[spec.norm]
         self.norm = norm(env, prefix + spec.names.get("norm", "norm"), spec.hidden_size, spec.norm_eps)
         self.head = LMHead(

@@ -7,6 +7,7 @@ it computed. The streams are one tensor [streams, tokens, hidden].
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -118,12 +119,12 @@ class Gemma3nLayer(DecoderLayer):
         before, after, before_mlp, after_mlp = self.norms
         predicted = self.altup.predict(streams)
         normed = before.alone(predicted[self.active].contiguous())
-        attended, normed = self.attn(normed, None, rotation, batch)
-        assert normed is not None
+        attended, needed = self.attn(normed, None, rotation, batch)
+        assert needed is not None
         if self.attn.is_last and batch.wanted is not None:
             predicted = predicted.index_select(1, batch.wanted)
         x = predicted[self.active] + after.alone(attended)
-        x = (x + self.laurel(normed)) * 0.5**0.5
+        x = (x + self.laurel(needed)) * 0.5**0.5
         x = x + after_mlp.alone(self.feed(before_mlp.alone(x)))
         corrected = self.altup.correct(predicted, x)
         active = corrected[self.active]
@@ -138,7 +139,7 @@ class Gemma3nModel(DecoderModel):
     """Gemma 3n, text part."""
 
     layer_class = Gemma3nLayer
-    layers: list[Gemma3nLayer]
+    layers: Sequence[Gemma3nLayer]
 
     def __init__(self, env: Env, spec: ModelSpec) -> None:
         super().__init__(env, spec)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from quire.attention.base import ForwardBatch
@@ -96,7 +98,7 @@ class Gemma4Model(DecoderModel):
     """Gemma 4, text part."""
 
     layer_class = Gemma4Layer
-    layers: list[Gemma4Layer]
+    layers: Sequence[Gemma4Layer]
 
     def __init__(self, env: Env, spec: ModelSpec) -> None:
         super().__init__(env, spec)

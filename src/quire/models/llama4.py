@@ -21,7 +21,9 @@ class Llama4Layer(DecoderLayer):
         moe, hidden, prefix = spec.moe, spec.hidden_size, prefix + "feed_forward."
         router = make_router(env, prefix + "router", hidden, moe.routing)
         sizes = moe.routing.num_experts, hidden, moe.intermediate_size
-        experts = make_experts(env, load_transposed_experts(env, prefix + "experts.", *sizes), spec.activation)
+        experts = make_experts(
+            env, load_transposed_experts(env, prefix + "experts.", *sizes), spec.activation
+        )
         shared = SharedExperts(env, prefix + "shared_expert.", hidden, moe.shared_size, spec.activation)
         return MoE(router, InputWeighted(experts), env.parallel, shared)
 

@@ -45,7 +45,10 @@ def build_model(spec: ModelSpec, env: Env) -> Model:
 
 def check_shards(spec: ModelSpec, size: int) -> None:
     """Raise ModelError, naming what does not divide, if the model cannot be sharded over `size` ranks."""
-    sizes = {"heads": spec.num_heads, "intermediate size": math.gcd(*map(spec.mlp_size, range(spec.num_layers)))}
+    sizes = {
+        "heads": spec.num_heads,
+        "intermediate size": math.gcd(*map(spec.mlp_size, range(spec.num_layers))),
+    }
     if spec.moe:
         sizes["expert intermediate size"] = spec.moe.intermediate_size
         if all(spec.moe.sparse):

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.layers.mixer_params import MixerParams
-from quire.models.gemma_spec import GemmaSpec
 from quire.layers.rope_params import NO_ROTATION, RopeParams
 from quire.layers.routing_params import Routing
+from quire.models.gemma_spec import GemmaSpec
 from quire.quant.spec import QuantSpec
 from quire.types import KVLayout, KVTensor, ModelError, StateLayout
 

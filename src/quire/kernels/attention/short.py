@@ -236,7 +236,9 @@ def attend_short(
         CAPPED=soft_cap is not None, SINKS=sinks is not None, PDL=pdl, num_warps=used.warps, num_stages=used.stages, launch_pdl=pdl,
     )  # fmt: skip
     if splits > 1:
-        merge_splits(sums, stats, out, seq_lens, query_start, heads, splits, used.keys, window, queries, chunked)
+        merge_splits(
+            sums, stats, out, seq_lens, query_start, heads, splits, used.keys, window, queries, chunked
+        )
 
 
 def merge_splits(

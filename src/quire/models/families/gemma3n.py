@@ -91,7 +91,12 @@ def _parse(name: str, keys: ConfigKeys) -> ModelSpec:
 
 FAMILY = Family(
     title="Gemma 3n (text)",
-    architectures=(*names("Gemma3n", "gemma3n_text"), "Gemma3nTextModel", "Gemma3nForConditionalGeneration", "gemma3n"),
+    architectures=(
+        *names("Gemma3n", "gemma3n_text"),
+        "Gemma3nTextModel",
+        "Gemma3nForConditionalGeneration",
+        "gemma3n",
+    ),
     parse=_parse,
     special="four residual streams, layers that share keys and values, an embedding per layer, sparse gates",
 )

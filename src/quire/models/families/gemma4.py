@@ -114,7 +114,12 @@ def _parse(name: str, keys: ConfigKeys) -> ModelSpec:
 
 FAMILY = Family(
     title="Gemma 4 (text)",
-    architectures=(*names("Gemma4", "gemma4_text"), "Gemma4TextModel", "Gemma4ForConditionalGeneration", "gemma4"),
+    architectures=(
+        *names("Gemma4", "gemma4_text"),
+        "Gemma4TextModel",
+        "Gemma4ForConditionalGeneration",
+        "gemma4",
+    ),
     parse=_parse,
     special="two head sizes, layers that share keys and values, an embedding per layer, experts beside the MLP",
     tools="gemma",

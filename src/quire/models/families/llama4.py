@@ -26,7 +26,9 @@ def _parse(name: str, keys: ConfigKeys) -> ModelSpec:
     listed = layer_flags(keys, "no_rope_layers") if keys.get("no_rope_layers", default=None) else None
     rotates = listed or tuple((i + 1) % every != 0 for i in range(layers))
     chunk = keys.get("attention_chunk_size", default=8192)
-    whole = chunk is None or (keys.has("attention_chunk_size") and keys.config["attention_chunk_size"] is None)
+    whole = chunk is None or (
+        keys.has("attention_chunk_size") and keys.config["attention_chunk_size"] is None
+    )
     kinds = keys.entries("layer_types", str) or [
         "chunked_attention" if turns else "full_attention" for turns in rotates
     ]
@@ -73,7 +75,12 @@ def _parse(name: str, keys: ConfigKeys) -> ModelSpec:
 
 FAMILY = Family(
     title="Llama 4 (text)",
-    architectures=(*names("Llama4", "llama4_text"), "Llama4TextModel", "Llama4ForConditionalGeneration", "llama4"),
+    architectures=(
+        *names("Llama4", "llama4_text"),
+        "Llama4TextModel",
+        "Llama4ForConditionalGeneration",
+        "llama4",
+    ),
     parse=_parse,
     special="attention within chunks; every fourth layer without rotation, with growing queries; experts weigh inputs",
     tools="pythonic",

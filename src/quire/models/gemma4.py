@@ -7,39 +7,16 @@ from collections.abc import Sequence
 import torch
 
 from quire.attention.base import ForwardBatch
-from quire.kernels.experts.choice import ExpertChoice
 from quire.layers.env import Env
 from quire.layers.expert_weights import load_experts
+from quire.layers.gemma_router import GemmaRouter
 from quire.layers.moe import MoE, make_experts
-from quire.layers.query_key import unit_norm
 from quire.layers.residual import ResidualNorm, Stream
 from quire.layers.rope import Rotation
-from quire.layers.routing import choose_experts
 from quire.models.decoder import DecoderModel
 from quire.models.gemma_parts import GemmaAttention, LayerEmbeddingGate, LayerEmbeddings, narrowed
 from quire.models.layouts import SandwichLayer
 from quire.models.spec import ModelSpec
-
-
-class Gemma4Router:
-    """A `Router` of normed tokens, whose experts have a factor each."""
-
-    def __init__(self, env: Env, spec: ModelSpec, prefix: str) -> None:
-        assert spec.moe is not None
-        self.routing, self.eps = spec.moe.routing, spec.norm_eps
-        hidden, experts = spec.hidden_size, self.routing.num_experts
-        scale = env.weights.tensor(prefix + "scale", (hidden,)).float() * hidden**-0.5
-        weight = env.weights.tensor(prefix + "proj.weight", (experts, hidden)).float() * scale
-        self.weight = weight.to(env.device)
-        self.factors = env.weights.tensor(prefix + "per_expert_scale", (experts,)).to(
-            env.device, torch.float32
-        )
-
-    def __call__(self, x: torch.Tensor) -> ExpertChoice:
-        """Return the experts of the tokens x [tokens, hidden]."""
-        logits = unit_norm(x.float(), self.eps) @ self.weight.t()
-        ids, weights = choose_experts(logits, self.routing)
-        return ExpertChoice(ids, weights * self.factors[ids])
 
 
 class Gemma4Experts:
@@ -54,7 +31,11 @@ class Gemma4Experts:
         sizes = moe.routing.num_experts, spec.hidden_size, moe.intermediate_size
         weights = load_experts(env, prefix + "experts.", *sizes)
         experts = make_experts(env, weights, spec.activation)
-        self.moe = MoE(Gemma4Router(env, spec, prefix + "router."), experts, env.parallel)
+        self.moe = MoE(
+            GemmaRouter(env, prefix + "router.", spec.hidden_size, moe.routing, spec.norm_eps),
+            experts,
+            env.parallel,
+        )
 
     def __call__(self, mlp: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         """Return the sum of the output of the MLP and of the experts, both normed; `total` is the stream."""

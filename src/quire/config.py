@@ -233,20 +233,22 @@ class EngineConfig:
                     "chunked_prefill is off, because a prompt then runs in one step; raise it or lower max_model_len"
                 )
             budget = max_len
+        spec_tokens = None
+        if self.spec_method != "off":
+            spec_tokens = min(self.spec_tokens or _SPEC_TOKENS, max_len - 1)
         return replace(
             self,
             chunked_prefill=chunked,
             prefix_caching=not recompute if self.prefix_caching is None else self.prefix_caching,
-            max_num_seqs=self.max_num_seqs or _default_seqs(gpu_bytes, state_bytes),
+            max_num_seqs=self.max_num_seqs
+            or _default_seqs(gpu_bytes, state_bytes * (1 + (spec_tokens or 0))),
             max_num_batched_tokens=budget,
             mixed_prefill_tokens=min(self.mixed_prefill_tokens or (budget if gpu_bytes else 256), budget)
             if chunked
             else None,
             max_model_len=max_len,
             block_size=self.block_size if self.kv_layout == "paged" else max_len,
-            spec_tokens=None
-            if self.spec_method == "off"
-            else min(self.spec_tokens or _SPEC_TOKENS, max_len - 1),
+            spec_tokens=spec_tokens,
         )
 
 

@@ -15,6 +15,9 @@ from typing import Any
 import pytest
 import torch
 from switches import GPU_SWITCHES, SWITCHES, Bench, defaults, legal, make_requests, random_settings
+from test_speculation import draft_answers, with_drafts
+
+from quire.worker.memory.states import StateMemory
 
 PAIRS = sorted(
     {
@@ -104,6 +107,21 @@ def test_random_combinations_with_states(hybrid: Bench) -> None:
         cached += engine.log.totals.cached_tokens
         preempted += engine.log.totals.preemptions
     assert cached and preempted
+
+
+def test_drafts_with_states(hybrid: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states behind rejected drafts are dropped."""
+    draft_answers(hybrid, monkeypatch)
+    rng = random.Random(4)
+    for seed in range(5):
+        settings = random_settings(rng, STATE_SWITCHES)
+        while settings["kv_layout"] == "none":
+            settings = random_settings(rng, STATE_SWITCHES)
+        totals = hybrid.run(with_drafts(settings), seed).log.totals
+        assert 0 < totals.accepted_tokens < totals.draft_tokens
+    monkeypatch.setattr(StateMemory, "accept", lambda self, slots, verifies, tokens: None)
+    with pytest.raises(AssertionError, match="differs"):
+        hybrid.run(with_drafts(defaults()), 0)
 
 
 def test_expectation_does_not_hold_for_other_weights(bench: Bench) -> None:

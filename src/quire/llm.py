@@ -72,7 +72,11 @@ class LLM:
         self.config = config
         self._tokenizer = tokenizer_of(config)
         self.client: EngineClient
-        if (
+        if config.data_parallel_size > 1:
+            from quire.frontend.client.replicas import ReplicatedClient
+
+            self.client = ReplicatedClient(config)
+        elif (
             engine_process or config.tensor_parallel_size > 1
         ):  # a rank that fails may block the process of the others
             from quire.frontend.client.process import ProcessClient

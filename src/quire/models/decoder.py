@@ -53,9 +53,14 @@ class DecoderModel:
     layer_class: type[DecoderLayer] | None = None
 
     def __init__(self, env: Env, spec: ModelSpec) -> None:
+<<<<<<< HEAD
         table = spec.names.get("embed_tokens", "embed_tokens")
         prefix = find_prefix(env.weights, table + ".weight", PREFIXES)
         self.spec = spec
+=======
+        prefix = find_prefix(env.weights, "embed_tokens.weight", PREFIXES)
+        self.spec, self.prefix = spec, prefix
+>>>>>>> main
         self.embed = Embedding(
             env,
             prefix + table,
@@ -64,11 +69,14 @@ class DecoderModel:
             spec.embedding_scale,
             spec.rounds_embedding_scale,
         )
-        params = list(dict.fromkeys(spec.layer_ropes))
-        self.ropes = [Rope(each, spec.rope_dim, spec.max_model_len, env.device, env.dtype) for each in params]
-        self.rope_of = [params.index(each) for each in spec.layer_ropes]  # by layer
+        kinds = [(params, spec.rope_dim(index)) for index, params in enumerate(spec.layer_ropes)]
+        different = list(dict.fromkeys(kinds))
+        self.ropes = [Rope(*kind, spec.max_model_len, env.device, env.dtype) for kind in different]
+        self.rope_of = [different.index(kind) for kind in kinds]  # by layer
         layer_class = self.layer_class or LAYOUTS[spec.layout]
-        self.layers = [layer_class(env, spec, i, f"{prefix}layers.{i}.") for i in range(spec.num_layers)]
+        self.layers: Sequence[DecoderLayer] = [
+            layer_class(env, spec, i, f"{prefix}layers.{i}.") for i in range(spec.num_layers)
+        ]
         norm = NORMS[spec.norm]
         self.norm = norm(env, prefix + spec.names.get("norm", "norm"), spec.hidden_size, spec.norm_eps)
         self.head = LMHead(

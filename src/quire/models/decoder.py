@@ -53,14 +53,9 @@ class DecoderModel:
     layer_class: type[DecoderLayer] | None = None
 
     def __init__(self, env: Env, spec: ModelSpec) -> None:
-<<<<<<< HEAD
         table = spec.names.get("embed_tokens", "embed_tokens")
         prefix = find_prefix(env.weights, table + ".weight", PREFIXES)
-        self.spec = spec
-=======
-        prefix = find_prefix(env.weights, "embed_tokens.weight", PREFIXES)
         self.spec, self.prefix = spec, prefix
->>>>>>> main
         self.embed = Embedding(
             env,
             prefix + table,

@@ -140,11 +140,7 @@ class DecoderLayer:
     def make_mlp(self, env: Env, spec: ModelSpec, index: int, prefix: str) -> FeedForward:
         """Build the feed-forward half of layer `index`; overridden by families with experts."""
         prefix += spec.names.get("mlp", "mlp") + "."
-<<<<<<< HEAD
-        sizes = spec.hidden_size, spec.intermediate_size
-=======
         sizes = spec.hidden_size, spec.mlp_size(index)
->>>>>>> main
         if spec.mlp == "gated":
             usual = ("gate_up_proj",) if spec.fused_gate_up else ("gate_proj", "up_proj")
             stored = tuple(spec.names.get(name, name) for name in (*usual, "down_proj"))

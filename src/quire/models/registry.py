@@ -8,21 +8,15 @@ from collections.abc import Callable
 from quire.layers.env import Env
 from quire.models.decoder import DecoderModel, Model
 from quire.models.deepseek import DeepseekModel
-<<<<<<< HEAD
 from quire.models.falcon_h1 import FalconH1Model
-from quire.models.gpt2 import GPT2Model
-from quire.models.gpt_oss import GptOssModel
-from quire.models.granite_hybrid import GraniteHybridModel
-from quire.models.hybrid import HybridModel
-from quire.models.minimax import MiniMaxModel
-=======
 from quire.models.gemma3n import Gemma3nModel
 from quire.models.gemma4 import Gemma4Model
 from quire.models.gpt2 import GPT2Model
 from quire.models.gpt_oss import GptOssModel
-from quire.models.lfm2 import Lfm2Model
+from quire.models.granite_hybrid import GraniteHybridModel
+from quire.models.hybrid import HybridModel
 from quire.models.llama4 import Llama4Model
->>>>>>> main
+from quire.models.minimax import MiniMaxModel
 from quire.models.moe import MoEModel
 from quire.models.nemotron_h import NemotronHModel
 from quire.models.spec import ModelSpec
@@ -35,15 +29,11 @@ CLASSES: dict[str, Callable[[Env, ModelSpec], Model]] = {
     "gemma4": Gemma4Model,
     "gpt2": GPT2Model,
     "gpt_oss": GptOssModel,
-<<<<<<< HEAD
     "falcon_h1": FalconH1Model,
     "granitemoehybrid": GraniteHybridModel,
     "hybrid": HybridModel,
     "minimax": MiniMaxModel,
-=======
-    "lfm2": Lfm2Model,
     "llama4": Llama4Model,
->>>>>>> main
     "moe": MoEModel,
     "nemotron_h": NemotronHModel,
 }

@@ -107,12 +107,8 @@ class ModelSpec:
     # heads: of each head; rotated: of each rotated head; unit: the same without weights, in layers that rotate;
     # projection: of all heads together; layer: a LayerNorm
     qk_norm_kind: str = "heads"
-<<<<<<< HEAD
     query_gate: bool = False  # whether q_proj also yields a gate of the attention's result, head by head
-    query_growth: tuple[float, int] | None = None  # beta and length of `GrowingQueries`
-=======
     query_growth: QueryGrowth | None = None
->>>>>>> main
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -239,15 +235,6 @@ class ModelSpec:
     @property
     def num_parameters(self) -> int:
         """Number of parameters of the matrices, without norms and biases (a few thousandths of all)."""
-<<<<<<< HEAD
-        qkv = self.num_heads + 2 * self.num_kv_heads
-        attention = self.hidden_size * self.head_dim * (qkv + self.num_heads)
-        if self.query_gate:
-            attention += self.hidden_size * self.head_dim * self.num_heads
-        if self.latent:
-            attention = self.latent.num_parameters(self.hidden_size, self.num_heads)
-=======
->>>>>>> main
         gated = 2 if self.mlp == "plain" else 3
         attends = self.attends or (True,) * self.num_layers
         total = sum(self._attention_parameters(index) for index in range(self.num_layers) if attends[index])
@@ -256,11 +243,8 @@ class ModelSpec:
         if self.mixer:
             total += sum(self.mixes) * self.mixer.num_parameters(self.hidden_size)
         for index, sparse in enumerate(self.layer_is_sparse):
-<<<<<<< HEAD
             if self.feeds and not self.feeds[index]:
                 continue
-=======
->>>>>>> main
             if sparse and self.moe:
                 widths = self.moe.routing.num_experts * self.moe.intermediate_size + self.moe.shared_size
                 routers = self.moe.routing.num_experts + self.moe.shared_gate
@@ -278,4 +262,5 @@ class ModelSpec:
         kept = 2 * self.layer_kv_heads(index) if self.kv_source(index) == index else 0
         if self.gemma and index in self.gemma.keys_as_values:
             kept //= 2
-        return self.hidden_size * self.layer_head_dim(index) * (2 * self.num_heads + kept)
+        queries = (3 if self.query_gate else 2) * self.num_heads
+        return self.hidden_size * self.layer_head_dim(index) * (queries + kept)

@@ -139,28 +139,19 @@ def open_checkpoint(
         return GGUFCheckpoint(path, spec)
     # On a CPU, weights are packed right after reading, so there is nothing to overlap with a reader.
     reader = Reader(device) if device.type == "cuda" else None
-<<<<<<< HEAD
-    return SafetensorsCheckpoint(path, spec.tie_embeddings, reader, _skipped(spec))
-
-
-def _skipped(spec: ModelSpec) -> re.Pattern[str]:
-    """Return a pattern of the names of layers that predict several tokens ahead, which the model does not load."""
-    numbers = "|".join(str(spec.num_layers + i) for i in range(spec.extra_layers)) or "(?!)"
-    return re.compile(rf"^((model\.)?layers\.({numbers})|mtp)\.")
-=======
     return SafetensorsCheckpoint(path, spec.tie_embeddings, reader, _unused(spec))
 
 
-def _unused(spec: ModelSpec) -> re.Pattern[str] | None:
-    """Return a pattern of the names of tensors that Quire does not load; None if there are none.
+def _unused(spec: ModelSpec) -> re.Pattern[str]:
+    """Return a pattern of the names of tensors that Quire does not load.
 
-    These are layers behind the last one, and the keys and values of layers that read those of another layer.
+    These are layers that predict several tokens ahead, and the keys and values of layers that read those of another
+    layer.
     """
     patterns = [rf"{spec.num_layers + i}\." for i in range(spec.extra_layers)]
     readers = [i for i in range(spec.num_layers) if spec.kv_source(i) != i]
     patterns += [rf"{i}\.self_attn\.[kv]_(proj|norm)\." for i in readers]
-    return re.compile(rf"(^|\.)layers\.({'|'.join(patterns)})") if patterns else None
->>>>>>> main
+    return re.compile(rf"^mtp\.|(^|\.)layers\.({'|'.join(patterns) or '(?!)'})")
 
 
 # --------------------------------------------------------------------------------------- safetensors

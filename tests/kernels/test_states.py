@@ -87,6 +87,23 @@ def test_recurrence(channel_gate: bool, delta: bool, targets: bool) -> None:
     )
 
 
+@pytest.mark.parametrize("delta", [False, True])
+def test_prompts_in_chunks(delta: bool) -> None:
+    """Rows of several chunks, one with repeated keys, beside a row of one token."""
+    q, k, v, gate, beta = inputs(False, delta, 75)
+    assert q is not None and k is not None and v is not None and gate is not None
+    k[40:60] = k[40]
+    starts = torch.tensor([0, 17, 18, 71], dtype=torch.int32, device=DEVICE)
+    fresh = torch.tensor([True, False, False], device=DEVICE)
+    rows = StateRows(torch.tensor([0, 4, 2], device=DEVICE), starts, fresh)
+    state = make_states(HEADS, KEY, VALUE)
+    first, second = state.clone(), state.clone()
+    want = recurrence(q, k, v, gate, beta, first, rows, 0.4, delta)[:71]
+    got = recur.recurrence(q, k, v, gate, beta, second, rows, 0.4, delta)[:71]
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(second[[0, 2, 4]], first[[0, 2, 4]], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("targets", [False, True])
 def test_selective_scan(targets: bool) -> None:
     torch.manual_seed(2)

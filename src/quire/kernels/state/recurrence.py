@@ -2,7 +2,8 @@
 
 A program owns a slice of the values of one head of one row. It reads its part of the state once, advances it by all
 tokens of the row in registers, and writes it once: 8 bytes per number of the state and row, however many tokens. With
-few tokens per row that is the limit. A prompt of n tokens takes n dependent steps.
+few tokens per row that is the limit. Prompts go to kernels/state/chunks.py, unless the decay is per channel of the key:
+then a prompt of n tokens takes n dependent steps.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 
 from quire.kernels.jit import kernel
+from quire.kernels.state import chunks
 from quire.kernels.state.rows import StateRows
 
 
@@ -31,6 +33,7 @@ def _recur(
     scale,
     heads,
     ratio,  # value heads per key head
+    most,  # rows with more tokens are left to another kernel
     q_token,
     q_head,
     k_token,
@@ -51,7 +54,7 @@ def _recur(
     """Grid (tiles of values, heads, rows)."""
     head, row = tl.program_id(1), tl.program_id(2)
     first, last = tl.load(starts + row), tl.load(starts + row + 1)
-    if last <= first:
+    if (last <= first) | (last - first > most):
         return
     key = tl.arange(0, K_PAD)
     value = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
@@ -111,10 +114,14 @@ def recurrence(
     if beta is not None:
         beta = beta.contiguous()
     k_pad = triton.next_power_of_2(depth)
+    most = tokens
+    if not (channels or rows.short_only):
+        most = max(chunks.SHORT, rows.most)
+        chunks.advance_chunks(q, k, v, gate, beta, state, rows, scale, unit, most, out)
     block_v = min(triton.next_power_of_2(width), max(4096 // k_pad, 8))  # 16 KiB of state per program
     _recur[(triton.cdiv(width, block_v), heads, len(rows.index))](
         q, k, v, gate, gate if beta is None else beta, state, rows.index, rows.starts, rows.fresh,
-        rows.starts if rows.targets is None else rows.targets, out, scale, heads, heads // q.shape[1],
+        rows.starts if rows.targets is None else rows.targets, out, scale, heads, heads // q.shape[1], most,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), gate.stride(0), gate.stride(1),
         K=depth, V=width, K_PAD=k_pad, BLOCK_V=block_v, DELTA=beta is not None, CHANNELS=channels, UNIT=unit,
         EACH=rows.targets is not None, num_warps=4,

@@ -33,6 +33,7 @@ from quire.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from quire.models.checkpoint.sizes import weight_bytes
 from quire.models.config.load import load_spec
 from quire.models.decoder import Model
+from quire.models.kv_codes import with_kv_codes
 from quire.models.registry import build_model, check_shards
 from quire.models.spec import ModelSpec
 from quire.parallel.connection import connect_ranks
@@ -84,6 +85,7 @@ class Rank:
             )
         spec = served_spec(config, spec)
         self.dtype = pick_dtype(config.dtype, spec, self.device)
+        spec = kv_coded_spec(config, path, spec, self.dtype, self.device)
         self._draft = find_draft(config, path, spec)
         longest = min([spec.max_model_len, *(draft.spec.max_model_len for draft in self._draft)])
         self.spec, self.config = spec, config.resolved(gpu_memory(self.device), longest)
@@ -227,6 +229,18 @@ def served_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
     return replace(spec, quantization=served)
 
 
+def kv_coded_spec(
+    config: EngineConfig, path: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device
+) -> ModelSpec:
+    """Return the spec with the format of KV entries that `config` asks for.
+
+    Raises:
+        ConfigError: if the model or the device does not support it.
+    """
+    stored = None if config.load_format == "dummy" else path
+    return with_kv_codes(spec, config.kv_cache_dtype, stored, dtype, device)
+
+
 def memory_planner(
     config: EngineConfig,
     path: Path,
@@ -307,6 +321,8 @@ def find_draft(config: EngineConfig, path: Path, spec: ModelSpec) -> list[DraftS
     if config.spec_model is None:
         return []
     draft = DraftSource(found := locate_model(config.spec_model).path, load_spec(found))
+    if spec.kv_codes:
+        draft = draft._replace(spec=replace(draft.spec, kv_codes=replace(spec.kv_codes, static=False)))
     check_vocabulary(path, spec.vocab_size, draft.path, draft.spec.vocab_size)
     if (config.max_model_len or 0) > draft.spec.max_model_len:
         raise ConfigError(

@@ -14,7 +14,7 @@ from typing import Any
 from quire.layers.rope_params import NO_ROTATION, RopeParams
 from quire.layers.routing_params import Routing
 from quire.quant.spec import QuantSpec
-from quire.types import KVLayout, KVTensor, ModelError
+from quire.types import KVCodes, KVLayout, KVTensor, ModelError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +109,7 @@ class ModelSpec:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     quantization: QuantSpec | None = None  # None: plain numbers
+    kv_codes: KVCodes | None = None  # how KV entries are stored; None: in the dtype of activations
 
     @staticmethod
     def from_config(config: dict[str, Any]) -> ModelSpec:
@@ -133,13 +134,13 @@ class ModelSpec:
 
         Args:
             index: index of the layer.
-            dtype: name of the dtype of KV entries.
+            dtype: name of the dtype of plain KV entries.
             ranks: number of ranks that share the KV heads. With more ranks than heads, several keep the same one.
         """
         if self.latent:  # all heads share it, so each rank has the whole
             return KVLayout((KVTensor(1, self.latent.stored_dim, dtype),))
         heads = max(self.num_kv_heads // ranks, 1)
-        return KVLayout.keys_and_values(heads, self.head_dim, dtype, self.windows[index])
+        return KVLayout.keys_and_values(heads, self.head_dim, dtype, self.windows[index], self.kv_codes)
 
     def kv_layouts(self, dtype: str, ranks: int = 1) -> tuple[KVLayout, ...]:
         """Return the layouts of all layers, by index."""

@@ -29,7 +29,7 @@ from quire.types.errors import (
     RequestError,
     StepFailed,
 )
-from quire.types.kv import DTYPE_BYTES, BlockTable, KVGroup, KVLayout, KVTensor
+from quire.types.kv import CODE_DTYPES, DTYPE_BYTES, BlockTable, KVCodes, KVGroup, KVLayout, KVTensor
 from quire.types.plan import (
     NO_TOKEN,
     NOT_FINITE,
@@ -83,6 +83,7 @@ __all__ = [
     "GrammarKind",
     "GrammarSpec",
     "KVGroup",
+    "KVCodes",
     "KVLayout",
     "KVTensor",
     "LiveRequest",

@@ -136,6 +136,7 @@ class EngineInfo:
     num_parameters: int
     # Groups of layers, each with its own blocks: number of layers, and window or None.
     kv_groups: list[tuple[int, int | None]] = field(default_factory=lambda: [(0, None)])
+    kv_dtype: str = ""  # of KV entries; if they are codes, scales follow
     reserved_bytes: int = 0  # for steps, besides weights, KV blocks and slot columns
     prefix_caching: bool = False
     eviction: str = "lru"  # policy for cached blocks

@@ -62,7 +62,7 @@ def results(folder: Path, compiler: str, flags: list[str], run: list[str]) -> di
     subprocess.run([compiler, *flags, *sources, str(CHECK), "-o", str(program), "-lm"], check=True)
     printed = subprocess.run([*run, str(program)], check=True, capture_output=True, text=True).stdout
     lines = [line.split() for line in printed.splitlines()]
-    assert len(lines) == 96
+    assert len(lines) == 112
     return {f"{i} {name}": np.array(values, float) for i, (name, *values) in enumerate(lines)}
 
 

@@ -86,7 +86,7 @@ static void check_codes(int half, int64_t dim, int form, int fixed) {
     int8_t *keys = malloc(entries * dim), *values = malloc(entries * dim);
     for (int64_t i = 0; i < entries * dim; i++) keys[i] = 50 * number_in_range(), values[i] = 50 * number_in_range();
     float *scales[2] = {numbers(entries, 0), numbers(entries, 0)};
-    for (int64_t i = 0; i < entries; i++) scales[0][i] = fabsf(scales[0][i]), scales[1][i] = fabsf(scales[1][i]);
+    for (int64_t i = 0; i < entries; i++) scales[0][i] = fabsf(scales[0][i]) / 50, scales[1][i] = fabsf(scales[1][i]) / 50;
     Attend job = {&heads, qkv, positions, slots, lens, tables, owners, keys, values, out, scales[0], scales[1], N, 3,
                   SIZE, fixed ? 0 : KV, 0, 0};
     attend_rows(&job);

@@ -104,8 +104,15 @@ INLINE const void *entry(const void *p, int64_t i, int half, int form) {
 }
 
 INLINE vec number_of(codes16 codes, int form) {
-    if (form == INT8) return __builtin_convertvector((signed_codes16)codes, vec);
-    bits b = __builtin_convertvector(codes, bits), magnitude = b & 0x7f;
+    /* GCC 12 converts between vectors of other sizes element by element. */
+#if defined(__AVX512F__)
+    if (form == INT8) return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)codes));
+    bits b = (bits)_mm512_cvtepu8_epi32((__m128i)codes);
+#else
+    if (form == INT8) return __builtin_convertvector(__builtin_convertvector((signed_codes16)codes, ints), vec);
+    bits b = __builtin_convertvector(codes, bits);
+#endif
+    bits magnitude = b & 0x7f;
     vec small = __builtin_convertvector((ints)magnitude, vec) * 0x1p-9f; /* subnormal */
     vec v = select_((bits)(magnitude < 8), small, (vec)((magnitude << 20) + (120u << 23)));
     return (vec)((bits)v | (b & 0x80) << 24 | ((bits)(magnitude == 0x7f) & 0x7fc00000));
@@ -203,37 +210,97 @@ INLINE void ask_for(const Run *r, int64_t u, int64_t dim, int half, int form) {
         __builtin_prefetch((const char *)entry(r->next, u * r->token, half, form) + line);
 }
 
-/* Score a run for G query heads: scores[g][u] = q[g] . key[u] * scale. For INT8, q has 16 bits, and `factors` scale it. */
-INLINE void score_run(const Run *r, const float *q, int64_t wide, const int16_t *q16, const float *factors, int64_t dim,
-                      float scale, float *scores, int64_t room, int G, int half, int form) {
+/* Load the first n of 32 codes of 8 bits as 16-bit integers. */
+INLINE shorts load_shorts(const void *p, int64_t n) {
+    signed_codes32 codes = {0};
+    if (n >= 2 * LANES) memcpy(&codes, p, 2 * LANES);
+    else memcpy(&codes, p, n);
+#if defined(__AVX512BW__)
+    return (shorts)_mm512_cvtepi8_epi16((__m256i)codes);
+#else
+    return __builtin_convertvector(codes, shorts);
+#endif
+}
+
+/* Return the sums of each of 16 vectors. */
+INLINE vec sums_of(const ints *v) {
+#if defined(__AVX512F__)
+    __m512i eight[8], four[4], two[2];
+    UNROLL for (int i = 0; i < 8; i++) {
+        __m512i a = (__m512i)v[2 * i], b = (__m512i)v[2 * i + 1];
+        eight[i] = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        __m512i a = eight[2 * i], b = eight[2 * i + 1];
+        four[i] = _mm512_add_epi32(_mm512_unpacklo_epi64(a, b), _mm512_unpackhi_epi64(a, b));
+    }
+    UNROLL for (int i = 0; i < 2; i++) {
+        __m512i a = four[2 * i], b = four[2 * i + 1];
+        two[i] = _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
+    }
+    __m512i low = _mm512_shuffle_i32x4(two[0], two[1], 0x88), high = _mm512_shuffle_i32x4(two[0], two[1], 0xdd);
+    return (vec)_mm512_cvtepi32_ps(_mm512_add_epi32(low, high));
+#else
+    vec sums;
+    for (int i = 0; i < LANES; i++) sums[i] = sum_of(__builtin_convertvector(v[i], vec));
+    return sums;
+#endif
+}
+
+/* Load the scales of up to 16 tokens of a run. */
+INLINE vec load_scales(const Run *r, int64_t u) {
+    vec scales = {0};
+    for (int64_t i = 0; i < MIN(r->n - u, LANES); i++) scales[i] = r->scales[(u + i) * r->stride];
+    return scales;
+}
+
+/* Score a run for G query heads: scores[g][u] = q[g] . key[u] * scale. */
+INLINE void score_run(const Run *r, const float *q, int64_t wide, int64_t dim, float scale, float *scores, int64_t room,
+                      int G, int half, int form) {
     for (int64_t u = 0; u < r->n; u++) {
         const void *key = entry(r->entries, u * r->token, half, form);
         ask_for(r, u, dim, half, form);
         vec dot[4] = {{0}};
-        if (form == INT8) {
-            ints sum[4] = {{0}};
-            for (int64_t i = 0; i < dim; i += 2 * LANES) {
-                signed_codes32 codes = {0};
-                if (dim - i >= 2 * LANES) memcpy(&codes, (const char *)key + i, 2 * LANES);
-                else memcpy(&codes, (const char *)key + i, dim - i);
-                shorts k = __builtin_convertvector(codes, shorts);
-                UNROLL for (int g = 0; g < G; g++) {
-                    shorts mine;
-                    memcpy(&mine, q16 + g * wide + i, 64);
-                    sum[g] = dot2(sum[g], k, mine);
-                }
-            }
-            UNROLL for (int g = 0; g < G; g++) dot[g] = __builtin_convertvector(sum[g], vec) * factors[g];
-        } else {
-            for (int64_t i = 0; i < dim; i += LANES) {
-                vec k = load_entries(key, i, dim - i, half, form);
-                UNROLL for (int g = 0; g < G; g++) dot[g] += k * load(q, g * wide + i, LANES, 0);
-            }
+        for (int64_t i = 0; i < dim; i += LANES) {
+            vec k = load_entries(key, i, dim - i, half, form);
+            UNROLL for (int g = 0; g < G; g++) dot[g] += k * load(q, g * wide + i, LANES, 0);
         }
         float factor = form == NUMBERS ? scale : scale * r->scales[u * r->stride];
         UNROLL for (int g = 0; g < G; g++) scores[g * room + u] = sum_of(dot[g]) * factor;
     }
 }
+
+/* The same for INT8 and queries of 16 bits, which `factors` scale, 16 tokens at a time. */
+INLINE void score_codes(const Run *r, const int16_t *q, const float *factors, int64_t wide, int64_t dim, float scale,
+                        float *scores, int64_t room, int G) {
+    for (int64_t u = 0; u < r->n; u += LANES) {
+        int64_t tokens = MIN(r->n - u, LANES);
+        ints sums[4][LANES];
+        for (int64_t t = 0; t < tokens; t++) {
+            const char *key = (const char *)r->entries + (u + t) * r->token;
+            ask_for(r, u + t, dim, 0, INT8);
+            ints sum[4] = {{0}};
+            for (int64_t i = 0; i < dim; i += 2 * LANES) {
+                shorts k = load_shorts(key + i, dim - i);
+                UNROLL for (int g = 0; g < G; g++) {
+                    shorts mine;
+                    memcpy(&mine, q + g * wide + i, 64);
+                    sum[g] = dot2(sum[g], k, mine);
+                }
+            }
+            UNROLL for (int g = 0; g < G; g++) sums[g][t] = sum[g];
+        }
+        for (int64_t t = tokens; t < LANES; t++) UNROLL for (int g = 0; g < G; g++) sums[g][t] = (ints){0};
+        vec scales = load_scales(r, u) * scale;
+        UNROLL for (int g = 0; g < G; g++)
+            store(scores, g * room + u, tokens, sums_of(sums[g]) * scales * factors[g], 0);
+    }
+}
+
+#if defined(__AVX512BW__)
+static const ints first_half = {0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23};
+static const ints second_half = {8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31};
+#endif
 
 /* Add the values of a run: out[g] += sum over u of weights[g][u] * value[u]. Weights of codes are scaled in place. */
 INLINE void add_run(const Run *r, float *weights, int64_t room, int64_t dim, float *out, int64_t wide, int G, int half,
@@ -253,6 +320,50 @@ INLINE void add_run(const Run *r, float *weights, int64_t room, int64_t dim, flo
         UNROLL for (int g = 0; g < G; g++) store(out, g * wide + i, LANES, sum[g], 0);
     }
 }
+
+#if defined(__AVX512BW__)
+/* The same for INT8, 16 tokens at a time. Their scaled weights are rounded to 16 bits, relative to the largest, and
+   pairs of tokens are multiplied together. */
+INLINE void add_codes(const Run *r, float *weights, int64_t room, int64_t dim, float *out, int64_t wide, int G) {
+    for (int64_t u = 0; u < r->n; u += LANES) {
+        int64_t tokens = MIN(r->n - u, LANES);
+        int32_t pairs[4][LANES / 2];
+        float factors[4];
+        vec scales = load_scales(r, u);
+        UNROLL for (int g = 0; g < G; g++) {
+            vec w = load(weights, g * room + u, tokens, 0) * scales;
+            float largest = _mm512_reduce_max_ps((__m512)w), bad = sum_of(w * 0.f);
+            factors[g] = largest / 32767.f + bad;
+            float factor = largest > 0x1p-100f && bad == 0 ? 32767.f / largest : 0;
+            __m256i rounded_ = _mm512_cvtepi32_epi16(_mm512_cvtps_epi32((__m512)(w * factor)));
+            memcpy(pairs[g], &rounded_, sizeof rounded_);
+        }
+        for (int64_t t = 0; t < tokens; t++) ask_for(r, u + t, dim, 0, INT8);
+        for (int64_t i = 0; i < dim; i += 2 * LANES) {
+            ints low[4] = {{0}}, high[4] = {{0}};
+            for (int64_t t = 0; t < tokens; t += 2) {
+                const char *first = (const char *)r->entries + (u + t) * r->token + i;
+                __m512i a = (__m512i)load_shorts(first, dim - i), b = a; /* the weight of a missing token is 0 */
+                if (t + 1 < tokens) b = (__m512i)load_shorts(first + r->token, dim - i);
+                shorts even = (shorts)_mm512_unpacklo_epi16(a, b), odd = (shorts)_mm512_unpackhi_epi16(a, b);
+                UNROLL for (int g = 0; g < G; g++) {
+                    shorts w = (shorts)_mm512_set1_epi32(pairs[g][t / 2]);
+                    low[g] = dot2(low[g], even, w);
+                    high[g] = dot2(high[g], odd, w);
+                }
+            }
+            UNROLL for (int g = 0; g < G; g++) { /* lanes of 4 numbers alternate between low and high */
+                __m512i x = (__m512i)low[g], y = (__m512i)high[g];
+                __m512i p = _mm512_permutex2var_epi32(x, (__m512i)first_half, y);
+                __m512i q = _mm512_permutex2var_epi32(x, (__m512i)second_half, y);
+                float *mine = out + g * wide + i;
+                store(mine, 0, LANES, load(mine, 0, LANES, 0) + (vec)_mm512_cvtepi32_ps(p) * factors[g], 0);
+                store(mine, LANES, LANES, load(mine, LANES, LANES, 0) + (vec)_mm512_cvtepi32_ps(q) * factors[g], 0);
+            }
+        }
+    }
+}
+#endif
 
 /* Replace scores[0, n) by e^(score - largest) and return their sum and that of the sink (-INFINITY: none). There is
    room for whole vectors. */
@@ -320,7 +431,7 @@ INLINE void attend_heads(Attend *j, int64_t row, int64_t from, int64_t to, float
 
 /* Visit runs in memory order, and all heads of each run. g counts query heads; 4, 2 or 1 of them share a read. */
 #define SLOT(T) (blocks[(T) / size] * size + (T) % size)
-#define EACH_RUN(FUNCTION, POOL, SCALES, ...)                                                                        \
+#define EACH_RUN(FUNCTION, POOL, SCALES)                                                                             \
     for (int64_t t = first, n; t < len; t += n) {                                                                    \
         n = MIN(size - t % size, len - t);                                                                           \
         int64_t slot = SLOT(t), next = SLOT(MIN(t + n, len - 1));                                                    \
@@ -328,17 +439,32 @@ INLINE void attend_heads(Attend *j, int64_t row, int64_t from, int64_t to, float
             Run r = {entry(POOL, slot * token + kv * dim, half, form), entry(POOL, next * token + kv * dim, half, form), \
                      SCALES + slot * j->scale_stride + kv, n, token, j->scale_stride};                               \
             int64_t end = (kv + 1 - from) * group;                                                                   \
-            for (; g + 4 <= end; g += 4) FUNCTION(&r, __VA_ARGS__, 4, half, form);                                   \
-            for (; g + 2 <= end; g += 2) FUNCTION(&r, __VA_ARGS__, 2, half, form);                                   \
-            for (; g < end; g++) FUNCTION(&r, __VA_ARGS__, 1, half, form);                                           \
+            for (; g + 4 <= end; g += 4) FUNCTION(4);                                                                \
+            for (; g + 2 <= end; g += 2) FUNCTION(2);                                                                \
+            for (; g < end; g++) FUNCTION(1);                                                                        \
         }                                                                                                            \
     }
-    EACH_RUN(score_run, j->keys, j->key_scales, q + g * wide, wide, q16 + g * wide, factors + g, dim, h->scale,
-             scores + g * room + t - first, room)
+#define SCORE(G)                                                                                                     \
+    score_run(&r, q + g * wide, wide, dim, h->scale, scores + g * room + t - first, room, G, half, form)
+#define SCORE_CODES(G)                                                                                               \
+    score_codes(&r, q16 + g * wide, factors + g, wide, dim, h->scale, scores + g * room + t - first, room, G)
+#define ADD(G) add_run(&r, scores + g * room + t - first, room, dim, out + g * wide, wide, G, half, form)
+#define ADD_CODES(G) add_codes(&r, scores + g * room + t - first, room, dim, out + g * wide, wide, G)
+    if (form == INT8) EACH_RUN(SCORE_CODES, j->keys, j->key_scales)
+    else EACH_RUN(SCORE, j->keys, j->key_scales)
     for (int64_t head = 0; head < heads; head++)
         totals[head] = soften(scores + head * room, len - first, h->cap,
                               h->sinks ? h->sinks[from * group + head] : -INFINITY);
-    EACH_RUN(add_run, j->values, j->value_scales, scores + g * room + t - first, room, dim, out + g * wide, wide)
+#if defined(__AVX512BW__)
+    if (form == INT8) EACH_RUN(ADD_CODES, j->values, j->value_scales)
+    else EACH_RUN(ADD, j->values, j->value_scales)
+#else
+    EACH_RUN(ADD, j->values, j->value_scales)
+#endif
+#undef ADD_CODES
+#undef ADD
+#undef SCORE_CODES
+#undef SCORE
 #undef EACH_RUN
 #undef SLOT
     for (int64_t head = 0; head < heads; head++)

@@ -1,7 +1,7 @@
 """Settings of an engine: one frozen dataclass, one place for defaults, one table of illegal combinations.
 
 A field that is None means "automatic". `EngineConfig.resolved` fills in the values that depend on other fields;
-`rank.py` fills in those that depend on the model and the machine. Only this file and `cli/` read the environment.
+`rank.py` and `assembly/` fill in those that depend on the model and the machine. Only this file and `cli/` read the environment.
 """
 
 from __future__ import annotations
@@ -149,6 +149,10 @@ class EngineConfig:
     tensor_parallel_size: int = _parallelism(
         1, "number of ranks, each with its own GPU or CPU process, that share every layer of the model"
     )
+    data_parallel_size: int = _parallelism(
+        1,
+        "number of replicas of the model, each in its own process with its own GPUs, that share the requests",
+    )
     rank_timeout: float = _parallelism(
         60.0, "seconds without progress after which a rank counts as hung and the engine ends"
     )
@@ -238,6 +242,16 @@ class EngineConfig:
         )
 
 
+def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
+    """Return the settings of one replica of `config`: the GPUs behind those of the replicas before it.
+
+    `auto:N` is GPU N, or the CPU where there is no GPU.
+    """
+    kind, _, first = config.device.partition(":")
+    gpu = int(first or 0) + replica * config.tensor_parallel_size
+    return replace(config, device=f"{kind}:{gpu}") if gpu and kind != "cpu" else config
+
+
 def _default_seqs(gpu_bytes: int) -> int:
     if not gpu_bytes:
         return 32
@@ -255,6 +269,7 @@ _COUNTS = (
     "cpu_threads",
     "spec_tokens",
     "tensor_parallel_size",
+    "data_parallel_size",
 )
 _CHOICES: dict[str, tuple[str, ...]] = {
     "batching": get_args(Batching),

@@ -17,8 +17,9 @@ from typing import ClassVar
 
 from quire.assembly.attention import pick_attention
 from quire.assembly.device import pick_dtype, rank_device
+from quire.assembly.kv_codes import kv_coded_spec
 from quire.assembly.memory import memory_planner
-from quire.assembly.model import kv_coded_spec, load_model, served_spec
+from quire.assembly.model import load_model, served_spec
 from quire.assembly.speculation import check_speculation, find_draft, pick_speculation
 from quire.assembly.steps import launch_options
 from quire.attention.base import AttentionBackend

@@ -79,7 +79,8 @@ def test_random_combinations_with_codes_in_the_cache(
     bench = Bench("demo", windows=windows, kv_cache_dtype=kv_cache_dtype)
     switches = SWITCHES | {"spec_method": ("off", "ngram")}
     totals = [
-        bench.run(random_settings(random.Random(seed), switches), seed).log.totals for seed in range(CHUNK // 6)
+        bench.run(random_settings(random.Random(seed), switches), seed).log.totals
+        for seed in range(CHUNK // 6)
     ]
     assert sum(t.preemptions for t in totals) and sum(t.cached_tokens for t in totals)
 

@@ -40,21 +40,32 @@ def backend_of(name: str) -> AttentionBackend:
     return CpuAttention(kernels)
 
 
-def draw(name: str, codes: KVCodes, seed: int, device: str = "cpu", **options: Any) -> tuple[Case, AttentionBackend]:
+def draw(
+    name: str, codes: KVCodes, seed: int, device: str = "cpu", **options: Any
+) -> tuple[Case, AttentionBackend]:
     rng = random.Random(seed)
     torch.manual_seed(seed)
     kv_heads = rng.choice([1, 2, 3])
     dim = rng.choice([16, 24, 64, 80])
     heads = kv_heads * rng.choice([1, 2, 3, 8])
     layer = Layer(
-        heads, kv_heads, dim, dim**-0.5, rng.choice([None, None, 5, 24]), rng.choice([None, None, 3.0]), codes=codes
+        heads,
+        kv_heads,
+        dim,
+        dim**-0.5,
+        rng.choice([None, None, 5, 24]),
+        rng.choice([None, None, 3.0]),
+        codes=codes,
     )
     if rng.random() < 0.3:
         layer.sinks = 2 * torch.randn(heads, device=device)
     if codes.static:
         layer.kv_scales = tuple(torch.rand(kv_heads, device=device) / 64 + 1 / 64 for _ in range(2))
     news = [1] if seed % 2 else [1, 1, 2, 9, 40]
-    rows: Rows = [(rng.randrange(100) if rng.random() < 0.7 else 0, rng.choice(news)) for _ in range(rng.randrange(1, 5))]
+    rows: Rows = [
+        (rng.randrange(100) if rng.random() < 0.7 else 0, rng.choice(news))
+        for _ in range(rng.randrange(1, 5))
+    ]
     backend = backend_of(name)
     block_size = rng.choice([1, 5, 16, 64])
     return make_case(rng, backend, layer, rows, block_size, device, **options), backend
@@ -73,12 +84,21 @@ def exact_conversions(monkeypatch: pytest.MonkeyPatch) -> None:
             return inexact(x, source, to, mode)
         bits = torch.from_numpy(np.ascontiguousarray(x).view(f"i{source.primitive_bitwidth // 8}"))
         found = bits.view(_TORCH_TYPES[source.name]).to(_TORCH_TYPES[to.name])
-        return found.view(getattr(torch, f"int{to.primitive_bitwidth}")).numpy().view(f"u{to.primitive_bitwidth // 8}")
+        return (
+            found.view(getattr(torch, f"int{to.primitive_bitwidth}"))
+            .numpy()
+            .view(f"u{to.primitive_bitwidth // 8}")
+        )
 
     monkeypatch.setattr(interpreter, "_convert_float", convert)
 
 
-_TORCH_TYPES = {"fp8e4nv": torch.float8_e4m3fn, "fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+_TORCH_TYPES = {
+    "fp8e4nv": torch.float8_e4m3fn,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+}
 
 
 @pytest.mark.parametrize("codes", CODES, ids=str)

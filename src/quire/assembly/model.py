@@ -14,7 +14,6 @@ from quire.layers.env import Env
 from quire.models.checkpoint.checked import CheckedCheckpoint
 from quire.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from quire.models.decoder import Model
-from quire.models.kv_codes import with_kv_codes
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
@@ -29,18 +28,6 @@ def served_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
     """
     served = served_format(spec.quantization, config.quantization, config.load_format == "dummy")
     return replace(spec, quantization=served)
-
-
-def kv_coded_spec(
-    config: EngineConfig, path: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device
-) -> ModelSpec:
-    """Return the spec with the format of KV entries that `config` asks for.
-
-    Raises:
-        ConfigError: if the model or the device does not support it.
-    """
-    stored = None if config.load_format == "dummy" else path
-    return with_kv_codes(spec, config.kv_cache_dtype, stored, dtype, device)
 
 
 def load_model(

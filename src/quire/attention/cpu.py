@@ -9,7 +9,17 @@ import torch
 
 from quire.attention.base import Angles, AttentionLayer, ForwardBatch, HeadNorms, LatentLayer
 from quire.attention.reference import ReferenceAttention
-from quire.kernels.cpu.ops import FORMS, CAttend, CHeads, CNorm, CpuKernels, address, half, norm_struct, pointer
+from quire.kernels.cpu.ops import (
+    FORMS,
+    CAttend,
+    CHeads,
+    CNorm,
+    CpuKernels,
+    address,
+    half,
+    norm_struct,
+    pointer,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +73,9 @@ class CpuAttention:
             keys.data_ptr(), values.data_ptr(), out.data_ptr(), *map(pointer, scales or (None, None)),
             rows, batch.block_table.stride(0), batch.block_size, layer.num_kv_heads if layer.kv_scales is None else 0,
         )  # fmt: skip
-        self._kernels.run(self._kernels.attend_rows, arguments, structs, qkv, batch, keys, values, out, scales)
+        self._kernels.run(
+            self._kernels.attend_rows, arguments, structs, qkv, batch, keys, values, out, scales
+        )
         return out
 
     def forward(

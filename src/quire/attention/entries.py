@@ -77,9 +77,7 @@ def round_heads(
 class Entries(Protocol):
     """Keys and values of a layer by KV slot, for back ends in plain PyTorch."""
 
-    def write(
-        self, slots: Slots, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def write(self, slots: Slots, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Store k and v [n, kv heads, dim], and return them as `read` will."""
         ...
 
@@ -109,9 +107,7 @@ class _PlainEntries(NamedTuple):
     keys: torch.Tensor
     values: torch.Tensor
 
-    def write(
-        self, slots: Slots, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def write(self, slots: Slots, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         put(self.keys, slots, k)
         put(self.values, slots, v)
         return k, v
@@ -126,9 +122,7 @@ class _CodedEntries:
     def __init__(self, blocks: Coded, dtype: torch.dtype) -> None:
         self._blocks, self._dtype = blocks, dtype
 
-    def write(
-        self, slots: Slots, k: torch.Tensor, v: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def write(self, slots: Slots, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         blocks = self._blocks
         return (
             self._write(blocks.keys, blocks.key_scales, slots, k),

@@ -185,7 +185,14 @@ class TritonAttention:
             shared: SharedPartial | None = None
             if batch.shared is not None and splits == 1 and layer.window is None:
                 shared = attend_shared(
-                    q, keys, values, batch.shared, batch.block_table, batch.slots, layer.scale, layer.soft_cap,
+                    q,
+                    keys,
+                    values,
+                    batch.shared,
+                    batch.block_table,
+                    batch.slots,
+                    layer.scale,
+                    layer.soft_cap,
                     scales,
                 )
             attend_short(
@@ -235,9 +242,7 @@ class TritonAttention:
         return out
 
 
-def _blocks(
-    layer: AttentionLayer, batch: ForwardBatch
-) -> tuple[torch.Tensor, torch.Tensor, KVScales | None]:
+def _blocks(layer: AttentionLayer, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, KVScales | None]:
     """Return the blocks of keys and values, and their scales if they are codes."""
     kv = batch.kv[layer.index]
     found = coded(kv, layer, head_axis=1)

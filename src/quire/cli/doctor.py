@@ -160,8 +160,9 @@ def _machine(report: Report) -> None:
 def _plan(report: Report, config: EngineConfig) -> None:
     from quire.assembly.attention import pick_attention
     from quire.assembly.device import pick_device, pick_dtype
+    from quire.assembly.kv_codes import kv_coded_spec
     from quire.assembly.memory import memory_planner
-    from quire.assembly.model import kv_coded_spec, served_spec
+    from quire.assembly.model import served_spec
     from quire.frontend.location import locate_model
     from quire.kernels import pick_kernels
     from quire.models.config.load import load_spec

@@ -105,7 +105,9 @@ def _norm_rotate(
             finite &= is_finite(tl.load(value + gap, mask=inside, other=0.0))
             sick = tl.max((finite == 0).to(tl.int32), 1, keep_dims=True) > 0
             if CODED:
-                scale_at = slot // BLOCK_SIZE * scale_block + slot % BLOCK_SIZE * scale_token + head * scale_head
+                scale_at = (
+                    slot // BLOCK_SIZE * scale_block + slot % BLOCK_SIZE * scale_token + head * scale_head
+                )
                 there = (head < KV_HEADS) & (slot >= 0)
                 code: tl.constexpr = keys.dtype.element_ty
                 new_a, new_b = new_a.to(tl.float32), new_b.to(tl.float32)
@@ -139,14 +141,18 @@ def _norm_rotate(
         v_b = tl.load(v_place + HALF, mask=v_inside, other=0.0)
         v_a, v_b = tl.where(is_finite(v_a), v_a, 0.0), tl.where(is_finite(v_b), v_b, 0.0)
         if CODED:
-            v_scale_at = v_slot // BLOCK_SIZE * scale_block + v_slot % BLOCK_SIZE * scale_token + v_head * scale_head
+            v_scale_at = (
+                v_slot // BLOCK_SIZE * scale_block + v_slot % BLOCK_SIZE * scale_token + v_head * scale_head
+            )
             v_there = (v_head < KV_HEADS) & (v_slot >= 0)
             v_code: tl.constexpr = values.dtype.element_ty
             v_a, v_b = v_a.to(tl.float32), v_b.to(tl.float32)
             if STATIC:
                 value_scale = tl.load(value_scales + v_scale_at, mask=v_there, other=1.0)
             else:
-                value_scale = head_scale(tl.max(tl.maximum(tl.abs(v_a), tl.abs(v_b)), 1, keep_dims=True), v_code)
+                value_scale = head_scale(
+                    tl.max(tl.maximum(tl.abs(v_a), tl.abs(v_b)), 1, keep_dims=True), v_code
+                )
                 tl.store(value_scales + v_scale_at, value_scale, mask=v_there)
             v_factor = inverse_scale(value_scale)
             tl.store(v_to, to_codes(v_a, v_factor, v_code), mask=v_inside & (v_slot >= 0))

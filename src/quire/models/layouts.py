@@ -16,7 +16,7 @@ from quire.layers.norm import NORMS, HeadNorm, Norm, PassThrough
 from quire.layers.query_key import GrowingQueries, HeadLayerNorm, ProjectionNorm, RotatedHeadNorm
 from quire.layers.residual import NormedLayer, ResidualAdd, ResidualNorm, Stream
 from quire.layers.rope import Rotation
-from quire.models.kv_codes import load_kv_scales
+from quire.models.kv_scales import load_kv_scales
 from quire.models.spec import ModelSpec
 
 

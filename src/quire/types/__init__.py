@@ -71,6 +71,7 @@ from quire.types.sampling_params import (
 )
 
 __all__ = [
+    "CODE_DTYPES",
     "DTYPE_BYTES",
     "FLOAT_RANGES",
     "INT_RANGES",
@@ -93,8 +94,8 @@ __all__ = [
     "FinishReason",
     "GrammarKind",
     "GrammarSpec",
-    "KVGroup",
     "KVCodes",
+    "KVGroup",
     "KVLayout",
     "KVTensor",
     "LiveRequest",

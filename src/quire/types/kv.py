@@ -17,7 +17,9 @@ class KVCodes:
     """A format of KV entries with fewer bits: a number is a code times a scale."""
 
     dtype: str  # of codes, a value of CODE_DTYPES
-    static: bool = False  # scales of whole layers come from the checkpoint; else each head of a token has its own
+    static: bool = (
+        False  # scales of whole layers come from the checkpoint; else each head of a token has its own
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,10 @@ def scale_pointers(scales: KVScales | None, unused: torch.Tensor) -> tuple[torch
 
 def scale_strides(scales: KVScales | None) -> tuple[int, int, int]:
     """Return the strides of scales from block to block, head to head and token to token."""
-    return (0, 0, 0) if scales is None else scales.keys.stride()[:3]
+    if scales is None:
+        return 0, 0, 0
+    block, head, token, _ = scales.keys.stride()
+    return block, head, token
 
 
 def pad(dim: int) -> int:

@@ -33,6 +33,7 @@ class Layer:
     span: int = 0
     codes: KVCodes | None = None
     kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None
+    chunked: bool = False
 
     @property
     def kv(self) -> KVLayout:
@@ -159,7 +160,8 @@ def oracle(case: Case) -> torch.Tensor:
         query = key[old:, None]
         visible = key <= query
         if layer.window:
-            visible &= key > query - layer.window
+            first = query // layer.window * layer.window if layer.chunked else query - layer.window + 1
+            visible &= key >= first
         scores.masked_fill_(~visible, float("-inf"))
         if layer.sinks is not None:
             sinks = layer.sinks.double().view(-1, 1, 1).expand(-1, new, 1)

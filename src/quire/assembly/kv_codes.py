@@ -48,5 +48,5 @@ def kv_coded_spec(
         raise ConfigError(
             f"kv_cache_dtype fp8 needs an NVIDIA GPU since Ada, got {target}; use kv_cache_dtype int8"
         )
-    static = config.load_format != "dummy" and stores_kv_scales(path)
+    static = config.load_format != "dummy" and spec.gemma is None and stores_kv_scales(path)
     return replace(spec, kv_codes=KVCodes(codes, static))

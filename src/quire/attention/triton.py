@@ -150,11 +150,19 @@ class TritonAttention:
         return _TritonPlan(ones, int(batch.seq_bounds.max(initial=1)))
 
     def forward(
-        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        batch: ForwardBatch,
     ) -> torch.Tensor:
-        keys, values, scales = _blocks(layer, batch)
         dim, kv_heads = layer.head_dim, layer.num_kv_heads
-        write_kv(k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim), keys, values, batch.kv_slots, scales)
+        if k is not None and v is not None:
+            keys, values, scales = _blocks(layer, batch)
+            write_kv(
+                k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim), keys, values, batch.kv_slots, scales
+            )
         return self._attend(layer, q.view(-1, layer.num_heads, dim), batch)
 
     def forward_packed(
@@ -198,12 +206,12 @@ class TritonAttention:
             attend_short(
                 q, keys, values, out, batch.seq_lens, None if plan.ones else batch.query_start,
                 batch.block_table, batch.slots, layer.scale, layer.window, layer.soft_cap, work.queries, splits, shared,
-                layer.sinks, scales=scales,
+                layer.sinks, chunked=layer.chunked, scales=scales,
             )  # fmt: skip
         if work.tiles is not None:
             attend_long(
                 q, keys, values, out, batch.block_table, work.tiles,
-                layer.scale, layer.window, layer.soft_cap, layer.sinks, scales=scales,
+                layer.scale, layer.window, layer.soft_cap, layer.sinks, chunked=layer.chunked, scales=scales,
             )  # fmt: skip
         return out
 

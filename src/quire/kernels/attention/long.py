@@ -17,11 +17,13 @@ from quire.kernels.attention.tile import (
     add_sinks,
     attend_tile,
     first_fit,
+    first_key,
     load_rows,
     pad,
     scale_pointers,
     scale_strides,
     score_factors,
+    window_kind,
 )
 from quire.kernels.jit import kernel
 from quire.kernels.target import Target, target_of
@@ -173,7 +175,7 @@ def _long_kernel(
     begin, low_pos = 0, old + tile
     end = old + tl.minimum(tile + TOKENS, n)
     if WINDOW:
-        begin = tl.maximum(low_pos + 1 - window, 0) // BLOCK_N * BLOCK_N
+        begin = tl.maximum(first_key(low_pos, window, WINDOW), 0) // BLOCK_N * BLOCK_N
     for start in range(begin, end, BLOCK_N):
         acc, total, top = attend_tile(
             acc, total, top, q_tile, query_pos, low_pos, end - 1, start, end, head_keys, head_values,
@@ -202,6 +204,7 @@ def attend_long(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     tile: Tile | None = None,
+    chunked: bool = False,
     scales: KVScales | None = None,
 ) -> None:
     """Compute causal attention for the listed tiles and write it to `out`.
@@ -218,6 +221,7 @@ def attend_long(
         soft_cap: scores x become soft_cap * tanh(x / soft_cap); None for no cap.
         sinks: float32 [heads], scores without a key that join the sum; None for none.
         tile: sizes of a program, for benchmarks; None to choose them.
+        chunked: a query sees the keys of its own chunk of `window` tokens, up to itself.
         scales: of keys and values that are codes; None: they are plain numbers.
     """
     heads, dim = q.shape[1:]
@@ -234,7 +238,7 @@ def attend_long(
         factor, cap, window or 0,
         GROUP=group, TOKENS=rows // group, ROWS=rows,
         DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=keys.shape[2], BLOCK_N=block_n,
-        WINDOW=window is not None, CAPPED=soft_cap is not None, CODED=scales is not None, SINKS=sinks is not None,
+        WINDOW=window_kind(window, chunked), CAPPED=soft_cap is not None, CODED=scales is not None, SINKS=sinks is not None,
         PDL=pdl, num_warps=warps, num_stages=stages, maxnreg=registers, launch_pdl=pdl,
     )  # fmt: skip
 

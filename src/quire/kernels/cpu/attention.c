@@ -59,7 +59,8 @@ typedef struct {
     int64_t span;       /* distance between the two dimensions of a rotated pair */
     const float *sinks; /* [q heads]: a score without a key that joins the sum; or NULL */
     float scale, cap;                     /* cap 0: no cap */
-    int32_t half, form;                   /* form: of keys and values */
+    int32_t half, form, chunked; /* form: of keys and values; chunked: the first visible key is the last multiple of
+                                    `window` */
 } Heads;
 
 typedef struct {
@@ -411,6 +412,7 @@ INLINE void attend_heads(Attend *j, int64_t row, int64_t from, int64_t to, float
     const Heads *h = j->heads;
     int64_t dim = h->dim, group = h->heads / h->kv_heads, wide = wide_of(dim);
     int64_t len = j->lens[row], first = h->window && len > h->window ? len - h->window : 0;
+    if (first && h->chunked) first = (len - 1) / h->window * h->window;
     int64_t room = (len - first + LANES - 1) / LANES * LANES, token = h->kv_heads * dim, size = j->block_size;
     int64_t heads = (to - from) * group;
     float *totals = work + wide, *factors = totals + heads, *q = factors + heads, *out = q + heads * wide;
@@ -509,7 +511,7 @@ int attend_rows(Attend *j) {
 /* ops.py compares its structures with this list when it loads the library. */
 const Layout attention_layout[] = {
     SIZE(Heads), FIELD(Heads, norms), FIELD(Heads, table), FIELD(Heads, heads), FIELD(Heads, kv_heads),
-    FIELD(Heads, dim), FIELD(Heads, window), FIELD(Heads, span), FIELD(Heads, sinks), FIELD(Heads, scale), FIELD(Heads, cap), FIELD(Heads, half), FIELD(Heads, form),
+    FIELD(Heads, dim), FIELD(Heads, window), FIELD(Heads, span), FIELD(Heads, sinks), FIELD(Heads, scale), FIELD(Heads, cap), FIELD(Heads, half), FIELD(Heads, form), FIELD(Heads, chunked),
     SIZE(Attend), FIELD(Attend, heads), FIELD(Attend, qkv), FIELD(Attend, positions), FIELD(Attend, slots),
     FIELD(Attend, lens), FIELD(Attend, tables), FIELD(Attend, owners), FIELD(Attend, keys), FIELD(Attend, values), FIELD(Attend, out), FIELD(Attend, key_scales), FIELD(Attend, value_scales),
     FIELD(Attend, rows), FIELD(Attend, table_width), FIELD(Attend, block_size), FIELD(Attend, scale_stride), FIELD(Attend, next),

@@ -34,7 +34,18 @@ CHAT_REQUESTS = 1000  # of the workload, for each replica
 @contextlib.contextmanager
 def server(*flags: str) -> Iterator[str]:
     """Run `quire serve` with `flags`, and yield its address."""
-    command = [sys.executable, "-u", "-m", "quire", "serve", *flags, "--port", "0", "--log-stats-interval", "0"]
+    command = [
+        sys.executable,
+        "-u",
+        "-m",
+        "quire",
+        "serve",
+        *flags,
+        "--port",
+        "0",
+        "--log-stats-interval",
+        "0",
+    ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -75,7 +86,9 @@ async def conversations(url: str, count: int, turns: int, at_once: int) -> dict[
             prompt = prompt + source.choices(range(300, 1500), k=48)
             await asyncio.sleep(source.uniform(0, 0.05))  # the reader
 
-    async with httpx.AsyncClient(base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)) as http:
+    async with httpx.AsyncClient(
+        base_url=url, timeout=600, limits=httpx.Limits(max_connections=None)
+    ) as http:
         await asyncio.gather(*(talk(http, *one) for one in talks))
     return totals
 
@@ -103,7 +116,18 @@ def hits(replicas: int, conversations_count: int, turns: int) -> dict[str, Any]:
 def bench(url: str, requests: int, out: Path) -> dict[str, Any]:
     """Send the workload `chat` to a server, and return what the benchmark reports."""
     flags = ["--dataset-name", "workload", "--workload", "chat", "--num-prompts", str(requests)]
-    command = [sys.executable, "-m", "quire", "bench", "serve", "--base-url", url, *flags, "--output-json", str(out)]
+    command = [
+        sys.executable,
+        "-m",
+        "quire",
+        "bench",
+        "serve",
+        "--base-url",
+        url,
+        *flags,
+        "--output-json",
+        str(out),
+    ]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     result: dict[str, Any] = json.loads(out.read_text())
     return result
@@ -132,7 +156,9 @@ def chat(replicas: int, model: str, requests: int, flags: list[str]) -> dict[str
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--replicas", type=int, default=4)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--model", default="Llama-3.1-8B", help=f"a model, or a shape: {', '.join(SHAPES)}")

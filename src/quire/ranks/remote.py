@@ -6,7 +6,6 @@ other ranks   `quire rank HOST:PORT`, once per GPU: connect, then do what rank_p
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Callable, Sequence
 
@@ -94,8 +93,3 @@ class ChannelReader:
         while not self._channel.poll(1.0):
             pass
         return self._channel.receive()
-
-
-def new_token() -> str:
-    """Return a token for connections."""
-    return secrets.token_hex(16)

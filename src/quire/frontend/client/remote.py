@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import hmac
+import secrets
 import socket
+import subprocess
 import time
 
 import msgspec
@@ -18,6 +20,7 @@ _HELLO_S = 5.0  # limit on the first message of a connection
 _RETRY_S = 0.2  # between two attempts to connect
 _DEAD_HOST_MS = 15_000  # after which a host that sends no acknowledgements counts as gone
 _ATTEMPT_S = 5.0
+_WATCH_S = 0.05
 
 
 class Hello(msgspec.Struct):
@@ -42,6 +45,11 @@ def split_address(address: str, name: str = "rank_address") -> tuple[str, int]:
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise ConfigError(f"{name} must be HOST:PORT, got {address!r}")
     return host.strip("[]"), int(port)
+
+
+def new_token() -> str:
+    """Return a token for connections."""
+    return secrets.token_hex(16)
 
 
 def meeting_host(address: str | None) -> str:
@@ -144,6 +152,8 @@ class RemoteProcess:
         """Return None while the connection is open, then 1."""
         try:
             ended = self._closed or not self._end.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+            if not ended:
+                return None
         except BlockingIOError:
             return None
         except OSError:
@@ -160,8 +170,12 @@ class RemoteProcess:
             self._end.close()
 
     def wait(self, timeout: float | None = None) -> int:
-        """Close the connection. The process ends on its own."""
-        self.kill()
+        """Wait until the connection ends, and return 1. Raises subprocess.TimeoutExpired."""
+        end_s = time.monotonic() + timeout if timeout is not None else None
+        while self.poll() is None:
+            if end_s is not None and time.monotonic() > end_s:
+                raise subprocess.TimeoutExpired("remote process", timeout or 0.0)
+            time.sleep(_WATCH_S)
         return 1
 
     def exit_text(self) -> str:

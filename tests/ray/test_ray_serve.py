@@ -1,0 +1,86 @@
+"""The Ray Serve application: answers, streams, affinity of conversations, scaling up and down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+
+PORT = 18437
+BODY = {"prompt": "a b c d", "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def url(cluster: Any) -> Iterator[str]:
+    import ray
+    from quire.ray import build_app
+    from ray import serve
+
+    ray.init(address=cluster.address, ignore_reinit_error=True, log_to_driver=False)
+    fast = {
+        "upscale_delay_s": 0.5,
+        "downscale_delay_s": 1.0,
+        "look_back_period_s": 1.0,
+        "metrics_interval_s": 0.5,
+    }
+    serve.start(http_options={"port": PORT})
+    app = build_app(
+        "demo",
+        max_replicas=2,
+        target_ongoing_requests=4,
+        flags=["--dry-run", "--dry-run-step-ms", "20"],
+        autoscaling=fast,
+    )
+    serve.run(app)
+    yield f"http://127.0.0.1:{PORT}"
+    serve.shutdown()
+
+
+def replicas() -> int:
+    from ray import serve
+
+    deployment = serve.status().applications["default"].deployments["QuireReplica"]
+    return deployment.replica_states.get("RUNNING", 0)
+
+
+def test_answers_and_streams(url: str) -> None:
+    answer = httpx.post(f"{url}/v1/completions", json=BODY)
+    assert answer.status_code == 200 and answer.json()["choices"][0]["text"].strip() == "a b c d"
+    assert httpx.post(f"{url}/v1/completions", json={"max_tokens": -1}).status_code == 400
+    assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "demo"
+    with httpx.stream("POST", f"{url}/v1/completions", json={**BODY, "stream": True}) as stream:
+        lines = [line for line in stream.iter_lines() if line]
+    assert lines[-1] == "data: [DONE]" and len(lines) >= 3
+
+
+def test_replicas_follow_the_load_and_conversations_stay(url: str) -> None:
+    assert replicas() == 1
+    body = {**BODY, "max_tokens": 150, "ignore_eos": True}
+
+    def talk(number: int) -> float:
+        cached, prompt = 0, f"{number} " * 200
+        for _ in range(3):
+            answer = httpx.post(f"{url}/v1/completions", json={**body, "prompt": prompt}, timeout=120).json()
+            cached += answer["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
+            prompt += " and so on" * 4
+        return cached
+
+    with ThreadPoolExecutor(24) as pool:
+        talks = [pool.submit(talk, number) for number in range(24)]
+        wait_for(lambda: replicas() == 2)
+        more = [pool.submit(talk, number) for number in range(100, 112)]  # they begin with two replicas
+        assert all(one.result() >= 1 for one in talks)
+        assert sum(one.result() == 2 for one in more) >= 10
+    wait_for(lambda: replicas() == 1)
+    assert httpx.post(f"{url}/v1/completions", json=BODY).status_code == 200
+
+
+def wait_for(condition: Any, seconds: float = 60) -> None:
+    end_s = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end_s, f"not within {seconds} s"
+        time.sleep(0.3)

@@ -116,6 +116,16 @@ class EngineConfig:
     eviction: Eviction = _kv_cache(
         "lru", "cached block to evict first: lru (least recently used) or fifo (first cached)"
     )
+    state_snapshots: int | None = _kv_cache(
+        None,
+        "rows for snapshots of the states of linear attention, Mamba and convolutions, by which prefix_caching finds the "
+        "end of a prefix (default: up to an eighth of the memory for the KV cache)",
+    )
+    state_snapshot_interval: int = _kv_cache(
+        4096,
+        "tokens between such snapshots, rounded up to blocks, besides those at the end of a prompt and where prompts "
+        "diverge; 0 takes only these",
+    )
     shared_prefix: bool = _kv_cache(
         True,
         "read the blocks of a prefix that decoding requests share once for all of them (attention triton)",
@@ -201,6 +211,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+        interval = self.state_snapshot_interval
+        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 0:
+            raise ConfigError(f"state_snapshot_interval must be an integer of at least 0, got {interval!r}")
         if not 0 < self.memory_utilization <= 1:
             raise ConfigError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
         if not self.rank_timeout > 0:
@@ -276,6 +289,7 @@ _COUNTS = (
     "kv_cache_memory",
     "cpu_threads",
     "spec_tokens",
+    "state_snapshots",
     "tensor_parallel_size",
     "data_parallel_size",
 )

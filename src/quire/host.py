@@ -114,6 +114,7 @@ def _build(
         grammar=pick_grammar(config, path, rank.spec.vocab_size),
         groups=size.groups,
         has_states=bool(size.state_bytes),
+        num_snapshots=size.num_snapshots,
         # The kernels of latent attention do not read shared blocks once.
         shares_prefix=config.shared_prefix and rank.backend.reads_shared and rank.spec.latent is None,
         drafts=config.spec_tokens or 0,

@@ -28,6 +28,8 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     os.environ["RAY_DEDUP_LOGS"] = "0"
+    for name in ("READY_CHECK", "HEALTH_CHECK"):  # a busy machine starts processes slowly
+        os.environ[f"RAY_SERVE_PROXY_{name}_TIMEOUT_S"] = "120"
     found = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "resources": {"head": 1}})
     found.workers = [found.add_node(num_cpus=2) for _ in range(NODES - 1)]
     found.wait_for_nodes()

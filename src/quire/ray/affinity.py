@@ -66,7 +66,7 @@ class PrefixAffinity:
         return sorted(loads, key=lambda replica: self._cost(pieces, replica, loads[replica]))
 
     def _cost(self, pieces: list[bytes], replica: Any, load: int) -> int:
-        sent = self._sent.get(replica, {})
+        sent = self._sent.get(replica, OrderedDict())
         known = next((count for count, piece in enumerate(pieces) if piece not in sent), len(pieces))
         return min(len(pieces) - known, _MOST_MISSING) + load * _REQUEST_PIECES
 

@@ -77,7 +77,7 @@ class EngineConfig:
     )
     max_num_seqs: int | None = _scheduling(
         None,
-        "most requests in a batch (default: 1024 on a GPU of 64 GB or more, 256 on smaller GPUs, 32 on a CPU)",
+        "most requests in a batch (default: 1024 on a GPU of 64 GB or more, 256 on smaller GPUs, fewer if layers keep large states, 32 on a CPU)",
     )
     max_num_batched_tokens: int | None = _scheduling(
         None, "token budget of a step (default: 8192 on a GPU, 2048 on a CPU)"
@@ -222,12 +222,13 @@ class EngineConfig:
             if illegal(self):
                 raise ConfigError(message.format(c=self))
 
-    def resolved(self, gpu_bytes: int, model_max_len: int) -> EngineConfig:
+    def resolved(self, gpu_bytes: int, model_max_len: int, state_bytes: int = 0) -> EngineConfig:
         """Return these settings with the automatic values that need no loaded model.
 
         Args:
             gpu_bytes: memory of the GPU; 0 for a CPU.
             model_max_len: longest context of the model in tokens.
+            state_bytes: bytes that the layers keep of each request, besides KV blocks.
 
         Raises:
             ConfigError: if chunked_prefill is off and a step cannot hold the longest prompt.
@@ -247,7 +248,7 @@ class EngineConfig:
             self,
             chunked_prefill=chunked,
             prefix_caching=not recompute if self.prefix_caching is None else self.prefix_caching,
-            max_num_seqs=self.max_num_seqs or _default_seqs(gpu_bytes),
+            max_num_seqs=self.max_num_seqs or _default_seqs(gpu_bytes, state_bytes),
             max_num_batched_tokens=budget,
             mixed_prefill_tokens=min(self.mixed_prefill_tokens or (budget if gpu_bytes else 256), budget)
             if chunked
@@ -273,10 +274,12 @@ def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
     return replace(config, device=f"{kind}:{gpu}") if gpu and kind != "cpu" else config
 
 
-def _default_seqs(gpu_bytes: int) -> int:
+def _default_seqs(gpu_bytes: int, state_bytes: int) -> int:
     if not gpu_bytes:
         return 32
-    return 1024 if gpu_bytes >= 64_000_000_000 else 256
+    rows = 1024 if gpu_bytes >= 64_000_000_000 else 256
+    # The states of all requests are allocated at the start, and take a sixth of the memory at most.
+    return max(1, min(rows, gpu_bytes // (6 * state_bytes))) if state_bytes else rows
 
 
 _SPEC_TOKENS = 5

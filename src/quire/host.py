@@ -165,6 +165,8 @@ def _describe(rank: Rank, phases_s: dict[str, float]) -> EngineInfo:
         kv_groups=[(len(group.layers), group.window) for group in size.groups],
         weight_bytes=rank.weight_bytes,
         num_parameters=spec.num_parameters,
+        state_bytes=size.state_bytes,
+        num_snapshots=size.num_snapshots,
         reserved_bytes=rank.worker.reserved_bytes,
         prefix_caching=bool(config.prefix_caching),
         eviction=config.eviction,

@@ -14,6 +14,12 @@ from quire.worker.memory.kv_groups import choose_groups
 from quire.worker.memory.sizing import BlockLayout, MemoryPlanner
 
 
+def request_state_bytes(spec: ModelSpec, dtype: torch.dtype, ranks: int) -> int:
+    """Return the bytes that the layers keep of a request, besides KV entries, on one of `ranks` ranks."""
+    name = str(dtype).removeprefix("torch.")
+    return sum(layout.num_bytes for layout in spec.state_layouts(name, ranks))
+
+
 def memory_planner(
     config: EngineConfig,
     path: Path,

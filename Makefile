@@ -28,7 +28,7 @@ test-fast: $(VENV)/.installed-dev
 # A Ray cluster on this machine. Ray is an extra, and the tests take two minutes, so `make test` skips them.
 test-ray: $(VENV)/.installed-dev
 	$(PIP) $(PROGRESS) --editable ".[ray]"
-	QUIRE_TEST_RAY=1 $(BIN)/python -m pytest tests/ray $(PYTEST_ARGS)
+	QUIRE_TEST_RAY=1 $(BIN)/python -m pytest tests/ray_cluster $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -17,7 +17,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return
     skip = pytest.mark.skip(reason="needs Ray and a minute: make test-ray")
     for item in items:
-        if "tests/ray/" in item.path.as_posix():
+        if "tests/ray_cluster/" in item.path.as_posix():
             item.add_marker(skip)
 
 

@@ -167,6 +167,7 @@ def _describe(rank: Rank, phases_s: dict[str, float]) -> EngineInfo:
         weight_bytes=rank.weight_bytes,
         num_parameters=spec.num_parameters,
         state_bytes=size.state_bytes,
+        states_per_request=1 + (config.spec_tokens or 0),
         num_snapshots=size.num_snapshots,
         reserved_bytes=rank.worker.reserved_bytes,
         prefix_caching=bool(config.prefix_caching),

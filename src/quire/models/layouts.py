@@ -16,6 +16,7 @@ from quire.layers.norm import NORMS, HeadNorm, Norm, PassThrough
 from quire.layers.query_key import GrowingQueries, HeadLayerNorm, ProjectionNorm, RotatedHeadNorm, UnitNorm
 from quire.layers.residual import NormedLayer, ResidualAdd, ResidualNorm, Stream
 from quire.layers.rope import Rotation
+from quire.models.kv_scales import load_kv_scales
 from quire.models.spec import ModelSpec
 
 
@@ -46,6 +47,7 @@ class SelfAttention:
             spec.attn_soft_cap,
             _sinks(env, prefix + "sinks", spec.num_heads) if spec.sinks else None,
             spec.layer_ropes[index].span(dim),
+            load_kv_scales(env, spec, prefix),
         )
         rotates = not spec.rotates or spec.rotates[index]
         # The norm of q and k: fused with the rotation, in front of it, or behind it.

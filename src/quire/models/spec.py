@@ -16,7 +16,7 @@ from quire.layers.rope_params import NO_ROTATION, RopeParams
 from quire.layers.routing_params import Routing
 from quire.models.gemma_spec import GemmaSpec
 from quire.quant.spec import QuantSpec
-from quire.types import KVLayout, KVTensor, ModelError, StateLayout
+from quire.types import KVCodes, KVLayout, KVTensor, ModelError, StateLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,6 +140,7 @@ class ModelSpec:
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     quantization: QuantSpec | None = None  # None: plain numbers
+    kv_codes: KVCodes | None = None  # how KV entries are stored; None: in the dtype of activations
 
     @staticmethod
     def from_config(config: dict[str, Any]) -> ModelSpec:
@@ -164,7 +165,7 @@ class ModelSpec:
 
         Args:
             index: index of the layer.
-            dtype: name of the dtype of KV entries.
+            dtype: name of the dtype of plain KV entries.
             ranks: number of ranks that share the KV heads. With more ranks than heads, several keep the same one.
         """
         if (self.attends and not self.attends[index]) or self.kv_source(index) != index:
@@ -172,7 +173,9 @@ class ModelSpec:
         if self.latent:  # all heads share it, so each rank has the whole
             return KVLayout((KVTensor(1, self.latent.stored_dim, dtype),))
         heads = max(self.layer_kv_heads(index) // ranks, 1)
-        layout = KVLayout.keys_and_values(heads, self.layer_head_dim(index), dtype, self.windows[index])
+        layout = KVLayout.keys_and_values(
+            heads, self.layer_head_dim(index), dtype, self.windows[index], self.kv_codes
+        )
         is_shared = self.kv_sources.count(index) > 1
         return replace(layout, chunked=self.chunked_windows, is_shared=is_shared)
 

@@ -392,7 +392,8 @@ def check_unread(unread: set[str], tied: bool) -> None:
     )
     if any(_KV_SCALES.search(name) for name in unread):
         log.info(
-            "the checkpoint's scales of keys and values are not used: the KV cache has 16 bits or its own scales"
+            "the checkpoint has scales of keys, values or queries that are not used; kv_cache_dtype fp8 uses those of "
+            "keys and values"
         )
     if left:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""

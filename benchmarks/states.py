@@ -1,88 +1,104 @@
-"""Time to first token of a hybrid model whose prompts share a beginning, with snapshots of its states and without.
+"""Time the kernels of layers with states as a fraction of the limits of the GPU.
 
-    python benchmarks/states.py [--shared 512] [--own 48] [--questions 5] [--dtype float32] [--out FILE]
+    python benchmarks/states.py [--device cuda] [--rows 1 32 256] [--tokens 8192] [--bandwidth GB/s] [--flops TFLOP/s]
 
-The model has the shape of LFM2-350M and random weights. Two engines in one process answer the same questions in turn,
-one with the prefix cache and one without, so that both see the same load of the machine.
+Decoding reads and writes each row's state once: the fraction is these bytes over time and `--bandwidth`. A prompt is
+one row of `--tokens`: the fraction is 6 (delta rule) or 4 (linear attention) * key size * value size operations per
+token and head over time and `--flops`. The defaults are those of an H200. The models' state sizes are the real ones.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import random
-import statistics
-import tempfile
 import time
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from quire.config import EngineConfig
-from quire.core.engine import Engine
-from quire.host import build_engine
-from quire.types import EngineRequest, SamplingParams
+import torch
 
-ATTENTION = {2, 5, 8, 10, 12, 14}
-SHAPE: dict[str, Any] = {
-    "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "vocab_size": 65536, "hidden_size": 1024,
-    "intermediate_size": 6656, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 8,
-    "conv_L_cache": 3, "norm_eps": 1e-5, "max_position_embeddings": 128000, "rope_theta": 1e6, "dtype": "bfloat16",
-    "layer_types": ["full_attention" if i in ATTENTION else "conv" for i in range(16)], "eos_token_id": 7,
-}  # fmt: skip
+from quire.kernels import available
+from quire.kernels.state.rows import StateRows
+from quire.layers.state.recurrence import recurrence as plain_recurrence
 
 
-def time_to_first_token(engine: Engine, name: str, prompt: list[int]) -> tuple[float, list[int], int]:
-    """Return the seconds until the first token, all tokens of the answer, and the cached tokens of the prompt."""
-    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    engine.add(EngineRequest(name, prompt, params))
-    began, first, tokens, cached = time.perf_counter(), 0.0, list[int](), 0
-    while engine.has_work:
-        for output in engine.step():
-            first = first or time.perf_counter() - began
-            tokens += output.token_ids
-            cached = output.num_cached_tokens
-    return first, tokens, cached
+@dataclass(frozen=True)
+class Case:
+    """State sizes of a model's layer."""
+
+    name: str
+    key_heads: int
+    heads: int
+    key: int
+    value: int
+    delta: bool
+    channels: bool = False
+
+
+CASES = (
+    Case("Qwen3-Next and Qwen3.5, gated delta rule", 16, 32, 128, 128, delta=True),
+    Case("Kimi Linear, per channel", 32, 32, 128, 128, delta=True, channels=True),
+    Case("Nemotron Nano 9B v2, Mamba-2", 8, 128, 128, 80, delta=False),
+    Case("MiniMax-Text-01, lightning attention", 64, 64, 128, 128, delta=False),
+)
+
+
+def timed(device: torch.device, work: Callable[[], object], repeats: int) -> float:
+    """Return the mean seconds of `work`."""
+    work()
+    if device.type == "cuda":
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        for _ in range(repeats):
+            work()
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3 / repeats
+    start = time.perf_counter()
+    for _ in range(repeats):
+        work()
+    return (time.perf_counter() - start) / repeats
+
+
+def run(case: Case, device: torch.device, rows: int, tokens: int, repeats: int) -> float:
+    """Return the seconds of one call with `rows` rows of `tokens` tokens each."""
+    recurrence = plain_recurrence
+    if available(device):
+        from quire.kernels.state.recurrence import recurrence
+    dtype, total = torch.bfloat16 if device.type == "cuda" else torch.float32, rows * tokens
+    q, k = (torch.randn(total, case.key_heads, case.key, device=device, dtype=dtype) for _ in range(2))
+    v = torch.randn(total, case.heads, case.value, device=device, dtype=dtype)
+    shape = (total, case.heads, case.key) if case.channels else (total, case.heads)
+    gate, beta = -torch.rand(shape, device=device), torch.rand(total, case.heads, device=device)
+    state = torch.zeros(rows + 1, case.heads, case.key, case.value, device=device)
+    starts = torch.arange(0, total + 1, tokens, dtype=torch.int32, device=device)
+    fresh = torch.zeros(rows, dtype=torch.bool, device=device)
+    where = StateRows(torch.arange(rows, device=device), starts, fresh, short_only=tokens == 1)
+    rate = beta if case.delta else None
+    return timed(
+        device, lambda: recurrence(q, k, v, gate, rate, state, where, case.key**-0.5, case.delta), repeats
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shared", type=int, default=512, help="tokens that all prompts begin with")
-    parser.add_argument("--own", type=int, default=48, help="further tokens of each prompt")
-    parser.add_argument("--questions", type=int, default=5)
-    parser.add_argument("--dtype", default="bfloat16", help="in float32 both engines give the same tokens")
-    parser.add_argument("--out", type=Path)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--bandwidth", type=float, default=4800.0, help="GB/s")
+    parser.add_argument("--flops", type=float, default=989.0, help="TFLOP/s of bf16 products")
+    parser.add_argument("--repeats", type=int, default=20)
     args = parser.parse_args()
-    engines = {}
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(SHAPE))
-        for cached in (True, False):
-            config = EngineConfig(
-                model=folder, dtype=args.dtype, load_format="dummy", skip_tokenizer_init=True, prefix_caching=cached, max_num_seqs=4,
-                max_model_len=args.shared + args.own + 64, kv_cache_memory=256 << 20,
-            )  # fmt: skip
-            engines[cached], info = build_engine(config)
-    rng = random.Random(0)
-    shared = [rng.randrange(100, 60_000) for _ in range(args.shared)]
-    rows = []
-    for question in range(args.questions):
-        prompt = shared + [rng.randrange(100, 60_000) for _ in range(args.own)]
-        with_cache, tokens, hit = time_to_first_token(engines[True], str(question), prompt)
-        without, expected, _ = time_to_first_token(engines[False], str(question), prompt)
-        rows.append(
-            {
-                "question": question, "cached_tokens": hit, "cached_s": round(with_cache, 4),
-                "computed_s": round(without, 4), "same_tokens": tokens == expected,
-            }
-        )  # fmt: skip
-        print(json.dumps(rows[-1]), flush=True)
-    hits = [row["computed_s"] / row["cached_s"] for row in rows if row["cached_tokens"]]
-    found = {"state_bytes": info.state_bytes, "block_bytes": info.block_bytes, "rows": rows}
-    found["ratio"] = round(statistics.median(hits), 2) if hits else None
-    print(json.dumps({name: value for name, value in found.items() if name != "rows"}))
-    if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
-    for engine in engines.values():
-        engine.close()
+    device = torch.device(args.device)
+    print("| layer | step | time | of the limit |\n|---|---|---|---|")
+    for case in CASES:
+        size = case.heads * case.key * case.value
+        for rows in args.rows:
+            seconds = run(case, device, rows, 1, args.repeats)
+            share = 8 * size * rows / seconds / (args.bandwidth * 1e9)
+            print(f"| {case.name} | decode, {rows} rows | {seconds * 1e6:.0f} us | {share:.1%} |")
+        seconds = run(case, device, 1, args.tokens, args.repeats)
+        share = (6 if case.delta else 4) * size * args.tokens / seconds / (args.flops * 1e12)
+        print(f"| {case.name} | prompt, {args.tokens} tokens | {seconds * 1e3:.2f} ms | {share:.1%} |")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Time the kernels of layers with states as a fraction of the limits of the GPU.
 
-    python benchmarks/states.py [--device cuda] [--rows 1 32 256] [--tokens 8192] [--bandwidth GB/s] [--flops TFLOP/s]
+    python benchmarks/state_kernels.py [--device cuda] [--rows 1 32 256] [--tokens 8192] [--bandwidth GB/s] [--flops TFLOP/s]
 
 Decoding reads and writes each row's state once: the fraction is these bytes over time and `--bandwidth`. A prompt is
 one row of `--tokens`: the fraction is 6 (delta rule) or 4 (linear attention) * key size * value size operations per

@@ -92,6 +92,11 @@ class EngineConfig:
         "first token; a chunk counts for at least 32 tokens (default: 256 on a CPU; no limit on a GPU or with "
         "chunked_prefill off)",
     )
+    target_itl: float | None = _scheduling(
+        None,
+        "target in ms for the 99th percentile of the inter-token latency: prompts run in the largest chunks with which steps "
+        "are predicted to end in time; replaces mixed_prefill_tokens (default: off)",
+    )
     scheduling_policy: SchedulingPolicy = _scheduling(
         "fcfs", "order of requests: fcfs (first come, first served) or priority (lower numbers first)"
     )
@@ -267,7 +272,7 @@ class EngineConfig:
             or _default_seqs(gpu_bytes, state_bytes * (1 + (spec_tokens or 0))),
             max_num_batched_tokens=budget,
             mixed_prefill_tokens=min(self.mixed_prefill_tokens or (budget if gpu_bytes else 256), budget)
-            if chunked
+            if chunked and self.target_itl is None
             else None,
             max_model_len=max_len,
             block_size=self.block_size if self.kv_layout == "paged" else max_len,
@@ -346,6 +351,18 @@ ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
     (
         lambda c: c.chunked_prefill is False and bool(c.mixed_prefill_tokens),
         "mixed_prefill_tokens splits prompts over steps, so it needs chunked_prefill on",
+    ),
+    (
+        lambda c: c.target_itl is not None and not c.target_itl > 0,
+        "target_itl must be above 0 ms, got {c.target_itl:g}",
+    ),
+    (
+        lambda c: c.target_itl is not None and (c.chunked_prefill is False or c.kv_layout == "none"),
+        "target_itl chooses the size of chunks, so it needs chunked_prefill on",
+    ),
+    (
+        lambda c: c.target_itl is not None and c.mixed_prefill_tokens is not None,
+        "target_itl replaces mixed_prefill_tokens: give one of them",
     ),
     (
         lambda c: c.kv_layout == "none" and bool(c.chunked_prefill),

@@ -56,7 +56,16 @@ def test_kernels_fit_in_shared_memory(
 
 def test_kernels_of_codes_in_the_cache_compile(tmp_path: Path) -> None:
     """Their launches come after those that a sample takes, so they are compiled on their own."""
-    options = ("--models", "Qwen3 0.6B", "--dtypes", "half", "--targets", "75,90", "--parts", "coded_attention")
+    options = (
+        "--models",
+        "Qwen3 0.6B",
+        "--dtypes",
+        "half",
+        "--targets",
+        "75,90",
+        "--parts",
+        "coded_attention",
+    )
     done = compile_all(tmp_path, *options)
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -29,7 +29,7 @@ from triton.runtime import driver, jit
 from quire.attention.triton import TritonAttention
 from quire.kernels import activation, batch, collective, ngram, norm, rope
 from quire.kernels import target as targets
-from quire.kernels.attention import kv_write, latent, long, shared, short
+from quire.kernels.attention import kv_write, latent, long, shared, short, tile
 from quire.kernels.experts.route import FEW_TOKENS, rule_arguments
 from quire.kernels.experts.router import norm_and_route, route_all
 from quire.kernels.matmul import gemv, grouped, nibble_gemv, packed, rescale, round_fp8, unpack
@@ -115,6 +115,37 @@ def latent_attention(model: Shapes, dtype: torch.dtype, target: Target) -> None:
             attend = partial(latent.attend_latent_ones, q, entries, out, ints(64), starts, ints(64, 256))
             attend(longs(64), 0.1, splits)
     latent.attend_latent_tiles(q, entries, out, ints(64, 256), ints(9, 8), 0.1)
+
+
+def coded_attention(model: Shapes, dtype: torch.dtype, target: Target) -> None:
+    """Launch the kernels that read and write codes of keys and values."""
+    if model.rank or dtype == torch.float32:
+        return
+    heads, kv_heads, dim, rows = model.heads, model.kv_heads, model.dim, 64
+    group = heads // kv_heads
+    q, out = torch.zeros(rows, heads, dim, dtype=dtype), torch.zeros(rows, heads * dim, dtype=dtype)
+    table, lens, starts, slots = ints(rows, 8), ints(rows), ints(rows + 1), longs(rows)
+    queries = max(short.SHORT_ROWS // group, 1)
+    tiles = long.list_tiles(
+        starts, lens, slots, 9, queries, long.long_tokens(dim, dtype.itemsize, group, target), 1
+    )
+    for codes in (torch.int8, torch.float8_e4m3fn) if target.has_fp8 else (torch.int8,):
+        keys = torch.zeros(9, kv_heads, 16, dim, dtype=torch.uint8).view(codes)
+        for static in (False, True):
+            each = torch.zeros(1, kv_heads, 1, 1).expand(9, kv_heads, 16, 1)
+            scales = tile.KVScales(*([each if static else each.contiguous()] * 2), static)
+            partial_sums = shared.attend_shared(
+                q, keys, keys, ints(rows, 4)[:, 3], table, slots, 0.1, None, scales
+            )
+            attend = partial(short.attend_short, q, keys, keys, out, lens, scales=scales)
+            attend(None, table, slots, 0.1, prefix=partial_sums)
+            attend(starts, table, slots, 0.1, queries=queries, splits=64)
+            long.attend_long(q, keys, keys, out, table, tiles, 0.1, scales=scales)
+            kv_write.write_kv(q[:, :kv_heads], q[:, :kv_heads], keys, keys, slots, scales)
+            packed = torch.zeros(rows, (heads + 2 * kv_heads) * dim, dtype=dtype)
+            rope.norm_rotate_store(
+                packed, slots, torch.zeros(99, dim, dtype=dtype), None, 0.0, keys, keys, slots, scales=scales
+            )
 
 
 def attention(model: Shapes, dtype: torch.dtype, target: Target) -> None:
@@ -327,6 +358,7 @@ def states(model: Shapes, dtype: torch.dtype, target: Target) -> None:
 
 PARTS: tuple[Callable[[Shapes, torch.dtype, Target], None], ...] = (
     attention,
+    coded_attention,
     latent_attention,
     layers,
     few_rows,
@@ -402,7 +434,7 @@ def compile_one(item: tuple[tuple[str, str], tuple[Any, str]]) -> Compiled:
     try:
         return Compiled(name, kernel.preload(data).metadata.shared)
     except Exception as error:  # any error of the compiler
-        return Compiled(name, error=f"{type(error).__name__}: {error}"[:300])
+        return Compiled(name, error=f"{type(error).__name__}: {error}"[:3000])
 
 
 def dtype_of(name: str, target: Target) -> torch.dtype:
@@ -434,7 +466,7 @@ def compile_for(
             launches.model = name
             for dtype in args.dtypes.split(","):
                 launches.fresh = chosen(args.kernels, args.sample)
-                for part in PARTS:
+                for part in PARTS if not args.parts else map(globals().__getitem__, args.parts.split(",")):
                     part(MODELS[name], dtype_of(dtype, target), target)
     with ThreadPoolExecutor(args.threads) as pool:
         done = dict(zip(launches.kernels, pool.map(compile_one, launches.kernels.items()), strict=True))
@@ -457,6 +489,7 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--dtypes", default="half,float32", help="half, float32 or both")
     parser.add_argument("--kernels", default="")
+    parser.add_argument("--parts", default="", help="functions of PARTS; empty: all")
     parser.add_argument("--tiles-of", type=int, help="use the tile sizes of this target")
     parser.add_argument("--sample", action="store_true")
     parser.add_argument("--binary", action="store_true")

@@ -54,6 +54,22 @@ def test_kernels_fit_in_shared_memory(
     assert done.returncode == 0, done.stderr[-2000:]
 
 
+def test_kernels_of_codes_in_the_cache_compile(tmp_path: Path) -> None:
+    """Their launches come after those that a sample takes, so they are compiled on their own."""
+    options = (
+        "--models",
+        "Qwen3 0.6B",
+        "--dtypes",
+        "half",
+        "--targets",
+        "75,90",
+        "--parts",
+        "coded_attention",
+    )
+    done = compile_all(tmp_path, *options)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
 @pytest.mark.parametrize("target", ["75", "90"])
 def test_kernels_assemble(target: str, tmp_path: Path) -> None:
     """For the oldest GPU, and for the one that kernels are tuned on."""

@@ -33,15 +33,21 @@ def make_moe(env: Env, spec: ModelSpec, prefix: str) -> MoE:
     """Build the experts of the layer at `prefix`, with the names of Mixtral, or of Qwen, DeepSeek and GLM."""
     moe = spec.moe
     assert moe is not None
-    spelled = (s for s in _SPELLINGS if env.weights.has(prefix + s[0] + "gate.weight"))
+    gate_name = spec.names.get("gate", "gate")
+    spelled = (s for s in _SPELLINGS if env.weights.has(f"{prefix}{s[0]}{gate_name}.weight"))
     block, names = next(spelled, _SPELLINGS[0])
     block = prefix + block
     hidden, routing = spec.hidden_size, moe.routing
-    router = make_router(env, block + "gate", hidden, routing)
-    weights = load_experts(env, block + "experts.", routing.num_experts, hidden, moe.intermediate_size, names)
+    router = make_router(env, block + gate_name, hidden, routing)
+    where = block + spec.names.get("experts", "experts.")
+    stacked = (
+        spec.names.get("gate_up_proj", "gate_up_proj"), spec.names.get("stacked_down_proj", "down_proj"),
+    )  # fmt: skip
+    sizes = routing.num_experts, hidden, moe.intermediate_size
+    weights = load_experts(env, where, *sizes, names, stacked)
     shared = None
     if moe.shared_size:
-        name = block + _SHARED[not moe.shared_gate]
+        name = block + spec.names.get("shared_experts", _SHARED[not moe.shared_gate])
         gate = name + "_gate" if moe.shared_gate else None
         shared = SharedExperts(env, name + ".", hidden, moe.shared_size, spec.activation, gate)
     return MoE(router, make_experts(env, weights, spec.activation), env.parallel, shared)

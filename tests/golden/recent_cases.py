@@ -75,7 +75,7 @@ MISTRAL4_ROPE = {
     "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 6,
     "mscale": 1.0, "mscale_all_dim": 0.7, "llama_4_scaling_beta": 0.3,
 }  # fmt: skip
-INDEX = {"index_topk": 5, "index_head_dim": 12, "index_n_heads": 2}
+INDEX = {"index_topk": 5, "index_head_dim": 12, "index_n_heads": 9}
 
 RECENT: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": ("Llama4Text", {**LLAMA4, **LLAMA3}),

@@ -97,6 +97,24 @@ def _ordered(x):
     return tl.where((bits >> 31) != 0, bits ^ 0xFFFFFFFF, bits | 0x80000000).to(tl.uint32)
 
 
+@triton.jit
+def _next_digit(row, length, limit, wanted, SHIFT: tl.constexpr, TILE: tl.constexpr):
+    """Find the next eight bits of the `wanted`-th largest score that begins like `limit`; return both, updated."""
+    lane = tl.arange(0, TILE)
+    counts = tl.zeros([256], tl.int32)
+    for start in range(0, length, TILE):
+        inside = start + lane < length
+        key = _ordered(tl.load(row + start + lane, mask=inside, other=0.0))
+        if SHIFT < 24:
+            inside = inside & ((key >> (SHIFT + 8)) == (limit >> (SHIFT + 8)))
+        counts += tl.histogram(((key >> SHIFT) & 255).to(tl.int32), 256, mask=inside)
+    above = tl.sum(counts, 0) - tl.cumsum(counts, 0)
+    is_digit = (above < wanted) & (above + counts >= wanted)
+    digit = tl.sum(tl.where(is_digit, tl.arange(0, 256), 0), 0)
+    wanted -= tl.sum(tl.where(is_digit, above, 0), 0)
+    return limit | (digit.to(tl.uint32) << SHIFT), wanted
+
+
 @kernel
 def _choose_kernel(
     scores, chosen, positions, scores_row,
@@ -115,23 +133,11 @@ def _choose_kernel(
             place = start + lane
             tl.store(to + place, tl.where(place < length, place, -1), mask=place < TOP_K)
     else:
-        digit_of = tl.arange(0, 256)
-        wanted = length * 0 + TOP_K
-        limit = tl.zeros([1], tl.uint32)
-        for step in tl.static_range(4):
-            shift: tl.constexpr = 24 - 8 * step
-            counts = tl.zeros([256], tl.int32)
-            for start in range(0, length, TILE):
-                inside = start + lane < length
-                key = _ordered(tl.load(row + start + lane, mask=inside, other=0.0))
-                if step > 0:
-                    inside &= (key >> (shift + 8)) == (limit >> (shift + 8))
-                counts += tl.histogram(((key >> shift) & 255).to(tl.int32), 256, mask=inside)
-            above = tl.sum(counts) - tl.cumsum(counts, 0)
-            is_digit = (above < wanted) & (above + counts >= wanted)
-            digit = tl.sum(tl.where(is_digit, digit_of, 0))
-            wanted -= tl.sum(tl.where(is_digit, above, 0))
-            limit = limit | (digit.to(tl.uint32) << shift)
+        limit, wanted = (length * 0).to(tl.uint32), length * 0 + TOP_K
+        limit, wanted = _next_digit(row, length, limit, wanted, 24, TILE)
+        limit, wanted = _next_digit(row, length, limit, wanted, 16, TILE)
+        limit, wanted = _next_digit(row, length, limit, wanted, 8, TILE)
+        limit, wanted = _next_digit(row, length, limit, wanted, 0, TILE)
         written, equal = length * 0, length * 0
         for start in range(0, length, TILE):
             inside = start + lane < length
@@ -141,8 +147,8 @@ def _choose_kernel(
             take = (inside & (key > limit)) | ((same > 0) & (before < wanted))
             number = take.to(tl.int32)
             tl.store(to + written + tl.cumsum(number, 0) - number, start + lane, mask=take)
-            written += tl.sum(number)
-            equal += tl.sum(same)
+            written += tl.sum(number, 0)
+            equal += tl.sum(same, 0)
 
 
 def choose_tokens(

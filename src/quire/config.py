@@ -7,6 +7,7 @@ A field that is None means "automatic". `EngineConfig.resolved` fills in the val
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -76,7 +77,7 @@ class EngineConfig:
     )
     max_num_seqs: int | None = _scheduling(
         None,
-        "most requests in a batch (default: 1024 on a GPU of 64 GB or more, 256 on smaller GPUs, 32 on a CPU)",
+        "most requests in a batch (default: 1024 on a GPU of 64 GB or more, 256 on smaller GPUs, fewer if layers keep large states, 32 on a CPU)",
     )
     max_num_batched_tokens: int | None = _scheduling(
         None, "token budget of a step (default: 8192 on a GPU, 2048 on a CPU)"
@@ -115,6 +116,16 @@ class EngineConfig:
     eviction: Eviction = _kv_cache(
         "lru", "cached block to evict first: lru (least recently used) or fifo (first cached)"
     )
+    state_snapshots: int | None = _kv_cache(
+        None,
+        "rows for snapshots of the states of linear attention, Mamba and convolutions, by which prefix_caching finds the "
+        "end of a prefix (default: up to an eighth of the memory for the KV cache)",
+    )
+    state_snapshot_interval: int = _kv_cache(
+        4096,
+        "tokens between such snapshots, rounded up to blocks, besides those at the end of a prompt and where prompts "
+        "diverge; 0 takes only these",
+    )
     shared_prefix: bool = _kv_cache(
         True,
         "read the blocks of a prefix that decoding requests share once for all of them (attention triton)",
@@ -146,6 +157,14 @@ class EngineConfig:
     data_parallel_size: int = _parallelism(
         1,
         "number of replicas of the model, each in its own process with its own GPUs, that share the requests",
+    )
+    rank_address: str | None = _parallelism(
+        None,
+        "HOST:PORT of this host at which the other ranks connect from other hosts, started there with `quire rank "
+        "HOST:PORT` (default: all ranks are on this host)",
+    )
+    rank_token: str | None = _parallelism(
+        None, "secret that ranks of other hosts must present (also QUIRE_RANK_TOKEN)"
     )
     rank_timeout: float = _parallelism(
         60.0, "seconds without progress after which a rank counts as hung and the engine ends"
@@ -183,6 +202,8 @@ class EngineConfig:
             for name, value in settings_of(self.speculative_config).items():
                 object.__setattr__(self, name, value)
             object.__setattr__(self, "speculative_config", None)
+        if self.rank_address is not None and self.rank_token is None:
+            object.__setattr__(self, "rank_token", os.environ.get("QUIRE_RANK_TOKEN"))
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
@@ -190,6 +211,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+        interval = self.state_snapshot_interval
+        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 0:
+            raise ConfigError(f"state_snapshot_interval must be an integer of at least 0, got {interval!r}")
         if not 0 < self.memory_utilization <= 1:
             raise ConfigError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
         if not self.rank_timeout > 0:
@@ -198,12 +222,13 @@ class EngineConfig:
             if illegal(self):
                 raise ConfigError(message.format(c=self))
 
-    def resolved(self, gpu_bytes: int, model_max_len: int) -> EngineConfig:
+    def resolved(self, gpu_bytes: int, model_max_len: int, state_bytes: int = 0) -> EngineConfig:
         """Return these settings with the automatic values that need no loaded model.
 
         Args:
             gpu_bytes: memory of the GPU; 0 for a CPU.
             model_max_len: longest context of the model in tokens.
+            state_bytes: bytes that the layers keep of each request, besides KV blocks.
 
         Raises:
             ConfigError: if chunked_prefill is off and a step cannot hold the longest prompt.
@@ -219,37 +244,44 @@ class EngineConfig:
                     "chunked_prefill is off, because a prompt then runs in one step; raise it or lower max_model_len"
                 )
             budget = max_len
+        spec_tokens = None
+        if self.spec_method != "off":
+            spec_tokens = min(self.spec_tokens or _SPEC_TOKENS, max_len - 1)
         return replace(
             self,
             chunked_prefill=chunked,
             prefix_caching=not recompute if self.prefix_caching is None else self.prefix_caching,
-            max_num_seqs=self.max_num_seqs or _default_seqs(gpu_bytes),
+            max_num_seqs=self.max_num_seqs
+            or _default_seqs(gpu_bytes, state_bytes * (1 + (spec_tokens or 0))),
             max_num_batched_tokens=budget,
             mixed_prefill_tokens=min(self.mixed_prefill_tokens or (budget if gpu_bytes else 256), budget)
             if chunked
             else None,
             max_model_len=max_len,
             block_size=self.block_size if self.kv_layout == "paged" else max_len,
-            spec_tokens=None
-            if self.spec_method == "off"
-            else min(self.spec_tokens or _SPEC_TOKENS, max_len - 1),
+            spec_tokens=spec_tokens,
         )
 
 
 def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
     """Return the settings of one replica of `config`: the GPUs behind those of the replicas before it.
 
-    `auto:N` is GPU N, or the CPU where there is no GPU.
+    `auto:N` is GPU N, or the CPU where there is no GPU. Ranks of other hosts connect to one port for each replica.
     """
+    if config.rank_address is not None:
+        host, _, port = config.rank_address.rpartition(":")
+        return replace(config, rank_address=f"{host}:{int(port) + replica}")
     kind, _, first = config.device.partition(":")
     gpu = int(first or 0) + replica * config.tensor_parallel_size
     return replace(config, device=f"{kind}:{gpu}") if gpu and kind != "cpu" else config
 
 
-def _default_seqs(gpu_bytes: int) -> int:
+def _default_seqs(gpu_bytes: int, state_bytes: int) -> int:
     if not gpu_bytes:
         return 32
-    return 1024 if gpu_bytes >= 64_000_000_000 else 256
+    rows = 1024 if gpu_bytes >= 64_000_000_000 else 256
+    # The states of all requests are allocated at the start, and take a sixth of the memory at most.
+    return max(1, min(rows, gpu_bytes // (6 * state_bytes))) if state_bytes else rows
 
 
 _SPEC_TOKENS = 5
@@ -262,6 +294,7 @@ _COUNTS = (
     "kv_cache_memory",
     "cpu_threads",
     "spec_tokens",
+    "state_snapshots",
     "tensor_parallel_size",
     "data_parallel_size",
 )
@@ -279,6 +312,20 @@ _CHOICES: dict[str, tuple[str, ...]] = {
 
 # Combinations that cannot work, each with its error message. rank.py checks those that depend on the model.
 ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
+    (
+        lambda c: (
+            c.rank_address is not None and not re.fullmatch(r"[^:]+:\d{1,5}|\[.+\]:\d{1,5}", c.rank_address)
+        ),
+        "rank_address must be HOST:PORT, got {c.rank_address}",
+    ),
+    (
+        lambda c: c.rank_address is not None and c.tensor_parallel_size == 1,
+        "rank_address needs tensor_parallel_size above 1: there are no other ranks",
+    ),
+    (
+        lambda c: c.rank_address is not None and not c.rank_token,
+        "rank_address needs a rank_token (or QUIRE_RANK_TOKEN), which the other ranks present",
+    ),
     (
         lambda c: c.max_model_len == 1,
         "max_model_len must be at least 2, one token of prompt and one of output, got 1",

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import ClassVar
 
 from quire.assembly.attention import pick_attention
-from quire.assembly.device import pick_dtype, rank_device
-from quire.assembly.memory import memory_planner
+from quire.assembly.device import host_addresses, pick_device, pick_dtype, rank_device
+from quire.assembly.memory import memory_planner, request_state_bytes
 from quire.assembly.model import load_model, served_spec
-from quire.assembly.speculation import check_speculation, find_draft, pick_speculation
+from quire.assembly.speculation import find_draft, pick_speculation
 from quire.assembly.steps import launch_options
 from quire.attention.base import AttentionBackend
 from quire.config import EngineConfig
@@ -58,7 +58,11 @@ class Rank:
 
     def __init__(self, config: EngineConfig, path: Path, spec: ModelSpec, index: int = 0) -> None:
         check_shards(spec, config.tensor_parallel_size)
-        self.device = rank_device(config.device, index, config.tensor_parallel_size)
+        self.device = (
+            pick_device(config.device)  # ranks of other hosts choose their own
+            if config.rank_address
+            else rank_device(config.device, index, config.tensor_parallel_size)
+        )
         self.guard = device_guard(self.device)
         self._path = path
         self._explicit_len = config.max_model_len is not None
@@ -68,10 +72,16 @@ class Rank:
             )
         spec = served_spec(config, spec)
         self.dtype = pick_dtype(config.dtype, spec, self.device)
-        check_speculation(config, spec)
         self._draft = find_draft(config, path, spec)
         longest = min([spec.max_model_len, *(draft.spec.max_model_len for draft in self._draft)])
-        self.spec, self.config = spec, config.resolved(gpu_memory(self.device), longest)
+        self.spec, self.config = (
+            spec,
+            config.resolved(
+                gpu_memory(self.device),
+                longest,
+                request_state_bytes(spec, self.dtype, config.tensor_parallel_size),
+            ),
+        )
         self._kernels = pick_kernels(self.device, self.dtype, config.cpu_kernels)
         self.backend = pick_attention(config.attention, spec, self.device, self.dtype, self._kernels)
         self._parallel = Parallel(index, config.tensor_parallel_size)
@@ -87,9 +97,10 @@ class Rank:
         return self.PHASES[phase](self, argument) or 0
 
     def connect(self, port: int) -> None:
-        """Connect to the other ranks, which meet at `port` of the loopback interface."""
+        """Connect to the other ranks, which meet at `port` of the first one's host."""
         if self._parallel.size > 1:
-            communicator = connect_ranks(port, self._parallel, self.device, self.config.rank_timeout)
+            hosts, timeout_s = host_addresses(self.config.rank_address), self.config.rank_timeout
+            communicator = connect_ranks(port, self._parallel, self.device, timeout_s, hosts)
             self._parallel = replace(self._parallel, communicator=communicator)
 
     def fit_context(self) -> int:

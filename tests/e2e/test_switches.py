@@ -11,7 +11,12 @@ import itertools
 import random
 
 import pytest
-from switches import GPU_SWITCHES, SWITCHES, Bench, defaults, legal, random_settings
+import torch
+from switches import GPU_SWITCHES, SWITCHES, Bench, defaults, legal, make_requests, random_settings
+from test_speculation import draft_answers, with_drafts
+
+from quire.worker.memory.states import StateMemory
+from tiny import write_hybrid
 
 PAIRS = sorted(
     {
@@ -29,8 +34,6 @@ RANDOM_RUNS = 300
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-    import torch
-
     torch.set_num_threads(1)
     return Bench("demo")
 
@@ -67,6 +70,45 @@ def test_random_combinations_with_windows(windowed: Bench) -> None:
         cached += engine.log.totals.cached_tokens
         trimmed += len(engine.scheduler.blocks.groups) > 1
     assert cached and trimmed > CHUNK // 2
+
+
+STATE_SWITCHES = {
+    **SWITCHES,
+    "state_snapshots": (None, 1, 3),
+    "state_snapshot_interval": (4096, 0, 16),
+}
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """A model of convolutions and attention, whose layers keep states."""
+    torch.set_num_threads(1)
+    folder = write_hybrid(tmp_path_factory.mktemp("hybrid"))
+    return Bench(str(folder), requests=make_requests(random.Random(7))[:12])
+
+
+def test_random_combinations_with_states(hybrid: Bench) -> None:
+    cached = preempted = 0
+    for seed in range(CHUNK // 2):
+        engine = hybrid.run(random_settings(random.Random(seed), STATE_SWITCHES), seed=seed)
+        cached += engine.log.totals.cached_tokens
+        preempted += engine.log.totals.preemptions
+    assert cached and preempted
+
+
+def test_drafts_with_states(hybrid: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states behind rejected drafts are dropped."""
+    draft_answers(hybrid, monkeypatch)
+    rng = random.Random(4)
+    for seed in range(5):
+        settings = random_settings(rng, STATE_SWITCHES)
+        while settings["kv_layout"] == "none":
+            settings = random_settings(rng, STATE_SWITCHES)
+        totals = hybrid.run(with_drafts(settings), seed).log.totals
+        assert 0 < totals.accepted_tokens < totals.draft_tokens
+    monkeypatch.setattr(StateMemory, "accept", lambda self, slots, verifies, tokens: None)
+    with pytest.raises(AssertionError, match="differs"):
+        hybrid.run(with_drafts(defaults()), 0)
 
 
 def test_expectation_does_not_hold_for_other_weights(bench: Bench) -> None:

@@ -13,8 +13,8 @@ from quire.attention.base import AttentionBackend
 from quire.attention.reference import ReferenceAttention
 
 pytest.importorskip("triton", reason="Triton compiles the kernels")
-from quire.attention.triton import TritonAttention  # noqa: E402
-from quire.kernels.attention import sparse  # noqa: E402
+from quire.attention.triton import TritonAttention
+from quire.kernels.attention import sparse
 
 ROWS = [(40, 1), (3, 1), (21, 9), (0, 30), (7, 2)]
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the compiled test covers this")
@@ -90,4 +90,6 @@ def test_of_equal_scores_the_first_are_chosen_interpreted() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_kernels_on_a_gpu(dtype: torch.dtype) -> None:
     for seed in range(4):
-        compare(TritonAttention(), seed, top_k=6 + 20 * (seed % 2), heads=64, dim=128, device="cuda", dtype=dtype)
+        compare(
+            TritonAttention(), seed, top_k=6 + 20 * (seed % 2), heads=64, dim=128, device="cuda", dtype=dtype
+        )

@@ -245,7 +245,12 @@ class TritonAttention:
         return out
 
     def choose(
-        self, layer: IndexLayer, q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, batch: ForwardBatch
+        self,
+        layer: IndexLayer,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        weights: torch.Tensor,
+        batch: ForwardBatch,
     ) -> torch.Tensor | None:
         blocks = batch.kv[layer.index][1].squeeze(1)  # of the only head
         write_keys(keys, blocks, batch.kv_slots)

@@ -85,7 +85,9 @@ def _score_kernel(
     head = tl.arange(0, HEADS_PAD)
     q_tile = load_rows(q + token * HEADS * DIM, tl.minimum(head, HEADS - 1) * DIM, DIM, DIM_PAD)
     weight = tl.load(weights + token * HEADS + head, mask=head < HEADS, other=0.0)
-    products = tl.maximum(tl.dot(q_tile, tl.trans(k), input_precision="ieee"), 0.0, propagate_nan=tl.PropagateNan.ALL)
+    products = tl.maximum(
+        tl.dot(q_tile, tl.trans(k), input_precision="ieee"), 0.0, propagate_nan=tl.PropagateNan.ALL
+    )
     total = tl.sum(products * weight[:, None], 0)
     tl.store(scores + token * scores_row + key, total, mask=key <= position)
 

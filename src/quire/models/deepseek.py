@@ -93,7 +93,8 @@ class LatentSelfAttention:
             projected, _ = self.up(q.contiguous(), None)
             q, *index_queries = projected.split(self.up_sizes, 1)
             if self.indexer is not None:
-                batch.chosen = self.indexer(*index_queries, *indexed, rotation, batch)
+                keys, weights = indexed
+                batch.chosen = self.indexer(index_queries[0], keys, weights, rotation, batch)
         content, rotary = q.unflatten(1, (-1, sum(self.head_dims))).split(self.head_dims, 2)
         queries = self.expansion.absorb(content)
         if self.growth is not None:

@@ -7,6 +7,7 @@ divides by the size of its input, so it only needs an epsilon of eps / m^2, and 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from quire.models.config.keys import ConfigKeys
 from quire.models.config.parts import decoder_spec
@@ -14,7 +15,7 @@ from quire.models.families import Family, names
 from quire.models.spec import ModelSpec
 
 
-def multipliers(keys: ConfigKeys) -> dict[str, float]:
+def multipliers(keys: ConfigKeys) -> dict[str, Any]:
     """Return the fields of the spec that hold multipliers."""
     return {
         "query_scale": keys.number("attention_multiplier", default=1.0),

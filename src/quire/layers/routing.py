@@ -89,18 +89,17 @@ class PlainRouter(Router):
 def load_correction(env: Env, name: str, routing: Routing) -> torch.Tensor | None:
     """Return the bias of the choice, float32 [experts], or None if the rule has none.
 
-    Its name is `{name}.e_score_correction_bias`; MiniMax-M2 stores it beside the router instead, and ERNIE 4.5 in
-    `moe_statics`.
+    Its name is `{name}.e_score_correction_bias`; MiniMax-M2 stores it beside the router instead, LFM2 calls it
+    `expert_bias` there, and ERNIE 4.5 has it in `moe_statics`.
     """
     if not routing.correction:
         return None
-    suffix = "e_score_correction_bias"
-    inside, block = f"{name}.{suffix}", name.rpartition(".")[0]
-    ernie, shape = f"{block}.moe_statics.{suffix}", (routing.num_experts,)
+    suffix, block = "e_score_correction_bias", name.rpartition(".")[0]
+    shape, ernie = (routing.num_experts,), f"{block}.moe_statics.{suffix}"
     if env.weights.has(ernie):
         return env.weights.tensor(ernie, (1, *shape))[0].to(env.device, torch.float32)
-    beside = f"{block}.{suffix}"
-    found = inside if env.weights.has(inside) or not env.weights.has(beside) else beside
+    spelled = (f"{name}.{suffix}", f"{block}.{suffix}", f"{block}.expert_bias")
+    found = next((each for each in spelled if env.weights.has(each)), spelled[0])
     return env.weights.tensor(found, shape).to(env.device, torch.float32)
 
 

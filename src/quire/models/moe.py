@@ -6,15 +6,20 @@ The two name their expert tensors differently. The spec lists the layers that ha
 from __future__ import annotations
 
 from quire.layers.env import Env
-from quire.layers.expert_weights import MIXTRAL, USUAL, load_experts
+from quire.layers.expert_weights import MIXTRAL, STACKED, USUAL, load_experts
 from quire.layers.moe import MoE, SharedExperts, make_experts
 from quire.layers.routing import make_router
 from quire.models.decoder import DecoderModel
 from quire.models.layouts import DecoderLayer, FeedForward
 from quire.models.spec import ModelSpec
 
-# Prefix of the block, and names of an expert's projections.
-_SPELLINGS = (("mlp.", USUAL), ("block_sparse_moe.", MIXTRAL))
+# Prefix of the block, name of the router, and names of an expert's projections.
+_SPELLINGS = (
+    ("mlp.", "gate", USUAL),
+    ("block_sparse_moe.", "gate", MIXTRAL),
+    ("feed_forward.", "gate", MIXTRAL),  # LFM2
+    ("feed_forward.", "router", USUAL),  # Jamba
+)
 # Name of the shared experts: Qwen2-MoE's, which has a gate beside it, and that of other families.
 _SHARED = ("shared_expert", "shared_experts")
 
@@ -30,21 +35,23 @@ class MoELayer(DecoderLayer):
 
 
 def make_moe(env: Env, spec: ModelSpec, prefix: str) -> MoE:
-    """Build the experts of the layer at `prefix`, with the names of Mixtral, or of Qwen, DeepSeek and GLM."""
+    """Build the experts of the layer at `prefix`, with the names that its checkpoint has."""
     moe = spec.moe
     assert moe is not None
-    gate_name = spec.names.get("gate", "gate")
-    spelled = (s for s in _SPELLINGS if env.weights.has(f"{prefix}{s[0]}{gate_name}.weight"))
-    block, names = next(spelled, _SPELLINGS[0])
+    spelled = (
+        (block, gate, names)
+        for block, usual, names in _SPELLINGS
+        for gate in (spec.names.get("gate", usual),)
+        if env.weights.has(f"{prefix}{block}{gate}.weight")
+    )
+    block, gate_name, names = next(spelled, _SPELLINGS[0])
     block = prefix + block
     hidden, routing = spec.hidden_size, moe.routing
     router = make_router(env, block + gate_name, hidden, routing)
     where = block + spec.names.get("experts", "experts.")
-    stacked = (
-        spec.names.get("gate_up_proj", "gate_up_proj"), spec.names.get("stacked_down_proj", "down_proj"),
-    )  # fmt: skip
+    stacked = tuple(spec.names.get(f"stacked_{name}", name) for name in STACKED)
     sizes = routing.num_experts, hidden, moe.intermediate_size
-    weights = load_experts(env, where, *sizes, names, stacked)
+    weights = load_experts(env, where, *sizes, names, (stacked[0], stacked[1]))
     shared = None
     if moe.shared_size:
         name = block + spec.names.get("shared_experts", _SHARED[not moe.shared_gate])

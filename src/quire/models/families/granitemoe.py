@@ -19,7 +19,7 @@ def _parse(name: str, keys: ConfigKeys) -> ModelSpec:
     own = {
         "gate": "router.layer",
         "experts": "",
-        "gate_up_proj": "input_linear.weight",
+        "stacked_gate_up_proj": "input_linear.weight",
         "stacked_down_proj": "output_linear.weight",
     }
     spec = decoder_spec(

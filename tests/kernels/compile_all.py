@@ -29,7 +29,7 @@ from triton.runtime import driver, jit
 from quire.attention.triton import TritonAttention
 from quire.kernels import activation, batch, collective, ngram, norm, rope
 from quire.kernels import target as targets
-from quire.kernels.attention import kv_write, latent, long, shared, short, tile
+from quire.kernels.attention import kv_write, latent, long, shared, short, sparse, tile
 from quire.kernels.experts.route import FEW_TOKENS, rule_arguments
 from quire.kernels.experts.router import norm_and_route, route_all
 from quire.kernels.matmul import gemv, grouped, nibble_gemv, packed, rescale, round_fp8, unpack
@@ -115,6 +115,13 @@ def latent_attention(model: Shapes, dtype: torch.dtype, target: Target) -> None:
             attend = partial(latent.attend_latent_ones, q, entries, out, ints(64), starts, ints(64, 256))
             attend(longs(64), 0.1, splits)
     latent.attend_latent_tiles(q, entries, out, ints(64, 256), ints(9, 8), 0.1)
+    keys = zeros(9, 16, 128)
+    sparse.write_keys(zeros(64, 128), keys, longs(64))
+    where = longs(64), longs(64), ints(64, 256)  # positions, owners, block table
+    chosen = sparse.choose_tokens(zeros(64, 64, 128), torch.zeros(64, 64), keys, *where, 2048, 4096)
+    sparse.attend_chosen(q, entries, out, chosen, *where, 0.1)
+    few = longs(1), longs(1), ints(64, 256)
+    sparse.attend_chosen(q[:1], entries, out[:1], chosen[:1], *few, 0.1)
 
 
 def coded_attention(model: Shapes, dtype: torch.dtype, target: Target) -> None:

@@ -30,6 +30,7 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["auto", "fp8", "fp8-block", "int8", "int4"]
+KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"]
 
 
 def _setting(group: str, default: Any, help: str) -> Any:
@@ -99,6 +100,11 @@ class EngineConfig:
     kv_layout: KVLayoutName = _kv_cache(
         "paged",
         "paged; contiguous (one block as long as the context); none (recompute the whole sequence at every step)",
+    )
+    kv_cache_dtype: KVCacheDtype = _kv_cache(
+        "auto",
+        "number format of keys and values: auto is that of activations; fp8 (the same as fp8_e4m3) and int8 take about "
+        "half of 16 bits, with a scale for each token and head, or, with fp8, the checkpoint's scales if it has them",
     )
     block_size: int = _kv_cache(16, "tokens per block of the paged layout")
     max_model_len: int | None = _kv_cache(
@@ -307,6 +313,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": get_args(Dtype),
     "load_format": get_args(LoadFormat),
     "quantization": get_args(Quantization),
+    "kv_cache_dtype": get_args(KVCacheDtype),
     "attention": ("auto", "reference", "triton", "cpu"),
 }
 

@@ -156,6 +156,7 @@ def _describe(rank: Rank, phases_s: dict[str, float]) -> EngineInfo:
         generates=spec.has_head,
         device=str(rank.device),
         dtype=str(rank.dtype).removeprefix("torch."),
+        kv_dtype=rank.spec.kv_codes.dtype if rank.spec.kv_codes else str(rank.dtype).removeprefix("torch."),
         attention=rank.backend.name,
         max_num_seqs=config.max_num_seqs or 0,
         max_num_batched_tokens=config.max_num_batched_tokens or 0,

@@ -17,6 +17,7 @@ from typing import ClassVar
 
 from quire.assembly.attention import pick_attention
 from quire.assembly.device import host_addresses, pick_device, pick_dtype, rank_device
+from quire.assembly.kv_codes import kv_coded_spec
 from quire.assembly.memory import memory_planner, request_state_bytes
 from quire.assembly.model import load_model, served_spec
 from quire.assembly.speculation import find_draft, pick_speculation
@@ -72,6 +73,7 @@ class Rank:
             )
         spec = served_spec(config, spec)
         self.dtype = pick_dtype(config.dtype, spec, self.device)
+        spec = kv_coded_spec(config, path, spec, self.dtype, self.device)
         self._draft = find_draft(config, path, spec)
         longest = min([spec.max_model_len, *(draft.spec.max_model_len for draft in self._draft)])
         self.spec, self.config = (

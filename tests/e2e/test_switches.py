@@ -72,6 +72,20 @@ def test_random_combinations_with_windows(windowed: Bench) -> None:
     assert cached and trimmed > CHUNK // 2
 
 
+@pytest.mark.parametrize(("kv_cache_dtype", "windows"), [("int8", None), ("fp8", WINDOWS)])
+def test_random_combinations_with_codes_in_the_cache(
+    kv_cache_dtype: str, windows: tuple[int | None, ...] | None
+) -> None:
+    torch.set_num_threads(1)
+    bench = Bench("demo", windows=windows, kv_cache_dtype=kv_cache_dtype)
+    switches = SWITCHES | {"spec_method": ("off", "ngram")}
+    totals = [
+        bench.run(random_settings(random.Random(seed), switches), seed).log.totals
+        for seed in range(CHUNK // 6)
+    ]
+    assert sum(t.preemptions for t in totals) and sum(t.cached_tokens for t in totals)
+
+
 STATE_SWITCHES = {
     **SWITCHES,
     "state_snapshots": (None, 1, 3),
@@ -131,6 +145,14 @@ def test_expectation_does_not_hold_for_other_weights(bench: Bench) -> None:
 def test_switches_on_the_gpu() -> None:
     bench = Bench("demo", device="cuda")
     for seed in range(60):
+        bench.run(random_settings(random.Random(seed), GPU_SWITCHES), seed=seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_switches_with_codes_in_the_cache_on_the_gpu(kv_cache_dtype: str) -> None:
+    bench = Bench("demo", device="cuda", kv_cache_dtype=kv_cache_dtype)
+    for seed in range(40):
         bench.run(random_settings(random.Random(seed), GPU_SWITCHES), seed=seed)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +40,8 @@ def find_draft(config: EngineConfig, path: Path, spec: ModelSpec) -> list[DraftS
     if config.spec_model is None:
         return []
     draft = DraftSource(found := locate_model(config.spec_model).path, load_spec(found))
+    if spec.kv_codes:
+        draft = draft._replace(spec=replace(draft.spec, kv_codes=replace(spec.kv_codes, static=False)))
     if any(draft.spec.mixes):
         raise ConfigError(
             f"spec_model {config.spec_model} is a {draft.spec.architecture} whose layers keep states, which rejected "

@@ -217,7 +217,8 @@ class TorchBatcher:
     def _accept(self, step: DeviceStep, tokens: torch.Tensor) -> torch.Tensor:
         """Append the tokens of rows with drafts, and take back the KV entries of those that are rejected."""
         state, drafts = self._state, step.drafts
-        assert drafts is not None and step.first_logits is not None and step.sampling is not None
+        assert drafts is not None and step.first_logits is not None
+        assert step.sampling is not None and step.counts is not None
         columns = torch.arange(1 + step.plan.max_drafts, device=tokens.device)
         behind = columns > drafts.unsqueeze(1)  # [rows, 1 + most drafts]: the row has fewer tokens
         sampled = tokens[(step.first_logits.unsqueeze(1) + columns).masked_fill_(behind, 0)]
@@ -225,7 +226,7 @@ class TorchBatcher:
         places = step.slots.unsqueeze(1) * state.token_row + places.clamp_(max=state.token_row - 1)
         kept = accepted_counts(sampled, state.tokens.view(-1)[places], drafts)
         taken_back = drafts + 1 - kept
-        self._states.accept(step.slots, drafts > 0, kept)
+        self._states.accept(step.slots, drafts > 0, step.counts - taken_back)
         state.num_computed.index_add_(0, step.slots, -taken_back.int())
         result = sampled.masked_fill(columns >= kept.unsqueeze(1), REJECTED)
         at = step.sampling

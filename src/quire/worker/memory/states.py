@@ -51,7 +51,7 @@ class StateMemory:
         self._first_slot, self._per_slot = num_snapshots, 1 + drafts
         rows = num_snapshots + num_slots * self._per_slot + 1
         # int64 [slots]: which of a slot's rows is the present one; always 0 for the dummy slot.
-        self._turn = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
+        self.turn = torch.zeros(num_slots + 1, dtype=torch.int64, device=device)
         count = Counter(tensor for layout in layouts for tensor in layout.tensors)
         self._memory = {
             tensor: zeros((layers, rows, *tensor.shape), getattr(torch, tensor.dtype), device)
@@ -83,14 +83,14 @@ class StateMemory:
         """Return the present rows of int64 `slots`."""
         if self._per_slot == 1:
             return slots + self._first_slot
-        return slots * self._per_slot + self._first_slot + self._turn.index_select(0, slots)
+        return slots * self._per_slot + self._first_slot + self.turn.index_select(0, slots)
 
     def _targets(self, batch: ForwardBatch, drafts: torch.Tensor) -> torch.Tensor:
         """Return the row for the state after each token, int64 [tokens], -1 for none."""
         ends, rows = batch.query_start[1:].long(), len(batch.slots)
         at = torch.arange(len(batch.input_ids), device=ends.device)
         row = torch.searchsorted(ends, at, right=True).clamp_(max=rows - 1)
-        turn = self._turn.index_select(0, batch.slots)[row] + 1 + at - batch.query_start[row]
+        turn = self.turn.index_select(0, batch.slots)[row] + 1 + at - batch.query_start[row]
         verifying = batch.slots[row] * self._per_slot + self._first_slot + turn % self._per_slot
         ending = torch.where(at + 1 == ends[row], batch.state_rows[row], -1)
         targets = torch.where(drafts[row] > 0, verifying, ending)
@@ -105,8 +105,8 @@ class StateMemory:
             tokens: [rows], tokens of the row whose KV entries count: 1 + the accepted drafts.
         """
         if self._memory:
-            turn = self._turn.index_select(0, slots)
-            self._turn.index_copy_(0, slots, (turn + tokens * verifies) % self._per_slot)
+            turn = self.turn.index_select(0, slots)
+            self.turn.index_copy_(0, slots, (turn + tokens * verifies) % self._per_slot)
 
     def restore(self, slot: int, snapshot: int) -> None:
         """Give a slot the states of a snapshot."""
@@ -121,12 +121,13 @@ class StateMemory:
             memory[:, snapshot : snapshot + 1].copy_(memory.index_select(1, row))
 
     def _slot_index(self, slot: int) -> torch.Tensor:
-        return torch.full((1,), slot, dtype=torch.int64, device=self._turn.device)
+        return torch.full((1,), slot, dtype=torch.int64, device=self.turn.device)
 
     def clear(self) -> None:
         """Set all states to zero."""
         for memory in self._memory.values():
             memory.zero_()
+        self.turn.zero_()
 
 
 NO_STATES = StateMemory((), 0, 0, torch.device("cpu"))  # of a model without recurrence

@@ -129,8 +129,13 @@ class EngineConfig:
     )
     state_snapshot_interval: int = _kv_cache(
         4096,
-        "tokens between such snapshots, rounded up to blocks, besides those at the end of a prompt and where prompts "
-        "diverge; 0 takes only these",
+        "tokens between such snapshots in prompts, rounded up to blocks, besides those at the end of a prompt and where "
+        "prompts diverge; 0 takes only these",
+    )
+    state_snapshot_answers: int = _kv_cache(
+        64,
+        "tokens between such snapshots in answers, rounded up to blocks, of which the latest one is kept for the next turn "
+        "of a conversation; 0 takes none",
     )
     shared_prefix: bool = _kv_cache(
         True,
@@ -217,9 +222,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
-        interval = self.state_snapshot_interval
-        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 0:
-            raise ConfigError(f"state_snapshot_interval must be an integer of at least 0, got {interval!r}")
+        for name in ("state_snapshot_interval", "state_snapshot_answers"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ConfigError(f"{name} must be an integer of at least 0, got {value!r}")
         if not 0 < self.memory_utilization <= 1:
             raise ConfigError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
         if not self.rank_timeout > 0:

@@ -90,6 +90,7 @@ STATE_SWITCHES = {
     **SWITCHES,
     "state_snapshots": (None, 1, 3),
     "state_snapshot_interval": (4096, 0, 16),
+    "state_snapshot_answers": (64, 0, 5),
 }
 
 
@@ -121,7 +122,7 @@ def test_drafts_with_states(hybrid: Bench, monkeypatch: pytest.MonkeyPatch) -> N
         totals = hybrid.run(with_drafts(settings), seed).log.totals
         assert 0 < totals.accepted_tokens < totals.draft_tokens
     monkeypatch.setattr(StateMemory, "accept", lambda self, slots, verifies, tokens: None)
-    with pytest.raises(AssertionError, match="differs"):
+    with pytest.raises(AssertionError, match="differ"):
         hybrid.run(with_drafts(defaults()), 0)
 
 

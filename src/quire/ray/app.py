@@ -20,6 +20,7 @@ from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
 import aiohttp
+from ray import serve
 from ray.serve.config import AutoscalingConfig, RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.requests import Request
@@ -27,7 +28,6 @@ from starlette.responses import Response, StreamingResponse
 
 from quire.ray.affinity import prompt_pieces
 from quire.types import EngineDead
-from ray import serve
 
 _START_S = 1800.0  # a model may have to be downloaded
 _STOP_S = 40.0

@@ -104,18 +104,13 @@ class FixedDepth:
         self.depth = depth
 
     def start(self, request: Request) -> None:
-        request.drafts = self.depth if can_draft(request) else 0
+        request.drafts = self.depth 
 
     def observe(self, request: Request, drafted: int, accepted: int) -> None:
         pass
 
     def end_step(self, record: StepRecord, rows: Sequence[Request]) -> None:
         pass
-
-
-def can_draft(request: Request) -> bool:
-    """Return whether draft tokens of a request can be verified: not under a grammar, whose masks need the host."""
-    return request.source.grammar is None
 
 
 class AdaptiveDepth:
@@ -136,7 +131,7 @@ class AdaptiveDepth:
     def start(self, request: Request) -> None:
         # Hopeful, so that one kind of request does not end the drafts of another.
         request.acceptance = (self._acceptance + _PRIOR) / 2
-        request.drafts = (self._depth or 1) if can_draft(request) else 0
+        request.drafts = self._depth or 1
 
     def observe(self, request: Request, drafted: int, accepted: int) -> None:
         # Of the drafts that were reached, all but the last were accepted.
@@ -162,11 +157,11 @@ class AdaptiveDepth:
 
     def _set_all(self, rows: Sequence[Request], depth: int) -> None:
         for request in rows:
-            request.drafts = depth if can_draft(request) else 0
+            request.drafts = depth 
 
     def _decide(self, rows: Sequence[Request], times_s: list[float]) -> None:
         """Set the depth of the batch and of each request."""
-        drafting = [request for request in rows if can_draft(request)]
+        drafting = rows
         acceptances = np.array([request.acceptance for request in drafting])
         self._depth = depth = batch_depth(acceptances, times_s) if drafting else 0
         slope_s = max(0.0, times_s[-1] - times_s[1]) / max(1, self.most - 1) / len(rows)

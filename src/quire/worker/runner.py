@@ -56,6 +56,15 @@ class Runner:
         self._launched = self.launcher.launch(plan, self._staging)
 
     @torch.inference_mode()
+    def drafts(self) -> np.ndarray:
+        """Wait for the step that `forward` has queued last, and return its draft tokens, int32 [rows, most drafts]."""
+        assert self._launched is not None, "drafts must follow a forward"
+        step, state = self._launched.step, self.state
+        offsets = torch.arange(step.plan.max_drafts, device=step.slots.device)
+        places = (state.num_tokens[step.slots].unsqueeze(1) + offsets).clamp_(max=state.max_len - 1)
+        return state.tokens[step.slots.unsqueeze(1), places].cpu().numpy()
+
+    @torch.inference_mode()
     def sample(self, step_id: int, masks: TokenMasks | None) -> StepHandle:
         """Queue the sampling of the step that `forward` has queued last.
 
@@ -80,7 +89,6 @@ class Runner:
         )
         if launched.logits is not None:
             at = step.logit_rows
-            masks = masks and _by_logit_row(plan, masks)
             out = self.sampler.sample(launched.logits, at.slots_host, at.slots, masks, at.lengths)
             output.logprobs = out.logprobs
             for row in plan.score_rows:
@@ -140,12 +148,3 @@ class Runner:
             parts.append(self.sampler.prompt_logprobs(logits, targets[at - begin : stop - begin], top))
         ids, values, ranks = (torch.cat(column) for column in zip(*parts))
         return ids, values, ranks
-
-
-def _by_logit_row(plan: StepPlan, masks: TokenMasks) -> TokenMasks:
-    """Return masks of rows as masks of logit rows. Rows with a mask have no draft tokens."""
-    if not plan.max_drafts:
-        return masks
-    assert not plan.num_drafts[masks.rows].any(), "a row with a mask has draft tokens"
-    before = np.cumsum(1 + plan.num_drafts) - 1 - plan.num_drafts
-    return TokenMasks(before[masks.rows], masks.bits)

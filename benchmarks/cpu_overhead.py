@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from shapes import SHAPES
 
+from quire.assembly.memory import memory_planner
+from quire.assembly.steps import launch_options
 from quire.attention.reference import ReferenceAttention
 from quire.config import EngineConfig
 from quire.core.block_pool import LRU, BlockPool
@@ -32,7 +34,6 @@ from quire.layers.attention import Attention
 from quire.layers.env import Env
 from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
-from quire.rank import launch_options, memory_planner
 from quire.types import EngineRequest, SamplingParams
 from quire.worker.executor import LocalExecutor, device_guard
 from quire.worker.memory.sizing import KVSize

@@ -27,6 +27,7 @@ from shapes import DEEPSEEK_V2_LITE
 from shapes import SHAPES as TWO_SHAPES
 
 from quire import EngineConfig
+from quire.assembly.device import pick_device
 from quire.bench.cost import Machine
 from quire.bench.drive import Bench
 from quire.bench.load.workloads import WORKLOADS, shifted
@@ -34,7 +35,6 @@ from quire.bench.machine import measure
 from quire.bench.metrics import limits, serving
 from quire.bench.report import save
 from quire.bench.startup import start_up
-from quire.rank import pick_device
 
 LLAMA32_3B = {
     **TWO_SHAPES["Llama-3.1-8B"], "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,

@@ -1,7 +1,7 @@
 """Settings of an engine: one frozen dataclass, one place for defaults, one table of illegal combinations.
 
 A field that is None means "automatic". `EngineConfig.resolved` fills in the values that depend on other fields;
-`rank.py` fills in those that depend on the model and the machine. Only this file and `cli/` read the environment.
+`rank.py` and `assembly/` fill in those that depend on the model and the machine. Only this file and `cli/` read the environment.
 """
 
 from __future__ import annotations

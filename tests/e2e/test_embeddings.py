@@ -18,7 +18,7 @@ from quire.types import RequestError
 from tiny import write_tiny
 
 transformers = pytest.importorskip("transformers", reason="transformers makes the reference")
-LENGTHS = [1, 2, 7, 16, 17, 33, 64, 150]
+LENGTHS = [1, 2, 7, 16, 17, 33, 64, 160]
 PROMPTS = [[(7 * i + 3 * n) % 256 for i in range(n)] for n in LENGTHS]
 PROMPTS.append(PROMPTS[-1][:64] + [1, 2, 3])  # begins like another one
 SETTINGS: list[dict[str, Any]] = [
@@ -26,8 +26,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"overlap": False},
     {"max_num_batched_tokens": 24, "max_num_seqs": 3, "mixed_prefill_tokens": 8},
     {"prefix_caching": False, "batching": "static"},
-    {"kv_layout": "contiguous"},
-    {"kv_layout": "none", "chunked_prefill": False},
+    {"kv_layout": "contiguous", "max_model_len": 160},  # the longest prompt fills the context
+    {"kv_layout": "none", "chunked_prefill": False, "max_model_len": 160},
     {"kv_cache_memory": 11 * 16 * 512, "max_num_batched_tokens": 32, "max_model_len": 160},
 ]
 

@@ -202,3 +202,18 @@ def test_a_draft_model_is_right_more_often_than_chance() -> None:
 def test_a_draft_model_needs_the_same_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="spec_model has another tokenizer than the model: token"):
         LLM("demo", device="cpu", spec_method="draft", spec_model=str(write_tiny(tmp_path / "tiny")))
+
+
+def test_a_draft_model_stays_within_the_context() -> None:
+    """Rows that end with the context run beside rows that draft on: a draft behind the context ended the engine."""
+    lengths = (63, 62, 61, 60, 59, 40, 20)
+    prompts = [[(7 * i + n) % 256 for i in range(n)] for n in lengths]
+    params = SamplingParams(temperature=0, max_tokens=64, ignore_eos=True)
+    drafts: dict[str, Any] = {"spec_method": "draft", "spec_model": "demo-draft", "spec_tokens": 5}
+    answers = []
+    for settings in ({}, {**drafts, "spec_adaptive": False}):
+        with LLM("demo", device="cpu", dtype="float32", max_model_len=64, **settings) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            answers.append([output.outputs[0].token_ids for output in outputs])
+    assert answers[0] == answers[1]
+    assert [len(answer) for answer in answers[0]] == [64 - length for length in lengths]

@@ -229,7 +229,7 @@ def test_the_ngram_kernel_drafts_what_its_plain_twin_drafts(device: str) -> None
         known = rng.choice([1, 2, 7, 300, MAX_LEN - 3, MAX_LEN])
         tokens = torch.tensor([rng.randrange(rng.choice([2, 40])) for _ in range(MAX_LEN)], dtype=torch.int32)
         for state in twins:
-            state.tokens[slot], state.num_tokens[slot] = tokens, known
+            state.tokens[slot, :MAX_LEN], state.num_tokens[slot] = tokens, known
     order = torch.tensor(rng.sample(range(SLOTS), SLOTS), device=device)
     counts = torch.tensor([rng.randint(0, 5) for _ in range(SLOTS)], device=device)
     one, other = twins

@@ -11,6 +11,8 @@ pytest.importorskip("triton")
 
 from targets import TARGETS, pretend
 
+from quire.assembly.attention import pick_attention
+from quire.assembly.device import pick_device, pick_dtype
 from quire.kernels import target as targets
 from quire.kernels.attention.long import long_tile
 from quire.kernels.attention.shared import shared_tile
@@ -19,7 +21,6 @@ from quire.kernels.matmul.gemv import programs_for, tile
 from quire.kernels.target import Target
 from quire.models.spec import ModelSpec
 from quire.quant.few_rows import FewRowsMatmul
-from quire.rank import pick_attention, pick_device, pick_dtype
 from quire.types import ConfigError
 from tiny import CONFIG
 

@@ -153,7 +153,16 @@ def test_only_what_can_be_a_prompt_is_tokenized(dry: Server) -> None:
     assert kept.status_code == 200
 
 
-@pytest.mark.parametrize("fields", [{"max_tokens": 5}, {"max_tokens": 0}, {"max_tokens": 5, "n": 3}])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"max_tokens": 5},
+        {"max_tokens": 0},
+        {"max_tokens": 5, "n": 3},
+        {"max_tokens": 5, "n": 2, "prompt": [[7, 8, 9] * 400]},  # its events are made in a thread
+    ],
+    ids=["answer", "prompt only", "n", "long"],
+)
 def test_a_streamed_echo_has_the_log_probabilities_of_the_prompt(
     demo: Server, fields: dict[str, Any]
 ) -> None:

@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
+from quire.assembly.attention import pick_attention
 from quire.attention.reference import ReferenceAttention
 from quire.kernels import pick_kernels
 from quire.models.spec import ModelSpec
-from quire.rank import pick_attention
 from quire.types import ConfigError
 from ragged import Layer, check, make_case
 from tiny import CONFIG

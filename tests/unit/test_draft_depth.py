@@ -76,7 +76,9 @@ class Simulation:
     depth takes `capture_ms` longer.
     """
 
-    def __init__(self, depth: AdaptiveDepth, times_ms: list[float], rows: int, capture_ms: float = 0.0) -> None:
+    def __init__(
+        self, depth: AdaptiveDepth, times_ms: list[float], rows: int, capture_ms: float = 0.0
+    ) -> None:
         self.depth, self.times_ms, self.capture_ms = depth, times_ms, capture_ms
         self.requests = [make_request() for _ in range(rows)]
         for request in self.requests:
@@ -102,7 +104,9 @@ class Simulation:
         if (level := -(-sum(drafts) // rows)) not in self.seen:
             self.seen.add(level)
             took_ms += self.capture_ms
-        record = StepRecord(self.number, 0.0, [], [], [], rows, 0, None, 0, drafts=sum(drafts), generated=tokens)
+        record = StepRecord(
+            self.number, 0.0, [], [], [], rows, 0, None, 0, drafts=sum(drafts), generated=tokens
+        )
         record.took_s = took_ms / 1e3
         self.number += 1
         self.depth.end_step(record, self.requests)
@@ -128,7 +132,9 @@ def best_gain(times_ms: list[float], accepts: float) -> float:
 CASES = [(H200_MS, rows) for rows in H200_MS] + [(CPU_MS, rows) for rows in CPU_MS]
 
 
-@pytest.mark.parametrize(("table", "rows"), CASES, ids=[*(f"h200-{rows}" for rows in H200_MS), *(f"cpu-{rows}" for rows in CPU_MS)])
+@pytest.mark.parametrize(
+    ("table", "rows"), CASES, ids=[*(f"h200-{rows}" for rows in H200_MS), *(f"cpu-{rows}" for rows in CPU_MS)]
+)
 def test_adaptive_drafts_are_never_slower_than_none(table: dict[int, list[float]], rows: int) -> None:
     for accepts in (0.0, 0.3, 0.6, 0.8, 0.95):
         steps = max(300, min(1200, 3000 // rows))

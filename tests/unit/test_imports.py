@@ -28,9 +28,10 @@ MAY_IMPORT = {
     "worker": {"types", "models", "sampling", "speculation", "attention", "layers", "parallel", "quant", "kernels"},
     "frontend": {"types", "config", "core", "files"},
     "grammar": {"types", "core", "frontend"},
-    "bench": {"types", "config", "core", "worker", "frontend", "models", "host", "rank", "llm", "kernels"},
-    "rank": {"types", "config", "frontend", "worker", "models", "attention", "layers", "parallel", "quant", "kernels",
-             "speculation", "wiring"},
+    "bench": {"types", "config", "core", "worker", "frontend", "models", "host", "assembly", "llm", "kernels"},
+    "assembly": {"types", "config", "frontend", "worker", "models", "attention", "layers", "parallel", "quant", "kernels",
+                 "speculation"},
+    "rank": {"types", "config", "worker", "models", "attention", "parallel", "kernels", "assembly", "wiring"},
     "host": {"types", "config", "core", "worker", "models", "frontend", "grammar", "rank", "ranks", "wiring"},
     "ranks": {"types", "config", "frontend", "parallel"},
     "rank_process": {"types", "frontend", "models", "worker", "wiring", "rank", "ranks"},
@@ -40,7 +41,7 @@ MAY_IMPORT = {
     "dry_run": {"types", "config", "core", "worker", "models", "frontend", "wiring"},
     "engine_process": {"types", "core", "frontend", "start", "dry_run"},
     "llm": {"types", "config", "frontend", "start"},
-    "cli": {"types", "config", "frontend", "host", "rank", "llm", "models", "worker", "bench", "serve", "kernels", "quant"},
+    "cli": {"types", "config", "frontend", "host", "assembly", "llm", "models", "worker", "bench", "serve", "kernels", "quant"},
 }  # fmt: skip
 NO_TORCH = {
     "types",
@@ -107,7 +108,17 @@ def names_used(tree: ast.AST) -> set[str]:
 @pytest.mark.parametrize("part", sorted(BELOW_RANK))
 def test_nothing_below_the_rank_reads_settings(part: str) -> None:
     """Not even an annotation names them: parts get the values that they need."""
-    assert not MAY_IMPORT[part] & {"config", "host", "rank", "start", "dry_run", "llm", "serve", "cli"}
+    assert not MAY_IMPORT[part] & {
+        "config",
+        "host",
+        "rank",
+        "assembly",
+        "start",
+        "dry_run",
+        "llm",
+        "serve",
+        "cli",
+    }
     for path in sorted((SRC / part).rglob("*.py")):
         tree = ast.parse(path.read_text())
         assert not any(name.startswith("quire.config") for name in imports(tree)), f"{path} imports settings"

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.assembly.memory import memory_planner
 from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.core.grammar_interface import NoGrammar
 from quire.models.spec import ModelSpec
-from quire.rank import memory_planner
 from quire.types import EngineRequest, KVLayout, KVTensor, SamplingParams
 from quire.wiring import wire_engine
 from quire.worker.echo_executor import EchoExecutor

@@ -128,12 +128,14 @@ def test_a_stop_string_may_begin_before_min_tokens_and_end_behind(together: bool
 
 def test_log_probabilities() -> None:
     state, assembler = opened(logprobs=2, prompt_logprobs=1)
+    assert not state.is_scored and opened()[0].is_scored
     found = [
         TokenLogprobs([98, 97, 98], [-1.0, -0.5, -1.0], 2),
         TokenLogprobs([0xE2, 97, 98], [-3.0, -0.5, -1.0], 9),
     ]
     prompt = [TokenLogprobs([105, 97], [-2.0, -0.1], 4)]
     assembler.apply([EngineOutput("r", [], prompt_logprobs=prompt, prompt_logprobs_start=1)])
+    assert state.is_scored
     assembler.apply(
         [EngineOutput("r", [98, 0xE2], logprobs=found, prompt_logprobs=prompt, prompt_logprobs_start=1)]
     )

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from quire.assembly.memory import memory_planner
 from quire.config import EngineConfig
 from quire.models.spec import ModelSpec
-from quire.rank import memory_planner
 from quire.types import ConfigError
 from quire.worker.memory import sizing
 from quire.worker.memory.sizing import KVSize, MemoryPlanner

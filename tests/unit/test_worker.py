@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from quire import EngineConfig
+from quire.assembly.memory import memory_planner
+from quire.assembly.steps import launch_options
 from quire.attention.reference import ReferenceAttention
 from quire.layers.env import Env
 from quire.models.checkpoint.checkpoint import DummyCheckpoint
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
-from quire.rank import launch_options, memory_planner
 from quire.worker.memory.sizing import KVSize
 from quire.worker.worker import Worker
 from tiny import CONFIG

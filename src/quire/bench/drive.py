@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
+from quire.assembly.device import pick_device, pick_dtype
 from quire.bench.cost import CostModel, Machine
 from quire.bench.energy import energy_meter
 from quire.bench.load.workloads import Workload
@@ -30,7 +31,6 @@ from quire.frontend.processor import InputProcessor
 from quire.frontend.tokenizer.tokenizer import NoTokenizer
 from quire.host import build_engine
 from quire.models.config.load import load_spec
-from quire.rank import pick_device, pick_dtype
 from quire.types import ConfigError, EngineInfo, EngineOutput, SamplingParams
 
 _POLL_S = 1.0

@@ -157,10 +157,13 @@ def _machine(report: Report) -> None:
 
 
 def _plan(report: Report, config: EngineConfig) -> None:
+    from quire.assembly.attention import pick_attention
+    from quire.assembly.device import pick_device, pick_dtype
+    from quire.assembly.memory import memory_planner
+    from quire.assembly.model import served_spec
     from quire.frontend.location import locate_model
     from quire.kernels import pick_kernels
     from quire.models.config.load import load_spec
-    from quire.rank import memory_planner, pick_attention, pick_device, pick_dtype, served_spec
     from quire.worker.memory.sizing import gpu_memory
 
     device = pick_device(config.device)

@@ -52,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         from quire.bench.plots import check_plot
 
         check_plot(args.plot)
+    from quire.assembly.device import pick_device, pick_dtype
     from quire.bench.ladder.climb import Ladder
     from quire.bench.ladder.report import ladder_page, plot_ladder, print_rung
     from quire.bench.ladder.rungs import RUNGS
@@ -59,7 +60,6 @@ def run(args: argparse.Namespace) -> int:
     from quire.bench.report import save
     from quire.frontend.location import locate_model
     from quire.models.config.load import load_spec
-    from quire.rank import pick_device, pick_dtype
 
     config = engine_config(args)
     device = pick_device(config.device)

@@ -36,9 +36,9 @@ def run(args: argparse.Namespace) -> int:
     """Write the checkpoint, with a progress bar on a terminal, and return the exit code."""
     from tqdm import tqdm
 
+    from quire.assembly.device import pick_device
     from quire.frontend.location import locate_model
     from quire.models.checkpoint.quantize import matrices_of, quantise_checkpoint
-    from quire.rank import pick_device
 
     folder = locate_model(args.model, None).path
     if folder.suffix == ".gguf":

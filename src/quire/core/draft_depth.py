@@ -43,6 +43,7 @@ _ALLOWANCE = 0.01  # share of the time that drafts may cost
 _START_STEPS = 1.0  # steps without drafts that drafts may cost with each new number of rows
 _MOST_STEPS = 3.0  # steps without drafts that earlier gains pay for at most
 
+
 def best_depth(acceptance: float, price: float, most: int) -> int:
     """Return how many draft tokens pay: the largest j up to `most` with acceptance^j > price.
 
@@ -112,7 +113,7 @@ class FixedDepth:
         self.depth = depth
 
     def start(self, request: Request) -> None:
-        request.drafts = self.depth 
+        request.drafts = self.depth
 
     def observe(self, request: Request, drafted: int, accepted: int) -> None:
         pass

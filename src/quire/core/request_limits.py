@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.core.blocks import Blocks
-from quire.types import EngineRequest, RequestError
+from quire.types import EngineRequest, RequestError, answer_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,14 +30,7 @@ class SchedulerLimits:
         prompt_len = len(request.prompt)
         if prompt_len == 0:
             raise RequestError("prompt must hold at least one token", param="prompt")
-        if prompt_len >= self.max_model_len:
-            raise RequestError(
-                f"prompt has {prompt_len} tokens, but max_model_len is {self.max_model_len} "
-                "and at least one token must be left for the answer",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        room = self.max_model_len - prompt_len
+        room = answer_room(prompt_len, self.max_model_len, request.pooling)
         answer = room if request.params.max_tokens is None else min(request.params.max_tokens, room)
         total = prompt_len + answer
         # The last token's KV is never written.

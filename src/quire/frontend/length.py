@@ -37,7 +37,7 @@ def check_length(tokenizer: Tokenizer, text: str, max_model_len: int) -> None:
     count = 0
     for start in range(0, len(text), piece):
         count += len(tokenizer.encode(text[start : start + piece], add_special_tokens=False)) - _CUT_TOKENS
-        if count >= max_model_len:
+        if count > max_model_len:
             raise _context_exceeded(too_long)
 
 

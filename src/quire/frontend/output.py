@@ -199,9 +199,8 @@ class RequestState:
         self.pooled: bytes | None = None  # float32 [hidden], once an embedding request is finished
         self.num_cached_tokens = 0
         self.metrics = RequestMetrics(time.monotonic() if arrival_s is None else arrival_s)
-        self.prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-        if requests[0].params.prompt_logprobs is not None:
-            self.prompt_logprobs = [None]  # the first token has no prediction
+        self._scores: list[TokenLogprobs] = []  # of the prompt's tokens after the first
+        self._readable_scores: list[dict[int, Logprob] | None] = [None]  # the first token has no prediction
         self._by_id = {answer.engine_id: answer for answer in self.answers}
         self._num_open = len(self.answers)  # choices that are not finished
 
@@ -212,6 +211,24 @@ class RequestState:
     @property
     def finished(self) -> bool:
         return self._num_open == 0
+
+    @property
+    def is_scored(self) -> bool:
+        """Return whether all log-probabilities of the prompt have arrived, or none were asked for."""
+        wanted = self.params.prompt_logprobs is not None
+        return not wanted or 1 + len(self._scores) >= len(self.prompt_token_ids)
+
+    @property
+    def prompt_logprobs(self) -> list[dict[int, Logprob] | None] | None:
+        """Return the log-probabilities of the prompt so far, by token; None if none were asked for.
+
+        Their texts are looked up when first read: for long prompts that takes longer than a step.
+        """
+        if self.params.prompt_logprobs is None:
+            return None
+        readable = self._readable_scores
+        readable += [readable_logprobs(e, self._tokenizer) for e in self._scores[len(readable) - 1 :]]
+        return readable
 
     @property
     def open_ids(self) -> list[str]:
@@ -232,10 +249,9 @@ class RequestState:
             self.metrics.first_token_s = now_s
         if answer.index == 0:  # the other choices hit the blocks that the first one computed
             self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
-        if output.prompt_logprobs and self.prompt_logprobs is not None and answer.index == 0:
-            seen = max(0, len(self.prompt_logprobs) - output.prompt_logprobs_start)
-            fresh = output.prompt_logprobs[seen:]
-            self.prompt_logprobs += [readable_logprobs(entry, self._tokenizer) for entry in fresh]
+        if output.prompt_logprobs and self.params.prompt_logprobs is not None and answer.index == 0:
+            seen = max(0, 1 + len(self._scores) - output.prompt_logprobs_start)
+            self._scores += output.prompt_logprobs[seen:]
         if output.pooled is not None:
             self.pooled = output.pooled
         if output.error is not None:

@@ -16,7 +16,7 @@ from quire.frontend.json_schema import STRUCTURED_OUTPUTS
 from quire.frontend.length import check_length
 from quire.frontend.structured_spec import grammar_spec
 from quire.frontend.tokenizer.tokenizer import NoTokenizer, Tokenizer
-from quire.types import EngineRequest, GrammarSpec, Pooling, RequestError, SamplingParams
+from quire.types import EngineRequest, GrammarSpec, Pooling, RequestError, SamplingParams, answer_room
 
 Prompt: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 
@@ -97,9 +97,9 @@ class InputProcessor:
                 param="sampling_params",
             )
         params.verify()
-        ids = self.prompt_ids(prompt, add_special_tokens)
+        ids = self.prompt_ids(prompt, add_special_tokens, pooling)
         self._check_params(params)
-        max_tokens = self._max_tokens(len(ids), params)
+        max_tokens = self._max_tokens(len(ids), params, pooling)
         grammar = self._grammar(params)
         ends = [] if params.ignore_eos and grammar is None else self.eos_ids
         stop_ids = list(dict.fromkeys([*ends, *params.stop_token_ids]))
@@ -129,7 +129,9 @@ class InputProcessor:
             for index in range(params.n)
         ]
 
-    def prompt_ids(self, prompt: Prompt, add_special_tokens: bool = True) -> list[int]:
+    def prompt_ids(
+        self, prompt: Prompt, add_special_tokens: bool = True, pooling: Pooling | None = None
+    ) -> list[int]:
         """Return the token ids of a prompt in any form. Arguments and errors are those of `process`."""
         if isinstance(prompt, Mapping):
             prompt = _unwrapped(prompt)
@@ -145,13 +147,7 @@ class InputProcessor:
         if not ids:
             raise RequestError("prompt is empty: it needs at least one token", param="prompt")
         self._check_ids("prompt", "prompt token ids", ids)
-        if len(ids) >= self.max_model_len:
-            raise RequestError(
-                f"prompt has {len(ids)} tokens, but max_model_len is {self.max_model_len}, "
-                "which must also hold at least one output token",
-                param="prompt",
-                code="context_length_exceeded",
-            )
+        answer_room(len(ids), self.max_model_len, pooling)
         return ids
 
     def _check_ids(self, field: str, name: str, ids: Sequence[int]) -> None:
@@ -192,9 +188,9 @@ class InputProcessor:
             )
         return grammar_spec(params.structured_outputs)
 
-    def _max_tokens(self, prompt_len: int, params: SamplingParams) -> int:
+    def _max_tokens(self, prompt_len: int, params: SamplingParams, pooling: Pooling | None) -> int:
         """Return the token limit of a choice: the requested one, clipped to what fits into the context."""
-        room = self.max_model_len - prompt_len
+        room = answer_room(prompt_len, self.max_model_len, pooling)
         if params.min_tokens > room:
             raise RequestError(
                 f"min_tokens must be at most {room}, got {params.min_tokens}: the prompt has {prompt_len} tokens, and "

@@ -11,10 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from quire.layers.mixer_params import MixerParams
 from quire.layers.rope_params import NO_ROTATION, RopeParams
 from quire.layers.routing_params import Routing
 from quire.quant.spec import QuantSpec
-from quire.types import KVLayout, KVTensor, ModelError
+from quire.types import KVLayout, KVTensor, ModelError, StateLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +106,9 @@ class ModelSpec:
     rounds_embedding_scale: bool = False  # to the model's dtype, as in training
     moe: MoESpec | None = None
     latent: LatentSpec | None = None  # None: keys and values of each head
+    mixer: MixerParams | None = None  # of layers with a state per request
+    mixes: tuple[bool, ...] = ()  # by layer: whether it has such a state; empty: none has
+    attends: tuple[bool, ...] = ()  # by layer: whether it keeps keys and values; empty: all do
     extra_layers: int = 0  # layers of the checkpoint behind the last one, for drafts; they are not loaded
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -136,6 +140,8 @@ class ModelSpec:
             dtype: name of the dtype of KV entries.
             ranks: number of ranks that share the KV heads. With more ranks than heads, several keep the same one.
         """
+        if self.attends and not self.attends[index]:
+            return KVLayout(())
         if self.latent:  # all heads share it, so each rank has the whole
             return KVLayout((KVTensor(1, self.latent.stored_dim, dtype),))
         heads = max(self.num_kv_heads // ranks, 1)
@@ -144,6 +150,22 @@ class ModelSpec:
     def kv_layouts(self, dtype: str, ranks: int = 1) -> tuple[KVLayout, ...]:
         """Return the layouts of all layers, by index."""
         return tuple(self.kv_layout(index, dtype, ranks) for index in range(self.num_layers))
+
+    def state_layout(self, index: int, dtype: str, ranks: int = 1) -> StateLayout:
+        """Return what layer `index` keeps of each request; without tensors if it keeps nothing.
+
+        Args:
+            index: index of the layer.
+            dtype: name of the dtype of activations.
+            ranks: number of ranks that share the heads.
+        """
+        if self.mixer is None or not self.mixes[index]:
+            return StateLayout(())
+        return self.mixer.state_layout(dtype, ranks)
+
+    def state_layouts(self, dtype: str, ranks: int = 1) -> tuple[StateLayout, ...]:
+        """Return the states of all layers, by index."""
+        return tuple(self.state_layout(index, dtype, ranks) for index in range(self.num_layers))
 
     @property
     def rope_dim(self) -> int:
@@ -174,7 +196,9 @@ class ModelSpec:
         if self.latent:
             attention = self.latent.num_parameters(self.hidden_size, self.num_heads)
         gated = 2 if self.mlp == "plain" else 3
-        total = self.num_layers * attention
+        total = (sum(self.attends) if self.attends else self.num_layers) * attention
+        if self.mixer:
+            total += sum(self.mixes) * self.mixer.num_parameters(self.hidden_size)
         for sparse in self.layer_is_sparse:
             if sparse and self.moe:
                 widths = self.moe.routing.num_experts * self.moe.intermediate_size + self.moe.shared_size

@@ -46,12 +46,12 @@ class ModelDrafter:
         slots, tokens = rows.slots.long(), self._columns.tokens
         known = self._columns.num_tokens[slots].long()
         for j in range(rows.most):
-            wanted, length = rows.counts > j, known + j
+            # A row that drafts no more stays behind its last draft, so that it never leaves the context.
+            wanted, length = rows.counts > j, known + rows.counts.clamp(max=j)
             drafts = self._draw(
                 self._logits(slots, length, wanted, rows.reach + j, 1 if j else 2), slots, length
             )
-            place = length.clamp(max=tokens.shape[1] - 1)
-            tokens[slots, place] = torch.where(wanted, drafts, tokens[slots, place])
+            tokens[slots, length] = torch.where(wanted, drafts, tokens[slots, length])
 
     def _logits(self, slots: Tensor, length: Tensor, wanted: Tensor, reach: int, width: int) -> Tensor:
         """Run the last `width` of `length` tokens of each slot, and return the logits behind them, [rows, vocab].

@@ -19,6 +19,7 @@ from quire.types.engine_io import (
     TimingPhase,
     TokenLogprobs,
     Totals,
+    answer_room,
 )
 from quire.types.errors import (
     ConfigError,
@@ -29,7 +30,7 @@ from quire.types.errors import (
     RequestError,
     StepFailed,
 )
-from quire.types.kv import DTYPE_BYTES, BlockTable, KVGroup, KVLayout, KVTensor
+from quire.types.kv import DTYPE_BYTES, BlockTable, KVGroup, KVLayout, KVTensor, StateLayout, StateTensor
 from quire.types.plan import (
     NO_TOKEN,
     NOT_FINITE,
@@ -45,7 +46,7 @@ from quire.types.plan import (
     max_logit_rows,
 )
 from quire.types.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from quire.types.request_state import Request, RequestOrder, Status
+from quire.types.request_state import Request, RequestOrder, RequestStatus
 from quire.types.sampling_params import (
     FLOAT_RANGES,
     INT_RANGES,
@@ -100,9 +101,11 @@ __all__ = [
     "RequestMetrics",
     "RequestOrder",
     "RequestOutput",
+    "RequestStatus",
     "SamplingParams",
     "SlotAdmission",
-    "Status",
+    "StateLayout",
+    "StateTensor",
     "StepFailed",
     "StepFigures",
     "StepHandle",
@@ -114,6 +117,7 @@ __all__ = [
     "TokenLogprobs",
     "TokenMasks",
     "Totals",
+    "answer_room",
     "check_field_names",
     "max_logit_rows",
 ]

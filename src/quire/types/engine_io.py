@@ -35,6 +35,25 @@ class EngineRequest:
     pooling: Pooling | None = None
 
 
+def answer_room(prompt_len: int, max_model_len: int, pooling: Pooling | None) -> int:
+    """Return the most tokens that may follow a prompt: what is left of the context, or 1 for an embedding.
+
+    An embedding reads no token behind its prompt, so its prompt may fill the whole context.
+
+    Raises:
+        RequestError: if the prompt is too long.
+    """
+    longest = max_model_len if pooling else max_model_len - 1
+    if prompt_len > longest:
+        needs = "" if pooling else ", which must also hold at least one output token"
+        raise RequestError(
+            f"prompt has {prompt_len} tokens, but max_model_len is {max_model_len}{needs}",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    return 1 if pooling else max_model_len - prompt_len
+
+
 @dataclass(slots=True)
 class TokenLogprobs:
     """Log-probabilities of one position: `ids[0]` is the sampled token, then come the most likely ones in order."""

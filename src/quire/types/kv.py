@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
 
@@ -41,6 +42,32 @@ class KVLayout:
     def token_bytes(self) -> int:
         """Bytes per token."""
         return sum(tensor.token_bytes for tensor in self.tensors)
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """A tensor that a layer keeps of each request, such as a convolution window or a recurrent matrix."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str  # name of a torch.dtype, one of DTYPE_BYTES
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes per request."""
+        return prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class StateLayout:
+    """The state of a request in one layer: fixed-size tensors, however many tokens the request has."""
+
+    tensors: tuple[StateTensor, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes per request."""
+        return sum(tensor.num_bytes for tensor in self.tensors)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from quire.types.engine_io import EngineRequest, Timing
 from quire.types.kv import BlockTable
 from quire.types.sampling_params import SamplingParams
 
-Status = Literal["waiting", "running", "finished"]
+RequestStatus = Literal["waiting", "loading", "running", "holding", "finished"]
 
 
 class RequestOrder(NamedTuple):
@@ -51,7 +51,7 @@ class Request:
     computed: int = 0
     pending: int = 0
     slot: int = -1
-    status: Status = "waiting"
+    status: RequestStatus = "waiting"  # written by core/lifecycle.py alone
     held: str | None = None  # the reason why it must not be admitted yet, or None
     paused: bool = False  # gets no row, because its next mask is still being computed
     may_draft: bool = True  # False: the masks of its grammar are too slow for draft tokens

@@ -19,6 +19,7 @@ from quire.attention.base import KV, AttentionBackend, ForwardBatch
 from quire.sampling.columns import LogitRows
 from quire.speculation.drafter import Drafter, DraftRows, NoDrafter
 from quire.types import REJECTED, StepPlan
+from quire.worker.memory.states import NO_STATES, StateMemory
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
 from quire.worker.step_shapes import decodes_only, most_logit_rows
@@ -117,8 +118,10 @@ class TorchBatcher:
         block_size: int,
         drafter: Drafter | None = None,
         group_of: Sequence[int] = (),
+        states: StateMemory = NO_STATES,
     ) -> None:
         """Build batches over the blocks `kv`; `group_of` is the group of each layer, if there are several."""
+        self._states = states
         self.kv, self._state, self._backend, self._block_size = kv, state, backend, block_size
         self._drafter, self._group_of = drafter or NoDrafter(), group_of
 
@@ -149,7 +152,9 @@ class TorchBatcher:
             return blocks.long() * self._block_size + within
 
         batch = ForwardBatch(
-            input_ids=state.tokens.view(-1).index_select(0, slot_of_token * state.max_len + positions).long(),
+            input_ids=state.tokens.view(-1)
+            .index_select(0, slot_of_token * state.token_row + positions)
+            .long(),
             positions=positions,
             kv_slots=kv_slots(0),
             query_start=starts.int(),
@@ -164,6 +169,7 @@ class TorchBatcher:
             wanted=None if plan.keeps_hidden or len(step.logit_index) == total else step.logit_index,
             group_of=self._group_of,
         )
+        self._states.attach(batch, state.num_computed)
         for group, table in enumerate(state.block_tables[1:], 1):
             batch.add_group(table, kv_slots(group))
         if plan.has_prompts:
@@ -204,7 +210,7 @@ class TorchBatcher:
             at = step.sampling
             slots, tokens, lengths = (x.index_select(0, at) for x in (slots, tokens, lengths))
         # A negative token tells the host of a failure; a step in flight still reads this column, so it needs an id.
-        state.tokens.view(-1).index_copy_(0, slots * state.max_len + lengths, tokens.clamp(min=0))
+        state.tokens.view(-1).index_copy_(0, slots * state.token_row + lengths, tokens.clamp(min=0))
         state.num_tokens.index_copy_(0, slots, lengths + 1)
         return result
 
@@ -216,7 +222,7 @@ class TorchBatcher:
         behind = columns > drafts.unsqueeze(1)  # [rows, 1 + most drafts]: the row has fewer tokens
         sampled = tokens[(step.first_logits.unsqueeze(1) + columns).masked_fill_(behind, 0)]
         places = state.num_tokens[step.slots].unsqueeze(1) + columns
-        places = step.slots.unsqueeze(1) * state.max_len + places.clamp_(max=state.max_len - 1)
+        places = step.slots.unsqueeze(1) * state.token_row + places.clamp_(max=state.token_row - 1)
         kept = accepted_counts(sampled, state.tokens.view(-1)[places], drafts)
         taken_back = drafts + 1 - kept
         state.num_computed.index_add_(0, step.slots, -taken_back.int())
@@ -249,6 +255,7 @@ class KernelBatcher:
         device: torch.device,
         drafter: Drafter | None = None,
         max_drafts: int = 0,
+        states: StateMemory = NO_STATES,
     ) -> None:
         """Allocate buffers for `max_tokens` tokens in `max_rows` rows, and a ring of `turns` rows.
 
@@ -263,7 +270,7 @@ class KernelBatcher:
         def buffer(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self._kernels = kernels
+        self._kernels, self._states = kernels, states
         self.kv, self._state, self._backend, self._block_size = kv, state, backend, block_size
         self._header = buffer(max_rows, len(HeaderColumn), dtype=torch.int32)
         self._sent = b""  # content of the header on the device
@@ -378,6 +385,7 @@ class KernelBatcher:
             batch.positions, self._kv_slots, batch.query_start, batch.seq_lens, slots, batch.logit_index,
             self._logit_slots[:logits], self._lengths[:logits], self._first_logits,
         )  # fmt: skip
+        self._states.attach(batch, state.num_computed)
         batch.plan(self._backend)
         return batch
 

@@ -139,7 +139,7 @@ class Runner:
         begin, slot = int(plan.num_tokens[:row].sum()), int(plan.slots[row])
         end = begin + int(plan.num_tokens[row])
         following = torch.arange(1, end - begin + 1, device=hidden.device) + state.num_computed[slot]
-        targets = state.tokens[slot].index_select(0, following.clamp_(max=state.max_len - 1)).long()
+        targets = state.tokens[slot].index_select(0, following.clamp_(max=state.token_row - 1)).long()
         top = self._score_tops[slot]
         parts, most = [], scored_rows(self._model.spec.vocab_size)
         for at in range(begin, end, most):

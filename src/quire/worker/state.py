@@ -24,7 +24,8 @@ class SlotState:
         num_computed: [slots], KV entries written; not counted if `keeps_kv` is off.
         block_tables: for each group of layers [slots, max_blocks], block ids; parts of rows of `table_row` ids.
         table_entries: the same ids, [slots * table_row].
-        tokens: [slots, max_len], prompt and output.
+        tokens: [slots, token_row], prompt and output. One token more than `max_len` fits: an embedding of a full
+            context samples a token too, which nothing reads.
         shape: (num_slots, max_len, max_blocks, num_groups).
     """
 
@@ -42,13 +43,14 @@ class SlotState:
         self.dummy = num_slots
         slots = num_slots + 1
         self.table_row = num_groups * max_blocks
-        sizes = (slots, slots, slots, slots * self.table_row, slots * max_len)
+        self.token_row = max_len + 1
+        sizes = (slots, slots, slots, slots * self.table_row, slots * self.token_row)
         self._memory = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
         self.num_tokens, self.prompt_len, self.num_computed, self.table_entries, tokens = self._memory.split(
             sizes
         )
         self.block_tables = self.table_entries.view(slots, num_groups, max_blocks).unbind(1)
-        self.tokens = tokens.view(slots, max_len)
+        self.tokens = tokens.view(slots, self.token_row)
         *self._scalars, self._table, self._tokens = np.cumsum((0, *sizes[:-1])).tolist()
         self.shape = num_slots, max_len, max_blocks, num_groups
 
@@ -73,7 +75,7 @@ class SlotState:
         for slot, group, first, blocks in plan.new_blocks:
             write(self._table + slot * self.table_row + group * self.max_blocks + first, blocks)
         for admit in plan.admissions:
-            write(self._tokens + admit.slot * self.max_len, np.frombuffer(admit.tokens, np.int32))
+            write(self._tokens + admit.slot * self.token_row, np.frombuffer(admit.tokens, np.int32))
             for group, blocks in enumerate(admit.blocks):
                 write(self._table + admit.slot * self.table_row + group * self.max_blocks, blocks)
             places.append(np.array(self._scalars) + admit.slot)

@@ -28,6 +28,7 @@ from quire.serve.http.stream import (
     MARK,
     UNNAMED,
     ChunkTemplate,
+    StreamEvents,
     StreamFraming,
     complete_response,
     event,
@@ -71,7 +72,7 @@ class ApiAnswer(ABC):
     """The answer to one request in the form of its API: a body, or the events of a stream."""
 
     def __init__(self, opened: OpenRequest) -> None:
-        self._model, self._generation = opened.model, opened.generation
+        self._model, self._params, self._generation = opened.model, opened.params, opened.generation
         self._warnings, self._receipt = opened.warnings, opened.receipt
         self._slow_reader_timeout_s = opened.server.settings.slow_reader_timeout
 
@@ -84,7 +85,8 @@ class ApiAnswer(ABC):
         generation = self._generation
         if streamed:
             timeout_s, framing = self._slow_reader_timeout_s, self.framing(request)
-            return await stream_response(request, generation, self.chunks, self._last, timeout_s, framing)
+            events = StreamEvents(self.entries, self.chunks, self._last, framing)
+            return await stream_response(request, generation, events, thread_of(request), timeout_s)
         response = await complete_response(request, generation, self.response, thread_of(request))
         self.on_complete()
         return response
@@ -103,6 +105,11 @@ class ApiAnswer(ABC):
     @abstractmethod
     def response(self) -> Any:
         """Return the body of the whole answer. It may be called in a thread."""
+
+    def entries(self, deltas: list[ChoiceDelta]) -> int:
+        """Return the number of tokens and log-probabilities in the events for `deltas`; 0 without the latter."""
+        each = self._params.logprobs
+        return 0 if each is None else (1 + each) * sum(len(delta.output.token_ids) for delta in deltas)
 
     @abstractmethod
     def chunks(self, deltas: list[ChoiceDelta]) -> list[bytes]:

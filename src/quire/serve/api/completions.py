@@ -183,9 +183,19 @@ class CompletionAnswer(ChunkedAnswer[CompletionChoice]):
         Only the first choice computes those of a prompt, and another choice may have its first token earlier.
         """
         states, waiting = self._generation.states, [*self._held, *deltas]
-        ready = [delta for delta in waiting if states[delta.prompt_index].prompt_logprobs is not None]
-        self._held = [delta for delta in waiting if states[delta.prompt_index].prompt_logprobs is None]
+        ready = [delta for delta in waiting if states[delta.prompt_index].is_scored]
+        self._held = [delta for delta in waiting if not states[delta.prompt_index].is_scored]
         return ready
+
+    def entries(self, deltas: list[ChoiceDelta]) -> int:
+        count = super().entries(deltas)
+        if self._echoes_logprobs:
+            states, each = self._generation.states, 1 + (self._params.prompt_logprobs or 0)
+            waiting = {delta.prompt_index: delta.output.index for delta in [*self._held, *deltas]}
+            for number, index in waiting.items():
+                if number * self._n + index not in self._sent_chars and states[number].is_scored:
+                    count += each * len(states[number].prompt_token_ids)
+        return count
 
     def _piece(self, number: int, index: int, answer: CompletionOutput) -> CompletionChoice:
         state, is_first = self._generation.states[number], index not in self._sent_chars

@@ -22,7 +22,6 @@ from quire.serve.http.errors import ApiError, as_api_error
 from quire.serve.http.wire import encode, json_response
 from quire.serve.http.writes import BodyWriter
 
-ChunkMaker: TypeAlias = Callable[[list[ChoiceDelta]], list[bytes]]
 InThread: TypeAlias = Callable[[Callable[[], bytes]], Awaitable[bytes]]
 
 log = logging.getLogger("quire.serve")
@@ -66,6 +65,24 @@ class StreamFraming:
     error: Callable[[ApiError], bytes]
     done: bytes = b""
     media_type: str = "text/event-stream"
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvents:
+    """The functions that write the events of a stream.
+
+    Attributes:
+        entries: returns how many tokens and log-probabilities the events for new deltas have. With many of them,
+            `chunks` runs in a thread.
+        chunks: converts new deltas to events.
+        last: returns the events after the last delta.
+        framing: encoding of errors and of the end.
+    """
+
+    entries: Callable[[list[ChoiceDelta]], int]
+    chunks: Callable[[list[ChoiceDelta]], list[bytes]]
+    last: Callable[[], list[bytes]]
+    framing: StreamFraming
 
 
 UNNAMED = StreamFraming(lambda error: event(error.body()), _DONE)  # chat completions and completions
@@ -142,20 +159,18 @@ async def complete_response(
 async def stream_response(
     request: Request,
     generation: Generation,
-    chunks: ChunkMaker,
-    last: Callable[[], list[bytes]],
+    events: StreamEvents,
+    in_thread: InThread,
     slow_reader_timeout_s: float,
-    framing: StreamFraming = UNNAMED,
 ) -> Response:
     """Wait for the first output and return the response that streams the generation.
 
     Args:
         request: watched for a disconnect.
         generation: the generation to stream.
-        chunks: converts the new deltas to events.
-        last: returns the events after the last delta.
+        events: writes the events.
+        in_thread: runs a function in a thread; used for events with many log-probabilities.
         slow_reader_timeout_s: seconds without progress after which a client that does not read is disconnected.
-        framing: encoding of errors and of the end.
 
     Raises:
         ApiError: an error before the first output, which thus gets its own HTTP status.
@@ -163,7 +178,7 @@ async def stream_response(
     with DisconnectWatch(request, generation) as watch:
         await generation.wait()
         watch.detach()
-        return EventStream(generation, watch, chunks, last, slow_reader_timeout_s, framing)
+        return EventStream(generation, watch, events, in_thread, slow_reader_timeout_s)
 
 
 class EventStream(Response):
@@ -176,14 +191,14 @@ class EventStream(Response):
         self,
         generation: Generation,
         watch: DisconnectWatch,
-        chunks: ChunkMaker,
-        last: Callable[[], list[bytes]],
+        events: StreamEvents,
+        in_thread: InThread,
         slow_reader_timeout_s: float,
-        framing: StreamFraming,
     ) -> None:
-        self._generation, self._watch, self._chunks, self._last = generation, watch, chunks, last
-        self._slow_s, self._framing = slow_reader_timeout_s, framing
-        self.status_code, self.media_type = 200, framing.media_type
+        self._generation, self._watch, self._events, self._in_thread = generation, watch, events, in_thread
+        self._slow_s = slow_reader_timeout_s
+        self._large: list[ChoiceDelta] = []  # whose events are to be made in a thread
+        self.status_code, self.media_type = 200, events.framing.media_type
         self.background = None
         self.init_headers(_HEADERS)
 
@@ -207,22 +222,39 @@ class EventStream(Response):
             async with asyncio.timeout(self._slow_s):
                 await out.drain()
 
+    def _take(self) -> list[ChoiceDelta]:
+        """Return the new deltas whose events can be made on the event loop. All are kept if they are too many."""
+        deltas = self._generation.take()
+        if self._events.entries(deltas) <= _FEW_ENTRIES:
+            return deltas
+        self._large = deltas
+        return []
+
+    async def _write_large(self, out: BodyWriter) -> None:
+        """Make the events of the deltas that were too many for the event loop, and write them."""
+        deltas, self._large = self._large, []
+        if deltas:
+            out.write(await self._in_thread(lambda: b"".join(self._events.chunks(deltas))))
+
     async def _send_all(self, out: BodyWriter) -> None:
-        generation, framing = self._generation, self._framing
+        generation, events, framing = self._generation, self._events, self._events.framing
 
         def write_new() -> bool:
-            if found := self._chunks(generation.take()):
+            if found := events.chunks(self._take()):
                 out.write(found[0] if len(found) == 1 else b"".join(found))
-            return not out.is_full
+            return not (out.is_full or self._large)
 
         try:
             while not generation.finished:
                 if write_new():
                     await generation.wait(write_new)
+                await self._write_large(out)
                 await self._until_read(out)
             if generation.error is not None:
                 raise generation.error
-            out.write(b"".join([*self._chunks(generation.take()), *self._last(), framing.done]))
+            deltas = self._take()
+            await self._write_large(out)
+            out.write(b"".join([*events.chunks(deltas), *events.last(), framing.done]))
         except TimeoutError:
             raise
         except Exception as error:

@@ -1,0 +1,63 @@
+"""The planner of a rank's memory, made from settings."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from quire.assembly.steps import step_limits
+from quire.config import EngineConfig
+from quire.models.checkpoint.sizes import weight_bytes
+from quire.models.spec import ModelSpec
+from quire.worker.memory.kv_groups import choose_groups
+from quire.worker.memory.sizing import BlockLayout, MemoryPlanner
+
+
+def memory_planner(
+    config: EngineConfig,
+    path: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    explicit_len: bool,
+    drafts: tuple[ModelSpec, ...] = (),
+) -> MemoryPlanner:
+    """Return the planner that divides the memory of `device`.
+
+    Args:
+        config: resolved settings.
+        path: folder or file of the model.
+        spec: the spec that is served.
+        dtype: of plain weights, activations and KV entries.
+        explicit_len: the user set max_model_len, so a context that does not fit is an error.
+        drafts: specs of draft models, whose layers follow those of the model in its blocks.
+    """
+    limits = step_limits(config)
+    layout = BlockLayout(
+        paged_size=config.block_size if config.kv_layout == "paged" else None,
+        keeps_kv=config.kv_layout != "none",
+    )
+    name, ranks = str(dtype).removeprefix("torch."), config.tensor_parallel_size
+    own = spec.kv_layouts(name, ranks)
+    return MemoryPlanner(
+        model=config.model,
+        spec=spec,
+        weight_bytes=weight_bytes(path, spec, dtype, device, config.cpu_kernels),
+        dtype=dtype,
+        device=device,
+        groups=choose_groups(
+            own + tuple(layout for draft in drafts for layout in draft.kv_layouts(name)),
+            limits.max_model_len,
+            paged=layout.paged,
+            keeps_kv=layout.keeps_kv,
+        ),
+        states=spec.state_layouts(name, ranks),
+        ranks=ranks,
+        limits=limits,
+        layout=layout,
+        explicit_len=explicit_len,
+        kv_cache_memory=config.kv_cache_memory,
+        memory_utilization=config.memory_utilization,
+    )

@@ -1,0 +1,61 @@
+"""The model of a rank, built from its checkpoint."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from quire.attention.base import AttentionBackend
+from quire.config import EngineConfig
+from quire.kernels import Kernels
+from quire.layers.env import Env
+from quire.models.checkpoint.checked import CheckedCheckpoint
+from quire.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from quire.models.decoder import Model
+from quire.models.registry import build_model
+from quire.models.spec import ModelSpec
+from quire.parallel.ranks import Parallel
+from quire.quant.spec import served_format
+
+
+def served_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
+    """Return the spec with the format in which its weights are served.
+
+    Raises:
+        ConfigError: if `config` asks for a conversion of weights that are quantised already.
+    """
+    served = served_format(spec.quantization, config.quantization, config.load_format == "dummy")
+    return replace(spec, quantization=served)
+
+
+def load_model(
+    config: EngineConfig,
+    path: Path,
+    spec: ModelSpec,
+    *,
+    backend: AttentionBackend,
+    kernels: Kernels | None,
+    parallel: Parallel,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Model, Checkpoint]:
+    """Build the rank's part of the model on `device` and start to load its weights.
+
+    Returns:
+        The model and its checkpoint. The weights are undefined until `Checkpoint.finish` has returned.
+
+    Raises:
+        ModelError: if the checkpoint cannot be read or does not fit the model.
+    """
+    checkpoint: Checkpoint = CheckedCheckpoint(
+        open_checkpoint(path, spec, config.load_format, device=device, dtype=dtype, seed=config.seed)
+    )
+    try:
+        with torch.inference_mode():
+            env = Env(checkpoint, parallel, backend, device, dtype, kernels, spec.quantization)
+            return build_model(spec, env), checkpoint
+    except BaseException:
+        checkpoint.close()
+        raise

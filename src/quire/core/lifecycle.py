@@ -1,0 +1,156 @@
+"""The life of requests: their states, the allowed transitions, and what each transition takes or gives back.
+
+    waiting --> running --> finished
+     ^   ^         |
+     |   +---------+  preempted
+     v
+    loading           its blocks are on their way from elsewhere (core/connector.py)
+
+    running --> holding --> finished     its blocks are still being read by another engine
+
+`Lifecycle` owns every unfinished request, the queue, the batch and the slots. Each change of state is one method, and
+no other code writes `Request.status`.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+
+from quire.core.blocks import BlockDemand, Blocks
+from quire.core.clocks import Clocks
+from quire.core.shares import Shares
+from quire.core.steplog import StepLog
+from quire.core.waiting_queue import WaitingQueue
+from quire.types import EngineOutput, FinishReason, Request, RequestOrder, RequestStatus
+
+TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
+    "waiting": frozenset({"loading", "running", "finished"}),
+    "loading": frozenset({"waiting", "finished"}),
+    "running": frozenset({"waiting", "holding", "finished"}),
+    "holding": frozenset({"finished"}),
+    "finished": frozenset(),
+}
+
+
+def move(request: Request, status: RequestStatus) -> None:
+    """Change the state of a request. Raises AssertionError if the table does not allow it."""
+    assert status in TRANSITIONS[request.status], f"{request.id}: {request.status} -> {status}"
+    request.status = status
+
+
+def order_of(request: Request) -> RequestOrder:
+    """Return the sort key of a request."""
+    return request.order
+
+
+class Lifecycle:
+    """The unfinished requests of an engine, and the slots.
+
+    Args:
+        blocks: the blocks of all requests.
+        log: the log whose counters count requests.
+        slots: number of requests that may run at once.
+    """
+
+    def __init__(self, blocks: Blocks, log: StepLog, slots: int) -> None:
+        self.blocks, self.log, self.slots = blocks, log, slots
+        self.clocks = Clocks(log)
+        self.requests: dict[str, Request] = {}  # every request that is not finished
+        self.shares = Shares()
+        self.waiting = WaitingQueue(self.shares)
+        self.running: list[Request] = []  # sorted by order
+        self.admissions = 0
+        self._free_slots = list(range(slots))[::-1]
+
+    @property
+    def has_slot(self) -> bool:
+        """Return whether another request may run."""
+        return bool(self._free_slots)
+
+    def add(self, request: Request) -> None:
+        """Queue a new request."""
+        self.clocks.arrive(request)
+        self.requests[request.id] = request
+        self.log.totals.requests += 1
+        self.log.totals.prompt_tokens += request.prompt_len
+        self.shares.enter(request)
+        self.waiting.add(request)
+
+    def release(self, request: Request) -> None:
+        """Let a held request be admitted."""
+        self.clocks.release(request)
+        request.held = None
+
+    def start(self, request: Request, demand: BlockDemand, step: int) -> None:
+        """Give a waiting request a slot and its blocks.
+
+        Args:
+            request: the request.
+            demand: its blocks, all of which are there.
+            step: number of the step that is being scheduled.
+        """
+        self.waiting.remove(request)
+        self.admissions += 1
+        self.blocks.admit(request, demand)
+        request.slot = self._free_slots.pop()
+        move(request, "running")
+        request.last_step, request.admitted_known = step, request.known
+        request.computed, request.catching_up = demand.match.tokens, True
+        self.shares.take_slot(request)
+        prefix_end = ""
+        if request.cached < 0:
+            request.cached = request.computed
+            self.shares.waive_cached(request)
+            prefix_end = self.blocks.cache.end_of_match(request, request.computed)
+        self.clocks.admit(request, prefix_end)
+        self.log.totals.queried_tokens += request.known
+        self.log.totals.cached_tokens += request.computed
+        insort(self.running, request, key=order_of)
+
+    def preempt(self, victim: Request) -> None:
+        """Return a running request to the waiting queue. Its full blocks stay in the prefix cache."""
+        self._leave_batch(victim)
+        move(victim, "waiting")
+        victim.computed = 0
+        victim.preemptions += 1
+        self.waiting.add(victim)
+        self.clocks.preempt(victim)
+
+    def finish(
+        self, request: Request, new: list[int], reason: FinishReason, stop_reason: int | None = None
+    ) -> EngineOutput:
+        """End a request and release what it holds. Return its last output, with the tokens `new`."""
+        self.shares.settle(request)
+        self.shares.leave(request)
+        if request.status == "running":
+            self._leave_batch(request)
+        else:
+            self.waiting.remove(request)
+        move(request, "finished")
+        self.clocks.finish(request)
+        del self.requests[request.id]
+        totals = self.log.totals
+        totals.finished += 1
+        totals.generated_tokens += len(new)
+        cached = max(request.cached, 0)
+        return EngineOutput(request.id, new, reason, stop_reason, cached, timing=request.timing)
+
+    def _leave_batch(self, request: Request) -> None:
+        self.running.remove(request)
+        self.blocks.release(request)
+        self._free_slots.append(request.slot)
+        self.shares.give_slot(request)
+        request.slot = -1
+
+    def check(self) -> None:
+        """Check the invariants of slots, blocks and requests. Raises AssertionError if one is broken."""
+        self.blocks.check(self.requests.values())
+        assert len(self._free_slots) + len(self.running) == self.slots, "a slot was lost"
+        assert len(self.waiting) + len(self.running) == len(self.requests), "a request was lost"
+        assert all(r.status == "running" and r.slot >= 0 for r in self.running)
+        assert all(r.status == "waiting" for r in self.waiting)
+        self.waiting.check()
+        self.shares.check(self.requests.values())
+        assert self.running == sorted(self.running, key=order_of)
+        for r in self.running:
+            assert r.computed <= r.known + r.pending, "more KV entries than tokens known or in flight"

@@ -24,7 +24,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 Batching = Literal["continuous", "static"]
 KVLayoutName = Literal["paged", "contiguous", "none"]
 Eviction = Literal["lru", "fifo"]
-SpecMethod = Literal["off", "ngram", "draft"]
+SpecMethod = Literal["off", "ngram", "suffix", "draft"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -123,7 +123,7 @@ class EngineConfig:
     spec_method: SpecMethod = _speculation(
         "off",
         "guess the next tokens and verify several in one step, with the same output: ngram looks for the last tokens "
-        "earlier in prompt and answer; draft asks spec_model; off",
+        "earlier in prompt and answer; suffix also in earlier answers of the same client; draft asks spec_model; off",
     )
     spec_model: str | None = _speculation(
         None,

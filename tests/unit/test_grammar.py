@@ -152,17 +152,6 @@ class MaskedDevice(FakeDevice):
                     column["computed"] = 0
         return StepResult(plan.step, out)
 
-    def drafts(self) -> np.ndarray:
-        """Run everything that is launched, and return the drafts of the newest step."""
-        while self.queue:
-            self.queue.popleft()()
-        plan = self.plans[max(self.plans)]
-        drafts = np.full((len(plan.slots), plan.max_drafts), -9, np.int32)
-        for row, slot in enumerate(plan.slots.tolist()):
-            own = self.columns[slot]["drafts"]
-            drafts[row, : len(own)] = own
-        return drafts
-
     def _draft(self, column: dict, count: int) -> list[int]:
         """Guess the next tokens: any token, or one that grammars often allow."""
         return [self.drafter.choice([1, 2, 6, self.drafter.randrange(VOCAB)]) for _ in range(count)]

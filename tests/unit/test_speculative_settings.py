@@ -25,9 +25,9 @@ def test_a_speculative_config_sets_the_settings() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"speculative_config": {}}, "speculative_config needs a method: ngram, draft"),
+        ({"speculative_config": {}}, "speculative_config needs a method: ngram, suffix, draft"),
         ({"speculative_config": {"method": "ngram", "tokens": 3}}, "has no field 'tokens'; its fields are method"),
-        ({"speculative_config": {"method": "eagle"}}, "spec_method must be one of off, ngram, draft, got 'eagle'"),
+        ({"speculative_config": {"method": "eagle"}}, "spec_method must be one of off, ngram, suffix, draft, got 'eagle'"),
         ({"speculative_config": {"method": "ngram"}, "spec_method": "ngram"}, "say the same thing; give one"),
         ({"spec_method": "ngram", "spec_tokens": 17}, "spec_tokens must be at most 16, got 17"),
         ({"spec_tokens": 3}, "spec_tokens needs a spec_method"),

@@ -15,6 +15,7 @@ from quire.models.spec import ModelSpec
 from quire.speculation.draft_model import ModelDrafter
 from quire.speculation.drafter import NO_SPECULATION, Speculation
 from quire.speculation.ngram import NgramDrafter
+from quire.speculation.suffix import SuffixDrafter
 from quire.speculation.vocabulary import check_vocabulary
 from quire.types import ConfigError
 
@@ -70,6 +71,8 @@ def pick_speculation(
     tokens = config.spec_tokens or 0
     if config.spec_method == "ngram":
         return Speculation(lambda context: NgramDrafter(context.columns, context.device), tokens)
+    if config.spec_method == "suffix":
+        return Speculation(lambda context: SuffixDrafter(context.columns, context.device), tokens)
     if config.spec_method == "draft":
         model, backend = load_draft()
         return Speculation(lambda context: ModelDrafter(model, backend, context), tokens)

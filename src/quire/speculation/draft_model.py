@@ -21,10 +21,10 @@ from torch.nn.functional import pad
 
 from quire.attention.base import AttentionBackend, ForwardBatch
 from quire.models.decoder import Model
-from quire.speculation.drafter import DraftContext, DraftRows
+from quire.speculation.drafter import DraftContext, Drafter, DraftRows
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """A `Drafter` that runs `model` once per draft token, over all rows of the step.
 
     The first run takes the last two known tokens: the entries of the last draft of the step before are missing, because

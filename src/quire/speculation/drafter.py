@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import KV, ForwardBatch
+from quire.types import SlotAdmission
 
 
 class DraftColumns(Protocol):
@@ -25,6 +26,9 @@ class DraftColumns(Protocol):
 
     @property
     def num_tokens(self) -> Tensor: ...  # int32 [S], known tokens
+
+    @property
+    def prompt_len(self) -> Tensor: ...  # int32 [S], tokens of the prompt
 
     @property
     def block_tables(
@@ -51,7 +55,10 @@ class DraftRows:
 
 
 class Drafter(Protocol):
-    """A source of draft tokens."""
+    """A source of draft tokens. Implementations that learn nothing from steps inherit `admit` and `follow`."""
+
+    def admit(self, admissions: Sequence[SlotAdmission]) -> None:
+        """Learn that slots are about to get new owners. Their columns still hold the old ones."""
 
     def propose(self, rows: DraftRows) -> None:
         """Write at least `counts` valid token ids behind the known tokens of each row, without waiting for the device.
@@ -62,16 +69,12 @@ class Drafter(Protocol):
 
     def follow(self, batch: ForwardBatch) -> None:
         """Learn the tokens of a step with prompts, for drafters that keep something of each token."""
-        ...
 
 
-class NoDrafter:
+class NoDrafter(Drafter):
     """A `Drafter` of an engine whose steps have no drafts."""
 
     def propose(self, rows: DraftRows) -> None:
-        pass
-
-    def follow(self, batch: ForwardBatch) -> None:
         pass
 
 

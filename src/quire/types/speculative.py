@@ -7,7 +7,7 @@ from typing import Any
 
 from quire.types.errors import ConfigError
 
-METHODS = ("ngram", "draft")
+METHODS = ("ngram", "suffix", "draft")
 _FIELDS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
 # Fields that tune vLLM's own implementation and change no output.
 _IGNORED = {"prompt_lookup_max", "prompt_lookup_min", "disable_padded_drafter_batch", "max_model_len"}

@@ -13,6 +13,7 @@ import torch
 from quire.models.decoder import Model
 from quire.sampling.logprobs import scored_rows
 from quire.sampling.sampler import Sampler
+from quire.speculation.drafter import Drafter
 from quire.types import StepHandle, StepPlan, TokenMasks
 from quire.worker.batch import Batcher
 from quire.worker.graphs import LaunchedStep, Launcher
@@ -36,9 +37,11 @@ class Runner:
         staging: Staging,
         results: Results,
         pooler: Pooler,
+        drafter: Drafter,
     ) -> None:
         self.launcher, self.batcher, self.sampler, self.state = launcher, batcher, sampler, state
         self._model, self._staging, self._results, self._pooler = model, staging, results, pooler
+        self._drafter = drafter
         self._launched: LaunchedStep | None = None
         self._score_tops: dict[int, int] = {}  # by slot: number of prompt log-probabilities per token
 
@@ -46,6 +49,8 @@ class Runner:
     def forward(self, plan: StepPlan) -> None:
         """Queue the step of `plan` up to its logits."""
         self._staging.begin()
+        if plan.admissions:
+            self._drafter.admit(plan.admissions)
         self.state.apply(plan, self._staging)
         for admit in plan.admissions:
             self.sampler.admit(admit.slot, admit.request)

@@ -164,12 +164,13 @@ class LibraryGrammar:
         rows = [(row, answer) for row, answer in rows if answer.request_id in self._answers]
         if plan.max_drafts:
             self._set_drafts(plan, rows, drafts)
-        self._compute([answer for _, answer in rows if answer.ready is None or answer.drafts])
+        counts = plan.num_drafts.tolist()
+        dropped = self._compute([answer for row, answer in rows if answer.ready is None or counts[row]])
         first = plan.first_logit_rows.tolist()
         found = [
             (first[row] + offset, mask)
             for row, answer in rows
-            if answer.ready is not None and not answer.busy
+            if answer.ready is not None and answer not in dropped
             for offset, mask in enumerate(answer.use())
         ]
         if not found:
@@ -187,24 +188,28 @@ class LibraryGrammar:
             if not answer.busy:
                 answer.drafts = tokens[row][: counts[row]] if tokens else []
 
-    def _compute(self, answers: list[GrammarAnswer]) -> None:
-        """Compute masks within the step's patience. Fail answers without an allowed token and pause late ones."""
+    def _compute(self, answers: list[GrammarAnswer]) -> list[GrammarAnswer]:
+        """Compute masks within the step's patience. Fail answers without an allowed token and pause late ones.
+
+        Returns:
+            The answers whose rows leave the step.
+        """
         idle = [answer for answer in answers if not answer.busy]
-        late = set(self._threads.run(idle)) if idle else set()
+        late = set(self._threads.run(idle)) if idle else set[GrammarAnswer]()
+        dropped: list[GrammarAnswer] = []
         for answer in answers:
             if answer.busy or answer in late:
                 answer.busy = answer.late = True
-                self._leave_step(answer)
+                dropped.append(answer)
             elif answer.error is not None:
                 self._fail(answer, answer.error)
             elif answer.ahead is None:
-                self._leave_step(answer)
+                dropped.append(answer)
                 self._submit(answer)
-
-    def _leave_step(self, answer: GrammarAnswer) -> None:
-        """Take the row of an answer out of the step, because it has no mask."""
-        answer.planned -= 1
-        self._paused.append(GrammarPause(answer.request_id, True))
+        for answer in dropped:
+            answer.planned -= 1
+            self._paused.append(GrammarPause(answer.request_id, True))
+        return dropped
 
     def advance(self, outputs: list[EngineOutput]) -> None:
         if not self._answers:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import KV, ForwardBatch
+from quire.models.decoder import Model
 from quire.types import SlotAdmission
 
 
@@ -54,8 +55,8 @@ class DraftRows:
     reach: int  # upper bound of the number of known tokens of any row
 
 
-class Drafter(Protocol):
-    """A source of draft tokens. Implementations that learn nothing from steps inherit `admit` and `follow`."""
+class Drafter:
+    """A source of draft tokens. Those that learn nothing from steps inherit `admit` and `follow`."""
 
     def admit(self, admissions: Sequence[SlotAdmission]) -> None:
         """Learn that slots are about to get new owners. Their columns still hold the old ones."""
@@ -65,7 +66,7 @@ class Drafter(Protocol):
 
         Entries past the end of the token column must not be written.
         """
-        ...
+        raise NotImplementedError
 
     def follow(self, batch: ForwardBatch) -> None:
         """Learn the tokens of a step with prompts, for drafters that keep something of each token."""
@@ -93,10 +94,14 @@ class DraftContext:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How an engine drafts: the factory of its drafter, and the most draft tokens of a row."""
+    """How an engine drafts: the factory of its drafter, and the most draft tokens of a row.
+
+    `observe` returns the model that steps run: for drafters that read hidden states, one that shows them.
+    """
 
     make: Callable[[DraftContext], Drafter]
     tokens: int
+    observe: Callable[[Model, Drafter], Model] = lambda model, _: model
 
 
 NO_SPECULATION = Speculation(lambda context: NoDrafter(), 0)

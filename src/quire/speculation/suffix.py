@@ -56,7 +56,9 @@ class SuffixDrafter(Drafter):
         begin = columns.prompt_len[slot].long()
         count = columns.num_tokens[slot] - begin
         offset = torch.arange(_WIDTH, device=answers.device)
-        answer = columns.tokens[slot].index_select(0, (begin + offset).clamp_(max=columns.tokens.shape[1] - 1))
+        answer = columns.tokens[slot].index_select(
+            0, (begin + offset).clamp_(max=columns.tokens.shape[1] - 1)
+        )
         nowhere = len(answers) - 1
         place = torch.where(count > 0, self._used.argmin(), nowhere).view(1)
         answers[place, _LONGEST:] = answer.masked_fill(offset >= count, -1).unsqueeze(0)

@@ -262,6 +262,7 @@ class Worker:
                 device=device,
             )
         )
+        model = self._speculation.observe(model, drafter)
         turns = self._options.depth + 1
         batcher: Batcher
         launcher: Launcher

@@ -21,7 +21,7 @@ from quire.models.config.eagle import load_eagle3_spec
 from quire.models.config.load import load_spec
 from quire.models.decoder import Model
 from quire.models.heads.base import DraftHead, decoder_of, tap
-from quire.models.heads.eagle3 import Eagle3Head, Eagle3Spec
+from quire.models.heads.eagle3 import UNREAD, Eagle3Head, Eagle3Spec
 from quire.models.heads.mtp import MTPHead, mtp_spec
 from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
@@ -145,7 +145,7 @@ class DraftLoader:
         checkpoint = CheckedCheckpoint(
             open_checkpoint(
                 draft.path, head.layer, self._config.load_format, device=env.device, dtype=env.dtype,
-                seed=self._config.seed,
+                seed=self._config.seed, skipped=UNREAD,
             )
         )  # fmt: skip
         self._keep(checkpoint)

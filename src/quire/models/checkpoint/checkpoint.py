@@ -114,6 +114,7 @@ def open_checkpoint(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    skipped: re.Pattern[str] | None = None,
 ) -> Checkpoint:
     """Open the weights at `path`.
 
@@ -123,6 +124,7 @@ def open_checkpoint(
         load_format: "auto", or "dummy" for random weights.
         device: the model's device; None: the CPU.
         dtype, seed: dtype and seed of random weights.
+        skipped: names of tensors that need not be loaded; None: those of layers behind the last one.
 
     Raises:
         ModelError: if the weights are missing, damaged, or in a format that is not supported.
@@ -138,7 +140,7 @@ def open_checkpoint(
         return GGUFCheckpoint(path, spec)
     # On a CPU, weights are packed right after reading, so there is nothing to overlap with a reader.
     reader = Reader(device) if device.type == "cuda" else None
-    return SafetensorsCheckpoint(path, spec.tie_embeddings, reader, _extra_layers(spec))
+    return SafetensorsCheckpoint(path, spec.tie_embeddings, reader, skipped or _extra_layers(spec))
 
 
 def _extra_layers(spec: ModelSpec) -> re.Pattern[str] | None:

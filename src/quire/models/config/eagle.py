@@ -59,9 +59,9 @@ def _taps(keys: ConfigKeys, target: ModelSpec) -> tuple[int, ...]:
     A config may name the layers behind which it reads. The default is that of the authors: three layers near the
     beginning, the middle and the end.
     """
-    section = keys.section("eagle_config")
-    named = keys if keys.has("eagle_aux_hidden_state_layer_ids") else section
-    layers = named.entries("eagle_aux_hidden_state_layer_ids", int) if named else None
+    name = "eagle_aux_hidden_state_layer_ids"
+    named = keys if keys.has(name) else ConfigKeys(keys.section("eagle_config"), keys.where)
+    layers = named.entries(name, int)
     if layers:
         return tuple(layer + 1 for layer in layers)
     count = target.num_layers

@@ -10,6 +10,7 @@ the vocabulary, whose rows `d2t` maps to the model's token ids. `embed_tokens` i
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ from quire.models.spec import ModelSpec
 from quire.types import ConfigError
 
 PREFIXES = ("", "model.")
+UNREAD = re.compile(r"^(model\.)?t2d$")  # the inverse of d2t
 LAYERS = ("midlayer.", "layers.0.")  # of the authors' checkpoints, and of vLLM's speculators
 
 
@@ -122,14 +124,7 @@ class Eagle3Head:
                 f"d2t of the draft head maps to token ids from {int(ids.min())} to {int(ids.max())}, but the model has "
                 f"{vocab}; use a draft head that was trained for this model"
             )
-        self._skip(env, name)
         return ids.to(env.device)
-
-    def _skip(self, env: Env, d2t: str) -> None:
-        """Read `t2d`, the inverse of `d2t`, which is not needed, so that it does not count as a tensor left over."""
-        t2d = d2t.replace("d2t", "t2d")
-        if env.weights.has(t2d):
-            env.weights.packed(t2d, (self._spec.layer.vocab_size,))
 
     def combine(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.fc(self._features())

@@ -71,7 +71,9 @@ class MTPHead:
         self.layer = (model.layer_class or LAYOUTS[spec.layout])(env, spec, 0, prefix)
         self.rope = Rope(spec.layer_ropes[0], spec.rope_dim, spec.max_model_len, env.device, env.dtype)
         self.norm = norm(env, prefix + "shared_head.norm", hidden, spec.norm_eps)
-        self.attention_layers: Sequence[KVLayer] = [self.layer.attn.attention]
+        attention = self.layer.attn.attention
+        assert attention is not None  # `mtp_spec` has no layer with a state
+        self.attention_layers: Sequence[KVLayer] = [attention]
 
     def combine(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden

@@ -1,4 +1,4 @@
-"""Tiny random checkpoints of draft heads in their public layouts, and a sequential twin of each in plain PyTorch."""
+"""Tiny random draft heads in their public layout, a sequential twin in plain PyTorch, and runs that record drafts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,15 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+
+from quire import EngineConfig
+from quire.host import build_engine
+from quire.speculation.features import FeatureDrafter
+from quire.types import EngineRequest, SamplingParams
 
 Tensors = dict[str, Tensor]
 EAGLE3 = {
@@ -107,3 +113,65 @@ def eagle3_drafts(tensors: Tensors, embed: Tensor, ids: list[int], features: Ten
         ids.append(drafts[-1])
         hidden = torch.cat([hidden, out[-1:]])
     return drafts
+
+
+def requests(count: int) -> list[EngineRequest]:
+    """Return requests of different lengths, greedy and sampled in turn."""
+    found = []
+    for i in range(count):
+        prompt = [1 + (7 * i + j * j) % 90 for j in range(19 - 5 * i)]
+        sampling = {"temperature": 0.8, "top_k": 20} if i % 2 else {"temperature": 0}
+        params = SamplingParams(max_tokens=24, ignore_eos=True, **sampling)  # type: ignore[arg-type]
+        found.append(EngineRequest(f"r{i}", prompt, params, seed=i))
+    return found
+
+
+def run(model: Path, count: int = 4, **settings: Any) -> tuple[dict[str, list[int]], Any]:
+    """Return the tokens of `count` requests, and the engine's counters."""
+    fixed: dict[str, Any] = {
+        "max_model_len": 64,
+        "dtype": "float32",
+        "device": "cpu",
+        "skip_tokenizer_init": True,
+    }
+    config = EngineConfig(model=str(model), check_invariants=True, **{**fixed, **settings})
+    engine, _ = build_engine(config)
+    got: dict[str, list[int]] = {}
+    try:
+        for request in requests(count):
+            engine.add(request)
+        while engine.has_work:
+            for output in engine.step():
+                assert output.error is None, output.error
+                got.setdefault(output.id, []).extend(output.token_ids)
+        return got, engine.log.totals
+    finally:
+        engine.close()
+
+
+class Recorder:
+    """The model's hidden states by position, and the drafts of a single request."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.features: dict[int, torch.Tensor] = {}
+        self.drafts: list[tuple[list[int], list[int]]] = []  # known tokens, drafts behind them
+        learn, propose = FeatureDrafter.learn, FeatureDrafter.propose
+
+        def keep(drafter: FeatureDrafter, batch: Any, hidden: torch.Tensor) -> None:
+            states = drafter._head._features() if hasattr(drafter._head, "_features") else hidden
+            for position, state in zip(batch.positions.tolist(), states):
+                self.features[position] = state.clone()
+            learn(drafter, batch, hidden)
+
+        def note(drafter: FeatureDrafter, rows: Any) -> None:
+            propose(drafter, rows)
+            slot, count = int(rows.slots[0]), int(rows.counts[0])
+            known = int(drafter._columns.num_tokens[slot])
+            tokens = drafter._columns.tokens[slot].tolist()
+            self.drafts.append((tokens[:known], tokens[known : known + count]))
+
+        monkeypatch.setattr(FeatureDrafter, "learn", keep)
+        monkeypatch.setattr(FeatureDrafter, "propose", note)
+
+    def states(self, count: int) -> torch.Tensor:
+        return torch.stack([self.features[position] for position in range(count)])

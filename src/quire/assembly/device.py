@@ -32,13 +32,14 @@ def rank_device(name: str, rank: int, ranks: int) -> torch.device:
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device called `name`; `auto` is the first GPU, or the CPU where there is none.
+    """Return the device called `name`; `auto` is the first GPU, or the CPU where there is none, and `auto:N` GPU N.
 
     Raises:
         ConfigError: if there is no such device, or Quire does not support it.
     """
-    if name == "auto":
-        name = "cuda:0" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind == "auto":
+        name = f"cuda:{index or 0}" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -101,4 +102,5 @@ def pick_dtype(wanted: str, spec: ModelSpec, device: torch.device) -> torch.dtyp
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-_WIDE_RANGE = ("gemma", "gemma2", "gemma3")  # families trained in bfloat16 whose activations overflow float16
+# Families trained in bfloat16 whose activations overflow float16.
+_WIDE_RANGE = ("gemma", "gemma2", "gemma3", "gemma3n", "gemma4")

@@ -1,22 +1,23 @@
 """The prefix cache, which finds full blocks by a hash of all tokens up to their end.
 
-The name of a block is blake2b(name of the block before it, its token ids), keyed with a secret of this process. So
-neither a collision nor a crafted prompt can make one request read the blocks of another. Blocks are published when
-their step is *scheduled*: a request that finds them runs in a later step, which follows in stream order.
+Blocks are found by their names (types/block_names.py). They are published when their step is *scheduled*: a request
+that finds them runs in a later step, which follows in stream order.
 
 Groups of layers (types/kv.py) have their own blocks under the same names. A match is the longest prefix that all groups
-can serve. A group with a window needs only the last blocks of it.
+can serve. A group with a window needs only the last blocks of it. Layers with a state need a snapshot at its end
+(snapshots.py).
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 from quire.core.block_pool import BlockPool
+from quire.core.cache_journal import CacheJournal, NoJournal
+from quire.core.snapshots import NoSnapshots, Snapshots
 from quire.types import BlockTable, KVGroup, Request
+from quire.types.block_names import BlockNames, new_secret
 
 
 class PrefixMatch(NamedTuple):
@@ -25,6 +26,7 @@ class PrefixMatch(NamedTuple):
     tokens: int
     tables: list[BlockTable]  # by group, each with tokens / block_size entries
     blocks: list[int]  # the blocks of all groups that hold it
+    attended: int = 0  # tokens that the blocks alone would serve; states may be missing for the last of them
 
 
 class PrefixCache(Protocol):
@@ -59,7 +61,7 @@ class PrefixCache(Protocol):
 
         Returns:
             "end" if it found all full blocks, "new" if the next block has not been seen before, "evicted" if it has
-            been evicted, or the reason why the request cannot use the cache: "off", "prompt_logprobs" or "pooling".
+            been evicted, "state" if there is no snapshot of the states behind it, or the reason why the request cannot use the cache: "off", "prompt_logprobs" or "pooling".
         """
         ...
 
@@ -99,8 +101,26 @@ class NoPrefixCache:
 class HashPrefixCache:
     """A `PrefixCache` over the blocks of `pool`, whose free blocks it can still find until they are evicted."""
 
-    def __init__(self, pool: BlockPool, block_size: int, groups: Sequence[KVGroup] = (KVGroup(),)) -> None:
-        self._pool = pool
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        groups: Sequence[KVGroup] = (KVGroup(),),
+        secret: bytes | None = None,
+        journal: CacheJournal | None = None,
+        snapshots: Snapshots | None = None,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            pool: the blocks.
+            block_size: tokens per block.
+            groups: the groups of layers.
+            secret: key of the names; None picks one.
+            journal: is told what the first group holds, which has all tokens if any group has.
+            snapshots: those of the states of layers that need one to go on; None if no layer does.
+        """
+        self._pool, self._snapshots = pool, snapshots or NoSnapshots()
         self._block_size = block_size
         self._groups = groups
         self._whole = [index for index, group in enumerate(groups) if group.window is None]
@@ -108,7 +128,9 @@ class HashPrefixCache:
         self._block_of: list[dict[bytes, int]] = [{} for _ in groups]
         self._place_of: dict[int, tuple[int, bytes]] = {}  # block -> its group and name
         self._evicted: dict[bytes, None] = {}  # the latest evicted names, at most one per block
-        self._secret = os.urandom(32)
+        self._naming = BlockNames(block_size, secret or new_secret())
+        self._journal = journal or NoJournal()
+        self._told = self._whole[0] if self._whole else 0  # the group whose changes the journal has
         pool.on_evict(self._forget)
 
     def __len__(self) -> int:
@@ -123,14 +145,16 @@ class HashPrefixCache:
             while end < length and names[end] in have:
                 end += 1
             length = end
-        length = self._windows_serve(names, length)
+        attended = length = self._windows_serve(names, length)
+        while (end := self._snapshots.longest(names, length)) != length:
+            length = self._windows_serve(names, end)
         tables, blocks = [], []
         for group, have in zip(self._groups, self._block_of):
             first = group.first_block(length * self._block_size, self._block_size)
             found = [have[name] for name in names[first:length]]
             blocks += found
             tables.append(BlockTable([0] * first + found, first))
-        return PrefixMatch(length * self._block_size, tables, blocks)
+        return PrefixMatch(length * self._block_size, tables, blocks, attended * self._block_size)
 
     def _windows_serve(self, names: list[bytes], length: int) -> int:
         """Return the most blocks, at most `length`, of which every group with a window has those in its window."""
@@ -164,6 +188,8 @@ class HashPrefixCache:
                     self._place_of[block] = group, name
                     self._pool.cached[block] = 1
                     published.append(block)
+                    if group == self._told:
+                        self._journal.add(name)
         request.published = full
         return published
 
@@ -177,6 +203,8 @@ class HashPrefixCache:
         # they are behind a window. A preempted request holds no blocks; then all its names are removed.
         own = set(request.held_blocks())
         start = max(request.cached, 0) // self._block_size
+        for name in request.names[start:]:
+            self._snapshots.drop(name)
         for group, have in enumerate(self._block_of):
             behind = request.tables[group].first if request.tables else 0
             for index in range(start, len(request.names)):
@@ -188,18 +216,20 @@ class HashPrefixCache:
         request.published = 0
 
     def _remove(self, block: int) -> None:
+        self._unname(block)
+        self._pool.uncache(block)
+
+    def _unname(self, block: int) -> bytes:
+        """Remove a block from the maps. Return the name that it had."""
         group, name = self._place_of.pop(block)
         del self._block_of[group][name]
-        self._pool.uncache(block)
+        if group == self._told:
+            self._journal.remove(name)
+        return name
 
     def _extend(self, request: Request, full: int) -> None:
         """Compute the names of the first `full` blocks of a request."""
-        names, size = request.names, self._block_size
-        while len(names) < full:
-            start = len(names) * size
-            parent = names[-1] if names else request.source.cache_salt.encode()
-            tokens = request.tokens[start : start + size].tobytes()
-            names.append(blake2b(parent + b"|" + tokens, digest_size=16, key=self._secret).digest())
+        self._naming.extend(request.names, request.source.cache_salt, request.tokens, full)
 
     def end_of_match(self, request: Request, tokens: int) -> str:
         if reason := _needs_all(request):
@@ -207,14 +237,18 @@ class HashPrefixCache:
         hits = tokens // self._block_size
         if hits >= (request.known - 1) // self._block_size:
             return "end"
+        if request.diverges > tokens:
+            return "state"
         name = request.names[hits]
         seen = name in self._evicted or any(name in have for have in self._block_of)
         return "evicted" if seen else "new"  # of some groups only, if one still has it
 
     def _forget(self, block: int) -> None:
         """Remove a block that the pool evicts, and remember its name."""
-        group, name = self._place_of.pop(block)
-        del self._block_of[group][name]
+        group, _ = self._place_of[block]
+        name = self._unname(block)
+        if group in self._whole:  # a group with a window may not need this block
+            self._snapshots.drop(name)
         self._evicted.pop(name, None)  # moves the name to the end of the order
         self._evicted[name] = None
         if len(self._evicted) > self._pool.num_blocks:

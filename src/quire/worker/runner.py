@@ -17,6 +17,7 @@ from quire.speculation.drafter import Drafter
 from quire.types import StepHandle, StepPlan, TokenMasks
 from quire.worker.batch import Batcher
 from quire.worker.graphs import LaunchedStep, Launcher
+from quire.worker.memory.states import NO_STATES, StateMemory
 from quire.worker.pooling import Pooler
 from quire.worker.results import Arrays, Results, StepOutput
 from quire.worker.staging import Staging
@@ -38,10 +39,11 @@ class Runner:
         results: Results,
         pooler: Pooler,
         drafter: Drafter,
+        states: StateMemory = NO_STATES,
     ) -> None:
         self.launcher, self.batcher, self.sampler, self.state = launcher, batcher, sampler, state
         self._model, self._staging, self._results, self._pooler = model, staging, results, pooler
-        self._drafter = drafter
+        self._drafter, self._states = drafter, states
         self._launched: LaunchedStep | None = None
         self._score_tops: dict[int, int] = {}  # by slot: number of prompt log-probabilities per token
 
@@ -58,7 +60,11 @@ class Runner:
             self._pooler.admit(admit.slot, admit.request)
         if plan.admissions:
             self.sampler.flush()
+        for slot, row in plan.restores:
+            self._states.restore(slot, row)
         self._launched = self.launcher.launch(plan, self._staging)
+        for slot, row in plan.saves:
+            self._states.save(slot, row)
 
     @torch.inference_mode()
     def drafts(self) -> np.ndarray:

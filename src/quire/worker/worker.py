@@ -290,6 +290,7 @@ class Worker:
             results=Results(device, turns),
             pooler=Pooler(state.dummy + 1, device),
             drafter=drafter,
+            states=states,
         )
 
     def _kernel_batcher(

@@ -8,7 +8,7 @@ state of its own, which takes the place of the model's at the next position.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -79,11 +79,11 @@ def tap(model: Model, indices: Sequence[int], method: str) -> Callable[[], torch
             f"spec_method {method} reads the hidden states in front of the layers {list(indices)}, but the model has only "
             f"{count} layers; use a draft head that was trained for this model"
         )
-    tapped = []
-    for index in indices:
-        layer = decoder.layers[index]
-        tapped.append(layer if isinstance(layer, TappedLayer) else TappedLayer(layer))
-        decoder.layers[index] = tapped[-1]  # type: ignore[call-overload]
+    layers: list[Any] = list(decoder.layers)
+    for index in set(indices):
+        if not isinstance(layers[index], TappedLayer):
+            layers[index] = TappedLayer(layers[index])
+    decoder.layers, tapped = layers, [layers[index] for index in indices]
     return lambda: torch.cat([layer.kept for layer in tapped], 1)
 
 

@@ -70,7 +70,7 @@ class Eagle3Head:
         self.fc = Linear(env, root + "fc", len(spec.taps) * spec.target_hidden, hidden)
         self.input_norm = RMSNorm(env, middle + "input_layernorm", hidden, layer.norm_eps)
         self.hidden_norm = RMSNorm(env, middle + "hidden_norm", hidden, layer.norm_eps)
-        self.rope = Rope(layer.layer_ropes[0], layer.rope_dim, layer.max_model_len, env.device, env.dtype)
+        self.rope = Rope(layer.layer_ropes[0], layer.rope_dim(0), layer.max_model_len, env.device, env.dtype)
         names = [f"{middle}self_attn.{name}_proj" for name in "qkv"]
         outs = [layer.num_heads * dim, layer.num_kv_heads * dim, layer.num_kv_heads * dim]
         self.qkv = Linear(env, names, 2 * hidden, outs, layer.qkv_bias)

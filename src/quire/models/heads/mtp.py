@@ -69,7 +69,7 @@ class MTPHead:
         self.hidden_norm = norm(env, prefix + "hnorm", hidden, spec.norm_eps)
         self.project = Linear(env, prefix + "eh_proj", 2 * hidden, hidden)
         self.layer = (model.layer_class or LAYOUTS[spec.layout])(env, spec, 0, prefix)
-        self.rope = Rope(spec.layer_ropes[0], spec.rope_dim, spec.max_model_len, env.device, env.dtype)
+        self.rope = Rope(spec.layer_ropes[0], spec.rope_dim(0), spec.max_model_len, env.device, env.dtype)
         self.norm = norm(env, prefix + "shared_head.norm", hidden, spec.norm_eps)
         attention = self.layer.attn.attention
         assert attention is not None  # `mtp_spec` has no layer with a state

@@ -99,8 +99,12 @@ def wire_engine(
 
 def _snapshot_policy(config: EngineConfig, block_size: int) -> SnapshotPolicy:
     """Return where to take snapshots. With drafts a row may end behind the place, so answers have none."""
-    interval = -(-(config.state_snapshot_interval or 0) // block_size) * block_size
-    return SnapshotPolicy(block_size, interval, in_answers=config.spec_method == "off")
+
+    def whole_blocks(tokens: int) -> int:
+        return -(-tokens // block_size) * block_size
+
+    answers = config.state_snapshot_answers if config.spec_method == "off" else 0
+    return SnapshotPolicy(block_size, whole_blocks(config.state_snapshot_interval), whole_blocks(answers))
 
 
 def _draft_depth(config: EngineConfig, drafts: int) -> DraftDepth:

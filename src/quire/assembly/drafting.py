@@ -54,15 +54,6 @@ class DraftSource(NamedTuple):
         return self.spec.max_model_len
 
 
-def check_speculation(config: EngineConfig, spec: ModelSpec) -> None:
-    """Raise ConfigError if draft tokens cannot be taken back, because layers keep states."""
-    if config.spec_method != "off" and any(spec.mixes):
-        raise ConfigError(
-            f"spec_method {config.spec_method} needs a model whose layers all attend, but {spec.architecture} keeps a "
-            "recurrent state, which cannot be taken back by rejected drafts; use spec_method off"
-        )
-
-
 def find_draft(config: EngineConfig, path: Path, spec: ModelSpec) -> list[DraftSource]:
     """Return the network that drafts, if the method has one.
 
@@ -75,15 +66,19 @@ def find_draft(config: EngineConfig, path: Path, spec: ModelSpec) -> list[DraftS
         ConfigError: if the network does not suit the model, or has a shorter context than `config` demands.
     """
     if config.spec_method == "mtp":
-        return [DraftSource(path, mtp_spec(spec), is_sharded=True)]
+        return [DraftSource(path, _coded(mtp_spec(spec), spec), is_sharded=True)]
     if config.spec_model is None:
         return []
     found = locate_model(config.spec_model).path
     if config.spec_method == "eagle3":
         head = load_eagle3_spec(found, spec)
         return [DraftSource(found, head.layer, eagle3=head)]
-    draft = DraftSource(found, load_spec(found))
-    check_speculation(config, draft.spec)
+    draft = DraftSource(found, _coded(load_spec(found), spec))
+    if any(draft.spec.mixes):
+        raise ConfigError(
+            f"spec_model {config.spec_model} is a {draft.spec.architecture} whose layers keep states, which rejected "
+            "drafts would spoil; use a draft model that only attends, or spec_method ngram"
+        )
     check_vocabulary(path, spec.vocab_size, draft.path, draft.spec.vocab_size)
     if (config.max_model_len or 0) > draft.max_model_len:
         raise ConfigError(
@@ -91,6 +86,11 @@ def find_draft(config: EngineConfig, path: Path, spec: ModelSpec) -> list[DraftS
             f"{config.spec_model}; lower it or use another spec_model"
         )
     return [draft]
+
+
+def _coded(draft: ModelSpec, spec: ModelSpec) -> ModelSpec:
+    """Return the spec of a draft model whose KV entries are coded as those of the model, with scales of their own."""
+    return replace(draft, kv_codes=replace(spec.kv_codes, static=False)) if spec.kv_codes else draft
 
 
 class DraftLoader:

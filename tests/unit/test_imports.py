@@ -31,7 +31,7 @@ MAY_IMPORT = {
     "bench": {"types", "config", "core", "wiring", "worker", "frontend", "models", "host", "assembly", "llm", "kernels"},
     "assembly": {"types", "config", "frontend", "worker", "models", "attention", "layers", "parallel", "quant", "kernels",
                  "speculation"},
-    "rank": {"types", "config", "worker", "models", "attention", "parallel", "kernels", "assembly", "wiring"},
+    "rank": {"types", "config", "worker", "models", "layers", "parallel", "kernels", "assembly", "wiring"},
     "host": {"types", "config", "core", "worker", "models", "frontend", "grammar", "rank", "ranks", "wiring"},
     "ranks": {"types", "config", "frontend", "parallel"},
     "rank_process": {"types", "frontend", "models", "worker", "wiring", "rank", "ranks"},

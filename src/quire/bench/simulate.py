@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
+import numpy as np
+
 from quire.bench.load.workloads import Workload
 from quire.bench.run import Run, ServedRequest
 from quire.config import EngineConfig
@@ -56,6 +58,9 @@ class SimulatedExecutor:
 
     def forward(self, plan: StepPlan) -> None:
         self._plans[plan.step] = plan
+
+    def drafts(self) -> np.ndarray:
+        raise AssertionError("simulated steps have no draft tokens")
 
     def sample(self, step: int, masks: TokenMasks | None) -> StepHandle:
         plan = self._plans.pop(step)

@@ -58,13 +58,15 @@ def run(args: argparse.Namespace) -> int:
     at_least_one(args, "input_len", "output_len", "num_prompts", "gpus")
     if args.request_rate <= 0:
         raise ConfigError(f"request_rate must be above 0, got {args.request_rate}")
-    targets = _targets(args.target, args.percentile)
+    targets, config = _targets(args.target, args.percentile), engine_config(args)
+    if config.spec_method != "off":
+        raise ConfigError("plan cannot simulate draft tokens: leave spec_method off")
     from quire.bench.capacity import CapacityPlanner, engines_for, figures, learn_step_times
     from quire.bench.cost import Machine
     from quire.bench.drive import Bench
 
     rows: list[dict[str, Any]] = []
-    with Bench(engine_config(args), Machine("not measured", 1.0, 1.0)) as bench:
+    with Bench(config, Machine("not measured", 1.0, 1.0)) as bench:
         work, arrivals = _load(args, bench)
         print(f"Learning step times from {min(len(work), 48)} requests ...", flush=True)
         model = learn_step_times(bench, work)
@@ -96,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
     if best is not None and args.check:
         from dataclasses import replace
 
-        with Bench(replace(engine_config(args), **best.settings), Machine("not measured", 1.0, 1.0)) as bench:
+        with Bench(replace(config, **best.settings), Machine("not measured", 1.0, 1.0)) as bench:
             bench.run(work[:8], {"temperature": 0.0})
             times = [at * planner.recorded_rate / best.requests_per_s for at in arrivals]
             ttft, itl = figures(bench.run(work, {"temperature": 0.0}, times), targets)

@@ -25,7 +25,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 Batching = Literal["continuous", "static"]
 KVLayoutName = Literal["paged", "contiguous", "none"]
 Eviction = Literal["lru", "fifo"]
-SpecMethod = Literal["off", "ngram", "draft"]
+SpecMethod = Literal["off", "ngram", "suffix", "draft", "eagle3", "mtp"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -92,6 +92,11 @@ class EngineConfig:
         "first token; a chunk counts for at least 32 tokens (default: 256 on a CPU; no limit on a GPU or with "
         "chunked_prefill off)",
     )
+    target_itl: float | None = _scheduling(
+        None,
+        "target in ms for the 99th percentile of the inter-token latency: prompts run in the largest chunks with which steps "
+        "are predicted to end in time; replaces mixed_prefill_tokens (default: off)",
+    )
     scheduling_policy: SchedulingPolicy = _scheduling(
         "fcfs", "order of requests: fcfs (first come, first served) or priority (lower numbers first)"
     )
@@ -145,11 +150,13 @@ class EngineConfig:
     spec_method: SpecMethod = _speculation(
         "off",
         "guess the next tokens and verify several in one step, with the same output: ngram looks for the last tokens "
-        "earlier in prompt and answer; draft asks spec_model; off",
+        "earlier in prompt and answer; suffix also in earlier answers of the same client; draft asks spec_model; "
+        "eagle3 a draft head; mtp the layer for it in checkpoints of DeepSeek-V3 and GLM-4.5; off",
     )
     spec_model: str | None = _speculation(
         None,
-        "draft model of spec_method draft, a small one with the same tokenizer, such as demo-draft for demo",
+        "draft model of spec_method draft, a small one with the same tokenizer, such as demo-draft for demo; draft head "
+        "of eagle3",
     )
     spec_tokens: int | None = _speculation(
         None, "most draft tokens of a request in a step (default: 5 with a spec_method)"
@@ -267,7 +274,7 @@ class EngineConfig:
             or _default_seqs(gpu_bytes, state_bytes * (1 + (spec_tokens or 0))),
             max_num_batched_tokens=budget,
             mixed_prefill_tokens=min(self.mixed_prefill_tokens or (budget if gpu_bytes else 256), budget)
-            if chunked
+            if chunked and self.target_itl is None
             else None,
             max_model_len=max_len,
             block_size=self.block_size if self.kv_layout == "paged" else max_len,
@@ -348,6 +355,18 @@ ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
         "mixed_prefill_tokens splits prompts over steps, so it needs chunked_prefill on",
     ),
     (
+        lambda c: c.target_itl is not None and not c.target_itl > 0,
+        "target_itl must be above 0 ms, got {c.target_itl:g}",
+    ),
+    (
+        lambda c: c.target_itl is not None and (c.chunked_prefill is False or c.kv_layout == "none"),
+        "target_itl chooses the size of chunks, so it needs chunked_prefill on",
+    ),
+    (
+        lambda c: c.target_itl is not None and c.mixed_prefill_tokens is not None,
+        "target_itl replaces mixed_prefill_tokens: give one of them",
+    ),
+    (
         lambda c: c.kv_layout == "none" and bool(c.chunked_prefill),
         "chunked_prefill needs a KV cache, but with kv_layout none every step recomputes the whole sequence",
     ),
@@ -365,8 +384,14 @@ ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
         "spec_tokens needs a spec_method, which is off; use spec_method ngram",
     ),
     (
-        lambda c: (c.spec_method == "draft") != (c.spec_model is not None),
-        "spec_method draft and spec_model belong together, got {c.spec_method} and {c.spec_model}",
+        lambda c: c.spec_method in ("draft", "eagle3") and c.spec_model is None,
+        "spec_method {c.spec_method} needs a spec_model; add --spec-model with a draft model that has the tokenizer of the "
+        "model, or with an EAGLE-3 head for eagle3",
+    ),
+    (
+        lambda c: c.spec_method not in ("draft", "eagle3") and c.spec_model is not None,
+        "spec_model {c.spec_model} needs a spec_method that uses it, got {c.spec_method}; add --spec-method draft, or "
+        "eagle3 for an EAGLE-3 head",
     ),
     (
         lambda c: (c.spec_tokens or 0) > 16,

@@ -39,7 +39,12 @@ def compile_all(folder: Path, *options: str) -> subprocess.CompletedProcess[str]
         ("Gemma 3 1B", "half", f"{ATTENTION},_skinny", "75,80,86,100,120"),  # 89 has the code of 86
         ("Gemma 3 1B", "float32", ATTENTION, "75,86"),
         ("Qwen3 30B-A3B", "half", "_grouped,_whole", "75,86"),
-        ("DeepSeek V3", "half", "_latent_kernel,_norm_rotate_latent", "90"),
+        (
+            "DeepSeek V3",
+            "half",
+            "_latent_kernel,_norm_rotate_latent,_chosen_kernel,_choose_kernel,_score_kernel",
+            "90",
+        ),
         ("DeepSeek V2 Lite", "half", "_latent_kernel", "86"),
         ("gpt-oss 20B", "half", f"{ATTENTION},_merge_kernel", "90"),
         ("GLM-4 9B", "half", "_norm_rotate", "90"),

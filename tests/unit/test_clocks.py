@@ -50,6 +50,9 @@ class Device:
         self.free_s = begin_s + plain + TOKEN_S * sum(longer)
         return Device.Handle(self.clock, self.free_s, StepResult(step, [[7]] * int(plan.samples.sum())))
 
+    def drafts(self) -> None:
+        raise AssertionError("no step has drafts")
+
     def warm_up(self) -> bool:
         return False
 
@@ -68,15 +71,12 @@ class Device:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr("quire.core.clocks.time", clock)
-    monkeypatch.setattr("quire.core.plan_builder.time", clock)
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
 def engine_on(clock: Clock, rows: int = 8, blocks: int = 100, depth: int = 1, budget: int = 64) -> Engine:
-    pool, log = BlockPool(blocks, LRU()), StepLog()
+    pool, log = BlockPool(blocks, LRU()), StepLog(now=clock.monotonic)
     limits = SchedulerLimits(rows, budget, 100, 4)
     scheduler = Scheduler(Blocks(pool, HashPrefixCache(pool, 4), 4), Policy(), limits, log)
     return Engine(scheduler, Device(clock), NoGrammar(), depth, log, check_invariants=True)

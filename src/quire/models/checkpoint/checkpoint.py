@@ -41,9 +41,10 @@ _PACKED = {
     "I64": torch.int64,
 }
 _DTYPES = _FLOATS | _PACKED
-# Buffers in old checkpoints, and the vision half of multimodal models.
+# Buffers in old checkpoints, and the parts of multimodal models for images and sound.
 _HARMLESS = re.compile(
-    r"rotary_emb\.inv_freq$|\battn\.(masked_)?bias$|^(model\.)?(vision_tower|visual|multi_modal_projector)\."
+    r"rotary_emb\.inv_freq$|\battn\.(masked_)?bias$|^(model\.)?(vision_tower|vision_model|vision_encoder|visual|audio_tower"
+    r"|multi_modal_projector|mm_projector|embed_vision|embed_audio|vision_adapter|patch_merger)\."
     r"|\.self_attn\.(slope_rate|(query|key|diagonal)_decay)$"
 )
 # Static scales of keys, values and attention, which a KV cache in 16 bits does not need.
@@ -115,6 +116,7 @@ def open_checkpoint(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    skipped: re.Pattern[str] | None = None,
 ) -> Checkpoint:
     """Open the weights at `path`.
 
@@ -124,6 +126,7 @@ def open_checkpoint(
         load_format: "auto", or "dummy" for random weights.
         device: the model's device; None: the CPU.
         dtype, seed: dtype and seed of random weights.
+        skipped: names of tensors that need not be loaded; None: those of layers behind the last one.
 
     Raises:
         ModelError: if the weights are missing, damaged, or in a format that is not supported.
@@ -139,7 +142,7 @@ def open_checkpoint(
         return GGUFCheckpoint(path, spec)
     # On a CPU, weights are packed right after reading, so there is nothing to overlap with a reader.
     reader = Reader(device) if device.type == "cuda" else None
-    return SafetensorsCheckpoint(path, spec.tie_embeddings, reader, _unused(spec))
+    return SafetensorsCheckpoint(path, spec.tie_embeddings, reader, skipped or _unused(spec))
 
 
 def _unused(spec: ModelSpec) -> re.Pattern[str]:

@@ -79,9 +79,10 @@ def test_random_combinations_with_codes_in_the_cache(
     torch.set_num_threads(1)
     bench = Bench("demo", windows=windows, kv_cache_dtype=kv_cache_dtype)
     switches = SWITCHES | {"spec_method": ("off", "ngram")}
+    crowded = {"kv_layout": "paged", "blocks": "tight", "max_num_seqs": 8, "prefix_caching": None}
     totals = [
-        bench.run(random_settings(random.Random(seed), switches), seed).log.totals
-        for seed in range(5, 5 + CHUNK // 6)  # among them some with several requests in few blocks
+        bench.run(random_settings(random.Random(seed), switches) | crowded, seed).log.totals
+        for seed in range(CHUNK // 6)
     ]
     assert sum(t.preemptions for t in totals) and sum(t.cached_tokens for t in totals)
 

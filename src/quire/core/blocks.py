@@ -52,7 +52,8 @@ class Blocks:
         step_tokens: int = 1 << 30,
     ) -> None:
         self.pool, self.cache, self.groups = pool, cache, groups
-        self._block_size, self._step_tokens = block_size, step_tokens
+        self.block_size = self._block_size = block_size
+        self._step_tokens = step_tokens
         self._windowed = [index for index, group in enumerate(groups) if group.window is not None]
 
     def most_blocks(self, tokens: int) -> int:
@@ -143,10 +144,14 @@ class Blocks:
         request.tables, request.num_blocks, request.room, request.full_at = [], 0, 0, 0
         self.cache.restart(request)
 
-    def check(self, requests: Iterable[Request]) -> None:
-        """Check the books against `requests`, all unfinished ones. Raises AssertionError if they disagree."""
+    def check(self, requests: Iterable[Request], pinned: Iterable[list[int]] = ()) -> None:
+        """Check the books against all unfinished requests and the blocks that a connector holds.
+
+        Raises:
+            AssertionError: if they disagree.
+        """
         requests = list(requests)
-        self.pool.check(table.held for request in requests for table in request.tables)
+        self.pool.check([*(table.held for request in requests for table in request.tables), *pinned])
         for request in requests:
             assert request.num_blocks == sum(len(table.held) for table in request.tables), "miscounted blocks"
             assert request.status == "running" or not request.tables, "a waiting request holds blocks"

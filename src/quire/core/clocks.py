@@ -42,7 +42,7 @@ class Clocks:
     def __init__(self, log: StepLog) -> None:
         self.lost_s = 0.0
         self.ended_s = 0.0  # monotonic clock, when the latest step ended
-        self.held = 0  # number of requests that wait for their grammar
+        self.held = 0  # number of requests that wait for their grammar or for blocks from elsewhere
         self._log = log
         self._waits_s: dict[str, float] = {}
         self._cause = "step"
@@ -118,6 +118,12 @@ class Clocks:
         else:
             self._start_wait(request, now_s)
 
+    def hold(self, request: Request, reason: str) -> None:
+        """Keep a waiting request from being admitted, and note why."""
+        self._close_phase(request, time.monotonic())
+        request.held, request.timing.phase = reason, "held"
+        self.held += 1
+
     def release(self, request: Request) -> None:
         """Note that a held request begins to wait for a slot. Call before `request.held` is cleared."""
         now_s = time.monotonic()
@@ -178,8 +184,11 @@ class Clocks:
         timing = request.timing
         took_s = now_s - timing.until_s
         match timing.phase:
+            case "held" if timing.preemptions:
+                timing.preempted_s += took_s
             case "held":
-                timing.waited_s[request.held or "grammar"] = took_s
+                reason = request.held or "grammar"
+                timing.waited_s[reason] = timing.waited_s.get(reason, 0.0) + took_s
             case "waiting":
                 self._close_wait(request, now_s, took_s)
             case "computing":

@@ -18,6 +18,7 @@ from bisect import insort
 
 from quire.core.blocks import BlockDemand, Blocks
 from quire.core.clocks import Clocks
+from quire.core.connector import KVConnector
 from quire.core.shares import Shares
 from quire.core.steplog import StepLog
 from quire.core.waiting_queue import WaitingQueue
@@ -50,10 +51,11 @@ class Lifecycle:
         blocks: the blocks of all requests.
         log: the log whose counters count requests.
         slots: number of requests that may run at once.
+        connector: fetches blocks from elsewhere.
     """
 
-    def __init__(self, blocks: Blocks, log: StepLog, slots: int) -> None:
-        self.blocks, self.log, self.slots = blocks, log, slots
+    def __init__(self, blocks: Blocks, log: StepLog, slots: int, connector: KVConnector) -> None:
+        self.blocks, self.log, self.slots, self.connector = blocks, log, slots, connector
         self.clocks = Clocks(log)
         self.requests: dict[str, Request] = {}  # every request that is not finished
         self.shares = Shares()
@@ -81,6 +83,17 @@ class Lifecycle:
         self.clocks.release(request)
         request.held = None
 
+    def load(self, request: Request) -> None:
+        """Keep a waiting request in the queue, but out of the batch, until `loaded` names it."""
+        move(request, "loading")
+        self.clocks.hold(request, "loading")
+
+    def loaded(self, request_id: str) -> None:
+        """Let a loading request be admitted. Ids of other requests are ignored."""
+        if (request := self.requests.get(request_id)) and request.status == "loading":
+            move(request, "waiting")
+            self.release(request)
+
     def start(self, request: Request, demand: BlockDemand, step: int) -> None:
         """Give a waiting request a slot and its blocks.
 
@@ -92,6 +105,7 @@ class Lifecycle:
         self.waiting.remove(request)
         self.admissions += 1
         self.blocks.admit(request, demand)
+        self.connector.start(request)
         request.slot = self._free_slots.pop()
         move(request, "running")
         request.last_step, request.admitted_known = step, request.known
@@ -127,6 +141,7 @@ class Lifecycle:
         else:
             self.waiting.remove(request)
         move(request, "finished")
+        self.connector.finish(request)
         self.clocks.finish(request)
         del self.requests[request.id]
         totals = self.log.totals
@@ -144,11 +159,12 @@ class Lifecycle:
 
     def check(self) -> None:
         """Check the invariants of slots, blocks and requests. Raises AssertionError if one is broken."""
-        self.blocks.check(self.requests.values())
+        self.blocks.check(self.requests.values(), self.connector.pinned())
         assert len(self._free_slots) + len(self.running) == self.slots, "a slot was lost"
         assert len(self.waiting) + len(self.running) == len(self.requests), "a request was lost"
         assert all(r.status == "running" and r.slot >= 0 for r in self.running)
-        assert all(r.status == "waiting" for r in self.waiting)
+        assert all(r.status in ("waiting", "loading") for r in self.waiting)
+        assert all((r.held == "loading") == (r.status == "loading") for r in self.waiting)
         self.waiting.check()
         self.shares.check(self.requests.values())
         assert self.running == sorted(self.running, key=order_of)

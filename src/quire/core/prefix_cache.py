@@ -1,8 +1,8 @@
 """The prefix cache, which finds full blocks by a hash of all tokens up to their end.
 
-The name of a block is blake2b(name of the block before it, its token ids), keyed with a secret of this process. So
-neither a collision nor a crafted prompt can make one request read the blocks of another. Blocks are published when
-their step is *scheduled*: a request that finds them runs in a later step, which follows in stream order.
+The name of a block is blake2b(name of the block before it, its token ids), keyed with a secret. So neither a collision
+nor a crafted prompt can make one request read the blocks of another. Blocks are published when their step is
+*scheduled*: a request that finds them runs in a later step, which follows in stream order.
 
 Groups of layers (types/kv.py) have their own blocks under the same names. A match is the longest prefix that all groups
 can serve. A group with a window needs only the last blocks of it.
@@ -11,12 +11,12 @@ can serve. A group with a window needs only the last blocks of it.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 from quire.core.block_pool import BlockPool
-from quire.types import BlockTable, KVGroup, Request
+from quire.types import BlockKey, BlockTable, KVGroup, Request
 
 
 class PrefixMatch(NamedTuple):
@@ -96,10 +96,34 @@ class NoPrefixCache:
         return "off"
 
 
-class HashPrefixCache:
-    """A `PrefixCache` over the blocks of `pool`, whose free blocks it can still find until they are evicted."""
+class _Elsewhere:
+    """The names of one group that are in the cache or, by `also`, in another place."""
 
-    def __init__(self, pool: BlockPool, block_size: int, groups: Sequence[KVGroup] = (KVGroup(),)) -> None:
+    def __init__(self, group: int, have: Container[bytes], also: Callable[[int, bytes], bool]) -> None:
+        self._group, self._have, self._also = group, have, also
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._have or (isinstance(name, bytes) and self._also(self._group, name))
+
+
+class HashPrefixCache:
+    """A `PrefixCache` over the blocks of `pool`, whose free blocks it can still find until they are evicted.
+
+    Args:
+        pool: the blocks.
+        block_size: tokens per block.
+        groups: the groups of layers.
+        secret: the key of all names, at most 64 bytes; None draws one. Engines with the same secret, model and block
+            size give equal blocks equal names.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        groups: Sequence[KVGroup] = (KVGroup(),),
+        secret: bytes | None = None,
+    ) -> None:
         self._pool = pool
         self._block_size = block_size
         self._groups = groups
@@ -108,22 +132,27 @@ class HashPrefixCache:
         self._block_of: list[dict[bytes, int]] = [{} for _ in groups]
         self._place_of: dict[int, tuple[int, bytes]] = {}  # block -> its group and name
         self._evicted: dict[bytes, None] = {}  # the latest evicted names, at most one per block
-        self._secret = os.urandom(32)
+        self._secret = secret or os.urandom(32)
+        self._evicting: Callable[[int, bytes, int], None] = lambda group, name, block: None
+        self._distrusting: Callable[[int, bytes], None] = lambda group, name: None
         pool.on_evict(self._forget)
 
     def __len__(self) -> int:
         return len(self._place_of)
 
+    def watch(
+        self, evicting: Callable[[int, bytes, int], None], distrusting: Callable[[int, bytes], None]
+    ) -> None:
+        """Set the functions to call when a block is evicted, and when the contents under a name are not to be trusted.
+
+        The first gets group, name and block; the block's contents are overwritten in the next step. The second gets
+        group and name.
+        """
+        self._evicting, self._distrusting = evicting, distrusting
+
     def match(self, request: Request) -> PrefixMatch:
-        length = 0 if _needs_all(request) else (request.known - 1) // self._block_size
-        self._extend(request, length)
+        length = self._longest(request, self._block_of)
         names = request.names
-        for index in self._whole:
-            have, end = self._block_of[index], 0
-            while end < length and names[end] in have:
-                end += 1
-            length = end
-        length = self._windows_serve(names, length)
         tables, blocks = [], []
         for group, have in zip(self._groups, self._block_of):
             first = group.first_block(length * self._block_size, self._block_size)
@@ -132,18 +161,59 @@ class HashPrefixCache:
             tables.append(BlockTable([0] * first + found, first))
         return PrefixMatch(length * self._block_size, tables, blocks)
 
-    def _windows_serve(self, names: list[bytes], length: int) -> int:
+    def reach(self, request: Request, elsewhere: Callable[[int, bytes], bool]) -> int:
+        """Return the number of blocks of the longest prefix of a request that the cache and another place can serve.
+
+        Args:
+            request: the request.
+            elsewhere: returns whether the other place has the block of a group and a name.
+        """
+        have = [_Elsewhere(group, names, elsewhere) for group, names in enumerate(self._block_of)]
+        return self._longest(request, have)
+
+    def first_blocks(self, length: int) -> list[int]:
+        """Return, by group, the first of the blocks that are needed to continue behind the first `length` blocks."""
+        size = self._block_size
+        return [group.first_block(length * size, size) for group in self._groups]
+
+    def block_of(self, group: int, name: bytes) -> int | None:
+        """Return the block of a group with this name, or None."""
+        return self._block_of[group].get(name)
+
+    def insert(self, key: BlockKey, block: int) -> bool:
+        """Publish a held block that was filled from elsewhere. Return False if the name is in use."""
+        group, name = key
+        if name in self._block_of[group]:
+            return False
+        self._block_of[group][name] = block
+        self._place_of[block] = key
+        self._pool.cached[block] = 1
+        return True
+
+    def _longest(self, request: Request, haves: Sequence[Container[bytes]]) -> int:
+        """Return the number of blocks of the longest prefix that `haves`, by group, can serve."""
+        length = 0 if _needs_all(request) else (request.known - 1) // self._block_size
+        self._extend(request, length)
+        names = request.names
+        for index in self._whole:
+            have, end = haves[index], 0
+            while end < length and names[end] in have:
+                end += 1
+            length = end
+        return self._windows_serve(haves, names, length)
+
+    def _windows_serve(self, haves: Sequence[Container[bytes]], names: list[bytes], length: int) -> int:
         """Return the most blocks, at most `length`, of which every group with a window has those in its window."""
         settled = 0  # groups in a row that serve `length`
         while length and settled < len(self._windowed):
             for index in self._windowed:
-                served = self._window_serves(index, names, length)
+                served = self._window_serves(index, haves[index], names, length)
                 settled = settled + 1 if served == length else 1
                 length = served
         return length
 
-    def _window_serves(self, index: int, names: list[bytes], length: int) -> int:
-        group, have, size = self._groups[index], self._block_of[index], self._block_size
+    def _window_serves(self, index: int, have: Container[bytes], names: list[bytes], length: int) -> int:
+        group, size = self._groups[index], self._block_size
         at = length  # the group has the blocks [at, length)
         first = group.first_block(length * size, size)
         while at > first:
@@ -180,6 +250,7 @@ class HashPrefixCache:
         for group, have in enumerate(self._block_of):
             behind = request.tables[group].first if request.tables else 0
             for index in range(start, len(request.names)):
+                self._distrusting(group, request.names[index])
                 block = have.get(request.names[index])
                 if block is not None and (block in own or index < behind or not own):
                     self._remove(block)
@@ -215,6 +286,7 @@ class HashPrefixCache:
         """Remove a block that the pool evicts, and remember its name."""
         group, name = self._place_of.pop(block)
         del self._block_of[group][name]
+        self._evicting(group, name, block)
         self._evicted.pop(name, None)  # moves the name to the end of the order
         self._evicted[name] = None
         if len(self._evicted) > self._pool.num_blocks:

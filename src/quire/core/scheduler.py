@@ -20,6 +20,7 @@ from typing import NamedTuple
 from quire.core.batch_admission import BatchAdmission
 from quire.core.block_pool import BlockPool
 from quire.core.blocks import Blocks
+from quire.core.connector import KVConnector, NoConnector
 from quire.core.draft_depth import DraftDepth, NoDrafts
 from quire.core.lifecycle import Lifecycle
 from quire.core.plan_builder import PlanBuilder
@@ -61,6 +62,7 @@ class Scheduler:
         log: the log that gets a record of every step.
         shared: finds the blocks that rows of a decoding step share; None looks for none.
         depth: chooses how many draft tokens each request verifies; None drafts none.
+        connector: fetches blocks from elsewhere; None has nowhere to fetch from.
     """
 
     def __init__(
@@ -71,11 +73,13 @@ class Scheduler:
         log: StepLog,
         shared: SharedPrefix | None = None,
         depth: DraftDepth | None = None,
+        connector: KVConnector | None = None,
     ) -> None:
         self.blocks, self.policy, self.limits, self.log = blocks, policy, limits, log
         self.shared = shared or NoSharedPrefix()
         self.depth = depth or NoDrafts()
-        self.life = life = Lifecycle(blocks, log, limits.max_num_seqs)
+        self.life = life = Lifecycle(blocks, log, limits.max_num_seqs, connector or NoConnector())
+        self.connector = life.connector
         self.requests, self.waiting, self.running = life.requests, life.waiting, life.running
         self.shares, self.clocks = life.shares, life.clocks
         self._rows = RowPlacer(life, limits.keeps_kv)
@@ -122,7 +126,7 @@ class Scheduler:
         """Let a held or paused request run, or end it with `error`. Unknown ids are ignored."""
         if request := self.requests.get(request_id):
             request.paused = False
-            if request.held:
+            if request.held and request.status == "waiting":
                 self.life.release(request)
             if error is not None:
                 output = self.life.finish(request, [], "error")
@@ -164,8 +168,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Return whether there are unfinished requests, steps in flight or outputs to take."""
-        return bool(self.requests or self._in_flight or self._retirement.outputs)
+        """Return whether there are unfinished requests, steps in flight, outputs to take or blocks on their way."""
+        return bool(self.requests or self._in_flight or self._retirement.outputs or self.connector.busy)
 
     # ------------------------------------------------------------------------------- next step
 
@@ -175,6 +179,8 @@ class Scheduler:
         Returns:
             The step, or None if no request can run.
         """
+        for request_id in self.connector.done():
+            self.life.loaded(request_id)
         builder = PlanBuilder(self.limits.max_num_batched_tokens, self._step)
         was_empty = not self.running
         contended = self.shares.contended

@@ -59,6 +59,7 @@ from quire.types.sampling_params import (
     StructuredOutputsParams,
     check_field_names,
 )
+from quire.types.transfer import BlockKey, BlockMover, TransferEnd, TransferKind, TransferOrder
 
 __all__ = [
     "DTYPE_BYTES",
@@ -68,6 +69,8 @@ __all__ = [
     "NOT_FINITE",
     "NO_TOKEN",
     "REJECTED",
+    "BlockKey",
+    "BlockMover",
     "BlockTable",
     "CompletionOutput",
     "ConfigError",
@@ -117,6 +120,9 @@ __all__ = [
     "TokenLogprobs",
     "TokenMasks",
     "Totals",
+    "TransferEnd",
+    "TransferKind",
+    "TransferOrder",
     "answer_room",
     "check_field_names",
     "max_logit_rows",

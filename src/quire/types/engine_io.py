@@ -131,6 +131,9 @@ class Timing:
     recomputed_tokens: int = 0  # tokens computed again after preemptions
     draft_tokens: int = 0  # draft tokens verified
     accepted_tokens: int = 0  # draft tokens that became output
+    fetched_tokens: dict[str, int] = field(
+        default_factory=dict
+    )  # of the cached ones, by the tier they came from
     prefix_end: str = ""  # why the prefix cache held no more of the prompt (core/prefix_cache.py)
 
 
@@ -197,6 +200,10 @@ class Totals:
     prompt_tokens: int = 0
     queried_tokens: int = 0  # looked up in the prefix cache, once per admission
     cached_tokens: int = 0  # found in the prefix cache
+    # Tokens of cached blocks that were not on the device, by tier: host, disk or prefill.
+    fetched_tokens: dict[str, int] = field(default_factory=dict)
+    moved_bytes: dict[str, int] = field(default_factory=dict)  # by kind of transfer (types/transfer.py)
+    unsaved_blocks: int = 0  # evicted blocks for which host memory had no free row
     computed_tokens: int = 0
     generated_tokens: int = 0
     draft_rows: int = 0  # rows that verified draft tokens

@@ -1,0 +1,98 @@
+"""The connector: what the scheduler asks about KV blocks that are not on this engine's device.
+
+A connector has two halves. This one, in the scheduler's process, decides which blocks move; the other one, a
+`BlockMover` on every rank, copies them. No step ever waits for a copy. A request whose blocks are on their way is
+`loading`, and other requests run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from quire.core.prefix_cache import PrefixMatch
+from quire.types import Request
+
+
+class KVConnector(Protocol):
+    """The scheduler half of a connector, asked at five points in the life of a request."""
+
+    def match(self, request: Request, match: PrefixMatch) -> bool:
+        """Begin to fetch what follows `match` in a waiting request's prefix, if it is kept elsewhere.
+
+        The connector allocates the blocks that it fetches, and keeps them until the request is admitted or ends.
+
+        Returns:
+            True if blocks are on their way. `done` returns the request when they have arrived.
+        """
+        ...
+
+    def plan(self) -> None:
+        """Launch the copies that have been decided. Called before each step is launched, and in each idle round."""
+        ...
+
+    def done(self) -> list[str]:
+        """Return the ids of the requests whose blocks have arrived, or will not arrive."""
+        ...
+
+    def start(self, request: Request) -> None:
+        """Note that a request has been admitted: it holds its blocks itself from now on."""
+        ...
+
+    def finish(self, request: Request) -> None:
+        """Give up the blocks that are kept or fetched for a request, because it ends."""
+        ...
+
+    def reclaim(self, but: Request | None = None) -> bool:
+        """Give up the blocks that are kept for some waiting request other than `but`. Return False if there are none."""
+        ...
+
+    def pinned(self) -> Iterable[list[int]]:
+        """Iterate over the lists of blocks that the connector holds, for `BlockPool.check`."""
+        ...
+
+    @property
+    def busy(self) -> bool:
+        """Return whether copies are in flight, so that the step loop has to continue."""
+        ...
+
+    def wait(self) -> None:
+        """Wait a moment for a copy to end. Called when nothing else is left to do."""
+        ...
+
+    def close(self) -> None:
+        """Stop the worker half."""
+        ...
+
+
+class NoConnector:
+    """The connector of an engine whose blocks stay on the device."""
+
+    busy = False
+
+    def match(self, request: Request, match: PrefixMatch) -> bool:
+        return False
+
+    def plan(self) -> None:
+        pass
+
+    def done(self) -> list[str]:
+        return []
+
+    def start(self, request: Request) -> None:
+        pass
+
+    def finish(self, request: Request) -> None:
+        pass
+
+    def reclaim(self, but: Request | None = None) -> bool:
+        return False
+
+    def pinned(self) -> Iterable[list[int]]:
+        return ()
+
+    def wait(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

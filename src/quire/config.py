@@ -115,6 +115,21 @@ class EngineConfig:
     eviction: Eviction = _kv_cache(
         "lru", "cached block to evict first: lru (least recently used) or fifo (first cached)"
     )
+    kv_host_memory: float | None = _kv_cache(
+        None,
+        "GB of host memory for evicted blocks, which return when a prompt begins with them (default: none)",
+    )
+    kv_disk: str | None = _kv_cache(
+        None, "folder for blocks behind kv_host_memory, kept over restarts; one engine at a time"
+    )
+    kv_disk_size: float = _kv_cache(
+        64.0, "GB of kv_disk, beyond which the least recently used files are deleted"
+    )
+    cache_secret: str | None = _kv_cache(
+        None,
+        "secret in hexadecimal digits from which names of cached blocks derive: engines that exchange blocks share one "
+        "(default: that of kv_disk, or a random one)",
+    )
     shared_prefix: bool = _kv_cache(
         True,
         "read the blocks of a prefix that decoding requests share once for all of them (attention triton)",
@@ -188,6 +203,12 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
         if not 0 < self.memory_utilization <= 1:
             raise ConfigError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
+        for name in ("kv_host_memory", "kv_disk_size"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"{name} must be above 0 GB, got {value}")
+        if self.cache_secret is not None and not _is_secret(self.cache_secret):
+            raise ConfigError("cache_secret must be 32 to 128 hexadecimal digits, two for each byte")
         if not self.rank_timeout > 0:
             raise ConfigError(f"rank_timeout must be above 0 seconds, got {self.rank_timeout}")
         for illegal, message in ILLEGAL:
@@ -281,6 +302,14 @@ ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
         "prefix_caching needs a KV cache, but with kv_layout none nothing is kept between steps",
     ),
     (
+        lambda c: c.kv_host_memory is not None and (c.prefix_caching is False or c.kv_layout == "none"),
+        "kv_host_memory keeps blocks for the prefix cache, so it needs prefix_caching on and another kv_layout than none",
+    ),
+    (
+        lambda c: c.kv_disk is not None and c.kv_host_memory is None,
+        "kv_disk is reached through host memory; set kv_host_memory too",
+    ),
+    (
         lambda c: c.kv_layout == "none" and c.spec_method != "off",
         "spec_method {c.spec_method} needs a KV cache, but with kv_layout none every step recomputes the whole sequence; "
         "use kv_layout paged",
@@ -298,6 +327,10 @@ ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
         "spec_tokens must be at most 16, got {c.spec_tokens}",
     ),
 )
+
+
+def _is_secret(text: str) -> bool:
+    return 32 <= len(text) <= 128 and len(text) % 2 == 0 and not set(text) - set("0123456789abcdefABCDEF")
 
 
 def env_flag(name: str) -> bool:

@@ -13,6 +13,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+from quire.assembly.transfer import with_secret
 from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.core.grammar_interface import Grammar, NoGrammar
@@ -25,7 +26,7 @@ from quire.rank import Rank
 from quire.ranks.group import Peers, start_peers
 from quire.ranks.messages import encode_phase
 from quire.types import EngineInfo, QuireError
-from quire.wiring import wire_engine
+from quire.wiring import Connect, connect_tiers, wire_engine
 from quire.worker.executor import LocalExecutor
 
 log = logging.getLogger("quire")
@@ -50,6 +51,7 @@ def build_engine(
         EngineDead: if a rank ended.
     """
     clock = _PhaseClock(imports_s)
+    config = with_secret(config)
     group = start_peers(config) if group is None else group
     try:
         path = locate_model(config.model, config.revision).path
@@ -103,6 +105,8 @@ def _build(
             size.max_model_len,
         )
     clock.end("kv_cache")
+    rows = start.run("host_rows")
+    start.run("open_tiers", rows)
     start.run("rehearse")
     engine = wire_engine(
         config,
@@ -116,12 +120,24 @@ def _build(
         # The kernels of latent attention do not read shared blocks once.
         shares_prefix=config.shared_prefix and rank.backend.reads_shared and rank.spec.latent is None,
         drafts=config.spec_tokens or 0,
+        connect=_connect(rank, group, rows),
     )
     _freeze_garbage()
     clock.end("warm_up")
     start.run("finish")
     clock.end("weights")
     return engine, _describe(rank, clock.phases_s)
+
+
+def _connect(rank: Rank, group: Peers, rows: int) -> Connect | None:
+    """Return what makes the connector to host memory and disk, or None without kv_host_memory."""
+    if rank.mover is None:
+        return None
+    files, found = rank.stored_blocks()
+    block_bytes = rank.size.block_bytes * rank.config.tensor_parallel_size
+    return connect_tiers(
+        group.mover(rank.mover), rows=rows, files=files, found=found, block_bytes=block_bytes
+    )
 
 
 def pick_grammar(config: EngineConfig, model: Path, vocab_size: int) -> Grammar:

@@ -21,6 +21,7 @@ from quire.assembly.memory import memory_planner
 from quire.assembly.model import load_model, served_spec
 from quire.assembly.speculation import check_speculation, find_draft, pick_speculation
 from quire.assembly.steps import launch_options
+from quire.assembly.transfer import block_fingerprint, disk_blocks, host_rows, open_mover
 from quire.attention.base import AttentionBackend
 from quire.config import EngineConfig
 from quire.kernels import pick_kernels
@@ -29,11 +30,13 @@ from quire.models.registry import check_shards
 from quire.models.spec import ModelSpec
 from quire.parallel.connection import connect_ranks
 from quire.parallel.ranks import Parallel
-from quire.types import ConfigError
+from quire.types import BlockKey, ConfigError
 from quire.wiring import queue_depth
 from quire.worker.executor import device_guard
 from quire.worker.memory.sizing import KVSize, gpu_memory
 from quire.worker.runner import Runner
+from quire.worker.transfer.block_bytes import BlockBytes
+from quire.worker.transfer.mover import LocalMover
 from quire.worker.worker import Worker
 
 
@@ -55,6 +58,7 @@ class Rank:
 
     runner: Runner  # from `allocate` on
     size: KVSize
+    mover: LocalMover | None = None  # from `open_tiers` on, with kv_host_memory
 
     def __init__(self, config: EngineConfig, path: Path, spec: ModelSpec, index: int = 0) -> None:
         check_shards(spec, config.tensor_parallel_size)
@@ -162,6 +166,31 @@ class Rank:
         self._memory.check_kv_fits(self.size, self.worker.reserved_bytes)
         self.runner = self.worker.allocate(self.size)
 
+    def host_rows(self) -> int:
+        """Return the rows of host memory for this rank's part of evicted blocks."""
+        return host_rows(self.config, self.size.block_bytes)
+
+    def open_tiers(self, rows: int) -> None:
+        """Open `rows` rows of host memory, and the files of kv_disk, for evicted blocks."""
+        if not rows:
+            return
+        blocks = BlockBytes(self.worker.blocks)
+        fingerprint = block_fingerprint(
+            self.config,
+            self._path,
+            self.spec,
+            groups=self._memory.groups,
+            backend=self.backend.name,
+            dtype=self.dtype,
+            rank=self._parallel.rank,
+        )
+        self.mover = open_mover(self.config, blocks, rows, self.guard, fingerprint)
+
+    def stored_blocks(self) -> tuple[int, list[BlockKey]]:
+        """Return the most files that kv_disk may hold, and the keys of those that exist, oldest first."""
+        found = self.mover.found() if self.mover is not None else []
+        return disk_blocks(self.config, self.size.block_bytes), found
+
     def rehearse(self) -> None:
         """Run a first request and capture common steps. A CPU has nothing to compile or capture."""
         if self.device.type == "cuda":
@@ -188,6 +217,8 @@ class Rank:
         "compile": lambda rank, _: rank.compile(),
         "kv_budget": lambda rank, _: rank.kv_budget(),
         "allocate": allocate,
+        "host_rows": lambda rank, _: rank.host_rows(),
+        "open_tiers": open_tiers,
         "rehearse": lambda rank, _: rank.rehearse(),
         "finish": lambda rank, _: rank.finish(),
     }

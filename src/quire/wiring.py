@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from quire.config import EngineConfig
 from quire.core import policy
 from quire.core.block_pool import FIFO, LRU, BlockPool
 from quire.core.blocks import Blocks
+from quire.core.connector import KVConnector
 from quire.core.draft_depth import AdaptiveDepth, DraftDepth, FixedDepth, NoDrafts
 from quire.core.engine import Engine
+from quire.core.fetches import FetchBook
 from quire.core.grammar_interface import Grammar
+from quire.core.host_tier import DiskTier, HostTier
+from quire.core.kv_tiers import KVTiers
 from quire.core.policy import Policy
 from quire.core.prefix_cache import HashPrefixCache, NoPrefixCache, PrefixCache
 from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.shared_prefix import CommonBlocks, NoSharedPrefix, SharedPrefix
 from quire.core.steplog import StepLog
-from quire.types import Executor, KVGroup, max_logit_rows
+from quire.types import BlockKey, BlockMover, Executor, KVGroup, Totals, max_logit_rows
 
 _OVERLAP_DEPTH = 2
+
+# Makes the connector of an engine from its blocks, its prefix cache and its counters.
+Connect = Callable[[Blocks, HashPrefixCache, Totals], KVConnector]
 
 
 def queue_depth(config: EngineConfig) -> int:
@@ -39,6 +46,7 @@ def wire_engine(
     has_states: bool = False,
     shares_prefix: bool = False,
     drafts: int = 0,
+    connect: Connect | None = None,
 ) -> Engine:
     """Build the host side of an engine around an executor.
 
@@ -52,12 +60,14 @@ def wire_engine(
         groups: the groups of layers, each of which has block tables of its own.
         has_states: layers keep a state per request, so a prefix needs a state too.
         drafts: most draft tokens of a request in a step; 0 if the executor drafts none.
+        connect: makes the connector, for an engine that caches prefixes; None: blocks stay on the device.
         shares_prefix: look for blocks that rows share, for an attention back end that reads them once.
     """
     pool = BlockPool(num_blocks, FIFO() if config.eviction == "fifo" else LRU())
     cache: PrefixCache = NoPrefixCache(len(groups))
     if config.prefix_caching and not has_states:
-        cache = HashPrefixCache(pool, block_size, groups)
+        secret = None if config.cache_secret is None else bytes.fromhex(config.cache_secret)
+        cache = HashPrefixCache(pool, block_size, groups, secret)
     choices = Policy(
         order=policy.priority if config.scheduling_policy == "priority" else policy.fcfs,
         admits=policy.static if config.batching == "static" else policy.continuous,
@@ -80,8 +90,31 @@ def wire_engine(
     shared: SharedPrefix = NoSharedPrefix()
     if shares_prefix and whole:
         shared = CommonBlocks(block_size, whole[0])
-    scheduler = Scheduler(blocks, choices, limits, log, shared, _draft_depth(config, drafts))
+    connector = None
+    if connect is not None and isinstance(cache, HashPrefixCache):
+        connector = connect(blocks, cache, log.totals)
+    scheduler = Scheduler(blocks, choices, limits, log, shared, _draft_depth(config, drafts), connector)
     return Engine(scheduler, executor, grammar, depth, log, config.check_invariants)
+
+
+def connect_tiers(
+    mover: BlockMover, *, rows: int, files: int, found: Sequence[BlockKey], block_bytes: int
+) -> Connect:
+    """Return what makes the connector to host memory and disk.
+
+    Args:
+        mover: the worker half.
+        rows: rows of host memory.
+        files: most files of the disk; 0 without one.
+        found: keys of the files that exist, oldest first.
+        block_bytes: bytes of a block on all ranks.
+    """
+
+    def connect(blocks: Blocks, cache: HashPrefixCache, totals: Totals) -> KVConnector:
+        disk = DiskTier(files, found)
+        return KVTiers(FetchBook(blocks, cache), mover, HostTier(rows), disk, totals, block_bytes)
+
+    return connect
 
 
 def _draft_depth(config: EngineConfig, drafts: int) -> DraftDepth:

@@ -70,7 +70,7 @@ class BatchAdmission:
             if n == 0 and not (was_empty and builder.rows):
                 return "tokens"
             demand = self._blocks.demand(request, match)
-            while demand.missing > 0 and life.connector.reclaim(but=request):
+            while demand.missing > 0 and life.connector.reclaim(last=request):
                 demand = self._blocks.demand(request, match)
             if demand.missing > 0:
                 return "blocks"

@@ -43,8 +43,12 @@ class KVConnector(Protocol):
         """Give up the blocks that are kept or fetched for a request, because it ends."""
         ...
 
-    def reclaim(self, but: Request | None = None) -> bool:
-        """Give up the blocks that are kept for some waiting request other than `but`. Return False if there are none."""
+    def reclaim(self, last: Request | None = None) -> bool:
+        """Give up the blocks that are kept for a waiting request, for `last` only if for no other.
+
+        Returns:
+            False if no blocks are kept.
+        """
         ...
 
     def pinned(self) -> Iterable[list[int]]:
@@ -85,7 +89,7 @@ class NoConnector:
     def finish(self, request: Request) -> None:
         pass
 
-    def reclaim(self, but: Request | None = None) -> bool:
+    def reclaim(self, last: Request | None = None) -> bool:
         return False
 
     def pinned(self) -> Iterable[list[int]]:

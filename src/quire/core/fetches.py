@@ -19,7 +19,7 @@ from quire.types import BlockKey, Request
 class FetchItem(NamedTuple):
     """A block to fetch: its place in the request, its key, and the device block that it is copied into."""
 
-    index: int
+    place: int
     key: BlockKey
     block: int
 
@@ -129,13 +129,17 @@ class FetchBook:
         else:
             self._pool.release(fetch.held)
 
-    def reclaim(self, but: Request | None) -> bool:
-        """Give up the blocks of the newest complete fetch of a request other than `but`. Return False without one."""
-        for fetch in reversed(self._fetches.values()):
-            if not fetch.missing and fetch.request is not but:
-                self.drop(fetch.request)
-                return True
-        return False
+    def reclaim(self, last: Request | None) -> bool:
+        """Give up the blocks of the newest complete fetch, that of `last` last of all. Return False without one.
+
+        If only a part has arrived, a request may hold blocks that its prefix does not reach, in place of those that it
+        needs.
+        """
+        complete = [fetch.request for fetch in self._fetches.values() if not fetch.missing]
+        if not complete:
+            return False
+        self.drop(max(reversed(complete), key=lambda request: request is not last))
+        return True
 
     def pinned(self) -> Iterable[list[int]]:
         """Iterate over the blocks held by each fetch."""

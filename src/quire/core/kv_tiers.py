@@ -47,9 +47,7 @@ class KVTiers:
         self._orders: list[TransferOrder] = []
         self._ends: dict[int, Callable[[set[int]], None]] = {}  # by ticket; called with the failed copies
         self._tickets = 0
-        self._evicted: list[
-            tuple[BlockKey, int, int]
-        ] = []  # key, device block and host row of a block to save
+        self._evicted: list[tuple[BlockKey, int, HostBlock]] = []  # with the device block, to be saved
         self._unwritten: deque[BlockKey] = deque()  # saved blocks that are to be written to the disk
         self._writing = 0
         book.cache.watch(self._save, self._forget)
@@ -111,8 +109,8 @@ class KVTiers:
     def _count_hits(self, match: PrefixMatch, fetch: Fetch, unread: set[BlockKey]) -> None:
         """Count the tokens that a fetch adds to what the device has, by the slowest tier of each block."""
         size, begin = self.book.block_size, match.tokens // self.book.block_size
-        slow = {item.index for item in fetch.items if item.key in unread and item.index >= begin}
-        tokens = (1 + max(item.index for item in fetch.items)) * size - match.tokens
+        slow = {item.place for item in fetch.items if item.key in unread and item.place >= begin}
+        tokens = (1 + max(item.place for item in fetch.items)) * size - match.tokens
         from_disk = min(len(slow) * size, tokens)
         timing = fetch.request.timing
         for tier, count in (("host", tokens - from_disk), ("disk", from_disk)):
@@ -245,8 +243,8 @@ class KVTiers:
     def finish(self, request: Request) -> None:
         self.book.drop(request)
 
-    def reclaim(self, but: Request | None = None) -> bool:
-        return self.book.reclaim(but)
+    def reclaim(self, last: Request | None = None) -> bool:
+        return self.book.reclaim(last)
 
     def pinned(self) -> Iterable[list[int]]:
         self.host.check()

@@ -140,6 +140,11 @@ async def stats(request: Request) -> Response:
                 "preemptions_for_other_keys": totals["yielded"],
                 "pressure_events": totals["pressure"],
             },
+            "transfers": {
+                "fetched_tokens": totals["fetched_tokens"],
+                "moved_bytes": totals["moved_bytes"],
+                "unsaved_blocks": totals["unsaved_blocks"],
+            },
             "tokens": {
                 "prompt": totals["prompt_tokens"],
                 "cached": totals["cached_tokens"],

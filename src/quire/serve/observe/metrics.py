@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -22,6 +23,7 @@ from quire import __version__
 from quire.serve.api.context import ServerContext, client_of, server_of
 from quire.serve.http.auth import ANYONE, ApiClient
 from quire.serve.observe.histogram import Histogram
+from quire.types import TransferKind
 
 
 class _FamilyCollector(Collector):
@@ -311,6 +313,24 @@ class MetricFamilies:
         yield self._counter(
             "quire:block_evictions", "Number of cached blocks evicted to make room.", figures.evictions
         )
+        totals = figures.totals
+        yield self._counters(
+            "quire:kv_fetched_tokens",
+            "Number of cached tokens whose blocks were not on the device, by the tier that they came from.",
+            "tier",
+            {tier: totals.fetched_tokens.get(tier, 0) for tier in ("host", "disk", "prefill")},
+        )
+        yield self._counters(
+            "quire:kv_moved_bytes",
+            "Number of bytes of blocks copied to and from the device, by kind of transfer.",
+            "kind",
+            {kind: totals.moved_bytes.get(kind, 0) for kind in get_args(TransferKind)},
+        )
+        yield self._counter(
+            "quire:kv_unsaved_blocks",
+            "Number of evicted blocks for which host memory had no free row.",
+            totals.unsaved_blocks,
+        )
         yield self._counter(
             "quire:pressure_events",
             "Number of times that blocks ran out: preemptions, and admissions that had to wait.",
@@ -366,11 +386,11 @@ class MetricFamilies:
             "Number of tokens in finished requests, by client and kind.",
             labels=[*self._base, "client", "kind"],
         )
-        for name, totals in account.clients.items():
+        for name, client in account.clients.items():
             if self._viewer.sees in (None, name):
                 for kind, count in (
-                    ("prompt", totals.prompt_tokens),
-                    ("generation", totals.generated_tokens),
+                    ("prompt", client.prompt_tokens),
+                    ("generation", client.generated_tokens),
                 ):
                     family.add_metric([*self._base.values(), name, kind], count)
         yield family

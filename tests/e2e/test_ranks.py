@@ -35,8 +35,14 @@ def one() -> LLM:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[LLM]:
-    llm = demo(kv_cache_memory=BLOCKS * BLOCK_BYTES // 2, tensor_parallel_size=2)
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """Two ranks, each with its part of evicted blocks in its host memory and its files."""
+    llm = demo(
+        kv_cache_memory=BLOCKS * BLOCK_BYTES // 2,
+        tensor_parallel_size=2,
+        kv_host_memory=BLOCKS * BLOCK_BYTES / 2e9,
+        kv_disk=str(tmp_path_factory.mktemp("disk")),
+    )
     yield llm
     llm.client.close()
 
@@ -67,6 +73,15 @@ def test_two_ranks_answer_as_one(one: LLM, two: LLM) -> None:
     ]
     for _ in range(2):
         assert answers(two, prompts, params) == answers(one, prompts, params)
+
+
+def test_each_rank_keeps_its_part_of_evicted_blocks(one: LLM, two: LLM) -> None:
+    prompts = [[(7 * i + j) % 400 for j in range(150)] for i in range(5)]
+    params = [SamplingParams(max_tokens=8, temperature=0.0)] * 5
+    for _ in range(2):
+        assert answers(two, prompts, params) == answers(one, prompts, params)
+    totals = two.client.engine.log.totals
+    assert totals.fetched_tokens.get("disk", 0) + totals.fetched_tokens.get("host", 0) > 0
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,10 @@ class EngineConfig:
     tensor_parallel_size: int = _parallelism(
         1, "number of ranks, each with its own GPU or CPU process, that share every layer of the model"
     )
+    data_parallel_size: int = _parallelism(
+        1,
+        "number of replicas of the model, each in its own process with its own GPUs, that share the requests",
+    )
     rank_timeout: float = _parallelism(
         60.0, "seconds without progress after which a rank counts as hung and the engine ends"
     )
@@ -253,6 +257,18 @@ class EngineConfig:
         )
 
 
+def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
+    """Return the settings of one replica of `config`: the GPUs behind those of the replicas before it.
+
+    `auto:N` is GPU N, or the CPU where there is no GPU.
+    """
+    kind, _, first = config.device.partition(":")
+    gpu = int(first or 0) + replica * config.tensor_parallel_size
+    if config.kv_disk is not None and config.data_parallel_size > 1:  # files of one engine each
+        config = replace(config, kv_disk=os.path.join(config.kv_disk, f"replica-{replica}"))
+    return replace(config, device=f"{kind}:{gpu}") if gpu and kind != "cpu" else config
+
+
 def _default_seqs(gpu_bytes: int) -> int:
     if not gpu_bytes:
         return 32
@@ -270,6 +286,7 @@ _COUNTS = (
     "cpu_threads",
     "spec_tokens",
     "tensor_parallel_size",
+    "data_parallel_size",
 )
 _CHOICES: dict[str, tuple[str, ...]] = {
     "batching": get_args(Batching),

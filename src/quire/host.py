@@ -11,12 +11,13 @@ import logging
 import sys
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
-from quire.assembly.transfer import with_secret
 from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.core.grammar_interface import Grammar, NoGrammar
+from quire.frontend.block_secret import block_secret
 from quire.frontend.location import locate_model, locate_tokenizer
 from quire.grammar.checker import Checker
 from quire.grammar.compiler import Compiler
@@ -33,7 +34,7 @@ log = logging.getLogger("quire")
 
 
 def build_engine(
-    config: EngineConfig, imports_s: float = 0.0, group: Peers | None = None
+    config: EngineConfig, imports_s: float = 0.0, group: Peers | None = None, secret: bytes | None = None
 ) -> tuple[Engine, EngineInfo]:
     """Load the model and build an engine.
 
@@ -41,6 +42,7 @@ def build_engine(
         config: settings.
         imports_s: seconds that the caller spent importing this module; they are reported as a phase of the start-up.
         group: the processes of the other ranks; None starts them here.
+        secret: key of the names of KV blocks, which engines of one deployment share; None picks one.
 
     Returns:
         The engine, and its sizes and start-up times.
@@ -51,14 +53,15 @@ def build_engine(
         EngineDead: if a rank ended.
     """
     clock = _PhaseClock(imports_s)
-    config = with_secret(config)
+    secret = secret or block_secret(config)
+    config = replace(config, cache_secret=secret.hex())  # for the ranks, too
     group = start_peers(config) if group is None else group
     try:
         path = locate_model(config.model, config.revision).path
         rank = Rank(config, path, load_spec(path))
         clock.end("config")
         with closing(rank), rank.guard():
-            return _build(rank, _StartUp(rank, group), group, path, clock)
+            return _build(rank, _StartUp(rank, group), group, path, clock, secret)
     except BaseException:
         group.kill()
         raise
@@ -84,7 +87,7 @@ class _StartUp:
 
 
 def _build(
-    rank: Rank, start: _StartUp, group: Peers, path: Path, clock: _PhaseClock
+    rank: Rank, start: _StartUp, group: Peers, path: Path, clock: _PhaseClock, secret: bytes | None
 ) -> tuple[Engine, EngineInfo]:
     config = rank.config
     group.start(config, path)
@@ -121,6 +124,7 @@ def _build(
         shares_prefix=config.shared_prefix and rank.backend.reads_shared and rank.spec.latent is None,
         drafts=config.spec_tokens or 0,
         connect=_connect(rank, group, rows),
+        secret=secret,
     )
     _freeze_garbage()
     clock.end("warm_up")

@@ -8,6 +8,7 @@ from quire.config import EngineConfig
 from quire.core import policy
 from quire.core.block_pool import FIFO, LRU, BlockPool
 from quire.core.blocks import Blocks
+from quire.core.cache_journal import CacheJournal, NameJournal, NoJournal
 from quire.core.connector import KVConnector
 from quire.core.draft_depth import AdaptiveDepth, DraftDepth, FixedDepth, NoDrafts
 from quire.core.engine import Engine
@@ -47,6 +48,7 @@ def wire_engine(
     shares_prefix: bool = False,
     drafts: int = 0,
     connect: Connect | None = None,
+    secret: bytes | None = None,
 ) -> Engine:
     """Build the host side of an engine around an executor.
 
@@ -61,13 +63,14 @@ def wire_engine(
         has_states: layers keep a state per request, so a prefix needs a state too.
         drafts: most draft tokens of a request in a step; 0 if the executor drafts none.
         connect: makes the connector, for an engine that caches prefixes; None: blocks stay on the device.
+        secret: key of the names of blocks; engines with the same one give equal blocks equal names. None picks one.
         shares_prefix: look for blocks that rows share, for an attention back end that reads them once.
     """
     pool = BlockPool(num_blocks, FIFO() if config.eviction == "fifo" else LRU())
     cache: PrefixCache = NoPrefixCache(len(groups))
+    journal: CacheJournal = NameJournal() if config.data_parallel_size > 1 else NoJournal()
     if config.prefix_caching and not has_states:
-        secret = None if config.cache_secret is None else bytes.fromhex(config.cache_secret)
-        cache = HashPrefixCache(pool, block_size, groups, secret)
+        cache = HashPrefixCache(pool, block_size, groups, secret, journal)
     choices = Policy(
         order=policy.priority if config.scheduling_policy == "priority" else policy.fcfs,
         admits=policy.static if config.batching == "static" else policy.continuous,
@@ -94,7 +97,7 @@ def wire_engine(
     if connect is not None and isinstance(cache, HashPrefixCache):
         connector = connect(blocks, cache, log.totals)
     scheduler = Scheduler(blocks, choices, limits, log, shared, _draft_depth(config, drafts), connector)
-    return Engine(scheduler, executor, grammar, depth, log, config.check_invariants)
+    return Engine(scheduler, executor, grammar, depth, log, config.check_invariants, journal)
 
 
 def connect_tiers(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from hashlib import blake2b
 from pathlib import Path
 
@@ -10,7 +9,6 @@ import torch
 
 from quire import __version__
 from quire.config import EngineConfig
-from quire.files.secret import folder_secret
 from quire.models.spec import ModelSpec
 from quire.types import ConfigError
 from quire.worker.executor import DeviceGuard
@@ -24,17 +22,6 @@ GB = 10**9
 _BUFFER_BYTES = (
     128 << 20
 )  # on a GPU, in each direction: so much is evicted in a step before it waits for the way out
-
-
-def with_secret(config: EngineConfig) -> EngineConfig:
-    """Return settings with a secret for the names of blocks, if blocks outlive this process.
-
-    Raises:
-        ConfigError: if the folder of kv_disk cannot be used.
-    """
-    if config.kv_disk is None or config.cache_secret is not None:
-        return config
-    return replace(config, cache_secret=folder_secret(Path(config.kv_disk)).hex())
 
 
 def host_rows(config: EngineConfig, block_bytes: int) -> int:

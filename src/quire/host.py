@@ -120,6 +120,7 @@ def _build(
         grammar=pick_grammar(config, path, rank.spec.vocab_size),
         groups=size.groups,
         has_states=bool(size.state_bytes),
+        num_snapshots=size.num_snapshots,
         # The kernels of latent attention do not read shared blocks once.
         shares_prefix=config.shared_prefix and rank.backend.reads_shared and rank.spec.latent is None,
         drafts=config.spec_tokens or 0,
@@ -182,6 +183,8 @@ def _describe(rank: Rank, phases_s: dict[str, float]) -> EngineInfo:
         kv_groups=[(len(group.layers), group.window) for group in size.groups],
         weight_bytes=rank.weight_bytes,
         num_parameters=spec.num_parameters,
+        state_bytes=size.state_bytes,
+        num_snapshots=size.num_snapshots,
         reserved_bytes=rank.worker.reserved_bytes,
         prefix_caching=bool(config.prefix_caching),
         eviction=config.eviction,

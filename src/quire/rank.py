@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from quire.assembly.attention import pick_attention
 from quire.assembly.device import pick_dtype, rank_device
-from quire.assembly.memory import memory_planner
+from quire.assembly.memory import memory_planner, request_state_bytes
 from quire.assembly.model import load_model, served_spec
 from quire.assembly.speculation import check_speculation, find_draft, pick_speculation
 from quire.assembly.steps import launch_options
@@ -75,7 +75,14 @@ class Rank:
         check_speculation(config, spec)
         self._draft = find_draft(config, path, spec)
         longest = min([spec.max_model_len, *(draft.spec.max_model_len for draft in self._draft)])
-        self.spec, self.config = spec, config.resolved(gpu_memory(self.device), longest)
+        self.spec, self.config = (
+            spec,
+            config.resolved(
+                gpu_memory(self.device),
+                longest,
+                request_state_bytes(spec, self.dtype, config.tensor_parallel_size),
+            ),
+        )
         self._kernels = pick_kernels(self.device, self.dtype, config.cpu_kernels)
         self.backend = pick_attention(config.attention, spec, self.device, self.dtype, self._kernels)
         self._parallel = Parallel(index, config.tensor_parallel_size)

@@ -54,7 +54,7 @@ class DecoderModel:
 
     def __init__(self, env: Env, spec: ModelSpec) -> None:
         prefix = find_prefix(env.weights, "embed_tokens.weight", PREFIXES)
-        self.spec = spec
+        self.spec, self.prefix = spec, prefix
         self.embed = Embedding(
             env,
             prefix + "embed_tokens",
@@ -63,11 +63,14 @@ class DecoderModel:
             spec.embedding_scale,
             spec.rounds_embedding_scale,
         )
-        params = list(dict.fromkeys(spec.layer_ropes))
-        self.ropes = [Rope(each, spec.rope_dim, spec.max_model_len, env.device, env.dtype) for each in params]
-        self.rope_of = [params.index(each) for each in spec.layer_ropes]  # by layer
+        kinds = [(params, spec.rope_dim(index)) for index, params in enumerate(spec.layer_ropes)]
+        different = list(dict.fromkeys(kinds))
+        self.ropes = [Rope(*kind, spec.max_model_len, env.device, env.dtype) for kind in different]
+        self.rope_of = [different.index(kind) for kind in kinds]  # by layer
         layer_class = self.layer_class or LAYOUTS[spec.layout]
-        self.layers = [layer_class(env, spec, i, f"{prefix}layers.{i}.") for i in range(spec.num_layers)]
+        self.layers: Sequence[DecoderLayer] = [
+            layer_class(env, spec, i, f"{prefix}layers.{i}.") for i in range(spec.num_layers)
+        ]
         norm = NORMS[spec.norm]
         self.norm = norm(env, prefix + spec.names.get("norm", "norm"), spec.hidden_size, spec.norm_eps)
         self.head = LMHead(

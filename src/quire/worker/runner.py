@@ -16,6 +16,7 @@ from quire.sampling.sampler import Sampler
 from quire.types import StepHandle, StepPlan, TokenMasks
 from quire.worker.batch import Batcher
 from quire.worker.graphs import LaunchedStep, Launcher
+from quire.worker.memory.states import NO_STATES, StateMemory
 from quire.worker.pooling import Pooler
 from quire.worker.results import Arrays, Results, StepOutput
 from quire.worker.staging import Staging
@@ -36,9 +37,11 @@ class Runner:
         staging: Staging,
         results: Results,
         pooler: Pooler,
+        states: StateMemory = NO_STATES,
     ) -> None:
         self.launcher, self.batcher, self.sampler, self.state = launcher, batcher, sampler, state
         self._model, self._staging, self._results, self._pooler = model, staging, results, pooler
+        self._states = states
         self._launched: LaunchedStep | None = None
         self._score_tops: dict[int, int] = {}  # by slot: number of prompt log-probabilities per token
 
@@ -53,7 +56,11 @@ class Runner:
             self._pooler.admit(admit.slot, admit.request)
         if plan.admissions:
             self.sampler.flush()
+        for slot, row in plan.restores:
+            self._states.restore(slot, row)
         self._launched = self.launcher.launch(plan, self._staging)
+        for slot, row in plan.saves:
+            self._states.save(slot, row)
 
     @torch.inference_mode()
     def sample(self, step_id: int, masks: TokenMasks | None) -> StepHandle:

@@ -288,6 +288,7 @@ class Worker:
             staging=Staging(device, self._options.depth),
             results=Results(device, turns),
             pooler=Pooler(state.dummy + 1, device),
+            states=states,
         )
 
     def _kernel_batcher(

@@ -175,6 +175,12 @@ async def stats(request: Request) -> Response:
                 "moved_bytes": totals["moved_bytes"],
                 "unsaved_blocks": totals["unsaved_blocks"],
             },
+            "states": {
+                "bytes_per_request": engine.info.state_bytes,
+                "snapshot_rows": engine_stats.snapshot_rows,
+                "snapshots": engine_stats.snapshots,
+                "evictions": totals["snapshot_evictions"],
+            },
             "tokens": {
                 "prompt": totals["prompt_tokens"],
                 "cached": totals["cached_tokens"],

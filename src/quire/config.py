@@ -172,6 +172,11 @@ class EngineConfig:
         1,
         "number of replicas of the model, each in its own process with its own GPUs, that share the requests",
     )
+    disaggregate: str | None = _parallelism(
+        None,
+        "engines that only compute prompts, and engines that only decode, such as prefill:1,decode:1; a multiple of "
+        "prefill engines belongs to each decode engine",
+    )
     rank_timeout: float = _parallelism(
         60.0, "seconds without progress after which a rank counts as hung and the engine ends"
     )
@@ -228,9 +233,25 @@ class EngineConfig:
             raise ConfigError("cache_secret must be 32 to 128 hexadecimal digits, two for each byte")
         if not self.rank_timeout > 0:
             raise ConfigError(f"rank_timeout must be above 0 seconds, got {self.rank_timeout}")
+        if self.disaggregate is not None:
+            _, decodes = parse_disaggregation(self.disaggregate)
+            if self.data_parallel_size not in (1, decodes):
+                raise ConfigError(
+                    f"disaggregate {self.disaggregate} has {decodes} decode engines, but data_parallel_size is "
+                    f"{self.data_parallel_size}; leave one out"
+                )
+            object.__setattr__(self, "data_parallel_size", decodes)
         for illegal, message in ILLEGAL:
             if illegal(self):
                 raise ConfigError(message.format(c=self))
+
+    @property
+    def num_prefills(self) -> int:
+        """Number of prefill engines of each decode engine; 0 without disaggregation."""
+        if self.disaggregate is None:
+            return 0
+        prefills, decodes = parse_disaggregation(self.disaggregate)
+        return prefills // decodes
 
     def resolved(self, gpu_bytes: int, model_max_len: int, state_bytes: int = 0) -> EngineConfig:
         """Return these settings with the automatic values that need no loaded model.
@@ -281,6 +302,26 @@ def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
     if config.kv_disk is not None and config.data_parallel_size > 1:  # files of one engine each
         config = replace(config, kv_disk=os.path.join(config.kv_disk, f"replica-{replica}"))
     return replace(config, device=f"{kind}:{gpu}") if gpu and kind != "cpu" else config
+
+
+def parse_disaggregation(text: str) -> tuple[int, int]:
+    """Return the numbers of prefill and decode engines of a text such as `prefill:1,decode:1`.
+
+    Raises:
+        ConfigError: if it is something else, or decode engines cannot have equally many prefill engines.
+    """
+    parts = dict(part.partition(":")[::2] for part in text.replace(",", " ").split())
+    if parts.keys() != {"prefill", "decode"} or not all(
+        n.isdecimal() and 0 < int(n) < 100 for n in parts.values()
+    ):
+        raise ConfigError(f"disaggregate must look like prefill:1,decode:1, got {text!r}")
+    prefills, decodes = int(parts["prefill"]), int(parts["decode"])
+    if prefills % decodes:
+        raise ConfigError(
+            f"disaggregate needs a multiple of {decodes} prefill engines, because each decode engine owns equally many; "
+            f"got {prefills}"
+        )
+    return prefills, decodes
 
 
 def _default_seqs(gpu_bytes: int, state_bytes: int) -> int:
@@ -338,6 +379,19 @@ ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
     (
         lambda c: c.kv_host_memory is not None and (c.prefix_caching is False or c.kv_layout == "none"),
         "kv_host_memory keeps blocks for the prefix cache, so it needs prefix_caching on and another kv_layout than none",
+    ),
+    (
+        lambda c: c.disaggregate is not None and (c.prefix_caching is False or c.kv_layout != "paged"),
+        "disaggregate moves blocks by their names, so it needs prefix_caching on and kv_layout paged",
+    ),
+    (
+        lambda c: c.disaggregate is not None and (c.tensor_parallel_size > 1 or c.spec_method == "draft"),
+        "disaggregate serves engines of one rank without a draft model so far; "
+        "leave out tensor_parallel_size and spec_method draft",
+    ),
+    (
+        lambda c: c.disaggregate is not None and c.kv_host_memory is not None,
+        "disaggregate and kv_host_memory exclude each other so far; leave one out",
     ),
     (
         lambda c: c.kv_disk is not None and c.kv_host_memory is None,

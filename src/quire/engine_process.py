@@ -79,7 +79,7 @@ def _build(start: msg.StartEngine) -> tuple[Engine, EngineInfo]:
         from quire.dry_run import build_dry_run
 
         return build_dry_run(start.config, start.dry_run_step_s, start.secret)
-    return start_engine(start.config, start.secret)
+    return start_engine(start.config, start.secret, start.exports)
 
 
 def serve(engine: Engine, channel: Channel, parent: int) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.core.grammar_interface import Grammar, NoGrammar
+from quire.disaggregation.start import Prefills, start_prefills
 from quire.frontend.block_secret import block_secret
 from quire.frontend.location import locate_model, locate_tokenizer
 from quire.grammar.checker import Checker
@@ -27,14 +28,18 @@ from quire.rank import Rank
 from quire.ranks.group import Peers, start_peers
 from quire.ranks.messages import encode_phase
 from quire.types import EngineInfo, QuireError
-from quire.wiring import Connect, connect_tiers, wire_engine
+from quire.wiring import Connect, connect_exporter, connect_prefills, connect_tiers, wire_engine
 from quire.worker.executor import LocalExecutor
 
 log = logging.getLogger("quire")
 
 
 def build_engine(
-    config: EngineConfig, imports_s: float = 0.0, group: Peers | None = None, secret: bytes | None = None
+    config: EngineConfig,
+    imports_s: float = 0.0,
+    group: Peers | None = None,
+    secret: bytes | None = None,
+    exports: int | None = None,
 ) -> tuple[Engine, EngineInfo]:
     """Load the model and build an engine.
 
@@ -43,6 +48,7 @@ def build_engine(
         imports_s: seconds that the caller spent importing this module; they are reported as a phase of the start-up.
         group: the processes of the other ranks; None starts them here.
         secret: key of the names of KV blocks, which engines of one deployment share; None picks one.
+        exports: descriptor of the memory in which a prefill engine shows its blocks; None for other engines.
 
     Returns:
         The engine, and its sizes and start-up times.
@@ -56,14 +62,17 @@ def build_engine(
     secret = secret or block_secret(config)
     config = replace(config, cache_secret=secret.hex())  # for the ranks, too
     group = start_peers(config) if group is None else group
+    prefills = start_prefills(config, secret)
     try:
         path = locate_model(config.model, config.revision).path
-        rank = Rank(config, path, load_spec(path))
+        rank = Rank(config, path, load_spec(path), exports=exports)
         clock.end("config")
         with closing(rank), rank.guard():
-            return _build(rank, _StartUp(rank, group), group, path, clock, secret)
+            return _build(rank, _StartUp(rank, group), group, path, clock, secret, prefills)
     except BaseException:
         group.kill()
+        if prefills is not None:
+            prefills.close()
         raise
 
 
@@ -87,7 +96,13 @@ class _StartUp:
 
 
 def _build(
-    rank: Rank, start: _StartUp, group: Peers, path: Path, clock: _PhaseClock, secret: bytes | None
+    rank: Rank,
+    start: _StartUp,
+    group: Peers,
+    path: Path,
+    clock: _PhaseClock,
+    secret: bytes | None,
+    prefills: Prefills | None,
 ) -> tuple[Engine, EngineInfo]:
     config = rank.config
     group.start(config, path)
@@ -108,6 +123,8 @@ def _build(
             size.max_model_len,
         )
     clock.end("kv_cache")
+    if prefills is not None:
+        prefills.processes.await_ready()
     rows = start.run("host_rows")
     start.run("open_tiers", rows)
     start.run("rehearse")
@@ -124,7 +141,7 @@ def _build(
         # The kernels of latent attention do not read shared blocks once.
         shares_prefix=config.shared_prefix and rank.backend.reads_shared and rank.spec.latent is None,
         drafts=config.spec_tokens or 0,
-        connect=_connect(rank, group, rows),
+        connect=_connect(rank, group, rows, prefills),
         secret=secret,
     )
     _freeze_garbage()
@@ -134,8 +151,14 @@ def _build(
     return engine, _describe(rank, clock.phases_s)
 
 
-def _connect(rank: Rank, group: Peers, rows: int) -> Connect | None:
-    """Return what makes the connector to host memory and disk, or None without kv_host_memory."""
+def _connect(rank: Rank, group: Peers, rows: int, prefills: Prefills | None) -> Connect | None:
+    """Return what makes the connector to other engines, or to host memory and disk, or None without any."""
+    if rank.exports is not None:
+        return connect_exporter
+    if prefills is not None:
+        mover = rank.open_peers()
+        prefills.report_to(mover.add_peer)
+        return connect_prefills(mover, prefills.processes, rank.size.block_bytes)
     if rank.mover is None:
         return None
     files, found = rank.stored_blocks()
@@ -185,6 +208,7 @@ def _describe(rank: Rank, phases_s: dict[str, float]) -> EngineInfo:
         num_parameters=spec.num_parameters,
         state_bytes=size.state_bytes,
         num_snapshots=size.num_snapshots,
+        shared_offsets=rank.shared_offsets(),
         reserved_bytes=rank.worker.reserved_bytes,
         prefix_caching=bool(config.prefix_caching),
         eviction=config.eviction,

@@ -36,7 +36,8 @@ from quire.worker.executor import device_guard
 from quire.worker.memory.sizing import KVSize, gpu_memory
 from quire.worker.runner import Runner
 from quire.worker.transfer.block_bytes import BlockBytes
-from quire.worker.transfer.mover import LocalMover
+from quire.worker.transfer.mover import CpuCopier, LocalMover
+from quire.worker.transfer.shared_memory import SharedMemory
 from quire.worker.worker import Worker
 
 
@@ -51,6 +52,7 @@ class Rank:
         path: folder or file of the model.
         spec: the model's spec.
         index: number of this rank.
+        exports: descriptor of the memory in which the blocks of a prefill engine are; None for other engines.
 
     Raises:
         ConfigError: if the settings do not suit the model or the machine.
@@ -60,7 +62,14 @@ class Rank:
     size: KVSize
     mover: LocalMover | None = None  # from `open_tiers` on, with kv_host_memory
 
-    def __init__(self, config: EngineConfig, path: Path, spec: ModelSpec, index: int = 0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        path: Path,
+        spec: ModelSpec,
+        index: int = 0,
+        exports: int | None = None,
+    ) -> None:
         check_shards(spec, config.tensor_parallel_size)
         self.device = rank_device(config.device, index, config.tensor_parallel_size)
         self.guard = device_guard(self.device)
@@ -87,6 +96,11 @@ class Rank:
         self.backend = pick_attention(config.attention, spec, self.device, self.dtype, self._kernels)
         self._parallel = Parallel(index, config.tensor_parallel_size)
         self._loading = ExitStack()
+        self.exports = None if exports is None else SharedMemory(exports)
+        if self.device.type != "cpu" and (exports is not None or config.num_prefills):
+            raise ConfigError(
+                f"disaggregate copies blocks through shared memory, which needs device cpu, got {self.device}"
+            )
 
     @property
     def weight_bytes(self) -> int:
@@ -171,7 +185,7 @@ class Rank:
         """Allocate a KV cache of at most `budget` bytes."""
         self.size = self._memory.size_kv(budget)
         self._memory.check_kv_fits(self.size, self.worker.reserved_bytes)
-        self.runner = self.worker.allocate(self.size)
+        self.runner = self.worker.allocate(self.size, self.exports)
 
     def host_rows(self) -> int:
         """Return the rows of host memory for this rank's part of evicted blocks."""
@@ -192,6 +206,16 @@ class Rank:
             rank=self._parallel.rank,
         )
         self.mover = open_mover(self.config, blocks, rows, self.guard, fingerprint)
+
+    def shared_offsets(self) -> list[int]:
+        """Return the places of the tensors of blocks in shared memory; none unless this is a prefill engine."""
+        if self.exports is None:
+            return []
+        return [self.exports.offset(part.data_ptr()) for part in BlockBytes(self.worker.blocks).parts]
+
+    def open_peers(self) -> LocalMover:
+        """Return a mover that copies blocks of prefill engines."""
+        return LocalMover(CpuCopier(BlockBytes(self.worker.blocks), 0), self.guard)
 
     def stored_blocks(self) -> tuple[int, list[BlockKey]]:
         """Return the most files that kv_disk may hold, and the keys of those that exist, oldest first."""

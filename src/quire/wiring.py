@@ -12,12 +12,14 @@ from quire.core.cache_journal import CacheJournal, NameJournal, NoJournal
 from quire.core.connector import KVConnector
 from quire.core.draft_depth import AdaptiveDepth, DraftDepth, FixedDepth, NoDrafts
 from quire.core.engine import Engine
+from quire.core.exporter import Exporter
 from quire.core.fetches import FetchBook
 from quire.core.grammar_interface import Grammar
 from quire.core.host_tier import DiskTier, HostTier
 from quire.core.kv_tiers import KVTiers
 from quire.core.policy import Policy
 from quire.core.prefix_cache import HashPrefixCache, NoPrefixCache, PrefixCache
+from quire.core.remote_prefill import PrefillEngines, RemotePrefill
 from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.shared_prefix import CommonBlocks, NoSharedPrefix, SharedPrefix
@@ -107,6 +109,20 @@ def wire_engine(
         connector = connect(blocks, cache, log.totals)
     scheduler = Scheduler(blocks, choices, limits, log, shared, _draft_depth(config, drafts), connector)
     return Engine(scheduler, executor, grammar, depth, log, config.check_invariants, journal)
+
+
+def connect_exporter(blocks: Blocks, cache: HashPrefixCache, totals: Totals) -> KVConnector:
+    """Make the connector of a prefill engine."""
+    return Exporter(blocks)
+
+
+def connect_prefills(mover: BlockMover, engines: PrefillEngines, block_bytes: int) -> Connect:
+    """Return what makes the connector of a decode engine to its prefill engines."""
+
+    def connect(blocks: Blocks, cache: HashPrefixCache, totals: Totals) -> KVConnector:
+        return RemotePrefill(FetchBook(blocks, cache), mover, engines, totals, block_bytes)
+
+    return connect
 
 
 def connect_tiers(

@@ -45,7 +45,7 @@ def two(disk: Path) -> Iterator[LLM]:
     llm = demo(
         kv_cache_memory=BLOCKS * BLOCK_BYTES // 2,
         tensor_parallel_size=2,
-        kv_host_memory=BLOCKS * BLOCK_BYTES / 2e9,
+        kv_host_memory=2 * BLOCKS * BLOCK_BYTES / 1e9,
         kv_disk=str(disk),
     )
     yield llm

@@ -40,8 +40,8 @@ class BatchAdmission:
         if not self._policy.chunk(request.known - match.tokens, reserved):
             return
         demand = self._blocks.demand(request, match)
-        if demand.missing <= 0 and life.connector.match(request, match):
-            life.load(request)
+        if demand.missing <= 0 and (waits_for := life.connector.match(request, match)):
+            life.load(request, waits_for)
             return
         slots = 0 if life.has_slot else 1
         shortage = Shortage(slots, demand.missing, demand.size, frozenset(match.blocks))
@@ -74,9 +74,9 @@ class BatchAdmission:
                 demand = self._blocks.demand(request, match)
             if demand.missing > 0:
                 return "blocks"
-            if life.connector.match(request, match):
-                life.load(request)
-                skipped = skipped or "loading"
+            if waits_for := life.connector.match(request, match):
+                life.load(request, waits_for)
+                skipped = skipped or waits_for
                 continue
             if not builder.published.isdisjoint(match.blocks):
                 # A row must not read a block that another row of its step writes, so this one runs in the next step.

@@ -86,7 +86,7 @@ class Clocks:
         self.lost_s += self._excess_s(record)
         for request, count, is_last in rows:
             request.own_s += took_s * count / record.prompt_tokens
-            if is_last and request.status != "finished":
+            if is_last and not request.ended:
                 found.add(request)
                 self._catch_up(request, now_s)
         return found

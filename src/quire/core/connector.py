@@ -7,23 +7,32 @@ A connector has two halves. This one, in the scheduler's process, decides which 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
+from quire.core.plan_builder import ComputedRow
 from quire.core.prefix_cache import PrefixMatch
-from quire.types import Request
+from quire.types import EngineOutput, Request
+
+
+class LoadNews(NamedTuple):
+    """What a loading request waits for from now on; nothing if its blocks have arrived, or will not arrive."""
+
+    request_id: str
+    waits_for: str = ""
 
 
 class KVConnector(Protocol):
     """The scheduler half of a connector, asked at five points in the life of a request."""
 
-    def match(self, request: Request, match: PrefixMatch) -> bool:
+    def match(self, request: Request, match: PrefixMatch) -> str:
         """Begin to fetch what follows `match` in a waiting request's prefix, if it is kept elsewhere.
 
         The connector allocates the blocks that it fetches, and keeps them until the request is admitted or ends.
 
         Returns:
-            True if blocks are on their way. `done` returns the request when they have arrived.
+            What the request waits for, a cause of waiting; "" if no blocks are on their way. `done` returns the
+            request when they have arrived.
         """
         ...
 
@@ -31,16 +40,33 @@ class KVConnector(Protocol):
         """Launch the copies that have been decided. Called before each step is launched, and in each idle round."""
         ...
 
-    def done(self) -> list[str]:
-        """Return the ids of the requests whose blocks have arrived, or will not arrive."""
+    def done(self) -> list[LoadNews]:
+        """Return what has changed for loading requests."""
         ...
 
     def start(self, request: Request) -> None:
         """Note that a request has been admitted: it holds its blocks itself from now on."""
         ...
 
-    def finish(self, request: Request) -> None:
-        """Give up the blocks that are kept or fetched for a request, because it ends."""
+    def retire(self, rows: Sequence[ComputedRow]) -> list[EngineOutput]:
+        """Note the rows of a step that has been computed, before its results are applied. Return what to report."""
+        ...
+
+    def finish(self, request: Request) -> bool:
+        """Give up the blocks that are kept or fetched for a request, because it ends.
+
+        Returns:
+            True if another engine still reads its blocks, until `release` names it.
+        """
+        ...
+
+    def release(self, request_id: str) -> None:
+        """Give up the blocks that another engine has read. Unknown ids are ignored."""
+        ...
+
+    @property
+    def notes(self) -> Sequence[str]:
+        """Return a text about each process of the connector that is not up."""
         ...
 
     def reclaim(self, last: Request | None = None) -> bool:
@@ -72,22 +98,34 @@ class KVConnector(Protocol):
 class NoConnector:
     """The connector of an engine whose blocks stay on the device."""
 
-    busy = False
-
-    def match(self, request: Request, match: PrefixMatch) -> bool:
-        return False
+    def match(self, request: Request, match: PrefixMatch) -> str:
+        return ""
 
     def plan(self) -> None:
         pass
 
-    def done(self) -> list[str]:
+    def done(self) -> list[LoadNews]:
         return []
 
     def start(self, request: Request) -> None:
         pass
 
-    def finish(self, request: Request) -> None:
+    def retire(self, rows: Sequence[ComputedRow]) -> list[EngineOutput]:
+        return []
+
+    def finish(self, request: Request) -> bool:
+        return False
+
+    def release(self, request_id: str) -> None:
         pass
+
+    @property
+    def notes(self) -> Sequence[str]:
+        return ()
+
+    @property
+    def busy(self) -> bool:
+        return False
 
     def reclaim(self, last: Request | None = None) -> bool:
         return False

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 
+from quire.core.connector import LoadNews, NoConnector
 from quire.core.fetches import Fetch, FetchBook, FetchItem
 from quire.core.host_tier import DiskTier, HostBlock, HostTier
 from quire.core.prefix_cache import PrefixMatch
@@ -21,7 +22,7 @@ _WRITES = 32  # blocks that are written to the disk at once
 _WAIT_S = 2e-3  # for a copy, when nothing else is left to do: new requests arrive in the meantime
 
 
-class KVTiers:
+class KVTiers(NoConnector):
     """The scheduler half of the connector to host memory and disk.
 
     Args:
@@ -54,9 +55,10 @@ class KVTiers:
 
     # ------------------------------------------------------------------------------ towards the device
 
-    def match(self, request: Request, match: PrefixMatch) -> bool:
+    def match(self, request: Request, match: PrefixMatch) -> str:
         # If host memory has too few rows for what is on the disk, what it holds itself is better than nothing.
-        return self._fetch(request, match, self._has) or self._fetch(request, match, self.host.__contains__)
+        begun = self._fetch(request, match, self._has) or self._fetch(request, match, self.host.__contains__)
+        return "loading" if begun else ""
 
     def _fetch(self, request: Request, match: PrefixMatch, has: Callable[[BlockKey], bool]) -> bool:
         wanted = self.book.wanted(request, lambda group, name: has((group, name)))
@@ -229,19 +231,20 @@ class KVTiers:
             orders, self._orders = self._orders, []
             self.mover.start(orders)
 
-    def done(self) -> list[str]:
+    def done(self) -> list[LoadNews]:
         if self._ends:
             for ticket, failed in self.mover.ended():
                 self._ends.pop(ticket)(set(failed))
-        return self.book.arrived()
+        return [LoadNews(request_id) for request_id in self.book.arrived()]
 
     # ------------------------------------------------------------------------------ requests
 
     def start(self, request: Request) -> None:
         self.book.drop(request)
 
-    def finish(self, request: Request) -> None:
+    def finish(self, request: Request) -> bool:
         self.book.drop(request)
+        return False
 
     def reclaim(self, last: Request | None = None) -> bool:
         return self.book.reclaim(last)

@@ -18,7 +18,7 @@ from bisect import insort
 
 from quire.core.blocks import BlockDemand, Blocks
 from quire.core.clocks import Clocks
-from quire.core.connector import KVConnector
+from quire.core.connector import KVConnector, LoadNews
 from quire.core.shares import Shares
 from quire.core.steplog import StepLog
 from quire.core.waiting_queue import WaitingQueue
@@ -61,6 +61,7 @@ class Lifecycle:
         self.shares = Shares()
         self.waiting = WaitingQueue(self.shares)
         self.running: list[Request] = []  # sorted by order
+        self.holding: dict[str, Request] = {}  # ended, but another engine still reads their blocks
         self.admissions = 0
         self._free_slots = list(range(slots))[::-1]
 
@@ -83,16 +84,27 @@ class Lifecycle:
         self.clocks.release(request)
         request.held = None
 
-    def load(self, request: Request) -> None:
-        """Keep a waiting request in the queue, but out of the batch, until `loaded` names it."""
+    def load(self, request: Request, waits_for: str) -> None:
+        """Keep a waiting request in the queue, but out of the batch, until `hear` lets it go."""
         move(request, "loading")
-        self.clocks.hold(request, "loading")
+        self.clocks.hold(request, waits_for)
 
-    def loaded(self, request_id: str) -> None:
-        """Let a loading request be admitted. Ids of other requests are ignored."""
-        if (request := self.requests.get(request_id)) and request.status == "loading":
+    def hear(self, news: LoadNews) -> None:
+        """Apply what has changed for a loading request. Other requests are ignored."""
+        request = self.requests.get(news.request_id)
+        if request is None or request.status != "loading":
+            return
+        self.release(request)
+        if news.waits_for:
+            self.clocks.hold(request, news.waits_for)
+        else:
             move(request, "waiting")
-            self.release(request)
+
+    def forget(self, request_id: str) -> None:
+        """Release the blocks of a request that another engine has read."""
+        self.connector.release(request_id)
+        if request := self.holding.pop(request_id, None):
+            move(request, "finished")
 
     def start(self, request: Request, demand: BlockDemand, step: int) -> None:
         """Give a waiting request a slot and its blocks.
@@ -140,8 +152,11 @@ class Lifecycle:
             self._leave_batch(request)
         else:
             self.waiting.remove(request)
-        move(request, "finished")
-        self.connector.finish(request)
+        if self.connector.finish(request):
+            move(request, "holding")
+            self.holding[request.id] = request
+        else:
+            move(request, "finished")
         self.clocks.finish(request)
         del self.requests[request.id]
         totals = self.log.totals
@@ -164,7 +179,8 @@ class Lifecycle:
         assert len(self.waiting) + len(self.running) == len(self.requests), "a request was lost"
         assert all(r.status == "running" and r.slot >= 0 for r in self.running)
         assert all(r.status in ("waiting", "loading") for r in self.waiting)
-        assert all((r.held == "loading") == (r.status == "loading") for r in self.waiting)
+        assert all(r.held for r in self.waiting if r.status == "loading")
+        assert all(r.status == "holding" for r in self.holding.values())
         self.waiting.check()
         self.shares.check(self.requests.values())
         assert self.running == sorted(self.running, key=order_of)

@@ -156,6 +156,7 @@ class Scheduler:
         if request := self.requests.get(request_id):
             self._retirement.outputs.append(self.life.finish(request, [], "abort"))
             self.log.totals.aborted += 1
+        self.life.forget(request_id)
 
     def preempt(self, victim: Request) -> None:
         """Return a running request to the waiting queue. Its full blocks stay in the prefix cache."""
@@ -179,8 +180,8 @@ class Scheduler:
         Returns:
             The step, or None if no request can run.
         """
-        for request_id in self.connector.done():
-            self.life.loaded(request_id)
+        for news in self.connector.done():
+            self.life.hear(news)
         builder = PlanBuilder(self.limits.max_num_batched_tokens, self._step)
         was_empty = not self.running
         contended = self.shares.contended

@@ -10,6 +10,7 @@ from quire.types.engine_io import (
     EngineOutput,
     EngineRequest,
     EngineStats,
+    ExportedBlocks,
     Figures,
     LiveRequest,
     LiveStep,
@@ -59,7 +60,7 @@ from quire.types.sampling_params import (
     StructuredOutputsParams,
     check_field_names,
 )
-from quire.types.transfer import BlockKey, BlockMover, TransferEnd, TransferKind, TransferOrder
+from quire.types.transfer import BlockKey, BlockMover, PrefillNews, TransferEnd, TransferKind, TransferOrder
 
 __all__ = [
     "DTYPE_BYTES",
@@ -82,6 +83,7 @@ __all__ = [
     "EngineRequest",
     "EngineStats",
     "Executor",
+    "ExportedBlocks",
     "Figures",
     "FinishReason",
     "GrammarKind",
@@ -97,6 +99,7 @@ __all__ = [
     "NewBlocks",
     "Overloaded",
     "Pooling",
+    "PrefillNews",
     "QuireError",
     "Request",
     "RequestError",

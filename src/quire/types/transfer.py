@@ -37,6 +37,16 @@ class TransferEnd(NamedTuple):
     failed: list[int]
 
 
+class PrefillNews(NamedTuple):
+    """What has become of a request at a prefill engine: blocks that can be read, and whether more will come."""
+
+    request_id: str
+    exported: Sequence[
+        tuple[int, int, list[int]]
+    ] = ()  # group, place of the first block, blocks of that engine
+    ended: bool = False
+
+
 class BlockMover(Protocol):
     """The worker half of KV transfers: it copies blocks in the background, on every rank its part of them.
 

@@ -16,10 +16,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from quire.types import BlockKey, TransferEnd, TransferOrder
+from quire.types import BlockKey, ConfigError, EngineInfo, TransferEnd, TransferOrder
 from quire.worker.executor import DeviceGuard
 from quire.worker.transfer.block_bytes import BlockBytes
 from quire.worker.transfer.files import BlockFiles
+from quire.worker.transfer.shared_memory import map_bytes
 
 
 class BlockCopier(Protocol):
@@ -42,7 +43,18 @@ class CpuCopier:
     def __init__(self, blocks: BlockBytes, rows: int) -> None:
         # numpy's zeros take memory from the operating system when it is first written.
         self.rows = np.zeros((rows, blocks.size), np.uint8)
+        self.blocks = blocks
         self._parts = [(part.numpy(), where) for part, where in blocks.slices()]
+
+    def begin_pull(self, peer: PeerBlocks, sources: list[int], blocks: list[int]) -> Callable[[], None]:
+        """Return what copies blocks of another engine into blocks of this one."""
+
+        def run() -> None:
+            for (part, _), other in zip(self._parts, peer.parts):
+                for source, block in zip(sources, blocks):
+                    part[block] = other[source]
+
+        return run
 
     def begin_save(self, blocks: list[int], rows: list[int]) -> Callable[[], None]:
         for block, row in zip(blocks, rows):
@@ -57,6 +69,19 @@ class CpuCopier:
                     part[block] = self.rows[row, where]
 
         return run
+
+
+class PeerBlocks:
+    """The blocks of a prefill engine, mapped into this process."""
+
+    def __init__(self, blocks: BlockBytes, memory: int, info: EngineInfo) -> None:
+        if len(info.shared_offsets) != len(blocks.parts) or info.block_bytes != blocks.size:
+            raise ConfigError("a prefill engine has blocks of another layout than its decode engine")
+        count = info.num_blocks + 1  # and the dummy block
+        self.parts = [
+            map_bytes(memory, offset, count * part.shape[1]).reshape(count, part.shape[1])
+            for offset, part in zip(info.shared_offsets, blocks.parts)
+        ]
 
 
 class GpuCopier:
@@ -135,6 +160,7 @@ class LocalMover:
         files: BlockFiles | None = None,
     ) -> None:
         self._copier, self._guard, self._files = copier, guard, files
+        self._peers: dict[int, PeerBlocks] = {}
         self._ended: queue.SimpleQueue[TransferEnd] = queue.SimpleQueue()
         self._on_end: Callable[[TransferEnd], None] = self._ended.put
         self._ready: list[TransferEnd] = []
@@ -150,7 +176,15 @@ class LocalMover:
                 case "write" | "read":
                     self._disk_lane.put(lambda order=order: self._on_end(self._use_files(order)))  # type: ignore[misc]
                 case "pull":
-                    raise NotImplementedError("this mover has no peers")
+                    peer, copier = self._peers[order.peer], self._copier
+                    assert isinstance(copier, CpuCopier)
+                    copy = copier.begin_pull(peer, order.sources, order.targets)
+                    self._run(self._memory_lane, order, copy)
+
+    def add_peer(self, number: int, memory: int, info: EngineInfo) -> None:
+        """Map the blocks of prefill engine `number`, or those of the engine that has replaced it."""
+        assert isinstance(self._copier, CpuCopier)
+        self._peers[number] = PeerBlocks(self._copier.blocks, memory, info)
 
     def _run(self, lane: _Lane, order: TransferOrder, copy: Callable[[], None]) -> None:
         def work() -> None:

@@ -95,6 +95,7 @@ def serve(engine: Engine, channel: Channel, parent: int) -> None:
     """
     received = reported = 0  # requests received, and how many of them the client has been told of
     reported_steps = 0
+    told: list[str] = []  # the notes that the client has
     worked_s = time.monotonic()
     while os.getppid() == parent:
         quiet = time.monotonic() - worked_s >= _QUIET_S
@@ -128,8 +129,9 @@ def serve(engine: Engine, channel: Channel, parent: int) -> None:
             worked_s = time.monotonic()
             if not engine.has_work:
                 engine.check()
-        if outputs or received > reported:
-            reported = received
+        notes = list(engine.scheduler.connector.notes)
+        if outputs or received > reported or notes != told:
+            reported, told = received, notes
             figures = figures_of(engine, reported_steps)
             reported_steps = engine.log.ended
             load, names = load_of(engine, received), engine.journal.take()

@@ -135,6 +135,7 @@ class Engine:
 
     def idle(self) -> bool:
         """Prepare something that makes later steps faster. Return False if nothing is left to prepare."""
+        self.scheduler.hear()
         return self.executor.warm_up()
 
     def check(self) -> None:

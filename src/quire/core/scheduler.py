@@ -180,8 +180,7 @@ class Scheduler:
         Returns:
             The step, or None if no request can run.
         """
-        for news in self.connector.done():
-            self.life.hear(news)
+        self.hear()
         builder = PlanBuilder(self.limits.max_num_batched_tokens, self._step)
         was_empty = not self.running
         contended = self.shares.contended
@@ -217,6 +216,11 @@ class Scheduler:
         self._wait_reason = self._admission.admit(builder, was_empty) if self.waiting else None
         self.clocks.wait(self._wait_reason)
         return self._finish_plan(builder) if builder.rows else None
+
+    def hear(self) -> None:
+        """Take in what the connector has to say: blocks that have arrived, and processes that are up or not."""
+        for news in self.connector.done():
+            self.life.hear(news)
 
     def _limit_prompts(self, builder: PlanBuilder) -> None:
         """Limit the prompt tokens of a step that also decodes, so that inter-token latency stays even."""

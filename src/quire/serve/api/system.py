@@ -65,6 +65,8 @@ async def health(request: Request) -> Response:
     replicas = server.engine.replicas.replicas
     if len(replicas) > 1:
         found["replicas"] = [{"replica": r.number, "status": r.health, "cause": r.cause} for r in replicas]
+    if notes := [note for replica in replicas for note in replica.figures.notes]:
+        found["degraded"] = notes  # prefill processes that are not up; their prompts are computed elsewhere
     return json_response(found)
 
 

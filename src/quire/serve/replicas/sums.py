@@ -67,6 +67,7 @@ def sum_figures(all_figures: Sequence[Figures], blocks: Sequence[int]) -> Figure
         snapshots=sum(f.snapshots for f in all_figures),
         snapshot_evictions=sum(f.snapshot_evictions for f in all_figures),
         wait_reason=next((f.wait_reason for f in all_figures if f.wait_reason), None),
+        notes=[note for f in all_figures for note in f.notes],
         totals=reduce(add_totals, (f.totals for f in all_figures)),
     )
 

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from quire.assembly.attention import pick_attention
-from quire.assembly.device import pick_dtype, rank_device
+from quire.assembly.device import host_addresses, pick_device, pick_dtype, rank_device
+from quire.assembly.kv_codes import kv_coded_spec
 from quire.assembly.memory import memory_planner, request_state_bytes
 from quire.assembly.model import load_model, served_spec
-from quire.assembly.speculation import check_speculation, find_draft, pick_speculation
+from quire.assembly.speculation import find_draft, pick_speculation
 from quire.assembly.steps import launch_options
 from quire.assembly.transfer import block_fingerprint, disk_blocks, host_rows, open_mover
 from quire.attention.base import AttentionBackend
@@ -71,7 +72,11 @@ class Rank:
         exports: int | None = None,
     ) -> None:
         check_shards(spec, config.tensor_parallel_size)
-        self.device = rank_device(config.device, index, config.tensor_parallel_size)
+        self.device = (
+            pick_device(config.device)  # ranks of other hosts choose their own
+            if config.rank_address
+            else rank_device(config.device, index, config.tensor_parallel_size)
+        )
         self.guard = device_guard(self.device)
         self._path = path
         self._explicit_len = config.max_model_len is not None
@@ -81,7 +86,7 @@ class Rank:
             )
         spec = served_spec(config, spec)
         self.dtype = pick_dtype(config.dtype, spec, self.device)
-        check_speculation(config, spec)
+        spec = kv_coded_spec(config, path, spec, self.dtype, self.device)
         self._draft = find_draft(config, path, spec)
         longest = min([spec.max_model_len, *(draft.spec.max_model_len for draft in self._draft)])
         self.spec, self.config = (
@@ -112,9 +117,10 @@ class Rank:
         return self.PHASES[phase](self, argument) or 0
 
     def connect(self, port: int) -> None:
-        """Connect to the other ranks, which meet at `port` of the loopback interface."""
+        """Connect to the other ranks, which meet at `port` of the first one's host."""
         if self._parallel.size > 1:
-            communicator = connect_ranks(port, self._parallel, self.device, self.config.rank_timeout)
+            hosts, timeout_s = host_addresses(self.config.rank_address), self.config.rank_timeout
+            communicator = connect_ranks(port, self._parallel, self.device, timeout_s, hosts)
             self._parallel = replace(self._parallel, communicator=communicator)
 
     def fit_context(self) -> int:

@@ -21,7 +21,7 @@ from quire.models.layouts import LAYOUTS, DecoderLayer
 from quire.models.spec import ModelSpec
 
 # Of text-only checkpoints, of multimodal ones in two spellings, and of both without a head.
-PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "")
+PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "backbone.", "")
 
 
 class Model(Protocol):
@@ -53,11 +53,12 @@ class DecoderModel:
     layer_class: type[DecoderLayer] | None = None
 
     def __init__(self, env: Env, spec: ModelSpec) -> None:
-        prefix = find_prefix(env.weights, "embed_tokens.weight", PREFIXES)
+        table = spec.names.get("embed_tokens", "embed_tokens")
+        prefix = find_prefix(env.weights, table + ".weight", PREFIXES)
         self.spec, self.prefix = spec, prefix
         self.embed = Embedding(
             env,
-            prefix + "embed_tokens",
+            prefix + table,
             spec.vocab_size,
             spec.hidden_size,
             spec.embedding_scale,

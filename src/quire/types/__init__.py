@@ -31,7 +31,17 @@ from quire.types.errors import (
     RequestError,
     StepFailed,
 )
-from quire.types.kv import DTYPE_BYTES, BlockTable, KVGroup, KVLayout, KVTensor, StateLayout, StateTensor
+from quire.types.kv import (
+    CODE_DTYPES,
+    DTYPE_BYTES,
+    BlockTable,
+    KVCodes,
+    KVGroup,
+    KVLayout,
+    KVTensor,
+    StateLayout,
+    StateTensor,
+)
 from quire.types.plan import (
     NO_TOKEN,
     NOT_FINITE,
@@ -63,6 +73,7 @@ from quire.types.sampling_params import (
 from quire.types.transfer import BlockKey, BlockMover, PrefillNews, TransferEnd, TransferKind, TransferOrder
 
 __all__ = [
+    "CODE_DTYPES",
     "DTYPE_BYTES",
     "FLOAT_RANGES",
     "INT_RANGES",
@@ -88,6 +99,7 @@ __all__ = [
     "FinishReason",
     "GrammarKind",
     "GrammarSpec",
+    "KVCodes",
     "KVGroup",
     "KVLayout",
     "KVTensor",

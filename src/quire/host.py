@@ -61,6 +61,9 @@ def build_engine(
     clock = _PhaseClock(imports_s)
     secret = secret or block_secret(config)
     config = replace(config, cache_secret=secret.hex())  # for the ranks, too
+    if config.num_prefills and config.kv_cache_memory is None:  # all engines are on one device
+        share = config.memory_utilization / (1 + config.num_prefills)
+        config = replace(config, memory_utilization=share)
     group = start_peers(config) if group is None else group
     prefills = start_prefills(config, secret)
     try:

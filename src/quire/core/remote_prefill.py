@@ -47,7 +47,7 @@ class _Open:
     """A prompt at a prefill engine: the fetch of its blocks, and those whose copies have not been ordered."""
 
     def __init__(self, fetch: Fetch, engine: int) -> None:
-        self.fetch, self.engine = fetch, engine
+        self.fetch, self.engine, self.failed = fetch, engine, False
         self.due: dict[tuple[int, int], FetchItem] = {(i.key[0], i.place): i for i in fetch.items}
 
 
@@ -131,7 +131,7 @@ class RemotePrefill(NoConnector):
         for ticket, failed in self._mover.ended() if self._copies else ():
             one, items = self._copies.pop(ticket)
             for index, item in enumerate(items):
-                self._book.arrive(one.fetch, item, index not in failed)
+                self._book.arrive(one.fetch, item, index not in failed and not one.failed)
         self._close_complete()
         self.plan()
         news_of_requests, self._news = self._news, []
@@ -146,6 +146,11 @@ class RemotePrefill(NoConnector):
                     sources.append(block)
         if items:
             self._pull(one, items, sources)
+        if news.failed:
+            one.failed = True
+            self._book.cache.withdraw(
+                item.block for item in one.fetch.items if item.key not in one.fetch.missing
+            )
         if news.ended:
             self._give_up(one)
             self._news.append(LoadNews(one.fetch.request.id, "transfer"))

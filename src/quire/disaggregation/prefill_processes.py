@@ -106,9 +106,10 @@ class PrefillProcesses:
                     one.cause = cause
                 case msg.Outputs(outputs):
                     for output in outputs:
-                        ended = output.finish_reason is not None
+                        reason = output.finish_reason
                         if output.id in one.open:
-                            news.append(PrefillNews(output.id, output.exported or (), ended))
+                            ended, failed = reason is not None, reason == "error"
+                            news.append(PrefillNews(output.id, output.exported or (), ended, failed))
         return news
 
     def submit(self, request: EngineRequest) -> int | None:

@@ -38,13 +38,17 @@ class TransferEnd(NamedTuple):
 
 
 class PrefillNews(NamedTuple):
-    """What has become of a request at a prefill engine: blocks that can be read, and whether more will come."""
+    """What has become of a request at a prefill engine: blocks that can be read, and whether more will come.
+
+    If it `failed` there, its blocks may hold NaN, those reported earlier too.
+    """
 
     request_id: str
     exported: Sequence[
         tuple[int, int, list[int]]
     ] = ()  # group, place of the first block, blocks of that engine
     ended: bool = False
+    failed: bool = False
 
 
 class BlockMover(Protocol):

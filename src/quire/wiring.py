@@ -12,13 +12,14 @@ from quire.core.cache_journal import CacheJournal, NameJournal, NoJournal
 from quire.core.connector import KVConnector
 from quire.core.draft_depth import AdaptiveDepth, DraftDepth, FixedDepth, NoDrafts
 from quire.core.engine import Engine
-from quire.core.exporter import Exporter
+from quire.core.exporter import BlockExporter
 from quire.core.fetches import FetchBook
 from quire.core.grammar_interface import Grammar
 from quire.core.host_tier import DiskTier, HostTier
 from quire.core.kv_tiers import KVTiers
 from quire.core.policy import Policy
 from quire.core.prefix_cache import HashPrefixCache, NoPrefixCache, PrefixCache
+from quire.core.prompt_budget import FixedBudget, LatencyBudget, PromptBudget
 from quire.core.remote_prefill import PrefillEngines, RemotePrefill
 from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
@@ -54,6 +55,7 @@ def wire_engine(
     drafts: int = 0,
     connect: Connect | None = None,
     secret: bytes | None = None,
+    log: StepLog | None = None,
 ) -> Engine:
     """Build the host side of an engine around an executor.
 
@@ -69,6 +71,7 @@ def wire_engine(
         num_snapshots: number of rows for snapshots.
         drafts: most draft tokens of a request in a step; 0 if the executor drafts none.
         connect: makes the connector, for an engine that caches prefixes; None: blocks stay on the device.
+        log: gets a record of every step; None makes one.
         secret: key of the names of blocks; engines with the same one give equal blocks equal names. None picks one.
         shares_prefix: look for blocks that rows share, for an attention back end that reads them once.
     """
@@ -98,7 +101,7 @@ def wire_engine(
         mixed_prefill_tokens=config.mixed_prefill_tokens or config.max_num_batched_tokens or 1,
         max_logit_rows=max_logit_rows(config.max_num_seqs or 1, drafts),
     )
-    log = StepLog()
+    log = StepLog() if log is None else log
     blocks = Blocks(pool, cache, block_size, groups, limits.max_num_batched_tokens, snapshots)
     whole = [index for index, group in enumerate(groups) if group.window is None]
     shared: SharedPrefix = NoSharedPrefix()
@@ -107,13 +110,17 @@ def wire_engine(
     connector = None
     if connect is not None and isinstance(cache, HashPrefixCache):
         connector = connect(blocks, cache, log.totals)
-    scheduler = Scheduler(blocks, choices, limits, log, shared, _draft_depth(config, drafts), connector)
+    prompts: PromptBudget = FixedBudget(limits.mixed_prefill_tokens)
+    if config.target_itl is not None:
+        prompts = LatencyBudget(config.target_itl / 1e3, limits.max_num_batched_tokens)
+    depths = _draft_depth(config, drafts)
+    scheduler = Scheduler(blocks, choices, limits, log, shared, depths, prompts, connector)
     return Engine(scheduler, executor, grammar, depth, log, config.check_invariants, journal)
 
 
 def connect_exporter(blocks: Blocks, cache: HashPrefixCache, totals: Totals) -> KVConnector:
     """Make the connector of a prefill engine."""
-    return Exporter(blocks)
+    return BlockExporter(blocks)
 
 
 def connect_prefills(mover: BlockMover, engines: PrefillEngines, block_bytes: int) -> Connect:
@@ -147,8 +154,12 @@ def connect_tiers(
 
 def _snapshot_policy(config: EngineConfig, block_size: int) -> SnapshotPolicy:
     """Return where to take snapshots. With drafts a row may end behind the place, so answers have none."""
-    interval = -(-(config.state_snapshot_interval or 0) // block_size) * block_size
-    return SnapshotPolicy(block_size, interval, in_answers=config.spec_method == "off")
+
+    def whole_blocks(tokens: int) -> int:
+        return -(-tokens // block_size) * block_size
+
+    answers = config.state_snapshot_answers if config.spec_method == "off" else 0
+    return SnapshotPolicy(block_size, whole_blocks(config.state_snapshot_interval), whole_blocks(answers))
 
 
 def _draft_depth(config: EngineConfig, drafts: int) -> DraftDepth:

@@ -41,5 +41,3 @@ def test_health_names_a_killed_prefill_process_and_requests_go_on() -> None:
         assert f"process {prefill.pid}" in note and "SIGKILL" in note
         again = ask(server, [*PROMPT[::-1], 5])
         assert again["usage"]["completion_tokens"] == 4
-        server.wait_for(lambda: "degraded" not in health(server), seconds=60)
-        assert ask(server, [*PROMPT[100:], 6, 7])["receipt"]["prompt_tokens"]["fetched"]["prefill"] > 0

@@ -23,7 +23,7 @@ class _Export:
     held: list[int] = field(default_factory=list)
 
 
-class Exporter(NoConnector):
+class BlockExporter(NoConnector):
     """The scheduler half of the connector of a prefill engine."""
 
     def __init__(self, blocks: Blocks) -> None:

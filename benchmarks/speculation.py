@@ -25,18 +25,17 @@ from shapes import SHAPES
 
 import quire.rank
 from quire import LLM, EngineConfig
-from quire.attention.base import ForwardBatch
 from quire.core.draft_depth import AdaptiveDepth, DraftDepth, FixedDepth, NoDrafts
 from quire.core.engine import Engine
 from quire.host import build_engine
-from quire.speculation.drafter import DraftContext, DraftRows, Speculation
+from quire.speculation.drafter import DraftContext, Drafter, DraftRows, Speculation
 from quire.types import EngineRequest, SamplingParams
 
 PROMPT, TOKENS, MOST = 128, 256, 5
 BATCHES = (1, 8, 32, 128)
 
 
-class CoinDrafter:
+class CoinDrafter(Drafter):
     """Drafts that are right with a set probability, independently for each position."""
 
     def __init__(self, context: DraftContext) -> None:
@@ -52,9 +51,6 @@ class CoinDrafter:
             coin = ((coin ^ (coin >> 15)) * factor) & 0xFFFFFFFF
         coin >>= 16
         self._columns.tokens[slots, place] = (coin >= self.share).int()
-
-    def follow(self, batch: ForwardBatch) -> None:
-        pass
 
 
 def build(shape: str, folder: Path) -> tuple[Engine, list[CoinDrafter]]:

@@ -25,7 +25,7 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 Batching = Literal["continuous", "static"]
 KVLayoutName = Literal["paged", "contiguous", "none"]
 Eviction = Literal["lru", "fifo"]
-SpecMethod = Literal["off", "ngram", "draft"]
+SpecMethod = Literal["off", "ngram", "suffix", "draft", "eagle3", "mtp"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
@@ -165,11 +165,13 @@ class EngineConfig:
     spec_method: SpecMethod = _speculation(
         "off",
         "guess the next tokens and verify several in one step, with the same output: ngram looks for the last tokens "
-        "earlier in prompt and answer; draft asks spec_model; off",
+        "earlier in prompt and answer; suffix also in earlier answers of the same client; draft asks spec_model; "
+        "eagle3 a draft head; mtp the layer for it in checkpoints of DeepSeek-V3 and GLM-4.5; off",
     )
     spec_model: str | None = _speculation(
         None,
-        "draft model of spec_method draft, a small one with the same tokenizer, such as demo-draft for demo",
+        "draft model of spec_method draft, a small one with the same tokenizer, such as demo-draft for demo; draft head "
+        "of eagle3",
     )
     spec_tokens: int | None = _speculation(
         None, "most draft tokens of a request in a step (default: 5 with a spec_method)"
@@ -467,8 +469,14 @@ ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
         "spec_tokens needs a spec_method, which is off; use spec_method ngram",
     ),
     (
-        lambda c: (c.spec_method == "draft") != (c.spec_model is not None),
-        "spec_method draft and spec_model belong together, got {c.spec_method} and {c.spec_model}",
+        lambda c: c.spec_method in ("draft", "eagle3") and c.spec_model is None,
+        "spec_method {c.spec_method} needs a spec_model; add --spec-model with a draft model that has the tokenizer of the "
+        "model, or with an EAGLE-3 head for eagle3",
+    ),
+    (
+        lambda c: c.spec_method not in ("draft", "eagle3") and c.spec_model is not None,
+        "spec_model {c.spec_model} needs a spec_method that uses it, got {c.spec_method}; add --spec-method draft, or "
+        "eagle3 for an EAGLE-3 head",
     ),
     (
         lambda c: (c.spec_tokens or 0) > 16,

@@ -17,16 +17,17 @@ from typing import ClassVar
 
 from quire.assembly.attention import pick_attention
 from quire.assembly.device import host_addresses, pick_device, pick_dtype, rank_device
+from quire.assembly.drafting import DraftLoader, find_draft
 from quire.assembly.kv_codes import kv_coded_spec
 from quire.assembly.memory import memory_planner, request_state_bytes
 from quire.assembly.model import load_model, served_spec
-from quire.assembly.speculation import find_draft, pick_speculation
+from quire.assembly.speculation import pick_speculation
 from quire.assembly.steps import launch_options
 from quire.assembly.transfer import block_fingerprint, disk_blocks, host_rows, open_mover
-from quire.attention.base import AttentionBackend
 from quire.config import EngineConfig
 from quire.kernels import pick_kernels
-from quire.models.decoder import Model
+from quire.layers.env import Env
+from quire.models.checkpoint.checkpoint import Checkpoint
 from quire.models.registry import check_shards
 from quire.models.spec import ModelSpec
 from quire.parallel.connection import connect_ranks
@@ -88,7 +89,7 @@ class Rank:
         self.dtype = pick_dtype(config.dtype, spec, self.device)
         spec = kv_coded_spec(config, path, spec, self.dtype, self.device)
         self._draft = find_draft(config, path, spec)
-        longest = min([spec.max_model_len, *(draft.spec.max_model_len for draft in self._draft)])
+        longest = min([spec.max_model_len, *(draft.max_model_len for draft in self._draft)])
         self.spec, self.config = (
             spec,
             config.resolved(
@@ -132,7 +133,7 @@ class Rank:
             self.dtype,
             self.device,
             explicit_len=self._explicit_len,
-            drafts=tuple(draft.spec for draft in self._draft),
+            drafts=self._draft,
         ).shortened()
         return self._memory.limits.max_model_len
 
@@ -153,30 +154,18 @@ class Rank:
             device=self.device,
             dtype=self.dtype,
         )
-        self._loading.enter_context(closing(checkpoint))
-        self._checkpoints = [checkpoint]
+        self._checkpoints: list[Checkpoint] = []
+        self._keep(checkpoint)
         options = launch_options(config, queue_depth(config))
-        speculation = pick_speculation(config, self._load_draft)
+        env = Env(checkpoint, self._parallel, backend, self.device, self.dtype, kernels, spec.quantization)
+        loader = DraftLoader(config, self._draft, model, env, self._keep)
+        speculation = pick_speculation(config, loader)
         self.worker = Worker(model, backend, memory, options, kernels, speculation)
 
-    def _load_draft(self) -> tuple[Model, AttentionBackend]:
-        """Build the draft model, whole on every rank, and start to load its weights."""
-        (draft,) = self._draft
-        spec = replace(draft.spec, max_model_len=self.spec.max_model_len)
-        backend = pick_attention(self.config.attention, spec, self.device, self.dtype, self._kernels)
-        model, checkpoint = load_model(
-            self.config,
-            draft.path,
-            spec,
-            backend=backend,
-            kernels=self._kernels,
-            parallel=Parallel(),
-            device=self.device,
-            dtype=self.dtype,
-        )
+    def _keep(self, checkpoint: Checkpoint) -> None:
+        """Keep a checkpoint until its weights are loaded."""
         self._loading.enter_context(closing(checkpoint))
         self._checkpoints.append(checkpoint)
-        return model, backend
 
     def compile(self) -> None:
         """Compile the kernels of common steps. Ranks may find different kernels on disk, so they do not communicate."""

@@ -16,16 +16,15 @@ from switches import GPU_SWITCHES, MAX_LEN, SWITCHES, Bench, defaults, drain, ra
 
 import quire.rank
 from quire import LLM
-from quire.attention.base import ForwardBatch
 from quire.core.engine import Engine
-from quire.speculation.drafter import DraftContext, DraftRows, Speculation
+from quire.speculation.drafter import DraftContext, Drafter, DraftRows, Speculation
 from quire.types import ConfigError, SamplingParams, StructuredOutputsParams
 from tiny import write_tiny
 
 DEPTH = 4
 
 
-class AnswerDrafter:
+class AnswerDrafter(Drafter):
     """Drafts of the tokens that follow in the expected answers; two of seven are wrong, by position.
 
     It finds the answer by the tokens known so far, because prompts and answers are all different. Graphs can capture it.
@@ -37,9 +36,6 @@ class AnswerDrafter:
         for answer, line in zip(answers, self._answers):
             line[: len(answer)] = torch.tensor(answer, dtype=torch.int32)
         self._answers = self._answers.to(context.device)
-
-    def follow(self, batch: ForwardBatch) -> None:
-        pass
 
     def propose(self, rows: DraftRows) -> None:
         slots, tokens = rows.slots.long(), self._columns.tokens
@@ -179,6 +175,7 @@ def plain_answers(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
         {"spec_method": "ngram"},
         {"spec_method": "ngram", "overlap": False},
         {"spec_method": "ngram", "max_num_batched_tokens": 24, "prefix_caching": False},
+        {"spec_method": "suffix"},
         {"spec_method": "draft", "spec_model": "demo-draft"},
         {
             "spec_method": "draft",
@@ -187,7 +184,7 @@ def plain_answers(request: pytest.FixtureRequest) -> tuple[str, dict[str, Any]]:
             "prefix_caching": False,
         },
     ],
-    ids=["ngram", "ngram without overlap", "ngram in chunks", "draft", "draft in chunks"],
+    ids=["ngram", "ngram without overlap", "ngram in chunks", "suffix", "draft", "draft in chunks"],
 )
 def test_answers_of_all_kinds_are_the_same(
     plain_answers: tuple[str, dict[str, Any]], settings: dict[str, Any]

@@ -703,6 +703,11 @@ MULTIMODAL: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "qwen2.5-vl": ("Qwen2_5_VL", {"head_dim": None, **MROPE}, BLOCKS),
     "qwen3-vl": ("Qwen3VL", {"head_dim": 8, **MROPE}, {**BLOCKS, "deepstack_visual_indexes": [0]}),
+    "qwen3.5": (
+        "Qwen3_5",
+        {**DELTA, "rope_parameters": {**MROPE["rope_parameters"], "partial_rotary_factor": 0.5}},
+        BLOCKS,
+    ),
     "llava": ("Llava", {"model_type": "llama"}, {"model_type": "clip_vision_model", **VISION}),
 }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -65,6 +66,26 @@ def test_convolution(width: int, bias: bool, activation: str | None, targets: bo
         make_states(width - 1, channels),
         rows,
     )
+
+
+def test_convolution_of_one_token_each() -> None:
+    """Rows of one token take fewer operations, and give what the same tokens give in a batch of other rows."""
+    torch.manual_seed(0)
+    x, weight, window = torch.randn(3, 5), torch.randn(4, 5), make_states(3, 5).cpu()
+    starts, fresh = torch.arange(4, dtype=torch.int32), torch.tensor([True, False, False])
+    outs, windows = [], []
+    for counts in (None, np.ones(3, np.int32)):
+        windows.append(window.clone())
+        rows = StateRows(torch.tensor([0, 4, 2]), starts, fresh, counts)
+        outs.append(causal_conv(x, weight, None, windows[-1], rows, "silu"))
+    torch.testing.assert_close(outs[0], outs[1])
+    assert torch.equal(windows[0][[0, 2, 4]], windows[1][[0, 2, 4]]) and outs[0].isfinite().all()
+    uneven = torch.tensor([0, 2, 2, 3], dtype=torch.int32)  # as many tokens as rows
+    outs = [
+        causal_conv(x, weight, None, window.clone(), StateRows(rows.index, uneven, fresh, counts), "silu")
+        for counts in (None, np.array([2, 0, 1], np.int32))
+    ]
+    torch.testing.assert_close(outs[0], outs[1])
 
 
 def inputs(channel_gate: bool, delta: bool, tokens: int = sum(COUNTS) + 2) -> tuple[torch.Tensor | None, ...]:

@@ -8,7 +8,7 @@ import pytest
 from serving import Server, chat, events
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
-SCHEMA = {"type": "array", "uniqueItems": True}
+SCHEMA = {"type": "array", "contains": {}}
 TOOL = {"name": "f", "parameters": {"type": "object", "contains": {"type": "integer"}}, "strict": True}
 WAYS = [
     (CHAT, {"messages": [{"role": "user", "content": "word " * 3000}]}, "messages", "prompt has"),
@@ -51,7 +51,7 @@ WAYS = [
         CHAT,
         {**chat("Hi"), "response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
         "response_format",
-        "response_format: json schema: the keyword 'uniqueItems'",
+        "response_format: json schema: the keyword 'contains'",
     ),
 ]
 

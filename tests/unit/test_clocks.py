@@ -50,6 +50,9 @@ class Device:
         self.free_s = begin_s + plain + TOKEN_S * sum(longer)
         return Device.Handle(self.clock, self.free_s, StepResult(step, [[7]] * int(plan.samples.sum())))
 
+    def drafts(self) -> None:
+        raise AssertionError("no step has drafts")
+
     def warm_up(self) -> bool:
         return False
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 
 import numpy as np
 import pytest
@@ -12,7 +13,8 @@ from torch import Tensor
 from quire.sampling.sampler import Sampler
 from quire.speculation.drafter import DraftRows
 from quire.speculation.ngram import NgramDrafter
-from quire.types import EngineRequest, SamplingParams
+from quire.speculation.suffix import SuffixDrafter
+from quire.types import EngineRequest, SamplingParams, SlotAdmission
 from quire.worker.batch import accepted_counts
 
 CPU = torch.device("cpu")
@@ -159,3 +161,60 @@ def test_ngram_agrees_with_a_naive_search() -> None:
 def suffix(prompt: list[int], end: int, length: int) -> bool:
     """Return whether the `length` tokens before `end` are the last ones of the prompt."""
     return end >= length and prompt[end - length : end] == prompt[len(prompt) - length :]
+
+
+class SuffixBench:
+    """A `SuffixDrafter` over four slots, and the requests that take them."""
+
+    def __init__(self, answers: int = 3) -> None:
+        self.columns = TokenTable(4, 40, [])
+        self.drafter = SuffixDrafter(self.columns, CPU, answers)
+
+    def ask(self, slot: int, client: str, prompt: list[int], answer: list[int] = []) -> None:  # noqa: B006
+        request = EngineRequest("r", prompt, SamplingParams(), client=client)
+        self.drafter.admit([SlotAdmission(slot, array("i", prompt), len(prompt), 0, [[]], request)])
+        tokens = prompt + answer
+        self.columns.tokens[slot, : len(tokens)] = torch.tensor(tokens, dtype=torch.int32)
+        self.columns.num_tokens[slot], self.columns.prompt_len[slot] = len(tokens), len(prompt)
+
+    def drafts(self, slot: int, count: int) -> list[int]:
+        known = int(self.columns.num_tokens[slot])
+        self.drafter.propose(DraftRows(torch.tensor([slot]), torch.tensor([count]), count, 40))
+        return self.columns.tokens[slot, known : known + count].tolist()
+
+
+ANSWER = [11, 12, 13, 14, 15, 16, 17]
+
+
+def test_suffix_drafts_what_followed_in_earlier_answers_of_the_client() -> None:
+    bench = SuffixBench()
+    bench.ask(0, "ann", [1, 2, 3], ANSWER)
+    bench.ask(0, "ann", [5, 11, 12, 13, 14])
+    assert bench.drafts(0, 3) == [15, 16, 17]
+    bench.ask(1, "bob", [5, 11, 12, 13, 14])
+    assert bench.drafts(1, 3) != [15, 16, 17], "another client's answer was used"
+    bench.ask(2, "ann", [5, 12, 13, 14])
+    assert bench.drafts(2, 2) != [15, 16], "three tokens are too few"
+
+
+def test_suffix_ends_with_the_answer_and_prefers_the_longer_match() -> None:
+    bench = SuffixBench()
+    bench.ask(0, "ann", [1], [21, 22, 23, 24, 25, 31, 32])
+    bench.ask(0, "ann", [1], [99, 22, 23, 24, 25, 41, 42])
+    bench.ask(0, "ann", [21, 22, 23, 24, 25])
+    assert bench.drafts(0, 2) == [31, 32]
+    bench.ask(0, "ann", [7, 23, 24, 25, 41, 42])
+    assert bench.drafts(0, 2) == [7, 23], "nothing follows, so the request's own tokens are searched"
+
+
+def test_suffix_replaces_the_answer_that_was_matched_longest_ago() -> None:
+    bench = SuffixBench(answers=2)
+    for first in (10, 20):
+        bench.ask(0, "ann", [1], [first + i for i in range(8)])
+    bench.ask(0, "ann", [10, 11, 12, 13])
+    assert bench.drafts(0, 2) == [14, 15]
+    bench.ask(1, "ann", [1], [30 + i for i in range(8)])
+    bench.ask(1, "ann", [20, 21, 22, 23])
+    assert bench.drafts(1, 2) != [24, 25], "the least recently used answer is still there"
+    bench.ask(2, "ann", [10, 11, 12, 13])
+    assert bench.drafts(2, 2) == [14, 15]

@@ -18,6 +18,7 @@ import pytest
 from test_scheduler import (
     EOS,
     VOCAB,
+    ChangingDepth,
     FakeDevice,
     Handle,
     chain,
@@ -131,21 +132,29 @@ class MaskedDevice(FakeDevice):
         allowed = {}
         if masks is not None:
             assert masks.bits.dtype == np.int32 and masks.bits.shape == (len(masks.rows), -(-VOCAB // 32))
-            assert plan.samples[masks.rows].all(), "a mask for a row that does not sample"
+            assert plan.per_logit_row(plan.samples)[masks.rows].all(), "a mask for a row that does not sample"
             bits = np.unpackbits(masks.bits.view(np.uint8), axis=1, bitorder="little")[:, :VOCAB]
             allowed = dict(zip(masks.rows.tolist(), bits))
             self.masked_rows += len(allowed)
         for row, (slot, n) in enumerate(zip(plan.slots.tolist(), plan.num_tokens.tolist())):
-            column = self.columns[slot]
+            column, first = self.columns[slot], int(plan.first_logit_rows[row])
             column["computed"] += n
             if plan.samples[row]:
-                (last,) = hidden[slot]  # rows with a grammar have no drafts here
-                token = choose(last, allowed.get(row))
-                column["tokens"].append(token)
-                out.append([token])
+                tokens, drafts = [], column.pop("drafts")
+                for offset, state in enumerate(hidden[slot]):
+                    tokens.append(choose(state, allowed.get(first + offset)))
+                    if drafts[offset : offset + 1] != tokens[-1:]:
+                        break
+                column["computed"] -= 1 + len(drafts) - len(tokens)
+                column["tokens"] += tokens
+                out.append(tokens)
                 if not self.keeps_kv:
                     column["computed"] = 0
         return StepResult(plan.step, out)
+
+    def _draft(self, column: dict, count: int) -> list[int]:
+        """Guess the next tokens: any token, or one that grammars often allow."""
+        return [self.drafter.choice([1, 2, 6, self.drafter.randrange(VOCAB)]) for _ in range(count)]
 
 
 def choose(h: int, allowed: np.ndarray | None) -> int:
@@ -211,9 +220,11 @@ TIGHT = dict(
 def random_run(seed: int, vocabulary: Vocabulary) -> Engine:
     """Run a random load. With seeds divisible by five every mask is late, so every row leaves its step once."""
     rng = random.Random(seed)
-    engine, max_len = make_engine(rng, **(TIGHT if seed % 2 else {}))
+    engine, max_len = make_engine(rng, **(TIGHT if seed % 2 else {}), snapshots=None)
     grammar = with_grammar(engine, Source(rng.choice([0.0, 0.0, 0.001])), 10.0 if seed % 5 else 0.0)
-    todo = list(constrained(rng, max_len))
+    if engine.scheduler.limits.keeps_kv:
+        engine.scheduler.depth = ChangingDepth(seed)
+    todo, constrained_accepted = list(constrained(rng, max_len)), 0
     added: dict[str, EngineRequest] = {}
     got: dict[str, list[int]] = {}
     ended: dict[str, str] = {}
@@ -227,9 +238,11 @@ def random_run(seed: int, vocabulary: Vocabulary) -> Engine:
         for output in engine.step():
             assert output.id not in ended, "an output after the final one"
             got[output.id] += output.token_ids
+            constrained_accepted += max(0, len(output.token_ids) - 1) * (added[output.id].grammar is not None)
             if output.finish_reason:
                 ended[output.id] = output.finish_reason
     assert set(ended) == set(added)
+    engine.constrained_accepted = constrained_accepted
     for name, request in added.items():
         if request.grammar is None:
             continue
@@ -245,12 +258,13 @@ def random_run(seed: int, vocabulary: Vocabulary) -> Engine:
 
 @pytest.mark.parametrize("start", range(0, 400, 100))
 def test_random_loads_agree_with_sequential_decoding(start: int, vocabulary: Vocabulary) -> None:
-    preempted = masked = 0
+    preempted = masked = accepted = 0
     for seed in range(start, start + 100):
         engine = random_run(seed, vocabulary)
         preempted += engine.log.totals.preemptions
         masked += engine.executor.masked_rows
-    assert preempted > 10 and masked > 500
+        accepted += engine.constrained_accepted
+    assert preempted > 10 and masked > 500 and accepted > 5
 
 
 SMALL = dict(max_len=40, layout="paged", block_size=4, num_blocks=30, chunk=True, budget=64, rows=8)

@@ -170,6 +170,17 @@ class FakeDevice:
             self.snapshots[row] = self.states[slot]
         self.hidden[plan.step] = hidden
 
+    def drafts(self) -> np.ndarray:
+        """Run everything that is launched, and return the drafts of the newest step."""
+        while self.queue:
+            self.queue.popleft()()
+        plan = self.plans[max(self.plans)]
+        drafts = np.full((len(plan.slots), plan.max_drafts), -9, np.int32)
+        for row, slot in enumerate(plan.slots.tolist()):
+            own = self.columns[slot]["drafts"]
+            drafts[row, : len(own)] = own
+        return drafts
+
     def _draft(self, column: dict, count: int) -> list[int]:
         """Guess the next tokens, rightly in seven of ten cases."""
         h, drafts = self._prefix(column, len(column["tokens"])), []

@@ -25,14 +25,16 @@ def test_a_speculative_config_sets_the_settings() -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"speculative_config": {}}, "speculative_config needs a method: ngram, draft"),
+        ({"speculative_config": {}}, "speculative_config needs a method: ngram, suffix, draft, eagle3, mtp"),
         ({"speculative_config": {"method": "ngram", "tokens": 3}}, "has no field 'tokens'; its fields are method"),
-        ({"speculative_config": {"method": "eagle"}}, "spec_method must be one of off, ngram, draft, got 'eagle'"),
+        ({"speculative_config": {"method": "eagle"}}, "spec_method must be one of off, ngram, suffix, draft, eagle3, mtp, got 'eagle'"),
         ({"speculative_config": {"method": "ngram"}, "spec_method": "ngram"}, "say the same thing; give one"),
         ({"spec_method": "ngram", "spec_tokens": 17}, "spec_tokens must be at most 16, got 17"),
         ({"spec_tokens": 3}, "spec_tokens needs a spec_method"),
-        ({"spec_method": "draft"}, "spec_method draft and spec_model belong together, got draft and None"),
-        ({"spec_model": "demo-draft"}, "belong together, got off and demo-draft"),
+        ({"spec_method": "draft"}, "spec_method draft needs a spec_model; add --spec-model"),
+        ({"spec_method": "eagle3"}, "spec_method eagle3 needs a spec_model"),
+        ({"spec_method": "mtp", "spec_model": "x"}, "spec_model x needs a spec_method that uses it, got mtp"),
+        ({"spec_model": "demo-draft"}, "spec_model demo-draft needs a spec_method that uses it, got off; add --spec-method draft"),
         ({"spec_method": "ngram", "kv_layout": "none"}, "spec_method ngram needs a KV cache"),
     ],
 )  # fmt: skip

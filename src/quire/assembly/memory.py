@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
+from quire.assembly.drafting import DraftSource
 from quire.assembly.steps import step_limits
 from quire.config import EngineConfig
 from quire.models.checkpoint.sizes import weight_bytes
@@ -28,7 +30,7 @@ def memory_planner(
     device: torch.device,
     *,
     explicit_len: bool,
-    drafts: tuple[ModelSpec, ...] = (),
+    drafts: Sequence[DraftSource] = (),
 ) -> MemoryPlanner:
     """Return the planner that divides the memory of `device`.
 
@@ -38,7 +40,7 @@ def memory_planner(
         spec: the spec that is served.
         dtype: of plain weights, activations and KV entries.
         explicit_len: the user set max_model_len, so a context that does not fit is an error.
-        drafts: specs of draft models, whose layers follow those of the model in its blocks.
+        drafts: networks that draft, whose layers follow those of the model in its blocks.
     """
     limits = step_limits(config)
     layout = BlockLayout(
@@ -54,7 +56,7 @@ def memory_planner(
         dtype=dtype,
         device=device,
         groups=choose_groups(
-            own + tuple(layout for draft in drafts for layout in draft.kv_layouts(name)),
+            own + tuple(layout for draft in drafts for layout in draft.kv_layouts(name, ranks)),
             limits.max_model_len,
             paged=layout.paged,
             keeps_kv=layout.keeps_kv,

@@ -9,6 +9,9 @@ With many requests it grows so fast that the best depth is 0.
 Within that depth a request drafts less if its own drafts are seldom accepted. The price of a draft token is the number
 of tokens that the engine would generate in the time that the draft adds; `best_depth` drops the drafts with a^j below
 it.
+
+Estimates are wrong at times, and learning costs steps that yield less. `DraftAccount` bounds that loss: it adds up the
+time that drafts have gained or lost against steps without drafts, and allows drafts only while it is not overdrawn.
 """
 
 from __future__ import annotations
@@ -26,13 +29,19 @@ from quire.types import Request
 _PRIOR = 0.7  # acceptance that is assumed before any request has verified drafts
 _ROW_SMOOTHING = 0.08  # least weight of the newest row in the acceptance of a request
 _PRIOR_DRAFTS = 4  # drafts that the assumed acceptance of a new request counts as much as
-_ALL_SMOOTHING = 0.01  # and in that of all requests, with which new ones begin
+_ALL_SMOOTHING = 0.02  # weight of a row in the acceptance of all requests, with which new ones begin
 _KEPT_STEPS = 8  # newest steps of each kind whose times are kept
 _GAIN = 1.04  # by which drafts must be faster than none, because the figures are measured
-_MARGIN = 1.15  # by which the draft of a request must exceed its price, for the same reason
-_PROBE_STEPS = 64  # steps between two that run at another depth, so that its time stays measured
-_MOST_PROBE_STEPS = 256  # the same after drafts have not paid for long
-_FIRST_STEPS = 3  # at the largest depth and then without drafts, with a new number of rows
+_OPTIMISM = 0.1  # added to the acceptance of a request before its drafts are shortened, for the same reason
+_PLAIN_STEPS = 3  # without drafts, before the first drafts with a new number of rows
+_DRAFT_STEPS = 2  # at a new depth, before its time counts as measured: the first one may capture a graph
+_PROBE_STEPS = 64  # steps without drafts until a few rows draft again
+_MOST_PROBE_STEPS = 1024  # the same after drafts have not paid for long
+_REFRESH_STEPS = 256  # steps with drafts until one runs without, so that its time stays measured
+_PROBE_SHARE = 4  # one of so many rows drafts in a probe
+_ALLOWANCE = 0.01  # share of the time that drafts may cost
+_START_STEPS = 1.0  # steps without drafts that drafts may cost with each new number of rows
+_MOST_STEPS = 3.0  # steps without drafts that earlier gains pay for at most
 
 
 def best_depth(acceptance: float, price: float, most: int) -> int:
@@ -104,7 +113,7 @@ class FixedDepth:
         self.depth = depth
 
     def start(self, request: Request) -> None:
-        request.drafts = self.depth if can_draft(request) else 0
+        request.drafts = self.depth
 
     def observe(self, request: Request, drafted: int, accepted: int) -> None:
         pass
@@ -113,30 +122,57 @@ class FixedDepth:
         pass
 
 
-def can_draft(request: Request) -> bool:
-    """Return whether draft tokens of a request can be verified: not under a grammar, whose masks need the host."""
-    return request.source.grammar is None
+class DraftAccount:
+    """The time that drafts may still lose: what they gained, plus a hundredth of all time, minus what they lost.
+
+    Gains and losses are against steps without drafts. Earlier gains count for a few steps only, so drafts that stop
+    paying are soon given up.
+    """
+
+    def __init__(self) -> None:
+        self._balance_s = 0.0
+
+    @property
+    def overdrawn(self) -> bool:
+        """Return whether drafts must wait."""
+        return self._balance_s <= 0
+
+    def open(self, plain_s: float) -> None:
+        """Allow a loss because a new number of rows has to be learned. `plain_s`: its time without drafts."""
+        self._balance_s = max(self._balance_s, 0.0) + _START_STEPS * plain_s
+
+    def settle(self, took_s: float, plain_s: float, yielded: float) -> None:
+        """Enter a step.
+
+        Args:
+            took_s: its duration.
+            plain_s: duration of a step without drafts.
+            yielded: tokens per row.
+        """
+        self._balance_s += yielded * plain_s - took_s + _ALLOWANCE * took_s
+        self._balance_s = min(self._balance_s, _MOST_STEPS * plain_s)
 
 
 class AdaptiveDepth:
     """A `DraftDepth` of at most `most` that follows the measured acceptance and the measured step times.
 
     Step times are kept by number of rows, rounded to a power of two, and average depth. With a new number of rows, the
-    first steps run at the largest depth and the next ones without drafts. Later, one of `_PROBE_STEPS` steps runs without
-    drafts, or with one per request if the others have none. While drafts do not pay, such steps become rarer.
+    first steps run without drafts. Then the depth grows from 1 as long as a greater one may be faster. While drafts do
+    not pay, a few rows draft in one of `_PROBE_STEPS` steps, and ever more seldom.
     """
 
     def __init__(self, most: int) -> None:
         self.most = most
         self._times: dict[int, _StepTimes] = {}
-        self._depth = most  # of the batch
-        self._size = 0  # of the batch, as a key of `_times`
+        self._depth = 0  # of the batch
         self._acceptance = _PRIOR  # of all requests
+        self._account = DraftAccount()
+        self._turn = 0  # which rows draft in the next probe
 
     def start(self, request: Request) -> None:
         # Hopeful, so that one kind of request does not end the drafts of another.
         request.acceptance = (self._acceptance + _PRIOR) / 2
-        request.drafts = (self._depth or 1) if can_draft(request) else 0
+        request.drafts = self._depth
 
     def observe(self, request: Request, drafted: int, accepted: int) -> None:
         # Of the drafts that were reached, all but the last were accepted.
@@ -150,29 +186,50 @@ class AdaptiveDepth:
             return
         size = len(rows).bit_length()
         times = self._times.setdefault(size, _StepTimes(self.most))
-        times.add(record.took_s, min(self.most, -(-record.drafts // len(rows))))
-        if (depth := times.depth_to_measure()) is not None:
-            self._depth = depth
-            self._set_all(rows, depth)
-        elif times.is_probe_due(bool(self._depth)):
-            self._set_all(rows, 0 if self._depth else 1)
-        elif self._depth or record.drafts or size != self._size:  # otherwise nothing has changed
-            self._decide(rows, times.by_depth())
-        self._size = size
+        depth = min(self.most, -(-record.drafts // len(rows)))
+        if not times.add(record.took_s, depth):
+            return self._draft(rows, 0)
+        if times.is_new:
+            times.is_new = False
+            self._account.open(times.plain_s)
+        if record.drafts:
+            yielded = record.generated / len(rows)
+            self._account.settle(min(record.took_s, times.longest(depth)), times.plain_s, yielded)
+        else:
+            self._account.settle(times.plain_s, times.plain_s, 1.0)
+        if self._account.overdrawn:
+            return self._draft(rows, 0)
+        self._decide(rows, times)
 
-    def _set_all(self, rows: Sequence[Request], depth: int) -> None:
+    def _draft(self, rows: Sequence[Request], depth: int) -> None:
+        self._depth = depth
         for request in rows:
-            request.drafts = depth if can_draft(request) else 0
+            request.drafts = depth
 
-    def _decide(self, rows: Sequence[Request], times_s: list[float]) -> None:
+    def _decide(self, rows: Sequence[Request], times: _StepTimes) -> None:
         """Set the depth of the batch and of each request."""
-        drafting = [request for request in rows if can_draft(request)]
-        acceptances = np.array([request.acceptance for request in drafting])
-        self._depth = depth = batch_depth(acceptances, times_s) if drafting else 0
-        slope_s = max(0.0, times_s[-1] - times_s[1]) / max(1, self.most - 1) / len(rows)
-        price = _MARGIN * slope_s * float(rates(acceptances, times_s)[depth]) if depth else 0.0
-        for request in drafting:
-            request.drafts = best_depth(request.acceptance, price, depth) if depth else 0
+        times_s = times.by_depth()
+        own = np.array([request.acceptance for request in rows])
+        acceptances = (own + self._acceptance) / 2  # a request has verified few drafts, all together many
+        depth = batch_depth(acceptances, times_s)
+        if times.is_turn_due(depth > 0):
+            if not depth:
+                return self._probe(rows)
+            depth = 0
+        self._draft(rows, depth)
+        if depth > 1:
+            slope_s = max(0.0, times_s[depth] - times_s[1]) / (depth - 1) / len(rows)
+            price = slope_s * float(rates(acceptances, times_s)[depth])
+            for request in rows:
+                request.drafts = best_depth(request.acceptance + _OPTIMISM, price, depth)
+
+    def _probe(self, rows: Sequence[Request]) -> None:
+        """Let a few rows draft one token each, to see whether drafts would be accepted now."""
+        self._draft(rows, 0)
+        every = _PROBE_SHARE if len(rows) >= 2 * _PROBE_SHARE else 1
+        self._turn += 1
+        for request in rows[self._turn % every :: every]:
+            request.drafts = 1
 
 
 class _StepTimes:
@@ -180,35 +237,62 @@ class _StepTimes:
 
     def __init__(self, most: int) -> None:
         self._newest_s = [deque[float](maxlen=_KEPT_STEPS) for _ in range(most + 1)]
-        self._until_probe = self._interval = _PROBE_STEPS
+        self._levels = sorted({1, -(-most // 2), most})  # depths to measure; those between are interpolated
+        self._until_turn = self._interval = _PROBE_STEPS
+        self._pays = False
+        self.is_new = True
 
-    def add(self, took_s: float, depth: int) -> None:
-        """Add a step."""
+    def add(self, took_s: float, depth: int) -> bool:
+        """Add a step. Return whether the time without drafts is known."""
         self._newest_s[depth].append(took_s)
+        return len(self._newest_s[0]) >= _PLAIN_STEPS
 
-    def depth_to_measure(self) -> int | None:
-        """Return the depth at which the next step must run to be measured, or None if the figures suffice."""
-        most = len(self._newest_s) - 1
-        return next((depth for depth in (most, 0) if len(self._newest_s[depth]) < _FIRST_STEPS), None)
+    @property
+    def plain_s(self) -> float:
+        """Duration without drafts."""
+        return self._usual(0)
 
-    def is_probe_due(self, pays: bool) -> bool:
-        """Return whether the next step should run at another depth than the best. `pays`: the best one has drafts."""
-        if pays:
-            self._interval = _PROBE_STEPS
-        self._until_probe = min(self._until_probe, self._interval) - 1
-        if self._until_probe > 0:
+    def longest(self, depth: int) -> float:
+        """Return the longest duration that a step is charged. Once per depth a step captures a graph."""
+        if len(self._newest_s[depth]) < _DRAFT_STEPS:
+            return _MOST_STEPS * self.plain_s
+        return 2 * self._usual(depth)
+
+    def _usual(self, depth: int) -> float:
+        """Return the lower quartile, because single steps take far longer: they capture graphs or wait."""
+        newest = sorted(self._newest_s[depth])
+        return newest[len(newest) // 4]
+
+    def is_turn_due(self, pays: bool) -> bool:
+        """Return whether the next step should do the opposite of the usual: draft if drafts do not pay, or else not."""
+        if pays != self._pays:
+            self._pays, self._interval = pays, _REFRESH_STEPS if pays else _PROBE_STEPS
+            self._until_turn = self._interval
+        self._until_turn -= 1
+        if self._until_turn > 0:
             return False
         if not pays:
             self._interval = min(2 * self._interval, _MOST_PROBE_STEPS)
-        self._until_probe = self._interval
+        self._until_turn = self._interval
         return True
 
     def by_depth(self) -> list[float]:
-        """Return the duration at each depth, interpolated between depths that have been measured.
+        """Return the duration at each depth, hopeful at the next depth to measure and infinite behind it."""
+        counts = [_PLAIN_STEPS, *[_DRAFT_STEPS] * (len(self._newest_s) - 1)]
+        known = [depth for depth, times_s in enumerate(self._newest_s) if len(times_s) >= counts[depth]]
+        usual_s = [self._usual(depth) for depth in known]
+        last = known[-1]
+        reach = next((level for level in self._levels if level > last), last)
+        if reach > last:
+            known.append(reach)
+            usual_s.append(usual_s[-1] + self._hopeful_slope(known[:-1], usual_s) * (reach - last))
+        found: list[float] = np.interp(range(reach + 1), known, usual_s).tolist()
+        return found + [math.inf] * (len(self._newest_s) - 1 - reach)
 
-        It is the lower quartile of the newest steps, because single steps take far longer: they compile kernels,
-        capture graphs or wait for other programs.
-        """
-        known = [depth for depth, times_s in enumerate(self._newest_s) if len(times_s) >= _FIRST_STEPS]
-        usual_s = [sorted(self._newest_s[depth])[len(self._newest_s[depth]) // 4] for depth in known]
-        return np.interp(range(len(self._newest_s)), known, usual_s).tolist()
+    @staticmethod
+    def _hopeful_slope(known: list[int], usual_s: list[float]) -> float:
+        """Return the seconds that a further draft adds, at least: the first one may add more than those behind it."""
+        if len(known) < 2:
+            return 0.0
+        slope_s = (usual_s[-1] - usual_s[-2]) / (known[-1] - known[-2])
+        return max(0.0, slope_s) * (0.5 if len(known) == 2 else 1.0)

@@ -99,7 +99,7 @@ class Engine:
         if self.grammar.needs_tokens(plan):  # the device runs `plan` in the meantime
             while self._in_flight:
                 self._retire_oldest()
-        masks = self.grammar.masks(plan)
+        masks = self.grammar.masks(plan, self.executor.drafts)
         self._settle()
         handle = self.executor.sample(plan.step, masks)
         record.launch_s = time.perf_counter() - begin
@@ -119,8 +119,8 @@ class Engine:
         """Pause requests whose mask is late, resume those that are ready, and end those that cannot continue."""
         for request_id, drops_token in self.grammar.paused():
             self.scheduler.pause(request_id, drops_token)
-        for request_id, error in self.grammar.settled():
-            self.scheduler.settle(request_id, error)
+        for request_id, error, drafts in self.grammar.settled():
+            self.scheduler.settle(request_id, error, drafts)
 
     def _retire_oldest(self) -> None:
         record, handle = self._in_flight.popleft()

@@ -12,16 +12,24 @@ ended                   advance or forget
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from quire.types import EngineOutput, EngineRequest, StepPlan, TokenMasks
 
+if TYPE_CHECKING:
+    import numpy as np
+
 
 class GrammarOutcome(NamedTuple):
-    """The end of a wait for a grammar or a mask. The request may run, or it ends with `error`."""
+    """The end of a wait for a grammar or a mask. The request may run, or it ends with `error`.
+
+    `drafts` is True if its masks are quick enough for draft tokens, each of which needs one more mask.
+    """
 
     request_id: str
     error: str | None
+    drafts: bool = False
 
 
 class GrammarPause(NamedTuple):
@@ -60,8 +68,14 @@ class Grammar(Protocol):
         """Return whether a mask of this plan depends on tokens of steps in flight."""
         ...
 
-    def masks(self, plan: StepPlan) -> TokenMasks | None:
-        """Return the masks of the rows that sample under a grammar, or None if there is no such row."""
+    def masks(self, plan: StepPlan, drafts: Callable[[], np.ndarray]) -> TokenMasks | None:
+        """Return the masks of the rows that sample under a grammar, or None if there is no such row.
+
+        Args:
+            plan: the step.
+            drafts: waits for the draft tokens of the step, int32 [rows, most drafts]. It is called only if a row with
+                a grammar has some.
+        """
         ...
 
     def advance(self, outputs: list[EngineOutput]) -> None:
@@ -102,7 +116,7 @@ class NoGrammar:
     def needs_tokens(self, plan: StepPlan) -> bool:
         return False
 
-    def masks(self, plan: StepPlan) -> TokenMasks | None:
+    def masks(self, plan: StepPlan, drafts: Callable[[], np.ndarray]) -> TokenMasks | None:
         return None
 
     def advance(self, outputs: list[EngineOutput]) -> None:

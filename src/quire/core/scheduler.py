@@ -126,10 +126,13 @@ class Scheduler:
         self.depth.start(request)
         self.life.add(request)
 
-    def settle(self, request_id: str, error: str | None) -> None:
-        """Let a held or paused request run, or end it with `error`. Unknown ids are ignored."""
+    def settle(self, request_id: str, error: str | None, drafts: bool = True) -> None:
+        """Let a held or paused request run, with draft tokens or without, or end it with `error`.
+
+        Unknown ids are ignored.
+        """
         if request := self.requests.get(request_id):
-            request.paused = False
+            request.paused, request.may_draft = False, drafts
             if request.held and request.status == "waiting":
                 self.life.release(request)
             if error is not None:
@@ -208,7 +211,9 @@ class Scheduler:
                 drafts = request.drafts
                 if drafts:
                     room = request.limit - known - pending - 1
-                    drafts = 0 if request.catching_up else max(0, min(drafts, most_drafts, room))
+                    drafts = max(0, min(drafts, most_drafts, room))
+                    if request.catching_up or not request.may_draft:
+                        drafts = 0
                 most_drafts -= place(builder, request, want, drafts)
         if builder.rows:
             self._limit_prompts(builder, long_rows[0][0].computed if long_rows else 0)

@@ -49,6 +49,9 @@ class GrammarAnswer:
         tokens: the tokens of the text so far.
         ready: the mask for the next token, uint32 [ceil(vocab_size / 32)], or None while there is none. Bit i % 32 of
             word i // 32 is set if token i is allowed.
+        drafts: the draft tokens behind the text, for which `work` computes masks as well.
+        ahead: the mask behind each draft token that the grammar allows, like `ready`; None if the matcher failed
+            there, which says nothing about the text.
         error: why the answer cannot continue, or None.
         busy: True while a thread works on it.
         slow: True if its masks are computed in the background and not within a step.
@@ -59,6 +62,7 @@ class GrammarAnswer:
     """
 
     __slots__ = (
+        "_ahead_buffers",
         "_allowed",
         "_buffers",
         "_consumed",
@@ -71,7 +75,9 @@ class GrammarAnswer:
         "_spent_s",
         "_stops",
         "_vocab_size",
+        "ahead",
         "busy",
+        "drafts",
         "error",
         "late",
         "memory_bytes",
@@ -97,8 +103,11 @@ class GrammarAnswer:
         self._consumed = 0  # number of tokens that the matcher has consumed
         self._spent_s = 0.0
         self._quick_masks = 0  # in a row
-        self._allowed: np.ndarray | None = None  # the mask of the sample in flight
+        self._allowed: list[np.ndarray] = []  # the masks of the sample in flight
         self.ready: np.ndarray | None = None
+        self.drafts: list[int] = []
+        self.ahead: list[np.ndarray] | None = []
+        self._ahead_buffers: list[_MaskBuffer] = []  # by draft token
         self.error: str | None = None
         self.slow = True  # at first, because the first mask includes building the matcher
         self.busy = False
@@ -108,21 +117,22 @@ class GrammarAnswer:
 
     # --------------------------------------------------------------------- called by the step loop
 
-    def use(self) -> np.ndarray:
-        """Return the mask that is ready, for a sample that is launched now."""
-        assert self.ready is not None
-        self._allowed, self.ready = self.ready, None
+    def use(self) -> list[np.ndarray]:
+        """Return the masks that are ready, for a sample that is launched now: of the next token and behind drafts."""
+        assert self.ready is not None and self.ahead is not None
+        self._allowed = [self.ready, *self.ahead]
+        self.ready, self.ahead, self.drafts = None, [], []
         return self._allowed
 
     def accepts(self, output: EngineOutput) -> bool:
-        """Append the tokens of an output. Return False if one of them is not allowed by the mask."""
-        for token in output.token_ids:
+        """Append the tokens of an output. Return False if one of them is not allowed by its mask."""
+        masks, self._allowed = self._allowed, []
+        for index, token in enumerate(output.token_ids):
             if token in self._ends or (output.finish_reason == "stop" and token in self._stops):
                 return True
-            if self._allowed is None or not _is_set(self._allowed, token):
+            if index >= len(masks) or not _is_set(masks[index], token):
                 return False
             self.tokens.append(token)
-            self._allowed = None
         return True
 
     def mark_slow(self) -> None:
@@ -132,7 +142,10 @@ class GrammarAnswer:
     # ------------------------------------------------------------------------- called by any thread
 
     def work(self) -> None:
-        """Consume the tokens since the last mask and compute the next one. Sets `ready` or `error`."""
+        """Consume the tokens since the last mask and compute the next one, and those behind draft tokens.
+
+        Sets `ready` and `ahead`, or `error`.
+        """
         try:
             begin_s = time.thread_time()
             built = self._matcher is None
@@ -141,8 +154,11 @@ class GrammarAnswer:
                 begin_s = (
                     time.thread_time()
                 )  # building is not charged: the helper process has limited its time
-            replayed = self._advance()
-            self._charge(time.thread_time() - begin_s, built or replayed)
+            replayed = self.ready is None and self._advance()
+            if self.drafts and self.error is None:
+                self._look_ahead()
+            masks = 1 + len(self.ahead or ())
+            self._charge((time.thread_time() - begin_s) / masks, built or replayed)
         except QuireError as error:
             self.error = str(error)
         except Exception as error:
@@ -171,7 +187,9 @@ class GrammarAnswer:
             self._matcher = self._build()
             done = self._next_mask(buffer)
         if done:
-            self._apply_end_rules(buffer.bits)
+            self.ready = self._apply_end_rules(buffer.bits, len(self.tokens))
+            if not np.count_nonzero(self.ready):  # twice as fast as any()
+                self.ready, self.error = None, NO_TOKEN_LEFT
         else:
             self.error = self._matcher.get_error().split("\n", 1)[0] or NO_TOKEN_LEFT
         return replays
@@ -197,13 +215,34 @@ class GrammarAnswer:
             return matcher.consume_token(token)
         return self._grammar.vocabulary.detached.consume(matcher, token)
 
-    def _apply_end_rules(self, bits: np.ndarray) -> None:
-        """Replace the library's end token in a mask by those of the request."""
+    def _look_ahead(self) -> None:
+        """Compute the masks behind the draft tokens, up to the first one that the grammar or an end rejects."""
+        matcher, allowed = self._matcher, self.ready
+        assert matcher is not None and allowed is not None
+        found: list[np.ndarray] = []
+        for token in self.drafts:
+            if token in self._ends or token in self._stops or not _is_set(allowed, token):
+                break  # no token behind it can be output
+            if len(self._ahead_buffers) == len(found):
+                self._ahead_buffers.append(_MaskBuffer(self._vocab_size))
+            buffer = self._ahead_buffers[len(found)]
+            if matcher.consume_token(token):
+                matcher.unsafe_compute_mask_ptr(buffer.address, buffer.bits.nbytes)
+            if matcher.is_error():
+                self._matcher = self.ready = self.ahead = None
+                return
+            allowed = self._apply_end_rules(buffer.bits, len(self.tokens) + len(found) + 1)
+            found.append(allowed)
+        matcher.rollback(len(found))
+        self.ahead = found
+
+    def _apply_end_rules(self, bits: np.ndarray, length: int) -> np.ndarray:
+        """Replace the library's end token in a mask behind `length` tokens by those of the request. Return the mask."""
         may_end = _is_set(bits, self._vocab_size)
         _clear(bits, self._vocab_size)
         for token in self._ends:
             _clear(bits, token)
-        early = len(self.tokens) < self._min_tokens
+        early = length < self._min_tokens
         if early:
             kept = bits.copy()
             for token in self._stops:
@@ -213,10 +252,7 @@ class GrammarAnswer:
         if may_end and not ((self._ignores_end or early) and bits.any()):
             for token in self._ends:
                 bits[token >> 5] |= np.uint32(1 << (token & 31))
-        if np.count_nonzero(bits):  # twice as fast as any()
-            self.ready = bits[: -(-self._vocab_size // 32)]
-        else:
-            self.error = NO_TOKEN_LEFT
+        return bits[: -(-self._vocab_size // 32)]
 
     def _charge(self, took_s: float, exceptional: bool) -> None:
         """Charge a mask to the time budget and decide whether the answer is slow.

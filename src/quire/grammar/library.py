@@ -10,6 +10,7 @@ ready. Slow answers are not scheduled before their mask is ready.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import numpy as np
@@ -76,12 +77,12 @@ class LibraryGrammar:
             self._begin_answers()
         for job in self._threads.finished():
             assert isinstance(job, GrammarAnswer)
-            job.busy = False
+            job.busy, job.drafts, job.ahead = False, [], []  # the row that had drafts has left its step
             if job.late:
                 job.mark_slow()
             if self._answers.get(job.request_id) is job:
                 if job.error is None:
-                    self._settled.append(GrammarOutcome(job.request_id, None))
+                    self._settled.append(GrammarOutcome(job.request_id, None, not job.slow))
                 else:
                     self._fail(job, job.error)
         settled, self._settled = self._settled, []
@@ -115,7 +116,7 @@ class LibraryGrammar:
         self._submit(answer)
 
     def _submit(self, answer: GrammarAnswer) -> None:
-        answer.busy = True
+        answer.busy, answer.drafts = True, []
         self._threads.submit(answer)
 
     def wait(self) -> None:
@@ -158,27 +159,57 @@ class LibraryGrammar:
             answer.slot = slot
             self._by_slot[slot] = answer
 
-    def masks(self, plan: StepPlan) -> TokenMasks | None:
+    def masks(self, plan: StepPlan, drafts: Callable[[], np.ndarray]) -> TokenMasks | None:
         rows, self._rows = self._rows, []
         rows = [(row, answer) for row, answer in rows if answer.request_id in self._answers]
-        self._compute([answer for _, answer in rows if answer.ready is None])
-        ready = [(row, answer.use()) for row, answer in rows if answer.ready is not None]
-        if not ready:
+        if plan.max_drafts:
+            self._set_drafts(plan, rows, drafts)
+        counts = plan.num_drafts.tolist()
+        dropped = self._compute([answer for row, answer in rows if answer.ready is None or counts[row]])
+        first = plan.first_logit_rows.tolist()
+        found = [
+            (first[row] + offset, mask)
+            for row, answer in rows
+            if answer.ready is not None and answer not in dropped
+            for offset, mask in enumerate(answer.use())
+        ]
+        if not found:
             return None  # the scheduler drops the tokens of rows without a mask
-        masks = np.stack([mask for _, mask in ready]).view(np.int32)
-        return TokenMasks(np.array([row for row, _ in ready], np.int64), masks)
+        masks = np.stack([mask for _, mask in found]).view(np.int32)
+        return TokenMasks(np.array([row for row, _ in found], np.int64), masks)
 
-    def _compute(self, answers: list[GrammarAnswer]) -> None:
-        """Compute masks within the step's patience. Fail answers without an allowed token and pause late ones."""
+    def _set_drafts(
+        self, plan: StepPlan, rows: list[tuple[int, GrammarAnswer]], drafts: Callable[[], np.ndarray]
+    ) -> None:
+        """Tell the answers which draft tokens their rows verify."""
+        counts = plan.num_drafts.tolist()
+        tokens = drafts().tolist() if any(counts[row] for row, _ in rows) else []
+        for row, answer in rows:
+            if not answer.busy:
+                answer.drafts = tokens[row][: counts[row]] if tokens else []
+
+    def _compute(self, answers: list[GrammarAnswer]) -> list[GrammarAnswer]:
+        """Compute masks within the step's patience. Fail answers without an allowed token and pause late ones.
+
+        Returns:
+            The answers whose rows leave the step.
+        """
         idle = [answer for answer in answers if not answer.busy]
-        late = set(self._threads.run(idle)) if idle else set()
+        late = set(self._threads.run(idle)) if idle else set[GrammarAnswer]()
+        dropped: list[GrammarAnswer] = []
         for answer in answers:
             if answer.busy or answer in late:
                 answer.busy = answer.late = True
-                answer.planned -= 1
-                self._paused.append(GrammarPause(answer.request_id, True))
+                dropped.append(answer)
             elif answer.error is not None:
                 self._fail(answer, answer.error)
+            elif answer.ahead is None:
+                dropped.append(answer)
+                self._submit(answer)
+        for answer in dropped:
+            answer.planned -= 1
+            self._paused.append(GrammarPause(answer.request_id, True))
+        return dropped
 
     def advance(self, outputs: list[EngineOutput]) -> None:
         if not self._answers:

@@ -10,11 +10,14 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable
-from typing import Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from quire.ranks.group import RankGroup
 from quire.ranks.messages import STOP, WARM_UP, encode_forward, encode_sample
 from quire.types import EngineDead, Executor, StepHandle, StepPlan, StepResult, TokenMasks
+
+if TYPE_CHECKING:
+    import numpy as np
 
 T = TypeVar("T")
 
@@ -55,6 +58,9 @@ class GroupExecutor:
     def forward(self, plan: StepPlan) -> None:
         self._send(encode_forward(plan))
         self._run(lambda: self._local.forward(plan))
+
+    def drafts(self) -> np.ndarray:
+        return self._run(self._local.drafts)
 
     def sample(self, step: int, masks: TokenMasks | None) -> StepHandle:
         self._send(encode_sample(step, masks))

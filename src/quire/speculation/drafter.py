@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 
 from quire.attention.base import KV, ForwardBatch
+from quire.models.decoder import Model
+from quire.types import SlotAdmission
 
 
 class DraftColumns(Protocol):
@@ -25,6 +27,9 @@ class DraftColumns(Protocol):
 
     @property
     def num_tokens(self) -> Tensor: ...  # int32 [S], known tokens
+
+    @property
+    def prompt_len(self) -> Tensor: ...  # int32 [S], tokens of the prompt
 
     @property
     def block_tables(
@@ -50,28 +55,27 @@ class DraftRows:
     reach: int  # upper bound of the number of known tokens of any row
 
 
-class Drafter(Protocol):
-    """A source of draft tokens."""
+class Drafter:
+    """A source of draft tokens. Those that learn nothing from steps inherit `admit` and `follow`."""
+
+    def admit(self, admissions: Sequence[SlotAdmission]) -> None:
+        """Learn that slots are about to get new owners. Their columns still hold the old ones."""
 
     def propose(self, rows: DraftRows) -> None:
         """Write at least `counts` valid token ids behind the known tokens of each row, without waiting for the device.
 
         Entries past the end of the token column must not be written.
         """
-        ...
+        raise NotImplementedError
 
     def follow(self, batch: ForwardBatch) -> None:
         """Learn the tokens of a step with prompts, for drafters that keep something of each token."""
-        ...
 
 
-class NoDrafter:
+class NoDrafter(Drafter):
     """A `Drafter` of an engine whose steps have no drafts."""
 
     def propose(self, rows: DraftRows) -> None:
-        pass
-
-    def follow(self, batch: ForwardBatch) -> None:
         pass
 
 
@@ -90,10 +94,14 @@ class DraftContext:
 
 @dataclass(frozen=True, slots=True)
 class Speculation:
-    """How an engine drafts: the factory of its drafter, and the most draft tokens of a row."""
+    """How an engine drafts: the factory of its drafter, and the most draft tokens of a row.
+
+    `observe` returns the model that steps run: for drafters that read hidden states, one that shows them.
+    """
 
     make: Callable[[DraftContext], Drafter]
     tokens: int
+    observe: Callable[[Model, Drafter], Model] = lambda model, _: model
 
 
 NO_SPECULATION = Speculation(lambda context: NoDrafter(), 0)

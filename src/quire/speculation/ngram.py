@@ -9,22 +9,18 @@ from __future__ import annotations
 
 import torch
 
-from quire.attention.base import ForwardBatch
 from quire.kernels import available
-from quire.speculation.drafter import DraftColumns, DraftRows
+from quire.speculation.drafter import DraftColumns, Drafter, DraftRows
 
 LONGEST = 4  # tokens of the suffix that is looked for
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """A `Drafter` that looks for the last tokens of a request earlier in its own tokens."""
 
     def __init__(self, columns: DraftColumns, device: torch.device) -> None:
         self._columns = columns
         self._has_kernel = available(device)
-
-    def follow(self, batch: ForwardBatch) -> None:
-        pass  # the token columns hold everything
 
     def propose(self, rows: DraftRows) -> None:
         if self._has_kernel:

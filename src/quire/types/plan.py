@@ -71,6 +71,12 @@ class StepPlan:
         """Return whether a row has more known tokens than one, as those of prompts have."""
         return self.total_tokens > len(self.slots) and bool((self.num_tokens - self.num_drafts > 1).any())
 
+    @property
+    def first_logit_rows(self) -> np.ndarray:
+        """Return the first logit row of each row, [rows]."""
+        counts = 1 + self.num_drafts
+        return counts.cumsum() - counts
+
     def per_logit_row(self, column: np.ndarray) -> np.ndarray:
         """Repeat the entries of `column` [rows] for the 1 + drafts logit rows of each row."""
         return column.repeat(1 + self.num_drafts) if self.max_drafts else column
@@ -83,12 +89,12 @@ class StepPlan:
 
 @dataclass(slots=True)
 class TokenMasks:
-    """The tokens that the constrained rows of a step may sample: bit v % 32 of word v // 32 stands for token v.
+    """The tokens that the constrained logit rows of a step may sample: bit v % 32 of word v // 32 stands for token v.
 
-    Rows that are not listed may sample any token.
+    Logit rows that are not listed may sample any token. Without draft tokens they are the rows of the plan.
     """
 
-    rows: np.ndarray  # int64 [k], ascending rows of the plan
+    rows: np.ndarray  # int64 [k], ascending logit rows
     bits: np.ndarray  # int32 [k, ceil(vocab / 32)]
 
 
@@ -165,6 +171,14 @@ class Executor(Protocol):
 
     def forward(self, plan: StepPlan) -> None:
         """Launch the forward pass of a plan."""
+        ...
+
+    def drafts(self) -> np.ndarray:
+        """Wait for the draft tokens of the step whose forward pass was launched last, and return them.
+
+        Returns:
+            int32 [rows, most drafts], undefined behind the drafts of a row.
+        """
         ...
 
     def sample(self, step: int, masks: TokenMasks | None) -> StepHandle:

@@ -61,6 +61,7 @@ class Request:
     status: RequestStatus = "waiting"  # written by core/lifecycle.py alone
     held: str | None = None  # the reason why it must not be admitted yet, or None
     paused: bool = False  # gets no row, because its next mask is still being computed
+    may_draft: bool = True  # False: the masks of its grammar are too slow for draft tokens
     dropped_step: int = -1  # the last step whose token for this request is dropped
     last_step: int = -1  # the last step that admitted this request or had a row of it
     cached: int = -1  # prompt tokens found in the prefix cache when it was first admitted; -1 before

@@ -7,8 +7,10 @@ from typing import Any
 
 from quire.types.errors import ConfigError
 
-METHODS = ("ngram", "draft")
+METHODS = ("ngram", "suffix", "draft", "eagle3", "mtp")
 _FIELDS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
+# vLLM's names of methods.
+_ALIASES = {"draft_model": "draft", "deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp"}
 # Fields that tune vLLM's own implementation and change no output.
 _IGNORED = {"prompt_lookup_max", "prompt_lookup_min", "disable_padded_drafter_batch", "max_model_len"}
 
@@ -27,6 +29,6 @@ def settings_of(config: Mapping[str, Any]) -> dict[str, Any]:
     if "method" not in config:
         raise ConfigError(f"speculative_config needs a method: {', '.join(METHODS)}")
     method = config["method"]
-    if method == "draft_model":  # vLLM's name
-        config = {**config, "method": "draft"}
+    if method in _ALIASES:
+        config = {**config, "method": _ALIASES[method]}
     return {_FIELDS[name]: value for name, value in config.items() if name in _FIELDS}

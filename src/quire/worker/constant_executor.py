@@ -6,7 +6,12 @@ follow from the prompts and whose steps take time.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from quire.types import StepHandle, StepPlan, StepResult, TokenMasks
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class _InstantHandle:
@@ -26,6 +31,9 @@ class ConstantExecutor:
 
     def forward(self, plan: StepPlan) -> None:
         self._plans[plan.step] = plan
+
+    def drafts(self) -> np.ndarray:
+        raise AssertionError("the steps of this executor have no draft tokens")
 
     def sample(self, step: int, masks: TokenMasks | None) -> StepHandle:
         count = int(self._plans.pop(step).samples.sum())

@@ -57,6 +57,9 @@ class EchoExecutor:
             self._tops[admit.slot] = max(params.logprobs or 0, params.prompt_logprobs or 0)
         self._plans[plan.step] = plan
 
+    def drafts(self) -> np.ndarray:
+        raise AssertionError("the steps of this executor have no draft tokens")
+
     def sample(self, step: int, masks: Any) -> StepHandle:
         plan = self._plans.pop(step)
         ends = plan.starts + plan.num_tokens

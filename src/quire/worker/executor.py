@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from quire.types import StepFailed, StepHandle, StepPlan, TokenMasks
@@ -47,6 +48,9 @@ class LocalExecutor:
 
     def forward(self, plan: StepPlan) -> None:
         self._guarded(lambda: self.runner.forward(plan))
+
+    def drafts(self) -> np.ndarray:
+        return self._guarded(self.runner.drafts)
 
     def sample(self, step: int, masks: TokenMasks | None) -> StepHandle:
         handle = self._guarded(lambda: self.runner.sample(step, masks))

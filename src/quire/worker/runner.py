@@ -13,6 +13,7 @@ import torch
 from quire.models.decoder import Model
 from quire.sampling.logprobs import scored_rows
 from quire.sampling.sampler import Sampler
+from quire.speculation.drafter import Drafter
 from quire.types import StepHandle, StepPlan, TokenMasks
 from quire.worker.batch import Batcher
 from quire.worker.graphs import LaunchedStep, Launcher
@@ -37,11 +38,12 @@ class Runner:
         staging: Staging,
         results: Results,
         pooler: Pooler,
+        drafter: Drafter,
         states: StateMemory = NO_STATES,
     ) -> None:
         self.launcher, self.batcher, self.sampler, self.state = launcher, batcher, sampler, state
         self._model, self._staging, self._results, self._pooler = model, staging, results, pooler
-        self._states = states
+        self._drafter, self._states = drafter, states
         self._launched: LaunchedStep | None = None
         self._score_tops: dict[int, int] = {}  # by slot: number of prompt log-probabilities per token
 
@@ -49,6 +51,8 @@ class Runner:
     def forward(self, plan: StepPlan) -> None:
         """Queue the step of `plan` up to its logits."""
         self._staging.begin()
+        if plan.admissions:
+            self._drafter.admit(plan.admissions)
         self.state.apply(plan, self._staging)
         for admit in plan.admissions:
             self.sampler.admit(admit.slot, admit.request)
@@ -61,6 +65,15 @@ class Runner:
         self._launched = self.launcher.launch(plan, self._staging)
         for slot, row in plan.saves:
             self._states.save(slot, row)
+
+    @torch.inference_mode()
+    def drafts(self) -> np.ndarray:
+        """Wait for the step that `forward` has queued last, and return its draft tokens, int32 [rows, most drafts]."""
+        assert self._launched is not None, "drafts must follow a forward"
+        step, state = self._launched.step, self.state
+        offsets = torch.arange(step.plan.max_drafts, device=step.slots.device)
+        places = (state.num_tokens[step.slots].unsqueeze(1) + offsets).clamp_(max=state.max_len - 1)
+        return state.tokens[step.slots.unsqueeze(1), places].cpu().numpy()
 
     @torch.inference_mode()
     def sample(self, step_id: int, masks: TokenMasks | None) -> StepHandle:
@@ -87,7 +100,6 @@ class Runner:
         )
         if launched.logits is not None:
             at = step.logit_rows
-            masks = masks and _by_logit_row(plan, masks)
             out = self.sampler.sample(launched.logits, at.slots_host, at.slots, masks, at.lengths)
             output.logprobs = out.logprobs
             for row in plan.score_rows:
@@ -147,12 +159,3 @@ class Runner:
             parts.append(self.sampler.prompt_logprobs(logits, targets[at - begin : stop - begin], top))
         ids, values, ranks = (torch.cat(column) for column in zip(*parts))
         return ids, values, ranks
-
-
-def _by_logit_row(plan: StepPlan, masks: TokenMasks) -> TokenMasks:
-    """Return masks of rows as masks of logit rows. Rows with a mask have no draft tokens."""
-    if not plan.max_drafts:
-        return masks
-    assert not plan.num_drafts[masks.rows].any(), "a row with a mask has draft tokens"
-    before = np.cumsum(1 + plan.num_drafts) - 1 - plan.num_drafts
-    return TokenMasks(before[masks.rows], masks.bits)

@@ -271,6 +271,7 @@ class Worker:
                 device=device,
             )
         )
+        model = self._speculation.observe(model, drafter)
         turns = self._options.depth + 1
         batcher: Batcher
         launcher: Launcher
@@ -297,6 +298,7 @@ class Worker:
             staging=Staging(device, self._options.depth),
             results=Results(device, turns),
             pooler=Pooler(state.dummy + 1, device),
+            drafter=drafter,
             states=states,
         )
 

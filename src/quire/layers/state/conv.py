@@ -35,6 +35,13 @@ def causal_conv(
         [tokens, channels].
     """
     tokens, taps = x.shape[0], weight.shape[0]
+    if (
+        rows.targets is None
+        and rows.counts is not None
+        and tokens == len(rows.counts)
+        and (rows.counts == 1).all()
+    ):
+        return _one_token_each(x, weight, bias, window, rows, activation)
     owner = rows.owners(tokens)
     offset = torch.arange(tokens, device=x.device) - rows.starts[owner]
     before = torch.where(rows.fresh[:, None, None], 0, window[rows.index])  # [rows, width - 1, channels]
@@ -46,9 +53,25 @@ def causal_conv(
     if bias is not None:
         total += bias
     _store(x, before, window, rows, owner, offset)
-    if activation is not None:
-        total = ACTIVATIONS[activation](total)
-    return total.to(x.dtype)
+    return (total if activation is None else ACTIVATIONS[activation](total)).to(x.dtype)
+
+
+def _one_token_each(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    window: torch.Tensor,
+    rows: StateRows,
+    activation: str | None,
+) -> torch.Tensor:
+    """Convolve rows of one token, in a few operations."""
+    before = torch.where(rows.fresh[:, None, None], 0, window[rows.index])
+    inputs = torch.cat((before, x[:, None]), 1)  # [rows, width, channels]
+    window[rows.index] = inputs[:, 1:]
+    total = (inputs.float() * weight).sum(1)
+    if bias is not None:
+        total += bias
+    return (total if activation is None else ACTIVATIONS[activation](total)).to(x.dtype)
 
 
 def _store(

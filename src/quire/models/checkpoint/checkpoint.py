@@ -116,6 +116,7 @@ def open_checkpoint(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    skipped: re.Pattern[str] | None = None,
 ) -> Checkpoint:
     """Open the weights at `path`.
 
@@ -125,6 +126,7 @@ def open_checkpoint(
         load_format: "auto", or "dummy" for random weights.
         device: the model's device; None: the CPU.
         dtype, seed: dtype and seed of random weights.
+        skipped: names of tensors that need not be loaded; None: those of layers behind the last one.
 
     Raises:
         ModelError: if the weights are missing, damaged, or in a format that is not supported.
@@ -140,7 +142,7 @@ def open_checkpoint(
         return GGUFCheckpoint(path, spec)
     # On a CPU, weights are packed right after reading, so there is nothing to overlap with a reader.
     reader = Reader(device) if device.type == "cuda" else None
-    return SafetensorsCheckpoint(path, spec.tie_embeddings, reader, _unused(spec))
+    return SafetensorsCheckpoint(path, spec.tie_embeddings, reader, skipped or _unused(spec))
 
 
 def _unused(spec: ModelSpec) -> re.Pattern[str]:

@@ -1,0 +1,178 @@
+"""The networks of drafters: draft models and draft heads, built beside the model that verifies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from quire.assembly.attention import pick_attention
+from quire.assembly.model import load_model
+from quire.attention.base import AttentionBackend
+from quire.config import EngineConfig
+from quire.frontend.location import locate_model
+from quire.layers.env import Env
+from quire.models.checkpoint.checked import CheckedCheckpoint
+from quire.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from quire.models.config.eagle import load_eagle3_spec
+from quire.models.config.load import load_spec
+from quire.models.decoder import Model
+from quire.models.heads.base import DraftHead, decoder_of, tap
+from quire.models.heads.eagle3 import UNREAD, Eagle3Head, Eagle3Spec
+from quire.models.heads.mtp import MTPHead, mtp_spec
+from quire.models.spec import ModelSpec
+from quire.parallel.ranks import Parallel
+from quire.speculation.vocabulary import check_vocabulary
+from quire.types import ConfigError, KVLayout
+
+
+class DraftSource(NamedTuple):
+    """The network that drafts.
+
+    Attributes:
+        path: folder of its checkpoint.
+        spec: sizes of its layers.
+        is_sharded: each rank has a part of it, as of the model; otherwise each rank has the whole.
+        eagle3: the configuration, if it is an EAGLE-3 head.
+    """
+
+    path: Path
+    spec: ModelSpec
+    is_sharded: bool = False
+    eagle3: Eagle3Spec | None = None
+
+    def kv_layouts(self, dtype: str, ranks: int) -> tuple[KVLayout, ...]:
+        """Return what its layers keep of each token; see `ModelSpec.kv_layouts`."""
+        return self.spec.kv_layouts(dtype, ranks if self.is_sharded else 1)
+
+    @property
+    def max_model_len(self) -> int:
+        """Longest context in tokens."""
+        return self.spec.max_model_len
+
+
+def find_draft(config: EngineConfig, path: Path, spec: ModelSpec) -> list[DraftSource]:
+    """Return the network that drafts, if the method has one.
+
+    Args:
+        config: settings.
+        path: folder or file of the model that verifies.
+        spec: its spec.
+
+    Raises:
+        ConfigError: if the network does not suit the model, or has a shorter context than `config` demands.
+    """
+    if config.spec_method == "mtp":
+        return [DraftSource(path, _coded(mtp_spec(spec), spec), is_sharded=True)]
+    if config.spec_model is None:
+        return []
+    found = locate_model(config.spec_model).path
+    if config.spec_method == "eagle3":
+        head = load_eagle3_spec(found, spec)
+        return [DraftSource(found, head.layer, eagle3=head)]
+    draft = DraftSource(found, _coded(load_spec(found), spec))
+    if any(draft.spec.mixes):
+        raise ConfigError(
+            f"spec_model {config.spec_model} is a {draft.spec.architecture} whose layers keep states, which rejected "
+            "drafts would spoil; use a draft model that only attends, or spec_method ngram"
+        )
+    check_vocabulary(path, spec.vocab_size, draft.path, draft.spec.vocab_size)
+    if (config.max_model_len or 0) > draft.max_model_len:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} exceeds the {draft.max_model_len} positions of the draft model "
+            f"{config.spec_model}; lower it or use another spec_model"
+        )
+    return [draft]
+
+
+def _coded(draft: ModelSpec, spec: ModelSpec) -> ModelSpec:
+    """Return the spec of a draft model whose KV entries are coded as those of the model, with scales of their own."""
+    return replace(draft, kv_codes=replace(spec.kv_codes, static=False)) if spec.kv_codes else draft
+
+
+class DraftLoader:
+    """The loading of the network that drafts.
+
+    Args:
+        config: resolved settings.
+        source: the network; none for methods without one.
+        target: the model that verifies.
+        env: that of the model, with its checkpoint.
+        keep: is called with each further checkpoint that is opened.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        source: list[DraftSource],
+        target: Model,
+        env: Env,
+        keep: Callable[[Checkpoint], None],
+    ) -> None:
+        self._config, self._source, self._target, self._env, self._keep = config, source, target, env, keep
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of hidden states."""
+        return self._env.dtype
+
+    def model(self) -> tuple[Model, AttentionBackend]:
+        """Build the draft model, whole on every rank, and start to load its weights."""
+        (draft,), env = self._source, self._env
+        spec = self._served(draft.spec)
+        backend = self._backend(spec)
+        model, checkpoint = load_model(
+            self._config,
+            draft.path,
+            spec,
+            backend=backend,
+            kernels=env.kernels,
+            parallel=Parallel(),
+            device=env.device,
+            dtype=env.dtype,
+        )
+        self._keep(checkpoint)
+        return model, backend
+
+    def eagle3(self) -> tuple[DraftHead, AttentionBackend, int]:
+        """Build the EAGLE-3 head, whole on every rank. Return it, its back end and the width of its states."""
+        (draft,), env = self._source, self._env
+        assert draft.eagle3 is not None
+        head = replace(draft.eagle3, layer=self._served(draft.spec))
+        checkpoint = CheckedCheckpoint(
+            open_checkpoint(
+                draft.path, head.layer, self._config.load_format, device=env.device, dtype=env.dtype,
+                seed=self._config.seed, skipped=UNREAD,
+            )
+        )  # fmt: skip
+        self._keep(checkpoint)
+        backend = self._backend(head.layer)
+        own = replace(
+            env,
+            weights=checkpoint,
+            parallel=Parallel(),
+            attention=backend,
+            quantization=head.layer.quantization,
+        )
+        embed = decoder_of(self._target, "eagle3").embed
+        with torch.inference_mode():
+            built = Eagle3Head(own, head, embed, tap(self._target, head.taps, "eagle3"))
+        return built, backend, head.layer.hidden_size
+
+    def mtp(self) -> tuple[DraftHead, AttentionBackend, int]:
+        """Build the layer for multi-token prediction from the model's checkpoint. Return the same as `eagle3`."""
+        (draft,), target = self._source, decoder_of(self._target, "mtp")
+        spec = self._served(draft.spec)
+        with torch.inference_mode():
+            head = MTPHead(self._env, spec, target, target.spec.num_layers)
+        return head, self._env.attention, spec.hidden_size
+
+    def _served(self, spec: ModelSpec) -> ModelSpec:
+        return replace(spec, max_model_len=self._target.spec.max_model_len)
+
+    def _backend(self, spec: ModelSpec) -> AttentionBackend:
+        env = self._env
+        return pick_attention(self._config.attention, spec, env.device, env.dtype, env.kernels)

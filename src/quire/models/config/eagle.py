@@ -1,0 +1,68 @@
+"""The configuration of EAGLE draft heads, from the `config.json` of their checkpoints."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from quire.files.reading import read_json
+from quire.models.config.keys import ConfigKeys
+from quire.models.config.parts import decoder_spec
+from quire.models.heads.eagle3 import Eagle3Spec
+from quire.models.spec import ModelSpec
+from quire.types import ConfigError, ModelError
+
+
+def load_eagle3_spec(folder: Path, target: ModelSpec) -> Eagle3Spec:
+    """Read the configuration of the EAGLE-3 head in `folder`, for drafts that `target` verifies.
+
+    The head serves the context of `target`, whatever length it was trained with. Its vocabulary is that of `target`.
+
+    Raises:
+        ModelError: if the file is missing or has a bad value.
+        ConfigError: if it describes something else than an EAGLE-3 head, or a head for another model.
+    """
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} holds no config.json")
+    keys = ConfigKeys(read_json(folder / "config.json"), f"{folder.name}/config.json")
+    names = keys.entries("architectures", str) or []
+    if not any("eagle3" in name.lower() for name in names):
+        raise ConfigError(
+            f"spec_method eagle3 needs a spec_model of the architecture LlamaForCausalLMEagle3, but {folder} has "
+            f"{names[0] if names else 'none'}; use spec_method draft for a draft model"
+        )
+    layer = decoder_spec(
+        names[0], "llama", keys, qkv_bias=keys.flag("attention_bias"), o_bias=keys.flag("attention_bias")
+    )
+    if layer.num_layers != 1:
+        raise keys.refuse("num_hidden_layers", "1, because draft heads have one layer", layer.num_layers)
+    vocab = keys.integer("draft_vocab_size", default=layer.vocab_size)
+    if layer.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"the draft head was trained for a vocabulary of {layer.vocab_size} tokens, but the model has "
+            f"{target.vocab_size}; use a draft head that was trained for this model"
+        )
+    layer = replace(layer, max_model_len=target.max_model_len, tie_embeddings=False)
+    hidden = keys.integer("target_hidden_size", default=target.hidden_size)
+    if hidden != target.hidden_size:
+        raise ConfigError(
+            f"the draft head reads hidden states of {hidden} numbers, but the model has {target.hidden_size}; use a draft "
+            "head that was trained for this model"
+        )
+    normed = keys.flag("norm_before_residual")
+    return Eagle3Spec(layer, vocab, _taps(keys, target), hidden, normed)
+
+
+def _taps(keys: ConfigKeys, target: ModelSpec) -> tuple[int, ...]:
+    """Return the layers in front of which the head reads.
+
+    A config may name the layers behind which it reads. The default is that of the authors: three layers near the
+    beginning, the middle and the end.
+    """
+    name = "eagle_aux_hidden_state_layer_ids"
+    named = keys if keys.has(name) else ConfigKeys(keys.section("eagle_config"), keys.where)
+    layers = named.entries(name, int)
+    if layers:
+        return tuple(layer + 1 for layer in layers)
+    count = target.num_layers
+    return 2, count // 2, count - 3

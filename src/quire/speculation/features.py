@@ -1,0 +1,172 @@
+"""Drafts of a head that continues the hidden states of the model: EAGLE-3, EAGLE and multi-token prediction.
+
+    step n     model runs tokens m-1 .. m+k-1          `learn` keeps its hidden states in a ring by position
+               tokens m .. n-1 are output
+    step n+1   head runs the pairs up to n-2           their states are the model's
+               head runs k-1 more, one by one          on its own states
+               model runs tokens n-1 .. n+k-1
+
+A pair is a token and the states of the position in front of it (models/heads/base.py). The entries of the head are a
+further layer of the same KV blocks, at the position of the states. Steps with prompts run the head on the same batch.
+Steps in which nothing is drafted do not run it, so a request that went without drafts for longer than the ring reaches
+gets worse ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from quire.attention.base import AttentionBackend, ForwardBatch, KVLayer
+from quire.models.decoder import Model
+from quire.models.heads.base import DraftHead
+from quire.models.spec import ModelSpec
+from quire.speculation.draft_batch import DraftTokens, draft_batch, draw
+from quire.speculation.drafter import DraftContext, Drafter, DraftRows
+from quire.types import SlotAdmission
+
+
+class FeatureDrafter(Drafter):
+    """A `Drafter` that runs `head` on the hidden states of the model.
+
+    Args:
+        head: the draft head.
+        backend: attention back end of its layer.
+        context: the parts of the worker.
+        most: most draft tokens of a row.
+        width: hidden size of the head.
+        dtype: of hidden states.
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        backend: AttentionBackend,
+        context: DraftContext,
+        most: int,
+        width: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._head, self._backend, self._context, self._columns = head, backend, context, context.columns
+        # Up to `most` positions behind the known tokens are written by rejected drafts, and 1 + `most` in front of
+        # them are read.
+        self._window, self._reach = 1 + most, 2 * (1 + most)
+        slots, device = len(context.columns.num_tokens), context.device
+        self._ring = torch.zeros(slots * self._reach, width, dtype=dtype, device=device)
+        self._begin = torch.zeros(
+            slots, dtype=torch.int64, device=device
+        )  # by slot, first position with states
+
+    def admit(self, admissions: Sequence[SlotAdmission]) -> None:
+        # The states of positions in the prefix cache are unknown, and their entries of the head must stay.
+        slots = torch.tensor([admission.slot for admission in admissions])
+        begin = torch.tensor([admission.computed for admission in admissions])
+        self._begin[slots.to(self._begin.device)] = begin.to(self._begin.device)
+
+    # --------------------------------------------------------------------------- after the model
+
+    def learn(self, batch: ForwardBatch, hidden: Tensor) -> None:
+        """Keep the states of the model after a step, and run the head on the tokens of prompts.
+
+        Args:
+            batch: the step.
+            hidden: the last hidden states of all tokens, [tokens, hidden]; used by heads that read no other.
+        """
+        states = self._head.combine(hidden)
+        row, slots = self._rows(batch)
+        newest = batch.seq_lens[row].long() - self._reach  # of each row only the last states
+        place = slots * self._reach + batch.positions % self._reach
+        dummy = len(self._ring) - 1
+        place = torch.where((batch.positions >= newest) & (batch.kv_slots >= 0), place, dummy)
+        self._ring.index_copy_(0, place, states.to(self._ring.dtype))
+        if not batch.decodes_only:
+            following = (batch.positions + 1).clamp_(max=self._columns.tokens.shape[1] - 1)
+            kv = self._context.kv
+            others = [replace(other, kv=kv) for other in batch.others]
+            own = replace(
+                batch, input_ids=self._columns.tokens[slots, following].long(), kv=kv, attn=None, others=others,
+                group_of=self._context.group_of,
+            )  # fmt: skip
+            own.plan(self._backend)
+            self._head(states, own)
+
+    def _rows(self, batch: ForwardBatch) -> tuple[Tensor, Tensor]:
+        """Return the row and the slot of each token, int64 [tokens]."""
+        index = torch.arange(len(batch.positions), device=batch.positions.device, dtype=torch.int32)
+        row = torch.searchsorted(batch.query_start[1:].contiguous(), index, right=True)
+        row = row.clamp_(max=len(batch.slots) - 1)
+        return row, batch.slots[row]
+
+    # -------------------------------------------------------------------------- before the model
+
+    def propose(self, rows: DraftRows) -> None:
+        slots, tokens = rows.slots.long(), self._columns.tokens
+        known = self._columns.num_tokens[slots].long()
+        last = tokens.shape[1] - 1
+        hidden = self._catch_up(slots, known, rows)
+        for j in range(rows.most):
+            # A row that drafts no more stays behind its last draft, so that it never leaves the context.
+            wanted, length = rows.counts > j, known + rows.counts.clamp(max=j)
+            if j:
+                hidden = self._continue(slots, length, wanted, hidden, rows.reach + j)
+            drafts = draw(self._context, self._head.logits(hidden), slots, length)
+            place = length.clamp(max=last)
+            tokens[slots, place] = torch.where(wanted, drafts, tokens[slots, place])
+
+    def _catch_up(self, slots: Tensor, known: Tensor, rows: DraftRows) -> Tensor:
+        """Run the head on the newest pairs of each slot. Return its state behind the last one, [rows, hidden]."""
+        offset = torch.arange(self._window, device=slots.device)
+        first = (known - 1 - self._window).clamp_(min=0).unsqueeze(1)
+        positions = first + offset  # [rows, window]
+        pairs = (known - 1).unsqueeze(1)  # pairs of known tokens
+        at = slots.unsqueeze(1)
+        hidden = self._ring[at * self._reach + positions % self._reach].flatten(0, 1)
+        following = (positions + 1).clamp_(max=self._columns.tokens.shape[1] - 1)
+        tokens = DraftTokens(
+            ids=self._columns.tokens[at, following],
+            positions=positions,
+            writes=(positions < pairs) & (positions >= self._begin[at]),
+            wanted=(known - 2 - first.squeeze(1)).clamp_(min=0),
+            bound=rows.reach,
+        )
+        return self._head(hidden, draft_batch(self._context, self._backend, slots, tokens))
+
+    def _continue(self, slots: Tensor, length: Tensor, wanted: Tensor, hidden: Tensor, bound: int) -> Tensor:
+        """Run the head on the last draft of each slot and the state in front of it. Return its new states."""
+        positions = (length - 2).clamp_(min=0).unsqueeze(1)
+        ids = self._columns.tokens[slots, (length - 1).clamp(min=0)].unsqueeze(1)
+        tokens = DraftTokens(ids, positions, wanted.unsqueeze(1), torch.zeros_like(slots), bound)
+        return self._head(hidden, draft_batch(self._context, self._backend, slots, tokens))
+
+
+class ObservedModel:
+    """A `Model` that shows its hidden states to a drafter after each step.
+
+    Args:
+        model: the model.
+        learn: `FeatureDrafter.learn`.
+        reads_all: the head needs the last hidden state of every token, also of those in prompts.
+    """
+
+    def __init__(self, model: Model, learn: Callable[[ForwardBatch, Tensor], None], reads_all: bool) -> None:
+        self._model, self._learn, self._reads_all = model, learn, reads_all
+        self.spec: ModelSpec = model.spec
+
+    @property
+    def attention_layers(self) -> Sequence[KVLayer]:
+        return self._model.attention_layers
+
+    def __call__(self, batch: ForwardBatch) -> Tensor:
+        wanted = batch.wanted
+        if self._reads_all:
+            batch.wanted = None
+        hidden = self._model(batch)
+        batch.wanted = wanted
+        self._learn(batch, hidden)
+        return hidden.index_select(0, wanted) if self._reads_all and wanted is not None else hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self._model.logits(hidden)

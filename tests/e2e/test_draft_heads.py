@@ -1,0 +1,90 @@
+"""Draft heads: their drafts are those of a sequential twin in plain PyTorch, and change no output."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from heads import Recorder, eagle3_drafts, run, write_eagle3
+from quire.models.heads import base
+from quire.types import ConfigError
+from tiny import write_tiny
+
+TAPS = {"eagle_aux_hidden_state_layer_ids": [-1, 0]}  # the tiny model has two layers
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def eagle3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("heads") / "eagle3"
+    write_eagle3(folder, **TAPS)
+    return folder
+
+
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"overlap": False, "cpu_kernels": False},
+    {"max_num_batched_tokens": 8, "block_size": 4, "max_num_seqs": 2},
+]
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=["usual", "plain torch", "chunks"])
+def test_eagle3_changes_no_output(model: Path, eagle3: Path, settings: dict[str, Any]) -> None:
+    plain, _ = run(model, **settings)
+    drafts = {"spec_method": "eagle3", "spec_model": str(eagle3), "spec_tokens": 3, "spec_adaptive": False}
+    drafted, totals = run(model, **settings, **drafts)
+    assert drafted == plain
+    assert totals.draft_tokens > 60
+
+
+@pytest.mark.parametrize("chunk", [None, 8], ids=["whole prompt", "chunks"])
+def test_eagle3_drafts_what_its_twin_does(
+    model: Path, eagle3: Path, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(monkeypatch)
+    run(
+        model, count=1, spec_method="eagle3", spec_model=str(eagle3), spec_tokens=3, spec_adaptive=False,
+        max_num_batched_tokens=chunk, overlap=False, cpu_kernels=False,
+    )  # fmt: skip
+    head, embed = load_file(eagle3 / "model.safetensors"), load_file(model / "model.safetensors")
+    for known, drafts in recorder.drafts[:6]:
+        features = recorder.states(len(known) - 1)
+        assert drafts == eagle3_drafts(head, embed["model.embed_tokens.weight"], known, features, len(drafts))
+    assert len(recorder.drafts) >= 6
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "needs a spec_model of the architecture LlamaForCausalLMEagle3"),
+        ({"vocab_size": 300}, "trained for a vocabulary of 300 tokens, but the model has 260"),
+        ({"target_hidden_size": 64}, "reads hidden states of 64 numbers, but the model has 32"),
+        ({"eagle_aux_hidden_state_layer_ids": [5]}, r"in front of the layers \[6\], but the model has only 2"),
+    ],
+)  # fmt: skip
+def test_a_head_for_another_model_is_refused(
+    model: Path, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    write_eagle3(tmp_path / "head", **{**TAPS, **changes})
+    with pytest.raises(ConfigError, match=message):
+        run(model, spec_method="eagle3", spec_model=str(tmp_path / "head"))
+
+
+def test_a_model_without_the_layer_refuses_mtp(model: Path) -> None:
+    with pytest.raises(ConfigError, match="spec_method mtp needs a layer for multi-token prediction"):
+        run(model, spec_method="mtp")
+
+
+def test_models_of_other_kinds_refuse_heads() -> None:
+    class Other:
+        spec = type("Spec", (), {"architecture": "GPT2LMHeadModel"})()
+
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel is another model"):
+        base.decoder_of(Other(), "mtp")  # type: ignore[arg-type]

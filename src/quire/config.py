@@ -127,6 +127,21 @@ class EngineConfig:
     eviction: Eviction = _kv_cache(
         "lru", "cached block to evict first: lru (least recently used) or fifo (first cached)"
     )
+    kv_host_memory: float | None = _kv_cache(
+        None,
+        "GB of host memory for evicted blocks, which return when a prompt begins with them (default: none)",
+    )
+    kv_disk: str | None = _kv_cache(
+        None, "folder for blocks behind kv_host_memory, kept over restarts; one engine at a time"
+    )
+    kv_disk_size: float = _kv_cache(
+        64.0, "GB of kv_disk, beyond which the least recently used files are deleted"
+    )
+    cache_secret: str | None = _kv_cache(
+        None,
+        "secret in hexadecimal digits from which names of cached blocks derive: engines that exchange blocks share one "
+        "(default: that of kv_disk, or a random one)",
+    )
     state_snapshots: int | None = _kv_cache(
         None,
         "rows for snapshots of the states of linear attention, Mamba and convolutions, by which prefix_caching finds the "
@@ -175,6 +190,11 @@ class EngineConfig:
     data_parallel_size: int = _parallelism(
         1,
         "number of replicas of the model, each in its own process with its own GPUs, that share the requests",
+    )
+    disaggregate: str | None = _parallelism(
+        None,
+        "engines that only compute prompts, and engines that only decode, such as prefill:1,decode:1; a multiple of "
+        "prefill engines belongs to each decode engine",
     )
     rank_address: str | None = _parallelism(
         None,
@@ -235,11 +255,33 @@ class EngineConfig:
                 raise ConfigError(f"{name} must be an integer of at least 0, got {value!r}")
         if not 0 < self.memory_utilization <= 1:
             raise ConfigError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
+        for name in ("kv_host_memory", "kv_disk_size"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ConfigError(f"{name} must be above 0 GB, got {value}")
+        if self.cache_secret is not None and not _is_secret(self.cache_secret):
+            raise ConfigError("cache_secret must be 32 to 128 hexadecimal digits, two for each byte")
         if not self.rank_timeout > 0:
             raise ConfigError(f"rank_timeout must be above 0 seconds, got {self.rank_timeout}")
+        if self.disaggregate is not None:
+            _, decodes = parse_disaggregation(self.disaggregate)
+            if self.data_parallel_size not in (1, decodes):
+                raise ConfigError(
+                    f"disaggregate {self.disaggregate} has {decodes} decode engines, but data_parallel_size is "
+                    f"{self.data_parallel_size}; leave one out"
+                )
+            object.__setattr__(self, "data_parallel_size", decodes)
         for illegal, message in ILLEGAL:
             if illegal(self):
                 raise ConfigError(message.format(c=self))
+
+    @property
+    def num_prefills(self) -> int:
+        """Number of prefill engines of each decode engine; 0 without disaggregation."""
+        if self.disaggregate is None:
+            return 0
+        prefills, decodes = parse_disaggregation(self.disaggregate)
+        return prefills // decodes
 
     def resolved(self, gpu_bytes: int, model_max_len: int, state_bytes: int = 0) -> EngineConfig:
         """Return these settings with the automatic values that need no loaded model.
@@ -287,12 +329,34 @@ def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
 
     `auto:N` is GPU N, or the CPU where there is no GPU. Ranks of other hosts connect to one port for each replica.
     """
+    if config.kv_disk is not None and config.data_parallel_size > 1:  # files of one engine each
+        config = replace(config, kv_disk=os.path.join(config.kv_disk, f"replica-{replica}"))
     if config.rank_address is not None:
         host, _, port = config.rank_address.rpartition(":")
         return replace(config, rank_address=f"{host}:{int(port) + replica}")
     kind, _, first = config.device.partition(":")
     gpu = int(first or 0) + replica * config.tensor_parallel_size
     return replace(config, device=f"{kind}:{gpu}") if gpu and kind != "cpu" else config
+
+
+def parse_disaggregation(text: str) -> tuple[int, int]:
+    """Return the numbers of prefill and decode engines of a text such as `prefill:1,decode:1`.
+
+    Raises:
+        ConfigError: if it is something else, or decode engines cannot have equally many prefill engines.
+    """
+    parts = dict(part.partition(":")[::2] for part in text.replace(",", " ").split())
+    if parts.keys() != {"prefill", "decode"} or not all(
+        n.isdecimal() and 0 < int(n) < 100 for n in parts.values()
+    ):
+        raise ConfigError(f"disaggregate must look like prefill:1,decode:1, got {text!r}")
+    prefills, decodes = int(parts["prefill"]), int(parts["decode"])
+    if prefills % decodes:
+        raise ConfigError(
+            f"disaggregate needs a multiple of {decodes} prefill engines, because each decode engine owns equally many; "
+            f"got {prefills}"
+        )
+    return prefills, decodes
 
 
 def _default_seqs(gpu_bytes: int, state_bytes: int) -> int:
@@ -375,6 +439,27 @@ ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
         "prefix_caching needs a KV cache, but with kv_layout none nothing is kept between steps",
     ),
     (
+        lambda c: c.kv_host_memory is not None and (c.prefix_caching is False or c.kv_layout == "none"),
+        "kv_host_memory keeps blocks for the prefix cache, so it needs prefix_caching on and another kv_layout than none",
+    ),
+    (
+        lambda c: c.disaggregate is not None and (c.prefix_caching is False or c.kv_layout != "paged"),
+        "disaggregate moves blocks by their names, so it needs prefix_caching on and kv_layout paged",
+    ),
+    (
+        lambda c: c.disaggregate is not None and (c.tensor_parallel_size > 1 or c.spec_method == "draft"),
+        "disaggregate serves engines of one rank without a draft model so far; "
+        "leave out tensor_parallel_size and spec_method draft",
+    ),
+    (
+        lambda c: c.disaggregate is not None and c.kv_host_memory is not None,
+        "disaggregate and kv_host_memory exclude each other so far; leave one out",
+    ),
+    (
+        lambda c: c.kv_disk is not None and c.kv_host_memory is None,
+        "kv_disk is reached through host memory; set kv_host_memory too",
+    ),
+    (
         lambda c: c.kv_layout == "none" and c.spec_method != "off",
         "spec_method {c.spec_method} needs a KV cache, but with kv_layout none every step recomputes the whole sequence; "
         "use kv_layout paged",
@@ -398,6 +483,10 @@ ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
         "spec_tokens must be at most 16, got {c.spec_tokens}",
     ),
 )
+
+
+def _is_secret(text: str) -> bool:
+    return 32 <= len(text) <= 128 and len(text) % 2 == 0 and not set(text) - set("0123456789abcdefABCDEF")
 
 
 def env_flag(name: str) -> bool:

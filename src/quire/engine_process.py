@@ -91,7 +91,7 @@ def _build(start: msg.StartEngine) -> tuple[Engine, EngineInfo]:
         from quire.dry_run import build_dry_run
 
         return build_dry_run(start.config, start.dry_run_step_s, start.secret)
-    return start_engine(start.config, start.secret)
+    return start_engine(start.config, start.secret, start.exports)
 
 
 def serve(engine: Engine, channel: Channel, parent: int) -> None:
@@ -107,6 +107,7 @@ def serve(engine: Engine, channel: Channel, parent: int) -> None:
     """
     received = reported = 0  # requests received, and how many of them the client has been told of
     reported_steps = 0
+    told: list[str] = []  # the notes that the client has
     worked_s = time.monotonic()
     while os.getppid() == parent:
         quiet = time.monotonic() - worked_s >= _QUIET_S
@@ -140,8 +141,9 @@ def serve(engine: Engine, channel: Channel, parent: int) -> None:
             worked_s = time.monotonic()
             if not engine.has_work:
                 engine.check()
-        if outputs or received > reported:
-            reported = received
+        notes = list(engine.scheduler.connector.notes)
+        if outputs or received > reported or notes != told:
+            reported, told = received, notes
             figures = figures_of(engine, reported_steps)
             reported_steps = engine.log.ended
             load, names = load_of(engine, received), engine.journal.take()

@@ -11,11 +11,14 @@ import logging
 import sys
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.core.grammar_interface import Grammar, NoGrammar
+from quire.disaggregation.start import Prefills, start_prefills
+from quire.frontend.block_secret import block_secret
 from quire.frontend.location import locate_model, locate_tokenizer
 from quire.grammar.checker import Checker
 from quire.grammar.compiler import Compiler
@@ -25,14 +28,18 @@ from quire.rank import Rank
 from quire.ranks.group import Peers, start_peers
 from quire.ranks.messages import encode_phase
 from quire.types import EngineInfo, QuireError
-from quire.wiring import wire_engine
+from quire.wiring import Connect, connect_exporter, connect_prefills, connect_tiers, wire_engine
 from quire.worker.executor import LocalExecutor
 
 log = logging.getLogger("quire")
 
 
 def build_engine(
-    config: EngineConfig, imports_s: float = 0.0, group: Peers | None = None, secret: bytes | None = None
+    config: EngineConfig,
+    imports_s: float = 0.0,
+    group: Peers | None = None,
+    secret: bytes | None = None,
+    exports: int | None = None,
 ) -> tuple[Engine, EngineInfo]:
     """Load the model and build an engine.
 
@@ -41,6 +48,7 @@ def build_engine(
         imports_s: seconds that the caller spent importing this module; they are reported as a phase of the start-up.
         group: the processes of the other ranks; None starts them here.
         secret: key of the names of KV blocks, which engines of one deployment share; None picks one.
+        exports: descriptor of the memory in which a prefill engine shows its blocks; None for other engines.
 
     Returns:
         The engine, and its sizes and start-up times.
@@ -51,15 +59,23 @@ def build_engine(
         EngineDead: if a rank ended.
     """
     clock = _PhaseClock(imports_s)
+    secret = secret or block_secret(config)
+    config = replace(config, cache_secret=secret.hex())  # for the ranks, too
+    if config.num_prefills and config.kv_cache_memory is None:  # all engines are on one device
+        share = config.memory_utilization / (1 + config.num_prefills)
+        config = replace(config, memory_utilization=share)
     group = start_peers(config) if group is None else group
+    prefills = start_prefills(config, secret)
     try:
         path = locate_model(config.model, config.revision).path
-        rank = Rank(config, path, load_spec(path))
+        rank = Rank(config, path, load_spec(path), exports=exports)
         clock.end("config")
         with closing(rank), rank.guard():
-            return _build(rank, _StartUp(rank, group), group, path, clock, secret)
+            return _build(rank, _StartUp(rank, group), group, path, clock, secret, prefills)
     except BaseException:
         group.kill()
+        if prefills is not None:
+            prefills.close()
         raise
 
 
@@ -83,7 +99,13 @@ class _StartUp:
 
 
 def _build(
-    rank: Rank, start: _StartUp, group: Peers, path: Path, clock: _PhaseClock, secret: bytes | None
+    rank: Rank,
+    start: _StartUp,
+    group: Peers,
+    path: Path,
+    clock: _PhaseClock,
+    secret: bytes | None,
+    prefills: Prefills | None,
 ) -> tuple[Engine, EngineInfo]:
     config = rank.config
     group.start(config, path)
@@ -104,6 +126,10 @@ def _build(
             size.max_model_len,
         )
     clock.end("kv_cache")
+    if prefills is not None:
+        prefills.processes.await_ready()
+    rows = start.run("host_rows")
+    start.run("open_tiers", rows)
     start.run("rehearse")
     engine = wire_engine(
         config,
@@ -118,6 +144,7 @@ def _build(
         # The kernels of latent attention do not read shared blocks once.
         shares_prefix=config.shared_prefix and rank.backend.reads_shared and rank.spec.latent is None,
         drafts=config.spec_tokens or 0,
+        connect=_connect(rank, group, rows, prefills),
         secret=secret,
     )
     _freeze_garbage()
@@ -125,6 +152,23 @@ def _build(
     start.run("finish")
     clock.end("weights")
     return engine, _describe(rank, clock.phases_s)
+
+
+def _connect(rank: Rank, group: Peers, rows: int, prefills: Prefills | None) -> Connect | None:
+    """Return what makes the connector to other engines, or to host memory and disk, or None without any."""
+    if rank.exports is not None:
+        return connect_exporter
+    if prefills is not None:
+        mover = rank.open_peers()
+        prefills.report_to(mover.add_peer)
+        return connect_prefills(mover, prefills.processes, rank.size.block_bytes)
+    if rank.mover is None:
+        return None
+    files, found = rank.stored_blocks()
+    block_bytes = rank.size.block_bytes * rank.config.tensor_parallel_size
+    return connect_tiers(
+        group.mover(rank.mover), rows=rows, files=files, found=found, block_bytes=block_bytes
+    )
 
 
 def pick_grammar(config: EngineConfig, model: Path, vocab_size: int) -> Grammar:
@@ -169,6 +213,7 @@ def _describe(rank: Rank, phases_s: dict[str, float]) -> EngineInfo:
         state_bytes=size.state_bytes,
         states_per_request=1 + (config.spec_tokens or 0),
         num_snapshots=size.num_snapshots,
+        shared_offsets=rank.shared_offsets(),
         reserved_bytes=rank.worker.reserved_bytes,
         prefix_caching=bool(config.prefix_caching),
         eviction=config.eviction,

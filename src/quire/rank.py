@@ -23,6 +23,7 @@ from quire.assembly.memory import memory_planner, request_state_bytes
 from quire.assembly.model import load_model, served_spec
 from quire.assembly.speculation import pick_speculation
 from quire.assembly.steps import launch_options
+from quire.assembly.transfer import block_fingerprint, disk_blocks, host_rows, open_mover
 from quire.config import EngineConfig
 from quire.kernels import pick_kernels
 from quire.layers.env import Env
@@ -31,11 +32,14 @@ from quire.models.registry import check_shards
 from quire.models.spec import ModelSpec
 from quire.parallel.connection import connect_ranks
 from quire.parallel.ranks import Parallel
-from quire.types import ConfigError
+from quire.types import BlockKey, ConfigError
 from quire.wiring import queue_depth
 from quire.worker.executor import device_guard
 from quire.worker.memory.sizing import KVSize, gpu_memory
 from quire.worker.runner import Runner
+from quire.worker.transfer.block_bytes import BlockBytes
+from quire.worker.transfer.mover import CpuCopier, LocalMover
+from quire.worker.transfer.shared_memory import SharedMemory
 from quire.worker.worker import Worker
 
 
@@ -50,6 +54,7 @@ class Rank:
         path: folder or file of the model.
         spec: the model's spec.
         index: number of this rank.
+        exports: descriptor of the memory in which the blocks of a prefill engine are; None for other engines.
 
     Raises:
         ConfigError: if the settings do not suit the model or the machine.
@@ -57,8 +62,16 @@ class Rank:
 
     runner: Runner  # from `allocate` on
     size: KVSize
+    mover: LocalMover | None = None  # from `open_tiers` on, with kv_host_memory
 
-    def __init__(self, config: EngineConfig, path: Path, spec: ModelSpec, index: int = 0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        path: Path,
+        spec: ModelSpec,
+        index: int = 0,
+        exports: int | None = None,
+    ) -> None:
         check_shards(spec, config.tensor_parallel_size)
         self.device = (
             pick_device(config.device)  # ranks of other hosts choose their own
@@ -89,6 +102,11 @@ class Rank:
         self.backend = pick_attention(config.attention, spec, self.device, self.dtype, self._kernels)
         self._parallel = Parallel(index, config.tensor_parallel_size)
         self._loading = ExitStack()
+        self.exports = None if exports is None else SharedMemory(exports)
+        if self.device.type != "cpu" and (exports is not None or config.num_prefills):
+            raise ConfigError(
+                f"disaggregate copies blocks through shared memory, which needs device cpu, got {self.device}"
+            )
 
     @property
     def weight_bytes(self) -> int:
@@ -162,7 +180,42 @@ class Rank:
         """Allocate a KV cache of at most `budget` bytes."""
         self.size = self._memory.size_kv(budget)
         self._memory.check_kv_fits(self.size, self.worker.reserved_bytes)
-        self.runner = self.worker.allocate(self.size)
+        self.runner = self.worker.allocate(self.size, self.exports)
+
+    def host_rows(self) -> int:
+        """Return the rows of host memory for this rank's part of evicted blocks."""
+        return host_rows(self.config, self.size.block_bytes)
+
+    def open_tiers(self, rows: int) -> None:
+        """Open `rows` rows of host memory, and the files of kv_disk, for evicted blocks."""
+        if not rows:
+            return
+        blocks = BlockBytes(self.worker.blocks)
+        fingerprint = block_fingerprint(
+            self.config,
+            self._path,
+            self.spec,
+            groups=self._memory.groups,
+            backend=self.backend.name,
+            dtype=self.dtype,
+            rank=self._parallel.rank,
+        )
+        self.mover = open_mover(self.config, blocks, rows, self.guard, fingerprint)
+
+    def shared_offsets(self) -> list[int]:
+        """Return the places of the tensors of blocks in shared memory; none unless this is a prefill engine."""
+        if self.exports is None:
+            return []
+        return [self.exports.offset(part.data_ptr()) for part in BlockBytes(self.worker.blocks).parts]
+
+    def open_peers(self) -> LocalMover:
+        """Return a mover that copies blocks of prefill engines."""
+        return LocalMover(CpuCopier(BlockBytes(self.worker.blocks), 0), self.guard)
+
+    def stored_blocks(self) -> tuple[int, list[BlockKey]]:
+        """Return the most files that kv_disk may hold, and the keys of those that exist, oldest first."""
+        found = self.mover.found() if self.mover is not None else []
+        return disk_blocks(self.config, self.size.block_bytes), found
 
     def rehearse(self) -> None:
         """Run a first request and capture common steps. A CPU has nothing to compile or capture."""
@@ -190,6 +243,8 @@ class Rank:
         "compile": lambda rank, _: rank.compile(),
         "kv_budget": lambda rank, _: rank.kv_budget(),
         "allocate": allocate,
+        "host_rows": lambda rank, _: rank.host_rows(),
+        "open_tiers": open_tiers,
         "rehearse": lambda rank, _: rank.rehearse(),
         "finish": lambda rank, _: rank.finish(),
     }

@@ -24,7 +24,7 @@ from quire.frontend.client.remote import Hello, connect, own_address, split_addr
 from quire.ranks import messages as msg
 from quire.ranks.remote import ChannelReader
 from quire.ranks.ring import ReaderEnd, RingReader
-from quire.types import QuireError, StepHandle
+from quire.types import QuireError, StepHandle, TransferEnd
 
 _FAREWELL_S = 5.0  # limit on sending the last message
 _START_S = 600.0  # limit on the wait for the first message: ranks of other hosts may come late
@@ -100,6 +100,13 @@ def _run(start: msg.StartRank, channel: Channel, plans: PlanReader) -> None:
     executor: LocalExecutor | None = None
     in_flight: deque[StepHandle] = deque()
     depth = queue_depth(start.config)
+    sending = threading.Lock()  # transfers end in threads
+
+    def report(end: TransferEnd) -> None:
+        with sending:
+            channel.send(msg.encode(msg.CopiesEnded(*end)))
+            channel.settle(_FAREWELL_S)
+
     with rank.guard():
         while True:
             message = memoryview(plans.receive())
@@ -118,6 +125,12 @@ def _run(start: msg.StartRank, channel: Channel, plans: PlanReader) -> None:
                 case msg.WARM_UP:
                     executor = executor or LocalExecutor(rank.runner, rank.guard)
                     executor.warm_up()
+                case msg.TRANSFER:
+                    assert rank.mover is not None
+                    rank.mover.report_to(report)
+                    orders, drops = msg.decode_transfer(message[1:])
+                    rank.mover.start(orders)
+                    rank.mover.drop(drops)
                 case msg.STOP:
                     return
 

@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from quire.config import EngineConfig
 from quire.core import policy
 from quire.core.block_pool import FIFO, LRU, BlockPool
 from quire.core.blocks import Blocks
 from quire.core.cache_journal import CacheJournal, NameJournal, NoJournal
+from quire.core.connector import KVConnector
 from quire.core.draft_depth import AdaptiveDepth, DraftDepth, FixedDepth, NoDrafts
 from quire.core.engine import Engine
+from quire.core.exporter import BlockExporter
+from quire.core.fetches import FetchBook
 from quire.core.grammar_interface import Grammar
+from quire.core.host_tier import DiskTier, HostTier
+from quire.core.kv_tiers import KVTiers
 from quire.core.policy import Policy
 from quire.core.prefix_cache import HashPrefixCache, NoPrefixCache, PrefixCache
 from quire.core.prompt_budget import FixedBudget, LatencyBudget, PromptBudget
+from quire.core.remote_prefill import PrefillEngines, RemotePrefill
 from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.shared_prefix import CommonBlocks, NoSharedPrefix, SharedPrefix
 from quire.core.snapshot_policy import SnapshotPolicy
 from quire.core.snapshots import NoSnapshots, SnapshotPool, Snapshots
 from quire.core.steplog import StepLog
-from quire.types import Executor, KVGroup, max_logit_rows
+from quire.types import BlockKey, BlockMover, Executor, KVGroup, Totals, max_logit_rows
 
 _OVERLAP_DEPTH = 2
+
+# Makes the connector of an engine from its blocks, its prefix cache and its counters.
+Connect = Callable[[Blocks, HashPrefixCache, Totals], KVConnector]
 
 
 def queue_depth(config: EngineConfig) -> int:
@@ -44,6 +53,7 @@ def wire_engine(
     num_snapshots: int = 0,
     shares_prefix: bool = False,
     drafts: int = 0,
+    connect: Connect | None = None,
     secret: bytes | None = None,
     log: StepLog | None = None,
 ) -> Engine:
@@ -60,6 +70,7 @@ def wire_engine(
         has_states: layers keep a state per request, so a prefix can be reused up to a snapshot of it only.
         num_snapshots: number of rows for snapshots.
         drafts: most draft tokens of a request in a step; 0 if the executor drafts none.
+        connect: makes the connector, for an engine that caches prefixes; None: blocks stay on the device.
         log: gets a record of every step; None makes one.
         secret: key of the names of blocks; engines with the same one give equal blocks equal names. None picks one.
         shares_prefix: look for blocks that rows share, for an attention back end that reads them once.
@@ -96,11 +107,49 @@ def wire_engine(
     shared: SharedPrefix = NoSharedPrefix()
     if shares_prefix and whole:
         shared = CommonBlocks(block_size, whole[0])
+    connector = None
+    if connect is not None and isinstance(cache, HashPrefixCache):
+        connector = connect(blocks, cache, log.totals)
     prompts: PromptBudget = FixedBudget(limits.mixed_prefill_tokens)
     if config.target_itl is not None:
         prompts = LatencyBudget(config.target_itl / 1e3, limits.max_num_batched_tokens)
-    scheduler = Scheduler(blocks, choices, limits, log, shared, _draft_depth(config, drafts), prompts)
+    depths = _draft_depth(config, drafts)
+    scheduler = Scheduler(blocks, choices, limits, log, shared, depths, prompts, connector)
     return Engine(scheduler, executor, grammar, depth, log, config.check_invariants, journal)
+
+
+def connect_exporter(blocks: Blocks, cache: HashPrefixCache, totals: Totals) -> KVConnector:
+    """Make the connector of a prefill engine."""
+    return BlockExporter(blocks)
+
+
+def connect_prefills(mover: BlockMover, engines: PrefillEngines, block_bytes: int) -> Connect:
+    """Return what makes the connector of a decode engine to its prefill engines."""
+
+    def connect(blocks: Blocks, cache: HashPrefixCache, totals: Totals) -> KVConnector:
+        return RemotePrefill(FetchBook(blocks, cache), mover, engines, totals, block_bytes)
+
+    return connect
+
+
+def connect_tiers(
+    mover: BlockMover, *, rows: int, files: int, found: Sequence[BlockKey], block_bytes: int
+) -> Connect:
+    """Return what makes the connector to host memory and disk.
+
+    Args:
+        mover: the worker half.
+        rows: rows of host memory.
+        files: most files of the disk; 0 without one.
+        found: keys of the files that exist, oldest first.
+        block_bytes: bytes of a block on all ranks.
+    """
+
+    def connect(blocks: Blocks, cache: HashPrefixCache, totals: Totals) -> KVConnector:
+        disk = DiskTier(files, found)
+        return KVTiers(FetchBook(blocks, cache), mover, HostTier(rows), disk, totals, block_bytes)
+
+    return connect
 
 
 def _snapshot_policy(config: EngineConfig, block_size: int) -> SnapshotPolicy:

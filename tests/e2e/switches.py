@@ -74,6 +74,8 @@ def random_settings(rng: random.Random, switches: dict[str, tuple[Any, ...]] = S
         settings = {name: rng.choice(values) for name, values in switches.items()}
         settings["blocks"] = rng.choice(("tight", "tight", "plenty"))
         settings["kv_layout"] = rng.choice(("paged", settings["kv_layout"]))
+        if settings["prefix_caching"] is not False and settings["kv_layout"] != "none":
+            settings["kv_host_memory"] = rng.choice((None, 0.002, 0.02))
         if legal(settings):
             return settings
 

@@ -35,8 +35,19 @@ def one() -> LLM:
 
 
 @pytest.fixture(scope="module")
-def two() -> Iterator[LLM]:
-    llm = demo(kv_cache_memory=BLOCKS * BLOCK_BYTES // 2, tensor_parallel_size=2)
+def disk(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("disk")
+
+
+@pytest.fixture(scope="module")
+def two(disk: Path) -> Iterator[LLM]:
+    """Two ranks, each with its part of evicted blocks in its host memory and its files."""
+    llm = demo(
+        kv_cache_memory=BLOCKS * BLOCK_BYTES // 2,
+        tensor_parallel_size=2,
+        kv_host_memory=2 * BLOCKS * BLOCK_BYTES / 1e9,
+        kv_disk=str(disk),
+    )
     yield llm
     llm.client.close()
 
@@ -67,6 +78,16 @@ def test_two_ranks_answer_as_one(one: LLM, two: LLM) -> None:
     ]
     for _ in range(2):
         assert answers(two, prompts, params) == answers(one, prompts, params)
+
+
+def test_each_rank_keeps_its_part_of_evicted_blocks(one: LLM, two: LLM, disk: Path) -> None:
+    prompts = [[(7 * i + j) % 400 for j in range(150)] for i in range(5)]
+    params = [SamplingParams(max_tokens=8, temperature=0.0)] * 5
+    for _ in range(2):
+        assert answers(two, prompts, params) == answers(one, prompts, params)
+    again = two.generate(prompts, params, use_tqdm=False)
+    assert sum(output.num_cached_tokens or 0 for output in again) > BLOCKS * 16, "more than the device holds"
+    assert len([folder for folder in disk.iterdir() if list(folder.glob("*.kv"))]) == 2
 
 
 @pytest.mark.parametrize(

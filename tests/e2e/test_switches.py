@@ -46,12 +46,13 @@ def test_every_pair_of_switches(bench: Bench, first: int) -> None:
 
 @pytest.mark.parametrize("first", range(0, RANDOM_RUNS, CHUNK))
 def test_random_combinations(bench: Bench, first: int) -> None:
-    preempted = cached = 0
+    preempted = cached = fetched = 0
     for seed in range(first, first + CHUNK):
         totals = bench.run(random_settings(random.Random(seed)), seed=seed).log.totals
         preempted += totals.preemptions
         cached += totals.cached_tokens
-    assert preempted and cached, "the load exercised neither preemption nor the prefix cache"
+        fetched += sum(totals.fetched_tokens.values())
+    assert preempted and cached and fetched, "the load exercised no preemption, prefix cache or host memory"
 
 
 WINDOWS = (9, 9, None, 9, 9, None, 9)  # of the demo's layers, shorter than most prompts

@@ -14,7 +14,7 @@ from serving import Server, chat, events, serving
 
 STEP_MS = 4
 TERMS = [
-    "read", "prepare", "submit", "queue", "prefill", "lost_to_prefills", "preempted", "recompute", "decode",
+    "read", "prepare", "submit", "queue", "transfer", "prefill", "lost_to_prefills", "preempted", "recompute", "decode",
     "deliver",
 ]  # fmt: skip
 
@@ -101,9 +101,9 @@ def test_alone(server: Server) -> None:
     assert terms["decode"] > 0.5 * found["e2e_ms"]
     assert terms["lost_to_prefills"] == terms["preempted"] == terms["recompute"] == 0
     again = ask(server, "/v1/completions", **body)["prompt_tokens"]
-    assert again == {"total": 40, "cached": 32, "computed": 8, "cache_ended": "end"}
+    assert again == {"total": 40, "cached": 32, "computed": 8, "cache_ended": "end", "fetched": {}}
     other = ask(server, "/v1/completions", **{**body, "prompt": [7] * 17 + [8] * 23})["prompt_tokens"]
-    assert other == {"total": 40, "cached": 16, "computed": 24, "cache_ended": "new"}
+    assert other == {"total": 40, "cached": 16, "computed": 24, "cache_ended": "new", "fetched": {}}
 
 
 def test_a_stop_string_ends_the_bookkeeping_too(server: Server) -> None:

@@ -40,6 +40,9 @@ class BatchAdmission:
         if not self._policy.chunk(request.known - match.tokens, reserved):
             return
         demand = self._blocks.demand(request, match)
+        if demand.missing <= 0 and (waits_for := life.connector.match(request, match)):
+            life.load(request, waits_for)
+            return
         slots = 0 if life.has_slot else 1
         shortage = Shortage(slots, demand.missing, demand.size, frozenset(match.blocks))
         victims = life.shares.claim(request, life.running, shortage, self._blocks.pool.refs)
@@ -67,8 +70,14 @@ class BatchAdmission:
             if n == 0 and not (was_empty and builder.rows):
                 return "tokens"
             demand = self._blocks.demand(request, match)
+            while demand.missing > 0 and life.connector.reclaim(last=request):
+                demand = self._blocks.demand(request, match)
             if demand.missing > 0:
                 return "blocks"
+            if waits_for := life.connector.match(request, match):
+                life.load(request, waits_for)
+                skipped = skipped or waits_for
+                continue
             if not builder.published.isdisjoint(match.blocks):
                 # A row must not read a block that another row of its step writes, so this one runs in the next step.
                 # Its tokens still count against the budget: as many requests are admitted as if it ran now.

@@ -56,7 +56,8 @@ class Blocks:
     ) -> None:
         self.snapshots = snapshots or NoSnapshots()
         self.pool, self.cache, self.groups = pool, cache, groups
-        self._block_size, self._step_tokens = block_size, step_tokens
+        self.block_size = self._block_size = block_size
+        self._step_tokens = step_tokens
         self._windowed = [index for index, group in enumerate(groups) if group.window is not None]
 
     def most_blocks(self, tokens: int) -> int:
@@ -155,10 +156,14 @@ class Blocks:
         self.cache.withdraw(blocks)
         self.snapshots.withdraw(copies)
 
-    def check(self, requests: Iterable[Request]) -> None:
-        """Check the books against `requests`, all unfinished ones. Raises AssertionError if they disagree."""
+    def check(self, requests: Iterable[Request], pinned: Iterable[list[int]] = ()) -> None:
+        """Check the books against all unfinished requests and the blocks that a connector holds.
+
+        Raises:
+            AssertionError: if they disagree.
+        """
         requests = list(requests)
-        self.pool.check(table.held for request in requests for table in request.tables)
+        self.pool.check([*(table.held for request in requests for table in request.tables), *pinned])
         self.snapshots.check(requests)
         for request in requests:
             assert request.num_blocks == sum(len(table.held) for table in request.tables), "miscounted blocks"

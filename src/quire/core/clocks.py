@@ -41,7 +41,7 @@ class Clocks:
     def __init__(self, log: StepLog) -> None:
         self.lost_s = 0.0
         self.ended_s = 0.0  # monotonic clock, when the latest step ended
-        self.held = 0  # number of requests that wait for their grammar
+        self.held = 0  # number of requests that wait for their grammar or for blocks from elsewhere
         self._log = log
         self._waits_s: dict[str, float] = {}
         self._cause = "step"
@@ -85,7 +85,7 @@ class Clocks:
         self.lost_s += self._excess_s(record)
         for request, count, is_last in rows:
             request.own_s += took_s * count / record.prompt_tokens
-            if is_last and request.status != "finished":
+            if is_last and not request.ended:
                 found.add(request)
                 self._catch_up(request, now_s)
         return found
@@ -116,6 +116,12 @@ class Clocks:
             request.timing.phase = "held"
         else:
             self._start_wait(request, now_s)
+
+    def hold(self, request: Request, reason: str) -> None:
+        """Keep a waiting request from being admitted, and note why."""
+        self._close_phase(request, self._log.now())
+        request.held, request.timing.phase = reason, "held"
+        self.held += 1
 
     def release(self, request: Request) -> None:
         """Note that a held request begins to wait for a slot. Call before `request.held` is cleared."""
@@ -177,8 +183,11 @@ class Clocks:
         timing = request.timing
         took_s = now_s - timing.until_s
         match timing.phase:
+            case "held" if timing.preemptions:
+                timing.preempted_s += took_s
             case "held":
-                timing.waited_s[request.held or "grammar"] = took_s
+                reason = request.held or "grammar"
+                timing.waited_s[reason] = timing.waited_s.get(reason, 0.0) + took_s
             case "waiting":
                 self._close_wait(request, now_s, took_s)
             case "computing":

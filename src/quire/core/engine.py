@@ -72,7 +72,8 @@ class Engine:
         """
         begin = time.perf_counter()
         self._settle()
-        scheduled = self.scheduler.schedule()
+        scheduled, connector = self.scheduler.schedule(), self.scheduler.connector
+        connector.plan()
         if scheduled:
             scheduled.record.schedule_s = time.perf_counter() - begin
             try:
@@ -85,7 +86,10 @@ class Engine:
             self.scheduler.check()
         outputs, self._outputs = self._outputs + self.scheduler.take_outputs(), []
         if not (scheduled or outputs):
-            self.grammar.wait()
+            if connector.busy:
+                connector.wait()
+            else:
+                self.grammar.wait()
         return outputs
 
     def _launch(self, scheduled: ScheduledStep) -> None:
@@ -131,6 +135,7 @@ class Engine:
 
     def idle(self) -> bool:
         """Prepare something that makes later steps faster. Return False if nothing is left to prepare."""
+        self.scheduler.hear()
         return self.executor.warm_up()
 
     def check(self) -> None:
@@ -144,5 +149,6 @@ class Engine:
     def close(self) -> None:
         """Drop the steps in flight and release executor and grammar."""
         self._in_flight.clear()
+        self.scheduler.connector.close()
         self.executor.close()
         self.grammar.close()

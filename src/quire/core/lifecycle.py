@@ -18,6 +18,7 @@ from bisect import insort
 
 from quire.core.blocks import BlockDemand, Blocks
 from quire.core.clocks import Clocks
+from quire.core.connector import KVConnector, LoadNews
 from quire.core.shares import Shares
 from quire.core.steplog import StepLog
 from quire.core.waiting_queue import WaitingQueue
@@ -50,15 +51,17 @@ class Lifecycle:
         blocks: the blocks of all requests.
         log: the log whose counters count requests.
         slots: number of requests that may run at once.
+        connector: fetches blocks from elsewhere.
     """
 
-    def __init__(self, blocks: Blocks, log: StepLog, slots: int) -> None:
-        self.blocks, self.log, self.slots = blocks, log, slots
+    def __init__(self, blocks: Blocks, log: StepLog, slots: int, connector: KVConnector) -> None:
+        self.blocks, self.log, self.slots, self.connector = blocks, log, slots, connector
         self.clocks = Clocks(log)
         self.requests: dict[str, Request] = {}  # every request that is not finished
         self.shares = Shares()
         self.waiting = WaitingQueue(self.shares)
         self.running: list[Request] = []  # sorted by order
+        self.holding: dict[str, Request] = {}  # ended, but another engine still reads their blocks
         self.admissions = 0
         self._free_slots = list(range(slots))[::-1]
 
@@ -81,6 +84,28 @@ class Lifecycle:
         self.clocks.release(request)
         request.held = None
 
+    def load(self, request: Request, waits_for: str) -> None:
+        """Keep a waiting request in the queue, but out of the batch, until `hear` lets it go."""
+        move(request, "loading")
+        self.clocks.hold(request, waits_for)
+
+    def hear(self, news: LoadNews) -> None:
+        """Apply what has changed for a loading request. Other requests are ignored."""
+        request = self.requests.get(news.request_id)
+        if request is None or request.status != "loading":
+            return
+        self.release(request)
+        if news.waits_for:
+            self.clocks.hold(request, news.waits_for)
+        else:
+            move(request, "waiting")
+
+    def forget(self, request_id: str) -> None:
+        """Release the blocks of a request that another engine has read."""
+        self.connector.release(request_id)
+        if request := self.holding.pop(request_id, None):
+            move(request, "finished")
+
     def start(self, request: Request, demand: BlockDemand, step: int) -> None:
         """Give a waiting request a slot and its blocks.
 
@@ -92,6 +117,7 @@ class Lifecycle:
         self.waiting.remove(request)
         self.admissions += 1
         self.blocks.admit(request, demand)
+        self.connector.start(request)
         request.slot = self._free_slots.pop()
         move(request, "running")
         request.last_step, request.admitted_known = step, request.known
@@ -126,7 +152,11 @@ class Lifecycle:
             self._leave_batch(request)
         else:
             self.waiting.remove(request)
-        move(request, "finished")
+        if self.connector.finish(request):
+            move(request, "holding")
+            self.holding[request.id] = request
+        else:
+            move(request, "finished")
         self.clocks.finish(request)
         del self.requests[request.id]
         totals = self.log.totals
@@ -144,11 +174,13 @@ class Lifecycle:
 
     def check(self) -> None:
         """Check the invariants of slots, blocks and requests. Raises AssertionError if one is broken."""
-        self.blocks.check(self.requests.values())
+        self.blocks.check(self.requests.values(), self.connector.pinned())
         assert len(self._free_slots) + len(self.running) == self.slots, "a slot was lost"
         assert len(self.waiting) + len(self.running) == len(self.requests), "a request was lost"
         assert all(r.status == "running" and r.slot >= 0 for r in self.running)
-        assert all(r.status == "waiting" for r in self.waiting)
+        assert all(r.status in ("waiting", "loading") for r in self.waiting)
+        assert all(r.held for r in self.waiting if r.status == "loading")
+        assert all(r.status == "holding" for r in self.holding.values())
         self.waiting.check()
         self.shares.check(self.requests.values())
         assert self.running == sorted(self.running, key=order_of)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -10,6 +11,13 @@ from quire.core.clocks import CatchUpRow
 from quire.core.snapshots import StateCopies
 from quire.core.steplog import AdmissionRecord, StepRecord
 from quire.types import LogprobArrays, NewBlocks, Request, SlotAdmission, StepPlan, TokenLogprobs
+
+
+class ComputedRow(NamedTuple):
+    """A request of which a step has computed the KV entries before `end`."""
+
+    request: Request
+    end: int
 
 
 @dataclass(slots=True)
@@ -122,6 +130,11 @@ class PlanBuilder:
             drafts=sum(self.num_drafts),
         )
 
+    def computed(self) -> list[ComputedRow]:
+        """Return how far each row reaches, without draft tokens."""
+        ends = zip(self.rows, self.starts, self.num_tokens, self.num_drafts)
+        return [ComputedRow(request, start + count - drafts) for request, start, count, drafts in ends]
+
     def take_scores(self, by_row: dict[int, LogprobArrays]) -> dict[str, PromptScores]:
         """Return the prompt log-probabilities of the step by request id, and note in the requests how far they reach.
 
@@ -131,7 +144,7 @@ class PlanBuilder:
         for row, arrays in by_row.items():
             request = self.rows[row]
             top = request.params.prompt_logprobs
-            if request.status == "finished" or top is None:
+            if request.ended or top is None:
                 continue
             first = self.starts[row] + 1  # entry i scores the token at position first + i
             last = min(first + len(arrays), request.prompt_len)

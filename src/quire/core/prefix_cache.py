@@ -10,13 +10,13 @@ can serve. A group with a window needs only the last blocks of it. Layers with a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from quire.core.block_pool import BlockPool
 from quire.core.cache_journal import CacheJournal, NoJournal
 from quire.core.snapshots import NoSnapshots, Snapshots
-from quire.types import BlockTable, KVGroup, Request
+from quire.types import BlockKey, BlockTable, KVGroup, Request
 from quire.types.block_names import BlockNames, new_secret
 
 
@@ -98,6 +98,16 @@ class NoPrefixCache:
         return "off"
 
 
+class _Elsewhere:
+    """The names of one group that are in the cache or, by `also`, in another place."""
+
+    def __init__(self, group: int, have: Container[bytes], also: Callable[[int, bytes], bool]) -> None:
+        self._group, self._have, self._also = group, have, also
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._have or (isinstance(name, bytes) and self._also(self._group, name))
+
+
 class HashPrefixCache:
     """A `PrefixCache` over the blocks of `pool`, whose free blocks it can still find until they are evicted."""
 
@@ -131,23 +141,26 @@ class HashPrefixCache:
         self._naming = BlockNames(block_size, secret or new_secret())
         self._journal = journal or NoJournal()
         self._told = self._whole[0] if self._whole else 0  # the group whose changes the journal has
+        self._evicting: Callable[[int, bytes, int], None] = lambda group, name, block: None
+        self._distrusting: Callable[[int, bytes], None] = lambda group, name: None
         pool.on_evict(self._forget)
 
     def __len__(self) -> int:
         return len(self._place_of)
 
+    def watch(
+        self, evicting: Callable[[int, bytes, int], None], distrusting: Callable[[int, bytes], None]
+    ) -> None:
+        """Set the functions to call when a block is evicted, and when the contents under a name are not to be trusted.
+
+        The first gets group, name and block; the block's contents are overwritten in the next step. The second gets
+        group and name.
+        """
+        self._evicting, self._distrusting = evicting, distrusting
+
     def match(self, request: Request) -> PrefixMatch:
-        length = 0 if _needs_all(request) else (request.known - 1) // self._block_size
-        self._extend(request, length)
+        length, attended = self._longest(request, self._block_of)
         names = request.names
-        for index in self._whole:
-            have, end = self._block_of[index], 0
-            while end < length and names[end] in have:
-                end += 1
-            length = end
-        attended = length = self._windows_serve(names, length)
-        while (end := self._snapshots.longest(names, length)) != length:
-            length = self._windows_serve(names, end)
         tables, blocks = [], []
         for group, have in zip(self._groups, self._block_of):
             first = group.first_block(length * self._block_size, self._block_size)
@@ -156,18 +169,68 @@ class HashPrefixCache:
             tables.append(BlockTable([0] * first + found, first))
         return PrefixMatch(length * self._block_size, tables, blocks, attended * self._block_size)
 
-    def _windows_serve(self, names: list[bytes], length: int) -> int:
+    def reach(self, request: Request, elsewhere: Callable[[int, bytes], bool]) -> int:
+        """Return the number of blocks of the longest prefix of a request that the cache and another place can serve.
+
+        Args:
+            request: the request.
+            elsewhere: returns whether the other place has the block of a group and a name.
+        """
+        have = [_Elsewhere(group, names, elsewhere) for group, names in enumerate(self._block_of)]
+        return self._longest(request, have)[0]
+
+    def first_blocks(self, length: int) -> list[int]:
+        """Return, by group, the first of the blocks that are needed to continue behind the first `length` blocks."""
+        size = self._block_size
+        return [group.first_block(length * size, size) for group in self._groups]
+
+    def block_of(self, group: int, name: bytes) -> int | None:
+        """Return the block of a group with this name, or None."""
+        return self._block_of[group].get(name)
+
+    def insert(self, key: BlockKey, block: int) -> bool:
+        """Publish a held block that was filled from elsewhere. Return False if the name is in use."""
+        group, name = key
+        if name in self._block_of[group]:
+            return False
+        self._block_of[group][name] = block
+        self._place_of[block] = key
+        self._pool.cached[block] = 1
+        if group == self._told:
+            self._journal.add(name)
+        return True
+
+    def _longest(self, request: Request, haves: Sequence[Container[bytes]]) -> tuple[int, int]:
+        """Return the number of blocks of the longest prefix that `haves`, by group, can serve.
+
+        Returns:
+            The number with a snapshot of the states at the end, and without.
+        """
+        length = 0 if _needs_all(request) else (request.known - 1) // self._block_size
+        self._extend(request, length)
+        names = request.names
+        for index in self._whole:
+            have, end = haves[index], 0
+            while end < length and names[end] in have:
+                end += 1
+            length = end
+        attended = length = self._windows_serve(haves, names, length)
+        while (end := self._snapshots.longest(names, length)) != length:
+            length = self._windows_serve(haves, names, end)
+        return length, attended
+
+    def _windows_serve(self, haves: Sequence[Container[bytes]], names: list[bytes], length: int) -> int:
         """Return the most blocks, at most `length`, of which every group with a window has those in its window."""
         settled = 0  # groups in a row that serve `length`
         while length and settled < len(self._windowed):
             for index in self._windowed:
-                served = self._window_serves(index, names, length)
+                served = self._window_serves(index, haves[index], names, length)
                 settled = settled + 1 if served == length else 1
                 length = served
         return length
 
-    def _window_serves(self, index: int, names: list[bytes], length: int) -> int:
-        group, have, size = self._groups[index], self._block_of[index], self._block_size
+    def _window_serves(self, index: int, have: Container[bytes], names: list[bytes], length: int) -> int:
+        group, size = self._groups[index], self._block_size
         at = length  # the group has the blocks [at, length)
         first = group.first_block(length * size, size)
         while at > first:
@@ -208,6 +271,7 @@ class HashPrefixCache:
         for group, have in enumerate(self._block_of):
             behind = request.tables[group].first if request.tables else 0
             for index in range(start, len(request.names)):
+                self._distrusting(group, request.names[index])
                 block = have.get(request.names[index])
                 if block is not None and (block in own or index < behind or not own):
                     self._remove(block)
@@ -245,8 +309,9 @@ class HashPrefixCache:
 
     def _forget(self, block: int) -> None:
         """Remove a block that the pool evicts, and remember its name."""
-        group, _ = self._place_of[block]
-        name = self._unname(block)
+        group, name = self._place_of[block]
+        self._evicting(group, name, block)
+        self._unname(block)
         if group in self._whole:  # a group with a window may not need this block
             self._snapshots.drop(name)
         self._evicted.pop(name, None)  # moves the name to the end of the order

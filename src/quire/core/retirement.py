@@ -33,6 +33,7 @@ class Retirement:
             result: its result.
             depth: learns how many draft tokens were accepted.
         """
+        self.outputs += self._life.connector.retire(builder.computed())
         rows, caught_up = builder.rows, self._life.clocks.end_step(record, builder.catching_up)
         scores = builder.take_scores(result.prompt_logprobs) if result.prompt_logprobs else {}
         drafts = plan.num_drafts.tolist()
@@ -44,7 +45,7 @@ class Retirement:
             sampled += 1
             logit_rows += 1 + drafts[index]
             request.pending -= 1 + drafts[index]
-            if request.status == "finished" or request.dropped_step == plan.step:
+            if request.ended or request.dropped_step == plan.step:
                 continue  # the request ended while this step was in flight, or its row had no mask
             record.generated += len(new)
             if drafts[index]:
@@ -79,7 +80,7 @@ class Retirement:
         life.blocks.withdraw(builder.published, builder.copies)
         admitted = (life.requests.get(admit.request.id) for admit in plan.admissions)
         for request in dict.fromkeys([*builder.rows, *admitted]):
-            if request is not None and request.status != "finished":
+            if request is not None and not request.ended:
                 output = life.finish(request, [], "error")
                 output.error = RequestFailure(error, internal=True)
                 self.outputs.append(output)

@@ -21,7 +21,8 @@ class RowPlacer:
     def place(self, builder: PlanBuilder, request: Request, n: int, drafts: int) -> int:
         """Add a row of `n` tokens and `drafts` draft tokens.
 
-        If there are too few blocks, drop the drafts, then preempt other requests.
+        If there are too few blocks, drop the drafts, then take those kept for waiting requests, then preempt other
+        requests.
 
         Returns:
             The number of draft tokens in the row.
@@ -32,6 +33,8 @@ class RowPlacer:
             while (added := self._blocks.grow(request, request.computed + n + drafts)) is None:
                 if drafts:
                     drafts = 0
+                elif self._life.connector.reclaim():
+                    pass
                 elif not self._preempt_other(builder, request):
                     return 0  # requests in front of it hold the blocks: try again in the next step
             builder.new_blocks += added

@@ -20,6 +20,7 @@ from typing import NamedTuple
 from quire.core.batch_admission import BatchAdmission
 from quire.core.block_pool import BlockPool
 from quire.core.blocks import Blocks
+from quire.core.connector import KVConnector, NoConnector
 from quire.core.draft_depth import DraftDepth, NoDrafts
 from quire.core.lifecycle import Lifecycle
 from quire.core.plan_builder import PlanBuilder
@@ -63,6 +64,7 @@ class Scheduler:
         shared: finds the blocks that rows of a decoding step share; None looks for none.
         depth: chooses how many draft tokens each request verifies; None drafts none.
         prompts: chooses how many prompt tokens a step that decodes may have; None takes the number of `limits`.
+        connector: fetches blocks from elsewhere; None has nowhere to fetch from.
     """
 
     def __init__(
@@ -74,12 +76,14 @@ class Scheduler:
         shared: SharedPrefix | None = None,
         depth: DraftDepth | None = None,
         prompts: PromptBudget | None = None,
+        connector: KVConnector | None = None,
     ) -> None:
         self.blocks, self.policy, self.limits, self.log = blocks, policy, limits, log
         self.shared = shared or NoSharedPrefix()
         self.depth = depth or NoDrafts()
+        self.life = life = Lifecycle(blocks, log, limits.max_num_seqs, connector or NoConnector())
+        self.connector = life.connector
         self.prompts = prompts or FixedBudget(limits.mixed_prefill_tokens)
-        self.life = life = Lifecycle(blocks, log, limits.max_num_seqs)
         self.requests, self.waiting, self.running = life.requests, life.waiting, life.running
         self.shares, self.clocks = life.shares, life.clocks
         self._rows = RowPlacer(life, limits.keeps_kv)
@@ -129,7 +133,7 @@ class Scheduler:
         """
         if request := self.requests.get(request_id):
             request.paused, request.may_draft = False, drafts
-            if request.held:
+            if request.held and request.status == "waiting":
                 self.life.release(request)
             if error is not None:
                 output = self.life.finish(request, [], "error")
@@ -159,6 +163,7 @@ class Scheduler:
         if request := self.requests.get(request_id):
             self._retirement.outputs.append(self.life.finish(request, [], "abort"))
             self.log.totals.aborted += 1
+        self.life.forget(request_id)
 
     def preempt(self, victim: Request) -> None:
         """Return a running request to the waiting queue. Its full blocks stay in the prefix cache."""
@@ -171,8 +176,8 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Return whether there are unfinished requests, steps in flight or outputs to take."""
-        return bool(self.requests or self._in_flight or self._retirement.outputs)
+        """Return whether there are unfinished requests, steps in flight, outputs to take or blocks on their way."""
+        return bool(self.requests or self._in_flight or self._retirement.outputs or self.connector.busy)
 
     # ------------------------------------------------------------------------------- next step
 
@@ -182,6 +187,7 @@ class Scheduler:
         Returns:
             The step, or None if no request can run.
         """
+        self.hear()
         builder = PlanBuilder(self.limits.max_num_batched_tokens, self._step)
         was_empty = not self.running
         contended = self.shares.contended
@@ -219,6 +225,11 @@ class Scheduler:
         self._wait_reason = self._admission.admit(builder, was_empty) if self.waiting else None
         self.clocks.wait(self._wait_reason)
         return self._finish_plan(builder) if builder.rows else None
+
+    def hear(self) -> None:
+        """Take in what the connector has to say: blocks that have arrived, and processes that are up or not."""
+        for news in self.connector.done():
+            self.life.hear(news)
 
     def _limit_prompts(self, builder: PlanBuilder, context: int) -> None:
         """Limit the prompt tokens of a step that also decodes, so that inter-token latency stays even."""

@@ -43,6 +43,7 @@ def figures_of(engine: Engine, since: int) -> Figures:
         snapshot_evictions=scheduler.blocks.snapshots.evictions,
         wait_reason=log.last.wait_reason if len(log) and scheduler.waiting else None,
         totals=log.totals,
+        notes=list(scheduler.connector.notes),
         steps=[StepFigures(len(r.rows), r.num_tokens, r.took_s) for r in log.ended_since(since)],
     )
 

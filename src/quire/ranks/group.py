@@ -21,10 +21,10 @@ from quire import types
 from quire.config import EngineConfig
 from quire.frontend.client.channel import Channel
 from quire.frontend.client.remote import RemoteProcess, meeting_host
-from quire.ranks.messages import PhaseEnded, RankError, StartRank, decode_from_rank, encode
+from quire.ranks.messages import CopiesEnded, PhaseEnded, RankError, StartRank, decode_from_rank, encode
 from quire.ranks.remote import ChannelRing, JoinedRank, await_ranks
 from quire.ranks.ring import ReaderEnd, RingWriter
-from quire.types import ConfigError, EngineDead, Executor, QuireError
+from quire.types import BlockMover, ConfigError, EngineDead, Executor, QuireError
 
 _POLL_S = 0.05  # interval at which a waiting host checks that the processes live
 _STOP_S = 5.0  # time for an orderly exit, after which a process is killed
@@ -57,6 +57,10 @@ class Peers(Protocol):
 
     def executor(self, local: Executor) -> Executor:
         """Return the executor over `local`, which is that of the first rank, and these ranks."""
+        ...
+
+    def mover(self, local: BlockMover) -> BlockMover:
+        """Return the mover over `local`, which is that of the first rank, and these ranks."""
         ...
 
     def give_up(self, consequence: BaseException | str) -> BaseException:
@@ -95,6 +99,9 @@ class NoPeers:
         return []
 
     def executor(self, local: Executor) -> Executor:
+        return local
+
+    def mover(self, local: BlockMover) -> BlockMover:
         return local
 
     def give_up(self, consequence: BaseException | str) -> BaseException:
@@ -137,6 +144,7 @@ class _Peer:
     name: str
     device: str | None = None  # None: that of the settings
     results: deque[int] = field(default_factory=deque)  # of phases that have ended
+    copies: deque[CopiesEnded] = field(default_factory=deque)  # ends of transfers
     errors: list[RankError] = field(default_factory=list)
 
     def listen(self, timeout_s: float = 0.0) -> None:
@@ -147,6 +155,8 @@ class _Peer:
                 message = decode_from_rank(self.channel.receive())
                 if isinstance(message, PhaseEnded):
                     self.results.append(message.result)
+                elif isinstance(message, CopiesEnded):
+                    self.copies.append(message)
                 else:
                     self.errors.append(message)
 
@@ -245,6 +255,20 @@ class RankGroup:
         from quire.ranks.executor import GroupExecutor
 
         return GroupExecutor(local, self)
+
+    def mover(self, local: BlockMover) -> BlockMover:
+        from quire.ranks.mover import GroupMover
+
+        return GroupMover(local, self)
+
+    def ended_copies(self) -> list[CopiesEnded]:
+        """Return the ends of transfers that the processes have reported since the last call."""
+        ends: list[CopiesEnded] = []
+        for peer in self._peers:
+            peer.listen()
+            ends += peer.copies
+            peer.copies.clear()
+        return ends
 
     def give_up(self, consequence: BaseException | str) -> EngineDead:
         if isinstance(consequence, BaseException):

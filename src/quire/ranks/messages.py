@@ -6,6 +6,7 @@ The host sends `Command` and, in every step, a plan and the masks of its samplin
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import msgspec
 import numpy as np
 
 from quire.config import EngineConfig
-from quire.types import EngineRequest, NewBlocks, SlotAdmission, StepPlan, TokenMasks
+from quire.types import BlockKey, EngineRequest, NewBlocks, SlotAdmission, StepPlan, TokenMasks, TransferOrder
 
 
 class StartRank(msgspec.Struct, tag=True):
@@ -30,6 +31,13 @@ class PhaseEnded(msgspec.Struct, tag=True):
     result: int
 
 
+class CopiesEnded(msgspec.Struct, tag=True):
+    """Rank to host: the end of a transfer order on this rank."""
+
+    ticket: int
+    failed: list[int]
+
+
 class RankError(msgspec.Struct, tag=True):
     """Rank to host, last: the reason why the rank ends. `kind` is the name of the error class."""
 
@@ -37,15 +45,16 @@ class RankError(msgspec.Struct, tag=True):
     cause: str
 
 
-FromRank = PhaseEnded | RankError
+FromRank = PhaseEnded | CopiesEnded | RankError
 
 encode = msgspec.msgpack.Encoder().encode
 decode_start = msgspec.msgpack.Decoder(StartRank).decode
 decode_from_rank = msgspec.msgpack.Decoder(FromRank).decode
 
 # Kinds of messages in the ring: the first byte of each.
-PHASE, FORWARD, SAMPLE, WARM_UP, STOP = range(5)
+PHASE, FORWARD, SAMPLE, WARM_UP, STOP, TRANSFER = range(6)
 
+_decode_transfer = msgspec.msgpack.Decoder(tuple[list[TransferOrder], list[BlockKey]]).decode
 _ARRAY, _NUMPY = 1, 2  # codes of msgpack's extension types
 _DTYPES = ("int32", "int64", "bool", "float32", "uint8", "uint32")
 
@@ -64,6 +73,16 @@ def encode_forward(plan: StepPlan) -> bytes:
 def encode_sample(step: int, masks: TokenMasks | None) -> bytes:
     """Encode the order to sample a step."""
     return bytes((SAMPLE,)) + _encode_plan((step, masks))
+
+
+def encode_transfer(orders: Sequence[TransferOrder], drops: Sequence[BlockKey]) -> bytes:
+    """Encode the order to copy blocks and to delete files."""
+    return bytes((TRANSFER,)) + encode((orders, drops))
+
+
+def decode_transfer(body: memoryview) -> tuple[list[TransferOrder], list[BlockKey]]:
+    """Decode what `encode_transfer` has encoded, without its first byte."""
+    return _decode_transfer(body)
 
 
 def decode_phase(body: memoryview) -> tuple[str, int]:

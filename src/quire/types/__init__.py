@@ -10,6 +10,7 @@ from quire.types.engine_io import (
     EngineOutput,
     EngineRequest,
     EngineStats,
+    ExportedBlocks,
     Figures,
     LiveRequest,
     LiveStep,
@@ -69,6 +70,7 @@ from quire.types.sampling_params import (
     StructuredOutputsParams,
     check_field_names,
 )
+from quire.types.transfer import BlockKey, BlockMover, PrefillNews, TransferEnd, TransferKind, TransferOrder
 
 __all__ = [
     "CODE_DTYPES",
@@ -79,6 +81,8 @@ __all__ = [
     "NOT_FINITE",
     "NO_TOKEN",
     "REJECTED",
+    "BlockKey",
+    "BlockMover",
     "BlockTable",
     "CompletionOutput",
     "ConfigError",
@@ -90,6 +94,7 @@ __all__ = [
     "EngineRequest",
     "EngineStats",
     "Executor",
+    "ExportedBlocks",
     "Figures",
     "FinishReason",
     "GrammarKind",
@@ -106,6 +111,7 @@ __all__ = [
     "NewBlocks",
     "Overloaded",
     "Pooling",
+    "PrefillNews",
     "QuireError",
     "Request",
     "RequestError",
@@ -130,6 +136,9 @@ __all__ = [
     "TokenLogprobs",
     "TokenMasks",
     "Totals",
+    "TransferEnd",
+    "TransferKind",
+    "TransferOrder",
     "answer_room",
     "check_field_names",
     "max_logit_rows",

@@ -33,6 +33,7 @@ class EngineRequest:
     weight: float = 1.0  # of the client: its share of slots and tokens, relative to other clients
     grammar: GrammarSpec | None = None
     pooling: Pooling | None = None
+    exports: bool = False  # shows its blocks to another engine, which releases them by aborting it
 
 
 def answer_room(prompt_len: int, max_model_len: int, pooling: Pooling | None) -> int:
@@ -83,6 +84,14 @@ class RequestFailure:
         return RequestError(self.message, param=self.param, code=self.code)
 
 
+class ExportedBlocks(NamedTuple):
+    """Blocks of a group, from place `first` of the request on, that another engine may read."""
+
+    group: int
+    first: int
+    blocks: list[int]
+
+
 @dataclass(slots=True)
 class EngineOutput:
     """The outcome of one step for one request. Exactly one output of each request has finish_reason set.
@@ -100,6 +109,7 @@ class EngineOutput:
     prompt_logprobs_start: int = 1
     pooled: bytes | None = None  # float32 [hidden]
     error: RequestFailure | None = None  # set if, and only if, finish_reason is "error"
+    exported: list[ExportedBlocks] | None = None  # of a request that exports
     timing: Timing | None = None  # with the first token, the first after a preemption, and the last output
 
 
@@ -131,6 +141,9 @@ class Timing:
     recomputed_tokens: int = 0  # tokens computed again after preemptions
     draft_tokens: int = 0  # draft tokens verified
     accepted_tokens: int = 0  # draft tokens that became output
+    fetched_tokens: dict[str, int] = field(
+        default_factory=dict
+    )  # of the cached ones, by the tier they came from
     prefix_end: str = ""  # why the prefix cache held no more of the prompt (core/prefix_cache.py)
 
 
@@ -164,6 +177,8 @@ class EngineInfo:
     eviction: str = "lru"  # policy for cached blocks
     generates: bool = True  # False for a model without a language-model head, which only embeds
     phases_s: dict[str, float] = field(default_factory=dict)  # duration of each phase of the start-up
+    # Offsets in shared memory of the tensors of its blocks, for an engine that exports them.
+    shared_offsets: list[int] = field(default_factory=list)
 
     def request_blocks(self, tokens: int) -> int:
         """Return the blocks that a decoding request of `tokens` tokens holds."""
@@ -201,6 +216,10 @@ class Totals:
     prompt_tokens: int = 0
     queried_tokens: int = 0  # looked up in the prefix cache, once per admission
     cached_tokens: int = 0  # found in the prefix cache
+    # Tokens of cached blocks that were not on the device, by tier: host, disk or prefill.
+    fetched_tokens: dict[str, int] = field(default_factory=dict)
+    moved_bytes: dict[str, int] = field(default_factory=dict)  # by kind of transfer (types/transfer.py)
+    unsaved_blocks: int = 0  # evicted blocks for which host memory had no free row
     computed_tokens: int = 0
     generated_tokens: int = 0
     draft_rows: int = 0  # rows that verified draft tokens
@@ -241,6 +260,7 @@ class Figures:
     snapshots: int = 0  # of states, that the prefix cache can find
     snapshot_evictions: int = 0
     wait_reason: str | None = None
+    notes: list[str] = field(default_factory=list)  # about each process of the engine that is not up
     totals: Totals = field(default_factory=Totals)
     steps: list[StepFigures] = field(default_factory=list)  # that ended since the last message
 

@@ -104,6 +104,11 @@ class Request:
         return chain.from_iterable(table.held for table in self.tables)
 
     @property
+    def ended(self) -> bool:
+        """Return whether the request is finished, though another engine may still read its blocks."""
+        return self.status in ("finished", "holding")
+
+    @property
     def known(self) -> int:
         """Number of known tokens: the prompt and the output so far."""
         return len(self.tokens)

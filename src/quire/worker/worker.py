@@ -30,6 +30,7 @@ from quire.worker.runner import Runner
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
 from quire.worker.step_shapes import GraphLimits
+from quire.worker.transfer.shared_memory import SharedMemory
 
 _PADDED_GRAPH_TOKENS = 2048  # the longest step with prompts that is captured with padding
 _FULL_GRAPH_TOKENS = 8192  # and without padding: launching a longer step takes less time than running it
@@ -181,9 +182,14 @@ class Worker:
     def _bytes_per_graph(self) -> int:
         return _GRAPH_BYTES_PER_LAYER * self.model.spec.num_layers
 
-    def allocate(self, size: KVSize) -> Runner:
-        """Allocate `blocks` of `size` and return the engine's runner, with columns for every request slot."""
-        self.blocks = self.make_blocks(size)
+    def allocate(self, size: KVSize, shared: SharedMemory | None = None) -> Runner:
+        """Allocate `blocks` of `size` and return the engine's runner, with columns for every request slot.
+
+        Args:
+            size: the size of the KV cache.
+            shared: memory for the blocks that other processes read; None takes memory of this process.
+        """
+        self.blocks = self.make_blocks(size, shared)
         return self.make_runner(size, self.blocks, self._options.cuda_graphs)
 
     def rehearse(self, runner: Runner, size: KVSize) -> None:
@@ -211,7 +217,7 @@ class Worker:
             run_step(runner, 1, tokens)
         return tokens
 
-    def make_blocks(self, size: KVSize) -> list[KV]:
+    def make_blocks(self, size: KVSize, shared: SharedMemory | None = None) -> list[KV]:
         """Allocate the KV blocks of all layers, and one more block for the dummy slot."""
         cache = KVCache(
             self._backend,
@@ -219,6 +225,7 @@ class Worker:
             num_blocks=size.num_blocks + 1,
             block_size=size.block_size,
             device=self.device,
+            shared=shared,
         )
         return cache.layers
 

@@ -21,12 +21,14 @@ class StartEngine(msgspec.Struct, tag=True):
     """Client to engine, first: the settings to build the engine from.
 
     With `dry_run_step_s` no model is loaded, and each step takes that many seconds (dry_run.py). `secret` is the key of
-    the names of KV blocks, which the engines of one deployment share; None lets the engine pick one.
+    the names of KV blocks, which the engines of one deployment share; None lets the engine pick one. `exports` is the
+    descriptor of the memory in which a prefill engine shows its blocks.
     """
 
     config: EngineConfig
     dry_run_step_s: float | None = None
     secret: bytes | None = None
+    exports: int | None = None
 
 
 class Add(msgspec.Struct, tag=True):

@@ -16,11 +16,14 @@ from quire.types import ConfigError, EngineDead, EngineInfo, EngineOutput, Engin
 _STOP_S = 5.0  # time for an orderly exit, after which the process is killed
 
 
-def start_engine_process(process_group: int | None = None) -> tuple[subprocess.Popen[bytes], Channel]:
+def start_engine_process(
+    process_group: int | None = None, inherit: tuple[int, ...] = ()
+) -> tuple[subprocess.Popen[bytes], Channel]:
     """Start an engine process.
 
     Args:
         process_group: process group to put it into; 0 makes a new group, None keeps this process's group.
+        inherit: file descriptors that it inherits, under the same numbers.
 
     Returns:
         The process and this end of the channel to it. The process waits for a StartEngine message.
@@ -36,7 +39,10 @@ def start_engine_process(process_group: int | None = None) -> tuple[subprocess.P
     with child_end:
         command = [sys.executable, "-m", "quire.engine_process", str(child_end.fileno()), str(os.getpid())]
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[child_end.fileno()], process_group=process_group
+            command,
+            stdin=subprocess.DEVNULL,
+            pass_fds=[child_end.fileno(), *inherit],
+            process_group=process_group,
         )
     return process, Channel(parent_end)
 

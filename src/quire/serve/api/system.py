@@ -65,6 +65,8 @@ async def health(request: Request) -> Response:
     replicas = server.engine.replicas.replicas
     if len(replicas) > 1:
         found["replicas"] = [{"replica": r.number, "status": r.health, "cause": r.cause} for r in replicas]
+    if notes := [note for replica in replicas for note in replica.figures.notes]:
+        found["degraded"] = notes  # prefill processes that are not up; their prompts are computed elsewhere
     return json_response(found)
 
 
@@ -171,6 +173,11 @@ async def stats(request: Request) -> Response:
                 "preemptions": totals["preemptions"],
                 "preemptions_for_other_keys": totals["yielded"],
                 "pressure_events": totals["pressure"],
+            },
+            "transfers": {
+                "fetched_tokens": totals["fetched_tokens"],
+                "moved_bytes": totals["moved_bytes"],
+                "unsaved_blocks": totals["unsaved_blocks"],
             },
             "states": {
                 "bytes_per_request": engine.info.state_bytes,

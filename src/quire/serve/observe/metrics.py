@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from typing import get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -23,7 +24,7 @@ from quire.serve.api.context import ServerContext, client_of, server_of
 from quire.serve.http.auth import ANYONE, ApiClient
 from quire.serve.observe.histogram import Histogram
 from quire.serve.replicas.replica import Replica
-from quire.types import Totals
+from quire.types import Totals, TransferKind
 
 
 class _FamilyCollector(Collector):
@@ -349,6 +350,25 @@ class MetricFamilies:
             lambda r: r.figures.evictions,
         )
         yield self._engine_by_label(
+            CounterMetricFamily,
+            "quire:kv_fetched_tokens",
+            "Number of cached tokens whose blocks were not on the device, by the tier that they came from.",
+            "tier",
+            lambda r: {t: r.figures.totals.fetched_tokens.get(t, 0) for t in ("host", "disk", "prefill")},
+        )
+        yield self._engine_by_label(
+            CounterMetricFamily,
+            "quire:kv_moved_bytes",
+            "Number of bytes of blocks copied to and from the device, by kind of transfer.",
+            "kind",
+            lambda r: {kind: r.figures.totals.moved_bytes.get(kind, 0) for kind in get_args(TransferKind)},
+        )
+        yield self._engine_counter(
+            "quire:kv_unsaved_blocks",
+            "Number of evicted blocks for which host memory had no free row.",
+            lambda totals: totals.unsaved_blocks,
+        )
+        yield self._engine_by_label(
             GaugeMetricFamily,
             "quire:state_snapshots",
             "Number of rows for snapshots of states by state: named (found by the prefix cache) and other.",
@@ -434,11 +454,11 @@ class MetricFamilies:
             "Number of tokens in finished requests, by client and kind.",
             labels=[*self._base, "client", "kind"],
         )
-        for name, totals in account.clients.items():
+        for name, client in account.clients.items():
             if self._viewer.sees in (None, name):
                 for kind, count in (
-                    ("prompt", totals.prompt_tokens),
-                    ("generation", totals.generated_tokens),
+                    ("prompt", client.prompt_tokens),
+                    ("generation", client.generated_tokens),
                 ):
                     family.add_metric([*self._base.values(), name, kind], count)
         yield family

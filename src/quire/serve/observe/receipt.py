@@ -1,7 +1,7 @@
 """The latency receipt: how one request spent its time, as terms in milliseconds that add up to its total latency.
 
-    read | prepare | submit | queue  prefill  lost_to_prefills  preempted  recompute  decode | deliver
-     server: body, tokens     '------------- engine (core/clocks.py) ----------------------'   text, JSON
+    read | prepare | submit | queue  transfer  prefill  lost_to_prefills  preempted  recompute  decode | deliver
+     server: body, tokens     '------------- engine (core/clocks.py) -----------------------------'   text, JSON
 
 With several choices, the receipt describes the choice that ended last, because all others waited for it.
 """
@@ -47,12 +47,16 @@ def write_receipt(generation: Generation, arrived_s: float) -> Receipt | UnsetTy
     if timing is None:
         return UNSET
     now_s = time.monotonic()
+    waited_s = dict(timing.waited_s)
+    transfer_s = waited_s.pop("loading", 0.0) + waited_s.pop("transfer", 0.0)
+    elsewhere_s = waited_s.pop("prefill", 0.0)  # in another engine
     terms_s = {
         "read": track.arrival_s - arrived_s,
         "prepare": track.sent_s - track.arrival_s,
         "submit": timing.arrival_s - track.sent_s,
-        "queue": sum(timing.waited_s.values()),
-        "prefill": timing.prefill_s,
+        "queue": sum(waited_s.values()),
+        "transfer": transfer_s,
+        "prefill": timing.prefill_s + elsewhere_s,
         "lost_to_prefills": timing.lost_s,
         "preempted": timing.preempted_s,
         "recompute": timing.recompute_s,
@@ -63,12 +67,13 @@ def write_receipt(generation: Generation, arrived_s: float) -> Receipt | UnsetTy
         e2e_ms=_ms(now_s - arrived_s),
         ttft_ms=None if track.first_s is None else _ms(track.first_s - arrived_s),
         terms_ms={name: _ms(seconds) for name, seconds in terms_s.items()},
-        queue_ms={name: _ms(seconds) for name, seconds in timing.waited_s.items()},
+        queue_ms={name: _ms(seconds) for name, seconds in waited_s.items()},
         prompt_tokens=PromptReceipt(
             total=track.prompt_tokens,
             cached=timing.cached_tokens,
             computed=track.prompt_tokens - timing.cached_tokens,
             cache_ended=timing.prefix_end,
+            fetched=timing.fetched_tokens,
         ),
         output_tokens=track.tokens,
         draft_tokens=timing.draft_tokens,

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from quire.config import EngineConfig, replica_config
+from quire.frontend.block_secret import block_secret
 from quire.frontend.client import ipc as msg
 from quire.serve.engine_process_client import EngineProcess
 from quire.serve.replicas.job import EngineJob
@@ -40,7 +41,7 @@ from quire.types import (
     Figures,
     RequestFailure,
 )
-from quire.types.block_names import BlockNames, new_secret
+from quire.types.block_names import BlockNames
 
 log = logging.getLogger("quire.serve")
 _YIELD_S = 0.005  # longest time to process queued outputs before the new tokens are sent to clients
@@ -85,7 +86,7 @@ class ReplicaSet:
             dry_run_step_s: duration of a step of engines without a model; None loads the model.
         """
         self._config, self._routing = config, routing
-        secret = new_secret()
+        secret = block_secret(config)
 
         def start_here(number: int, secret: bytes) -> EngineProcess:
             return EngineProcess(replica_config(config, number), dry_run_step_s, secret)

@@ -23,7 +23,9 @@ def add_loads(loads: Iterable[EngineLoad]) -> EngineLoad:
 
 
 def _add_values(one: Any, other: Any) -> Any:
-    """Return the sum of two counters, or of two lists of counters position by position."""
+    """Return the sum of two counters, or of two lists or tables of counters place by place."""
+    if isinstance(one, dict):
+        return {key: one.get(key, 0) + other.get(key, 0) for key in one | other}
     if not isinstance(one, list):
         return one + other
     longest = max(len(one), len(other))
@@ -65,6 +67,7 @@ def sum_figures(all_figures: Sequence[Figures], blocks: Sequence[int]) -> Figure
         snapshots=sum(f.snapshots for f in all_figures),
         snapshot_evictions=sum(f.snapshot_evictions for f in all_figures),
         wait_reason=next((f.wait_reason for f in all_figures if f.wait_reason), None),
+        notes=[note for f in all_figures for note in f.notes],
         totals=reduce(add_totals, (f.totals for f in all_figures)),
     )
 

@@ -1,7 +1,7 @@
 // The latency receipt of an answer as a bar: the terms that add up to its total latency.
 
 const COLOURS = {
-  queue: "request-8", prefill: "prefill", lost_to_prefills: "request-1", preempted: "preempted",
+  queue: "request-8", transfer: "request-3", prefill: "prefill", lost_to_prefills: "request-1", preempted: "preempted",
   recompute: "request-6", decode: "decode", deliver: "request-7",
 };
 

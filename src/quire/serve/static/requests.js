@@ -11,6 +11,7 @@ const REASONS = {
   batch: "the previous batch has not ended (static batching)",
   results: "preempted; its last step is in flight",
   grammar: "its grammar is being compiled",
+  loading: "its blocks are on their way",
   new: "has just arrived",
   turn: "other requests are ahead",
 };

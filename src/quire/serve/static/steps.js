@@ -16,7 +16,7 @@ const PAUSE_S = 0.1; // shorter gaps are not shown
 const TICK = 90; // pixels between two times of day, at least
 const REASONS = {
   slots: "a slot", blocks: "free blocks", tokens: "the token budget", batch: "the end of the batch",
-  results: "results in flight", grammar: "a grammar",
+  results: "results in flight", grammar: "a grammar", loading: "blocks from elsewhere",
 };
 const STRIPS = [
   { label: "Prompt", parts: [["prefill", (s) => s.prefill]], scale: (top) => count(top) },

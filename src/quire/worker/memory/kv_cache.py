@@ -10,6 +10,7 @@ import torch
 from quire.attention.base import KV, AttentionBackend
 from quire.types import KVTensor
 from quire.worker.memory.kv_groups import LayerGroups
+from quire.worker.transfer.shared_memory import SharedMemory
 
 
 class KVCache:
@@ -28,10 +29,16 @@ class KVCache:
         num_blocks: int,
         block_size: int,
         device: torch.device,
+        shared: SharedMemory | None = None,
     ) -> None:
         def allocate(tensor: KVTensor) -> torch.Tensor:
             shape = backend.kv_shape(num_blocks, block_size, tensor.heads, tensor.dim)
-            return zeros(shape, getattr(torch, tensor.dtype), device)
+            dtype = getattr(torch, tensor.dtype)
+            if shared is None:
+                return zeros(shape, dtype, device)
+            return (
+                torch.from_numpy(shared.allocate(math.prod(shape) * dtype.itemsize)).view(dtype).view(shape)
+            )
 
         parts: list[KV] = [tuple(allocate(tensor) for tensor in part) for part in groups.parts]
         self.layers: list[KV] = [() if part is None else parts[part] for part in groups.part_of]

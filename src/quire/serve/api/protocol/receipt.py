@@ -6,12 +6,17 @@ import msgspec
 
 
 class PromptReceipt(msgspec.Struct, kw_only=True):
-    """Token counts of the prompt. `cache_ended` says why the prefix cache held no more of them."""
+    """Token counts of the prompt.
+
+    `cache_ended` says why the prefix cache held no more of them. `fetched` says how many of the cached ones came from
+    host memory, the disk or a prefill engine, by tier.
+    """
 
     total: int
     cached: int
     computed: int
     cache_ended: str
+    fetched: dict[str, int] = {}
 
 
 class Receipt(msgspec.Struct, kw_only=True):

@@ -1,0 +1,1 @@
+"""Disaggregated prefill: the prefill engines of a decode engine, as processes that it owns."""

@@ -1,0 +1,79 @@
+"""The interface between the scheduler half and the worker half of KV transfers: orders to copy blocks, and their ends."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, Protocol
+
+BlockKey = tuple[int, bytes]  # group of layers, and name of a block (core/prefix_cache.py)
+
+# save: device block -> host row        write: host row -> file
+# load: host row -> device block        read: file -> host row
+# pull: block of a peer -> device block
+TransferKind = Literal["save", "load", "write", "read", "pull"]
+
+
+@dataclass(slots=True)
+class TransferOrder:
+    """Copies of whole blocks that end together.
+
+    Copy i is from `sources[i]` to `targets[i]`. Both are numbers: of device blocks, of host rows, or of a peer's blocks.
+    For files, which are named by `keys[i]`, the number on their side is 0.
+    """
+
+    ticket: int
+    kind: TransferKind
+    sources: list[int]
+    targets: list[int]
+    keys: list[BlockKey] = field(default_factory=list)
+    peer: int = 0  # of which engine the sources are, for "pull"
+
+
+class TransferEnd(NamedTuple):
+    """The end of an order: the indices of the copies that failed, whose targets are undefined."""
+
+    ticket: int
+    failed: list[int]
+
+
+class PrefillNews(NamedTuple):
+    """What has become of a request at a prefill engine: blocks that can be read, and whether more will come.
+
+    If it `failed` there, its blocks may hold NaN, those reported earlier too.
+    """
+
+    request_id: str
+    exported: Sequence[
+        tuple[int, int, list[int]]
+    ] = ()  # group, place of the first block, blocks of that engine
+    ended: bool = False
+    failed: bool = False
+
+
+class BlockMover(Protocol):
+    """The worker half of KV transfers: it copies blocks in the background, on every rank its part of them.
+
+    Copies of "save" are ordered between the steps launched before `start` and those launched after it. All other copies
+    have targets that no step uses, and may end at any time.
+    """
+
+    def start(self, orders: Sequence[TransferOrder]) -> None:
+        """Begin to copy."""
+        ...
+
+    def drop(self, keys: Sequence[BlockKey]) -> None:
+        """Delete files."""
+        ...
+
+    def ended(self) -> list[TransferEnd]:
+        """Return the orders that have ended since the last call."""
+        ...
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until an order ends, at most `timeout_s` seconds."""
+        ...
+
+    def close(self) -> None:
+        """Stop copying. Orders in flight may be abandoned."""
+        ...

@@ -143,6 +143,12 @@ class EngineConfig:
     tensor_parallel_size: int = _parallelism(
         1, "number of ranks, each with its own GPU or CPU process, that share every layer of the model"
     )
+    pipeline_parallel_size: int = _parallelism(
+        1, "number of stages with consecutive layers; each stage has tensor_parallel_size ranks"
+    )
+    pipeline_layer_split: str | None = _parallelism(
+        None, "layers of each stage, such as 16,14 (default: stages of equally many bytes)"
+    )
     rank_timeout: float = _parallelism(
         60.0, "seconds without progress after which a rank counts as hung and the engine ends"
     )
@@ -190,9 +196,16 @@ class EngineConfig:
             raise ConfigError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
         if not self.rank_timeout > 0:
             raise ConfigError(f"rank_timeout must be above 0 seconds, got {self.rank_timeout}")
+        if self.pipeline_layer_split is not None:
+            parse_layer_split(self.pipeline_layer_split, self.pipeline_parallel_size)
         for illegal, message in ILLEGAL:
             if illegal(self):
                 raise ConfigError(message.format(c=self))
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes that compute, each with its own GPU if there are GPUs."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     def resolved(self, gpu_bytes: int, model_max_len: int) -> EngineConfig:
         """Return these settings with the automatic values that need no loaded model.
@@ -249,6 +262,7 @@ _COUNTS = (
     "cpu_threads",
     "spec_tokens",
     "tensor_parallel_size",
+    "pipeline_parallel_size",
 )
 _CHOICES: dict[str, tuple[str, ...]] = {
     "batching": get_args(Batching),
@@ -294,10 +308,30 @@ ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
         "spec_method draft and spec_model belong together, got {c.spec_method} and {c.spec_model}",
     ),
     (
+        lambda c: c.pipeline_parallel_size > 1 and c.spec_method not in ("off", "ngram", "draft"),
+        "spec_method {c.spec_method} needs the hidden states of all layers in one rank, but pipeline_parallel_size is "
+        "{c.pipeline_parallel_size}; use spec_method ngram or draft",
+    ),
+    (
         lambda c: (c.spec_tokens or 0) > 16,
         "spec_tokens must be at most 16, got {c.spec_tokens}",
     ),
 )
+
+
+def parse_layer_split(text: str, stages: int) -> tuple[int, ...]:
+    """Return the number of layers of each stage.
+
+    Raises:
+        ConfigError: if `text` does not hold a positive number for each of `stages` stages.
+    """
+    numbers = text.split(",")
+    if len(numbers) != stages or not all(n.strip().isascii() and n.strip().isdigit() and int(n) for n in numbers):
+        raise ConfigError(
+            f"pipeline_layer_split must be {stages} numbers above 0, one for each stage of pipeline_parallel_size, such "
+            f"as {','.join(['16'] * stages)}, got {text!r}"
+        )
+    return tuple(map(int, numbers))
 
 
 def env_flag(name: str) -> bool:

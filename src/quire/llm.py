@@ -73,7 +73,7 @@ class LLM:
         self._tokenizer = tokenizer_of(config)
         self.client: EngineClient
         if (
-            engine_process or config.tensor_parallel_size > 1
+            engine_process or config.num_ranks > 1
         ):  # a rank that fails may block the process of the others
             from quire.frontend.client.process import ProcessClient
 

@@ -7,6 +7,7 @@ NAMES = {
     "-n": "--max-tokens",
     "-q": "--quantization",
     "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
     "--async-scheduling": "--overlap",
     "--attention-backend": "--attention",
     "--chunked-prefill-size": "--max-num-batched-tokens",

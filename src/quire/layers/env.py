@@ -11,6 +11,7 @@ import torch
 from quire.attention.base import AttentionBackend
 from quire.kernels import Kernels
 from quire.parallel.ranks import Parallel
+from quire.parallel.stage import WHOLE, Stage
 from quire.quant.spec import QuantSpec
 
 # Takes consecutive rows of a tensor, [n, columns], and the number of rows before them.
@@ -107,6 +108,7 @@ class Env:
     dtype: torch.dtype
     kernels: Kernels | None = None  # None: plain PyTorch
     quantization: QuantSpec | None = None  # None: plain numbers, used as they are
+    stage: Stage = WHOLE  # which layers to build
 
     @property
     def dtype_name(self) -> str:

@@ -112,6 +112,7 @@ def _build(
         executor=group.executor(LocalExecutor(rank.runner, rank.guard)),
         grammar=pick_grammar(config, path, rank.spec.vocab_size),
         groups=size.groups,
+        has_states=bool(size.state_bytes),
         # The kernels of latent attention do not read shared blocks once.
         shares_prefix=config.shared_prefix and rank.backend.reads_shared and rank.spec.latent is None,
         drafts=config.spec_tokens or 0,

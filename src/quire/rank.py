@@ -19,7 +19,7 @@ from quire.assembly.attention import pick_attention
 from quire.assembly.device import pick_dtype, rank_device
 from quire.assembly.memory import memory_planner
 from quire.assembly.model import load_model, served_spec
-from quire.assembly.speculation import find_draft, pick_speculation
+from quire.assembly.speculation import check_speculation, find_draft, pick_speculation
 from quire.assembly.steps import launch_options
 from quire.attention.base import AttentionBackend
 from quire.config import EngineConfig
@@ -68,6 +68,7 @@ class Rank:
             )
         spec = served_spec(config, spec)
         self.dtype = pick_dtype(config.dtype, spec, self.device)
+        check_speculation(config, spec)
         self._draft = find_draft(config, path, spec)
         longest = min([spec.max_model_len, *(draft.spec.max_model_len for draft in self._draft)])
         self.spec, self.config = spec, config.resolved(gpu_memory(self.device), longest)

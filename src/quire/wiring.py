@@ -37,6 +37,7 @@ def wire_engine(
     executor: Executor,
     grammar: Grammar,
     groups: Sequence[KVGroup] = (KVGroup(),),
+    has_states: bool = False,
     shares_prefix: bool = False,
     drafts: int = 0,
 ) -> Engine:
@@ -50,12 +51,13 @@ def wire_engine(
         executor: runs the steps.
         grammar: structured output.
         groups: the groups of layers, each of which has block tables of its own.
+        has_states: layers keep a state per request, so a prefix needs a state too.
         drafts: most draft tokens of a request in a step; 0 if the executor drafts none.
         shares_prefix: look for blocks that rows share, for an attention back end that reads them once.
     """
     pool = BlockPool(num_blocks, FIFO() if config.eviction == "fifo" else LRU())
     cache: PrefixCache = NoPrefixCache(len(groups))
-    if config.prefix_caching:
+    if config.prefix_caching and not has_states:
         cache = HashPrefixCache(pool, block_size, groups)
     choices = Policy(
         order=policy.priority if config.scheduling_policy == "priority" else policy.fcfs,

@@ -121,6 +121,15 @@ MLA = {
 GROUPS = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.7}
 DEEP_YARN = rope("yarn", factor=8.0, original_max_position_embeddings=16, mscale=1.0, mscale_all_dim=0.7)
 
+LFM2 = {
+    "head_dim": None,
+    "hidden_size": 48,
+    "block_multiple_of": 8,
+    "num_hidden_layers": 4,
+    "tie_word_embeddings": True,
+    "layer_types": ["conv", "full_attention", "conv", "conv"],
+}
+
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("Llama", {}),
     "llama-mha": ("Llama", {"num_key_value_heads": 6, "tie_word_embeddings": True}),
@@ -312,6 +321,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "minimax-m2": ("MiniMaxM2", {"num_local_experts": 7, "num_experts_per_tok": 3, "rotary_dim": 6}),
+    "lfm2": ("Lfm2", LFM2),
+    "lfm2-biases": (
+        "Lfm2",
+        {
+            **LFM2,
+            "conv_bias": True,
+            "conv_L_cache": 4,
+            "block_auto_adjust_ff_dim": False,
+            "layer_types": None,
+            "full_attn_idxs": [2],
+        },
+    ),
     "gpt2": (
         "GPT2",
         {

@@ -65,5 +65,5 @@ def test_tokens_do_not_depend_on_the_schedule(case: str, tmp_path: Path) -> None
                 got = torch.tensor([step[token].logprob for step, token in zip(answer.logprobs, tokens)])
                 torch.testing.assert_close(got, logprobs, rtol=1e-3, atol=1e-3)
         totals = llm.client.engine.log.totals
-        assert totals.cached_tokens
+        assert totals.cached_tokens or any(spec.mixes)
         assert totals.preemptions or any(spec.windows)

@@ -15,6 +15,7 @@ from quire.models.config.load import load_spec
 from quire.models.decoder import Model
 from quire.models.registry import build_model
 from quire.parallel.ranks import Parallel
+from quire.worker.memory.states import StateMemory
 
 ONE_RANK = Parallel()
 
@@ -77,11 +78,11 @@ class WholeSequenceAttention:
         return torch.cat(outs)
 
 
-def whole_batch(rows: list[list[int]]) -> ForwardBatch:
-    """Build a ragged batch of whole sequences."""
+def whole_batch(rows: list[list[int]], model: Model | None = None) -> ForwardBatch:
+    """Build a ragged batch of whole sequences, with the states that layers of `model` keep."""
     lengths = np.array([len(row) for row in rows], dtype=np.int32)
     empty = torch.empty(0, dtype=torch.int64)
-    return ForwardBatch(
+    batch = ForwardBatch(
         input_ids=torch.tensor([t for row in rows for t in row]),
         positions=torch.cat([torch.arange(len(row)) for row in rows]),
         kv_slots=empty,
@@ -95,6 +96,11 @@ def whole_batch(rows: list[list[int]]) -> ForwardBatch:
         seq_bounds=lengths,
         block_size=1,
     )
+    if model is not None:
+        layouts = model.spec.state_layouts("float32", getattr(model, "ranks", 1))
+        states = StateMemory(layouts, len(rows), 0, torch.device("cpu"))
+        states.attach(batch, torch.zeros(len(rows), dtype=torch.int32))
+    return batch
 
 
 def load_model(path: Path, dtype: torch.dtype = torch.float32, parallel: Parallel = ONE_RANK) -> Model:
@@ -103,6 +109,7 @@ def load_model(path: Path, dtype: torch.dtype = torch.float32, parallel: Paralle
     weights = open_checkpoint(path, spec)
     env = Env(weights, parallel, WholeSequenceAttention(), torch.device("cpu"), dtype)
     model = build_model(spec, env)
+    model.ranks = parallel.size  # type: ignore[attr-defined]  # whole_batch needs it
     weights.finish()
     return model
 
@@ -110,14 +117,14 @@ def load_model(path: Path, dtype: torch.dtype = torch.float32, parallel: Paralle
 @torch.inference_mode()
 def logits_of(model: Model, rows: list[list[int]]) -> list[torch.Tensor]:
     """Return the logits of every position, by row."""
-    flat = model.logits(model(whole_batch(rows)))
+    flat = model.logits(model(whole_batch(rows, model)))
     return list(flat.split([len(row) for row in rows]))
 
 
 @torch.inference_mode()
 def last_logits(model: Model, rows: list[list[int]]) -> torch.Tensor:
     """Return the logits of each row's last position; the model returns no other hidden states."""
-    batch = whole_batch(rows)
+    batch = whole_batch(rows, model)
     batch.wanted = batch.query_start[1:].long() - 1
     return model.logits(model(batch))
 

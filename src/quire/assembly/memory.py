@@ -53,6 +53,7 @@ def memory_planner(
             paged=layout.paged,
             keeps_kv=layout.keeps_kv,
         ),
+        states=spec.state_layouts(name, ranks),
         ranks=ranks,
         limits=limits,
         layout=layout,

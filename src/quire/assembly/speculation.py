@@ -26,6 +26,15 @@ class DraftSource(NamedTuple):
     spec: ModelSpec
 
 
+def check_speculation(config: EngineConfig, spec: ModelSpec) -> None:
+    """Raise ConfigError if draft tokens cannot be taken back, because layers keep states."""
+    if config.spec_method != "off" and any(spec.mixes):
+        raise ConfigError(
+            f"spec_method {config.spec_method} needs a model whose layers all attend, but {spec.architecture} keeps a "
+            "recurrent state, which cannot be taken back by rejected drafts; use spec_method off"
+        )
+
+
 def find_draft(config: EngineConfig, path: Path, spec: ModelSpec) -> list[DraftSource]:
     """Return the draft model, if the settings name one.
 
@@ -39,6 +48,7 @@ def find_draft(config: EngineConfig, path: Path, spec: ModelSpec) -> list[DraftS
     if config.spec_model is None:
         return []
     draft = DraftSource(found := locate_model(config.spec_model).path, load_spec(found))
+    check_speculation(config, draft.spec)
     check_vocabulary(path, spec.vocab_size, draft.path, draft.spec.vocab_size)
     if (config.max_model_len or 0) > draft.spec.max_model_len:
         raise ConfigError(

@@ -17,6 +17,10 @@ from quire.types import KVLayout
 
 # The tensors of one layer's `KVLayout`, in the back end's block layout: keys and values in most layers.
 KV = tuple[torch.Tensor, ...]
+# The tensors of one layer's `StateLayout`, each [state rows, *shape].
+States = tuple[torch.Tensor, ...]
+
+_NO_ROWS = torch.empty(0, dtype=torch.int64)
 
 
 @dataclass(slots=True)
@@ -54,6 +58,14 @@ class ForwardBatch:
     # The same step for further groups of layers, which have their own block_table, kv_slots and attn.
     others: list[ForwardBatch] = field(default_factory=list)
     group_of: Sequence[int] = ()  # by layer, if there are others: 0 for this batch, 1 for others[0], ...
+    # What layers with a recurrence keep of requests, by layer index; empty if no layer does. A layer reads the state
+    # of each row from its state row, unless the row is fresh, and writes the state after its last token there.
+    states: list[States] = field(default_factory=list)
+    state_rows: torch.Tensor = _NO_ROWS  # int64 [rows]
+    fresh: torch.Tensor = _NO_ROWS  # bool [rows]: nothing is computed, so the state counts as zeros
+    # int64 [tokens]: state row for the state after each token, -1 for none; None: only the one after the last token of
+    # each row is kept, in its row.
+    state_targets: torch.Tensor | None = None
 
     def for_layer(self, index: int) -> ForwardBatch:
         """Return the step as the back end of layer `index` sees it, with the block table of the layer's group."""

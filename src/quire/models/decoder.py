@@ -31,7 +31,7 @@ class Model(Protocol):
 
     @property
     def attention_layers(self) -> Sequence[KVLayer]:
-        """Attention layers by index."""
+        """Layers with keys and values, by index."""
         ...
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
@@ -80,7 +80,8 @@ class DecoderModel:
             spec.logit_scale,
             spec.head_bias,
         )
-        self.attention_layers = [layer.attn.attention for layer in self.layers]
+        attention = (layer.attn.attention for layer in self.layers)
+        self.attention_layers = [layer for layer in attention if layer is not None]
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         rotations = [rope.lookup(batch.positions) for rope in self.ropes]

@@ -91,8 +91,8 @@ class AttentionHalf(Protocol):
     is_last: bool  # of the model: it narrows the batch to the tokens that are wanted
 
     @property
-    def attention(self) -> KVLayer:
-        """Return the layer whose entries the KV cache keeps."""
+    def attention(self) -> KVLayer | None:
+        """Return the layer whose entries the KV cache keeps, or None if it keeps none."""
         ...
 
     def __call__(

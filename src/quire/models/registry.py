@@ -9,6 +9,7 @@ from quire.models.decoder import DecoderModel, Model
 from quire.models.deepseek import DeepseekModel
 from quire.models.gpt2 import GPT2Model
 from quire.models.gpt_oss import GptOssModel
+from quire.models.lfm2 import Lfm2Model
 from quire.models.moe import MoEModel
 from quire.models.spec import ModelSpec
 from quire.types import ModelError
@@ -18,6 +19,7 @@ CLASSES: dict[str, Callable[[Env, ModelSpec], Model]] = {
     "deepseek": DeepseekModel,
     "gpt2": GPT2Model,
     "gpt_oss": GptOssModel,
+    "lfm2": Lfm2Model,
     "moe": MoEModel,
 }
 

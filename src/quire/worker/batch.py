@@ -19,6 +19,7 @@ from quire.attention.base import KV, AttentionBackend, ForwardBatch
 from quire.sampling.columns import LogitRows
 from quire.speculation.drafter import Drafter, DraftRows, NoDrafter
 from quire.types import REJECTED, StepPlan
+from quire.worker.memory.states import NO_STATES, StateMemory
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
 from quire.worker.step_shapes import decodes_only, most_logit_rows
@@ -117,8 +118,10 @@ class TorchBatcher:
         block_size: int,
         drafter: Drafter | None = None,
         group_of: Sequence[int] = (),
+        states: StateMemory = NO_STATES,
     ) -> None:
         """Build batches over the blocks `kv`; `group_of` is the group of each layer, if there are several."""
+        self._states = states
         self.kv, self._state, self._backend, self._block_size = kv, state, backend, block_size
         self._drafter, self._group_of = drafter or NoDrafter(), group_of
 
@@ -166,6 +169,7 @@ class TorchBatcher:
             wanted=None if plan.keeps_hidden or len(step.logit_index) == total else step.logit_index,
             group_of=self._group_of,
         )
+        self._states.attach(batch, state.num_computed)
         for group, table in enumerate(state.block_tables[1:], 1):
             batch.add_group(table, kv_slots(group))
         if plan.has_prompts:
@@ -251,6 +255,7 @@ class KernelBatcher:
         device: torch.device,
         drafter: Drafter | None = None,
         max_drafts: int = 0,
+        states: StateMemory = NO_STATES,
     ) -> None:
         """Allocate buffers for `max_tokens` tokens in `max_rows` rows, and a ring of `turns` rows.
 
@@ -265,7 +270,7 @@ class KernelBatcher:
         def buffer(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self._kernels = kernels
+        self._kernels, self._states = kernels, states
         self.kv, self._state, self._backend, self._block_size = kv, state, backend, block_size
         self._header = buffer(max_rows, len(HeaderColumn), dtype=torch.int32)
         self._sent = b""  # content of the header on the device
@@ -380,6 +385,7 @@ class KernelBatcher:
             batch.positions, self._kv_slots, batch.query_start, batch.seq_lens, slots, batch.logit_index,
             self._logit_slots[:logits], self._lengths[:logits], self._first_logits,
         )  # fmt: skip
+        self._states.attach(batch, state.num_computed)
         batch.plan(self._backend)
         return batch
 

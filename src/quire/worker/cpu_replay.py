@@ -30,6 +30,7 @@ _HARMLESS = {
 }  # fmt: skip
 # Fields of a batch that kernels read, besides the block table. Groups of layers differ in their kv_slots.
 _COPIED = ("input_ids", "positions", "kv_slots", "seq_lens", "slots")
+_COPIED_STATES = ("query_start", "state_rows", "fresh")  # fields that layers with a state also read
 
 
 @dataclass(slots=True)
@@ -100,7 +101,7 @@ class CpuReplay:
 
 
 def _clone(batch: ForwardBatch) -> ForwardBatch:
-    clone = replace(batch, others=[], **{name: getattr(batch, name).clone() for name in _COPIED})
+    clone = replace(batch, others=[], **{name: getattr(batch, name).clone() for name in _fields(batch)})
     for other in batch.others:
         clone.add_group(other.block_table, other.kv_slots.clone())
         clone.others[-1].attn = other.attn
@@ -108,10 +109,14 @@ def _clone(batch: ForwardBatch) -> ForwardBatch:
 
 
 def _copy(batch: ForwardBatch, to: ForwardBatch) -> None:
-    for name in _COPIED:
+    for name in _fields(batch):
         getattr(to, name).copy_(getattr(batch, name))
     for other, to_other in zip(batch.others, to.others):
         to_other.kv_slots.copy_(other.kv_slots)
+
+
+def _fields(batch: ForwardBatch) -> tuple[str, ...]:
+    return _COPIED + _COPIED_STATES if batch.states else _COPIED
 
 
 class _TorchOperators(TorchFunctionMode):

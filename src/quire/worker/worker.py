@@ -23,6 +23,7 @@ from quire.worker.cpu_replay import CpuReplay
 from quire.worker.graphs import MAX_GRAPHS, CudaGraphs, Eager, Launcher, Threads
 from quire.worker.memory.kv_cache import KVCache
 from quire.worker.memory.sizing import KVSize, MemoryPlanner, gpu_memory
+from quire.worker.memory.states import StateMemory
 from quire.worker.pooling import Pooler
 from quire.worker.results import Results
 from quire.worker.runner import Runner
@@ -77,6 +78,7 @@ class Worker:
         self._graph_bytes = 0  # of the memory that captured steps share
         self.blocks: list[KV] = []  # of each layer; empty until `allocate`
         self._columns: SlotState | None = None
+        self._states: StateMemory | None = None
         self.reserved_bytes = 0  # the last result of `measure`
 
     def compile_kernels(self) -> None:
@@ -122,7 +124,7 @@ class Worker:
     def _measured_bytes(self) -> int:
         rows, per_row = self.largest_step()
         size = self.scratch_size()
-        blocks, columns = self.make_blocks(size), self._columns_for(size)
+        blocks, columns, states = self.make_blocks(size), self._columns_for(size), self._states_for(size)
         # Only this stream: another engine in this process may be capturing a graph, which forbids a device-wide wait.
         torch.cuda.current_stream(self.device).synchronize()
         begin = torch.cuda.memory_allocated(self.device)
@@ -131,8 +133,8 @@ class Worker:
         before = torch.cuda.memory_allocated(self.device)
         run_step(runner, rows, per_row)
         peak = torch.cuda.max_memory_allocated(self.device) - before
-        del runner, blocks, columns
-        self._columns = None  # rebuilt when the context is known
+        del runner, blocks, columns, states
+        self._columns = self._states = None  # rebuilt when the context is known
         torch.cuda.empty_cache()
         sampling = self.memory.sampling_bytes(self._max_logit_rows)
         return before - begin + max(peak, sampling) + self._bytes_of_graphs(peak, rows * per_row)
@@ -195,6 +197,7 @@ class Worker:
             for blocks in tensors:
                 blocks[0].zero_()
                 blocks[-1].zero_()
+        self._states_for(size).clear()
 
     def _run_request(self, runner: Runner, size: KVSize) -> None:
         """Run a short prompt and one decode step."""
@@ -229,6 +232,14 @@ class Worker:
         self._columns.clear(dummy_block=size.num_blocks)
         return self._columns
 
+    def _states_for(self, size: KVSize) -> StateMemory:
+        """Return the states of all slots and snapshots. All runners of one size use the same."""
+        slots, snapshots = self._limits.max_num_seqs, size.num_snapshots
+        if self._states is None or self._states.shape != (slots, snapshots):
+            self._states = None
+            self._states = StateMemory(self.memory.states, slots, snapshots, self.device)
+        return self._states
+
     def make_runner(self, size: KVSize, blocks: list[KV], graphs: bool) -> Runner:
         """Return a runner over `blocks`. It takes the slot columns from every earlier runner.
 
@@ -236,15 +247,15 @@ class Worker:
             graphs: replay captured steps on a GPU, if the attention back end can be captured.
         """
         model, device = self.model, self.device
-        state = self._columns_for(size)
+        state, states = self._columns_for(size), self._states_for(size)
         sampler = Sampler(
             state, model.spec.vocab_size, state.dummy + 1, device, max_rows=self._max_logit_rows + 1
         )
         drafter = self._speculation.make(
             DraftContext(
                 columns=state,
-                kv=blocks[len(model.attention_layers) :],
-                group_of=self._groups.group_of[len(model.attention_layers) :],
+                kv=blocks[model.spec.num_layers :],
+                group_of=self._groups.group_of[model.spec.num_layers :],
                 block_size=size.block_size,
                 vocab_size=model.spec.vocab_size,
                 choose=sampler.choose,
@@ -255,14 +266,14 @@ class Worker:
         batcher: Batcher
         launcher: Launcher
         if available(device):
-            batcher = kernel_batcher = self._kernel_batcher(state, size, blocks, turns, drafter)
+            batcher = kernel_batcher = self._kernel_batcher(state, size, blocks, turns, drafter, states)
             launcher = Eager(model, batcher)
             if graphs and self._backend.capturable:
                 limits = self._graph_limits()
                 launcher = CudaGraphs(launcher, model, kernel_batcher, sampler, limits, self._dtype, device)
         else:
             batcher = TorchBatcher(
-                state, self._backend, blocks, size.block_size, drafter, self._groups.group_of
+                state, self._backend, blocks, size.block_size, drafter, self._groups.group_of, states
             )
             threads = self._threads()
             launcher = eager = Eager(model, batcher, threads)
@@ -280,7 +291,13 @@ class Worker:
         )
 
     def _kernel_batcher(
-        self, state: SlotState, size: KVSize, blocks: list[KV], turns: int, drafter: Drafter
+        self,
+        state: SlotState,
+        size: KVSize,
+        blocks: list[KV],
+        turns: int,
+        drafter: Drafter,
+        states: StateMemory,
     ) -> KernelBatcher:
         max_rows = state.dummy
         return KernelBatcher(
@@ -295,6 +312,7 @@ class Worker:
             device=self.device,
             drafter=drafter,
             max_drafts=self._speculation.tokens,
+            states=states,
         )
 
     def _graph_limits(self) -> GraphLimits:

@@ -62,6 +62,7 @@ _RANGES = {
     "swiglu_alpha": (1e-6, 1e6),
     "swiglu_limit": (1e-6, 1e6),
     "logit_scale": (1e-6, 1e6),
+    "block_ffn_dim_multiplier": (1e-6, 1e6),
 }
 
 

@@ -16,7 +16,8 @@ class KVCache:
     """The memory of `num_blocks` blocks of `block_size` tokens.
 
     Attributes:
-        layers: the tensors of each layer over all blocks, by index. Layers with a common part share them.
+        layers: the tensors of each layer over all blocks, by index. Layers with a common part share them; a layer
+            without entries has none.
     """
 
     def __init__(
@@ -30,13 +31,13 @@ class KVCache:
     ) -> None:
         def allocate(tensor: KVTensor) -> torch.Tensor:
             shape = backend.kv_shape(num_blocks, block_size, tensor.heads, tensor.dim)
-            return _zeros(shape, getattr(torch, tensor.dtype), device)
+            return zeros(shape, getattr(torch, tensor.dtype), device)
 
         parts: list[KV] = [tuple(allocate(tensor) for tensor in part) for part in groups.parts]
-        self.layers = [parts[part] for part in groups.part_of]
+        self.layers: list[KV] = [() if part is None else parts[part] for part in groups.part_of]
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return zeros, so that entries which no request has written are finite."""
     # numpy's zeros get their memory from the operating system piece by piece, when it is first written: on a CPU a
     # large cache costs nothing until it is used.

@@ -32,12 +32,12 @@ _LEAST_WINDOW = 8
 class LayerGroups:
     """The groups of all layers, and the parts of a block.
 
-    A group whose state has one fixed size per request, as in linear attention, could own one block per request.
+    Layers that keep nothing of a token are in no group: what they keep of a request has rows of its own (states.py).
     """
 
     groups: tuple[KVGroup, ...]
     parts: tuple[BlockPart, ...]
-    part_of: tuple[int, ...]  # by layer
+    part_of: tuple[int | None, ...]  # by layer; None for a layer in no group
 
     @property
     def token_bytes(self) -> int:
@@ -48,7 +48,7 @@ class LayerGroups:
     def group_of(self) -> list[int]:
         """Group of each layer."""
         found = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
-        return [found[layer] for layer in range(len(self.part_of))]
+        return [found.get(layer, 0) for layer in range(len(self.part_of))]
 
     def request_blocks(self, tokens: int, step_tokens: int, block_size: int) -> int:
         """Return the most blocks that a request of `tokens` KV entries holds at once."""
@@ -70,8 +70,13 @@ def choose_groups(layouts: Sequence[KVLayout], max_len: int, *, paged: bool, kee
 
 
 def one_group(layouts: Sequence[KVLayout]) -> LayerGroups:
-    """Return one group of all layers that keeps all entries."""
-    return _assemble(layouts, [KVGroup(tuple(range(len(layouts))))])
+    """Return one group of all layers with entries, which keeps all of them."""
+    return _assemble(layouts, [KVGroup(_with_entries(layouts))])
+
+
+def _with_entries(layouts: Sequence[KVLayout]) -> tuple[int, ...]:
+    """Return the indices of the layers that keep anything of a token."""
+    return tuple(index for index, layout in enumerate(layouts) if layout.tensors)
 
 
 def scratch(layouts: Sequence[KVLayout]) -> LayerGroups:
@@ -79,9 +84,10 @@ def scratch(layouts: Sequence[KVLayout]) -> LayerGroups:
 
     Entries that a layer writes are read only by that layer, in the same step.
     """
-    parts = list(dict.fromkeys(layout.tensors for layout in layouts))
-    part_of = tuple(parts.index(layout.tensors) for layout in layouts)
-    return LayerGroups((KVGroup(tuple(range(len(layouts)))),), tuple(parts), part_of)
+    layers = _with_entries(layouts)
+    parts = list(dict.fromkeys(layouts[layer].tensors for layer in layers))
+    part_of = tuple(parts.index(layout.tensors) if layout.tensors else None for layout in layouts)
+    return LayerGroups((KVGroup(layers),), tuple(parts), part_of)
 
 
 def group_layers(layouts: Sequence[KVLayout], max_len: int) -> LayerGroups:
@@ -91,13 +97,13 @@ def group_layers(layouts: Sequence[KVLayout], max_len: int) -> LayerGroups:
     numbers are tried, and one group that keeps everything. Each group more has to save a hundredth of the memory.
     """
     by_window: dict[int | None, list[int]] = {}
-    for index, layout in enumerate(layouts):
-        window = layout.window
+    for index in _with_entries(layouts):
+        window = layouts[index].window
         if window is not None and not _LEAST_WINDOW <= window < max_len:
             window = None
         by_window.setdefault(window, []).append(index)
     candidates = [one_group(layouts)]
-    for size in range(max(map(len, by_window.values())), 0, -1):
+    for size in range(max(map(len, by_window.values()), default=0), 0, -1):
         groups = [
             KVGroup(tuple(layers[at : at + size]), window)
             for window, layers in by_window.items()
@@ -116,7 +122,7 @@ def _assemble(layouts: Sequence[KVLayout], groups: Iterable[KVGroup]) -> LayerGr
     """Return the groups with as few parts as they need: a part serves one layer of each group, of equal tensors."""
     groups = sorted(groups, key=lambda group: group.window is not None)  # groups without a window first
     places: dict[tuple[BlockPart, int], int] = {}  # (tensors, number among equal layers of its group) -> part
-    part_of = [0] * len(layouts)
+    part_of: list[int | None] = [None] * len(layouts)
     for group in groups:
         seen: Counter[BlockPart] = Counter()
         for layer in group.layers:

@@ -13,7 +13,7 @@ import torch
 
 from quire.models.spec import ModelSpec
 from quire.sampling.logprobs import scoring_bytes
-from quire.types import ConfigError, KVGroup
+from quire.types import ConfigError, KVGroup, StateLayout
 from quire.worker.memory.host_memory import host_memory
 from quire.worker.memory.kv_groups import LayerGroups
 
@@ -49,13 +49,18 @@ class BlockLayout:
 
 @dataclass(frozen=True, slots=True)
 class KVSize:
-    """Size of the KV cache: `num_blocks` blocks of `block_size` tokens and `block_bytes` bytes each."""
+    """Size of the KV cache: `num_blocks` blocks of `block_size` tokens and `block_bytes` bytes each.
+
+    Layers with a recurrence keep `state_bytes` of each slot and of each snapshot, outside of the blocks.
+    """
 
     num_blocks: int
     block_size: int
     block_bytes: int
     max_model_len: int
     groups: tuple[KVGroup, ...] = (KVGroup(),)  # of layers; a block serves one of them
+    state_bytes: int = 0
+    num_snapshots: int = 0
 
 
 def free_memory(device: torch.device) -> tuple[int, int]:
@@ -87,6 +92,7 @@ class MemoryPlanner:
     explicit_len: bool  # the user set max_model_len, so it is never lowered
     kv_cache_memory: int | None  # bytes for KV blocks; None: measured
     memory_utilization: float  # share of the device's memory that may be used
+    states: tuple[StateLayout, ...] = ()  # by layer
     ranks: int = 1  # that share the model, each with its own planner; ranks on CPUs also share the memory
 
     def check_weights_fit(self) -> int:
@@ -132,6 +138,15 @@ class MemoryPlanner:
         slots, block = self.limits.max_num_seqs + 1, min(self.layout.block_size(max_len), max_len)
         return 4 * slots * (max_len + 1 + len(self.groups.groups) * -(-max_len // block))
 
+    @property
+    def state_bytes(self) -> int:
+        """Return the bytes of the state of one request."""
+        return sum(layout.num_bytes for layout in self.states)
+
+    def fixed_state_bytes(self) -> int:
+        """Return the bytes of the states of all slots."""
+        return (self.limits.max_num_seqs + 1) * self.state_bytes
+
     def sampling_bytes(self, logit_rows: int | None = None) -> int:
         """Return the most that a step holds at once after its model has run.
 
@@ -160,6 +175,7 @@ class MemoryPlanner:
             ConfigError: if an explicit max_model_len does not fit, or not even a short automatic one.
         """
         max_len, column = self.limits.max_model_len, self._columns_in_budget(self.limits.max_model_len)
+        budget -= self._states_in_budget()
 
         def needed(tokens: int) -> int:
             return self._request_bytes(tokens) + -(-column * tokens // max_len)
@@ -167,6 +183,11 @@ class MemoryPlanner:
         if needed(max_len) <= budget:
             return max_len
         room = bisect_right(range(1, max_len + 1), budget, key=needed)
+        if budget < 0:
+            raise ConfigError(
+                f"the states of max_num_seqs {self.limits.max_num_seqs} requests need "
+                f"{self._states_in_budget() >> 20} MiB, {-budget >> 20} MiB more than are available; lower max_num_seqs"
+            )
         if self.explicit_len or room < min(_MIN_AUTO_LEN, max_len):
             raise ConfigError(
                 f"max_model_len {max_len} needs {needed(max_len) >> 20} MiB of KV cache, but "
@@ -194,7 +215,8 @@ class MemoryPlanner:
         block_size = self.layout.block_size(max_len)
         block_bytes = self.groups.token_bytes * block_size
         per_request = self.request_blocks(max_len)
-        room = max(budget - self._columns_in_budget(max_len), 0) // block_bytes
+        budget = max(budget - self._columns_in_budget(max_len) - self._states_in_budget(), 0)
+        room = budget // max(block_bytes, 1)  # blocks of a model without attention take no memory
         useful = self.limits.max_num_seqs * per_request
         if self.layout.paged and self.device.type == "cuda":
             useful *= 2  # for the prefix cache; on a CPU that memory is left to other programs
@@ -204,7 +226,7 @@ class MemoryPlanner:
                 f"one request of max_model_len {max_len} needs {per_request} blocks of {block_bytes} bytes, but "
                 f"kv_cache_memory holds {room}; lower max_model_len or raise kv_cache_memory"
             )
-        return KVSize(blocks, block_size, block_bytes, max_len, self.groups.groups)
+        return KVSize(blocks, block_size, block_bytes, max_len, self.groups.groups, self.state_bytes)
 
     def check_kv_fits(self, size: KVSize, reserved: int) -> None:
         """Raise ConfigError if an explicit kv_cache_memory does not fit beside `reserved` bytes.
@@ -215,10 +237,11 @@ class MemoryPlanner:
             return
         blocks = size.num_blocks * size.block_bytes
         columns, free = self.column_bytes(size.max_model_len), self._free_memory()[0]
+        columns += self.fixed_state_bytes()
         if blocks + columns + reserved <= free:
             return
         message = (
-            f"the KV cache needs {blocks >> 20} MiB, slot columns {columns >> 20} MiB and a step "
+            f"the KV cache needs {blocks >> 20} MiB, slot columns and states {columns >> 20} MiB and a step "
             f"{reserved >> 20} MiB, but {free >> 20} MiB are free on {self.device}; "
             "lower kv_cache_memory, max_num_seqs or max_num_batched_tokens"
         )
@@ -241,6 +264,9 @@ class MemoryPlanner:
         return self.groups.token_bytes * self.groups.request_blocks(
             tokens, self.limits.max_num_batched_tokens, 1
         )
+
+    def _states_in_budget(self) -> int:
+        return 0 if self.kv_cache_memory is not None else self.fixed_state_bytes()
 
     def _columns_in_budget(self, max_len: int) -> int:
         return 0 if self.kv_cache_memory is not None else self.column_bytes(max_len)

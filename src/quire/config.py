@@ -326,7 +326,9 @@ def parse_layer_split(text: str, stages: int) -> tuple[int, ...]:
         ConfigError: if `text` does not hold a positive number for each of `stages` stages.
     """
     numbers = text.split(",")
-    if len(numbers) != stages or not all(n.strip().isascii() and n.strip().isdigit() and int(n) for n in numbers):
+    if len(numbers) != stages or not all(
+        n.strip().isascii() and n.strip().isdigit() and int(n) for n in numbers
+    ):
         raise ConfigError(
             f"pipeline_layer_split must be {stages} numbers above 0, one for each stage of pipeline_parallel_size, such "
             f"as {','.join(['16'] * stages)}, got {text!r}"

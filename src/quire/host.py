@@ -94,7 +94,7 @@ def _build(
     clock.end("weights")
     start.run("compile")
     clock.end("warm_up")
-    start.run("allocate", start.run("kv_budget"))
+    start.run("allocate", start.run("count_blocks", start.run("measure")))
     size = rank.size
     if size.max_model_len < (config.max_model_len or 1):
         log.warning(

@@ -72,9 +72,7 @@ class LLM:
         self.config = config
         self._tokenizer = tokenizer_of(config)
         self.client: EngineClient
-        if (
-            engine_process or config.num_ranks > 1
-        ):  # a rank that fails may block the process of the others
+        if engine_process or config.num_ranks > 1:  # a rank that fails may block the process of the others
             from quire.frontend.client.process import ProcessClient
 
             self.client = ProcessClient(config)

@@ -20,14 +20,16 @@ from quire.assembly.device import pick_dtype, rank_device
 from quire.assembly.memory import memory_planner
 from quire.assembly.model import load_model, served_spec
 from quire.assembly.speculation import check_speculation, find_draft, pick_speculation
-from quire.assembly.steps import launch_options
+from quire.assembly.stages import pick_place, pick_stage, with_buffers
+from quire.assembly.steps import launch_options, step_limits
 from quire.attention.base import AttentionBackend
 from quire.config import EngineConfig
 from quire.kernels import pick_kernels
 from quire.models.decoder import Model
 from quire.models.registry import check_shards
 from quire.models.spec import ModelSpec
-from quire.parallel.connection import connect_ranks
+from quire.parallel.connection import Meeting
+from quire.parallel.pipeline import NO_LINK, Link
 from quire.parallel.ranks import Parallel
 from quire.types import ConfigError
 from quire.wiring import queue_depth
@@ -57,8 +59,9 @@ class Rank:
     size: KVSize
 
     def __init__(self, config: EngineConfig, path: Path, spec: ModelSpec, index: int = 0) -> None:
-        check_shards(spec, config.tensor_parallel_size)
-        self.device = rank_device(config.device, index, config.tensor_parallel_size)
+        place = self._place = pick_place(config, index)
+        check_shards(spec, place.size)
+        self.device = rank_device(config.device, index, place.count)
         self.guard = device_guard(self.device)
         self._path = path
         self._explicit_len = config.max_model_len is not None
@@ -74,7 +77,9 @@ class Rank:
         self.spec, self.config = spec, config.resolved(gpu_memory(self.device), longest)
         self._kernels = pick_kernels(self.device, self.dtype, config.cpu_kernels)
         self.backend = pick_attention(config.attention, spec, self.device, self.dtype, self._kernels)
-        self._parallel = Parallel(index, config.tensor_parallel_size)
+        self._parallel = Parallel(place.shard, place.size)
+        self._stage = pick_stage(config, spec, place)
+        self._link: Link = NO_LINK
         self._loading = ExitStack()
 
     @property
@@ -88,9 +93,14 @@ class Rank:
 
     def connect(self, port: int) -> None:
         """Connect to the other ranks, which meet at `port` of the loopback interface."""
-        if self._parallel.size > 1:
-            communicator = connect_ranks(port, self._parallel, self.device, self.config.rank_timeout)
-            self._parallel = replace(self._parallel, communicator=communicator)
+        config, place, device = self.config, self._place, self.device
+        if place.count > 1:
+            meeting = Meeting(port, place, device, config.rank_timeout)
+            self._parallel = replace(self._parallel, communicator=meeting.communicator())
+            limits = step_limits(config)
+            tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+            self._stage = with_buffers(self._stage, self.spec, tokens, self.dtype, device)
+            self._link = meeting.link(self._stage, queue_depth(config))
 
     def fit_context(self) -> int:
         """Return the longest context, in tokens, of which one request fits beside the weights."""
@@ -101,6 +111,7 @@ class Rank:
             self.dtype,
             self.device,
             explicit_len=self._explicit_len,
+            stage=self._stage,
             drafts=tuple(draft.spec for draft in self._draft),
         ).shortened()
         return self._memory.limits.max_model_len
@@ -119,6 +130,7 @@ class Rank:
             backend=backend,
             kernels=kernels,
             parallel=self._parallel,
+            stage=self._stage,
             device=self.device,
             dtype=self.dtype,
         )
@@ -126,7 +138,7 @@ class Rank:
         self._checkpoints = [checkpoint]
         options = launch_options(config, queue_depth(config))
         speculation = pick_speculation(config, self._load_draft)
-        self.worker = Worker(model, backend, memory, options, kernels, speculation)
+        self.worker = Worker(model, backend, memory, options, kernels, speculation, self._link)
 
     def _load_draft(self) -> tuple[Model, AttentionBackend]:
         """Build the draft model, whole on every rank, and start to load its weights."""
@@ -149,16 +161,22 @@ class Rank:
 
     def compile(self) -> None:
         """Compile the kernels of common steps. Ranks may find different kernels on disk, so they do not communicate."""
-        with self._parallel.communicator.muted():
+        with self._parallel.communicator.muted(), self._link.muted():
             self.worker.compile_kernels()
 
-    def kv_budget(self) -> int:
-        """Return the bytes that the largest step leaves for the KV cache."""
-        return self._memory.kv_budget(self.worker.measure())
+    def measure(self) -> int:
+        """Return the longest context that fits into what the largest step leaves for the KV cache."""
+        self._kv_budget = self._memory.kv_budget(self.worker.measure())
+        return self._memory.size_kv(self._kv_budget).max_model_len
 
-    def allocate(self, budget: int) -> None:
-        """Allocate a KV cache of at most `budget` bytes."""
-        self.size = self._memory.size_kv(budget)
+    def count_blocks(self, max_model_len: int) -> int:
+        """Return the number of KV blocks that fit if contexts have up to `max_model_len` tokens."""
+        self.size = self._memory.limited(max_model_len).size_kv(self._kv_budget)
+        return self.size.num_blocks
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate `num_blocks` KV blocks."""
+        self.size = replace(self.size, num_blocks=num_blocks)
         self._memory.check_kv_fits(self.size, self.worker.reserved_bytes)
         self.runner = self.worker.allocate(self.size)
 
@@ -186,7 +204,8 @@ class Rank:
         "fit_context": lambda rank, _: rank.fit_context(),
         "load": load,
         "compile": lambda rank, _: rank.compile(),
-        "kv_budget": lambda rank, _: rank.kv_budget(),
+        "measure": lambda rank, _: rank.measure(),
+        "count_blocks": count_blocks,
         "allocate": allocate,
         "rehearse": lambda rank, _: rank.rehearse(),
         "finish": lambda rank, _: rank.finish(),

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from quire.assembly.stages import held_elsewhere
 from quire.attention.base import AttentionBackend
 from quire.config import EngineConfig
 from quire.kernels import Kernels
@@ -17,6 +18,7 @@ from quire.models.decoder import Model
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
+from quire.parallel.stage import WHOLE, Stage
 from quire.quant.spec import served_format
 
 
@@ -38,6 +40,7 @@ def load_model(
     backend: AttentionBackend,
     kernels: Kernels | None,
     parallel: Parallel,
+    stage: Stage = WHOLE,
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Model, Checkpoint]:
@@ -50,11 +53,19 @@ def load_model(
         ModelError: if the checkpoint cannot be read or does not fit the model.
     """
     checkpoint: Checkpoint = CheckedCheckpoint(
-        open_checkpoint(path, spec, config.load_format, device=device, dtype=dtype, seed=config.seed)
+        open_checkpoint(
+            path,
+            spec,
+            config.load_format,
+            device=device,
+            dtype=dtype,
+            seed=config.seed,
+            elsewhere=held_elsewhere(spec, stage),
+        )
     )
     try:
         with torch.inference_mode():
-            env = Env(checkpoint, parallel, backend, device, dtype, kernels, spec.quantization)
+            env = Env(checkpoint, parallel, backend, device, dtype, kernels, spec.quantization, stage)
             return build_model(spec, env), checkpoint
     except BaseException:
         checkpoint.close()

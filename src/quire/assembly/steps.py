@@ -20,7 +20,7 @@ def step_limits(config: EngineConfig) -> StepLimits:
 
 def launch_options(config: EngineConfig, depth: int) -> LaunchOptions:
     """Return how the worker launches steps, of which `depth` may be in flight."""
-    ranks = config.tensor_parallel_size
+    ranks = config.num_ranks
     return LaunchOptions(
         depth=depth,
         cuda_graphs=config.cuda_graphs,

@@ -189,23 +189,30 @@ class ModelSpec:
         return self.moe.sparse if self.moe else (False,) * self.num_layers
 
     @property
-    def num_parameters(self) -> int:
-        """Number of parameters of the matrices, without norms and biases (a few thousandths of all)."""
+    def layer_parameters(self) -> tuple[int, ...]:
+        """Return the parameters of each layer's matrices."""
         qkv = self.num_heads + 2 * self.num_kv_heads
         attention = self.hidden_size * self.head_dim * (qkv + self.num_heads)
         if self.latent:
             attention = self.latent.num_parameters(self.hidden_size, self.num_heads)
         gated = 2 if self.mlp == "plain" else 3
-        total = (sum(self.attends) if self.attends else self.num_layers) * attention
-        if self.mixer:
-            total += sum(self.mixes) * self.mixer.num_parameters(self.hidden_size)
-        for sparse in self.layer_is_sparse:
+        counts = []
+        for index, sparse in enumerate(self.layer_is_sparse):
+            total = attention if not self.attends or self.attends[index] else 0
+            if self.mixer and self.mixes[index]:
+                total += self.mixer.num_parameters(self.hidden_size)
             if sparse and self.moe:
                 widths = self.moe.routing.num_experts * self.moe.intermediate_size + self.moe.shared_size
                 routers = self.moe.routing.num_experts + self.moe.shared_gate
                 total += self.hidden_size * (gated * widths + routers)
             else:
                 total += gated * self.hidden_size * self.intermediate_size
+            counts.append(total)
+        return tuple(counts)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters of the matrices, without norms and biases (a few thousandths of all)."""
         positions = self.num_positions * self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return total + embeddings + positions
+        return sum(self.layer_parameters) + embeddings + positions

@@ -11,7 +11,7 @@ communicator and stream. Otherwise two stages could each wait for the other to r
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
@@ -39,8 +39,12 @@ class Link(Protocol):
         """Send the states of `tokens` tokens in `stage.outgoing` to the next stage, if there is one."""
         ...
 
-    def publish(self, tokens: torch.Tensor) -> None:
-        """Send the sampled tokens of a step to all other stages, int32 of any shape. Only the last stage calls this."""
+    def publish(self, tokens: Callable[[], torch.Tensor]) -> None:
+        """Send the sampled tokens of a step to all other stages. Only the last stage calls this.
+
+        Args:
+            tokens: returns them, int32 [rows, width], on the device; called if there are other stages.
+        """
         ...
 
     def collect(self, rows: int, width: int) -> torch.Tensor:
@@ -69,7 +73,7 @@ class NoLink:
     def send(self, tokens: int) -> None:
         pass
 
-    def publish(self, tokens: torch.Tensor) -> None:
+    def publish(self, tokens: Callable[[], torch.Tensor]) -> None:
         pass
 
     def collect(self, rows: int, width: int) -> torch.Tensor:
@@ -92,7 +96,9 @@ class GroupLink:
         depth: steps that may be in flight; so many messages may wait to be received.
     """
 
-    def __init__(self, stage: Stage, states: dist.ProcessGroup, tokens: dist.ProcessGroup, depth: int) -> None:
+    def __init__(
+        self, stage: Stage, states: dist.ProcessGroup, tokens: dist.ProcessGroup, depth: int
+    ) -> None:
         self.stage, self._states, self._tokens, self._depth = stage, states, tokens, depth
         self._device = stage.incoming.device
         self._side = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
@@ -121,20 +127,18 @@ class GroupLink:
         else:
             self._post(self._states, states.clone(), self.stage.index + 1, _STATES)
 
-    def publish(self, tokens: torch.Tensor) -> None:
+    def publish(self, tokens: Callable[[], torch.Tensor]) -> None:
         if self.is_muted:
             return
-        if self._side is None:
-            tokens = tokens.clone()
+        sampled = tokens().clone(memory_format=torch.contiguous_format)
+        aside: AbstractContextManager[object] = nullcontext()
+        if self._side:
+            self._side.wait_stream(torch.cuda.current_stream(self._device))
+            sampled.record_stream(self._side)
+            aside = torch.cuda.stream(self._side)
+        with aside:
             for index in range(self.stage.index):
-                self._post(self._tokens, tokens, index, _TOKENS)
-            return
-        tokens = tokens.to(self._device, non_blocking=True)  # from pinned memory, behind the kernel that wrote it
-        self._side.wait_stream(torch.cuda.current_stream(self._device))
-        tokens.record_stream(self._side)
-        with torch.cuda.stream(self._side):
-            for index in range(self.stage.index):
-                self._post(self._tokens, tokens, index, _TOKENS)
+                self._post(self._tokens, sampled, index, _TOKENS)
 
     def collect(self, rows: int, width: int) -> torch.Tensor:
         tokens = torch.empty(rows, width, dtype=torch.int32, device=self._device)

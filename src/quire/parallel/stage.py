@@ -44,6 +44,10 @@ class Stage:
         """Return the indices of this stage's layers in a model of `total` layers."""
         return range(self.begin, total if self.end is None else self.end)
 
+    def entered(self, tokens: int) -> torch.Tensor:
+        """Return the states [tokens, hidden] from the stage in front."""
+        return self.incoming[:tokens]
+
     def hand_over(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """Write x + residual, [tokens, hidden], to `outgoing`, and return the part written."""
         out = self.outgoing[: x.shape[0]]

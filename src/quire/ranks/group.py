@@ -111,9 +111,9 @@ def start_peers(config: EngineConfig) -> Peers:
     Raises:
         ConfigError: on Windows, where a child process cannot inherit descriptors.
     """
-    if config.tensor_parallel_size == 1:
+    if config.num_ranks == 1:
         return NoPeers()
-    return RankGroup(config.tensor_parallel_size, config.rank_timeout)
+    return RankGroup(config.num_ranks, config.rank_timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class RankGroup:
 
     def __init__(self, size: int, timeout_s: float) -> None:
         if sys.platform == "win32":
-            raise ConfigError("tensor_parallel_size above 1 needs Linux or macOS")
+            raise ConfigError("tensor_parallel_size and pipeline_parallel_size above 1 need Linux or macOS")
         self.size, self.timeout_s = size, timeout_s
         self.ring = RingWriter(size - 1)
         self._peers = [_start(rank, end) for rank, end in enumerate(self.ring.ends(), 1)]

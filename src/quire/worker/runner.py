@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from quire.models.decoder import Model
+from quire.parallel.pipeline import NO_LINK, Link
 from quire.sampling.logprobs import scored_rows
 from quire.sampling.sampler import Sampler
 from quire.types import StepHandle, StepPlan, TokenMasks
@@ -36,9 +37,11 @@ class Runner:
         staging: Staging,
         results: Results,
         pooler: Pooler,
+        link: Link = NO_LINK,
     ) -> None:
         self.launcher, self.batcher, self.sampler, self.state = launcher, batcher, sampler, state
         self._model, self._staging, self._results, self._pooler = model, staging, results, pooler
+        self._link = link
         self._launched: LaunchedStep | None = None
         self._score_tops: dict[int, int] = {}  # by slot: number of prompt log-probabilities per token
 
@@ -46,6 +49,13 @@ class Runner:
     def forward(self, plan: StepPlan) -> None:
         """Queue the step of `plan` up to its logits."""
         self._staging.begin()
+        self.apply(plan)
+        self._link.receive(plan.total_tokens)
+        self._launched = self.launcher.launch(plan, self._staging)
+        self._link.send(plan.total_tokens)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Write the new owners of slots and the new blocks of `plan` to the columns."""
         self.state.apply(plan, self._staging)
         for admit in plan.admissions:
             self.sampler.admit(admit.slot, admit.request)
@@ -53,7 +63,6 @@ class Runner:
             self._pooler.admit(admit.slot, admit.request)
         if plan.admissions:
             self.sampler.flush()
-        self._launched = self.launcher.launch(plan, self._staging)
 
     @torch.inference_mode()
     def sample(self, step_id: int, masks: TokenMasks | None) -> StepHandle:
@@ -90,6 +99,8 @@ class Runner:
                 output.pool_rows = plan.pool_rows
                 output.pooled = self._pooler.pool(plan, launched.hidden, self._staging)
             output.tokens = self.batcher.advance(step, out.tokens)
+        if plan.samples.any():
+            self._link.publish(lambda: self.batcher.on_device(step, output.tokens))
         return self._results.handle(output)
 
     @torch.inference_mode()

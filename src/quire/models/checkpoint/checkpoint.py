@@ -114,6 +114,7 @@ def open_checkpoint(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
+    elsewhere: re.Pattern[str] | None = None,
 ) -> Checkpoint:
     """Open the weights at `path`.
 
@@ -123,6 +124,7 @@ def open_checkpoint(
         load_format: "auto", or "dummy" for random weights.
         device: the model's device; None: the CPU.
         dtype, seed: dtype and seed of random weights.
+        elsewhere: names of tensors that only other ranks load.
 
     Raises:
         ModelError: if the weights are missing, damaged, or in a format that is not supported.
@@ -135,10 +137,15 @@ def open_checkpoint(
     if path.suffix == ".gguf":
         from quire.models.checkpoint.gguf import GGUFCheckpoint  # deferred: most runs need no GGUF reader
 
-        return GGUFCheckpoint(path, spec)
+        return GGUFCheckpoint(path, spec, elsewhere)
     # On a CPU, weights are packed right after reading, so there is nothing to overlap with a reader.
     reader = Reader(device) if device.type == "cuda" else None
-    return SafetensorsCheckpoint(path, spec.tie_embeddings, reader, _extra_layers(spec))
+    return SafetensorsCheckpoint(path, spec.tie_embeddings, reader, _skipped(_extra_layers(spec), elsewhere))
+
+
+def _skipped(*patterns: re.Pattern[str] | None) -> re.Pattern[str] | None:
+    texts = [pattern.pattern for pattern in patterns if pattern]
+    return re.compile("|".join(f"(?:{text})" for text in texts)) if texts else None
 
 
 def _extra_layers(spec: ModelSpec) -> re.Pattern[str] | None:

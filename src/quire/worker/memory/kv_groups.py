@@ -15,7 +15,7 @@ Grouping layers by lifetime into blocks of one size is the idea of vLLM's hybrid
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.types import KVGroup, KVLayout, KVTensor
@@ -53,6 +53,28 @@ class LayerGroups:
     def request_blocks(self, tokens: int, step_tokens: int, block_size: int) -> int:
         """Return the most blocks that a request of `tokens` KV entries holds at once."""
         return sum(group.most_blocks(tokens, step_tokens, block_size) for group in self.groups)
+
+
+def held_by(groups: LayerGroups, layers: Container[int]) -> LayerGroups:
+    """Return the same groups with only the parts that `layers` need, those of one stage of a pipeline.
+
+    All stages have the same block tables, but each has memory for its own layers only.
+    """
+    places: dict[tuple[BlockPart, int], int] = {}  # (tensors, number among equal parts of its group) -> part
+    part_of: list[int | None] = [None] * len(groups.part_of)
+    for group in groups.groups:
+        seen: Counter[BlockPart] = Counter()
+        moved: dict[int, int] = {}
+        for layer in group.layers:
+            part = groups.part_of[layer]
+            if layer not in layers or part is None:
+                continue
+            if part not in moved:
+                tensors = groups.parts[part]
+                moved[part] = places.setdefault((tensors, seen[tensors]), len(places))
+                seen[tensors] += 1
+            part_of[layer] = moved[part]
+    return LayerGroups(groups.groups, tuple(tensors for tensors, _ in places), tuple(part_of))
 
 
 def choose_groups(layouts: Sequence[KVLayout], max_len: int, *, paged: bool, keeps_kv: bool) -> LayerGroups:

@@ -1,0 +1,91 @@
+"""The stage of a rank in a pipeline, made from settings: its layers, and its share of the weights."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import torch
+
+from quire.config import EngineConfig, parse_layer_split
+from quire.models.spec import ModelSpec
+from quire.parallel.place import Place
+from quire.parallel.stage import Stage, split_layers
+from quire.types import ConfigError
+
+
+def pick_place(config: EngineConfig, rank: int) -> Place:
+    """Return the place of a rank."""
+    return Place(rank, config.tensor_parallel_size, config.pipeline_parallel_size)
+
+
+def pick_stage(config: EngineConfig, spec: ModelSpec, place: Place) -> Stage:
+    """Return the stage at `place`, still without buffers.
+
+    Raises:
+        ConfigError: if the model has fewer layers than there are stages, or another number than the split.
+    """
+    counts = layer_counts(config, spec)
+    begin = sum(counts[: place.stage])
+    is_last = place.stage == place.stages - 1
+    return Stage(place.stage, place.stages, begin, None if is_last else begin + counts[place.stage])
+
+
+def layer_counts(config: EngineConfig, spec: ModelSpec) -> tuple[int, ...]:
+    """Return the number of layers of each stage.
+
+    Raises:
+        ConfigError: as `pick_stage`.
+    """
+    stages = config.pipeline_parallel_size
+    if stages > spec.num_layers:
+        raise ConfigError(
+            f"pipeline_parallel_size {stages} needs a layer for each stage, but {config.model} has {spec.num_layers} "
+            "layers; lower it"
+        )
+    if config.pipeline_layer_split is None:
+        first, last = _ends(spec)
+        return split_layers(spec.layer_parameters, first, last, stages)
+    counts = parse_layer_split(config.pipeline_layer_split, stages)
+    if sum(counts) != spec.num_layers:
+        raise ConfigError(
+            f"pipeline_layer_split {config.pipeline_layer_split} has {sum(counts)} layers, but {config.model} has "
+            f"{spec.num_layers}"
+        )
+    return counts
+
+
+def weight_share(spec: ModelSpec, stage: Stage) -> float:
+    """Return the share of a model's weights that a stage holds. The table of a tied model is in two stages."""
+    first, last = _ends(spec)
+    own = sum(spec.layer_parameters[index] for index in stage.layers(spec.num_layers))
+    own += first if stage.is_first else 0
+    own += last if stage.is_last and not (stage.is_first and spec.tie_embeddings) else 0
+    return own / spec.num_parameters
+
+
+def _ends(spec: ModelSpec) -> tuple[int, int]:
+    """Return the parameters in front of the first layer, and behind the last one."""
+    table = spec.vocab_size * spec.hidden_size
+    return table + spec.num_positions * spec.hidden_size, table
+
+
+def with_buffers(
+    stage: Stage, spec: ModelSpec, tokens: int, dtype: torch.dtype, device: torch.device
+) -> Stage:
+    """Return the stage with buffers for the states of `tokens` tokens, if it has neighbours."""
+
+    def buffer(needed: bool) -> torch.Tensor:
+        # Zeros, because a captured step also computes with the rows behind its last token.
+        return torch.zeros((tokens if needed else 0, spec.hidden_size), dtype=dtype, device=device)
+
+    return replace(stage, incoming=buffer(not stage.is_first), outgoing=buffer(not stage.is_last))
+
+
+def held_elsewhere(spec: ModelSpec, stage: Stage) -> re.Pattern[str] | None:
+    """Return a pattern of the names of tensors that only other stages load; None if there is one stage."""
+    if stage.count == 1:
+        return None
+    own = "|".join(str(index) for index in stage.layers(spec.num_layers))
+    # Other layers, and tensors outside of layers, of which each stage loads some.
+    return re.compile(rf"^(?!.*\b(?:layers|h|blk)\.(?:{own})\.)")

@@ -14,7 +14,7 @@ FAST := account api_input bench_load bench_metrics body clocks config connection
    streams tool_calls waiting workloads writes
 PROMPT ?= Once upon a time
 
-.PHONY: demo test test-fast lint bench-host clean
+.PHONY: demo test test-fast lint docs bench-host clean
 
 demo: $(VENV)/.installed
 	$(BIN)/quire generate demo --summary "$(PROMPT)"
@@ -29,6 +29,9 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed-dev
+	$(BIN)/zensical build --strict --clean
 
 bench-host: $(VENV)/.installed
 	$(BIN)/quire bench host
@@ -50,4 +53,4 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) build dist site .cache .pytest_cache .ruff_cache .mypy_cache .hypothesis

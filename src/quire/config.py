@@ -149,6 +149,10 @@ class EngineConfig:
     pipeline_layer_split: str | None = _parallelism(
         None, "layers of each stage, such as 16,14 (default: stages of equally many bytes)"
     )
+    data_parallel_size: int = _parallelism(
+        1,
+        "number of replicas of the model, each in its own process with its own GPUs, that share the requests",
+    )
     rank_timeout: float = _parallelism(
         60.0, "seconds without progress after which a rank counts as hung and the engine ends"
     )
@@ -245,6 +249,16 @@ class EngineConfig:
         )
 
 
+def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
+    """Return the settings of one replica of `config`: the GPUs behind those of the replicas before it.
+
+    `auto:N` is GPU N, or the CPU where there is no GPU.
+    """
+    kind, _, first = config.device.partition(":")
+    gpu = int(first or 0) + replica * config.tensor_parallel_size
+    return replace(config, device=f"{kind}:{gpu}") if gpu and kind != "cpu" else config
+
+
 def _default_seqs(gpu_bytes: int) -> int:
     if not gpu_bytes:
         return 32
@@ -263,6 +277,7 @@ _COUNTS = (
     "spec_tokens",
     "tensor_parallel_size",
     "pipeline_parallel_size",
+    "data_parallel_size",
 )
 _CHOICES: dict[str, tuple[str, ...]] = {
     "batching": get_args(Batching),

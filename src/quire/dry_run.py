@@ -23,12 +23,15 @@ _TOKENS = 262_144  # size of the imaginary KV cache in tokens, unless kv_cache_m
 _TOKEN_BYTES = 1024  # assumed size of one token in all layers
 
 
-def build_dry_run(config: EngineConfig, step_s: float) -> tuple[Engine, EngineInfo]:
+def build_dry_run(
+    config: EngineConfig, step_s: float, secret: bytes | None = None
+) -> tuple[Engine, EngineInfo]:
     """Build an engine that loads no model.
 
     Args:
         config: settings; `model` names the folder to read.
         step_s: duration of a step in seconds.
+        secret: key of the names of KV blocks; None picks one.
 
     Raises:
         ConfigError: if settings contradict each other or the model.
@@ -59,6 +62,7 @@ def build_dry_run(config: EngineConfig, step_s: float) -> tuple[Engine, EngineIn
         executor=EchoExecutor(spec.vocab_size, eos[0] if eos else 0, frozenset(eos), step_s),
         grammar=NoGrammar("a model, and this is a dry run"),
         groups=kv.groups,
+        secret=secret,
     )
     return engine, EngineInfo(
         model=config.model,

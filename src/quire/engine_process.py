@@ -78,8 +78,8 @@ def _build(start: msg.StartEngine) -> tuple[Engine, EngineInfo]:
     if start.dry_run_step_s is not None:
         from quire.dry_run import build_dry_run
 
-        return build_dry_run(start.config, start.dry_run_step_s)
-    return start_engine(start.config)
+        return build_dry_run(start.config, start.dry_run_step_s, start.secret)
+    return start_engine(start.config, start.secret)
 
 
 def serve(engine: Engine, channel: Channel, parent: int) -> None:
@@ -132,7 +132,8 @@ def serve(engine: Engine, channel: Channel, parent: int) -> None:
             reported = received
             figures = figures_of(engine, reported_steps)
             reported_steps = engine.log.ended
-            channel.send(msg.encode(msg.Outputs(outputs, load_of(engine, received), figures)))
+            load, names = load_of(engine, received), engine.journal.take()
+            channel.send(msg.encode(msg.Outputs(outputs, load, figures, names)))
 
 
 if __name__ == "__main__":

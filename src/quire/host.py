@@ -32,7 +32,7 @@ log = logging.getLogger("quire")
 
 
 def build_engine(
-    config: EngineConfig, imports_s: float = 0.0, group: Peers | None = None
+    config: EngineConfig, imports_s: float = 0.0, group: Peers | None = None, secret: bytes | None = None
 ) -> tuple[Engine, EngineInfo]:
     """Load the model and build an engine.
 
@@ -40,6 +40,7 @@ def build_engine(
         config: settings.
         imports_s: seconds that the caller spent importing this module; they are reported as a phase of the start-up.
         group: the processes of the other ranks; None starts them here.
+        secret: key of the names of KV blocks, which engines of one deployment share; None picks one.
 
     Returns:
         The engine, and its sizes and start-up times.
@@ -56,7 +57,7 @@ def build_engine(
         rank = Rank(config, path, load_spec(path))
         clock.end("config")
         with closing(rank), rank.guard():
-            return _build(rank, _StartUp(rank, group), group, path, clock)
+            return _build(rank, _StartUp(rank, group), group, path, clock, secret)
     except BaseException:
         group.kill()
         raise
@@ -82,7 +83,7 @@ class _StartUp:
 
 
 def _build(
-    rank: Rank, start: _StartUp, group: Peers, path: Path, clock: _PhaseClock
+    rank: Rank, start: _StartUp, group: Peers, path: Path, clock: _PhaseClock, secret: bytes | None
 ) -> tuple[Engine, EngineInfo]:
     config = rank.config
     group.start(config, path)
@@ -116,6 +117,7 @@ def _build(
         # The kernels of latent attention do not read shared blocks once.
         shares_prefix=config.shared_prefix and rank.backend.reads_shared and rank.spec.latent is None,
         drafts=config.spec_tokens or 0,
+        secret=secret,
     )
     _freeze_garbage()
     clock.end("warm_up")

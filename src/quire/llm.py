@@ -45,7 +45,7 @@ class LLM:
 
     An `LLM` serves one thread at a time. Calls may interleave: while one stream is open, `generate` can run.
 
-    Example:
+    Examples:
         >>> with LLM("demo") as llm:
         ...     llm.generate("Once upon a time", SamplingParams(max_tokens=20))[0].outputs[0].text
 
@@ -72,7 +72,11 @@ class LLM:
         self.config = config
         self._tokenizer = tokenizer_of(config)
         self.client: EngineClient
-        if engine_process or config.num_ranks > 1:  # a rank that fails may block the process of the others
+        if config.data_parallel_size > 1:
+            from quire.frontend.client.replicas import ReplicatedClient
+
+            self.client = ReplicatedClient(config)
+        elif engine_process or config.num_ranks > 1:  # a rank that fails may block the process of the others
             from quire.frontend.client.process import ProcessClient
 
             self.client = ProcessClient(config)
@@ -134,7 +138,7 @@ class LLM:
     ) -> list[RequestOutput]:
         """Generate the next message of one conversation or several, through the model's chat template.
 
-        Example:
+        Examples:
             >>> llm.chat([{"role": "user", "content": "Tell me a story."}])[0].outputs[0].text
 
         Args:
@@ -179,7 +183,7 @@ class LLM:
 
         The request is submitted at the first `next`. Closing the iterator aborts it and frees its blocks.
 
-        Example:
+        Examples:
             >>> for output in llm.stream("Once upon a time"):
             ...     print(output.outputs[0].text)
 

@@ -23,8 +23,12 @@ if TYPE_CHECKING:
     from quire.core.engine import Engine
 
 
-def start_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
+def start_engine(config: EngineConfig, secret: bytes | None = None) -> tuple[Engine, EngineInfo]:
     """Import `host.build_engine` and return its result, while the GPU driver starts in a thread.
+
+    Args:
+        config: settings.
+        secret: key of the names of KV blocks, which engines of one deployment share; None picks one.
 
     Raises:
         ConfigError: if the settings do not suit the model or the machine.
@@ -41,7 +45,7 @@ def start_engine(config: EngineConfig) -> tuple[Engine, EngineInfo]:
         gc.freeze()  # objects of modules are never garbage, so the collector may skip them
         if collecting:
             gc.enable()
-    return build_engine(config, time.perf_counter() - begin, peers)
+    return build_engine(config, time.perf_counter() - begin, peers, secret)
 
 
 def wake_gpu(device: str) -> None:

@@ -8,6 +8,7 @@ from quire.config import EngineConfig
 from quire.core import policy
 from quire.core.block_pool import FIFO, LRU, BlockPool
 from quire.core.blocks import Blocks
+from quire.core.cache_journal import CacheJournal, NameJournal, NoJournal
 from quire.core.draft_depth import AdaptiveDepth, DraftDepth, FixedDepth, NoDrafts
 from quire.core.engine import Engine
 from quire.core.grammar_interface import Grammar
@@ -40,6 +41,7 @@ def wire_engine(
     has_states: bool = False,
     shares_prefix: bool = False,
     drafts: int = 0,
+    secret: bytes | None = None,
 ) -> Engine:
     """Build the host side of an engine around an executor.
 
@@ -53,12 +55,14 @@ def wire_engine(
         groups: the groups of layers, each of which has block tables of its own.
         has_states: layers keep a state per request, so a prefix needs a state too.
         drafts: most draft tokens of a request in a step; 0 if the executor drafts none.
+        secret: key of the names of blocks; engines with the same one give equal blocks equal names. None picks one.
         shares_prefix: look for blocks that rows share, for an attention back end that reads them once.
     """
     pool = BlockPool(num_blocks, FIFO() if config.eviction == "fifo" else LRU())
     cache: PrefixCache = NoPrefixCache(len(groups))
+    journal: CacheJournal = NameJournal() if config.data_parallel_size > 1 else NoJournal()
     if config.prefix_caching and not has_states:
-        cache = HashPrefixCache(pool, block_size, groups)
+        cache = HashPrefixCache(pool, block_size, groups, secret, journal)
     choices = Policy(
         order=policy.priority if config.scheduling_policy == "priority" else policy.fcfs,
         admits=policy.static if config.batching == "static" else policy.continuous,
@@ -83,7 +87,7 @@ def wire_engine(
     if shares_prefix and whole:
         shared = CommonBlocks(block_size, whole[0])
     scheduler = Scheduler(blocks, choices, limits, log, shared, _draft_depth(config, drafts))
-    return Engine(scheduler, executor, grammar, depth, log, config.check_invariants)
+    return Engine(scheduler, executor, grammar, depth, log, config.check_invariants, journal)
 
 
 def _draft_depth(config: EngineConfig, drafts: int) -> DraftDepth:

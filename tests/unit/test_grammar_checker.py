@@ -88,7 +88,7 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "reads files": ({"json": {"$ref": "file:///etc/passwd"}}, "not present in a registry"),
     "a lone surrogate": ({"json": '{"const": "\\ud800"}'}, "cannot be enforced"),
     "special tokens": ({"grammar": 'start: "a" <|im_end|>'}, "unknown special token"),
-    "overlapping oneOf": ({"json": {"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}}, "use anyOf"),
+    "overlapping oneOf": ({"json": {"oneOf": [{"pattern": "a"}, {"pattern": "b"}]}}, ""),
     "contradiction": ({"json": {"type": "integer", "minimum": 5, "maximum": 3}}, "Unsatisfiable"),
 }
 

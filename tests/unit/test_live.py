@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from fake_engine import FakeProcess
 from quire.config import EngineConfig
 from quire.core import live_state as live
 from quire.core.block_pool import LRU, BlockPool
@@ -27,6 +27,7 @@ from quire.serve.http.auth import ANYONE, ApiClient
 from quire.serve.http.errors import ApiError
 from quire.serve.observe.live import LiveStream
 from quire.serve.observe.live_view import KEPT_STEPS, LiveView, LiveViews
+from quire.serve.replicas.replica_set import ReplicaSet
 from quire.serve.settings import ServeConfig
 from quire.types import EngineDead, EngineLive, EngineRequest, SamplingParams
 from quire.worker.echo_executor import EchoExecutor
@@ -350,33 +351,23 @@ def test_a_stream_ends_when_its_viewer_leaves_or_does_not_read() -> None:
 
 
 def test_an_answer_that_nobody_waits_for_any_more_is_not_the_next_ones() -> None:
-    class Process:
-        """A fake engine process that answers on demand."""
-
-        pid = os.getpid()
-
-        def __init__(self) -> None:
-            self.answers: asyncio.Queue[msg.ToClient] = asyncio.Queue()
-            self.asked: list[msg.ToEngine] = []
-
-        def send(self, message: msg.ToEngine) -> None:
-            self.asked.append(message)
-
-        async def receive(self) -> msg.ToClient:
-            return await self.answers.get()
-
     async def scene() -> None:
-        process = Process()
-        server = AsyncEngine(EngineConfig(), ServeConfig(), process)  # type: ignore[arg-type]
-        receiving = asyncio.ensure_future(server.receive_messages())
+        process = FakeProcess()
+        replicas = ReplicaSet(EngineConfig(), start=lambda number: process)  # type: ignore[arg-type, return-value]
+        server = AsyncEngine(EngineConfig(), ServeConfig(), replicas)
+        await replicas.ready()
+        replicas.listen(server)
         left, stays = asyncio.ensure_future(server.live(7)), asyncio.ensure_future(server.live(-1))
         await asyncio.sleep(0)
         left.cancel()
         answers = [look(engine()) for _ in range(2)]
         for answer in answers:
             process.answers.put_nowait(msg.Live(answer))
-        assert await stays is answers[1] and process.asked == [msg.AskLive(7), msg.AskLive(-1)]
-        receiving.cancel()
+        assert await stays == answers[1]
+        assert [one for one in process.asked if isinstance(one, msg.AskLive)] == [
+            msg.AskLive(7),
+            msg.AskLive(-1),
+        ]
 
     asyncio.run(scene())
 

@@ -166,7 +166,6 @@ def test_many_warnings_are_counted() -> None:
     "schema",
     [
         {"not": {"pattern": "a"}},
-        {"uniqueItems": True, "items": {"type": "string"}},
         {"if": {"items": {"type": "null"}}, "then": {"minItems": 2}},
         {"contains": {"const": 1}},
         {"propertyNames": {"pattern": "a"}, "properties": {"b": {}}},
@@ -243,8 +242,36 @@ def test_objects_are_closed(name: str) -> None:
 def test_exclusive_options_are_judged_as_they_are_given() -> None:
     """Both options allow {"a": 1} unless they are closed, so `oneOf` must not be decided after closing."""
     options = [{"type": "object", "properties": {name: {"pattern": "x"}}} for name in "ab"]
-    with pytest.raises(RequestError, match="oneOf"):
-        Language(json={"oneOf": options})
+    spec = grammar_spec(StructuredOutputsParams(json={"oneOf": options}))
+    assert any("oneOf" in warning for warning in spec.warnings)
+
+
+EITHER = [{"pattern": "a"}, {"pattern": "b"}]
+
+
+@pytest.mark.parametrize(
+    ("keyword", "schema", "refused"),
+    [
+        ("oneOf", {"type": "array", "items": {"type": "string", "oneOf": EITHER}}, '["c"]'),
+        ("oneOf", {"type": "array", "items": {"type": "string", "oneOf": EITHER, "anyOf": [{"minLength": 2}]}}, '["a"]'),
+        ("uniqueItems", {"type": "array", "items": {"type": "string"}, "uniqueItems": True}, "[1]"),
+    ],
+)  # fmt: skip
+def test_what_few_answers_violate_is_left_out_with_a_warning(keyword: str, schema: Any, refused: str) -> None:
+    (warning,) = prepared_schema(schema).warnings
+    assert keyword in warning
+    language = Language(json=schema)
+    assert language.holds('["ab","ab"]') and not language.holds(refused)
+
+
+def test_keywords_beside_a_reference_have_an_effect_since_2019() -> None:
+    for draft, accepted in (("draft-07/schema", True), ("draft/2020-12/schema", False)):
+        schema = {"$ref": "#/definitions/a", "type": "string", "definitions": {"a": {"type": "integer"}}}
+        try:
+            language = Language(json={"$schema": f"https://json-schema.org/{draft}", **schema})
+        except RequestError:
+            language = None  # no value satisfies both
+        assert (language is not None and language.holds("1")) == accepted
 
 
 def test_schemas_in_grammars_are_closed() -> None:

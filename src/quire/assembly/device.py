@@ -32,13 +32,14 @@ def rank_device(name: str, rank: int, ranks: int) -> torch.device:
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device called `name`; `auto` is the first GPU, or the CPU where there is none.
+    """Return the device called `name`; `auto` is the first GPU, or the CPU where there is none, and `auto:N` GPU N.
 
     Raises:
         ConfigError: if there is no such device, or Quire does not support it.
     """
-    if name == "auto":
-        name = "cuda:0" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind == "auto":
+        name = f"cuda:{index or 0}" if torch.cuda.is_available() else "cpu"
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -64,5 +64,7 @@ def memory_planner(
         layout=layout,
         explicit_len=explicit_len,
         kv_cache_memory=config.kv_cache_memory,
-        memory_utilization=config.memory_utilization,
+        # Replicas on a CPU share its memory; on GPUs each has its own.
+        memory_utilization=config.memory_utilization
+        / (config.data_parallel_size if device.type == "cpu" else 1),
     )

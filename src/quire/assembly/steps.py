@@ -20,11 +20,12 @@ def step_limits(config: EngineConfig) -> StepLimits:
 
 def launch_options(config: EngineConfig, depth: int) -> LaunchOptions:
     """Return how the worker launches steps, of which `depth` may be in flight."""
-    ranks = config.num_ranks
+    ranks, processes = config.num_ranks, config.num_ranks * config.data_parallel_size
     return LaunchOptions(
         depth=depth,
         cuda_graphs=config.cuda_graphs,
         capture_at_start=config.capture_at_start,
         cpu_replay=config.cpu_replay and ranks == 1,  # a replay contains only calls of kernels
-        cpu_threads=config.cpu_threads or (max(1, torch.get_num_threads() // ranks) if ranks > 1 else None),
+        cpu_threads=config.cpu_threads
+        or (max(1, torch.get_num_threads() // processes) if processes > 1 else None),
     )

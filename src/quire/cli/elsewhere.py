@@ -47,14 +47,16 @@ NAMES = {
     "-md": "--spec-method draft --spec-model",
     "--speculative-num-draft-tokens": "--spec-tokens",
     "--temp": "--temperature",
+    "--dp": "--data-parallel-size",
+    "--dp-size": "--data-parallel-size",
     "--tp": "--tensor-parallel-size",
     "--tp-size": "--tensor-parallel-size",
     "--tokenizer-path": "--tokenizer",
     "--uvicorn-log-level": "--log-level",
 }
 MISSING = {
-    "pipeline, data and expert parallelism": (
-        "-pp", "-dp", "--pipeline-parallel-size", "--data-parallel-size", "--pp-size", "--dp-size", "--ep-size", "--enable-expert-parallel", "--split-mode", "--tensor-split",
+    "pipeline and expert parallelism": (
+        "-pp", "--pipeline-parallel-size", "--pp-size", "--ep-size", "--enable-expert-parallel", "--split-mode", "--tensor-split",
         "--distributed-executor-backend",
     ),
     "the formats of bitsandbytes": ("--load-in-4bit", "--load-in-8bit"),

@@ -23,7 +23,7 @@ from quire.types import ConfigError, RequestError, SamplingParams, StructuredOut
 
 DEFAULT_MAX_TOKENS = 1024  # of an answer in the terminal, if neither a flag nor the model limits it
 MODEL_HELP = "model: a folder, a .gguf file, a Hugging Face id, demo or demo-draft (default: demo)"
-_SHORT = {"model": "-m", "speculative_config": "-sc"}
+_SHORT = {"model": "-m", "speculative_config": "-sc", "data_parallel_size": "-dp"}
 # Fields for which `generation_config.json` of a model may have another default.
 _OF_MODEL = {"temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
 _SAMPLING_HELP = {

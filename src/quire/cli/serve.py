@@ -10,10 +10,10 @@ from quire.cli.config_file import read_config
 from quire.cli.flags import add_flags, add_model, check_one_model, given
 from quire.cli.loading import loading_elsewhere
 from quire.config import EngineConfig
-from quire.serve.engine_process_client import EngineProcess
 from quire.serve.http.auth import load_keys
 from quire.serve.http.listen import bind, check_tls
 from quire.serve.http.stop import ShutdownSignal
+from quire.serve.replicas.replica_set import ReplicaSet
 from quire.serve.settings import ServeConfig
 from quire.types import ConfigError
 
@@ -54,11 +54,12 @@ def _start(config: EngineConfig, settings: ServeConfig) -> int:
     check_tls(settings)
     sock = bind(settings)
     stop = ShutdownSignal()
-    # The engine process imports torch while this process imports the HTTP server.
-    process = EngineProcess(config, settings.dry_run_step_ms / 1000 if settings.dry_run else None)
+    # The engine processes import torch while this process imports the HTTP server.
+    step_s = settings.dry_run_step_ms / 1000 if settings.dry_run else None
+    replicas = ReplicaSet(config, settings.routing, dry_run_step_s=step_s)
     try:
         from quire.serve.http.server import run
 
-        return run(config, settings, keys, process, sock, stop, loading_elsewhere(config.model))
+        return run(config, settings, keys, replicas, sock, stop, loading_elsewhere(config.model))
     finally:
-        process.kill()
+        replicas.kill()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from quire.core.cache_journal import CacheJournal, NoJournal
 from quire.core.grammar_interface import Grammar
 from quire.core.scheduler import ScheduledStep, Scheduler
 from quire.core.steplog import StepLog, StepRecord
@@ -25,6 +26,7 @@ class Engine:
         depth: number of launched steps at which the oldest one is retired.
         log: the log to which the scheduler appends.
         check_invariants: check the scheduler after every step.
+        journal: what the prefix cache began and ceased to hold, for clients.
     """
 
     def __init__(
@@ -35,9 +37,11 @@ class Engine:
         depth: int,
         log: StepLog,
         check_invariants: bool = False,
+        journal: CacheJournal | None = None,
     ) -> None:
         self.scheduler, self.executor, self.grammar = scheduler, executor, grammar
         self.depth, self.log = depth, log
+        self.journal = journal or NoJournal()
         self._check = check_invariants
         self._in_flight: deque[tuple[StepRecord, StepHandle]] = deque()
         self._outputs: list[EngineOutput] = []

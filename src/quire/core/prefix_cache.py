@@ -1,8 +1,7 @@
 """The prefix cache, which finds full blocks by a hash of all tokens up to their end.
 
-The name of a block is blake2b(name of the block before it, its token ids), keyed with a secret of this process. So
-neither a collision nor a crafted prompt can make one request read the blocks of another. Blocks are published when
-their step is *scheduled*: a request that finds them runs in a later step, which follows in stream order.
+Blocks are found by their names (types/block_names.py). They are published when their step is *scheduled*: a request
+that finds them runs in a later step, which follows in stream order.
 
 Groups of layers (types/kv.py) have their own blocks under the same names. A match is the longest prefix that all groups
 can serve. A group with a window needs only the last blocks of it.
@@ -10,13 +9,13 @@ can serve. A group with a window needs only the last blocks of it.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
-from hashlib import blake2b
 from typing import NamedTuple, Protocol
 
 from quire.core.block_pool import BlockPool
+from quire.core.cache_journal import CacheJournal, NoJournal
 from quire.types import BlockTable, KVGroup, Request
+from quire.types.block_names import BlockNames, new_secret
 
 
 class PrefixMatch(NamedTuple):
@@ -99,7 +98,23 @@ class NoPrefixCache:
 class HashPrefixCache:
     """A `PrefixCache` over the blocks of `pool`, whose free blocks it can still find until they are evicted."""
 
-    def __init__(self, pool: BlockPool, block_size: int, groups: Sequence[KVGroup] = (KVGroup(),)) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        block_size: int,
+        groups: Sequence[KVGroup] = (KVGroup(),),
+        secret: bytes | None = None,
+        journal: CacheJournal | None = None,
+    ) -> None:
+        """Start empty.
+
+        Args:
+            pool: the blocks.
+            block_size: tokens per block.
+            groups: the groups of layers.
+            secret: key of the names; None picks one.
+            journal: is told what the first group holds, which has all tokens if any group has.
+        """
         self._pool = pool
         self._block_size = block_size
         self._groups = groups
@@ -108,7 +123,9 @@ class HashPrefixCache:
         self._block_of: list[dict[bytes, int]] = [{} for _ in groups]
         self._place_of: dict[int, tuple[int, bytes]] = {}  # block -> its group and name
         self._evicted: dict[bytes, None] = {}  # the latest evicted names, at most one per block
-        self._secret = os.urandom(32)
+        self._naming = BlockNames(block_size, secret or new_secret())
+        self._journal = journal or NoJournal()
+        self._told = self._whole[0] if self._whole else 0  # the group whose changes the journal has
         pool.on_evict(self._forget)
 
     def __len__(self) -> int:
@@ -164,6 +181,8 @@ class HashPrefixCache:
                     self._place_of[block] = group, name
                     self._pool.cached[block] = 1
                     published.append(block)
+                    if group == self._told:
+                        self._journal.add(name)
         request.published = full
         return published
 
@@ -188,18 +207,20 @@ class HashPrefixCache:
         request.published = 0
 
     def _remove(self, block: int) -> None:
+        self._unname(block)
+        self._pool.uncache(block)
+
+    def _unname(self, block: int) -> bytes:
+        """Remove a block from the maps. Return the name that it had."""
         group, name = self._place_of.pop(block)
         del self._block_of[group][name]
-        self._pool.uncache(block)
+        if group == self._told:
+            self._journal.remove(name)
+        return name
 
     def _extend(self, request: Request, full: int) -> None:
         """Compute the names of the first `full` blocks of a request."""
-        names, size = request.names, self._block_size
-        while len(names) < full:
-            start = len(names) * size
-            parent = names[-1] if names else request.source.cache_salt.encode()
-            tokens = request.tokens[start : start + size].tobytes()
-            names.append(blake2b(parent + b"|" + tokens, digest_size=16, key=self._secret).digest())
+        self._naming.extend(request.names, request.source.cache_salt, request.tokens, full)
 
     def end_of_match(self, request: Request, tokens: int) -> str:
         if reason := _needs_all(request):
@@ -213,8 +234,7 @@ class HashPrefixCache:
 
     def _forget(self, block: int) -> None:
         """Remove a block that the pool evicts, and remember its name."""
-        group, name = self._place_of.pop(block)
-        del self._block_of[group][name]
+        name = self._unname(block)
         self._evicted.pop(name, None)  # moves the name to the end of the order
         self._evicted[name] = None
         if len(self._evicted) > self._pool.num_blocks:

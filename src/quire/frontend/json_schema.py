@@ -39,7 +39,7 @@ _ANNOTATIONS = {
     "$recursiveAnchor", "$dynamicAnchor", "then", "else", "minContains", "maxContains",
 }  # fmt: skip
 _REFUSED = {
-    "not", "if", "contains", "uniqueItems", "propertyNames", "dependencies", "dependentRequired", "dependentSchemas",
+    "not", "if", "contains", "propertyNames", "dependencies", "dependentRequired", "dependentSchemas",
     "unevaluatedProperties", "unevaluatedItems", "$dynamicRef", "$recursiveRef",
 }  # fmt: skip
 _SCHEMA = ("additionalProperties", "items", "additionalItems")
@@ -120,6 +120,8 @@ class _Preparation:
         self._logic = SchemaLogic(lambda ref: resolve_pointer(root, ref))
         # A nested $id changes what a reference means, which only the library resolves.
         self._has_bases = _has_bases(root)
+        # Up to draft 7 (section 8.3), keywords beside `$ref` have no effect.
+        self._old_refs = "json-schema.org/draft-0" in str(root.get("$schema"))
 
     def run(self, options: SchemaOptions) -> PreparedSchema:
         prepared = self._prepared(self._root, "#", 0)
@@ -159,7 +161,10 @@ class _Preparation:
                 f"it holds more than {_MAX_SCHEMAS} schemas when `not`, `if` and `oneOf` are written out"
             )
         _check_names(schema, at)
+        if self._old_refs and isinstance(schema.get("$ref"), str):
+            schema = {k: v for k, v in schema.items() if k == "$ref" or k in _STRUCTURE}
         schema = rewritten(schema, self._logic)
+        self._loosen(schema, at)
         schema = self._kept(schema, at)
         self._adapt_values(schema, at)
         _check_values(schema, at)
@@ -194,6 +199,19 @@ class _Preparation:
             elif keyword not in _ANNOTATIONS and (not keyword.startswith("x-") or keyword == "x-guidance"):
                 self._warn(f"the keyword {keyword[:64]!r}", at)
         return kept
+
+    def _loosen(self, schema: dict[str, Any], at: str) -> None:
+        """Leave out, with a warning, what could not be rewritten and few answers violate."""
+        options = schema.get("oneOf")
+        if isinstance(options, list) and len(options) > 1:
+            del schema["oneOf"]
+            if "anyOf" in schema:
+                schema["allOf"] = [*_listed(schema.get("allOf")), {"anyOf": options}]
+            else:
+                schema["anyOf"] = options
+            self._warn("that no two options of 'oneOf' hold", at)
+        if schema.pop("uniqueItems", None) is not None:
+            self._warn("the keyword 'uniqueItems' over these items", at)
 
     def _adapt_values(self, schema: dict[str, Any], at: str) -> None:
         """Change values of enforced keywords that have no meaning in the draft that the library implements."""
@@ -235,6 +253,10 @@ class _Preparation:
         if rule.also is not None:
             prepared["allOf"] = [*prepared.get("allOf", ()), rule.also]
         return prepared
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _has_bases(root: dict[str, Any]) -> bool:

@@ -1,12 +1,12 @@
-"""`AsyncEngine`: the event loop's interface to the engine process.
+"""`AsyncEngine`: the event loop's interface to the engine processes.
 
-Owns the process, the tokenizer with its threads, and every open generation. Threads turn text into token ids; the
-event loop turns outputs into text, in a few microseconds per token. When the engine dies, every open generation ends
-with the cause and `died` is set.
+Owns the replicas (replicas/), the tokenizer with its threads, and every open generation. Threads turn text into token
+ids; the event loop turns outputs into text, in a few microseconds per token. When the last replica dies, every open
+generation ends with the cause and `died` is set.
 
-    route --prepare()--> threads: template, tokens, checks --submit()--> engine process
-      ^                                                                     |
-      +-- Generation.wait() <-- OutputAssembler <-- receive_messages(): one message per step
+    route --prepare()--> threads: template, tokens, checks --submit()--> ReplicaSet --> engine processes
+      ^                                                                                     |
+      +-- Generation.wait() <-- OutputAssembler <-- take_outputs(): once per step  <--------+
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from quire.config import EngineConfig
 from quire.frontend.client import ipc as msg
@@ -30,18 +29,19 @@ from quire.frontend.tokenizer.tokenizer import Tokenizer
 from quire.serve.admission import Admission
 from quire.serve.answer.generation import Generation
 from quire.serve.client_threads import ClientThreads
-from quire.serve.engine_heartbeat import Heartbeat, cpu_of
-from quire.serve.engine_process_client import EngineProcess
 from quire.serve.http.auth import ANYONE, ApiClient
 from quire.serve.http.errors import ApiError, as_api_error
 from quire.serve.observe.account import RequestAccounts
+from quire.serve.replicas.job import EngineJob
+from quire.serve.replicas.replica_set import ReplicaSet
 from quire.serve.settings import ServeConfig
 from quire.types import (
     EngineDead,
     EngineInfo,
     EngineLive,
-    EngineRequest,
+    EngineOutput,
     EngineStats,
+    Figures,
     Pooling,
     RequestError,
     SamplingParams,
@@ -50,7 +50,6 @@ from quire.types import (
 T = TypeVar("T")
 _STATS_S = 5.0
 _MAX_REQUEST_TOKENS = 1 << 21  # in all prompts of a request; each id takes 36 bytes
-_YIELD_S = 0.005  # longest time to process queued outputs before the new tokens are sent to clients
 
 
 @dataclass(slots=True)
@@ -70,41 +69,26 @@ class PromptJob:
     keep_first: bool = False  # keep tokens at the beginning of the prompt, not at its end
 
 
-@dataclass(slots=True)
-class PreparedRequest:
-    """A validated prompt, ready to be sent to the engine."""
-
-    state: RequestState
-    requests: list[EngineRequest]
-    frames: bytes  # the encoded messages that add the requests
-
-
 class AsyncEngine:
-    """An engine process with the tokenizer, admission control and open generations in front of it."""
+    """The replicas of an engine, with the tokenizer, admission control and open generations in front of them."""
 
     def __init__(
-        self, config: EngineConfig, settings: ServeConfig, process: EngineProcess, total_weight: float = 1.0
+        self, config: EngineConfig, settings: ServeConfig, replicas: ReplicaSet, total_weight: float = 1.0
     ) -> None:
-        """Prepare an engine around a running process; `total_weight` is the sum of the weights of all clients."""
+        """Prepare an engine around running processes; `total_weight` is the sum of the weights of all clients."""
         self.config, self.settings, self._total_weight = config, settings, total_weight
         self.died = asyncio.Event()
         self.cause: str | None = None
-        self._process = process
+        self.replicas = replicas
         self._threads = ClientThreads(settings.tokenizer_threads, settings.max_waiting)
         self._assembler = OutputAssembler()
         self._open: dict[str, Generation] = {}  # by the request id of each state
         self._changed: dict[str, RequestState] = {}  # not handed to their generations yet
         self._ids = itertools.count()
-        # Open questions; the engine answers in order.
-        self._stats: deque[asyncio.Future[EngineStats]] = deque()
-        self._live: deque[asyncio.Future[EngineLive]] = deque()
-        self._receiver: asyncio.Future[None] | None = None
-        self.heartbeat = Heartbeat(lambda: process.send(msg.Ping()), cpu_of(process.pid))
-        self._heartbeat_task: asyncio.Future[None] | None = None
         self._loop = asyncio.get_running_loop()
 
     async def start(self) -> None:
-        """Load the tokenizer while the engine process builds the engine, and wait for both.
+        """Load the tokenizer while the engine processes build their engines, and wait for all.
 
         Raises:
             ConfigError: if the settings do not fit the model or the machine.
@@ -113,7 +97,7 @@ class AsyncEngine:
         """
         tokenizer = asyncio.ensure_future(self.in_thread(ANYONE, tokenizer_of, self.config))
         try:
-            self.info: EngineInfo = await self._process.ready()
+            self.info: EngineInfo = await self.replicas.ready()
         except BaseException:
             tokenizer.cancel()
             raise
@@ -124,8 +108,7 @@ class AsyncEngine:
             settings.max_waiting, settings.max_waiting_tokens, self.info.max_num_seqs, self._total_weight
         )
         self.account = RequestAccounts(self.info.max_model_len)
-        self._receiver = asyncio.ensure_future(self.receive_messages())
-        self._heartbeat_task = asyncio.ensure_future(self.heartbeat.run())
+        self.replicas.listen(self)
 
     async def in_thread(self, client: ApiClient, work: Callable[..., T], *args: object) -> T:
         """Return `work(*args)`, run in a tokenizer thread when it is the client's turn."""
@@ -183,13 +166,13 @@ class AsyncEngine:
         if limits:
             generation.give_up_at(arrival_s, min(limits))
         for one in prepared:
-            self._process.send_frames(one.frames)
+            self.replicas.submit(one)
         return generation
 
     def _prepare(
         self, make_jobs: Callable[[], Sequence[PromptJob]], client: ApiClient, arrival_s: float, label: str
-    ) -> list[PreparedRequest]:
-        prepared: list[PreparedRequest] = []
+    ) -> list[EngineJob]:
+        prepared: list[EngineJob] = []
         most, total = max(_MAX_REQUEST_TOKENS, self.info.max_model_len), 0
         for job in make_jobs():
             prepared.append(self._prepare_one(job, client, arrival_s, label))
@@ -201,9 +184,7 @@ class AsyncEngine:
                 )
         return prepared
 
-    def _prepare_one(
-        self, job: PromptJob, client: ApiClient, arrival_s: float, label: str
-    ) -> PreparedRequest:
+    def _prepare_one(self, job: PromptJob, client: ApiClient, arrival_s: float, label: str) -> EngineJob:
         number = f"{next(self._ids):x}"
         name = f"{label}#{number}" if label else number  # clients may use an id more than once
         prompt = job.prompt
@@ -230,9 +211,8 @@ class AsyncEngine:
         if job.echo and text is None:
             text = self.tokenizer.decode(requests[0].prompt, skip_special_tokens=False)
         frames = b"".join(frame(msg.encode(msg.Add(request))) for request in requests)
-        return PreparedRequest(
-            RequestState(name, text, requests, self.tokenizer, arrival_s), requests, frames
-        )
+        state = RequestState(name, text, requests, self.tokenizer, arrival_s)
+        return EngineJob(state, requests, frames, self.replicas.block_names(requests[0]))
 
     def _close(self, generation: Generation, client: ApiClient, choices: int) -> None:
         """Remove an ended generation. Its requests are aborted: slots and blocks are free before the next step."""
@@ -240,7 +220,7 @@ class AsyncEngine:
         for state in generation.states:
             self._open.pop(state.request_id, None)
         if ids and not self.died.is_set():
-            self._process.send(msg.Abort(ids))
+            self.replicas.abort(ids)
         self.admission.leave(client, choices)
         self.account.close(generation.states, generation.tracks, client.name, generation.error is None)
         if generation.error is None:
@@ -248,37 +228,17 @@ class AsyncEngine:
 
     # ----------------------------------------------------------------------------- outputs back
 
-    async def receive_messages(self) -> None:
-        """Handle the messages of the engine process until it dies. Started by `start`."""
-        yielded_s = time.monotonic()
-        try:
-            while True:
-                message = await self._process.receive()
-                # receive() does not suspend while messages are queued.
-                if time.monotonic() - yielded_s > _YIELD_S:
-                    await asyncio.sleep(0)
-                    yielded_s = time.monotonic()
-                match message:
-                    case msg.Outputs(outputs, load, figures):
-                        self.admission.report(load)
-                        now_s = time.monotonic()
-                        applied = self._assembler.apply(outputs, now_s)
-                        self.account.apply(outputs, figures, applied.aborts, now_s)
-                        if applied.aborts:
-                            self._process.send(msg.Abort(applied.aborts))
-                        if applied.changed and not self._changed:  # runs after the queued messages
-                            self._loop.call_soon(self._notify)
-                        self._changed.update((state.request_id, state) for state in applied.changed)
-                    case msg.Stats(stats):
-                        if not (waits := self._stats.popleft()).done():
-                            waits.set_result(stats)
-                    case msg.Pong():
-                        self.heartbeat.beat()
-                    case msg.Live(live):
-                        if not (viewer := self._live.popleft()).done():  # it may be cancelled
-                            viewer.set_result(live)
-        except Exception as error:  # any error must reach the open requests
-            self._die(str(error) if isinstance(error, EngineDead) else f"the engine stopped: {error!r}")
+    def take_outputs(self, outputs: Sequence[EngineOutput], figures: Figures) -> None:
+        """Apply the outputs of a step. Generations are notified once the messages in the queue are applied."""
+        self.admission.report(self.replicas.load)
+        now_s = time.monotonic()
+        applied = self._assembler.apply(outputs, now_s)
+        self.account.apply(outputs, figures, applied.aborts, now_s)
+        if applied.aborts:
+            self.replicas.abort(applied.aborts)
+        if applied.changed and not self._changed:
+            self._loop.call_soon(self._notify)
+        self._changed.update((state.request_id, state) for state in applied.changed)
 
     def _notify(self) -> None:
         """Hand changed states to their generations."""
@@ -293,15 +253,12 @@ class AsyncEngine:
             else:
                 generation.changed(state)
 
-    def _die(self, cause: str) -> None:
+    def replicas_died(self, cause: str) -> None:
+        """End every open generation with the cause."""
         self.cause = cause
         self._notify()  # deliver answers that were complete before
         self.died.set()
         self.fail_all(as_api_error(EngineDead(cause)))
-        questions: list[asyncio.Future[Any]] = [*self._stats, *self._live]
-        for future in questions:
-            if not future.done():
-                future.set_exception(EngineDead(cause))
 
     def fail_all(self, error: ApiError) -> None:
         """End every open generation with `error`."""
@@ -320,44 +277,37 @@ class AsyncEngine:
         return self.admission.num_open
 
     async def stats(self, owner: str | None = None) -> EngineStats:
-        """Return the engine's current statistics, of one client or (None) of all.
+        """Return the current statistics of all replicas together, of one client or (None) of all.
 
         Raises:
-            ApiError: 503 if the engine does not answer within 5 seconds.
+            ApiError: 503 if a replica does not answer within 5 seconds, 500 if it dies.
         """
         self._raise_if_dead()
-        future: asyncio.Future[EngineStats] = asyncio.get_running_loop().create_future()
-        self._stats.append(future)
-        self._process.send(msg.AskStats(owner))
         try:
-            return await asyncio.wait_for(future, _STATS_S)
+            return await asyncio.wait_for(self.replicas.stats(owner), _STATS_S)
         except TimeoutError:
             raise ApiError(503, f"the engine did not answer within {_STATS_S:g} s") from None
+        except EngineDead as error:
+            raise as_api_error(error) from None
 
     async def live(self, since: int, owner: str | None = None) -> EngineLive:
-        """Return the engine's current state and its steps after number `since`, for one client or (None) for all.
+        """Return the current state and the steps after number `since`, for one client or (None) for all.
 
         Raises:
-            ApiError: 500 if the engine is dead.
+            ApiError: 500 if a replica dies meanwhile.
         """
         self._raise_if_dead()
-        future: asyncio.Future[EngineLive] = asyncio.get_running_loop().create_future()
-        self._live.append(future)
-        self._process.send(msg.AskLive(since, owner))
         try:
-            return await future
+            return await self.replicas.live(since, owner)
         except EngineDead as error:
             raise as_api_error(error) from None
 
     async def close(self, kill: bool = False) -> None:
-        """End open generations with an error and stop the process; `kill` skips its orderly shutdown."""
+        """End open generations with an error and stop the processes; `kill` skips their orderly shutdown."""
         if self.cause is None:
             self.cause = "the server was closed"
         self.fail_all(ApiError(503, "the server is shutting down", code="shutting_down"))
-        for task in (self._receiver, self._heartbeat_task):
-            if task is not None:
-                task.cancel()
-        await self._process.close(kill)
+        await self.replicas.close(kill)
         self._threads.close()
 
 

@@ -10,17 +10,13 @@ stuck    it uses CPU time but has not answered for 60 s plus 10 times the longes
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import time
 from collections.abc import Callable
 
-import psutil
-
 OVERDUE_S = 5.0
 _BUSY_S = 60.0
 _BUSY_STEPS = 10.0  # times the longest answer so far
-_INTERVAL_S = 1.0
 _USED_S = 0.02  # CPU time between two checks from which a process counts as working
 
 
@@ -75,15 +71,10 @@ class Heartbeat:
         stuck = silent_s > _BUSY_S + _BUSY_STEPS * self._longest_s
         return silent_s if idle or stuck else 0.0
 
-    async def run(self) -> None:
-        """Check once a second, until cancelled."""
-        while True:
-            self.check()
-            await asyncio.sleep(_INTERVAL_S)
-
 
 def cpu_of(pid: int) -> Callable[[], float]:
     """Return a function that returns the CPU time in seconds used by process `pid` and its children."""
+    import psutil  # here, because engine processes start before it is needed
 
     def used_s() -> float:
         total = 0.0

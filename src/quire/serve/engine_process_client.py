@@ -24,8 +24,10 @@ _STOP_S = 5.0  # for an orderly shutdown of the process
 class EngineProcess:
     """The child process and this end of its channel, both owned here."""
 
-    def __init__(self, config: EngineConfig, dry_run_step_s: float | None = None) -> None:
-        self._start = msg.StartEngine(config, dry_run_step_s)
+    def __init__(
+        self, config: EngineConfig, dry_run_step_s: float | None = None, secret: bytes | None = None
+    ) -> None:
+        self._start = msg.StartEngine(config, dry_run_step_s, secret)
         # In a separate process group, Ctrl-C in a terminal reaches only this process, which first drains open requests.
         self._process, self._channel = start_engine_process(process_group=0)
         self._dead: str | None = None
@@ -113,6 +115,10 @@ class EngineProcess:
         loop.remove_reader(file)
         loop.remove_writer(file)
         self.kill()
+
+    def end(self) -> None:
+        """Kill the process without waiting; `receive` then raises EngineDead."""
+        self._process.kill()
 
     def kill(self) -> None:
         """Kill the process and close the channel."""

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from quire.types import MAX_LOGPROBS, ConfigError
+
+RoutingPolicy = Literal["prefix", "load", "round-robin"]
 
 
 def _setting(default: Any, help: str) -> Any:
@@ -59,6 +61,11 @@ class ServeConfig:
     ssl_keyfile: str | None = _setting(None, "TLS private key file; needs --ssl-certfile")
     ssl_certfile: str | None = _setting(None, "TLS certificate file; needs --ssl-keyfile")
 
+    routing: RoutingPolicy = _setting(
+        "prefix",
+        "choice of a replica with data_parallel_size above 1: prefix weighs cached prefixes against load, load counts "
+        "requests only, round-robin takes turns",
+    )
     max_waiting: int = _setting(2048, "maximum number of waiting requests; further requests get 503")
     max_waiting_tokens: int | None = _setting(
         None, "maximum number of prompt tokens in waiting requests; further requests get 503"
@@ -157,6 +164,8 @@ class ServeConfig:
             raise ConfigError(
                 "request_timeout must be greater than 0, got 0; omit it to let requests run without a limit"
             )
+        if self.routing not in get_args(RoutingPolicy):
+            raise ConfigError(f"routing must be {', '.join(get_args(RoutingPolicy))}, got {self.routing!r}")
         if self.pooling not in ("auto", "mean", "last"):
             raise ConfigError(f"pooling must be auto, mean or last, got {self.pooling!r}")
         for name in ("max_waiting_tokens", "max_body_bytes"):

@@ -14,16 +14,19 @@ from quire.types import (
     EngineStats,
     Figures,
 )
+from quire.types.block_names import NameChanges
 
 
 class StartEngine(msgspec.Struct, tag=True):
     """Client to engine, first: the settings to build the engine from.
 
-    With `dry_run_step_s` no model is loaded, and each step takes that many seconds (dry_run.py).
+    With `dry_run_step_s` no model is loaded, and each step takes that many seconds (dry_run.py). `secret` is the key of
+    the names of KV blocks, which the engines of one deployment share; None lets the engine pick one.
     """
 
     config: EngineConfig
     dry_run_step_s: float | None = None
+    secret: bytes | None = None
 
 
 class Add(msgspec.Struct, tag=True):
@@ -70,11 +73,15 @@ class EngineReady(msgspec.Struct, tag=True):
 
 
 class Outputs(msgspec.Struct, tag=True):
-    """Engine to client: the outputs of one step, and the engine's load and figures after it."""
+    """Engine to client: the outputs of one step, and the engine's load and figures after it.
+
+    `names` has changes of the blocks that the prefix cache can find, if there are several replicas.
+    """
 
     outputs: list[EngineOutput]
     load: EngineLoad
     figures: Figures
+    names: NameChanges = NameChanges()
 
 
 class Stats(msgspec.Struct, tag=True):

@@ -44,7 +44,8 @@ def start_engine_process(process_group: int | None = None) -> tuple[subprocess.P
 class ProcessClient:
     """An EngineClient that owns an engine process and the channel to it.
 
-    Building one starts the engine and waits until it is ready.
+    Building one starts the engine and waits until it is ready. With `wait=False` it returns at once, and `await_ready`
+    waits.
 
     Raises:
         ConfigError: if the settings cannot work.
@@ -52,16 +53,13 @@ class ProcessClient:
         EngineDead: if the process ended for another reason.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, wait: bool = True) -> None:
         self.process, self._channel = start_engine_process()
         self._dead: str | None = None
         self._outputs: list[EngineOutput] = []
-        try:
-            self._send(msg.StartEngine(config))
-            self.info = self._await_ready()
-        except BaseException:
-            self.close()
-            raise
+        self._send(msg.StartEngine(config))
+        if wait:
+            self.await_ready()
 
     def add(self, request: EngineRequest) -> None:
         self._send(msg.Add(request))
@@ -85,10 +83,20 @@ class ProcessClient:
         self._dead = self._dead or "it was closed"
         self._channel.close()
 
-    def _await_ready(self) -> EngineInfo:
-        while True:
-            if isinstance(message := self._receive(1.0), msg.EngineReady):
-                return message.info
+    def fileno(self) -> int:
+        """Return the file descriptor that becomes readable when a message arrives."""
+        return self._channel.fileno()
+
+    def await_ready(self) -> EngineInfo:
+        """Wait until the engine is built, and return its description."""
+        try:
+            while not isinstance(message := self._receive(1.0), msg.EngineReady):
+                pass
+        except BaseException:
+            self.close()
+            raise
+        self.info: EngineInfo = message.info
+        return self.info
 
     def _send(self, message: msg.ToEngine) -> None:
         if self._dead:

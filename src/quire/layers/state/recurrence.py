@@ -25,7 +25,9 @@ import torch
 from quire.layers.state.rows import StateRows
 
 CHUNK = 64
-CHANNEL_CHUNK = 16  # with a decay per channel, whose pairwise form has key dim numbers for each pair of tokens
+CHANNEL_CHUNK = (
+    16  # with a decay per channel, whose pairwise form has key dim numbers for each pair of tokens
+)
 
 
 def recurrence(
@@ -63,7 +65,9 @@ def recurrence(
         args = q[part], k[part], values[part], gate[part], None if beta is None else beta[part]
         matrix = state[index]
         if rows.targets is not None:
-            out[part] = _each(args, torch.zeros_like(matrix) if fresh else matrix, state, rows.targets[part].tolist())
+            out[part] = _each(
+                args, torch.zeros_like(matrix) if fresh else matrix, state, rows.targets[part].tolist()
+            )
             continue
         if fresh:
             matrix.zero_()

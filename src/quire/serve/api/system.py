@@ -49,16 +49,46 @@ async def model(request: Request) -> Response:
 
 
 async def health(request: Request) -> Response:
-    """Return 200 while the server accepts requests, and 503 while it drains or its engine is silent or dead."""
+    """Return 200 while the server accepts requests, and 503 while it drains or all its engines are silent or dead.
+
+    With several replicas the answer lists them.
+    """
     server = server_of(request)
     if server.engine.cause is not None:
         return json_response({"status": "dead", "cause": server.engine.cause}, 503)
     if server.draining:
         return json_response({"status": "draining"}, 503)
-    if silent_s := server.engine.heartbeat.overdue_s():
+    if silent_s := server.engine.replicas.silent_s():
         cause = f"the engine process has not answered for {silent_s:.0f} s"
         return json_response({"status": "stalled", "cause": cause}, 503)
-    return json_response({"status": "ok", "model": server.names[0], "mode": server.mode})
+    found: dict[str, Any] = {"status": "ok", "model": server.names[0], "mode": server.mode}
+    replicas = server.engine.replicas.replicas
+    if len(replicas) > 1:
+        found["replicas"] = [{"replica": r.number, "status": r.health, "cause": r.cause} for r in replicas]
+    return json_response(found)
+
+
+def _replicas(engine: AsyncEngine) -> list[dict[str, Any]]:
+    """Describe each replica. Requests and tokens are those of its present and its earlier processes."""
+    found = []
+    for replica in engine.replicas.replicas:
+        totals, load = replica.figures.totals, replica.load
+        queried = totals.queried_tokens
+        found.append(
+            {
+                "replica": replica.number,
+                "status": replica.health,
+                "restarts": replica.restarts,
+                "cause": replica.cause,
+                "active": load.running,
+                "waiting": load.waiting,
+                "open": replica.num_open,
+                "requests": totals.requests,
+                "generated": totals.generated_tokens,
+                "hit_rate": round(totals.cached_tokens / queried, 4) if queried else 0.0,
+            }
+        )
+    return found
 
 
 async def version(request: Request) -> Response:
@@ -160,6 +190,8 @@ async def stats(request: Request) -> Response:
                 "tokens": spread(account.step_tokens),
                 "step_ms": spread(account.step_s, 1000),
             },
+            "replicas": _replicas(engine),
+            "routing": {"policy": engine.settings.routing, "held": engine.replicas.num_held},
             "last_step": engine_stats.last_step,
             "start_up_s": engine.info.phases_s,
             "engine": asdict(engine.info),

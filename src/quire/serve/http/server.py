@@ -1,9 +1,9 @@
 """The life of a server: start-up, signals, draining, exit code.
 
-start-up         bind the port -> start the engine process -> load HTTP libraries meanwhile -> engine ready -> listen
+start-up         bind the port -> start the engine processes -> load HTTP libraries meanwhile -> engine ready -> listen
 first signal     SIGTERM or SIGINT: new requests get 503, open ones may continue for shutdown_timeout seconds
 second signal    stop at once
-engine death     every open request ends with the cause, /health answers 503, and the exit code is 1
+engine death     of the last replica: every open request ends with the cause, /health answers 503, and the exit code is 1
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from quire.serve.answer.form import AnswerForms
 from quire.serve.api.context import ServerContext
 from quire.serve.api.templates import ChatTemplates
 from quire.serve.async_engine import AsyncEngine
-from quire.serve.engine_process_client import EngineProcess
 from quire.serve.http.app import build_app
 from quire.serve.http.auth import ApiKeys
 from quire.serve.http.connection import connections
@@ -38,6 +37,7 @@ from quire.serve.http.stop import ShutdownSignal
 from quire.serve.observe.line_writer import STDERR, LineWriter
 from quire.serve.observe.logs import set_up_logging, write_stats
 from quire.serve.observe.observer import Observer, RequestLog
+from quire.serve.replicas.replica_set import ReplicaSet
 from quire.serve.settings import ServeConfig
 from quire.types import QuireError
 
@@ -61,7 +61,7 @@ def run(
     config: EngineConfig,
     settings: ServeConfig,
     keys: ApiKeys,
-    process: EngineProcess,
+    replicas: ReplicaSet,
     sock: socket.socket,
     stop: ShutdownSignal,
     loading: contextlib.AbstractContextManager[None],
@@ -72,7 +72,7 @@ def run(
         config: settings of the engine.
         settings: settings of the server.
         keys: accepted API keys.
-        process: the engine process, started already.
+        replicas: the engine processes, started already.
         sock: bound socket.
         stop: signals received since the start of the process.
         loading: entered until the engine is ready, to show progress.
@@ -94,14 +94,14 @@ def run(
 
         factory = uvloop.new_event_loop
     with asyncio.Runner(loop_factory=factory) as runner:
-        return runner.run(_serve(config, settings, keys, process, sock, stop, loading, began_s))
+        return runner.run(_serve(config, settings, keys, replicas, sock, stop, loading, began_s))
 
 
 async def _serve(
     config: EngineConfig,
     settings: ServeConfig,
     keys: ApiKeys,
-    process: EngineProcess,
+    replicas: ReplicaSet,
     sock: socket.socket,
     stop: ShutdownSignal,
     loading: contextlib.AbstractContextManager[None],
@@ -110,7 +110,7 @@ async def _serve(
     lines = set_up_logging(settings)
     names = list(dict.fromkeys(settings.served_model_name)) or [config.model]
     observers = _observers(settings, names[0])
-    engine = AsyncEngine(config, settings, process, keys.total_weight)
+    engine = AsyncEngine(config, settings, replicas, keys.total_weight)
     templates = ChatTemplates(engine)
     stop.attach()
     ready = False

@@ -63,7 +63,6 @@ class RequestAccounts:
 
     def __init__(self, max_model_len: int) -> None:
         """Start with empty counters; histograms of lengths reach up to `max_model_len` tokens."""
-        self.figures = Figures()
         self.ttft_s, self.itl_s = Histogram(_TTFT_S), Histogram(_TOKEN_S)
         self.e2e_s, self.tpot_s = Histogram(_REQUEST_S), Histogram(_TOKEN_S)
         self.queue_s, self.inference_s = Histogram(_REQUEST_S), Histogram(_REQUEST_S)
@@ -101,11 +100,10 @@ class RequestAccounts:
 
         Args:
             outputs: new tokens, timings and finish reasons.
-            figures: the engine's totals and its steps since the last message.
+            figures: the clocks and the steps since the last message of the engine that sent it.
             stopped: ids of the requests that a stop string has ended with these outputs.
             now_s: time of the message on the monotonic clock.
         """
-        self.figures = figures
         for rows, tokens, took_s in figures.steps:
             self.step_rows.observe(rows)
             self.step_tokens.observe(tokens)

@@ -87,13 +87,13 @@ class StatsLine:
 
     def _counts(self) -> tuple[int, int, int, int]:
         account = self._engine.account
-        totals = account.figures.totals
+        totals = self._engine.replicas.figures.totals
         return account.prompt_tokens, totals.generated_tokens, totals.queried_tokens, totals.cached_tokens
 
     def figures(self, now_s: float) -> dict[str, float] | None:
         """Return the statistics since the previous call, or None if the server was idle during the last two calls."""
         engine, counts = self._engine, self._counts()
-        load, figures, blocks = engine.admission.load, engine.account.figures, engine.info.num_blocks
+        load, figures, blocks = engine.admission.load, engine.replicas.figures, engine.info.num_blocks
         prompt, generated, queried, cached = (new - old for new, old in zip(counts, self._before))
         passed_s, self._before, self._since_s = now_s - self._since_s, counts, now_s
         if queried:

@@ -22,6 +22,8 @@ from quire import __version__
 from quire.serve.api.context import ServerContext, client_of, server_of
 from quire.serve.http.auth import ANYONE, ApiClient
 from quire.serve.observe.histogram import Histogram
+from quire.serve.replicas.replica import Replica
+from quire.types import Totals
 
 
 class _FamilyCollector(Collector):
@@ -62,14 +64,17 @@ def exposition_writer(accept: str) -> tuple[Callable[[Collector], bytes], str]:
 class MetricFamilies:
     """All metric families with their current values, in the order of export.
 
-    The token counts by client include only clients that `viewer` may see.
+    The token counts by client include only clients that `viewer` may see. Figures of engines have the label `engine`, the
+    number of the replica.
     """
 
     def __init__(self, server: ServerContext, viewer: ApiClient = ANYONE) -> None:
         self._viewer = viewer
         self._server, self._engine = server, server.engine
         self._account = server.engine.account
-        self._base = {"model_name": server.names[0], "engine": "0"}
+        self._replicas = server.engine.replicas.replicas
+        # Figures of requests are those of all engines together.
+        self._base = {"model_name": server.names[0], "engine": "0" if len(self._replicas) == 1 else "all"}
 
     def __iter__(self) -> Iterator[Metric]:
         yield from self._state()
@@ -112,28 +117,53 @@ class MetricFamilies:
         family.add_metric(list(self._base.values()), histogram.buckets(), histogram.sum)
         return family
 
+    def _engine_gauge(self, name: str, text: str, value: Callable[[Replica], float]) -> Metric:
+        return self._by_engine(GaugeMetricFamily(name, text, labels=list(self._base)), value)
+
+    def _engine_counter(self, name: str, text: str, value: Callable[[Totals], float]) -> Metric:
+        family = CounterMetricFamily(name, text, labels=list(self._base))
+        return self._by_engine(family, lambda replica: value(replica.figures.totals))
+
+    def _by_engine(
+        self, family: GaugeMetricFamily | CounterMetricFamily, value: Callable[[Replica], float]
+    ) -> Metric:
+        for replica in self._replicas:
+            family.add_metric([self._base["model_name"], str(replica.number)], value(replica))
+        return family
+
+    def _engine_by_label(
+        self,
+        family: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        label: str,
+        values: Callable[[Replica], Mapping[str, float]],
+    ) -> Metric:
+        found = family(name, text, labels=[*self._base, label])
+        for replica in self._replicas:
+            for key, value in values(replica).items():
+                found.add_metric([self._base["model_name"], str(replica.number), key], value)
+        return found
+
     # ---------------------------------------------------------------------------- vLLM's metrics
 
-    def _usage(self) -> float:
-        figures, blocks = self._account.figures, self._engine.info.num_blocks
-        return (blocks - figures.free_blocks) / blocks if figures.totals.steps else 0.0
-
     def _state(self) -> Iterator[Metric]:
-        load, figures, info = self._engine.admission.load, self._account.figures, self._engine.info
-        yield self._gauge(
-            "vllm:num_requests_running", "Number of requests in the running batch.", load.running
+        info = self._engine.info
+        yield self._engine_gauge(
+            "vllm:num_requests_running", "Number of requests in the running batch.", lambda r: r.load.running
         )
-        yield self._gauge(
-            "vllm:num_requests_waiting", "Number of requests waiting in the engine.", load.waiting
+        yield self._engine_gauge(
+            "vllm:num_requests_waiting", "Number of requests waiting in the engine.", lambda r: r.load.waiting
         )
-        yield self._gauges(
+        yield self._engine_by_label(
+            GaugeMetricFamily,
             "vllm:num_requests_waiting_by_reason",
             "Number of waiting requests by reason: capacity (no room) or deferred (waiting for something else).",
             "reason",
-            {"capacity": load.waiting - figures.held, "deferred": figures.held},
+            lambda r: {"capacity": r.load.waiting - r.figures.held, "deferred": r.figures.held},
         )
-        yield self._gauge(
-            "vllm:kv_cache_usage_perc", "Fraction of KV cache blocks in use, 0 to 1.", self._usage()
+        yield self._engine_gauge(
+            "vllm:kv_cache_usage_perc", "Fraction of KV cache blocks in use, 0 to 1.", _usage
         )
         states = {"awake": 1.0, "weights_offloaded": 0.0, "discard_all": 0.0}
         yield self._gauges(
@@ -152,22 +182,26 @@ class MetricFamilies:
         yield self._gauge("vllm:cache_config_info", "KV cache settings, as labels.", 1, labels)
 
     def _tokens(self) -> Iterator[Metric]:
-        account, totals = self._account, self._account.figures.totals
-        yield self._counter(
+        account = self._account
+        yield self._engine_counter(
             "vllm:prefix_cache_queries",
             "Number of prompt tokens looked up in the prefix cache.",
-            totals.queried_tokens,
+            lambda totals: totals.queried_tokens,
         )
-        yield self._counter(
+        yield self._engine_counter(
             "vllm:prefix_cache_hits",
             "Number of prompt tokens found in the prefix cache.",
-            totals.cached_tokens,
+            lambda totals: totals.cached_tokens,
         )
-        yield self._counter("vllm:num_preemptions", "Number of preemptions.", totals.preemptions)
+        yield self._engine_counter(
+            "vllm:num_preemptions", "Number of preemptions.", lambda totals: totals.preemptions
+        )
         yield self._counter(
             "vllm:prompt_tokens", "Number of prompt tokens in admitted requests.", account.prompt_tokens
         )
-        yield self._counter("vllm:generation_tokens", "Number of generated tokens.", totals.generated_tokens)
+        yield self._engine_counter(
+            "vllm:generation_tokens", "Number of generated tokens.", lambda totals: totals.generated_tokens
+        )
         yield self._counter(
             "vllm:prompt_tokens_cached",
             "Number of prompt tokens taken from the prefix cache.",
@@ -189,23 +223,27 @@ class MetricFamilies:
         )
 
     def _drafts(self) -> Iterator[Metric]:
-        totals = self._account.figures.totals
-        yield self._counter(
-            "vllm:spec_decode_num_drafts", "Number of rows that verified draft tokens.", totals.draft_rows
+        yield self._engine_counter(
+            "vllm:spec_decode_num_drafts",
+            "Number of rows that verified draft tokens.",
+            lambda totals: totals.draft_rows,
         )
-        yield self._counter(
-            "vllm:spec_decode_num_draft_tokens", "Number of draft tokens verified.", totals.draft_tokens
+        yield self._engine_counter(
+            "vllm:spec_decode_num_draft_tokens",
+            "Number of draft tokens verified.",
+            lambda totals: totals.draft_tokens,
         )
-        yield self._counter(
+        yield self._engine_counter(
             "vllm:spec_decode_num_accepted_tokens",
             "Number of draft tokens accepted.",
-            totals.accepted_tokens,
+            lambda totals: totals.accepted_tokens,
         )
-        yield self._counters(
+        yield self._engine_by_label(
+            CounterMetricFamily,
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Number of draft tokens accepted, by position among the drafts of a row.",
             "position",
-            {str(position): count for position, count in enumerate(totals.accepted_at)},
+            lambda r: {str(position): n for position, n in enumerate(r.figures.totals.accepted_at)},
         )
 
     def _requests(self) -> Iterator[Metric]:
@@ -271,7 +309,7 @@ class MetricFamilies:
     def _older(self) -> Iterator[Metric]:
         """Yield metrics under names that vLLM no longer uses but dashboards still query."""
         older = "Deprecated name of"
-        yield self._gauge("vllm:gpu_cache_usage_perc", f"{older} kv_cache_usage_perc.", self._usage())
+        yield self._engine_gauge("vllm:gpu_cache_usage_perc", f"{older} kv_cache_usage_perc.", _usage)
         yield self._histogram(
             "vllm:time_per_output_token_seconds", f"{older} inter_token_latency_seconds.", self._account.itl_s
         )
@@ -295,31 +333,46 @@ class MetricFamilies:
 
     def _own(self) -> Iterator[Metric]:
         engine, account = self._engine, self._account
-        figures, blocks = account.figures, engine.info.num_blocks
-        free = figures.free_blocks if figures.totals.steps else blocks
-        states = {
-            "used": blocks - free,
-            "cached": figures.cached_blocks,
-            "blank": free - figures.cached_blocks,
-        }
-        yield self._gauges(
+        yield self._engine_by_label(
+            GaugeMetricFamily,
             "quire:blocks",
             "Number of KV cache blocks by state: used, cached (free, but reusable as a prefix) and blank.",
             "state",
-            states,
+            _blocks,
         )
-        yield self._counter(
-            "quire:block_evictions", "Number of cached blocks evicted to make room.", figures.evictions
+        yield self._by_engine(
+            CounterMetricFamily(
+                "quire:block_evictions",
+                "Number of cached blocks evicted to make room.",
+                labels=list(self._base),
+            ),
+            lambda r: r.figures.evictions,
         )
-        yield self._counter(
+        yield self._engine_counter(
             "quire:pressure_events",
             "Number of times that blocks ran out: preemptions, and admissions that had to wait.",
-            figures.totals.pressure,
+            lambda totals: totals.pressure,
         )
-        yield self._counter(
+        yield self._engine_counter(
             "quire:requests_not_finite",
             "Number of requests aborted because the model's output was NaN or infinite.",
-            figures.totals.not_finite,
+            lambda totals: totals.not_finite,
+        )
+        yield self._engine_gauge(
+            "quire:replica_up", "1 for a replica that serves, 0 otherwise.", lambda r: r.health == "serving"
+        )
+        yield self._by_engine(
+            CounterMetricFamily(
+                "quire:replica_restarts",
+                "Number of times that the process of a replica was replaced.",
+                labels=list(self._base),
+            ),
+            lambda r: r.restarts,
+        )
+        yield self._gauge(
+            "quire:requests_held",
+            "Number of requests that wait in the API process for a replica with room.",
+            engine.replicas.num_held,
         )
         yield self._counter(
             "quire:log_lines_dropped",
@@ -381,3 +434,14 @@ class MetricFamilies:
             "quire:start_up_seconds", "Start-up time of the engine in seconds, by phase.", "phase", phases
         )
         yield self._gauge("quire:build_info", "Version of Quire, as a label.", 1, {"version": __version__})
+
+
+def _usage(replica: Replica) -> float:
+    figures, blocks = replica.figures, replica.info.num_blocks
+    return (blocks - figures.free_blocks) / blocks if figures.totals.steps else 0.0
+
+
+def _blocks(replica: Replica) -> dict[str, float]:
+    figures, blocks = replica.figures, replica.info.num_blocks
+    free = figures.free_blocks if figures.totals.steps else blocks
+    return {"used": blocks - free, "cached": figures.cached_blocks, "blank": free - figures.cached_blocks}

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from quire.assembly.stages import weight_share
+from quire.assembly.stages import stage_ranges, weight_share
 from quire.assembly.steps import step_limits
 from quire.config import EngineConfig
 from quire.models.checkpoint.sizes import weight_bytes
@@ -47,7 +47,13 @@ def memory_planner(
     name, ranks = str(dtype).removeprefix("torch."), config.tensor_parallel_size
     layouts = spec.kv_layouts(name, ranks)
     layouts += tuple(layout for draft in drafts for layout in draft.kv_layouts(name))
-    groups = choose_groups(layouts, limits.max_model_len, paged=layout.paged, keeps_kv=layout.keeps_kv)
+    groups = choose_groups(
+        layouts,
+        limits.max_model_len,
+        paged=layout.paged,
+        keeps_kv=layout.keeps_kv,
+        stages=() if stage.count == 1 else stage_ranges(config, spec, len(layouts)),
+    )
     own = stage.layers(spec.num_layers)
     states = enumerate(spec.state_layouts(name, ranks))
     return MemoryPlanner(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import torch
 
@@ -53,6 +54,12 @@ def layer_counts(config: EngineConfig, spec: ModelSpec) -> tuple[int, ...]:
             f"{spec.num_layers}"
         )
     return counts
+
+
+def stage_ranges(config: EngineConfig, spec: ModelSpec, total: int) -> list[range]:
+    """Return the layers of each stage, and those behind the model's, up to `total`, that every stage has."""
+    ends = [0, *accumulate(layer_counts(config, spec)), total]
+    return [range(begin, end) for begin, end in pairwise(ends) if begin < end]
 
 
 def weight_share(spec: ModelSpec, stage: Stage) -> float:

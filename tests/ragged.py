@@ -30,6 +30,7 @@ class Layer:
     index: int = 0
     sinks: torch.Tensor | None = None
     span: int = 0
+    chunked: bool = False
 
     @property
     def kv(self) -> KVLayout:
@@ -136,7 +137,8 @@ def oracle(case: Case) -> torch.Tensor:
         query = key[old:, None]
         visible = key <= query
         if layer.window:
-            visible &= key > query - layer.window
+            first = query // layer.window * layer.window if layer.chunked else query - layer.window + 1
+            visible &= key >= first
         scores.masked_fill_(~visible, float("-inf"))
         if layer.sinks is not None:
             sinks = layer.sinks.double().view(-1, 1, 1).expand(-1, new, 1)

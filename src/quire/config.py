@@ -76,7 +76,7 @@ class EngineConfig:
     )
     max_num_seqs: int | None = _scheduling(
         None,
-        "most requests in a batch (default: 1024 on a GPU of 64 GB or more, 256 on smaller GPUs, 32 on a CPU)",
+        "most requests in a batch (default: 1024 on a GPU of 64 GB or more, 256 on smaller GPUs, fewer if layers keep large states, 32 on a CPU)",
     )
     max_num_batched_tokens: int | None = _scheduling(
         None, "token budget of a step (default: 8192 on a GPU, 2048 on a CPU)"
@@ -114,6 +114,16 @@ class EngineConfig:
     )
     eviction: Eviction = _kv_cache(
         "lru", "cached block to evict first: lru (least recently used) or fifo (first cached)"
+    )
+    state_snapshots: int | None = _kv_cache(
+        None,
+        "rows for snapshots of the states of linear attention, Mamba and convolutions, by which prefix_caching finds the "
+        "end of a prefix (default: up to an eighth of the memory for the KV cache)",
+    )
+    state_snapshot_interval: int = _kv_cache(
+        4096,
+        "tokens between such snapshots, rounded up to blocks, besides those at the end of a prompt and where prompts "
+        "diverge; 0 takes only these",
     )
     shared_prefix: bool = _kv_cache(
         True,
@@ -196,6 +206,9 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
+        interval = self.state_snapshot_interval
+        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 0:
+            raise ConfigError(f"state_snapshot_interval must be an integer of at least 0, got {interval!r}")
         if not 0 < self.memory_utilization <= 1:
             raise ConfigError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
         if not self.rank_timeout > 0:
@@ -211,12 +224,13 @@ class EngineConfig:
         """Number of processes that compute, each with its own GPU if there are GPUs."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
 
-    def resolved(self, gpu_bytes: int, model_max_len: int) -> EngineConfig:
+    def resolved(self, gpu_bytes: int, model_max_len: int, state_bytes: int = 0) -> EngineConfig:
         """Return these settings with the automatic values that need no loaded model.
 
         Args:
             gpu_bytes: memory of the GPU; 0 for a CPU.
             model_max_len: longest context of the model in tokens.
+            state_bytes: bytes that the layers keep of each request, besides KV blocks.
 
         Raises:
             ConfigError: if chunked_prefill is off and a step cannot hold the longest prompt.
@@ -236,7 +250,7 @@ class EngineConfig:
             self,
             chunked_prefill=chunked,
             prefix_caching=not recompute if self.prefix_caching is None else self.prefix_caching,
-            max_num_seqs=self.max_num_seqs or _default_seqs(gpu_bytes),
+            max_num_seqs=self.max_num_seqs or _default_seqs(gpu_bytes, state_bytes),
             max_num_batched_tokens=budget,
             mixed_prefill_tokens=min(self.mixed_prefill_tokens or (budget if gpu_bytes else 256), budget)
             if chunked
@@ -259,10 +273,12 @@ def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
     return replace(config, device=f"{kind}:{gpu}") if gpu and kind != "cpu" else config
 
 
-def _default_seqs(gpu_bytes: int) -> int:
+def _default_seqs(gpu_bytes: int, state_bytes: int) -> int:
     if not gpu_bytes:
         return 32
-    return 1024 if gpu_bytes >= 64_000_000_000 else 256
+    rows = 1024 if gpu_bytes >= 64_000_000_000 else 256
+    # The states of all requests are allocated at the start, and take a sixth of the memory at most.
+    return max(1, min(rows, gpu_bytes // (6 * state_bytes))) if state_bytes else rows
 
 
 _SPEC_TOKENS = 5
@@ -275,6 +291,7 @@ _COUNTS = (
     "kv_cache_memory",
     "cpu_threads",
     "spec_tokens",
+    "state_snapshots",
     "tensor_parallel_size",
     "pipeline_parallel_size",
     "data_parallel_size",

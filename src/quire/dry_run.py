@@ -62,6 +62,8 @@ def build_dry_run(
         executor=EchoExecutor(spec.vocab_size, eos[0] if eos else 0, frozenset(eos), step_s),
         grammar=NoGrammar("a model, and this is a dry run"),
         groups=kv.groups,
+        has_states=any(spec.mixes),
+        num_snapshots=config.state_snapshots or config.max_num_seqs or 1,
         secret=secret,
     )
     return engine, EngineInfo(

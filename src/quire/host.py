@@ -95,7 +95,8 @@ def _build(
     clock.end("weights")
     start.run("compile")
     clock.end("warm_up")
-    start.run("allocate", start.run("count_blocks", start.run("measure")))
+    snapshots = start.run("count_snapshots", start.run("measure"))
+    start.run("allocate", start.run("count_blocks", snapshots))
     size = rank.size
     if size.max_model_len < (config.max_model_len or 1):
         log.warning(
@@ -114,6 +115,7 @@ def _build(
         grammar=pick_grammar(config, path, rank.spec.vocab_size),
         groups=size.groups,
         has_states=bool(size.state_bytes),
+        num_snapshots=size.num_snapshots,
         # The kernels of latent attention do not read shared blocks once.
         shares_prefix=config.shared_prefix and rank.backend.reads_shared and rank.spec.latent is None,
         drafts=config.spec_tokens or 0,
@@ -164,6 +166,8 @@ def _describe(rank: Rank, phases_s: dict[str, float]) -> EngineInfo:
         kv_groups=[(len(group.layers), group.window) for group in size.groups],
         weight_bytes=rank.weight_bytes,
         num_parameters=spec.num_parameters,
+        state_bytes=size.state_bytes,
+        num_snapshots=size.num_snapshots,
         reserved_bytes=rank.worker.reserved_bytes,
         prefix_caching=bool(config.prefix_caching),
         eviction=config.eviction,

@@ -17,7 +17,7 @@ from typing import ClassVar
 
 from quire.assembly.attention import pick_attention
 from quire.assembly.device import pick_dtype, rank_device
-from quire.assembly.memory import memory_planner
+from quire.assembly.memory import memory_planner, request_state_bytes
 from quire.assembly.model import load_model, served_spec
 from quire.assembly.speculation import check_speculation, find_draft, pick_speculation
 from quire.assembly.stages import pick_place, pick_stage, with_buffers
@@ -26,7 +26,7 @@ from quire.attention.base import AttentionBackend
 from quire.config import EngineConfig
 from quire.kernels import pick_kernels
 from quire.models.decoder import Model
-from quire.models.registry import check_shards
+from quire.models.registry import check_shards, check_stages
 from quire.models.spec import ModelSpec
 from quire.parallel.connection import Meeting
 from quire.parallel.pipeline import NO_LINK, Link
@@ -61,6 +61,7 @@ class Rank:
     def __init__(self, config: EngineConfig, path: Path, spec: ModelSpec, index: int = 0) -> None:
         place = self._place = pick_place(config, index)
         check_shards(spec, place.size)
+        check_stages(spec, place.stages)
         self.device = rank_device(config.device, index, place.count)
         self.guard = device_guard(self.device)
         self._path = path
@@ -74,7 +75,14 @@ class Rank:
         check_speculation(config, spec)
         self._draft = find_draft(config, path, spec)
         longest = min([spec.max_model_len, *(draft.spec.max_model_len for draft in self._draft)])
-        self.spec, self.config = spec, config.resolved(gpu_memory(self.device), longest)
+        self.spec, self.config = (
+            spec,
+            config.resolved(
+                gpu_memory(self.device),
+                longest,
+                request_state_bytes(spec, self.dtype, config.tensor_parallel_size),
+            ),
+        )
         self._kernels = pick_kernels(self.device, self.dtype, config.cpu_kernels)
         self.backend = pick_attention(config.attention, spec, self.device, self.dtype, self._kernels)
         self._parallel = Parallel(place.shard, place.size)
@@ -169,9 +177,15 @@ class Rank:
         self._kv_budget = self._memory.kv_budget(self.worker.measure())
         return self._memory.size_kv(self._kv_budget).max_model_len
 
-    def count_blocks(self, max_model_len: int) -> int:
-        """Return the number of KV blocks that fit if contexts have up to `max_model_len` tokens."""
-        self.size = self._memory.limited(max_model_len).size_kv(self._kv_budget)
+    def count_snapshots(self, max_model_len: int) -> int:
+        """Return the number of snapshots of states that fit if contexts have up to `max_model_len` tokens."""
+        memory = self._memory = self._memory.limited(max_model_len)
+        # A stage without such layers does not limit the others.
+        return memory.size_kv(self._kv_budget).num_snapshots if memory.state_bytes else 1 << 30
+
+    def count_blocks(self, snapshots: int) -> int:
+        """Return the number of KV blocks that fit beside so many snapshots."""
+        self.size = replace(self._memory, snapshots=snapshots).size_kv(self._kv_budget)
         return self.size.num_blocks
 
     def allocate(self, num_blocks: int) -> None:
@@ -205,6 +219,7 @@ class Rank:
         "load": load,
         "compile": lambda rank, _: rank.compile(),
         "measure": lambda rank, _: rank.measure(),
+        "count_snapshots": count_snapshots,
         "count_blocks": count_blocks,
         "allocate": allocate,
         "rehearse": lambda rank, _: rank.rehearse(),

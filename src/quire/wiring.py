@@ -17,6 +17,8 @@ from quire.core.prefix_cache import HashPrefixCache, NoPrefixCache, PrefixCache
 from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.shared_prefix import CommonBlocks, NoSharedPrefix, SharedPrefix
+from quire.core.snapshot_policy import SnapshotPolicy
+from quire.core.snapshots import NoSnapshots, SnapshotPool, Snapshots
 from quire.core.steplog import StepLog
 from quire.types import Executor, KVGroup, max_logit_rows
 
@@ -39,6 +41,7 @@ def wire_engine(
     grammar: Grammar,
     groups: Sequence[KVGroup] = (KVGroup(),),
     has_states: bool = False,
+    num_snapshots: int = 0,
     shares_prefix: bool = False,
     drafts: int = 0,
     secret: bytes | None = None,
@@ -53,16 +56,22 @@ def wire_engine(
         executor: runs the steps.
         grammar: structured output.
         groups: the groups of layers, each of which has block tables of its own.
-        has_states: layers keep a state per request, so a prefix needs a state too.
+        has_states: layers keep a state per request, so a prefix can be reused up to a snapshot of it only.
+        num_snapshots: number of rows for snapshots.
         drafts: most draft tokens of a request in a step; 0 if the executor drafts none.
         secret: key of the names of blocks; engines with the same one give equal blocks equal names. None picks one.
         shares_prefix: look for blocks that rows share, for an attention back end that reads them once.
     """
-    pool = BlockPool(num_blocks, FIFO() if config.eviction == "fifo" else LRU())
+    evictor = FIFO if config.eviction == "fifo" else LRU
+    pool = BlockPool(num_blocks, evictor())
     cache: PrefixCache = NoPrefixCache(len(groups))
     journal: CacheJournal = NameJournal() if config.data_parallel_size > 1 else NoJournal()
-    if config.prefix_caching and not has_states:
-        cache = HashPrefixCache(pool, block_size, groups, secret, journal)
+    snapshots: Snapshots = NoSnapshots()
+    if config.prefix_caching:
+        if has_states:
+            policy_of_snapshots = _snapshot_policy(config, block_size)
+            snapshots = SnapshotPool(num_snapshots, block_size, evictor(), policy_of_snapshots)
+        cache = HashPrefixCache(pool, block_size, groups, secret, journal, snapshots)
     choices = Policy(
         order=policy.priority if config.scheduling_policy == "priority" else policy.fcfs,
         admits=policy.static if config.batching == "static" else policy.continuous,
@@ -81,13 +90,19 @@ def wire_engine(
         max_logit_rows=max_logit_rows(config.max_num_seqs or 1, drafts),
     )
     log = StepLog()
-    blocks = Blocks(pool, cache, block_size, groups, limits.max_num_batched_tokens)
+    blocks = Blocks(pool, cache, block_size, groups, limits.max_num_batched_tokens, snapshots)
     whole = [index for index, group in enumerate(groups) if group.window is None]
     shared: SharedPrefix = NoSharedPrefix()
     if shares_prefix and whole:
         shared = CommonBlocks(block_size, whole[0])
     scheduler = Scheduler(blocks, choices, limits, log, shared, _draft_depth(config, drafts))
     return Engine(scheduler, executor, grammar, depth, log, config.check_invariants, journal)
+
+
+def _snapshot_policy(config: EngineConfig, block_size: int) -> SnapshotPolicy:
+    """Return where to take snapshots. With drafts a row may end behind the place, so answers have none."""
+    interval = -(-(config.state_snapshot_interval or 0) // block_size) * block_size
+    return SnapshotPolicy(block_size, interval, in_answers=config.spec_method == "off")
 
 
 def _draft_depth(config: EngineConfig, drafts: int) -> DraftDepth:

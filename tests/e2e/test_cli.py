@@ -161,6 +161,40 @@ def test_bench_latency_of_one_batch_size_and_of_several(
     assert main(["bench", "latency", *few, "--batch-size", "1", "2", "--output-json", str(file)]) == 0
     assert "of limit" in capsys.readouterr().out
     assert [one["batch_size"] for one in json.loads(file.read_text())["batches"]] == [1, 2]
+    lists = [
+        "--input-len",
+        "5",
+        "20",
+        "--output-len",
+        "2",
+        "3",
+        "--num-iters-warmup",
+        "0",
+        "--num-iters",
+        "1",
+    ]
+    assert main(["bench", "latency", *lists, "--batch-size", "1", "--output-json", str(file)]) == 0
+    points = [(one["input_len"], one["output_len"]) for one in json.loads(file.read_text())["batches"]]
+    assert points == [(5, 2), (5, 3), (20, 2), (20, 3)]
+    assert main(["bench", "latency", *lists, "--plot", "sweep.png"]) != 0
+    assert "plot takes one input_len" in capsys.readouterr().err
+
+
+def test_bench_memory_compares_the_layouts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    file, plot = tmp_path / "found.json", tmp_path / "found.svg"
+    few = ["--input-len", "60", "--output-len", "12", "--batch-sizes", "2", "8", "16"]
+    assert main(["bench", "memory", "demo", *few, "--plot", str(plot), "--output-json", str(file)]) == 0
+    assert "contiguous" in capsys.readouterr().out and plot.read_text().count("<svg") == 1
+    found = {(one["layout"], one["batch_size"]): one for one in json.loads(file.read_text())["layouts"]}
+    assert [found["contiguous", size]["held"] for size in (2, 8, 16)] == [2, 8, 8], (
+        "room for 8 of full length"
+    )
+    assert found["paged", 16]["held"] > 8
+    for one in found.values():
+        assert 0 < one["used_bytes"] <= one["reserved_bytes"] <= one["pool_bytes"]
+        assert one["wasted_bytes"] == one["reserved_bytes"] - one["used_bytes"]
+    assert found["paged", 8]["wasted_bytes"] < found["contiguous", 8]["wasted_bytes"] / 2
 
 
 def test_a_sweep_that_is_interrupted_keeps_its_finished_levels(
@@ -246,3 +280,12 @@ def test_profile(tmp_path: Path) -> None:
         assert line in done.stdout, line
     assert json.loads(tables.read_text())["steps"] == 4
     assert "traceEvents" in json.loads(gzip.decompress(trace.read_bytes()))
+
+
+def test_the_sanity_check_of_a_family() -> None:
+    pytest.importorskip("transformers", reason="transformers writes the checkpoints")
+    script = str(Path(__file__).resolve().parents[2] / "scripts" / "sanity_check.py")
+    done = subprocess.run([sys.executable, script, "Llama"], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "1 of 1 families passed" in done.stdout, done.stdout + done.stderr
+    wrong = subprocess.run([sys.executable, script, "Lama"], capture_output=True, text=True, timeout=120)
+    assert wrong.returncode == 2 and "unknown family 'Lama'" in wrong.stderr

@@ -18,7 +18,7 @@ from quire.cli.main import main
 from quire.config import EngineConfig
 from tiny import write_tiny
 
-SCALE = LadderScale("tiny", max_model_len=2048, vocab_size=100, is_full=False, on_gpu=False)
+SCALE = LadderScale("tiny", max_model_len=2048, vocab_size=100, is_full=False, on_gpu=True, gpus=2)
 
 
 @pytest.fixture(scope="module")
@@ -102,3 +102,24 @@ def test_the_command(
     assert all(rung.name in printed for rung in RUNGS)
     assert main(["ladder", "demo", "--report", "page.txt"]) == 2
     assert "report must end in .html, got 'page.txt'" in capsys.readouterr().err
+
+
+def test_the_notebook_plots_the_results(
+    rungs: list[RungResult | SkippedRung],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("Agg")
+    (tmp_path / "ladder.json").write_text(json.dumps({"rungs": [one.as_dict() for one in rungs]}))
+    monkeypatch.chdir(tmp_path)
+    notebook = json.loads((Path(__file__).resolve().parents[2] / "examples" / "ladder.ipynb").read_text())
+    names: dict[str, object] = {}
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            assert not cell["outputs"], "the notebook is kept without outputs"
+            exec("".join(cell["source"]), names)
+    measured = [one for one in rungs if isinstance(one, RungResult)]
+    assert f"{len(measured)} rungs were measured" in capsys.readouterr().out
+    assert (tmp_path / "ladder.png").stat().st_size > 5000

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
+from typing import Any
 
 import pytest
-from switches import GPU_SWITCHES, SWITCHES, Bench, defaults, legal, random_settings
+import torch
+from switches import GPU_SWITCHES, SWITCHES, Bench, defaults, legal, make_requests, random_settings
 
 PAIRS = sorted(
     {
@@ -29,8 +32,6 @@ RANDOM_RUNS = 300
 
 @pytest.fixture(scope="module")
 def bench() -> Bench:
-    import torch
-
     torch.set_num_threads(1)
     return Bench("demo")
 
@@ -67,6 +68,42 @@ def test_random_combinations_with_windows(windowed: Bench) -> None:
         cached += engine.log.totals.cached_tokens
         trimmed += len(engine.scheduler.blocks.groups) > 1
     assert cached and trimmed > CHUNK // 2
+
+
+STATE_SWITCHES = {
+    **SWITCHES,
+    "state_snapshots": (None, 1, 3),
+    "state_snapshot_interval": (4096, 0, 16),
+}
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Bench:
+    """A model of convolutions and attention, whose layers keep states."""
+    transformers = pytest.importorskip("transformers", reason="transformers makes the model")
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("hybrid")
+    write_hybrid(transformers, folder)
+    return Bench(str(folder), requests=make_requests(random.Random(7))[:12])
+
+
+def write_hybrid(transformers: Any, folder: Path) -> None:
+    torch.manual_seed(5)
+    config = transformers.Lfm2Config(
+        vocab_size=1600, hidden_size=32, intermediate_size=48, block_multiple_of=8, num_hidden_layers=5,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3,
+        layer_types=["conv", "conv", "full_attention", "conv", "full_attention"],
+    )  # fmt: skip
+    transformers.Lfm2ForCausalLM(config).save_pretrained(folder)
+
+
+def test_random_combinations_with_states(hybrid: Bench) -> None:
+    cached = preempted = 0
+    for seed in range(CHUNK // 2):
+        engine = hybrid.run(random_settings(random.Random(seed), STATE_SWITCHES), seed=seed)
+        cached += engine.log.totals.cached_tokens
+        preempted += engine.log.totals.preemptions
+    assert cached and preempted
 
 
 def test_expectation_does_not_hold_for_other_weights(bench: Bench) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from recent_cases import RECENT, RECENT_CLASSES
 from whole import greedy, last_logits, load_model, logits_of, whole_batch
 
 from quire.models.spec import ModelSpec
@@ -349,8 +350,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"n_embd": 40, "n_layer": 2, "n_head": 5, "n_positions": 64, "tie_word_embeddings": False},
     ),
 }
+CASES |= RECENT
+OFFSET_NORMS = ("Gemma", "Gemma2", "Gemma3Text")  # the weights of norms are stored minus one
 NAMES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Mixtral", "Qwen3Moe", "Qwen2Moe", "Olmoe", "MiniMaxM2")
-CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel"}
+CLASSES = {"Gemma3Text": "Gemma3ForCausalLM", "GPT2": "GPT2LMHeadModel", **RECENT_CLASSES}
 
 
 def make_reference(case: str, folder: Path, **save: Any) -> Any:
@@ -366,13 +369,15 @@ def make_reference(case: str, folder: Path, **save: Any) -> Any:
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if parameter.dim() == 1:
-                centre = 1.0 if key.endswith("weight") and "Gemma" not in name else 0.0
+                centre = 1.0 if key.endswith(("weight", "scale")) and name not in OFFSET_NORMS else 0.0
                 parameter.copy_(centre + 0.3 * torch.randn_like(parameter))
             elif "router" in key or key.endswith("gate.weight"):
                 parameter.copy_(0.3 * torch.randn_like(parameter))
         for key, buffer in model.named_buffers():
             if key.endswith("correction_bias"):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
+            if key.endswith("layer_scalar"):
+                buffer.copy_(0.7 + 0.3 * torch.rand_like(buffer))
     model.save_pretrained(folder, **save)
     return model
 
@@ -465,6 +470,17 @@ def test_layers_for_drafts_are_not_loaded(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
     with pytest.raises(ModelError, match=r"layers\.3\.eh_proj"):
         load_model(tmp_path)
+
+
+def test_keys_of_layers_that_read_others_are_not_loaded(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    model = make_reference("gemma3n", tmp_path)
+    file = tmp_path / "model.safetensors"
+    unused = {"k_proj.weight": torch.ones(16, 48), "k_norm.weight": torch.ones(8)}
+    extra = {f"model.layers.4.self_attn.{name}": tensor for name, tensor in unused.items()}
+    save_file({**load_file(file), **extra}, file)
+    check(model, tmp_path, count=1)
 
 
 def test_gpt2_without_prefix(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from quire.attention.base import Angles, AttentionLayer, ForwardBatch, LatentLayer
+from quire.attention.reference import first_key
 from quire.layers.env import Env
 from quire.models.checkpoint.checkpoint import open_checkpoint
 from quire.models.config.load import load_spec
@@ -27,6 +28,9 @@ class WholeSequenceAttention:
     forward_packed = None
     reads_shared = False
 
+    def __init__(self) -> None:
+        self.written: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keys and values of a step, by layer
+
     def kv_shape(self, num_blocks: int, block_size: int, heads: int, dim: int) -> tuple[int, ...]:
         return (num_blocks, block_size, heads, dim)
 
@@ -34,8 +38,16 @@ class WholeSequenceAttention:
         return None
 
     def forward(
-        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        batch: ForwardBatch,
     ) -> torch.Tensor:
+        if k is None or v is None:
+            k, v = self.written[layer.index]
+        self.written[layer.index] = k, v
         outs = []
         ends = np.cumsum(batch.num_tokens).tolist()
         for start, end in zip([0, *ends], ends):
@@ -48,7 +60,7 @@ class WholeSequenceAttention:
             at = torch.arange(end - start)
             hidden = at[None, :] > at[:, None]
             if layer.window is not None:
-                hidden |= at[None, :] <= at[:, None] - layer.window
+                hidden |= at[None, :] < first_key(at[:, None], layer.window, layer.chunked)
             scores = scores.masked_fill(hidden, float("-inf"))
             if layer.sinks is not None:
                 sinks = layer.sinks.view(-1, 1, 1).expand(-1, end - start, 1)

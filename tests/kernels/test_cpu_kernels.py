@@ -144,6 +144,7 @@ LAYERS = [
     Layer(3, 3, 16, 0.3),
     Layer(4, 1, 24, 0.2, window=37),
     Layer(6, 2, 12, 0.3, soft_cap=2.0),
+    Layer(6, 2, 12, 0.3, window=37, chunked=True),
     Layer(16, 8, 128, 128**-0.5, window=16, soft_cap=30.0),
     Layer(4, 2, 24, 0.2, sinks=torch.tensor([1.0, -2.0, 3.0, 0.0]), span=1),
     Layer(4, 2, 40, 0.2, window=9, sinks=torch.tensor([9.0, -90.0, 0.5, 2.0]), span=15),

@@ -46,9 +46,10 @@ def case_of(
     seed: int = 0,
     sinks: bool = False,
     span: int = 0,
+    chunked: bool = False,
 ) -> tuple[Case, TritonAttention]:
     torch.manual_seed(seed)
-    layer = Layer(heads, kv_heads, dim, dim**-0.5, window, soft_cap, span=span)
+    layer = Layer(heads, kv_heads, dim, dim**-0.5, window, soft_cap, span=span, chunked=chunked)
     if sinks:
         layer.sinks = 2 * torch.randn(heads, device=device)
     backend = TritonAttention()
@@ -112,6 +113,7 @@ def test_random_batches_interpreted(seed: int) -> None:
         soft_cap=rng.choice([None, None, 3.0]),
         sinks=rng.choice([False, True]),
         slack=rng.choice([0, 0, 3]),
+        chunked=seed % 2 > 0,
         seed=seed,
     )
 
@@ -213,9 +215,10 @@ def test_one_token_rows_interpreted(block_size: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("window", [None, 40])
-def test_several_tiles_of_new_tokens_interpreted(window: int | None) -> None:
-    compare([(0, 1), (20, 70), (3, 2), (0, 50)], heads=4, kv_heads=1, dim=32, window=window)
+@pytest.mark.parametrize(("window", "chunked"), [(None, False), (40, False), (40, True)])
+def test_several_tiles_of_new_tokens_interpreted(window: int | None, chunked: bool) -> None:
+    rows = [(0, 1), (20, 70), (3, 2), (0, 50)]
+    compare(rows, heads=4, kv_heads=1, dim=32, window=window, chunked=chunked)
 
 
 @interpreted

@@ -36,6 +36,7 @@ def compare(seed: int, device: str, kind: type[random.Random] = random.Random) -
         scale=rng.choice([0.2, 0.125]),
         window=rng.choice([None, None, 1, 5, 24]),
         soft_cap=rng.choice([None, None, 3.0]),
+        chunked=seed % 3 == 0,
     )
     if rng.random() < 0.3:
         layer.sinks = 2 * torch.randn(layer.num_heads, device=device)

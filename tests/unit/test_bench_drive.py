@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from quire.bench.cost import Cost, Machine
 from quire.bench.drive import Bench
-from quire.bench.energy import EnergyMeter, energy_meter
+from quire.bench.energy import EnergyMeter, energy_meter, joined
 from quire.bench.growth import GrowthPlan, bound_by, measure_growth
 from quire.bench.load.sessions import sessions
 from quire.bench.load.workloads import shifted, uniform
@@ -133,6 +134,12 @@ class _Nvml:
     def nvmlDeviceGetClockInfo(self, handle: object, kind: int) -> int:
         return 1500
 
+    def nvmlDeviceGetUtilizationRates(self, handle: object) -> SimpleNamespace:
+        return SimpleNamespace(gpu=90)
+
+    def nvmlDeviceGetMemoryInfo(self, handle: object) -> SimpleNamespace:
+        return SimpleNamespace(used=3 << 30)
+
     def nvmlDeviceGetTotalEnergyConsumption(self, handle: object) -> int:
         return self.millijoules
 
@@ -144,10 +151,15 @@ def test_energy_of_a_measurement() -> None:
     energy.seconds = 0.01
     figures = energy.figures(output_tokens=20)
     assert figures["energy_j"] == 5.0 and figures["j_per_output_token"] == 0.25 and figures["power_w"] == 500
-    assert figures["max_clock_mhz"] == 1980 and figures["clock_mhz"] in (None, 1500)
+    assert figures["max_clock_mhz"] == 1980 and figures["clock_mhz"] == 1500
+    assert figures["gpu_utilization_pct"] == 90 and figures["peak_memory_bytes"] == 3 << 30
+    twice = joined([energy, energy]).figures(output_tokens=20)
+    assert twice["energy_j"] == 10.0 and twice["power_w"] == 500 and twice["peak_memory_bytes"] == 3 << 30
     with energy_meter("cpu").measure() as energy:
         pass
-    assert set(energy.figures(3).values()) == {None}
+    figures = energy.figures(3)
+    assert figures.pop("peak_memory_bytes") > 50 << 20  # of this process
+    assert set(figures.values()) == {None}
 
 
 def test_sessions_send_what_was_said_before(bench: Bench) -> None:

@@ -28,7 +28,7 @@ NOT_OURS = {
     "answers.jsonl", "config.json", "config.yaml", "generation_config.json", "hf_quant_config.json", "load.svg",
     "merges.txt", "model.gguf", "prompts.jsonl", "prompts.txt", "server.yaml", "special_tokens_map.json",
     "template.jinja", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "out.json",
-    "mooncake_conversation.jsonl", "sweep.png", "growth.png", "ladder.html", "users.png", "prometheus.yml", "file.yaml",
+    "mooncake_conversation.jsonl", "sweep.png", "growth.png", "memory.png", "ladder.html", "users.png", "prometheus.yml", "file.yaml",
 }  # fmt: skip
 # Flags of other programs that the documents show, and flags that are shown because they are missing.
 FOREIGN_FLAGS = {

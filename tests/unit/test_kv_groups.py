@@ -86,6 +86,19 @@ def test_layers_of_other_layouts_never_share_a_part() -> None:
         check(layouts, one_group(layouts))
 
 
+def test_entries_that_other_layers_read_are_not_overwritten() -> None:
+    """Layers without entries take no memory; without a cache, entries that they read have a part of their own."""
+    shared = replace(WHOLE, is_shared=True)
+    layouts = [WHOLE, shared, WHOLE, LOCAL, KVLayout(()), KVLayout(())]
+    for found in (scratch(layouts), group_layers(layouts, 512)):
+        assert found.part_of[4:] == (None, None) and found.part_of[1] not in (
+            found.part_of[0],
+            found.part_of[2],
+        )
+    found = scratch(layouts)
+    assert found.part_of[0] == found.part_of[2] == found.part_of[3] and len(found.parts) == 2
+
+
 def test_without_pages_or_a_cache_there_is_one_group() -> None:
     assert shape(choose_groups(gemma_4b(), 32_768, paged=False, keeps_kv=True)) == [(34, None)]
     found = choose_groups(gemma_4b(), 32_768, paged=True, keeps_kv=False)

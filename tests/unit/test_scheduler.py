@@ -2,7 +2,7 @@
 
 A fake device runs launched work in order and only when the host waits, so the host cannot read results too early. Each
 entry of its KV cache holds the hash of the whole token prefix, so every forward pass checks that the block table points
-to the right keys.
+to the right keys. The state of a slot, and each snapshot of one, is the hash of all tokens that went into it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from quire.core.prefix_cache import HashPrefixCache, NoPrefixCache, PrefixMatch
 from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.shares import Shares
+from quire.core.snapshot_policy import SnapshotPolicy
+from quire.core.snapshots import NoSnapshots, SnapshotPool
 from quire.core.steplog import StepLog
 from quire.core.waiting_queue import WaitingQueue
 from quire.types import (
@@ -78,6 +80,9 @@ class FakeDevice:
     kv: dict = field(default_factory=dict)
     columns: dict = field(default_factory=dict)
     hidden: dict = field(default_factory=dict)
+    states: dict = field(default_factory=dict)  # by slot; every model keeps one, and some engines restore it
+    snapshots: dict = field(default_factory=dict)
+    has_states: bool = False
     plans: dict = field(default_factory=dict)
     failing: random.Random | None = None  # decides which launches run out of memory
     drafter: random.Random = field(default_factory=lambda: random.Random(0))  # decides which drafts are right
@@ -118,6 +123,9 @@ class FakeDevice:
                 for position in range(start, start + n):
                     for group in range(len(self.groups)):
                         self.kv[self._entry(self.columns[slot], group, position)] = "spoiled"
+                self.states[slot] = "spoiled"
+            for _, row in plan.saves:
+                self.snapshots[row] = "spoiled"
 
         self.queue.append(spoil)
         raise StepFailed("no memory")
@@ -129,6 +137,8 @@ class FakeDevice:
         for slot, group, index, blocks in plan.new_blocks:
             assert len(self.columns[slot]["blocks"][group]) == index
             self.columns[slot]["blocks"][group] += blocks
+        for slot, row in plan.restores:
+            self.states[slot] = self.snapshots[row]
         assert len(set(plan.slots.tolist())) == len(plan.slots), "a slot runs twice in one step"
         assert plan.num_tokens.sum() == plan.total_tokens
         hidden, writer, ends = {}, {}, {}
@@ -144,6 +154,7 @@ class FakeDevice:
             assert len(tokens) == n, "the device does not have the input tokens yet"
             assert not drafts or start + n == len(known), "the row does not reach its drafts"
             h, states = self._prefix(column, start), []
+            assert not (self.has_states and start) or self.states[slot] == h, "a row has a wrong state"
             for position, token in enumerate(tokens, start):
                 h = chain(h, token)
                 states.append(h)
@@ -152,6 +163,7 @@ class FakeDevice:
                     assert entry not in writer, "two rows write the same KV entry"
                     self.kv[entry], writer[entry] = (group, h), slot
             hidden[slot] = states[-1 - drafts :]
+            self.states[slot] = states[-1]
         for slot, end in ends.items():
             column, h = self.columns[slot], -1
             for position, token in enumerate(end):
@@ -162,6 +174,10 @@ class FakeDevice:
                     entry = self._entry(column, number, position)
                     assert self.kv.get(entry) == (number, h), "attention would read wrong KV"
                     assert writer.get(entry, slot) == slot, "a row reads what another row of its step writes"
+        drafts_of = dict(zip(plan.slots.tolist(), plan.num_drafts.tolist()))
+        for slot, row in plan.saves:
+            assert not drafts_of[slot], "a snapshot may hold drafts that are rejected"
+            self.snapshots[row] = self.states[slot]
         self.hidden[plan.step] = hidden
 
     def _draft(self, column: dict, count: int) -> list[int]:
@@ -193,6 +209,7 @@ class FakeDevice:
                 while accepted < len(drafts) and drafts[accepted] == tokens[accepted]:
                     accepted += 1
                 column["computed"] -= len(drafts) - accepted
+                self.states[slot] = hidden[slot][accepted]
                 column["tokens"] += tokens[: accepted + 1]
                 out.append(tokens[: accepted + 1])
                 if not self.keeps_kv:
@@ -238,7 +255,6 @@ def make_engine(rng: random.Random | None = None, **fixed) -> tuple[Engine, int]
     depth = max(stages, choose("depth", [1, 2, 2, 3, 4]))
     pool = BlockPool(num_blocks, choose("evictor", [LRU, FIFO])())
     caches = keeps and choose("prefix", [True, False])
-    cache = HashPrefixCache(pool, block_size, groups) if caches else NoPrefixCache(len(groups))
     policy = Policy(
         order=choose("order", [fcfs, priority]),
         admits=choose("admits", [continuous, continuous, static]),
@@ -249,16 +265,19 @@ def make_engine(rng: random.Random | None = None, **fixed) -> tuple[Engine, int]
         choose("rows", [1, 3, 8]), budget, max_len, block_size, keeps, depth > 1, mixed, stages=stages
     )
     log = StepLog()
-    blocks = Blocks(pool, cache, block_size, groups, budget)
+    rows = fixed.get("snapshots", rng.choice([None, None, 1, 2, 5, 40]) if rng else None)
+    snapshots = NoSnapshots()
+    if rows and caches:
+        interval = choose("interval", [0, 2 * block_size, 6 * block_size])
+        where = SnapshotPolicy(block_size, interval, in_answers=choose("in_answers", [True, False]))
+        snapshots = SnapshotPool(rows, block_size, type(pool.evictor)(), where)
+    cache = NoPrefixCache(len(groups))
+    if caches:
+        cache = HashPrefixCache(pool, block_size, groups, snapshots=snapshots)
+    blocks = Blocks(pool, cache, block_size, groups, budget, snapshots)
     scheduler = Scheduler(blocks, policy, limits, log, depth=fixed.get("drafts"))
-    return Engine(
-        scheduler,
-        FakeDevice(block_size, keeps, groups, stages),
-        NoGrammar(),
-        depth,
-        log,
-        check_invariants=True,
-    ), max_len
+    device = FakeDevice(block_size, keeps, groups, stages, has_states=bool(rows))
+    return Engine(scheduler, device, NoGrammar(), depth, log, check_invariants=True), max_len
 
 
 def random_requests(rng: random.Random, max_len: int) -> list[EngineRequest]:
@@ -319,7 +338,8 @@ class ChangingDepth(NoDrafts):
 def random_run(seed: int, fails: bool = False) -> Engine:
     rng = random.Random(seed)
     engine, max_len = make_engine(rng)
-    if engine.scheduler.limits.keeps_kv:
+    snapshots = engine.scheduler.blocks.snapshots
+    if engine.scheduler.limits.keeps_kv and not (snapshots.num_rows and snapshots.policy.in_answers):
         engine.scheduler.depth = ChangingDepth(seed)
     engine.executor.failing = random.Random(seed) if fails else None
     todo = random_requests(rng, max_len)
@@ -728,10 +748,48 @@ def _break_time_of_trimming(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Blocks, "publish", publish)
 
 
+def _break_time_of_restoring(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Restore a snapshot in the step that saves it."""
+    original = SnapshotPool.restore
+
+    def restore(self: SnapshotPool, request, copies) -> bool:
+        ready = original(self, request, copies)
+        copies.restores |= copies.deferred
+        copies.deferred = {}
+        return ready
+
+    monkeypatch.setattr(SnapshotPool, "restore", restore)
+
+
+def _break_eviction_of_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Save a snapshot over one that is still named."""
+    original = SnapshotPool._take
+
+    def take(self: SnapshotPool) -> int | None:
+        row = next(iter(self._name_of), None)
+        if row is None or row in self._saving:
+            return original(self)
+        return row
+
+    monkeypatch.setattr(SnapshotPool, "_take", take)
+
+
+def _break_release_of_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lose the rows of requests that end before their tokens are known."""
+
+    def release(self: SnapshotPool, request) -> None:
+        request.reserved_rows = []
+
+    monkeypatch.setattr(SnapshotPool, "release", release)
+
+
 @pytest.mark.parametrize(
     "rule",
     [
         _break_stages,
+        _break_time_of_restoring,
+        _break_eviction_of_snapshots,
+        _break_release_of_snapshots,
         _break_window,
         _break_window_match,
         _break_time_of_trimming,
@@ -753,10 +811,12 @@ def test_a_broken_rule_is_noticed(rule, monkeypatch: pytest.MonkeyPatch) -> None
             random_run(seed)
 
 
-@pytest.mark.parametrize("rule", ["withdraw", "retire first"])
+@pytest.mark.parametrize("rule", ["withdraw", "withdraw snapshots", "retire first"])
 def test_a_broken_rule_of_failed_steps_is_noticed(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if rule == "withdraw":
         monkeypatch.setattr(HashPrefixCache, "withdraw", lambda self, blocks: None)
+    elif rule == "withdraw snapshots":
+        monkeypatch.setattr(SnapshotPool, "withdraw", lambda self, copies: None)
     else:
         monkeypatch.setattr(Engine, "_give_up", lambda self, error: self.scheduler.fail(error))
     with pytest.raises(Exception):  # noqa: B017  an assertion, or a crash of the loop

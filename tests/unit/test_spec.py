@@ -142,7 +142,9 @@ def test_deepseek(name: str, billions: float, layers: int) -> None:
     assert spec.moe.shared_size == (2816 if layers == 27 else 2048)
     scale = 0.1 * (0.707 if layers == 27 else 1.0) * math.log(40) + 1
     assert spec.query_scale == pytest.approx(192**-0.5 * scale**2)
-    assert spec.rope and spec.rope.attention_factor == 1.0 and spec.rope_dim == 64 and spec.rope.interleaved
+    assert (
+        spec.rope and spec.rope.attention_factor == 1.0 and spec.rope_dim(0) == 64 and spec.rope.interleaved
+    )
     with pytest.raises(ModelError, match="moe_layer_freq 2 is not supported"):
         ModelSpec.from_config({**config, "moe_layer_freq": 2})
     with pytest.raises(ModelError, match="num_experts_per_tok must be at most"):

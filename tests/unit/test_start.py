@@ -99,7 +99,7 @@ def test_tables_and_columns_are_made_for_the_context_that_is_served(monkeypatch:
 
     def noted(self: Worker, size: KVSize) -> Runner:
         runner = allocate(self, size)
-        made.append((len(self.model.ropes[0].table), runner.state.tokens.shape[1]))
+        made.append((len(self.model.ropes[0].table), runner.state.max_len))
         return runner
 
     monkeypatch.setattr(Worker, "allocate", noted)

@@ -57,4 +57,4 @@ def test_runners_share_one_set_of_slot_columns() -> None:
     assert not second.tokens.any(), "the columns still hold the tokens of a throwaway runner"
     assert second.num_tokens.tolist() == [0, 0, 0, 1] and (second.block_tables[0][second.dummy] == 8).all()
     shorter = worker.allocate(KVSize(8, 16, 0, 128)).state
-    assert shorter.tokens.shape == (4, 128), "the columns are longer than the context that is served"
+    assert shorter.tokens.shape == (4, 128 + 1), "the columns are longer than the context that is served"

@@ -59,8 +59,10 @@ def pick_attention(
         width = latent.stored_dim
         fits = TritonAttention.fits_latent(spec.num_heads, width, dtype.itemsize, target)
     else:
-        width = spec.head_dim
-        fits = TritonAttention.fits(width, dtype.itemsize, spec.num_heads // spec.num_kv_heads, target)
+        layers = range(spec.num_layers)
+        kinds = {(spec.layer_head_dim(i), spec.num_heads // spec.layer_kv_heads(i)) for i in layers}
+        width = max(dim for dim, _ in kinds)
+        fits = all(TritonAttention.fits(dim, dtype.itemsize, group, target) for dim, group in kinds)
     if not fits:
         fault = f"{dtype.itemsize * 8}-bit heads of {width} need more shared memory than {target} has"
         if name == "triton":

@@ -102,4 +102,5 @@ def pick_dtype(wanted: str, spec: ModelSpec, device: torch.device) -> torch.dtyp
     return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
 
 
-_WIDE_RANGE = ("gemma", "gemma2", "gemma3")  # families trained in bfloat16 whose activations overflow float16
+# Families trained in bfloat16 whose activations overflow float16.
+_WIDE_RANGE = ("gemma", "gemma2", "gemma3", "gemma3n", "gemma4")

@@ -17,6 +17,12 @@ from quire.worker.memory.kv_groups import choose_groups, held_by
 from quire.worker.memory.sizing import BlockLayout, MemoryPlanner
 
 
+def request_state_bytes(spec: ModelSpec, dtype: torch.dtype, ranks: int) -> int:
+    """Return the bytes that the layers keep of a request, besides KV entries, on one of `ranks` ranks."""
+    name = str(dtype).removeprefix("torch.")
+    return sum(layout.num_bytes for layout in spec.state_layouts(name, ranks))
+
+
 def memory_planner(
     config: EngineConfig,
     path: Path,
@@ -73,4 +79,5 @@ def memory_planner(
         # Replicas on a CPU share its memory; on GPUs each has its own.
         memory_utilization=config.memory_utilization
         / (config.data_parallel_size if device.type == "cpu" else 1),
+        snapshots=config.state_snapshots if config.prefix_caching else 0,
     )

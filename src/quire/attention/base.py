@@ -109,6 +109,9 @@ class AttentionLayer(KVLayer, Protocol):
     scale: float
     # A token attends to itself and the window - 1 tokens before it; None: to all tokens before it.
     window: int | None
+    chunked: (
+        bool  # the context is cut into chunks of `window` tokens, and a token attends to those of its own
+    )
     soft_cap: float | None  # a score s becomes cap * tanh(s / cap); None: off
     sinks: (
         torch.Tensor | None
@@ -213,14 +216,19 @@ class AttentionBackend(Protocol):
         ...
 
     def forward(
-        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        batch: ForwardBatch,
     ) -> torch.Tensor:
         """Write k and v, and attend.
 
         Args:
             layer: the calling layer.
             q: [tokens, heads, dim].
-            k, v: [tokens, kv heads, dim].
+            k, v: [tokens, kv heads, dim]; None if an earlier layer of the same index has written them.
             batch: the step.
 
         Returns:

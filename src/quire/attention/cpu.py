@@ -66,7 +66,12 @@ class CpuAttention:
         return out
 
     def forward(
-        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        batch: ForwardBatch,
     ) -> torch.Tensor:
         if batch.attn is None:  # the kernel always rotates; GPT-2's heads are not rotated
             batch.attn = self._reference.plan(batch)
@@ -104,6 +109,7 @@ class CpuAttention:
         heads = CHeads(
             address(norm), table.data_ptr(), layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window or 0,
             layer.span or layer.head_dim // 2, pointer(layer.sinks), layer.scale, layer.soft_cap or 0.0, half(table),
+            layer.chunked,
         )  # fmt: skip
         self._layers[id(layer)] = structs = _LayerStructs(heads, norm, (layer, norms, table))
         return structs

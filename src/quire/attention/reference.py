@@ -61,7 +61,8 @@ class LongRow:
     kv: Slots | None  # [length]; None: no past, so the k and v of this step are all there is
     length: int
     positions: torch.Tensor  # int64 [new]
-    cache: dict[int | None, list[_RowPiece]] | None  # pieces by window, shared by layers; None: not kept
+    # Pieces by window and whether it is a chunk, shared by layers; None: not kept.
+    cache: dict[tuple[int | None, bool], list[_RowPiece]] | None
 
     def pieces(self, layer: AttentionLayer) -> Iterable[_RowPiece]:
         """Yield the row in pieces whose masks, or scores if `_keeps_scores`, have a bounded size."""
@@ -70,12 +71,13 @@ class LongRow:
             return [_RowPiece(slice(None), slice(None), None)]
         heads = layer.num_heads if _keeps_scores(layer) else 1
         if self.cache is None:
-            return self.cut(window, heads)
-        if window not in self.cache:
-            self.cache[window] = list(self.cut(window, heads))
-        return self.cache[window]
+            return self.cut(window, heads, layer.chunked)
+        kind = window, layer.chunked
+        if kind not in self.cache:
+            self.cache[kind] = list(self.cut(window, heads, layer.chunked))
+        return self.cache[kind]
 
-    def cut(self, window: int | None, heads: int) -> Iterator[_RowPiece]:
+    def cut(self, window: int | None, heads: int, chunked: bool = False) -> Iterator[_RowPiece]:
         """Yield pieces with at most `_MASK_ELEMENTS` scores of `heads` heads, or with one query if that is more."""
         device, new = self.positions.device, self.end - self.start
         limit = max(1, _MASK_ELEMENTS // (self.length * heads))
@@ -87,7 +89,7 @@ class LongRow:
             key = torch.arange(first, last, device=device)
             mask = key <= query
             if window is not None:
-                mask &= key > query - window
+                mask &= key >= first_key(query, window, chunked)
             yield _RowPiece(slice(begin, end), slice(first, last), mask)
 
 
@@ -162,13 +164,19 @@ class ReferenceAttention:
     # ------------------------------------------------------------------------------ per layer
 
     def forward(
-        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        batch: ForwardBatch,
     ) -> torch.Tensor:
         keys, values = (x.view(-1, layer.num_kv_heads, layer.head_dim) for x in batch.kv[layer.index])
         plan: _ReferencePlan = batch.attn
-        k, v = (x.view(-1, layer.num_kv_heads, layer.head_dim) for x in (k, v))
-        _write(keys, plan.writes, k)
-        _write(values, plan.writes, v)
+        if k is not None and v is not None:
+            k, v = (x.view(-1, layer.num_kv_heads, layer.head_dim) for x in (k, v))
+            _write(keys, plan.writes, k)
+            _write(values, plan.writes, v)
         q = q.view(-1, layer.num_heads, layer.head_dim)
         if len(plan.groups) == 1 and plan.groups[0].tokens is None:
             return self._attend_group(layer, plan.groups[0], q, keys, values)
@@ -179,10 +187,11 @@ class ReferenceAttention:
             out.index_copy_(0, group.tokens, self._attend_group(layer, group, rows, keys, values))
         for long in plan.long_rows:
             new = slice(long.start, long.end)
-            if long.kv is None:
+            if long.kv is None and k is not None and v is not None:
                 row_k, row_v = k[new], v[new]
             else:
-                row_k, row_v = _read(keys, long.kv), _read(values, long.kv)
+                slots = _part(plan.writes, new) if long.kv is None else long.kv
+                row_k, row_v = _read(keys, slots), _read(values, slots)
             out[new] = self._attend_long(layer, long, q[new], row_k, row_v)
         return out
 
@@ -232,9 +241,12 @@ class ReferenceAttention:
         mask = group.mask
         if layer.window is not None and group.length > layer.window:
             if mask is None or group.distance is None:
-                k, v = k[:, :, -layer.window :], v[:, :, -layer.window :]
+                last = torch.tensor(group.length - 1)
+                first = int(first_key(last, layer.window, layer.chunked))
+                k, v = k[:, :, first:], v[:, :, first:]
             else:
-                mask = mask & (group.distance < layer.window)
+                position = group.distance[..., :1]  # of the query: its distance to the first key
+                mask = mask & (position - group.distance >= first_key(position, layer.window, layer.chunked))
         packed = q.view(rows, heads, layer.num_heads // heads, dim)
         return _attend(packed, k, v, mask, False, layer).reshape(rows, layer.num_heads * dim)
 
@@ -252,6 +264,11 @@ class ReferenceAttention:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
+def first_key(positions: torch.Tensor, window: int, chunked: bool) -> torch.Tensor:
+    """Return the position of the first key that a query at each of `positions` sees; it may be negative."""
+    return positions // window * window if chunked else positions - (window - 1)
+
+
 def _write(blocks: torch.Tensor, slots: Slots, new: torch.Tensor) -> None:
     """Write `new` [n, heads, dim] into `blocks` [all slots, heads, dim]."""
     if isinstance(slots, slice):
@@ -262,6 +279,13 @@ def _write(blocks: torch.Tensor, slots: Slots, new: torch.Tensor) -> None:
 
 def _read(blocks: torch.Tensor, slots: Slots) -> torch.Tensor:
     return blocks[slots] if isinstance(slots, slice) else blocks.index_select(0, slots)
+
+
+def _part(slots: Slots, tokens: slice) -> Slots:
+    """Return the slots of a range of tokens."""
+    if isinstance(slots, slice):
+        return slice(slots.start + tokens.start, slots.start + tokens.stop)
+    return slots[tokens]
 
 
 def _to_device(values: list[int], device: torch.device) -> torch.Tensor:

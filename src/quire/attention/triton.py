@@ -149,11 +149,17 @@ class TritonAttention:
         return _TritonPlan(ones, int(batch.seq_bounds.max(initial=1)))
 
     def forward(
-        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        batch: ForwardBatch,
     ) -> torch.Tensor:
-        keys, values = batch.kv[layer.index]
         dim, kv_heads = layer.head_dim, layer.num_kv_heads
-        write_kv(k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim), keys, values, batch.kv_slots)
+        if k is not None and v is not None:
+            keys, values = batch.kv[layer.index]
+            write_kv(k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim), keys, values, batch.kv_slots)
         return self._attend(layer, q.view(-1, layer.num_heads, dim), batch)
 
     def forward_packed(
@@ -189,12 +195,12 @@ class TritonAttention:
             attend_short(
                 q, keys, values, out, batch.seq_lens, None if plan.ones else batch.query_start,
                 batch.block_table, batch.slots, layer.scale, layer.window, layer.soft_cap, work.queries, splits, shared,
-                layer.sinks,
+                layer.sinks, chunked=layer.chunked,
             )  # fmt: skip
         if work.tiles is not None:
             attend_long(
                 q, keys, values, out, batch.block_table, work.tiles,
-                layer.scale, layer.window, layer.soft_cap, layer.sinks,
+                layer.scale, layer.window, layer.soft_cap, layer.sinks, chunked=layer.chunked,
             )  # fmt: skip
         return out
 

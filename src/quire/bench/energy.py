@@ -1,15 +1,16 @@
-"""Energy, power and clock of a GPU during a measurement, from NVML's counters.
+"""Energy, power, clock, utilisation and memory of a GPU during a measurement, from NVML's counters.
 
 Needs nvidia-ml-py (`pip install 'quire-llm[bench]'`). On a CPU, without the package, or where the driver has no such
-counter, the figures are absent.
+counter, the figures are absent; the memory of a CPU is that of the process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,14 +25,22 @@ class Energy:
     seconds: float = 0.0
     clocks_mhz: list[int] = field(default_factory=list)  # of the multiprocessors, read at intervals
     most_mhz: int | None = None  # the highest clock of the device
+    busy_pct: list[int] = field(
+        default_factory=list
+    )  # share of time with a kernel running, read at intervals
+    peak_memory_bytes: int | None = (
+        None  # of the device, all processes; on a CPU of this process since its start
+    )
 
     def conditions(self) -> dict[str, float | None]:
-        """Return mean power and clock: what the device allowed while it was measured."""
-        joules, clocks = self.joules, self.clocks_mhz
+        """Return mean power, clock and utilisation, and peak memory, while the device was measured."""
+        joules, clocks, busy = self.joules, self.clocks_mhz, self.busy_pct
         return {
             "power_w": None if joules is None or not self.seconds else joules / self.seconds,
             "clock_mhz": sum(clocks) / len(clocks) if clocks else None,
             "max_clock_mhz": self.most_mhz,
+            "gpu_utilization_pct": sum(busy) / len(busy) if busy else None,
+            "peak_memory_bytes": self.peak_memory_bytes,
         }
 
     def figures(self, output_tokens: int) -> dict[str, float | None]:
@@ -44,15 +53,29 @@ class Energy:
         }
 
 
+def joined(parts: Sequence[Energy]) -> Energy:
+    """Return several measurements as one."""
+    joules = [part.joules for part in parts if part.joules is not None]
+    peaks = [part.peak_memory_bytes for part in parts if part.peak_memory_bytes is not None]
+    return Energy(
+        joules=sum(joules) if joules else None,
+        seconds=sum(part.seconds for part in parts),
+        clocks_mhz=[clock for part in parts for clock in part.clocks_mhz],
+        most_mhz=parts[0].most_mhz,
+        busy_pct=[busy for part in parts for busy in part.busy_pct],
+        peak_memory_bytes=max(peaks, default=None),
+    )
+
+
 class NoEnergyMeter:
     """A meter of devices without counters."""
 
     @contextlib.contextmanager
     def measure(self) -> Iterator[Energy]:
-        """Measure nothing but the time."""
+        """Measure the time, and the memory of this process."""
         found, begin = Energy(), time.perf_counter()
         yield found
-        found.seconds = time.perf_counter() - begin
+        found.seconds, found.peak_memory_bytes = time.perf_counter() - begin, _peak_of_process()
 
 
 class EnergyMeter(NoEnergyMeter):
@@ -63,16 +86,22 @@ class EnergyMeter(NoEnergyMeter):
 
     @contextlib.contextmanager
     def measure(self) -> Iterator[Energy]:
-        """Measure the energy until the end of the context; a thread reads the clock meanwhile."""
+        """Measure the energy until the end of the context; a thread reads the other counters meanwhile."""
         nvml, handle = self._nvml, self._handle
         found, ended = Energy(), threading.Event()
         found.most_mhz = nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM)
 
-        def read_clock() -> None:
-            while not ended.wait(_EVERY_S):
-                found.clocks_mhz.append(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
+        def read() -> None:
+            found.clocks_mhz.append(nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM))
+            found.busy_pct.append(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)
+            used = nvml.nvmlDeviceGetMemoryInfo(handle).used
+            found.peak_memory_bytes = max(found.peak_memory_bytes or 0, used)
 
-        reader = threading.Thread(target=read_clock, name="clock reader", daemon=True)
+        def read_on() -> None:
+            while not ended.wait(_EVERY_S):
+                read()
+
+        reader = threading.Thread(target=read_on, name="NVML reader", daemon=True)
         reader.start()
         begin, before = time.perf_counter(), nvml.nvmlDeviceGetTotalEnergyConsumption(handle)
         try:
@@ -82,6 +111,16 @@ class EnergyMeter(NoEnergyMeter):
             found.seconds = time.perf_counter() - begin
             ended.set()
             reader.join()
+            read()  # a short measurement has at least one reading
+
+
+def _peak_of_process() -> int | None:
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return None
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def energy_meter(device: str) -> NoEnergyMeter:
@@ -96,7 +135,12 @@ def energy_meter(device: str) -> NoEnergyMeter:
         # NVML numbers all GPUs of the machine, torch only the visible ones.
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
         handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
-        pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)
+        for counter in (
+            pynvml.nvmlDeviceGetTotalEnergyConsumption,
+            pynvml.nvmlDeviceGetUtilizationRates,
+            pynvml.nvmlDeviceGetMemoryInfo,
+        ):
+            counter(handle)
     except ImportError:
         return NoEnergyMeter()
     except pynvml.NVMLError:

@@ -26,18 +26,20 @@ def memory_map(info: EngineInfo) -> dict[str, int]:
             "free": free,
         }
     blocks = (info.num_blocks + 1) * info.block_bytes  # the last one is the dummy slot's
+    states = (info.max_num_seqs + 1 + info.num_snapshots) * info.state_bytes
     graphs = sum(
         segment["total_size"]
         for segment in torch.cuda.memory_snapshot()
         if segment["device"] == device.index and tuple(segment["segment_pool_id"]) != (0, 0)
     )
     reserved = torch.cuda.memory_reserved(device)
-    rest = reserved - info.weight_bytes - blocks - graphs
+    rest = reserved - info.weight_bytes - blocks - states - graphs
     peak = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
     activations = max(min(peak, rest), 0)
     return {
         "weights": info.weight_bytes,
         "KV blocks": blocks,
+        "states": states,
         "graphs": graphs,
         "activations": activations,
         "columns, tables, allocator": rest - activations,

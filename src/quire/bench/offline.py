@@ -12,6 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from quire.bench.drive import Bench
+from quire.bench.energy import joined
 from quire.bench.load.workloads import Workload, shifted, uniform
 from quire.bench.metrics import latencies_ms, limits, percentile, summary
 from quire.bench.run import Run, ServedRequest
@@ -94,4 +95,5 @@ def latency(
         "output_throughput": batch_size * output_len / statistics.fmean(seconds),
         **summary(latencies_ms(Run(served, steps, 0.0)), PERCENTILES),
         **limits(steps, sum(seconds), bench.costs, bench.machine),
+        **joined([run.energy for run in runs]).figures(batch_size * output_len * len(runs)),
     }

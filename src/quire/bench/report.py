@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from quire.bench.growth import GrowthPoint
+from quire.bench.kv_use import KVUse
 from quire.bench.metrics import METRICS
 from quire.bench.run import Run
 from quire.types import ConfigError
@@ -88,14 +89,14 @@ def print_latency(found: dict[str, Any]) -> None:
 
 
 def print_batch(found: dict[str, Any], first: bool) -> None:
-    """Print the line of one batch size, after the heading if it is the first."""
+    """Print the line of one batch size and length, after the heading if it is the first."""
     if first:
         print(
-            f"{'batch':>6}{'latency s':>11}{'out tok/s':>11}{'TTFT ms':>9}{'ITL ms':>9}{'P99 ITL':>9}{'of limit':>10}"
+            f"{'in':>6}{'out':>6}{'batch':>6}{'latency s':>11}{'out tok/s':>11}{'TTFT ms':>9}{'ITL ms':>9}{'P99 ITL':>9}{'of limit':>10}"
         )
     itl, late = found["median_itl_ms"] or 0.0, found["p99_itl_ms"] or 0.0
     print(
-        f"{found['batch_size']:>6}{found['avg_latency']:>11.4f}{found['output_throughput']:>11.1f}"
+        f"{found['input_len']:>6}{found['output_len']:>6}{found['batch_size']:>6}{found['avg_latency']:>11.4f}{found['output_throughput']:>11.1f}"
         f"{found['median_ttft_ms']:>9.2f}{itl:>9.3f}{late:>9.3f}{100 * found['share_of_limit']:>9.1f}%",
         flush=True,
     )
@@ -148,6 +149,21 @@ def print_growth_point(point: GrowthPoint, first: bool) -> None:
         f"{point.curve:<9}{point.batch_size:>6}{point.context:>9}{point.time_s * 1e3:>11.3f}"
         f"{point.floor_s * 1e3:>11.3f}{100 * point.share_of_limit:>9.1f}%  {point.bound_by:<13}"
         f"{'-' if clock is None else f'{clock:.0f}':>6}{'-' if power is None else f'{power:.0f}':>6}",
+        flush=True,
+    )
+
+
+def print_kv_use(use: KVUse, first: bool) -> None:
+    """Print the line of one batch size of `quire bench memory`, after the heading if it is the first."""
+    if first:
+        print(
+            f"{'layout':<12}{'sent':>6}{'held':>6}{'reserved MiB':>14}{'used MiB':>10}{'wasted':>9}{'of pool':>9}"
+            f"{'tok/s':>10}"
+        )
+    wasted, share = use.wasted_bytes / use.reserved_bytes, use.reserved_bytes / use.pool_bytes
+    print(
+        f"{use.layout:<12}{use.batch_size:>6}{use.held:>6}{use.reserved_bytes / 2**20:>14.2f}"
+        f"{use.used_bytes / 2**20:>10.2f}{100 * wasted:>8.0f}%{100 * share:>8.0f}%{use.output_throughput:>10.0f}",
         flush=True,
     )
 

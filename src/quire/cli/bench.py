@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from quire.cli.bench_flags import (
     NO_TEXT,
@@ -20,6 +21,8 @@ from quire.cli.bench_flags import (
 )
 from quire.cli.bench_growth import add_arguments as add_growth_arguments
 from quire.cli.bench_growth import run as growth
+from quire.cli.bench_memory import add_arguments as add_memory_arguments
+from quire.cli.bench_memory import run as memory
 from quire.cli.bench_results import conditions_of, plot_title, save_result
 from quire.cli.bench_serve import run as serve
 from quire.cli.bench_serve_flags import add_arguments as add_serve_arguments
@@ -29,9 +32,6 @@ from quire.cli.bench_throughput import run as throughput
 from quire.cli.flags import add_flags, add_model, engine_settings
 from quire.config import EngineConfig
 from quire.types import ConfigError, SamplingParams
-
-if TYPE_CHECKING:
-    pass
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -57,25 +57,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[8],
         help="requests in a batch; several values make a sweep (default 8)",
     )
-    latency.add_argument("--input-len", type=int, default=32, help="prompt tokens of a request (default 32)")
-    latency.add_argument(
-        "--output-len", type=int, default=128, help="output tokens of a request (default 128)"
-    )
+    for name, default, text in (("input", 32, "prompt"), ("output", 128, "output")):
+        latency.add_argument(
+            f"--{name}-len",
+            type=int,
+            nargs="+",
+            default=[default],
+            metavar="N",
+            help=f"{text} tokens of a request; several values make a sweep (default {default})",
+        )
     latency.add_argument(
         "--num-iters-warmup", type=int, default=3, help="batches to run before the timed ones (default 3)"
     )
     latency.add_argument("--num-iters", type=int, default=10, help="timed batches (default 10)")
     growth = kinds.add_parser("growth", help="time over batch size, context and prompt length, and its limit")
     add_growth_arguments(growth)
+    memory = kinds.add_parser("memory", help="KV memory reserved, used and wasted, by layout and batch size")
+    add_memory_arguments(memory)
     sessions = kinds.add_parser("sessions", help="conversations of several turns: agents and chats")
     add_sessions_arguments(sessions)
     startup = kinds.add_parser("startup", help="seconds to the first token in fresh processes, by phase")
     startup.add_argument("--num-iters", type=int, default=3, help="processes to start (default 3)")
     startup.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures to this file")
     add_flags(startup, "engine", EngineConfig)
-    for kind in (throughput, latency, growth, sessions, startup):
+    for kind in (throughput, latency, growth, memory, sessions, startup):
         add_model(kind)
-    for kind in (throughput, latency, growth, sessions):
+    for kind in (throughput, latency, growth, memory, sessions):
         add_result_arguments(kind)
         add_flags(kind, "engine", EngineConfig)
     for kind in (throughput, latency, sessions):
@@ -94,6 +101,7 @@ def run(args: argparse.Namespace) -> int:
         "serve": serve,
         "latency": _latency,
         "growth": growth,
+        "memory": memory,
         "sessions": sessions,
         "startup": _startup,
     }
@@ -108,13 +116,17 @@ def _latency(args: argparse.Namespace) -> int:
     from quire.bench.offline import latency
     from quire.bench.report import print_batch, print_latency
 
-    lengths, rounds = (args.input_len, args.output_len), (args.num_iters_warmup, args.num_iters)
+    points = list(itertools.product(args.input_len, args.output_len, args.batch_size))
+    lengths = len(args.input_len) * len(args.output_len)
+    if args.plot and lengths > 1:
+        raise ConfigError("plot takes one input_len and one output_len; several batch sizes make its curve")
+    rounds = args.num_iters_warmup, args.num_iters
     batches: list[dict[str, Any]] = []
-    sweeps = len(args.batch_size) > 1
+    sweeps = len(points) > 1
     with Bench(engine_config(args)) as bench, keep_finished(batches) as outcome:
         conditions = conditions_of(args, bench.info)
-        for size in args.batch_size:
-            batches.append(latency(bench, size, *lengths, *rounds, sampling(args)))
+        for input_len, output_len, size in points:
+            batches.append(latency(bench, size, input_len, output_len, *rounds, sampling(args)))
             if sweeps:
                 print_batch(batches[-1], first=len(batches) == 1)
     if not sweeps:
@@ -122,7 +134,7 @@ def _latency(args: argparse.Namespace) -> int:
     if args.plot:
         from quire.bench.plots import plot_sweep
 
-        title = f"{args.input_len} tokens in, {args.output_len} out"
+        title = f"{args.input_len[0]} tokens in, {args.output_len[0]} out"
         plot_sweep(
             sorted(batches, key=lambda one: one["batch_size"]),
             plot_title(conditions, title, bench.machine.device),

@@ -159,7 +159,7 @@ def _machine(report: Report) -> None:
 def _plan(report: Report, config: EngineConfig) -> None:
     from quire.assembly.attention import pick_attention
     from quire.assembly.device import pick_device, pick_dtype
-    from quire.assembly.memory import memory_planner
+    from quire.assembly.memory import memory_planner, request_state_bytes
     from quire.assembly.model import served_spec
     from quire.frontend.location import locate_model
     from quire.kernels import pick_kernels
@@ -170,7 +170,8 @@ def _plan(report: Report, config: EngineConfig) -> None:
     path = locate_model(config.model, config.revision).path
     spec = served_spec(config, load_spec(path))
     dtype = pick_dtype(config.dtype, spec, device)
-    resolved = config.resolved(gpu_memory(device), spec.max_model_len)
+    states = request_state_bytes(spec, dtype, config.tensor_parallel_size)
+    resolved = config.resolved(gpu_memory(device), spec.max_model_len, states)
     report.section(f"Plan for {config.model}", "plan")
     report.row(
         "model", f"{spec.family}, {spec.num_parameters / 1e6:,.1f} M parameters, {spec.num_layers} layers"
@@ -236,6 +237,12 @@ def _memory_map(report: Report, memory: MemoryPlanner) -> None:
     report.section("Memory map (before loading)", "memory_map")
     report.size("weights", weights)
     report.size("slot columns", memory.column_bytes(size.max_model_len))
+    if size.state_bytes:
+        each = f"{_size(size.state_bytes)} each"
+        report.size("states", memory.fixed_state_bytes(), f": {memory.limits.max_num_seqs} requests, {each}")
+        report.size(
+            "snapshots", size.num_snapshots * size.state_bytes, f": {size.num_snapshots} states for prefixes"
+        )
     report.size("largest step", step, " (estimated; a GPU measures it)")
     blocks = f"{size.num_blocks} blocks of {size.block_size} tokens, {_size(size.block_bytes)} each"
     report.size("kv cache", size.num_blocks * size.block_bytes, f": {blocks}")

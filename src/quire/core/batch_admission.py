@@ -81,8 +81,12 @@ class BatchAdmission:
         """Give a request a slot and its blocks, and run its first `n` tokens unless `n` is 0."""
         self._life.start(request, demand, builder.step)
         builder.admit(request)
+        snapshots = self._blocks.snapshots
+        if not snapshots.restore(request, builder.copies):
+            builder.charge(n)
+            n = 0
         if n:
-            self._rows.emit(builder, request, n, 0)
+            self._rows.emit(builder, request, snapshots.clip(request, n), 0)
         self._life.shares.settle(request)
 
 

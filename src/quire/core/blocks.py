@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from quire.core.block_pool import BlockPool
 from quire.core.prefix_cache import PrefixCache, PrefixMatch
+from quire.core.snapshots import NoSnapshots, Snapshots, StateCopies
 from quire.types import BlockTable, KVGroup, NewBlocks, Request
 
 
@@ -41,6 +42,7 @@ class Blocks:
         block_size: tokens per block.
         groups: the groups of layers.
         step_tokens: most tokens of a step.
+        snapshots: those of states, over the same names as `cache`; None if layers keep no states.
     """
 
     def __init__(
@@ -50,7 +52,9 @@ class Blocks:
         block_size: int,
         groups: Sequence[KVGroup] = (KVGroup(),),
         step_tokens: int = 1 << 30,
+        snapshots: Snapshots | None = None,
     ) -> None:
+        self.snapshots = snapshots or NoSnapshots()
         self.pool, self.cache, self.groups = pool, cache, groups
         self._block_size, self._step_tokens = block_size, step_tokens
         self._windowed = [index for index, group in enumerate(groups) if group.window is not None]
@@ -87,7 +91,7 @@ class Blocks:
         request.tables = match.tables
         for group, table in zip(self.groups, match.tables):
             table.blocks += self.pool.take(self._end(group, table.first, request.known) - len(table.blocks))
-        request.num_blocks = demand.size
+        request.num_blocks, request.diverges = demand.size, match.attended
         request.room = min(len(table.blocks) for table in match.tables) * self._block_size
 
     # ------------------------------------------------------------------------------- while it runs
@@ -121,7 +125,9 @@ class Blocks:
         """Publish the full blocks of a request whose tokens are known. Return those that are new to the cache."""
         full = min(request.computed, request.known) // self._block_size
         request.full_at = (full + 1) * self._block_size
-        return self.cache.publish(request, full)
+        published = self.cache.publish(request, full)
+        self.snapshots.settle(request)
+        return published
 
     def trim(self, request: Request) -> None:
         """Release the blocks of a running request that no later row of it reads."""
@@ -141,12 +147,19 @@ class Blocks:
         """Release all blocks of a request. The prefix cache still finds those that are published."""
         self.pool.release(_by_position(request.tables))
         request.tables, request.num_blocks, request.room, request.full_at = [], 0, 0, 0
+        self.snapshots.release(request)
         self.cache.restart(request)
+
+    def withdraw(self, blocks: Iterable[int], copies: StateCopies) -> None:
+        """Remove from the cache what a failed step was to write."""
+        self.cache.withdraw(blocks)
+        self.snapshots.withdraw(copies)
 
     def check(self, requests: Iterable[Request]) -> None:
         """Check the books against `requests`, all unfinished ones. Raises AssertionError if they disagree."""
         requests = list(requests)
         self.pool.check(table.held for request in requests for table in request.tables)
+        self.snapshots.check(requests)
         for request in requests:
             assert request.num_blocks == sum(len(table.held) for table in request.tables), "miscounted blocks"
             assert request.status == "running" or not request.tables, "a waiting request holds blocks"

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from quire.core.clocks import CatchUpRow
+from quire.core.snapshots import StateCopies
 from quire.core.steplog import AdmissionRecord, StepRecord
 from quire.types import LogprobArrays, NewBlocks, Request, SlotAdmission, StepPlan, TokenLogprobs
 
@@ -42,6 +43,7 @@ class PlanBuilder:
     published: set[int] = field(default_factory=set)  # blocks that this step fills and publishes
     filled: list[Request] = field(default_factory=list)  # decoding requests of which this step fills a block
     catching_up: list[CatchUpRow] = field(default_factory=list)
+    copies: StateCopies = field(default_factory=StateCopies)
 
     def admit(self, request: Request) -> None:
         """Let a request take its slot, with its present tokens and blocks."""
@@ -98,6 +100,8 @@ class PlanBuilder:
                 for i, r in enumerate(self.rows)
                 if r.params.prompt_logprobs is not None and self.starts[i] + 1 < r.prompt_len
             ],
+            restores=list(self.copies.restores.items()),
+            saves=list(self.copies.saves.items()),
             pool_rows=[i for i, r in enumerate(self.rows) if r.source.pooling is not None],
         )
 

@@ -4,7 +4,8 @@ Blocks are found by their names (types/block_names.py). They are published when 
 that finds them runs in a later step, which follows in stream order.
 
 Groups of layers (types/kv.py) have their own blocks under the same names. A match is the longest prefix that all groups
-can serve. A group with a window needs only the last blocks of it.
+can serve. A group with a window needs only the last blocks of it. Layers with a state need a snapshot at its end
+(snapshots.py).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import NamedTuple, Protocol
 
 from quire.core.block_pool import BlockPool
 from quire.core.cache_journal import CacheJournal, NoJournal
+from quire.core.snapshots import NoSnapshots, Snapshots
 from quire.types import BlockTable, KVGroup, Request
 from quire.types.block_names import BlockNames, new_secret
 
@@ -24,6 +26,7 @@ class PrefixMatch(NamedTuple):
     tokens: int
     tables: list[BlockTable]  # by group, each with tokens / block_size entries
     blocks: list[int]  # the blocks of all groups that hold it
+    attended: int = 0  # tokens that the blocks alone would serve; states may be missing for the last of them
 
 
 class PrefixCache(Protocol):
@@ -58,7 +61,7 @@ class PrefixCache(Protocol):
 
         Returns:
             "end" if it found all full blocks, "new" if the next block has not been seen before, "evicted" if it has
-            been evicted, or the reason why the request cannot use the cache: "off", "prompt_logprobs" or "pooling".
+            been evicted, "state" if there is no snapshot of the states behind it, or the reason why the request cannot use the cache: "off", "prompt_logprobs" or "pooling".
         """
         ...
 
@@ -105,6 +108,7 @@ class HashPrefixCache:
         groups: Sequence[KVGroup] = (KVGroup(),),
         secret: bytes | None = None,
         journal: CacheJournal | None = None,
+        snapshots: Snapshots | None = None,
     ) -> None:
         """Start empty.
 
@@ -114,8 +118,9 @@ class HashPrefixCache:
             groups: the groups of layers.
             secret: key of the names; None picks one.
             journal: is told what the first group holds, which has all tokens if any group has.
+            snapshots: those of the states of layers that need one to go on; None if no layer does.
         """
-        self._pool = pool
+        self._pool, self._snapshots = pool, snapshots or NoSnapshots()
         self._block_size = block_size
         self._groups = groups
         self._whole = [index for index, group in enumerate(groups) if group.window is None]
@@ -140,14 +145,16 @@ class HashPrefixCache:
             while end < length and names[end] in have:
                 end += 1
             length = end
-        length = self._windows_serve(names, length)
+        attended = length = self._windows_serve(names, length)
+        while (end := self._snapshots.longest(names, length)) != length:
+            length = self._windows_serve(names, end)
         tables, blocks = [], []
         for group, have in zip(self._groups, self._block_of):
             first = group.first_block(length * self._block_size, self._block_size)
             found = [have[name] for name in names[first:length]]
             blocks += found
             tables.append(BlockTable([0] * first + found, first))
-        return PrefixMatch(length * self._block_size, tables, blocks)
+        return PrefixMatch(length * self._block_size, tables, blocks, attended * self._block_size)
 
     def _windows_serve(self, names: list[bytes], length: int) -> int:
         """Return the most blocks, at most `length`, of which every group with a window has those in its window."""
@@ -196,6 +203,8 @@ class HashPrefixCache:
         # they are behind a window. A preempted request holds no blocks; then all its names are removed.
         own = set(request.held_blocks())
         start = max(request.cached, 0) // self._block_size
+        for name in request.names[start:]:
+            self._snapshots.drop(name)
         for group, have in enumerate(self._block_of):
             behind = request.tables[group].first if request.tables else 0
             for index in range(start, len(request.names)):
@@ -228,13 +237,18 @@ class HashPrefixCache:
         hits = tokens // self._block_size
         if hits >= (request.known - 1) // self._block_size:
             return "end"
+        if request.diverges > tokens:
+            return "state"
         name = request.names[hits]
         seen = name in self._evicted or any(name in have for have in self._block_of)
         return "evicted" if seen else "new"  # of some groups only, if one still has it
 
     def _forget(self, block: int) -> None:
         """Remove a block that the pool evicts, and remember its name."""
+        group, _ = self._place_of[block]
         name = self._unname(block)
+        if group in self._whole:  # a group with a window may not need this block
+            self._snapshots.drop(name)
         self._evicted.pop(name, None)  # moves the name to the end of the order
         self._evicted[name] = None
         if len(self._evicted) > self._pool.num_blocks:

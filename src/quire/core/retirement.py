@@ -76,7 +76,7 @@ class Retirement:
         """End the requests of a step with `error`, because nothing that it wrote is reliable."""
         life = self._life
         life.clocks.fail_step(record)
-        life.blocks.cache.withdraw(builder.published)
+        life.blocks.withdraw(builder.published, builder.copies)
         admitted = (life.requests.get(admit.request.id) for admit in plan.admissions)
         for request in dict.fromkeys([*builder.rows, *admitted]):
             if request is not None and request.status != "finished":

@@ -47,6 +47,7 @@ class RowPlacer:
         request.computed += n
         if request.computed >= request.full_at:
             builder.published.update(self._blocks.publish(request))
+            self._blocks.snapshots.save(request, builder.copies)
             if not request.catching_up:
                 builder.filled.append(request)
         if samples:

@@ -210,7 +210,7 @@ class Scheduler:
             self.shares.sort_by_turn(long_rows)
         for request, want in long_rows:
             if n := self.policy.chunk(want, builder.budget):
-                place(builder, request, n, 0)
+                place(builder, request, self.blocks.snapshots.clip(request, n), 0)
         self._wait_reason = self._admission.admit(builder, was_empty) if self.waiting else None
         self.clocks.wait(self._wait_reason)
         return self._finish_plan(builder) if builder.rows else None
@@ -225,6 +225,7 @@ class Scheduler:
         """Build the plan, append its record to the log, and queue it as the newest step in flight."""
         for request in builder.filled:
             self.blocks.trim(request)
+        self.blocks.snapshots.end_step(builder.copies)
         plan = builder.plan()
         if plan.total_tokens == len(builder.rows):  # one token each
             plan.shared = self.shared.find(builder.rows, (self.life.admissions, plan.slots.tobytes()))

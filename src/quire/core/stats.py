@@ -39,6 +39,8 @@ def figures_of(engine: Engine, since: int) -> Figures:
         cached_blocks=scheduler.pool.num_cached,
         held=clocks.held,
         evictions=scheduler.pool.evictions,
+        snapshots=scheduler.blocks.snapshots.num_named,
+        snapshot_evictions=scheduler.blocks.snapshots.evictions,
         wait_reason=log.last.wait_reason if len(log) and scheduler.waiting else None,
         totals=log.totals,
         steps=[StepFigures(len(r.rows), r.num_tokens, r.took_s) for r in log.ended_since(since)],
@@ -92,7 +94,13 @@ def stats_of(engine: Engine, received: int, owner: str | None = None) -> EngineS
         free_blocks=scheduler.pool.num_free,
         cached_blocks=scheduler.pool.num_cached,
         block_size=scheduler.limits.block_size,
-        totals={**asdict(log.totals), "evictions": scheduler.pool.evictions},
+        totals={
+            **asdict(log.totals),
+            "evictions": scheduler.pool.evictions,
+            "snapshot_evictions": scheduler.blocks.snapshots.evictions,
+        },
         last_step=last,
         served_tokens=dict(served) if owner is None else {owner: served.get(owner, 0)},
+        snapshot_rows=scheduler.blocks.snapshots.num_rows,
+        snapshots=scheduler.blocks.snapshots.num_named,
     )

@@ -29,7 +29,7 @@ class Attention:
     """An `AttentionLayer` (attention/base.py) bound to its back end. Head counts are those of this rank."""
 
     __slots__ = (
-        "backend", "head_dim", "index", "kv", "num_heads", "num_kv_heads", "scale", "sinks", "soft_cap", "span",
+        "backend", "chunked", "head_dim", "index", "kv", "num_heads", "num_kv_heads", "scale", "sinks", "soft_cap", "span",
         "window",
     )  # fmt: skip
 
@@ -50,17 +50,17 @@ class Attention:
         self.kv = kv
         self.num_kv_heads, self.head_dim = kv.tensors[0].heads, kv.tensors[0].dim
         self.scale = scale
-        self.window = kv.window
+        self.window, self.chunked = kv.window, kv.chunked
         self.soft_cap = soft_cap
         self.sinks = sinks
         self.span = span
 
     def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, batch: ForwardBatch
     ) -> torch.Tensor:
         """Return [tokens, heads * dim] for q [tokens, heads, dim], k and v [tokens, kv heads, dim].
 
-        The last dimension must be contiguous.
+        The last dimension must be contiguous. k and v are None if an earlier layer with this index has written them.
         """
         return self.backend.forward(self, q, k, v, batch.for_layer(self.index))
 

@@ -86,6 +86,28 @@ def _load_single(
     return ExpertWeights(load_stack(env, gate_up), load_stack(env, down))
 
 
+def load_transposed_experts(
+    env: Env, prefix: str, num_experts: int, hidden: int, width: int
+) -> ExpertWeights:
+    """Load experts as Llama 4 stores them: stacked, [inputs, outputs], the columns of gate before those of up.
+
+    The arguments are those of `load_experts`, which loads them if each expert is stored by itself.
+    """
+    if env.weights.has(f"{prefix}0.gate_proj.weight"):
+        return load_experts(env, prefix, num_experts, hidden, width)
+    cut, weights = env.parallel.cut(width), env.weights
+    part = cut.stop - cut.start
+    gate_up = torch.empty(num_experts, 2 * part, hidden, device=env.device, dtype=env.dtype)
+    down = torch.empty(num_experts, hidden, part, device=env.device, dtype=env.dtype)
+    for expert in range(num_experts):  # one at a time, so that only one is in memory twice
+        one = slice(expert, expert + 1)
+        stored = weights.tensor(prefix + "gate_up_proj", (num_experts, hidden, 2 * width), one)[0].t()
+        gate_up[expert, :part] = stored[:width][cut]
+        gate_up[expert, part:] = stored[width:][cut]
+        down[expert] = weights.tensor(prefix + "down_proj", (num_experts, width, hidden), one, cut)[0].t()
+    return ExpertWeights(gate_up, down)
+
+
 def load_interleaved_experts(
     env: Env, prefix: str, num_experts: int, hidden: int, width: int
 ) -> ExpertWeights:

@@ -105,6 +105,19 @@ def make_experts(env: Env, weights: ExpertWeights, activation: str) -> Experts:
     return SortedExperts(GroupedMLPs(weights, act, with_quantised(product)))
 
 
+class InputWeighted:
+    """Experts whose inputs are multiplied by the weights of the choice, instead of their outputs (Llama 4)."""
+
+    def __init__(self, experts: Experts) -> None:
+        self.experts = experts
+
+    def __call__(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
+        tokens, top_k = choice.ids.shape
+        weighted = x.unsqueeze(1) * choice.weights.to(x.dtype).unsqueeze(-1)  # [tokens, top_k, hidden]
+        single = ExpertChoice(choice.ids.reshape(-1, 1), torch.ones_like(choice.weights).view(-1, 1))
+        return self.experts(weighted.flatten(0, 1), single).view(tokens, top_k, -1).sum(1)
+
+
 # Maps rows x [n, hidden], sorted by their expert ids int64 [n], to [n, hidden].
 SortedMLPs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 

@@ -74,8 +74,8 @@ class HeadNorm:
         self,
         norm: Callable[[Env, str, int, float], Norm],
         env: Env,
-        names: tuple[str, str],
-        heads: tuple[int, int],
+        names: tuple[str, ...],
+        heads: tuple[int, ...],
         dim: int,
         eps: float,
     ) -> None:

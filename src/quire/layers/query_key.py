@@ -79,15 +79,33 @@ class RotatedHeadNorm:
         return normed[0], normed[1]
 
 
-class GrowingQueries:
-    """Queries grow with their position p: times 1 + beta * ln(1 + floor(p / length)) (Llama 4, Ministral 3)."""
+class UnitNorm:
+    """RMS norm of each rotated q and k head, without weights (Llama 4)."""
 
-    def __init__(self, beta: float, length: int) -> None:
-        self.beta, self.length = beta, length
+    def __init__(self, eps: float) -> None:
+        self.eps = eps
+
+    def __call__(
+        self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the normed q [tokens, heads, dim] and k [tokens, kv heads, dim]."""
+        return unit_norm(q, self.eps), unit_norm(k, self.eps)
+
+
+def unit_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return the RMS norm of x over its last dimension, without weights."""
+    return torch.nn.functional.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype)
+
+
+class GrowingQueries:
+    """Queries that grow with their position p: times 1 + beta * ln(1 + floor((p + offset) / length))."""
+
+    def __init__(self, beta: float, length: int, offset: int = 0) -> None:
+        self.beta, self.length, self.offset = beta, length, offset
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scaled q [tokens, heads, dim], and k."""
-        growth = 1 + self.beta * torch.log1p((positions // self.length).float())
+        growth = 1 + self.beta * torch.log1p(((positions + self.offset) // self.length).float())
         return q * growth.to(q.dtype)[:, None, None], k

@@ -61,7 +61,7 @@ class DecoderModel:
 
     def __init__(self, env: Env, spec: ModelSpec) -> None:
         prefix = find_prefix(env.weights, "embed_tokens.weight", PREFIXES)
-        self.spec, self.stage = spec, env.stage
+        self.spec, self.prefix, self.stage = spec, prefix, env.stage
         if self.stage.is_first or (self.stage.is_last and spec.tie_embeddings):
             self.embed = Embedding(
                 env,
@@ -71,12 +71,13 @@ class DecoderModel:
                 spec.embedding_scale,
                 spec.rounds_embedding_scale,
             )
-        params = list(dict.fromkeys(spec.layer_ropes))
-        self.ropes = [Rope(each, spec.rope_dim, spec.max_model_len, env.device, env.dtype) for each in params]
+        kinds = [(params, spec.rope_dim(index)) for index, params in enumerate(spec.layer_ropes)]
+        different = list(dict.fromkeys(kinds))
+        self.ropes = [Rope(*kind, spec.max_model_len, env.device, env.dtype) for kind in different]
         own = self.stage.layers(spec.num_layers)
-        self.rope_of = [params.index(spec.layer_ropes[index]) for index in own]
+        self.rope_of = [different.index(kinds[index]) for index in own]
         layer_class = self.layer_class or LAYOUTS[spec.layout]
-        self.layers = [layer_class(env, spec, i, f"{prefix}layers.{i}.") for i in own]
+        self.layers: Sequence[DecoderLayer] = [layer_class(env, spec, i, f"{prefix}layers.{i}.") for i in own]
         attention = (layer.attn.attention for layer in self.layers)
         self.attention_layers = [layer for layer in attention if layer is not None]
         if self.stage.is_last:

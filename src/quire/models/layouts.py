@@ -13,7 +13,7 @@ from quire.layers.env import Env
 from quire.layers.linear import Linear
 from quire.layers.mlp import GatedMLP, PlainMLP
 from quire.layers.norm import NORMS, HeadNorm, Norm, PassThrough
-from quire.layers.query_key import GrowingQueries, HeadLayerNorm, ProjectionNorm, RotatedHeadNorm
+from quire.layers.query_key import GrowingQueries, HeadLayerNorm, ProjectionNorm, RotatedHeadNorm, UnitNorm
 from quire.layers.residual import NormedLayer, ResidualAdd, ResidualNorm, Stream
 from quire.layers.rope import Rotation
 from quire.models.spec import ModelSpec
@@ -49,6 +49,7 @@ class SelfAttention:
             _sinks(env, prefix + "sinks", spec.num_heads) if spec.sinks else None,
             spec.layer_ropes[index].span(dim),
         )
+        rotates = not spec.rotates or spec.rotates[index]
         # The norm of q and k: fused with the rotation, in front of it, or behind it.
         fused: HeadNorm | None = None
         before: BeforeRotation | None = None
@@ -59,6 +60,8 @@ class SelfAttention:
                 before = ProjectionNorm(env, (first, second), (units[0], units[1]), dim, spec.norm_eps)
             elif spec.qk_norm_kind == "layer":
                 before = HeadLayerNorm(env, (first, second), (units[0], units[1]), dim, spec.norm_eps)
+            elif spec.qk_norm_kind == "unit":
+                after = UnitNorm(spec.norm_eps) if rotates else None
             else:
                 norm_class = NORMS[spec.norm]
                 of_heads = HeadNorm(norm_class, env, (first, second), (heads, kv_heads), dim, spec.norm_eps)
@@ -66,8 +69,9 @@ class SelfAttention:
                     after = RotatedHeadNorm(of_heads)
                 else:
                     fused = of_heads
-        if spec.query_growth is not None:
-            after = GrowingQueries(*spec.query_growth)
+        growth = spec.query_growth
+        if growth is not None and not (growth.only_unrotated and rotates):
+            after = GrowingQueries(growth.beta, growth.length, growth.offset)
         self.attend = rotary_attention(self.attention, fused, env.kernels, before, after)
 
     def __call__(
@@ -129,8 +133,8 @@ class DecoderLayer:
 
     def make_mlp(self, env: Env, spec: ModelSpec, index: int, prefix: str) -> FeedForward:
         """Build the feed-forward half of layer `index`; overridden by families with experts."""
-        prefix += "mlp."
-        sizes = spec.hidden_size, spec.intermediate_size
+        prefix += spec.names.get("mlp", "mlp") + "."
+        sizes = spec.hidden_size, spec.mlp_size(index)
         if spec.mlp == "gated":
             return GatedMLP(env, prefix, *sizes, spec.activation, spec.mlp_bias, spec.fused_gate_up)
         up, down = (prefix + spec.names.get(name, name) for name in ("up_proj", "down_proj"))

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from quire.layers.env import Env
 from quire.models.decoder import DecoderModel, Model
 from quire.models.deepseek import DeepseekModel
+from quire.models.gemma3n import Gemma3nModel
+from quire.models.gemma4 import Gemma4Model
 from quire.models.gpt2 import GPT2Model
 from quire.models.gpt_oss import GptOssModel
 from quire.models.lfm2 import Lfm2Model
+from quire.models.llama4 import Llama4Model
 from quire.models.moe import MoEModel
 from quire.models.spec import ModelSpec
 from quire.types import ModelError
@@ -17,9 +21,12 @@ from quire.types import ModelError
 # Families with a class of their own; all others are the decoder with the options of their spec.
 CLASSES: dict[str, Callable[[Env, ModelSpec], Model]] = {
     "deepseek": DeepseekModel,
+    "gemma3n": Gemma3nModel,
+    "gemma4": Gemma4Model,
     "gpt2": GPT2Model,
     "gpt_oss": GptOssModel,
     "lfm2": Lfm2Model,
+    "llama4": Llama4Model,
     "moe": MoEModel,
 }
 
@@ -33,19 +40,35 @@ def build_model(spec: ModelSpec, env: Env) -> Model:
     """
     spec.check_quantization()
     check_shards(spec, env.parallel.size)
+    check_stages(spec, env.stage.count)
     return CLASSES.get(spec.family, DecoderModel)(env, spec)
+
+
+def check_stages(spec: ModelSpec, stages: int) -> None:
+    """Raise ModelError if the layers of the model need more of each other than a pipeline passes on."""
+    model_class = CLASSES.get(spec.family, DecoderModel)
+    plain = (DecoderModel.__call__, GPT2Model.__call__)
+    if stages > 1 and model_class.__call__ not in plain:
+        raise ModelError(
+            f"{spec.architecture} cannot be cut into {stages} stages: its layers read more than the output of the layer "
+            "in front; use tensor_parallel_size instead of pipeline_parallel_size"
+        )
 
 
 def check_shards(spec: ModelSpec, size: int) -> None:
     """Raise ModelError, naming what does not divide, if the model cannot be sharded over `size` ranks."""
-    sizes = {"heads": spec.num_heads, "intermediate size": spec.intermediate_size}
+    sizes = {
+        "heads": spec.num_heads,
+        "intermediate size": math.gcd(*map(spec.mlp_size, range(spec.num_layers))),
+    }
     if spec.moe:
         sizes["expert intermediate size"] = spec.moe.intermediate_size
         if all(spec.moe.sparse):
             del sizes["intermediate size"]
     faults = [f"{name} {value}" for name, value in sizes.items() if value % size]
-    if spec.num_kv_heads % size and size % spec.num_kv_heads:
-        faults.append(f"K/V heads {spec.num_kv_heads}")
+    for heads in sorted(set(map(spec.layer_kv_heads, range(spec.num_layers)))):
+        if heads % size and size % heads:
+            faults.append(f"K/V heads {heads}")
     if faults:
         raise ModelError(
             f"{spec.architecture} cannot be sharded over {size} ranks: {', '.join(faults)} must be multiples of {size} "

@@ -8,12 +8,13 @@ GGUF file.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from quire.layers.mixer_params import MixerParams
 from quire.layers.rope_params import NO_ROTATION, RopeParams
 from quire.layers.routing_params import Routing
+from quire.models.gemma_spec import GemmaSpec
 from quire.quant.spec import QuantSpec
 from quire.types import KVLayout, KVTensor, ModelError, StateLayout
 
@@ -57,6 +58,16 @@ class LatentSpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class QueryGrowth:
+    """Queries that grow with their position: times 1 + beta * ln(1 + floor((position + offset) / length))."""
+
+    beta: float
+    length: int
+    offset: int = 0
+    only_unrotated: bool = False  # in layers without rotation only
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSpec:
     """The sizes and options of a decoder-only transformer."""
 
@@ -82,6 +93,7 @@ class ModelSpec:
     local_rope: RopeParams | None = None  # of layers with a window, if it differs
     rotates: tuple[bool, ...] = ()  # by layer: whether q and k are rotated; empty: in all layers
     windows: tuple[int | None, ...]  # by layer; a token attends to itself and the window - 1 tokens before it
+    chunked_windows: bool = False  # a token attends to the tokens of its own chunk of `window` tokens instead
     sinks: bool = False  # whether each head has a score without a key, which joins the softmax's sum
     layout: str = "pre"  # where the norms of a layer are: a key of LAYOUTS in models/layouts.py
     norm: str = "rms"  # a key of NORMS in layers/norm.py
@@ -91,9 +103,10 @@ class ModelSpec:
     fused_qkv: bool = False  # whether the checkpoint stores q, k and v as one tensor, qkv_proj
     fused_gate_up: bool = False  # whether it stores gate and up as one tensor, gate_up_proj
     qk_norm: bool = False
-    # heads: of each head; rotated: of each rotated head; projection: of all heads together; layer: a LayerNorm
+    # heads: of each head; rotated: of each rotated head; unit: the same without weights, in layers that rotate;
+    # projection: of all heads together; layer: a LayerNorm
     qk_norm_kind: str = "heads"
-    query_growth: tuple[float, int] | None = None  # beta and length of `GrowingQueries`
+    query_growth: QueryGrowth | None = None
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
@@ -104,6 +117,13 @@ class ModelSpec:
     logit_scale: float = 1.0
     embedding_scale: float | None = None
     rounds_embedding_scale: bool = False  # to the model's dtype, as in training
+    # By layer, where layers differ; empty: as above. A layer with another source than itself reads the keys and values
+    # of that layer, and keeps none.
+    head_dims: tuple[int, ...] = ()
+    kv_heads: tuple[int, ...] = ()
+    kv_sources: tuple[int, ...] = ()
+    mlp_sizes: tuple[int, ...] = ()
+    gemma: GemmaSpec | None = None  # of Gemma 3n and 4
     moe: MoESpec | None = None
     latent: LatentSpec | None = None  # None: keys and values of each head
     mixer: MixerParams | None = None  # of layers with a state per request
@@ -140,12 +160,30 @@ class ModelSpec:
             dtype: name of the dtype of KV entries.
             ranks: number of ranks that share the KV heads. With more ranks than heads, several keep the same one.
         """
-        if self.attends and not self.attends[index]:
+        if (self.attends and not self.attends[index]) or self.kv_source(index) != index:
             return KVLayout(())
         if self.latent:  # all heads share it, so each rank has the whole
             return KVLayout((KVTensor(1, self.latent.stored_dim, dtype),))
-        heads = max(self.num_kv_heads // ranks, 1)
-        return KVLayout.keys_and_values(heads, self.head_dim, dtype, self.windows[index])
+        heads = max(self.layer_kv_heads(index) // ranks, 1)
+        layout = KVLayout.keys_and_values(heads, self.layer_head_dim(index), dtype, self.windows[index])
+        is_shared = self.kv_sources.count(index) > 1
+        return replace(layout, chunked=self.chunked_windows, is_shared=is_shared)
+
+    def layer_head_dim(self, index: int) -> int:
+        """Return the head size of layer `index`."""
+        return self.head_dims[index] if self.head_dims else self.head_dim
+
+    def layer_kv_heads(self, index: int) -> int:
+        """Return the number of KV heads of layer `index`."""
+        return self.kv_heads[index] if self.kv_heads else self.num_kv_heads
+
+    def kv_source(self, index: int) -> int:
+        """Return the layer whose keys and values layer `index` reads: an earlier one, or itself."""
+        return self.kv_sources[index] if self.kv_sources else index
+
+    def mlp_size(self, index: int) -> int:
+        """Return the width of the MLP of layer `index`."""
+        return self.mlp_sizes[index] if self.mlp_sizes else self.intermediate_size
 
     def kv_layouts(self, dtype: str, ranks: int = 1) -> tuple[KVLayout, ...]:
         """Return the layouts of all layers, by index."""
@@ -167,10 +205,9 @@ class ModelSpec:
         """Return the states of all layers, by index."""
         return tuple(self.state_layout(index, dtype, ranks) for index in range(self.num_layers))
 
-    @property
-    def rope_dim(self) -> int:
-        """Return the width of the vectors that rotary embeddings are applied to."""
-        return self.latent.rotary_dim if self.latent else self.head_dim
+    def rope_dim(self, index: int) -> int:
+        """Return the width of the vectors that rotary embeddings are applied to in layer `index`."""
+        return self.latent.rotary_dim if self.latent else self.layer_head_dim(index)
 
     @property
     def layer_ropes(self) -> tuple[RopeParams, ...]:
@@ -191,14 +228,10 @@ class ModelSpec:
     @property
     def layer_parameters(self) -> tuple[int, ...]:
         """Return the parameters of each layer's matrices."""
-        qkv = self.num_heads + 2 * self.num_kv_heads
-        attention = self.hidden_size * self.head_dim * (qkv + self.num_heads)
-        if self.latent:
-            attention = self.latent.num_parameters(self.hidden_size, self.num_heads)
         gated = 2 if self.mlp == "plain" else 3
         counts = []
         for index, sparse in enumerate(self.layer_is_sparse):
-            total = attention if not self.attends or self.attends[index] else 0
+            total = self._attention_parameters(index) if not self.attends or self.attends[index] else 0
             if self.mixer and self.mixes[index]:
                 total += self.mixer.num_parameters(self.hidden_size)
             if sparse and self.moe:
@@ -206,13 +239,25 @@ class ModelSpec:
                 routers = self.moe.routing.num_experts + self.moe.shared_gate
                 total += self.hidden_size * (gated * widths + routers)
             else:
-                total += gated * self.hidden_size * self.intermediate_size
+                total += gated * self.hidden_size * self.mlp_size(index)
             counts.append(total)
         return tuple(counts)
 
     @property
     def num_parameters(self) -> int:
         """Number of parameters of the matrices, without norms and biases (a few thousandths of all)."""
+        total = sum(self.layer_parameters)
+        if self.gemma:
+            total += self.gemma.num_parameters(self.hidden_size, self.num_layers)
         positions = self.num_positions * self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
-        return sum(self.layer_parameters) + embeddings + positions
+        return total + embeddings + positions
+
+    def _attention_parameters(self, index: int) -> int:
+        """Return the number of parameters of the matrices of a layer's attention."""
+        if self.latent:
+            return self.latent.num_parameters(self.hidden_size, self.num_heads)
+        kept = 2 * self.layer_kv_heads(index) if self.kv_source(index) == index else 0
+        if self.gemma and index in self.gemma.keys_as_values:
+            kept //= 2
+        return self.hidden_size * self.layer_head_dim(index) * (2 * self.num_heads + kept)

@@ -46,7 +46,7 @@ from quire.types.plan import (
     max_logit_rows,
 )
 from quire.types.request_output import CompletionOutput, Logprob, RequestMetrics, RequestOutput
-from quire.types.request_state import Request, RequestOrder, RequestStatus
+from quire.types.request_state import Request, RequestOrder, RequestStatus, ReservedRow
 from quire.types.sampling_params import (
     FLOAT_RANGES,
     INT_RANGES,
@@ -102,6 +102,7 @@ __all__ = [
     "RequestOrder",
     "RequestOutput",
     "RequestStatus",
+    "ReservedRow",
     "SamplingParams",
     "SlotAdmission",
     "StateLayout",

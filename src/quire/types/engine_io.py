@@ -155,6 +155,8 @@ class EngineInfo:
     num_parameters: int
     # Groups of layers, each with its own blocks: number of layers, and window or None.
     kv_groups: list[tuple[int, int | None]] = field(default_factory=lambda: [(0, None)])
+    state_bytes: int = 0  # that layers with a recurrence keep of each request, and in each snapshot
+    num_snapshots: int = 0
     reserved_bytes: int = 0  # for steps, besides weights, KV blocks and slot columns
     prefix_caching: bool = False
     eviction: str = "lru"  # policy for cached blocks
@@ -234,6 +236,8 @@ class Figures:
     cached_blocks: int = 0
     held: int = 0  # waiting requests that may not run yet, whatever is free
     evictions: int = 0
+    snapshots: int = 0  # of states, that the prefix cache can find
+    snapshot_evictions: int = 0
     wait_reason: str | None = None
     totals: Totals = field(default_factory=Totals)
     steps: list[StepFigures] = field(default_factory=list)  # that ended since the last message
@@ -257,6 +261,8 @@ class EngineStats:
     totals: dict[str, Any]
     last_step: dict[str, float]  # of the latest step: rows, tokens, and durations in seconds
     served_tokens: dict[str, int]  # tokens computed by client
+    snapshot_rows: int = 0  # for snapshots of states
+    snapshots: int = 0  # that the prefix cache can find
 
 
 @dataclass(slots=True)

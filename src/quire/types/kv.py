@@ -31,6 +31,10 @@ class KVLayout:
 
     tensors: tuple[KVTensor, ...]
     window: int | None = None  # entries that many tokens back are never read again; None: all are
+    chunked: bool = (
+        False  # a token reads its own chunk of `window` tokens, instead of the last `window` tokens
+    )
+    is_shared: bool = False  # other layers, which keep nothing of a token themselves, read the entries too
 
     @classmethod
     def keys_and_values(cls, heads: int, dim: int, dtype: str, window: int | None = None) -> KVLayout:

@@ -57,6 +57,9 @@ class StepPlan:
     # int32 [rows]: number of tokens in the blocks that rows share at their beginning, 0 for rows that share none.
     # None: no rows share blocks.
     shared: np.ndarray | None = None
+    # Copies of states, as (slot, row of a snapshot): to the slot before the model runs, from the slot after it has run.
+    restores: list[tuple[int, int]] = field(default_factory=list)
+    saves: list[tuple[int, int]] = field(default_factory=list)
     max_drafts: int = -1  # most draft tokens of a row; negative: computed from `num_drafts`
 
     def __post_init__(self) -> None:

@@ -26,6 +26,13 @@ class RequestOrder(NamedTuple):
     arrival: int
 
 
+class ReservedRow(NamedTuple):
+    """A snapshot of a request that has no name yet, because its last token was in flight when it was taken."""
+
+    tokens: int
+    row: int
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """The state of one request inside the engine.
@@ -71,6 +78,11 @@ class Request:
     # Written by the prefix cache (core/prefix_cache.py).
     published: int = 0  # number of its full blocks already offered to the prefix cache
     names: list[bytes] = field(default_factory=list)  # names of its full blocks in the prefix cache
+
+    # Written by `Blocks` and the snapshots of states (core/snapshots.py).
+    diverges: int = 0  # tokens whose blocks were cached when it was admitted, if more than its snapshot holds
+    last_snapshot: int = 0  # token behind its last snapshot, or the one it started from
+    reserved_rows: list[ReservedRow] = field(default_factory=list)
 
     # Written by the shares of clients (core/shares.py).
     charged: int = 0  # number of its tokens that are settled with its client, cached ones included

@@ -17,6 +17,7 @@ from quire.sampling.sampler import Sampler
 from quire.types import StepHandle, StepPlan, TokenMasks
 from quire.worker.batch import Batcher
 from quire.worker.graphs import LaunchedStep, Launcher
+from quire.worker.memory.states import NO_STATES, StateMemory
 from quire.worker.pooling import Pooler
 from quire.worker.results import Arrays, Results, StepOutput
 from quire.worker.staging import Staging
@@ -38,10 +39,11 @@ class Runner:
         results: Results,
         pooler: Pooler,
         link: Link = NO_LINK,
+        states: StateMemory = NO_STATES,
     ) -> None:
         self.launcher, self.batcher, self.sampler, self.state = launcher, batcher, sampler, state
         self._model, self._staging, self._results, self._pooler = model, staging, results, pooler
-        self._link = link
+        self._link, self._states = link, states
         self._launched: LaunchedStep | None = None
         self._score_tops: dict[int, int] = {}  # by slot: number of prompt log-probabilities per token
 
@@ -50,9 +52,13 @@ class Runner:
         """Queue the step of `plan` up to its logits."""
         self._staging.begin()
         self.apply(plan)
+        for slot, row in plan.restores:
+            self._states.restore(slot, row)
         self._link.receive(plan.total_tokens)
         self._launched = self.launcher.launch(plan, self._staging)
         self._link.send(plan.total_tokens)
+        for slot, row in plan.saves:
+            self._states.save(slot, row)
 
     def apply(self, plan: StepPlan) -> None:
         """Write the new owners of slots and the new blocks of `plan` to the columns."""

@@ -298,6 +298,7 @@ class Worker:
             results=Results(device, turns),
             pooler=Pooler(state.dummy + 1, device),
             link=self._link,
+            states=states,
         )
 
     def _kernel_batcher(

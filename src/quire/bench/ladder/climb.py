@@ -8,6 +8,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import torch
+
 from quire.bench.cost import Machine
 from quire.bench.drive import Bench
 from quire.bench.ladder.likeness import Likeness, NaiveAnswers, compare, naive_answers
@@ -79,7 +81,8 @@ class Ladder:
     ) -> None:
         spec = load_spec(locate_model(base.model, base.revision).path)
         longest = min(base.max_model_len or _MAX_LEN[is_full], spec.max_model_len)
-        self.scale = LadderScale(base.model, longest, min(spec.vocab_size, MAX_RANDOM_ID), is_full, on_gpu)
+        vocab, gpus = min(spec.vocab_size, MAX_RANDOM_ID), torch.cuda.device_count() if on_gpu else 0
+        self.scale = LadderScale(base.model, longest, vocab, is_full, on_gpu, gpus)
         self._base = replace(base, max_model_len=longest, skip_tokenizer_init=True)
         self._machine, self._repeats = machine, repeats
         self._context_bytes: int | None = None  # of the KV cache; known from the first rung that has one

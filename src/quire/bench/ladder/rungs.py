@@ -29,6 +29,7 @@ class LadderScale:
     vocab_size: int
     is_full: bool
     on_gpu: bool
+    gpus: int = 0
 
     def tokens(self, quick: int, full: int) -> int:
         """Return a length: `quick` or `full`, bounded by the context."""
@@ -251,6 +252,18 @@ RUNGS: tuple[Rung, ...] = (
             {"spec_method": "draft", "spec_model": "demo-draft"}
             if scale.model == "demo"
             else {"spec_method": "ngram"}
+        ),
+    ),
+    Rung(
+        "tensor parallelism",
+        "Cut every weight over two GPUs, which read their halves at the same time.",
+        "one request",
+        _one,
+        RATE,
+        ("ranks/executor.py", "ranks/ring.py", "parallel/communicator.py"),
+        lambda scale: {"tensor_parallel_size": 2} if scale.gpus >= 2 else {},
+        lambda scale, info: (
+            None if scale.gpus >= 2 else f"it needs two GPUs, and this machine has {scale.gpus}"
         ),
     ),
 )

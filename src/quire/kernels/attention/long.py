@@ -16,9 +16,11 @@ from quire.kernels.attention.tile import (
     add_sinks,
     attend_tile,
     first_fit,
+    first_key,
     load_rows,
     pad,
     score_factors,
+    window_kind,
 )
 from quire.kernels.jit import kernel
 from quire.kernels.target import Target, target_of
@@ -167,7 +169,7 @@ def _long_kernel(
     begin, low_pos = 0, old + tile
     end = old + tl.minimum(tile + TOKENS, n)
     if WINDOW:
-        begin = tl.maximum(low_pos + 1 - window, 0) // BLOCK_N * BLOCK_N
+        begin = tl.maximum(first_key(low_pos, window, WINDOW), 0) // BLOCK_N * BLOCK_N
     for start in range(begin, end, BLOCK_N):
         acc, total, top = attend_tile(
             acc, total, top, q_tile, query_pos, low_pos, end - 1, start, end, head_keys, head_values,
@@ -195,6 +197,7 @@ def attend_long(
     soft_cap: float | None = None,
     sinks: torch.Tensor | None = None,
     tile: Tile | None = None,
+    chunked: bool = False,
 ) -> None:
     """Compute causal attention for the listed tiles and write it to `out`.
 
@@ -210,6 +213,7 @@ def attend_long(
         soft_cap: scores x become soft_cap * tanh(x / soft_cap); None for no cap.
         sinks: float32 [heads], scores without a key that join the sum; None for none.
         tile: sizes of a program, for benchmarks; None to choose them.
+        chunked: a query sees the keys of its own chunk of `window` tokens, up to itself.
     """
     heads, dim = q.shape[1:]
     kv_heads = keys.shape[1]
@@ -224,7 +228,7 @@ def attend_long(
         factor, cap, window or 0,
         GROUP=group, TOKENS=rows // group, ROWS=rows,
         DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=keys.shape[2], BLOCK_N=block_n,
-        WINDOW=window is not None, CAPPED=soft_cap is not None, SINKS=sinks is not None,
+        WINDOW=window_kind(window, chunked), CAPPED=soft_cap is not None, SINKS=sinks is not None,
         PDL=pdl, num_warps=warps, num_stages=stages, maxnreg=registers, launch_pdl=pdl,
     )  # fmt: skip
 

@@ -19,9 +19,11 @@ from quire.kernels.attention.tile import (
     add_sinks,
     attend_tile,
     first_fit,
+    first_key,
     load_rows,
     pad,
     score_factors,
+    window_kind,
 )
 from quire.kernels.jit import kernel
 from quire.kernels.target import Target, target_of
@@ -37,7 +39,7 @@ def _key_range(seq_len, n, window, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the first key that any of the row's n queries sees, rounded down to a tile, and the tiles from there."""
     first = 0
     if WINDOW:
-        first = tl.maximum(seq_len - n + 1 - window, 0) // BLOCK_N * BLOCK_N
+        first = tl.maximum(first_key(seq_len - n, window, WINDOW), 0) // BLOCK_N * BLOCK_N
     return first, tl.cdiv(seq_len - first, BLOCK_N)
 
 
@@ -182,6 +184,7 @@ def attend_short(
     prefix: SharedPartial | None = None,
     sinks: torch.Tensor | None = None,
     tile: Tile | None = None,
+    chunked: bool = False,
 ) -> None:
     """Compute causal attention for all rows with at most `queries` new tokens and write it to `out`.
 
@@ -202,6 +205,7 @@ def attend_short(
         prefix: the result of `attend_shared` for these rows; needs one token per row, one split and no window.
         sinks: float32 [heads], scores without a key that join the sum; None for none.
         tile: sizes of a program, for benchmarks; None to choose them.
+        chunked: a query sees the keys of its own chunk of `window` tokens, up to itself.
     """
     heads, dim = q.shape[1:]
     rows, kv_heads = seq_lens.shape[0], keys.shape[1]
@@ -228,11 +232,13 @@ def attend_short(
         factor, cap, window or 0, splits,
         GROUP=group, QUERIES=queries, ROWS=used.rows,
         DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=keys.shape[2], BLOCK_N=used.keys,
-        ONES=ones, SPLIT=splits > 1, SHARED=prefix is not None, WINDOW=window is not None,
+        ONES=ones, SPLIT=splits > 1, SHARED=prefix is not None, WINDOW=window_kind(window, chunked),
         CAPPED=soft_cap is not None, SINKS=sinks is not None, PDL=pdl, num_warps=used.warps, num_stages=used.stages, launch_pdl=pdl,
     )  # fmt: skip
     if splits > 1:
-        merge_splits(sums, stats, out, seq_lens, query_start, heads, splits, used.keys, window, queries)
+        merge_splits(
+            sums, stats, out, seq_lens, query_start, heads, splits, used.keys, window, queries, chunked
+        )
 
 
 def merge_splits(
@@ -246,6 +252,7 @@ def merge_splits(
     keys: int,
     window: int | None = None,
     queries: int = 1,
+    chunked: bool = False,
 ) -> None:
     """Merge the splits of all rows with at most `queries` new tokens into `out`.
 
@@ -263,7 +270,7 @@ def merge_splits(
     _merge_kernel[(heads, rows, queries)](
         sums, stats, out, seq_lens, starts, window or 0, splits,
         QUERIES=queries, DIM=dim, DIM_PAD=pad(dim), BLOCK_N=keys, CHUNK=min(splits, _merged(dim)),
-        ONES=query_start is None, WINDOW=window is not None, PDL=pdl, num_warps=4, launch_pdl=pdl,
+        ONES=query_start is None, WINDOW=window_kind(window, chunked), PDL=pdl, num_warps=4, launch_pdl=pdl,
     )  # fmt: skip
 
 

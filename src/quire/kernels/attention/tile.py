@@ -32,6 +32,23 @@ def load_rows(base, offsets, DIM: tl.constexpr, DIM_PAD: tl.constexpr):
         return tl.load(at, mask=(dim < DIM)[None, :], other=0.0)
 
 
+ALL_KEYS, LAST_KEYS, OWN_CHUNK = 0, 1, 2  # values of a kernel's WINDOW
+
+
+def window_kind(window: int | None, chunked: bool) -> int:
+    """Return the constant WINDOW of a kernel."""
+    return ALL_KEYS if window is None else OWN_CHUNK if chunked else LAST_KEYS
+
+
+@triton.jit
+def first_key(pos, window, WINDOW: tl.constexpr):
+    """Return the first key that a query at `pos` sees; it may be negative. WINDOW is not ALL_KEYS."""
+    if WINDOW == 2:
+        return pos // window * window
+    else:
+        return pos + 1 - window
+
+
 @triton.jit
 def attend_tile(
     acc, total, top, q, query_pos, low_pos, high_pos, start, end, keys, values, table, scale, cap, window,
@@ -56,11 +73,11 @@ def attend_tile(
         scale = 1.0
     edge = start + BLOCK_N - 1 > low_pos
     if WINDOW:
-        edge |= start <= high_pos - window
+        edge |= start < first_key(high_pos, window, WINDOW)
     if edge:
         visible = pos[None, :] <= query_pos[:, None]
         if WINDOW:
-            visible &= pos[None, :] > query_pos[:, None] - window
+            visible &= pos[None, :] >= first_key(query_pos, window, WINDOW)[:, None]
         scores = tl.where(visible, scores, MASKED)
     new_top = tl.maximum(top, tl.max(scores, 1) * scale)
     p = tl.exp2(scores * scale - new_top[:, None])

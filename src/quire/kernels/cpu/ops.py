@@ -39,7 +39,7 @@ class CHeads(ctypes.Structure):
         ("norms", _P), ("table", _P),
         ("heads", _N), ("kv_heads", _N), ("dim", _N), ("window", _N),
         ("span", _N), ("sinks", _P),
-        ("scale", c_float), ("cap", c_float), ("half", _I),
+        ("scale", c_float), ("cap", c_float), ("half", _I), ("chunked", _I),
     ]  # fmt: skip
 
 

@@ -127,7 +127,7 @@ typedef struct {
     int64_t span;       /* distance between the two dimensions of a rotated pair */
     const float *sinks; /* [q heads]: a score without a key that joins the sum; or NULL */
     float scale, cap;                     /* cap 0: no cap */
-    int32_t half;
+    int32_t half, chunked; /* chunked: the first visible key is the last multiple of `window` */
 } Heads;
 
 typedef struct {
@@ -225,6 +225,7 @@ INLINE void attend_heads(Attend *j, int64_t row, int64_t from, int64_t to, float
     const Heads *h = j->heads;
     int64_t dim = h->dim, group = h->heads / h->kv_heads, wide = (dim + LANES - 1) / LANES * LANES;
     int64_t len = j->lens[row], first = h->window && len > h->window ? len - h->window : 0;
+    if (first && h->chunked) first = (len - 1) / h->window * h->window;
     int64_t room = (len - first + LANES - 1) / LANES * LANES, token = h->kv_heads * dim, size = j->block_size;
     int64_t heads = (to - from) * group;
     float *totals = work + wide, *q = totals + heads, *out = q + heads * wide, *scores = out + heads * wide;
@@ -439,7 +440,7 @@ int replay(const Call *calls, int64_t n) {
 const Layout layout[] = {
     SIZE(Norm), FIELD(Norm, weight), FIELD(Norm, bias), FIELD(Norm, eps), FIELD(Norm, half),
     SIZE(Heads), FIELD(Heads, norms), FIELD(Heads, table), FIELD(Heads, heads), FIELD(Heads, kv_heads),
-    FIELD(Heads, dim), FIELD(Heads, window), FIELD(Heads, span), FIELD(Heads, sinks), FIELD(Heads, scale), FIELD(Heads, cap), FIELD(Heads, half),
+    FIELD(Heads, dim), FIELD(Heads, window), FIELD(Heads, span), FIELD(Heads, sinks), FIELD(Heads, scale), FIELD(Heads, cap), FIELD(Heads, half), FIELD(Heads, chunked),
     SIZE(Weight), FIELD(Weight, packed), FIELD(Weight, bias), FIELD(Weight, norm), FIELD(Weight, inputs),
     FIELD(Weight, padded), FIELD(Weight, outputs), FIELD(Weight, vectors), FIELD(Weight, half), FIELD(Weight, kind),
     SIZE(Rows), FIELD(Rows, x), FIELD(Rows, residual), FIELD(Rows, norm), FIELD(Rows, sum), FIELD(Rows, y),

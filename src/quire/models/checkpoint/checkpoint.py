@@ -140,7 +140,7 @@ def open_checkpoint(
         return GGUFCheckpoint(path, spec, elsewhere)
     # On a CPU, weights are packed right after reading, so there is nothing to overlap with a reader.
     reader = Reader(device) if device.type == "cuda" else None
-    return SafetensorsCheckpoint(path, spec.tie_embeddings, reader, _skipped(_extra_layers(spec), elsewhere))
+    return SafetensorsCheckpoint(path, spec.tie_embeddings, reader, _skipped(_unused(spec), elsewhere))
 
 
 def _skipped(*patterns: re.Pattern[str] | None) -> re.Pattern[str] | None:
@@ -148,10 +148,15 @@ def _skipped(*patterns: re.Pattern[str] | None) -> re.Pattern[str] | None:
     return re.compile("|".join(f"(?:{text})" for text in texts)) if texts else None
 
 
-def _extra_layers(spec: ModelSpec) -> re.Pattern[str] | None:
-    """Return a pattern of the names of layers behind the last one, which Quire does not load; None if there are none."""
-    numbers = "|".join(str(spec.num_layers + i) for i in range(spec.extra_layers))
-    return re.compile(rf"^(model\.)?layers\.({numbers})\.") if numbers else None
+def _unused(spec: ModelSpec) -> re.Pattern[str] | None:
+    """Return a pattern of the names of tensors that Quire does not load; None if there are none.
+
+    These are layers behind the last one, and the keys and values of layers that read those of another layer.
+    """
+    patterns = [rf"{spec.num_layers + i}\." for i in range(spec.extra_layers)]
+    readers = [i for i in range(spec.num_layers) if spec.kv_source(i) != i]
+    patterns += [rf"{i}\.self_attn\.[kv]_(proj|norm)\." for i in readers]
+    return re.compile(rf"(^|\.)layers\.({'|'.join(patterns)})") if patterns else None
 
 
 # --------------------------------------------------------------------------------------- safetensors

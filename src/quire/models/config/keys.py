@@ -55,6 +55,8 @@ _RANGES = {
     "long_factor": (1e-6, 1e6),
     "alpha": (1e-3, 1e9),
     "llama_4_scaling_beta": (0.0, 1e3),
+    "attn_scale": (0.0, 1e3),
+    "activation_sparsity_pattern": (0.0, 1.0 - 1e-6),
     "embedding_multiplier": (1e-6, 1e6),
     "residual_multiplier": (1e-6, 1e6),
     "attention_multiplier": (1e-9, 1e6),

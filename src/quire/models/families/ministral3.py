@@ -5,7 +5,7 @@ from __future__ import annotations
 from quire.models.config.keys import ConfigKeys
 from quire.models.config.parts import decoder_spec, optional_window
 from quire.models.families import Family, names
-from quire.models.spec import ModelSpec
+from quire.models.spec import ModelSpec, QueryGrowth
 
 _ROPE = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
@@ -28,7 +28,7 @@ def _parse(name: str, keys: ConfigKeys) -> ModelSpec:
         kv_default=8,
         theta=1e6,
         eps=1e-5,
-        query_growth=(beta, length) if beta else None,
+        query_growth=QueryGrowth(beta=beta, length=length) if beta else None,
     )
 
 

@@ -170,6 +170,12 @@ async def stats(request: Request) -> Response:
                 "preemptions_for_other_keys": totals["yielded"],
                 "pressure_events": totals["pressure"],
             },
+            "states": {
+                "bytes_per_request": engine.info.state_bytes,
+                "snapshot_rows": engine_stats.snapshot_rows,
+                "snapshots": engine_stats.snapshots,
+                "evictions": totals["snapshot_evictions"],
+            },
             "tokens": {
                 "prompt": totals["prompt_tokens"],
                 "cached": totals["cached_tokens"],

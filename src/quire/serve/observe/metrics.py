@@ -348,6 +348,21 @@ class MetricFamilies:
             ),
             lambda r: r.figures.evictions,
         )
+        yield self._engine_by_label(
+            GaugeMetricFamily,
+            "quire:state_snapshots",
+            "Number of rows for snapshots of states by state: named (found by the prefix cache) and other.",
+            "state",
+            _snapshots,
+        )
+        yield self._by_engine(
+            CounterMetricFamily(
+                "quire:state_snapshot_evictions",
+                "Number of snapshots of states evicted to make room.",
+                labels=list(self._base),
+            ),
+            lambda r: r.figures.snapshot_evictions,
+        )
         yield self._engine_counter(
             "quire:pressure_events",
             "Number of times that blocks ran out: preemptions, and admissions that had to wait.",
@@ -445,3 +460,8 @@ def _blocks(replica: Replica) -> dict[str, float]:
     figures, blocks = replica.figures, replica.info.num_blocks
     free = figures.free_blocks if figures.totals.steps else blocks
     return {"used": blocks - free, "cached": figures.cached_blocks, "blank": free - figures.cached_blocks}
+
+
+def _snapshots(replica: Replica) -> dict[str, float]:
+    named, rows = replica.figures.snapshots, replica.info.num_snapshots
+    return {"named": named, "other": rows - named}

@@ -42,6 +42,7 @@ def add_figures(figures: Figures, past: Figures) -> Figures:
     return replace(
         figures,
         evictions=figures.evictions + past.evictions,
+        snapshot_evictions=figures.snapshot_evictions + past.snapshot_evictions,
         totals=add_totals(figures.totals, past.totals),
     )
 
@@ -61,6 +62,8 @@ def sum_figures(all_figures: Sequence[Figures], blocks: Sequence[int]) -> Figure
         cached_blocks=sum(f.cached_blocks for f in all_figures),
         held=sum(f.held for f in all_figures),
         evictions=sum(f.evictions for f in all_figures),
+        snapshots=sum(f.snapshots for f in all_figures),
+        snapshot_evictions=sum(f.snapshot_evictions for f in all_figures),
         wait_reason=next((f.wait_reason for f in all_figures if f.wait_reason), None),
         totals=reduce(add_totals, (f.totals for f in all_figures)),
     )
@@ -74,6 +77,7 @@ def sum_info(infos: Sequence[EngineInfo]) -> EngineInfo:
         max_model_len=min(info.max_model_len for info in infos),
         max_num_seqs=sum(info.max_num_seqs for info in infos),
         num_blocks=sum(info.num_blocks for info in infos),
+        num_snapshots=sum(info.num_snapshots for info in infos),
         weight_bytes=sum(info.weight_bytes for info in infos),
         reserved_bytes=sum(info.reserved_bytes for info in infos),
         phases_s={name: max(info.phases_s.get(name, 0.0) for info in infos) for name in first.phases_s},
@@ -82,7 +86,11 @@ def sum_info(infos: Sequence[EngineInfo]) -> EngineInfo:
 
 def totals_of(figures: Figures) -> dict[str, Any]:
     """Return counters in the form of `EngineStats.totals`."""
-    return {**asdict(figures.totals), "evictions": figures.evictions}
+    return {
+        **asdict(figures.totals),
+        "evictions": figures.evictions,
+        "snapshot_evictions": figures.snapshot_evictions,
+    }
 
 
 def sum_stats(all_stats: Sequence[EngineStats], past: Sequence[Mapping[str, Any]]) -> EngineStats:
@@ -107,6 +115,8 @@ def sum_stats(all_stats: Sequence[EngineStats], past: Sequence[Mapping[str, Any]
         totals=reduce(_add_mappings, [*(dict(stats.totals) for stats in all_stats), *map(dict, past)]),
         last_step=first.last_step,
         served_tokens=dict(served),
+        snapshot_rows=sum(stats.snapshot_rows for stats in all_stats),
+        snapshots=sum(stats.snapshots for stats in all_stats),
     )
 
 

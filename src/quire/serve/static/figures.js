@@ -28,6 +28,7 @@ export class Figures {
     this.put("blocks-used", "Blocks in use", count(used), `of ${count(blocks)} · ${Math.round((100 * used) / blocks)} %`);
     this.put("shared-blocks", "Shared", count(shared), "blocks");
     this.put("evictable-blocks", "Evictable", count(cached), "blocks");
+    if (stats.snapshot_rows) this.put("snapshots", "State snapshots", count(stats.snapshots), `of ${count(stats.snapshot_rows)}`);
     const seen = totals.prompt_tokens;
     this.put("cache-hits", "Prefix cache hits", seen ? `${((100 * totals.cached_tokens) / seen).toFixed(1)} %` : "–");
     this.put("preemptions", "Preemptions", count(totals.preemptions));

@@ -14,6 +14,7 @@ export const TERMS = {
   "evictable-blocks": ["Evictable", "Free blocks whose content is kept: the prefix cache can still find it until the block is needed."],
   "cache-hits": ["Prefix cache hits", "Share of all prompt tokens since the start that were found in the prefix cache and not computed again."],
   preemptions: ["Preemptions", "How often a running request gave up its blocks to another one since the start. It is computed again later."],
+  snapshots: ["State snapshots", "States of linear attention, Mamba or convolutions that the prefix cache can restore."],
   evictions: ["Evictions", "Cached blocks that were overwritten since the start, because no blank block was left."],
   // steps
   step: ["Step", "One pass of the model over the batch. The newest step is on the right."],

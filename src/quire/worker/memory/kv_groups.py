@@ -112,12 +112,16 @@ def _with_entries(layouts: Sequence[KVLayout]) -> tuple[int, ...]:
 def scratch(layouts: Sequence[KVLayout]) -> LayerGroups:
     """Return one group whose layers share one part for each layout, because nothing is kept between steps.
 
-    Entries that a layer writes are read only by that layer, in the same step.
+    Entries that a layer writes are read only by that layer, in the same step. A layer whose entries others read as
+    well has a part of its own.
     """
     layers = _with_entries(layouts)
-    parts = list(dict.fromkeys(layouts[layer].tensors for layer in layers))
-    part_of = tuple(parts.index(layout.tensors) if layout.tensors else None for layout in layouts)
-    return LayerGroups((KVGroup(layers),), tuple(parts), part_of)
+    owners = {layer: layer if layouts[layer].is_shared else None for layer in layers}
+    parts = list(dict.fromkeys((layouts[layer].tensors, owners[layer]) for layer in layers))
+    part_of: list[int | None] = [None] * len(layouts)
+    for layer in layers:
+        part_of[layer] = parts.index((layouts[layer].tensors, owners[layer]))
+    return LayerGroups((KVGroup(layers),), tuple(tensors for tensors, _ in parts), tuple(part_of))
 
 
 def group_layers(layouts: Sequence[KVLayout], max_len: int, stages: Sequence[range] = ()) -> LayerGroups:

@@ -17,6 +17,10 @@ from quire.types import ConfigError, KVGroup, StateLayout
 from quire.worker.memory.host_memory import host_memory
 from quire.worker.memory.kv_groups import LayerGroups
 
+# Snapshots of states take at most one part in so many of the memory for blocks, and so many of them for each slot.
+_SNAPSHOT_SHARE = 8
+_SNAPSHOTS_PER_SLOT = 4
+
 log = logging.getLogger("quire")
 
 _MIN_AUTO_LEN = 256  # tokens; an automatic context shorter than this is an error, not a fallback
@@ -93,6 +97,7 @@ class MemoryPlanner:
     kv_cache_memory: int | None  # bytes for KV blocks; None: measured
     memory_utilization: float  # share of the device's memory that may be used
     states: tuple[StateLayout, ...] = ()  # by layer
+    snapshots: int | None = 0  # rows for snapshots of states; None: as many as are useful
     ranks: int = 1  # that share the model, each with its own planner; ranks on CPUs also share the memory
     held: float = 1.0  # share of the weights that this rank holds
 
@@ -217,6 +222,9 @@ class MemoryPlanner:
         block_bytes = self.groups.token_bytes * block_size
         per_request = self.request_blocks(max_len)
         budget = max(budget - self._columns_in_budget(max_len) - self._states_in_budget(), 0)
+        snapshots = self._num_snapshots(budget)
+        if self.kv_cache_memory is None:
+            budget -= snapshots * self.state_bytes
         room = budget // max(block_bytes, 1)  # blocks of a model without attention take no memory
         useful = self.limits.max_num_seqs * per_request
         if self.layout.paged and self.device.type == "cuda":
@@ -227,7 +235,9 @@ class MemoryPlanner:
                 f"one request of max_model_len {max_len} needs {per_request} blocks of {block_bytes} bytes, but "
                 f"kv_cache_memory holds {room}; lower max_model_len or raise kv_cache_memory"
             )
-        return KVSize(blocks, block_size, block_bytes, max_len, self.groups.groups, self.state_bytes)
+        return KVSize(
+            blocks, block_size, block_bytes, max_len, self.groups.groups, self.state_bytes, snapshots
+        )
 
     def limited(self, max_len: int) -> MemoryPlanner:
         """Return this planner for contexts of up to `max_len` tokens."""
@@ -242,7 +252,7 @@ class MemoryPlanner:
             return
         blocks = size.num_blocks * size.block_bytes
         columns, free = self.column_bytes(size.max_model_len), self._free_memory()[0]
-        columns += self.fixed_state_bytes()
+        columns += self.fixed_state_bytes() + size.num_snapshots * self.state_bytes
         if blocks + columns + reserved <= free:
             return
         message = (
@@ -269,6 +279,15 @@ class MemoryPlanner:
         return self.groups.token_bytes * self.groups.request_blocks(
             tokens, self.limits.max_num_batched_tokens, 1
         )
+
+    def _num_snapshots(self, budget: int) -> int:
+        """Return the number of snapshots of states, for which there are `budget` bytes together with the blocks."""
+        if not self.state_bytes:
+            return 0
+        if self.snapshots is not None:
+            return self.snapshots
+        room = budget // (_SNAPSHOT_SHARE * self.state_bytes)
+        return max(1, min(room, _SNAPSHOTS_PER_SLOT * self.limits.max_num_seqs))
 
     def _states_in_budget(self) -> int:
         return 0 if self.kv_cache_memory is not None else self.fixed_state_bytes()

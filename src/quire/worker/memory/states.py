@@ -1,6 +1,6 @@
 """The states of requests: what layers with a recurrence keep of each request, in rows of one fixed size.
 
-The first rows hold snapshots, which only `StateMemory.copy` reads and writes. Behind them each request slot has its row.
+The first rows hold snapshots, which only `save` writes and `restore` reads. Behind them each request slot has its row.
 So a state stays at one address while its request runs, and captured steps find it through the slot. The last row is
 that of the dummy slot, which padding rows use.
 """
@@ -61,10 +61,15 @@ class StateMemory:
             batch.states, batch.state_rows = self.layers, batch.slots + self._first_slot
             batch.fresh = num_computed.index_select(0, batch.slots) == 0
 
-    def copy(self, source: int, target: int) -> None:
-        """Copy a row to another one, in all layers."""
+    def restore(self, slot: int, snapshot: int) -> None:
+        """Give a slot the states of a snapshot."""
         for memory in self._memory.values():
-            memory[:, target].copy_(memory[:, source])
+            memory[:, self._first_slot + slot].copy_(memory[:, snapshot])
+
+    def save(self, slot: int, snapshot: int) -> None:
+        """Keep the present states of a slot as a snapshot."""
+        for memory in self._memory.values():
+            memory[:, snapshot].copy_(memory[:, self._first_slot + slot])
 
     def clear(self) -> None:
         """Set all states to zero."""

@@ -1,14 +1,15 @@
-"""Decode and prefill throughput of Quire, `transformers` and llama.cpp on a CPU, side by side in one run.
+"""Decode and prefill throughput of Quire, `transformers`, llama.cpp and vLLM, side by side in one run.
 
-    python benchmarks/cpu_side_by_side.py [--shape Qwen3-0.6B] [--dtype bfloat16] [--batch 1 8]
+    python benchmarks/side_by_side.py [--device cuda] [--shape Qwen3-0.6B] [--dtype bfloat16] [--batch 1 8]
 
 All engines get the same prompts (token ids), dtype and number of threads (torch's default), and decode greedily
 without stopping. Decode is tokens per second after the first token; prefill is prompt tokens per second up to the first
 token. torch is imported first, so its threads wait with torch's default settings instead of Quire's (GOMP_SPINCOUNT,
 config.py). Engines take turns in every round, and the best round counts. On a shared machine, compare the ratios.
 
-llama.cpp takes part if `llama_cpp` can be imported (`pip install llama-cpp-python` compiles it; Quire does not depend
-on it). It reads a GGUF file of the same shape with random weights, which is written for the run.
+llama.cpp takes part on a CPU if `llama_cpp` can be imported (`pip install llama-cpp-python` compiles it; Quire does not
+depend on it). It reads a GGUF file of the same shape with random weights, which is written for the run. vLLM takes part
+on a GPU if it is installed.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ class Engine(Protocol):
 
 
 class Quire:
-    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
+    def __init__(self, folder: Path, dtype: str, threads: int, device: str) -> None:
         dummy = not any(folder.glob("*.safetensors"))
         self.llm = LLM(
             str(folder), dtype=dtype, load_format="dummy" if dummy else "auto", skip_tokenizer_init=True,
-            device="cpu", max_model_len=MAX_LEN, prefix_caching=False,
+            device=device, max_model_len=MAX_LEN, prefix_caching=False,
         )  # fmt: skip
 
     def run(self, batch: int, length: int, tokens: int) -> tuple[float, float]:
@@ -70,25 +71,26 @@ class Quire:
 
 
 class Transformers:
-    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
+    def __init__(self, folder: Path, dtype: str, threads: int, device: str) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM
 
-        self.threads = threads
+        self.threads, self.device = threads, device
         if any(folder.glob("*.safetensors")):
             self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
         else:
             config = AutoConfig.from_pretrained(folder)
             self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
-        self.model.eval()
+        self.model.to(device).eval()
 
     @torch.inference_mode()
     def run(self, batch: int, length: int, tokens: int) -> tuple[float, float]:
         torch.set_num_threads(self.threads)
-        ids, cache, times = torch.tensor(prompts(batch, length)), None, []
+        ids, cache, times = torch.tensor(prompts(batch, length), device=self.device), None, []
         for _ in range(tokens):
             begin = time.perf_counter()
             out = self.model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
             cache, ids = out.past_key_values, out.logits[:, -1:].argmax(-1)
+            ids.tolist()  # waits for a GPU
             times.append(time.perf_counter() - begin)
         return times[0], sum(times[1:])
 
@@ -96,10 +98,37 @@ class Transformers:
         del self.model
 
 
+class Vllm:
+    def __init__(self, folder: Path, dtype: str, threads: int, device: str) -> None:
+        import vllm
+
+        self.params = vllm.SamplingParams
+        dummy = not any(folder.glob("*.safetensors"))
+        self.llm = vllm.LLM(
+            str(folder), dtype=dtype, load_format="dummy" if dummy else "auto", skip_tokenizer_init=True,
+            max_model_len=MAX_LEN, enable_prefix_caching=False, gpu_memory_utilization=0.3,
+        )  # fmt: skip
+
+    def run(self, batch: int, length: int, tokens: int) -> tuple[float, float]:
+        asked = [{"prompt_token_ids": ids} for ids in prompts(batch, length)]
+
+        def seconds(count: int) -> float:
+            params = self.params(temperature=0, max_tokens=count, ignore_eos=True, detokenize=False)
+            begin = time.perf_counter()
+            self.llm.generate(asked, params, use_tqdm=False)
+            return time.perf_counter() - begin
+
+        first = seconds(1)
+        return first, max(seconds(tokens) - first, 0.0) if tokens > 1 else 0.0
+
+    def close(self) -> None:
+        del self.llm
+
+
 class LlamaCpp:
     """llama.cpp's decode loop on token ids, through its C interface."""
 
-    def __init__(self, folder: Path, dtype: str, threads: int) -> None:
+    def __init__(self, folder: Path, dtype: str, threads: int, device: str) -> None:
         import llama_cpp
 
         self.lib, self.threads = llama_cpp, threads
@@ -216,11 +245,13 @@ def write_gguf(path: Path, config: dict[str, Any], dtype: str) -> None:
     writer.close()
 
 
-ENGINES: dict[str, Callable[[Path, str, int], Engine]] = {
+ENGINES: dict[str, Callable[[Path, str, int, str], Engine]] = {
     "quire": Quire,
     "transformers": Transformers,
     "llama.cpp": LlamaCpp,
+    "vllm": Vllm,
 }
+NEEDS = {"transformers": "transformers", "llama.cpp": "llama_cpp", "vllm": "vllm"}  # modules
 
 
 def measure(engines: dict[str, Engine], batch: int, args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -240,6 +271,7 @@ def measure(engines: dict[str, Engine], batch: int, args: argparse.Namespace) ->
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--shape", choices=["demo", *SHAPES], nargs="+", default=["demo", "Qwen3-0.6B"])
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], nargs="+", default=["bfloat16"])
     parser.add_argument("--engine", choices=list(ENGINES), nargs="+", default=list(ENGINES))
@@ -250,13 +282,11 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, help="write the rows to this JSON file")
     args = parser.parse_args()
-    chosen = list(args.engine)
-    if "transformers" in chosen and find_spec("transformers") is None:
-        chosen.remove("transformers")
-        print("transformers left out: it cannot be imported (pip install transformers)")
-    if "llama.cpp" in chosen and find_spec("llama_cpp") is None:
-        chosen.remove("llama.cpp")
-        print("llama.cpp left out: llama_cpp cannot be imported (pip install llama-cpp-python)")
+    elsewhere = {"cpu": "vllm", "cuda": "llama.cpp"}[args.device]
+    chosen = [name for name in args.engine if name != elsewhere]
+    for name in [name for name in chosen if name in NEEDS and find_spec(NEEDS[name]) is None]:
+        chosen.remove(name)
+        print(f"{name} left out: {NEEDS[name]} cannot be imported")
     print(
         f"{THREADS} threads, load {os.getloadavg()[0]:.1f}; decode: {args.length} tokens in, {args.tokens} out; "
         f"prefill: {args.prompt} tokens in; best of {args.rounds} rounds, tok/s"
@@ -274,7 +304,7 @@ def main() -> None:
                     folder = Path(quire.__file__).parent / "demo" / "base"
                 else:
                     (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
-                engines = {name: ENGINES[name](folder, dtype, THREADS) for name in chosen}
+                engines = {name: ENGINES[name](folder, dtype, THREADS, args.device) for name in chosen}
             for batch in args.batch:
                 for row in measure(engines, batch, args):
                     rows.append({"model": shape, "dtype": dtype, **row})

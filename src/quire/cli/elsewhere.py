@@ -49,15 +49,15 @@ NAMES = {
     "--temp": "--temperature",
     "--dp": "--data-parallel-size",
     "--dp-size": "--data-parallel-size",
+    "--pp-size": "--pipeline-parallel-size",
     "--tp": "--tensor-parallel-size",
     "--tp-size": "--tensor-parallel-size",
     "--tokenizer-path": "--tokenizer",
     "--uvicorn-log-level": "--log-level",
 }
 MISSING = {
-    "pipeline and expert parallelism": (
-        "-pp", "--pipeline-parallel-size", "--pp-size", "--ep-size", "--enable-expert-parallel", "--split-mode", "--tensor-split",
-        "--distributed-executor-backend",
+    "other splits of a model than tensor and pipeline parallelism": (
+        "--ep-size", "--enable-expert-parallel", "--split-mode", "--tensor-split", "--distributed-executor-backend",
     ),
     "the formats of bitsandbytes": ("--load-in-4bit", "--load-in-8bit"),
     "a quantised KV cache": ("-ctk", "-ctv", "--kv-cache-dtype", "--cache-type-k", "--cache-type-v"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import cast
 
 from quire.layers.env import Env
 from quire.models.decoder import DecoderModel, Model
@@ -48,7 +49,7 @@ def check_stages(spec: ModelSpec, stages: int) -> None:
     """Raise ModelError if the layers of the model need more of each other than a pipeline passes on."""
     model_class = CLASSES.get(spec.family, DecoderModel)
     plain = (DecoderModel.__call__, GPT2Model.__call__)
-    if stages > 1 and model_class.__call__ not in plain:
+    if stages > 1 and cast(type, model_class).__call__ not in plain:
         raise ModelError(
             f"{spec.architecture} cannot be cut into {stages} stages: its layers read more than the output of the layer "
             "in front; use tensor_parallel_size instead of pipeline_parallel_size"

@@ -14,7 +14,7 @@ FAST := account api_input bench_load bench_metrics body clocks config connection
    streams tool_calls waiting workloads writes
 PROMPT ?= Once upon a time
 
-.PHONY: demo test test-fast lint docs bench-host clean
+.PHONY: demo test test-fast test-ray lint docs bench-host clean
 
 demo: $(VENV)/.installed
 	$(BIN)/quire generate demo --summary "$(PROMPT)"
@@ -24,6 +24,11 @@ test: $(VENV)/.installed-dev
 
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 $(FAST:%=tests/unit/test_%.py) $(PYTEST_ARGS)
+
+# A Ray cluster on this machine. Ray is an extra, and the tests take two minutes, so `make test` skips them.
+test-ray: $(VENV)/.installed-dev
+	$(PIP) $(PROGRESS) --editable ".[ray]"
+	QUIRE_TEST_RAY=1 $(BIN)/python -m pytest tests/ray_cluster $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -28,6 +28,8 @@ from training.evaluate import cases, right  # noqa: E402
 from whole import ONE_RANK, WholeSequenceAttention, logits_of  # noqa: E402
 
 from quire import LLM, SamplingParams  # noqa: E402
+from quire.attention.base import AttentionLayer, ForwardBatch  # noqa: E402
+from quire.attention.entries import round_heads  # noqa: E402
 from quire.frontend.location import locate_model  # noqa: E402
 from quire.layers.env import Env  # noqa: E402
 from quire.models.checkpoint.checkpoint import open_checkpoint  # noqa: E402
@@ -45,16 +47,35 @@ FORMATS: dict[str, tuple[Conversion | None, int]] = {
     "int4, groups of 64": ("int4", 64),
     "int4, groups of 32": ("int4", 32),
 }
+KV_FORMATS = {"keys and values int8": torch.int8, "keys and values fp8": torch.float8_e4m3fn}
 MAX_TOKENS = 512
 
 
-def load(path: Path, quantization: QuantSpec | None, dtype: torch.dtype = torch.float32) -> Model:
+class RoundedAttention(WholeSequenceAttention):
+    """Attention over keys and values as a KV cache of 8-bit codes stores them."""
+
+    def __init__(self, codes: torch.dtype) -> None:
+        self.codes = codes
+
+    def forward(
+        self, layer: AttentionLayer, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: ForwardBatch
+    ) -> torch.Tensor:
+        rounded = [codes.float() * scale for codes, scale in (round_heads(x, self.codes) for x in (k, v))]
+        return super().forward(layer, q, *rounded, batch)
+
+
+def load(
+    path: Path,
+    quantization: QuantSpec | None,
+    dtype: torch.dtype = torch.float32,
+    attention: WholeSequenceAttention | None = None,
+) -> Model:
     """Load a model for whole sequences; a checkpoint that is quantised keeps its own format."""
     spec = load_spec(path)
     spec = replace(spec, quantization=spec.quantization or quantization)
     weights = open_checkpoint(path, spec)
     cpu = torch.device("cpu")
-    env = Env(weights, ONE_RANK, WholeSequenceAttention(), cpu, dtype, None, spec.quantization)
+    env = Env(weights, ONE_RANK, attention or WholeSequenceAttention(), cpu, dtype, None, spec.quantization)
     with torch.inference_mode():
         model = build_model(spec, env)
     weights.finish()
@@ -111,6 +132,7 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=24)
     parser.add_argument("--folders", nargs="*", default=[], help="quantised copies, to be measured as well")
     parser.add_argument("--tasks", type=float, default=0.0, help="share of the demo model's tasks to run")
+    parser.add_argument("--only-kv", action="store_true", help="leave out the formats of weights")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     logging.disable(logging.WARNING)
@@ -132,8 +154,10 @@ def main() -> None:
 
     show("fp32", results["fp32"])
     show("bfloat16", compare(load(path, None, torch.bfloat16), reference, rows))
+    for name, codes in KV_FORMATS.items():
+        show(name, compare(load(path, None, attention=RoundedAttention(codes)), reference, rows))
     for name, (convert, size) in FORMATS.items():
-        if convert is None:
+        if convert is None or args.only_kv:
             continue
         spec = QuantSpec(method=convert, convert=cast(Conversion, convert), group_size=size or 128)
         figures = compare(load(path, spec), reference, rows)

@@ -36,6 +36,9 @@ class FakeProcess:
     async def ready(self) -> EngineInfo:
         return description(self._slots)
 
+    def cpu_s(self) -> float:
+        return 0.0
+
     def send(self, message: msg.ToEngine) -> None:
         self.asked.append(message)
 

@@ -11,10 +11,11 @@ import numpy as np
 import torch
 
 from quire.attention.base import AttentionBackend, ForwardBatch
+from quire.attention.entries import round_heads
 from quire.layers.norm import HeadNorm, make_rms
 from quire.layers.rope import Rope, RotaryHeads
 from quire.layers.rope_params import RopeParams
-from quire.types import KVLayout
+from quire.types import KVCodes, KVLayout
 
 Rows = list[tuple[int, int]]  # (entries already there, new tokens) per row
 
@@ -30,11 +31,13 @@ class Layer:
     index: int = 0
     sinks: torch.Tensor | None = None
     span: int = 0
+    codes: KVCodes | None = None
+    kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None
     chunked: bool = False
 
     @property
     def kv(self) -> KVLayout:
-        return KVLayout.keys_and_values(self.num_kv_heads, self.head_dim, "float32", self.window)
+        return KVLayout.keys_and_values(self.num_kv_heads, self.head_dim, "float32", self.window, self.codes)
 
 
 @dataclass
@@ -105,19 +108,38 @@ def make_case(
         block_table=tables.to(device),
         slots=slots.to(device),
         logit_index=torch.empty(0, dtype=torch.int64, device=device),
-        kv=[_blocks(old_k, old_v, head_first)],
+        kv=[_stored(layer, (old_k, old_v), head_first)],
         num_tokens=counts if unused is None else None,
         seq_bounds=np.array(lens, np.int32) + slack,
         block_size=block_size,
     )
     batch.attn = backend.plan(batch)
-    return Case(layer, rows, batch, old_k.view(-1, heads, dim), old_v.view(-1, heads, dim), qkv, q, k, v)
+    old_k, old_v = (rounded(layer, x.view(-1, heads, dim), i) for i, x in enumerate((old_k, old_v)))
+    return Case(layer, rows, batch, old_k, old_v, qkv, q, k, v)
 
 
-def _blocks(k: torch.Tensor, v: torch.Tensor, head_first: bool) -> tuple[torch.Tensor, torch.Tensor]:
-    if head_first:
-        return k.transpose(1, 2).contiguous(), v.transpose(1, 2).contiguous()
-    return k.clone(), v.clone()
+def _stored(layer: Layer, kv: tuple[torch.Tensor, ...], head_first: bool) -> tuple[torch.Tensor, ...]:
+    """Return the tensors of a layer that hold these keys and values."""
+    if layer.codes:
+        coded = [_codes(layer, x, i) for i, x in enumerate(kv)]
+        kv = tuple(codes for codes, _ in coded)
+        if not layer.codes.static:
+            kv += tuple(scale for _, scale in coded)
+    return tuple(x.transpose(1, 2).contiguous() if head_first else x.clone() for x in kv)
+
+
+def _codes(layer: Layer, x: torch.Tensor, which: int) -> tuple[torch.Tensor, torch.Tensor]:
+    assert layer.codes
+    scale = layer.kv_scales[which].unsqueeze(-1) if layer.kv_scales else None
+    return round_heads(x, getattr(torch, layer.codes.dtype), scale)
+
+
+def rounded(layer: Layer, x: torch.Tensor, which: int) -> torch.Tensor:
+    """Return keys (which = 0) or values (1) [..., kv heads, dim] as the cache stores them, in float64 if as codes."""
+    if layer.codes is None:
+        return x
+    codes, scale = _codes(layer, x, which)
+    return codes.double() * scale.double()
 
 
 def oracle(case: Case) -> torch.Tensor:
@@ -128,8 +150,9 @@ def oracle(case: Case) -> torch.Tensor:
         seen = torch.arange(old, device=case.q.device)
         table = batch.block_table[batch.slots[row]]
         slots = table[seen // batch.block_size] * batch.block_size + seen % batch.block_size
-        keys = torch.cat([case.old_k[slots], case.k[at : at + new]]).double().repeat_interleave(group, 1)
-        values = torch.cat([case.old_v[slots], case.v[at : at + new]]).double().repeat_interleave(group, 1)
+        new_k, new_v = (rounded(layer, x[at : at + new], i) for i, x in enumerate((case.k, case.v)))
+        keys = torch.cat([case.old_k[slots], new_k]).double().repeat_interleave(group, 1)
+        values = torch.cat([case.old_v[slots], new_v]).double().repeat_interleave(group, 1)
         scores = torch.einsum("qhd,khd->hqk", case.q[at : at + new].double(), keys) * layer.scale
         if layer.soft_cap:
             scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
@@ -184,6 +207,8 @@ def check_packed(case: Case, backend: AttentionBackend, normed: bool) -> None:
     turned = replace(case, q=q, k=k, v=v)
     assert backend.forward_packed
     compare(backend.forward_packed(layer, flat, norms, rope.table, batch), turned)
+    if layer.codes:
+        return  # the attention has read them
     stored = batch.kv_slots >= 0
     for blocks, old, new in zip(batch.kv[layer.index], (case.old_k, case.old_v), (k, v)):
         want = old.clone()

@@ -51,3 +51,37 @@ def write_tiny(folder: Path, seed: int = 0) -> Path:
         json.dumps({"eos_token": "<|im_end|>", "chat_template": TEMPLATE})
     )
     return folder
+
+
+HYBRID = {
+    "architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2", "hidden_size": 32, "intermediate_size": 48,
+    "block_auto_adjust_ff_dim": False, "num_hidden_layers": 5, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "vocab_size": 1600, "max_position_embeddings": 256, "norm_eps": 1e-5, "conv_L_cache": 3, "eos_token_id": 2,
+    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"], "dtype": "float32",
+}  # fmt: skip
+
+
+def write_hybrid(folder: Path, seed: int = 5) -> Path:
+    """Write config and weights of a model of convolutions and attention, without a tokenizer. Return the folder."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * (0.3 if len(shape) > 1 else 0.1) + (len(shape) == 1)
+
+    attention = {
+        "self_attn.q_proj": (32, 32), "self_attn.k_proj": (16, 32), "self_attn.v_proj": (16, 32),
+        "self_attn.out_proj": (32, 32), "self_attn.q_layernorm": (8,), "self_attn.k_layernorm": (8,),
+    }  # fmt: skip
+    convolution = {"conv.in_proj": (96, 32), "conv.conv": (32, 1, 3), "conv.out_proj": (32, 32)}
+    both = {
+        "feed_forward.w1": (48, 32), "feed_forward.w3": (48, 32), "feed_forward.w2": (32, 48),
+        "operator_norm": (32,), "ffn_norm": (32,),
+    }  # fmt: skip
+    tensors = {"model.embed_tokens.weight": random(1600, 32), "model.embedding_norm.weight": random(32)}
+    for i, kind in enumerate(HYBRID["layer_types"]):
+        own: dict[str, tuple[int, ...]] = convolution if kind == "conv" else attention
+        for name, shape in {**own, **both}.items():
+            tensors[f"model.layers.{i}.{name}.weight"] = random(*shape)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(HYBRID))
+    return folder

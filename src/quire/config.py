@@ -7,6 +7,7 @@ A field that is None means "automatic". `EngineConfig.resolved` fills in the val
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -29,6 +30,7 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
 Quantization = Literal["auto", "fp8", "fp8-block", "int8", "int4"]
+KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"]
 
 
 def _setting(group: str, default: Any, help: str) -> Any:
@@ -99,6 +101,11 @@ class EngineConfig:
         "paged",
         "paged; contiguous (one block as long as the context); none (recompute the whole sequence at every step)",
     )
+    kv_cache_dtype: KVCacheDtype = _kv_cache(
+        "auto",
+        "number format of keys and values: auto is that of activations; fp8 (the same as fp8_e4m3) and int8 take about "
+        "half of 16 bits, with a scale for each token and head, or, with fp8, the checkpoint's scales if it has them",
+    )
     block_size: int = _kv_cache(16, "tokens per block of the paged layout")
     max_model_len: int | None = _kv_cache(
         None, "longest prompt + output in tokens (default: what the model and the memory allow)"
@@ -163,6 +170,14 @@ class EngineConfig:
         1,
         "number of replicas of the model, each in its own process with its own GPUs, that share the requests",
     )
+    rank_address: str | None = _parallelism(
+        None,
+        "HOST:PORT of this host at which the other ranks connect from other hosts, started there with `quire rank "
+        "HOST:PORT` (default: all ranks are on this host)",
+    )
+    rank_token: str | None = _parallelism(
+        None, "secret that ranks of other hosts must present (also QUIRE_RANK_TOKEN)"
+    )
     rank_timeout: float = _parallelism(
         60.0, "seconds without progress after which a rank counts as hung and the engine ends"
     )
@@ -199,6 +214,8 @@ class EngineConfig:
             for name, value in settings_of(self.speculative_config).items():
                 object.__setattr__(self, name, value)
             object.__setattr__(self, "speculative_config", None)
+        if self.rank_address is not None and self.rank_token is None:
+            object.__setattr__(self, "rank_token", os.environ.get("QUIRE_RANK_TOKEN"))
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
@@ -246,28 +263,33 @@ class EngineConfig:
                     "chunked_prefill is off, because a prompt then runs in one step; raise it or lower max_model_len"
                 )
             budget = max_len
+        spec_tokens = None
+        if self.spec_method != "off":
+            spec_tokens = min(self.spec_tokens or _SPEC_TOKENS, max_len - 1)
         return replace(
             self,
             chunked_prefill=chunked,
             prefix_caching=not recompute if self.prefix_caching is None else self.prefix_caching,
-            max_num_seqs=self.max_num_seqs or _default_seqs(gpu_bytes, state_bytes),
+            max_num_seqs=self.max_num_seqs
+            or _default_seqs(gpu_bytes, state_bytes * (1 + (spec_tokens or 0))),
             max_num_batched_tokens=budget,
             mixed_prefill_tokens=min(self.mixed_prefill_tokens or (budget if gpu_bytes else 256), budget)
             if chunked
             else None,
             max_model_len=max_len,
             block_size=self.block_size if self.kv_layout == "paged" else max_len,
-            spec_tokens=None
-            if self.spec_method == "off"
-            else min(self.spec_tokens or _SPEC_TOKENS, max_len - 1),
+            spec_tokens=spec_tokens,
         )
 
 
 def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
     """Return the settings of one replica of `config`: the GPUs behind those of the replicas before it.
 
-    `auto:N` is GPU N, or the CPU where there is no GPU.
+    `auto:N` is GPU N, or the CPU where there is no GPU. Ranks of other hosts connect to one port for each replica.
     """
+    if config.rank_address is not None:
+        host, _, port = config.rank_address.rpartition(":")
+        return replace(config, rank_address=f"{host}:{int(port) + replica}")
     kind, _, first = config.device.partition(":")
     gpu = int(first or 0) + replica * config.tensor_parallel_size
     return replace(config, device=f"{kind}:{gpu}") if gpu and kind != "cpu" else config
@@ -305,11 +327,26 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "dtype": get_args(Dtype),
     "load_format": get_args(LoadFormat),
     "quantization": get_args(Quantization),
+    "kv_cache_dtype": get_args(KVCacheDtype),
     "attention": ("auto", "reference", "triton", "cpu"),
 }
 
 # Combinations that cannot work, each with its error message. rank.py checks those that depend on the model.
 ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
+    (
+        lambda c: (
+            c.rank_address is not None and not re.fullmatch(r"[^:]+:\d{1,5}|\[.+\]:\d{1,5}", c.rank_address)
+        ),
+        "rank_address must be HOST:PORT, got {c.rank_address}",
+    ),
+    (
+        lambda c: c.rank_address is not None and c.tensor_parallel_size == 1,
+        "rank_address needs tensor_parallel_size above 1: there are no other ranks",
+    ),
+    (
+        lambda c: c.rank_address is not None and not c.rank_token,
+        "rank_address needs a rank_token (or QUIRE_RANK_TOKEN), which the other ranks present",
+    ),
     (
         lambda c: c.max_model_len == 1,
         "max_model_len must be at least 2, one token of prompt and one of output, got 1",

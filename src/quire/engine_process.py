@@ -1,7 +1,8 @@
 """The engine process: it builds an engine, then alternates between its channel and the step loop.
 
 A client starts it as `python -m quire.engine_process FILE PARENT`: the file descriptor of its end of the channel, and the
-process id of the client. It ends with a StopEngine message, with the death of the client, or with an error, which it
+process id of the client. On another host it is `python -m quire.engine_process connect ADDRESS`, with a token on standard
+input, and it connects to the client. It ends with a StopEngine message, with the death of the client, or with an error, which it
 reports in its last message.
 """
 
@@ -30,14 +31,25 @@ _QUIET_S = 1.0
 _INTAKE_S = 0.01
 # Limit on sending the last message.
 _FAREWELL_S = 5.0
+# Limit on the connection to a client on another host.
+_CONNECT_S = 60.0
 
 
-def main(file: int, parent: int) -> int:
+def connect_to_client(address: str) -> socket.socket:
+    """Return a connection to a client on another host, which has started this process through another one."""
+    from quire.frontend.client.remote import Hello, connect, own_address, split_address
+
+    host, port = split_address(address, "address")
+    hello = Hello(sys.stdin.readline().strip(), own_address(host), os.getpid())
+    return connect(host, port, hello, _CONNECT_S)
+
+
+def main(end: socket.socket, parent: int) -> int:
     """Run the engine process.
 
     Args:
-        file: file descriptor of the socket to the client.
-        parent: process id of the client.
+        end: the socket to the client.
+        parent: process id of the process that has started this one; it ends with it.
 
     Returns:
         The exit code.
@@ -45,7 +57,7 @@ def main(file: int, parent: int) -> int:
     # Ctrl-C and a supervisor's SIGTERM also reach the client, which stops this process when its requests are done.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    channel = Channel(socket.socket(fileno=file))
+    channel = Channel(end)
     try:
         while not channel.poll(_IDLE_POLL_S):
             if os.getppid() != parent:
@@ -137,4 +149,6 @@ def serve(engine: Engine, channel: Channel, parent: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), int(sys.argv[2])))
+    if sys.argv[1] == "connect":
+        sys.exit(main(connect_to_client(sys.argv[2]), os.getppid()))
+    sys.exit(main(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2])))

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import ClassVar
 
 from quire.assembly.attention import pick_attention
-from quire.assembly.device import pick_dtype, rank_device
+from quire.assembly.device import host_addresses, pick_device, pick_dtype, rank_device
+from quire.assembly.kv_codes import kv_coded_spec
 from quire.assembly.memory import memory_planner, request_state_bytes
 from quire.assembly.model import load_model, served_spec
-from quire.assembly.speculation import check_speculation, find_draft, pick_speculation
+from quire.assembly.speculation import find_draft, pick_speculation
 from quire.assembly.stages import pick_place, pick_stage, with_buffers
 from quire.assembly.steps import launch_options, step_limits
 from quire.attention.base import AttentionBackend
@@ -62,7 +63,11 @@ class Rank:
         place = self._place = pick_place(config, index)
         check_shards(spec, place.size)
         check_stages(spec, place.stages)
-        self.device = rank_device(config.device, index, place.count)
+        self.device = (
+            pick_device(config.device)  # ranks of other hosts choose their own
+            if config.rank_address
+            else rank_device(config.device, index, place.count)
+        )
         self.guard = device_guard(self.device)
         self._path = path
         self._explicit_len = config.max_model_len is not None
@@ -72,7 +77,7 @@ class Rank:
             )
         spec = served_spec(config, spec)
         self.dtype = pick_dtype(config.dtype, spec, self.device)
-        check_speculation(config, spec)
+        spec = kv_coded_spec(config, path, spec, self.dtype, self.device)
         self._draft = find_draft(config, path, spec)
         longest = min([spec.max_model_len, *(draft.spec.max_model_len for draft in self._draft)])
         self.spec, self.config = (
@@ -100,10 +105,11 @@ class Rank:
         return self.PHASES[phase](self, argument) or 0
 
     def connect(self, port: int) -> None:
-        """Connect to the other ranks, which meet at `port` of the loopback interface."""
+        """Connect to the other ranks, which meet at `port` of the first one's host."""
         config, place, device = self.config, self._place, self.device
         if place.count > 1:
-            meeting = Meeting(port, place, device, config.rank_timeout)
+            hosts = host_addresses(config.rank_address)
+            meeting = Meeting(port, place, device, config.rank_timeout, hosts)
             self._parallel = replace(self._parallel, communicator=meeting.communicator())
             limits = step_limits(config)
             tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)

@@ -1,8 +1,9 @@
 """The process of a rank other than the first: it builds its part of the model, then runs the plans of the host.
 
 The host starts it as `python -m quire.rank_process CHANNEL MEMORY WAKE INDEX READERS`: file descriptors of its end of
-the channel, of the ring's memory and of the pipe that wakes it, and its place among the readers of the ring. It ends
-with the host, with a STOP message, or with an error, which it reports in its last message.
+the channel, of the ring's memory and of the pipe that wakes it, and its place among the readers of the ring. On another host `quire
+rank` starts it as `python -m quire.rank_process connect ADDRESS DEVICE`, with the token on standard input. It ends with
+the host, with a STOP message, or with an error, which it reports in its last message.
 """
 
 from __future__ import annotations
@@ -13,31 +14,55 @@ import socket
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
+from typing import Protocol
 
 from quire.frontend.client.base import error_text
 from quire.frontend.client.channel import Channel
+from quire.frontend.client.remote import Hello, connect, own_address, split_address
 from quire.ranks import messages as msg
+from quire.ranks.remote import ChannelReader
 from quire.ranks.ring import ReaderEnd, RingReader
 from quire.types import QuireError, StepHandle
 
 _FAREWELL_S = 5.0  # limit on sending the last message
-_START_S = 60.0  # limit on the wait for the first message
+_START_S = 600.0  # limit on the wait for the first message: ranks of other hosts may come late
+_CONNECT_S = 600.0  # limit on the wait for the first rank to listen
 
 
-def main(channel_file: int, end: ReaderEnd) -> int:
-    """Run the rank, and return the exit code."""
+class PlanReader(Protocol):
+    """The source of plans and phases."""
+
+    def receive(self) -> bytes | bytearray:
+        """Wait for the next message. Raises EOFError if the host is gone."""
+        ...
+
+
+def main_here(channel_file: int, end: ReaderEnd) -> int:
+    """Run a rank on the host of the first one, and return the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they also reach the host, which stops this process
         signal.signal(number, signal.SIG_IGN)
     raw = socket.socket(fileno=channel_file)
-    channel = Channel(raw)
+    return _main(raw, Channel(raw), lambda channel: RingReader(end))
+
+
+def main_elsewhere(address: str, device: str) -> int:
+    """Run a rank on another host than the first one, and return the exit code."""
+    host, port = split_address(address)
+    token = sys.stdin.readline().strip()
+    raw = connect(host, port, Hello(token, own_address(host), os.getpid(), device), _CONNECT_S)
+    return _main(raw, Channel(raw), ChannelReader)
+
+
+def _main(raw: socket.socket, channel: Channel, make_reader: Callable[[Channel], PlanReader]) -> int:
     threading.Thread(target=_end_with_host, args=(raw,), daemon=True, name="host-watch").start()
     try:
         import quire.rank  # noqa: F401  (imports torch, while the host does the same)
 
         if not channel.poll(_START_S):
             return 1
-        _run(msg.decode_start(channel.receive()), channel, RingReader(end))
+        _run(msg.decode_start(channel.receive()), channel, make_reader(channel))
         return 0
     except EOFError:  # the host is gone
         return 1
@@ -60,13 +85,16 @@ def _end_with_host(channel: socket.socket) -> None:
     os._exit(1)
 
 
-def _run(start: msg.StartRank, channel: Channel, ring: RingReader) -> None:
+def _run(start: msg.StartRank, channel: Channel, plans: PlanReader) -> None:
+    from quire.frontend.location import locate_model
     from quire.models.config.load import load_spec
     from quire.rank import Rank
     from quire.wiring import queue_depth
     from quire.worker.executor import LocalExecutor
 
     path = Path(start.path)
+    if not path.exists():  # another host keeps its files elsewhere
+        path = locate_model(start.config.model, start.config.revision).path
     rank = Rank(start.config, path, load_spec(path), start.rank)
     channel.send(msg.encode(msg.PhaseEnded(0)))
     executor: LocalExecutor | None = None
@@ -74,7 +102,7 @@ def _run(start: msg.StartRank, channel: Channel, ring: RingReader) -> None:
     depth = queue_depth(start.config)
     with rank.guard():
         while True:
-            message = memoryview(ring.receive())
+            message = memoryview(plans.receive())
             match message[0]:
                 case msg.PHASE:
                     result = rank.run_phase(*msg.decode_phase(message[1:]))
@@ -96,7 +124,10 @@ def _run(start: msg.StartRank, channel: Channel, ring: RingReader) -> None:
 
 if __name__ == "__main__":
     # Without the usual clean-up, which would wait for kernels that wait for other ranks.
-    code = main(int(sys.argv[1]), ReaderEnd(*map(int, sys.argv[2:])))
+    if sys.argv[1] == "connect":
+        code = main_elsewhere(*sys.argv[2:])
+    else:
+        code = main_here(int(sys.argv[1]), ReaderEnd(*map(int, sys.argv[2:])))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

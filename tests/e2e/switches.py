@@ -85,11 +85,14 @@ class Bench:
         dtype: str = "float32",
         requests: list[EngineRequest] | None = None,
         windows: tuple[int | None, ...] | None = None,
+        **always: Any,
     ) -> None:
-        """`windows` replaces the attention windows of the model's layers."""
+        """`windows` replaces the attention windows of the model's layers; `always` are settings of all engines."""
         self._windows = windows
         self.device = device
-        self._base = {"model": model, "device": device, "dtype": dtype, "max_model_len": MAX_LEN}
+        self._base = {"model": model, "device": device, "dtype": dtype, "max_model_len": MAX_LEN, **always}
+        # Codes turn the last bit of a key into a whole step of rounding, which may decide a near tie of two tokens.
+        self.tolerated = 1 if "kv_cache_dtype" in always else 0  # requests per run
         self._loaded: dict[bool, Any] = {}
         self._original = quire.rank.load_model
         self.expect(requests or make_requests(random.Random(7)))
@@ -151,10 +154,14 @@ class Bench:
                     assert output.id not in ended
                     ended.add(output.id)
         assert ended == set(got)
+        differing: list[str] = []
         for name, tokens in got.items():
             want = self.expected[name]
             want = want[: len(tokens)] if name in aborted else want
-            assert tokens == want, f"{name} differs under {settings} (load {seed})"
+            if tokens != want:
+                differing.append(name)
+        found = f"{', '.join(differing)} differ under {settings} (load {seed})"
+        assert len(differing) <= self.tolerated, found
         engine.check()
         return engine
 

@@ -15,7 +15,7 @@ from quire import LLM, EngineConfig, SamplingParams
 from quire.core.engine import Engine
 from quire.host import build_engine
 from quire.types import ConfigError, EngineDead, EngineRequest, ModelError, StructuredOutputsParams
-from tiny import write_tiny
+from tiny import write_hybrid, write_tiny
 
 BASE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "cpu_threads": 1}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -155,6 +155,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(folder: Path, **settings: Any) -> Engine:
     base = {"kv_cache_memory": 1 << 19, "skip_tokenizer_init": True, "max_num_batched_tokens": 48}
     return build_engine(EngineConfig(**{"model": str(folder), **BASE, **base, **settings}))[0]
+
+
+def test_ranks_cut_states(tmp_path: Path) -> None:
+    """Channels of convolutions are cut, with prefixes from snapshots and drafts that are rejected."""
+    write_hybrid(tmp_path)
+    found, hits = [], []
+    for ranks in (1, 2):
+        engine = tiny(
+            tmp_path, tensor_parallel_size=ranks, max_model_len=128, spec_method="ngram", spec_tokens=3
+        )
+        found.append([run(engine), run(engine)])
+        hits.append(engine.log.totals.cached_tokens)
+        assert engine.log.totals.draft_tokens > engine.log.totals.accepted_tokens
+        engine.close()
+    assert found[0] == found[1] and found[0][0] == found[0][1]
+    assert hits[0] == hits[1] > 0
 
 
 def children() -> list[psutil.Process]:

@@ -73,6 +73,11 @@ def bench(request: pytest.FixtureRequest) -> Bench:
 
 @pytest.fixture
 def drafting(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft_answers(bench, monkeypatch)
+
+
+def draft_answers(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines draft the expected answers of `bench`, with mistakes."""
     prompts = {request.id: list(request.prompt) for request in bench.requests}
     answers = [prompts[name] + tokens for name, tokens in bench.expected.items()]
     monkeypatch.setattr(

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from switches import GPU_SWITCHES, SWITCHES, Bench, defaults, legal, make_requests, random_settings
+from test_speculation import draft_answers, with_drafts
+
+from quire.worker.memory.states import StateMemory
+from tiny import write_hybrid
 
 PAIRS = sorted(
     {
@@ -70,6 +72,20 @@ def test_random_combinations_with_windows(windowed: Bench) -> None:
     assert cached and trimmed > CHUNK // 2
 
 
+@pytest.mark.parametrize(("kv_cache_dtype", "windows"), [("int8", None), ("fp8", WINDOWS)])
+def test_random_combinations_with_codes_in_the_cache(
+    kv_cache_dtype: str, windows: tuple[int | None, ...] | None
+) -> None:
+    torch.set_num_threads(1)
+    bench = Bench("demo", windows=windows, kv_cache_dtype=kv_cache_dtype)
+    switches = SWITCHES | {"spec_method": ("off", "ngram")}
+    totals = [
+        bench.run(random_settings(random.Random(seed), switches), seed).log.totals
+        for seed in range(CHUNK // 6)
+    ]
+    assert sum(t.preemptions for t in totals) and sum(t.cached_tokens for t in totals)
+
+
 STATE_SWITCHES = {
     **SWITCHES,
     "state_snapshots": (None, 1, 3),
@@ -80,21 +96,9 @@ STATE_SWITCHES = {
 @pytest.fixture(scope="module")
 def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     """A model of convolutions and attention, whose layers keep states."""
-    transformers = pytest.importorskip("transformers", reason="transformers makes the model")
     torch.set_num_threads(1)
-    folder = tmp_path_factory.mktemp("hybrid")
-    write_hybrid(transformers, folder)
+    folder = write_hybrid(tmp_path_factory.mktemp("hybrid"))
     return Bench(str(folder), requests=make_requests(random.Random(7))[:12])
-
-
-def write_hybrid(transformers: Any, folder: Path) -> None:
-    torch.manual_seed(5)
-    config = transformers.Lfm2Config(
-        vocab_size=1600, hidden_size=32, intermediate_size=48, block_multiple_of=8, num_hidden_layers=5,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3,
-        layer_types=["conv", "conv", "full_attention", "conv", "full_attention"],
-    )  # fmt: skip
-    transformers.Lfm2ForCausalLM(config).save_pretrained(folder)
 
 
 def test_random_combinations_with_states(hybrid: Bench) -> None:
@@ -104,6 +108,21 @@ def test_random_combinations_with_states(hybrid: Bench) -> None:
         cached += engine.log.totals.cached_tokens
         preempted += engine.log.totals.preemptions
     assert cached and preempted
+
+
+def test_drafts_with_states(hybrid: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The states behind rejected drafts are dropped."""
+    draft_answers(hybrid, monkeypatch)
+    rng = random.Random(4)
+    for seed in range(5):
+        settings = random_settings(rng, STATE_SWITCHES)
+        while settings["kv_layout"] == "none":
+            settings = random_settings(rng, STATE_SWITCHES)
+        totals = hybrid.run(with_drafts(settings), seed).log.totals
+        assert 0 < totals.accepted_tokens < totals.draft_tokens
+    monkeypatch.setattr(StateMemory, "accept", lambda self, slots, verifies, tokens: None)
+    with pytest.raises(AssertionError, match="differs"):
+        hybrid.run(with_drafts(defaults()), 0)
 
 
 def test_expectation_does_not_hold_for_other_weights(bench: Bench) -> None:
@@ -126,6 +145,14 @@ def test_expectation_does_not_hold_for_other_weights(bench: Bench) -> None:
 def test_switches_on_the_gpu() -> None:
     bench = Bench("demo", device="cuda")
     for seed in range(60):
+        bench.run(random_settings(random.Random(seed), GPU_SWITCHES), seed=seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_switches_with_codes_in_the_cache_on_the_gpu(kv_cache_dtype: str) -> None:
+    bench = Bench("demo", device="cuda", kv_cache_dtype=kv_cache_dtype)
+    for seed in range(40):
         bench.run(random_settings(random.Random(seed), GPU_SWITCHES), seed=seed)
 
 

@@ -1,8 +1,9 @@
-/* Run every function of step.c and quantised.c (-DSTEP, -DQUANTISED: their paths) on pseudo-random numbers and print the
-   results. Results of another processor must be equal up to rounding. "Threads" run one after the other.
+/* Run every function of step.c, attention.c and quantised.c (-DSTEP, -DATTENTION, -DQUANTISED: their paths) on
+   pseudo-random numbers and print the results. Results of another processor must be equal up to rounding. "Threads" run one after the other.
    test_cpu_library.py runs this program. */
 
 #include STEP
+#include ATTENTION
 #include QUANTISED
 #include <stdio.h>
 
@@ -61,17 +62,36 @@ static void check_rows(int half) {
 static void check_attention(int half, int64_t dim, int64_t window, float cap) {
     enum { N = 3, Q = 6, KV = 2, PAGES = 9, SIZE = 4, LONG = 12 };
     Norm norms = {numbers((Q + KV) * dim, half), NULL, 1e-6f, half};
-    Heads heads = {&norms, numbers(LONG * dim, half), Q, KV, dim, window, dim / 2, NULL, 0.3f, cap, half};
+    Heads heads = {&norms, numbers(LONG * dim, half), Q, KV, dim, window, dim / 2, NULL, 0.3f, cap, half, NUMBERS};
     int64_t positions[N] = {0, 6, 11}, slots[N] = {32, 10, 23}, owners[N] = {0, 1, 2};
     int32_t lens[N] = {1, 7, 12}, tables[N * 3] = {8, 0, 0, 1, 2, 0, 3, 4, 5};
     void *qkv = numbers(N * (Q + 2 * KV) * dim, half), *out = numbers(N * Q * dim, half);
     void *keys = numbers(PAGES * SIZE * KV * dim, half), *values = numbers(PAGES * SIZE * KV * dim, half);
-    Attend job = {&heads, qkv, positions, slots, lens, tables, owners, keys, values, out, N, 3, SIZE, 0, 0};
+    Attend job = {&heads, qkv, positions, slots, lens, tables, owners, keys, values, out, NULL, NULL, N, 3, SIZE, KV,
+                  0, 0};
     attend_rows(&job);
     print("attend", out, N * Q * dim, half);
     print("keys", keys, PAGES * SIZE * KV * dim, half);
     turn_rows(&job);
     print("turn", qkv, N * (Q + 2 * KV) * dim, half);
+}
+
+/* fixed: static scales. */
+static void check_codes(int half, int64_t dim, int form, int fixed) {
+    enum { N = 2, Q = 6, KV = 2, PAGES = 5, SIZE = 4, LONG = 12 };
+    Heads heads = {NULL, numbers(LONG * dim, half), Q, KV, dim, 0, dim / 2, NULL, 0.3f, 0, half, form};
+    int64_t positions[N] = {6, 11}, slots[N] = {6, 19}, owners[N] = {0, 1}, entries = PAGES * SIZE * KV;
+    int32_t lens[N] = {7, 12}, tables[N * 3] = {0, 1, 0, 2, 3, 4};
+    void *qkv = numbers(N * (Q + 2 * KV) * dim, half), *out = numbers(N * Q * dim, half);
+    int8_t *keys = malloc(entries * dim), *values = malloc(entries * dim);
+    for (int64_t i = 0; i < entries * dim; i++) keys[i] = 50 * number_in_range(), values[i] = 50 * number_in_range();
+    float *scales[2] = {numbers(entries, 0), numbers(entries, 0)};
+    for (int64_t i = 0; i < entries; i++) scales[0][i] = fabsf(scales[0][i]) / 50, scales[1][i] = fabsf(scales[1][i]) / 50;
+    Attend job = {&heads, qkv, positions, slots, lens, tables, owners, keys, values, out, scales[0], scales[1], N, 3,
+                  SIZE, fixed ? 0 : KV, 0, 0};
+    attend_rows(&job);
+    print("codes", out, N * Q * dim, half);
+    print("scales", scales[1], entries, 0);
 }
 
 static void check_product(int half, int vectors, int rows, int kind) {
@@ -126,6 +146,10 @@ int main(void) {
         check_rows(half);
         check_attention(half, 16, 0, 0);
         check_attention(half, 24, 5, 3.f);
+        check_codes(half, 16, INT8, 0);
+        check_codes(half, 72, INT8, 0);
+        check_codes(half, 24, E4M3, 0);
+        check_codes(half, 24, E4M3, 1);
         for (int vectors = 1; vectors <= 4; vectors++)
             for (int rows = 1; rows <= 8; rows += rows < 3 ? 1 : 5) check_product(half, vectors, rows, rows == 2);
         for (int rows = 1; rows <= 9; rows += 4) {

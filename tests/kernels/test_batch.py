@@ -13,8 +13,18 @@ import torch
 from quire.attention.base import ForwardBatch
 from quire.speculation.drafter import DraftRows
 from quire.speculation.ngram import LONGEST, NgramDrafter
-from quire.types import REJECTED, EngineRequest, NewBlocks, SamplingParams, SlotAdmission, StepPlan
+from quire.types import (
+    REJECTED,
+    EngineRequest,
+    NewBlocks,
+    SamplingParams,
+    SlotAdmission,
+    StateLayout,
+    StateTensor,
+    StepPlan,
+)
 from quire.worker.batch import Batcher, KernelBatcher, TorchBatcher, plan_header
+from quire.worker.memory.states import StateMemory
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
 
@@ -67,21 +77,31 @@ class Side:
         )
         self.state.clear(999)
         self.staging = Staging(self.device, 2)
+        layout = StateLayout((StateTensor("window", (2, 3), "float32"),))
+        self.states = StateMemory([layout], SLOTS, 2, self.device, DRAFTS)
         self.batcher: Batcher
         if kernels:
             self.batcher = KernelBatcher(
                 self.state, NoAttention(), [],
                 block_size=BLOCK, max_tokens=SLOTS * MAX_LEN, max_rows=SLOTS + 1, turns=3, device=self.device,
                 group_of=GROUP_OF, drafter=PatternDrafter(self.state), max_drafts=DRAFTS,
+                states=self.states,
             )  # fmt: skip
         else:
             self.batcher = TorchBatcher(
-                self.state, NoAttention(), [], BLOCK, PatternDrafter(self.state), GROUP_OF
+                self.state, NoAttention(), [], BLOCK, PatternDrafter(self.state), GROUP_OF, self.states
             )
 
     def columns(self) -> list[torch.Tensor]:
         state = self.state
-        columns = (state.tokens, state.num_tokens, state.prompt_len, state.num_computed, *state.block_tables)
+        columns = (
+            state.tokens,
+            state.num_tokens,
+            state.prompt_len,
+            state.num_computed,
+            *state.block_tables,
+            self.states.turn,
+        )
         return [column.cpu() for column in columns]
 
 
@@ -144,9 +164,13 @@ def same(one: ForwardBatch, other: ForwardBatch) -> None:
         "seq_lens",
         "slots",
         "logit_index",
+        "state_rows",
+        "fresh",
     ):
         a, b = getattr(one, name), getattr(other, name)
         assert a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu()), name
+    if one.state_targets is not None or other.state_targets is not None:
+        assert torch.equal(one.state_targets, other.state_targets)
     for layer in GROUP_OF[1:]:
         mine, twin = one.for_layer(layer), other.for_layer(layer)
         assert torch.equal(mine.kv_slots.cpu(), twin.kv_slots.cpu()), f"kv_slots of group {layer}"
@@ -208,6 +232,8 @@ def test_padding_changes_no_step_with_drafts(device: str) -> None:
     batch = side.batcher.bounded(padded, total + 300, False, DRAFTS)
     step, expected = exact.batcher.build(plan, exact.staging)
     assert torch.equal(batch.logit_index[:logits], expected.logit_index) and len(batch.logit_index) > logits
+    targets, rows = batch.state_targets, expected.state_targets
+    assert torch.equal(targets[:total], rows) and (targets[total:] == -1).all() and (rows >= 0).any()
     slots, lengths = side.batcher.logits_at(len(batch.logit_index))
     assert torch.equal(slots[:logits], step.logit_rows.slots)
     assert torch.equal(lengths[:logits], step.logit_rows.lengths)

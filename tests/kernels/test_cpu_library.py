@@ -62,7 +62,7 @@ def results(folder: Path, compiler: str, flags: list[str], run: list[str]) -> di
     subprocess.run([compiler, *flags, *sources, str(CHECK), "-o", str(program), "-lm"], check=True)
     printed = subprocess.run([*run, str(program)], check=True, capture_output=True, text=True).stdout
     lines = [line.split() for line in printed.splitlines()]
-    assert len(lines) == 96
+    assert len(lines) == 112
     return {f"{i} {name}": np.array(values, float) for i, (name, *values) in enumerate(lines)}
 
 
@@ -86,6 +86,8 @@ def test_the_kernels_on_another_processor_or_compiler(
     for name, values in results(tmp_path, compiler, flags, run).items():
         coarse = "bf16" in name or "coded" in name  # a number may be rounded to the next code
         tolerance = {"rtol": 1e-2, "atol": 1e-2} if coarse else {"rtol": 2e-5, "atol": 2e-6}
+        if "codes/fp32" in name:  # AVX-512 rounds weights of values to 16 bits
+            tolerance = {"rtol": 1e-4, "atol": 1e-4}
         np.testing.assert_allclose(values, wanted[name], err_msg=name, **tolerance)
 
 

@@ -37,11 +37,12 @@ MAY_IMPORT = {
     "rank_process": {"types", "frontend", "models", "worker", "wiring", "rank", "ranks"},
     "start": {"types", "config", "core", "host", "ranks"},
     "serve": {"types", "config", "frontend"},
+    "ray": {"types", "config", "frontend", "serve"},
     "wiring": {"types", "config", "core"},
     "dry_run": {"types", "config", "core", "worker", "models", "frontend", "wiring"},
     "engine_process": {"types", "core", "frontend", "start", "dry_run"},
     "llm": {"types", "config", "frontend", "start"},
-    "cli": {"types", "config", "frontend", "host", "assembly", "llm", "models", "worker", "bench", "serve", "kernels", "quant"},
+    "cli": {"types", "config", "frontend", "host", "assembly", "llm", "models", "worker", "bench", "serve", "kernels", "quant", "ray"},
 }  # fmt: skip
 NO_TORCH = {
     "types",

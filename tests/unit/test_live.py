@@ -353,7 +353,7 @@ def test_a_stream_ends_when_its_viewer_leaves_or_does_not_read() -> None:
 def test_an_answer_that_nobody_waits_for_any_more_is_not_the_next_ones() -> None:
     async def scene() -> None:
         process = FakeProcess()
-        replicas = ReplicaSet(EngineConfig(), start=lambda number: process)  # type: ignore[arg-type, return-value]
+        replicas = ReplicaSet(EngineConfig(), start=lambda number, secret: process)  # type: ignore[arg-type, return-value]
         server = AsyncEngine(EngineConfig(), ServeConfig(), replicas)
         await replicas.ready()
         replicas.listen(server)

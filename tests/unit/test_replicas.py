@@ -51,7 +51,7 @@ class Front:
         config = EngineConfig(data_parallel_size=count, **settings)
         self.set = ReplicaSet(config, routing, start=self._start)  # type: ignore[arg-type]
 
-    def _start(self, number: int) -> FakeProcess:
+    def _start(self, number: int, secret: bytes = b"") -> FakeProcess:
         process = self.current[number] = FakeProcess(SLOTS)
         self.processes.append(process)
         return process

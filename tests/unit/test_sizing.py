@@ -10,6 +10,7 @@ import torch
 
 from quire.assembly.memory import memory_planner
 from quire.config import EngineConfig
+from quire.layers.mixer_params import ShortConvParams
 from quire.models.spec import ModelSpec
 from quire.types import ConfigError
 from quire.worker.memory import sizing
@@ -138,3 +139,49 @@ def test_a_step_on_a_cpu_is_estimated_with_activations_and_sampling() -> None:
 def test_an_explicit_context_that_fits_exactly_is_kept() -> None:
     assert size(4000, asked=4000).max_model_len == 4000
     assert size(4096).max_model_len == 4096
+
+
+HYBRID = replace(
+    SPEC,
+    mixer=ShortConvParams(channels=1 << 19, width=3),
+    mixes=(True, True, False, True),
+    attends=(False, False, True, False),
+)
+STATE = 3 * 2 * (1 << 19) * 2  # layers, taps, channels, bytes
+
+
+def test_states_are_taken_out_of_the_budget() -> None:
+    memory = planner(spec=HYBRID, max_num_seqs=4, prefix_caching=False)
+    assert memory.groups.token_bytes == TOKEN // 4  # one layer attends
+    states, columns, blocks = 5 * STATE, memory.column_bytes(4096), 4 * 4096 * TOKEN // 4
+    found = memory.size_kv(states + columns + blocks)
+    assert (found.num_blocks, found.num_snapshots, found.state_bytes) == (4 * 4096 // 16, 0, STATE)
+    assert memory.size_kv(states + columns + blocks // 2).num_blocks == 2 * 4096 // 16
+
+
+def test_snapshots_take_an_eighth_of_the_memory_for_blocks() -> None:
+    memory = planner(spec=HYBRID, max_num_seqs=4)
+    room = 5 * STATE + memory.column_bytes(4096)
+    assert memory.size_kv(room + 80 * STATE).num_snapshots == 10
+    assert memory.size_kv(room + (1 << 40)).num_snapshots == 16, "more snapshots than are of use"
+    explicit = planner(spec=HYBRID, max_num_seqs=4, state_snapshots=3).size_kv(room + 80 * STATE)
+    assert explicit.num_snapshots == 3
+
+
+def test_states_that_do_not_fit_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"states of max_num_seqs 64 .* lower max_num_seqs"):
+        planner(spec=HYBRID, max_num_seqs=64).size_kv(20 * STATE)
+
+
+def test_drafts_keep_several_states() -> None:
+    memory = planner(spec=HYBRID, max_num_seqs=4, spec_method="ngram", spec_tokens=2)
+    assert memory.fixed_state_bytes() == (4 * 3 + 1) * STATE
+
+
+def test_fewer_requests_by_default_where_states_are_large() -> None:
+    seqs = [EngineConfig(**more).resolved(80 * 10**9, 4096, 75 << 20).max_num_seqs for more in ({}, DRAFTING)]
+    assert seqs == [169, 56]
+    assert EngineConfig(max_num_seqs=500).resolved(80 * 10**9, 4096, 75 << 20).max_num_seqs == 500
+
+
+DRAFTING = {"spec_method": "ngram", "spec_tokens": 2}

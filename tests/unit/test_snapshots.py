@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from test_scheduler import drain, make_engine, reference, request
 
 from quire.core.block_pool import LRU
 from quire.core.engine import Engine
-from quire.core.snapshot_policy import SnapshotPolicy
+from quire.core.stats import figures_of, stats_of
 from quire.types import EngineRequest
 
 SETTINGS = dict(
@@ -17,8 +19,6 @@ SETTINGS = dict(
 
 
 def engine_of(**settings) -> Engine:
-    import random
-
     return make_engine(random.Random(0), **{**SETTINGS, "snapshots": 4, **settings})[0]
 
 
@@ -95,6 +95,15 @@ def test_short_rows_of_snapshots_cost_hits_only() -> None:
     assert run(engine, *(request(str(i), prompt_of(20, i), max_tokens=9) for i in range(5))) == [0] * 5
 
 
+def test_figures_count_snapshots() -> None:
+    engine = engine_of(snapshots=1)
+    run(engine, request("a", prompt_of(19)))
+    run(engine, request("b", prompt_of(19, 7)))
+    stats, figures = stats_of(engine, 2), figures_of(engine, 0)
+    assert (stats.snapshots, stats.snapshot_rows, stats.totals["snapshot_evictions"]) == (1, 1, 1)
+    assert (figures.snapshots, figures.snapshot_evictions) == (1, 1)
+
+
 def test_the_reason_of_a_missing_snapshot_is_told() -> None:
     engine = engine_of()
     shared = prompt_of(13)
@@ -115,4 +124,3 @@ def test_where_a_prompt_has_a_snapshot(length: int, places: list[int]) -> None:
     for record in engine.log:
         ends += [start + count for _, start, count in record.rows]
     assert [end for end in ends if end and end < length] == places
-    assert SnapshotPolicy(4).NEVER > 1 << 50

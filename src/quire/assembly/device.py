@@ -6,8 +6,10 @@ import logging
 
 import torch
 
+from quire.frontend.client.remote import meeting_host, own_address
 from quire.kernels.target import OLDEST, target_of
 from quire.models.spec import ModelSpec
+from quire.parallel.connection import HostAddresses
 from quire.types import ConfigError
 
 log = logging.getLogger("quire")
@@ -104,3 +106,11 @@ def pick_dtype(wanted: str, spec: ModelSpec, device: torch.device) -> torch.dtyp
 
 # Families trained in bfloat16 whose activations overflow float16.
 _WIDE_RANGE = ("gemma", "gemma2", "gemma3", "gemma3n", "gemma4")
+
+
+def host_addresses(rank_address: str | None) -> HostAddresses:
+    """Return where ranks meet: on this host, or at the host of `rank_address`."""
+    if rank_address is None:
+        return HostAddresses()
+    host = meeting_host(rank_address)
+    return HostAddresses(host, own_address(host), one_host=False)

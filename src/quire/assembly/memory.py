@@ -79,5 +79,6 @@ def memory_planner(
         # Replicas on a CPU share its memory; on GPUs each has its own.
         memory_utilization=config.memory_utilization
         / (config.data_parallel_size if device.type == "cpu" else 1),
+        states_per_slot=1 + (config.spec_tokens or 0),
         snapshots=config.state_snapshots if config.prefix_caching else 0,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,15 +27,6 @@ class DraftSource(NamedTuple):
     spec: ModelSpec
 
 
-def check_speculation(config: EngineConfig, spec: ModelSpec) -> None:
-    """Raise ConfigError if draft tokens cannot be taken back, because layers keep states."""
-    if config.spec_method != "off" and any(spec.mixes):
-        raise ConfigError(
-            f"spec_method {config.spec_method} needs a model whose layers all attend, but {spec.architecture} keeps a "
-            "recurrent state, which cannot be taken back by rejected drafts; use spec_method off"
-        )
-
-
 def find_draft(config: EngineConfig, path: Path, spec: ModelSpec) -> list[DraftSource]:
     """Return the draft model, if the settings name one.
 
@@ -43,12 +35,18 @@ def find_draft(config: EngineConfig, path: Path, spec: ModelSpec) -> list[DraftS
         spec: its spec.
 
     Raises:
-        ConfigError: if the draft model has another vocabulary, or a shorter context than `config` demands.
+        ConfigError: if the draft model has another vocabulary, a shorter context than `config` demands, or states.
     """
     if config.spec_model is None:
         return []
     draft = DraftSource(found := locate_model(config.spec_model).path, load_spec(found))
-    check_speculation(config, draft.spec)
+    if spec.kv_codes:
+        draft = draft._replace(spec=replace(draft.spec, kv_codes=replace(spec.kv_codes, static=False)))
+    if any(draft.spec.mixes):
+        raise ConfigError(
+            f"spec_model {config.spec_model} is a {draft.spec.architecture} whose layers keep states, which rejected "
+            "drafts would spoil; use a draft model that only attends, or spec_method ngram"
+        )
     check_vocabulary(path, spec.vocab_size, draft.path, draft.spec.vocab_size)
     if (config.max_model_len or 0) > draft.spec.max_model_len:
         raise ConfigError(

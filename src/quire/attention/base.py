@@ -117,6 +117,8 @@ class AttentionLayer(KVLayer, Protocol):
         torch.Tensor | None
     )  # float32 [heads]: scores without a key, which join the softmax's sum; None: off
     span: int  # distance between the two dimensions of a rotated pair; 0: half a head
+    # float32 [kv heads] each: scales of the codes of keys and values, if they are static; None: in the KV cache, or none
+    kv_scales: tuple[torch.Tensor, torch.Tensor] | None
 
 
 class LatentNorm(Protocol):

@@ -9,7 +9,17 @@ import torch
 
 from quire.attention.base import Angles, AttentionLayer, ForwardBatch, HeadNorms, LatentLayer
 from quire.attention.reference import ReferenceAttention
-from quire.kernels.cpu.ops import CAttend, CHeads, CNorm, CpuKernels, address, half, norm_struct, pointer
+from quire.kernels.cpu.ops import (
+    FORMS,
+    CAttend,
+    CHeads,
+    CNorm,
+    CpuKernels,
+    address,
+    half,
+    norm_struct,
+    pointer,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,16 +63,19 @@ class CpuAttention:
         qkv = qkv.contiguous()
         if batch.attn is not None:
             return self._rotate_and_attend(layer, qkv, norms, table, batch)
-        keys, values = batch.kv[layer.index]
-        structs = self._layers.get(id(layer)) or self._describe(layer, norms, table)
+        keys, values, *scales = _blocks(layer, batch)
+        structs = self._layers.get(id(layer)) or self._describe(layer, norms, table, keys.dtype)
         rows = qkv.shape[0]
         out = qkv.new_empty(rows, layer.num_heads * layer.head_dim)
         arguments = CAttend(
             address(structs.heads), qkv.data_ptr(), batch.positions.data_ptr(), batch.kv_slots.data_ptr(),
             batch.seq_lens.data_ptr(), batch.block_table.data_ptr(), batch.slots.data_ptr(),
-            keys.data_ptr(), values.data_ptr(), out.data_ptr(), rows, batch.block_table.stride(0), batch.block_size,
+            keys.data_ptr(), values.data_ptr(), out.data_ptr(), *map(pointer, scales or (None, None)),
+            rows, batch.block_table.stride(0), batch.block_size, layer.num_kv_heads if layer.kv_scales is None else 0,
         )  # fmt: skip
-        self._kernels.run(self._kernels.attend_rows, arguments, structs, qkv, batch, keys, values, out)
+        self._kernels.run(
+            self._kernels.attend_rows, arguments, structs, qkv, batch, keys, values, out, scales
+        )
         return out
 
     def forward(
@@ -104,12 +117,20 @@ class CpuAttention:
         q, k, v = qkv.view(qkv.shape[0], -1, dim).split([heads, kv_heads, kv_heads], 1)
         return self.forward(layer, q, k, v, batch)
 
-    def _describe(self, layer: AttentionLayer, norms: HeadNorms | None, table: torch.Tensor) -> _LayerStructs:
+    def _describe(
+        self, layer: AttentionLayer, norms: HeadNorms | None, table: torch.Tensor, stored: torch.dtype
+    ) -> _LayerStructs:
         norm = None if norms is None else norm_struct(norms.weight, None, norms.eps)
         heads = CHeads(
             address(norm), table.data_ptr(), layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.window or 0,
             layer.span or layer.head_dim // 2, pointer(layer.sinks), layer.scale, layer.soft_cap or 0.0, half(table),
-            layer.chunked,
+            FORMS.get(stored, 0), layer.chunked,
         )  # fmt: skip
         self._layers[id(layer)] = structs = _LayerStructs(heads, norm, (layer, norms, table))
         return structs
+
+
+def _blocks(layer: AttentionLayer, batch: ForwardBatch) -> tuple[torch.Tensor, ...]:
+    """Return the blocks of keys and values, followed by their scales if they are codes."""
+    kv = batch.kv[layer.index]
+    return kv if layer.kv_scales is None else (*kv, *layer.kv_scales)

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.attention.base import Angles, AttentionLayer, ForwardBatch, LatentLayer
+from quire.attention.entries import Entries, Slots, entries_of, put, take
 from quire.attention.latent_reference import attend_latents
 
 _GROUP_TOKENS = 1 << 18  # KV entries gathered at once; bounds the memory of one group
@@ -28,8 +29,6 @@ _QUERY_STEP, _KEY_STEP = 32, 64  # numbers of queries and keys that 16-bit atten
 _SHORT_PROMPT, _SHORT_STEP = 256, 16
 # Limit for the masks of long rows that exist at once; attention converts them to floats.
 _MASK_ELEMENTS = 1 << 24
-
-Slots = torch.Tensor | slice  # int64 [n] KV slots, or a range of them
 
 
 @dataclass(slots=True)
@@ -171,27 +170,25 @@ class ReferenceAttention:
         v: torch.Tensor | None,
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        keys, values = (x.view(-1, layer.num_kv_heads, layer.head_dim) for x in batch.kv[layer.index])
+        entries = entries_of(layer, batch.kv[layer.index], q.dtype)
         plan: _ReferencePlan = batch.attn
         if k is not None and v is not None:
             k, v = (x.view(-1, layer.num_kv_heads, layer.head_dim) for x in (k, v))
-            _write(keys, plan.writes, k)
-            _write(values, plan.writes, v)
+            k, v = entries.write(plan.writes, k, v)
         q = q.view(-1, layer.num_heads, layer.head_dim)
         if len(plan.groups) == 1 and plan.groups[0].tokens is None:
-            return self._attend_group(layer, plan.groups[0], q, keys, values)
+            return self._attend_group(layer, plan.groups[0], q, entries)
         out = q.new_empty(q.shape[0], layer.num_heads * layer.head_dim)
         for group in plan.groups:
             assert group.tokens is not None
             rows = q.index_select(0, group.tokens)
-            out.index_copy_(0, group.tokens, self._attend_group(layer, group, rows, keys, values))
+            out.index_copy_(0, group.tokens, self._attend_group(layer, group, rows, entries))
         for long in plan.long_rows:
             new = slice(long.start, long.end)
             if long.kv is None and k is not None and v is not None:
                 row_k, row_v = k[new], v[new]
             else:
-                slots = _part(plan.writes, new) if long.kv is None else long.kv
-                row_k, row_v = _read(keys, slots), _read(values, slots)
+                row_k, row_v = entries.read(_part(plan.writes, new) if long.kv is None else long.kv)
             out[new] = self._attend_long(layer, long, q[new], row_k, row_v)
         return out
 
@@ -207,16 +204,16 @@ class ReferenceAttention:
         entries = layer.prepare(q, rotary, entries, angles)
         plan: _ReferencePlan = batch.attn
         blocks = batch.kv[layer.index][0].view(-1, layer.dim)
-        _write(blocks, plan.writes, entries)
+        put(blocks, plan.writes, entries)
         out = q.new_empty(q.shape[0], layer.num_heads, layer.rank)
         for group in plan.groups:
-            keys = _read(blocks, group.kv).view(-1, group.length, layer.dim)
+            keys = take(blocks, group.kv).view(-1, group.length, layer.dim)
             mask = None if group.mask is None else group.mask[:, 0]
             tokens = slice(None) if group.tokens is None else group.tokens
             out[tokens] = attend_latents(q[tokens], keys, mask, layer)
         for long in plan.long_rows:
             new = slice(long.start, long.end)
-            keys = entries[new] if long.kv is None else _read(blocks, long.kv)
+            keys = entries[new] if long.kv is None else take(blocks, long.kv)
             for piece in long.cut(None, layer.num_heads):
                 assert piece.mask is not None
                 mask = piece.mask.repeat_interleave(layer.num_heads, 0).unsqueeze(0)
@@ -226,18 +223,12 @@ class ReferenceAttention:
         return out.flatten(1)
 
     def _attend_group(
-        self,
-        layer: AttentionLayer,
-        group: _RowGroup,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        self, layer: AttentionLayer, group: _RowGroup, q: torch.Tensor, entries: Entries
     ) -> torch.Tensor:
         """Return [rows, heads * dim] for q [rows, heads, dim]."""
         rows, heads, dim = q.shape[0], layer.num_kv_heads, layer.head_dim
-        k, v = (
-            _read(x, group.kv).view(rows, group.length, heads, dim).transpose(1, 2) for x in (keys, values)
-        )
+        found = entries.read(group.kv)
+        k, v = (x.view(rows, group.length, heads, dim).transpose(1, 2) for x in found)
         mask = group.mask
         if layer.window is not None and group.length > layer.window:
             if mask is None or group.distance is None:
@@ -267,18 +258,6 @@ class ReferenceAttention:
 def first_key(positions: torch.Tensor, window: int, chunked: bool) -> torch.Tensor:
     """Return the position of the first key that a query at each of `positions` sees; it may be negative."""
     return positions // window * window if chunked else positions - (window - 1)
-
-
-def _write(blocks: torch.Tensor, slots: Slots, new: torch.Tensor) -> None:
-    """Write `new` [n, heads, dim] into `blocks` [all slots, heads, dim]."""
-    if isinstance(slots, slice):
-        blocks[slots] = new
-    else:
-        blocks.index_copy_(0, slots, new)
-
-
-def _read(blocks: torch.Tensor, slots: Slots) -> torch.Tensor:
-    return blocks[slots] if isinstance(slots, slice) else blocks.index_select(0, slots)
 
 
 def _part(slots: Slots, tokens: slice) -> Slots:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from quire.attention.base import Angles, AttentionLayer, ForwardBatch, HeadNorms, LatentLayer
+from quire.attention.entries import coded
 from quire.kernels.attention.kv_write import write_kv
 from quire.kernels.attention.latent import (
     attend_latent_ones,
@@ -29,7 +30,7 @@ from quire.kernels.attention.latent import (
 from quire.kernels.attention.long import attend_long, list_tiles, long_tile, long_tokens, most_tiles
 from quire.kernels.attention.shared import SharedPartial, attend_shared, shared_tile
 from quire.kernels.attention.short import SHORT_ROWS, attend_short, num_splits, short_tile
-from quire.kernels.attention.tile import fits
+from quire.kernels.attention.tile import KVScales, fits
 from quire.kernels.rope import norm_rotate_store
 from quire.kernels.target import Target, target_of
 
@@ -158,8 +159,10 @@ class TritonAttention:
     ) -> torch.Tensor:
         dim, kv_heads = layer.head_dim, layer.num_kv_heads
         if k is not None and v is not None:
-            keys, values = batch.kv[layer.index]
-            write_kv(k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim), keys, values, batch.kv_slots)
+            keys, values, scales = _blocks(layer, batch)
+            write_kv(
+                k.view(-1, kv_heads, dim), v.view(-1, kv_heads, dim), keys, values, batch.kv_slots, scales
+            )
         return self._attend(layer, q.view(-1, layer.num_heads, dim), batch)
 
     def forward_packed(
@@ -170,16 +173,16 @@ class TritonAttention:
         table: torch.Tensor,
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        keys, values = batch.kv[layer.index]
+        keys, values, scales = _blocks(layer, batch)
         weight, eps = (None, 0.0) if norms is None else (norms.weight, norms.eps)
         q = norm_rotate_store(
-            qkv, batch.positions, table, weight, eps, keys, values, batch.kv_slots, layer.span
+            qkv, batch.positions, table, weight, eps, keys, values, batch.kv_slots, layer.span, scales
         )
         return self._attend(layer, q, batch)
 
     def _attend(self, layer: AttentionLayer, q: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """Return [tokens, heads * dim] for q [tokens, heads, dim]; the blocks already hold the new tokens."""
-        keys, values = batch.kv[layer.index]
+        keys, values, scales = _blocks(layer, batch)
         dim, kv_heads, itemsize = layer.head_dim, layer.num_kv_heads, q.element_size()
         out = torch.empty(q.shape[0], layer.num_heads * dim, dtype=q.dtype, device=q.device)
         plan: _TritonPlan = batch.attn
@@ -190,17 +193,25 @@ class TritonAttention:
             shared: SharedPartial | None = None
             if batch.shared is not None and splits == 1 and layer.window is None:
                 shared = attend_shared(
-                    q, keys, values, batch.shared, batch.block_table, batch.slots, layer.scale, layer.soft_cap
+                    q,
+                    keys,
+                    values,
+                    batch.shared,
+                    batch.block_table,
+                    batch.slots,
+                    layer.scale,
+                    layer.soft_cap,
+                    scales,
                 )
             attend_short(
                 q, keys, values, out, batch.seq_lens, None if plan.ones else batch.query_start,
                 batch.block_table, batch.slots, layer.scale, layer.window, layer.soft_cap, work.queries, splits, shared,
-                layer.sinks, chunked=layer.chunked,
+                layer.sinks, chunked=layer.chunked, scales=scales,
             )  # fmt: skip
         if work.tiles is not None:
             attend_long(
                 q, keys, values, out, batch.block_table, work.tiles,
-                layer.scale, layer.window, layer.soft_cap, layer.sinks, chunked=layer.chunked,
+                layer.scale, layer.window, layer.soft_cap, layer.sinks, chunked=layer.chunked, scales=scales,
             )  # fmt: skip
         return out
 
@@ -237,3 +248,12 @@ class TritonAttention:
         if work.tiles is not None:
             attend_latent_tiles(q, blocks, out, batch.block_table, work.tiles, layer.scale)
         return out
+
+
+def _blocks(layer: AttentionLayer, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, KVScales | None]:
+    """Return the blocks of keys and values, and their scales if they are codes."""
+    kv = batch.kv[layer.index]
+    found = coded(kv, layer, head_axis=1)
+    if found is None:
+        return kv[0], kv[1], None
+    return found.keys, found.values, KVScales(found.key_scales, found.value_scales, found.static)

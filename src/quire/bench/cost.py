@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from quire.models.spec import ModelSpec
-from quire.types import EngineInfo
+from quire.types import CODE_DTYPES, EngineInfo, KVCodes
 
 StepRows = list[tuple[str, int, int]]  # of a StepRecord: (request id, first KV entry, tokens run)
 
@@ -77,7 +77,9 @@ class CostModel:
     def __init__(self, spec: ModelSpec, info: EngineInfo) -> None:
         self._spec = spec
         self._weight_bytes = info.weight_bytes / info.num_parameters  # per parameter
-        self._layouts = Counter(spec.kv_layouts(info.dtype))  # number of layers by what they keep of a token
+        # Number of layers by what they keep of a token. The scales of codes are counted, which static ones save.
+        codes = KVCodes(info.kv_dtype) if info.kv_dtype in CODE_DTYPES.values() else None
+        self._layouts = Counter(replace(spec, kv_codes=codes).kv_layouts(info.dtype))
 
     def step(self, rows: StepRows) -> Cost:
         """Compute the cost of a step with these rows."""

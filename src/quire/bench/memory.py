@@ -26,7 +26,7 @@ def memory_map(info: EngineInfo) -> dict[str, int]:
             "free": free,
         }
     blocks = (info.num_blocks + 1) * info.block_bytes  # the last one is the dummy slot's
-    states = (info.max_num_seqs + 1 + info.num_snapshots) * info.state_bytes
+    states = (info.max_num_seqs * info.states_per_request + 1 + info.num_snapshots) * info.state_bytes
     graphs = sum(
         segment["total_size"]
         for segment in torch.cuda.memory_snapshot()

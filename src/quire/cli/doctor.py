@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from quire.kernels import Kernels
     from quire.quant.spec import QuantSpec
+    from quire.types import KVCodes
     from quire.worker.memory.sizing import MemoryPlanner
 
 _PACKAGES = (
@@ -159,6 +160,7 @@ def _machine(report: Report) -> None:
 def _plan(report: Report, config: EngineConfig) -> None:
     from quire.assembly.attention import pick_attention
     from quire.assembly.device import pick_device, pick_dtype
+    from quire.assembly.kv_codes import kv_coded_spec
     from quire.assembly.memory import memory_planner, request_state_bytes
     from quire.assembly.model import served_spec
     from quire.frontend.location import locate_model
@@ -170,6 +172,7 @@ def _plan(report: Report, config: EngineConfig) -> None:
     path = locate_model(config.model, config.revision).path
     spec = served_spec(config, load_spec(path))
     dtype = pick_dtype(config.dtype, spec, device)
+    spec = kv_coded_spec(config, path, spec, dtype, device)
     states = request_state_bytes(spec, dtype, config.tensor_parallel_size)
     resolved = config.resolved(gpu_memory(device), spec.max_model_len, states)
     report.section(f"Plan for {config.model}", "plan")
@@ -186,6 +189,7 @@ def _plan(report: Report, config: EngineConfig) -> None:
     report.row(
         "attention", f"{backend}: {_why(config.attention, 'the kernels above' if kernels else 'plain torch')}"
     )
+    report.row("kv_cache_dtype", _kv_codes(spec.kv_codes, dtype))
     for name in _SWITCHES:
         report.row(name, str(getattr(resolved, name)), getattr(resolved, name))
     report.row("max_num_seqs", f"{resolved.max_num_seqs} requests at once", resolved.max_num_seqs)
@@ -229,6 +233,14 @@ def _quantization(
         return f"{spec}, unpacked and computed in {str(dtype)[6:]}"
     by = "plain torch" if kernels is None else "C kernels" if device.type == "cpu" else "Triton kernels"
     return f"{spec}, multiplied by {by}"
+
+
+def _kv_codes(codes: KVCodes | None, dtype: torch.dtype) -> str:
+    """Describe how keys and values are stored."""
+    if codes is None:
+        return str(dtype).removeprefix("torch.")
+    scales = "the checkpoint's scales" if codes.static else "a scale for each token and head"
+    return f"{codes.dtype} with {scales}"
 
 
 def _memory_map(report: Report, memory: MemoryPlanner) -> None:

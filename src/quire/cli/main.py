@@ -22,6 +22,7 @@ COMMANDS = {
     "chat": "talk with a model in the terminal",
     "generate": "answer a prompt, a file of prompts or standard input",
     "serve": "serve a model over HTTP, with the OpenAI and Anthropic APIs",
+    "rank": "lend the GPUs of this host to an engine on another one",
     "doctor": "show what this machine has, what Quire will use, and why",
     "models": "list the models on this machine, with size and format",
     "pull": "download a model from Hugging Face",

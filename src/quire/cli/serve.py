@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from collections.abc import Callable
 
 from quire.cli.config_file import read_config
 from quire.cli.flags import add_flags, add_model, check_one_model, given
 from quire.cli.loading import loading_elsewhere
 from quire.config import EngineConfig
+from quire.serve.engine_process_client import EngineProcess
 from quire.serve.http.auth import load_keys
 from quire.serve.http.listen import bind, check_tls
 from quire.serve.http.stop import ShutdownSignal
@@ -56,10 +58,21 @@ def _start(config: EngineConfig, settings: ServeConfig) -> int:
     stop = ShutdownSignal()
     # The engine processes import torch while this process imports the HTTP server.
     step_s = settings.dry_run_step_ms / 1000 if settings.dry_run else None
-    replicas = ReplicaSet(config, settings.routing, dry_run_step_s=step_s)
+    replicas = ReplicaSet(config, settings.routing, _starter(config, settings, step_s), step_s)
     try:
         from quire.serve.http.server import run
 
         return run(config, settings, keys, replicas, sock, stop, loading_elsewhere(config.model))
     finally:
         replicas.kill()
+
+
+def _starter(
+    config: EngineConfig, settings: ServeConfig, step_s: float | None
+) -> Callable[[int, bytes], EngineProcess] | None:
+    """Return the function that starts engine processes in a Ray cluster, or None to start them here."""
+    if not settings.ray:
+        return None
+    from quire.ray.engine_process import RayEngineProcess
+
+    return lambda number, secret: RayEngineProcess(config, step_s, secret)

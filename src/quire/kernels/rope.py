@@ -16,7 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.attention.kv_write import is_finite
+from quire.kernels.attention.kv_write import head_scale, inverse_scale, is_finite, to_codes
+from quire.kernels.attention.tile import KVScales, scale_pointers, scale_strides
 from quire.kernels.jit import kernel
 from quire.kernels.target import target_of
 
@@ -31,11 +32,16 @@ def _norm_rotate(
     weight,  # [TURNED + KV_HEADS, DIM], read if NORM
     keys,  # blocks [block, kv head, token, DIM]
     values,
+    key_scales,  # [block, kv head, token], of codes
+    value_scales,
     slots,  # int64 [tokens]: block * BLOCK_SIZE + offset in block; negative: do not store
     eps,
     block_stride,
     head_stride,
     token_stride,
+    scale_block,
+    scale_head,
+    scale_token,
     NORM: tl.constexpr,
     STRIDE: tl.constexpr,
     TURNED: tl.constexpr,
@@ -45,6 +51,8 @@ def _norm_rotate(
     BLOCK_SIZE: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK: tl.constexpr,  # half a head, rounded up to a power of two
+    CODED: tl.constexpr,  # blocks hold codes
+    STATIC: tl.constexpr,  # scales are read, not written
     PDL: tl.constexpr,
 ) -> None:
     """Grid (tokens, programs for q, then for k, then for v)."""
@@ -96,10 +104,30 @@ def _norm_rotate(
             finite &= is_finite(tl.load(value, mask=inside, other=0.0))
             finite &= is_finite(tl.load(value + gap, mask=inside, other=0.0))
             sick = tl.max((finite == 0).to(tl.int32), 1, keep_dims=True) > 0
-            new_a = tl.where(sick, float("nan"), new_a)
-            new_b = tl.where(sick, float("nan"), new_b)
-            tl.store(to, new_a, mask=inside & (slot >= 0))
-            tl.store(to + gap, new_b, mask=inside & (slot >= 0))
+            if CODED:
+                scale_at = (
+                    slot // BLOCK_SIZE * scale_block + slot % BLOCK_SIZE * scale_token + head * scale_head
+                )
+                there = (head < KV_HEADS) & (slot >= 0)
+                code: tl.constexpr = keys.dtype.element_ty
+                new_a, new_b = new_a.to(tl.float32), new_b.to(tl.float32)
+                if STATIC:
+                    key_scale = tl.load(key_scales + scale_at, mask=there, other=1.0)
+                    new_a = tl.where(sick, float("nan"), new_a)
+                    new_b = tl.where(sick, float("nan"), new_b)
+                else:
+                    new_a, new_b = tl.where(sick, 0.0, new_a), tl.where(sick, 0.0, new_b)
+                    largest = tl.max(tl.maximum(tl.abs(new_a), tl.abs(new_b)), 1, keep_dims=True)
+                    key_scale = head_scale(largest, code)
+                    tl.store(key_scales + scale_at, tl.where(sick, float("nan"), key_scale), mask=there)
+                factor = inverse_scale(key_scale)
+                tl.store(to, to_codes(new_a, factor, code), mask=inside & (slot >= 0))
+                tl.store(to + gap, to_codes(new_b, factor, code), mask=inside & (slot >= 0))
+            else:
+                new_a = tl.where(sick, float("nan"), new_a)
+                new_b = tl.where(sick, float("nan"), new_b)
+                tl.store(to, new_a, mask=inside & (slot >= 0))
+                tl.store(to + gap, new_b, mask=inside & (slot >= 0))
     else:
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -111,8 +139,27 @@ def _norm_rotate(
         v_to = values + v_block + v_head * head_stride + at
         v_a = tl.load(v_place, mask=v_inside, other=0.0)
         v_b = tl.load(v_place + HALF, mask=v_inside, other=0.0)
-        tl.store(v_to, tl.where(is_finite(v_a), v_a, 0.0), mask=v_inside & (v_slot >= 0))
-        tl.store(v_to + HALF, tl.where(is_finite(v_b), v_b, 0.0), mask=v_inside & (v_slot >= 0))
+        v_a, v_b = tl.where(is_finite(v_a), v_a, 0.0), tl.where(is_finite(v_b), v_b, 0.0)
+        if CODED:
+            v_scale_at = (
+                v_slot // BLOCK_SIZE * scale_block + v_slot % BLOCK_SIZE * scale_token + v_head * scale_head
+            )
+            v_there = (v_head < KV_HEADS) & (v_slot >= 0)
+            v_code: tl.constexpr = values.dtype.element_ty
+            v_a, v_b = v_a.to(tl.float32), v_b.to(tl.float32)
+            if STATIC:
+                value_scale = tl.load(value_scales + v_scale_at, mask=v_there, other=1.0)
+            else:
+                value_scale = head_scale(
+                    tl.max(tl.maximum(tl.abs(v_a), tl.abs(v_b)), 1, keep_dims=True), v_code
+                )
+                tl.store(value_scales + v_scale_at, value_scale, mask=v_there)
+            v_factor = inverse_scale(value_scale)
+            tl.store(v_to, to_codes(v_a, v_factor, v_code), mask=v_inside & (v_slot >= 0))
+            tl.store(v_to + HALF, to_codes(v_b, v_factor, v_code), mask=v_inside & (v_slot >= 0))
+        else:
+            tl.store(v_to, v_a, mask=v_inside & (v_slot >= 0))
+            tl.store(v_to + HALF, v_b, mask=v_inside & (v_slot >= 0))
 
 
 def norm_rotate_(
@@ -148,6 +195,7 @@ def norm_rotate_store(
     values: torch.Tensor,
     slots: torch.Tensor,
     span: int = 0,
+    scales: KVScales | None = None,
 ) -> torch.Tensor:
     """Normalize and rotate q and k of packed q|k|v, and write k and v into their blocks.
 
@@ -161,13 +209,14 @@ def norm_rotate_store(
         values: the same shape and strides as `keys`.
         slots: int64 [tokens]: block * block size + offset in block; negative to store nothing.
         span: distance between the two dimensions of a rotated pair; 0: half a head.
+        scales: of blocks of codes, written unless they are static; None: blocks hold plain numbers.
 
     Returns:
         The rotated queries, a view [tokens, heads, dim] of `qkv`.
     """
     dim, kv_heads = keys.shape[3], keys.shape[1]
     heads = qkv.shape[1] // dim - 2 * kv_heads
-    _launch(qkv, positions, table, weight, eps, heads, span, keys, values, slots)
+    _launch(qkv, positions, table, weight, eps, heads, span, keys, values, slots, scales)
     return qkv.view(qkv.shape[0], -1, dim)[:, :heads]
 
 
@@ -182,6 +231,7 @@ def _launch(
     keys: torch.Tensor | None,
     values: torch.Tensor | None,
     slots: torch.Tensor,
+    scales: KVScales | None = None,
 ) -> None:
     dim = table.shape[1]
     block = triton.next_power_of_2(dim // 2)
@@ -197,9 +247,11 @@ def _launch(
         table if weight is None else weight,
         qkv if keys is None else keys,
         qkv if values is None else values,
+        *scale_pointers(scales, qkv),
         slots,
         eps,
         *strides,
+        *scale_strides(scales),
         NORM=weight is not None,
         STRIDE=qkv.shape[1],
         TURNED=turned,
@@ -209,6 +261,8 @@ def _launch(
         BLOCK_SIZE=block_size,
         HEADS=_HEADS,
         BLOCK=block,
+        CODED=scales is not None,
+        STATIC=scales is not None and scales.static,
         PDL=pdl,
         num_warps=min(max(_HEADS * block // 128, 1), 8),
         launch_pdl=pdl,

@@ -29,7 +29,8 @@ class Attention:
     """An `AttentionLayer` (attention/base.py) bound to its back end. Head counts are those of this rank."""
 
     __slots__ = (
-        "backend", "chunked", "head_dim", "index", "kv", "num_heads", "num_kv_heads", "scale", "sinks", "soft_cap", "span",
+        "backend", "chunked", "head_dim", "index", "kv", "kv_scales", "num_heads", "num_kv_heads", "scale", "sinks",
+        "soft_cap", "span",
         "window",
     )  # fmt: skip
 
@@ -43,6 +44,7 @@ class Attention:
         soft_cap: float | None = None,
         sinks: torch.Tensor | None = None,
         span: int = 0,
+        kv_scales: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> None:
         self.backend = env.attention
         self.index = index
@@ -54,6 +56,7 @@ class Attention:
         self.soft_cap = soft_cap
         self.sinks = sinks
         self.span = span
+        self.kv_scales = kv_scales
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, batch: ForwardBatch

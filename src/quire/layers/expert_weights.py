@@ -22,6 +22,7 @@ StackedWeight = torch.Tensor | QuantisedWeight
 Projections = tuple[str, str, str]
 USUAL: Projections = ("gate_proj", "up_proj", "down_proj")
 MIXTRAL: Projections = ("w1", "w3", "w2")
+STACKED = ("gate_up_proj", "down_proj")  # of all experts, as one tensor each
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +43,13 @@ class ExpertWeights:
 
 
 def load_experts(
-    env: Env, prefix: str, num_experts: int, hidden: int, width: int, names: Projections = USUAL
+    env: Env,
+    prefix: str,
+    num_experts: int,
+    hidden: int,
+    width: int,
+    names: Projections = USUAL,
+    stacked: tuple[str, str] = STACKED,
 ) -> ExpertWeights:
     """Load this rank's part of the experts.
 
@@ -53,10 +60,12 @@ def load_experts(
         hidden: width of the residual stream.
         width: width of an expert, before sharding.
         names: names of the projections, `{prefix}{number}.{name}.weight` if each expert is stored by itself.
+        stacked: names of the tensors of all experts, behind the prefix.
     """
+    gate_up_name, down_name = (prefix + name for name in stacked)
     cut = env.parallel.cut(width)
     part = cut.stop - cut.start
-    if env.weights.has(f"{prefix}0.{names[0]}.weight") or not env.weights.has(prefix + "gate_up_proj"):
+    if env.weights.has(f"{prefix}0.{names[0]}.weight") or not env.weights.has(gate_up_name):
         return _load_single(env, prefix, num_experts, hidden, width, names)
     if env.quantization and env.quantization.convert:
         log_choice("experts that are stored in one tensor are not converted: they stay plain")
@@ -64,12 +73,12 @@ def load_experts(
     down = torch.empty(num_experts, hidden, part, device=env.device, dtype=env.dtype)
     every, shape = slice(None), (num_experts, 2 * width, hidden)
     up_cut = slice(width + cut.start, width + cut.stop)
-    env.weights.copy_into(gate_up[:, :part], prefix + "gate_up_proj", shape, every, cut)
-    env.weights.copy_into(gate_up[:, part:], prefix + "gate_up_proj", shape, every, up_cut)
+    env.weights.copy_into(gate_up[:, :part], gate_up_name, shape, every, cut)
+    env.weights.copy_into(gate_up[:, part:], gate_up_name, shape, every, up_cut)
     if part == width:
-        env.weights.copy_into(down, prefix + "down_proj", (num_experts, hidden, width))
+        env.weights.copy_into(down, down_name, (num_experts, hidden, width))
     else:  # `copy_into` cannot cut the last of three dimensions
-        down.copy_(env.weights.tensor(prefix + "down_proj", (num_experts, hidden, width))[..., cut])
+        down.copy_(env.weights.tensor(down_name, (num_experts, hidden, width))[..., cut])
     return ExpertWeights(gate_up, down)
 
 

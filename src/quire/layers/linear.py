@@ -76,6 +76,16 @@ class Linear:
             vector = None  # ranks sum their partial results, so only the first one adds the bias
         self.multiply = load_product(env, parts, vector)
 
+    @classmethod
+    def from_parts(cls, env: Env, parts: list[Part]) -> Linear:
+        """Load a weight whose rows are those of `parts`, in any order; a rank gives only its own."""
+        linear = cls.__new__(cls)
+        linear.in_features = parts[0].num_cols
+        linear.out_features = sum(part.num_rows for part in parts)
+        linear.needs_reduce, linear.parallel = False, env.parallel
+        linear.multiply = load_product(env, parts, None)
+        return linear
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return [tokens, out_features] for x [tokens, in_features]."""
         y = self.multiply(x)

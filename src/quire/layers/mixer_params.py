@@ -23,6 +23,10 @@ class MixerParams(Protocol):
         """Return the number of parameters of one layer's matrices."""
         ...
 
+    def sharded(self) -> dict[str, int]:
+        """Return the sizes, by name, that must be multiples of the number of ranks."""
+        ...
+
 
 def _share(units: int, ranks: int) -> int:
     """Return the units that each rank holds, as `Parallel.share` does for sizes that it accepts."""
@@ -68,6 +72,10 @@ class DeltaParams:
             return hidden * (4 * values + self.value_heads) + 2 * self.key_dim * (hidden + values)
         return hidden * (2 * keys + 3 * values + 2 * self.value_heads)
 
+    def sharded(self) -> dict[str, int]:
+        """Return the sizes, by name, that must be multiples of the number of ranks."""
+        return {"linear key heads": self.key_heads}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateSpaceParams:
@@ -81,6 +89,7 @@ class StateSpaceParams:
         conv_bias, proj_bias, out_bias: whether these have biases.
         step_limits: smallest and largest time step.
         norm: gated RMS norm per group, behind the gate or in front of it; None: the gate alone.
+        eps: epsilon of that norm.
         scales: factors of the projections of gate, x, B, C and time step (Falcon-H1).
     """
 
@@ -94,6 +103,7 @@ class StateSpaceParams:
     out_bias: bool = False
     step_limits: tuple[float, float] = (0.0, float("inf"))
     norm: Literal["behind", "front"] | None = "behind"
+    eps: float = 1e-5
     scales: tuple[float, ...] = (1.0,) * 5
 
     @property
@@ -111,6 +121,10 @@ class StateSpaceParams:
     def num_parameters(self, hidden: int) -> int:
         """Return the number of parameters of one layer's matrices."""
         return hidden * (3 * self.inner + 2 * self.groups * self.state_dim + self.heads)
+
+    def sharded(self) -> dict[str, int]:
+        """Return the sizes, by name, that must be multiples of the number of ranks."""
+        return {"state space heads": self.heads}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +156,10 @@ class SelectiveScanParams:
         """Return the number of parameters of one layer's matrices."""
         return self.inner * (3 * hidden + 2 * self.rank + 2 * self.state_dim)
 
+    def sharded(self) -> dict[str, int]:
+        """Return the sizes, by name, that must be multiples of the number of ranks."""
+        return {"state space channels": self.inner}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LightningParams:
@@ -149,10 +167,12 @@ class LightningParams:
 
     Attributes:
         heads, head_dim: heads of queries, keys and values.
+        eps: epsilon of the norm of the result.
     """
 
     heads: int
     head_dim: int
+    eps: float = 1e-6
 
     def state_layout(self, dtype: str, ranks: int) -> StateLayout:
         """Return the matrices [heads, head dim, head dim]."""
@@ -162,6 +182,10 @@ class LightningParams:
     def num_parameters(self, hidden: int) -> int:
         """Return the number of parameters of one layer's matrices."""
         return 5 * hidden * self.heads * self.head_dim
+
+    def sharded(self) -> dict[str, int]:
+        """Return the sizes, by name, that must be multiples of the number of ranks."""
+        return {"linear attention heads": self.heads}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,3 +209,7 @@ class ShortConvParams:
     def num_parameters(self, hidden: int) -> int:
         """Return the number of parameters of one layer's matrices."""
         return 4 * hidden * self.channels
+
+    def sharded(self) -> dict[str, int]:
+        """Return the sizes, by name, that must be multiples of the number of ranks."""
+        return {"convolution channels": self.channels}

@@ -51,13 +51,12 @@ class GatedMLP:
         intermediate: int,
         activation: str,
         bias: bool = False,
-        fused: bool = False,
-        stored: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj"),
+        stored: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
-        """Load the weights, `stored` under these names; `fused` if gate and up are one tensor, gate_up_proj."""
-        names = [prefix + name for name in (["gate_up_proj"] if fused else stored[:2])]
+        """Load the weights `stored` under these names: gate, up and down, or gate and up as one tensor and down."""
+        names = [prefix + name for name in stored[:-1]]
         self.gate_up = Linear(env, names, hidden, [intermediate, intermediate], bias, cut="rows")
-        self.down = Linear(env, prefix + stored[2], intermediate, hidden, bias, cut="cols")
+        self.down = Linear(env, prefix + stored[-1], intermediate, hidden, bias, cut="cols")
         self.kind, self.activation = activation, gated(activation, env.kernels)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

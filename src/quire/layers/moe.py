@@ -42,7 +42,11 @@ class MoE:
     """Routed experts (arXiv:2401.04088) and, in some families, shared ones that see every token."""
 
     def __init__(
-        self, router: Router, experts: Experts, parallel: Parallel, shared: SharedExperts | None = None
+        self,
+        router: Router,
+        experts: Experts,
+        parallel: Parallel,
+        shared: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.router, self.experts, self.shared = router, experts, shared
         self.parallel = parallel

@@ -89,13 +89,14 @@ class PlainRouter(Router):
 def load_correction(env: Env, name: str, routing: Routing) -> torch.Tensor | None:
     """Return the bias of the choice, float32 [experts], or None if the rule has none.
 
-    Its name is `{name}.e_score_correction_bias`; MiniMax-M2 stores it beside the router instead.
+    Its name is `{name}.e_score_correction_bias`; MiniMax-M2 stores it beside the router instead, and LFM2 calls it
+    `expert_bias` there.
     """
     if not routing.correction:
         return None
-    suffix = "e_score_correction_bias"
-    inside, beside = f"{name}.{suffix}", f"{name.rpartition('.')[0]}.{suffix}"
-    found = inside if env.weights.has(inside) or not env.weights.has(beside) else beside
+    suffix, block = "e_score_correction_bias", name.rpartition(".")[0]
+    spelled = (f"{name}.{suffix}", f"{block}.{suffix}", f"{block}.expert_bias")
+    found = next((each for each in spelled if env.weights.has(each)), spelled[0])
     stored = env.weights.tensor(found, (routing.num_experts,))
     return stored.to(env.device, torch.float32)
 

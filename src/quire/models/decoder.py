@@ -21,7 +21,7 @@ from quire.models.layouts import LAYOUTS, DecoderLayer
 from quire.models.spec import ModelSpec
 
 # Of text-only checkpoints, of multimodal ones in two spellings, and of both without a head.
-PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "")
+PREFIXES = ("model.", "language_model.model.", "model.language_model.", "language_model.", "backbone.", "")
 
 
 class Model(Protocol):
@@ -60,12 +60,13 @@ class DecoderModel:
     head: LMHead
 
     def __init__(self, env: Env, spec: ModelSpec) -> None:
-        prefix = find_prefix(env.weights, "embed_tokens.weight", PREFIXES)
+        table = spec.names.get("embed_tokens", "embed_tokens")
+        prefix = find_prefix(env.weights, table + ".weight", PREFIXES)
         self.spec, self.prefix, self.stage = spec, prefix, env.stage
         if self.stage.is_first or (self.stage.is_last and spec.tie_embeddings):
             self.embed = Embedding(
                 env,
-                prefix + "embed_tokens",
+                prefix + table,
                 spec.vocab_size,
                 spec.hidden_size,
                 spec.embedding_scale,

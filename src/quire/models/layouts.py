@@ -16,6 +16,7 @@ from quire.layers.norm import NORMS, HeadNorm, Norm, PassThrough
 from quire.layers.query_key import GrowingQueries, HeadLayerNorm, ProjectionNorm, RotatedHeadNorm, UnitNorm
 from quire.layers.residual import NormedLayer, ResidualAdd, ResidualNorm, Stream
 from quire.layers.rope import Rotation
+from quire.models.kv_scales import load_kv_scales
 from quire.models.spec import ModelSpec
 
 
@@ -31,14 +32,12 @@ class SelfAttention:
         dim = spec.head_dim
         self.is_last = index == spec.num_layers - 1
         heads, kv_heads = env.parallel.share(spec.num_heads), env.parallel.share(spec.num_kv_heads)
-        names = [prefix + name for name in ("q_proj", "k_proj", "v_proj")]
-        names = [prefix + "qkv_proj"] if spec.fused_qkv else names
-        outs = [spec.num_heads * dim, spec.num_kv_heads * dim, spec.num_kv_heads * dim]
         units = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
-        qkv = Linear(env, names, spec.hidden_size, outs, spec.qkv_bias, cut="rows", units=units)
-        self.qkv = NormedLayer(norm, qkv)
+        self.qkv = NormedLayer(norm, self.make_qkv(env, spec, prefix))
         o_name = prefix + spec.names.get("o_proj", "o_proj")
-        self.o = ResidualAdd(Linear(env, o_name, outs[0], spec.hidden_size, spec.o_bias, cut="cols"), adds)
+        self.o = ResidualAdd(
+            Linear(env, o_name, spec.num_heads * dim, spec.hidden_size, spec.o_bias, cut="cols"), adds
+        )
         self.attention = Attention(
             env,
             index,
@@ -48,6 +47,7 @@ class SelfAttention:
             spec.attn_soft_cap,
             _sinks(env, prefix + "sinks", spec.num_heads) if spec.sinks else None,
             spec.layer_ropes[index].span(dim),
+            load_kv_scales(env, spec, prefix),
         )
         rotates = not spec.rotates or spec.rotates[index]
         # The norm of q and k: fused with the rotation, in front of it, or behind it.
@@ -73,6 +73,14 @@ class SelfAttention:
         if growth is not None and not (growth.only_unrotated and rotates):
             after = GrowingQueries(growth.beta, growth.length, growth.offset)
         self.attend = rotary_attention(self.attention, fused, env.kernels, before, after)
+
+    def make_qkv(self, env: Env, spec: ModelSpec, prefix: str) -> Linear:
+        """Load the projections to q, k and v as one product."""
+        names = [prefix + name for name in ("q_proj", "k_proj", "v_proj")]
+        names = [prefix + "qkv_proj"] if spec.fused_qkv else names
+        units = [spec.num_heads, spec.num_kv_heads, spec.num_kv_heads]
+        outs = [count * spec.head_dim for count in units]
+        return Linear(env, names, spec.hidden_size, outs, spec.qkv_bias, cut="rows", units=units)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, batch: ForwardBatch
@@ -136,7 +144,9 @@ class DecoderLayer:
         prefix += spec.names.get("mlp", "mlp") + "."
         sizes = spec.hidden_size, spec.mlp_size(index)
         if spec.mlp == "gated":
-            return GatedMLP(env, prefix, *sizes, spec.activation, spec.mlp_bias, spec.fused_gate_up)
+            usual = ("gate_up_proj",) if spec.fused_gate_up else ("gate_proj", "up_proj")
+            stored = tuple(spec.names.get(name, name) for name in (*usual, "down_proj"))
+            return GatedMLP(env, prefix, *sizes, spec.activation, spec.mlp_bias, stored)
         up, down = (prefix + spec.names.get(name, name) for name in ("up_proj", "down_proj"))
         activation = make_activation(env, prefix + "act_fn.", spec.activation)
         return PlainMLP(env, (up, down), *sizes, activation, spec.mlp_bias)

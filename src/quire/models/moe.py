@@ -13,8 +13,13 @@ from quire.models.decoder import DecoderModel
 from quire.models.layouts import DecoderLayer, FeedForward
 from quire.models.spec import ModelSpec
 
-# Prefix of the block, and names of an expert's projections.
-_SPELLINGS = (("mlp.", USUAL), ("block_sparse_moe.", MIXTRAL))
+# Prefix of the block, name of the router, and names of an expert's projections.
+_SPELLINGS = (
+    ("mlp.", "gate", USUAL),
+    ("block_sparse_moe.", "gate", MIXTRAL),
+    ("feed_forward.", "gate", MIXTRAL),  # LFM2
+    ("feed_forward.", "router", USUAL),  # Jamba
+)
 # Name of the shared experts: Qwen2-MoE's, which has a gate beside it, and that of other families.
 _SHARED = ("shared_expert", "shared_experts")
 
@@ -30,14 +35,14 @@ class MoELayer(DecoderLayer):
 
 
 def make_moe(env: Env, spec: ModelSpec, prefix: str) -> MoE:
-    """Build the experts of the layer at `prefix`, with the names of Mixtral, or of Qwen, DeepSeek and GLM."""
+    """Build the experts of the layer at `prefix`, with the names that its checkpoint has."""
     moe = spec.moe
     assert moe is not None
-    spelled = (s for s in _SPELLINGS if env.weights.has(prefix + s[0] + "gate.weight"))
-    block, names = next(spelled, _SPELLINGS[0])
+    spelled = (s for s in _SPELLINGS if env.weights.has(f"{prefix}{s[0]}{s[1]}.weight"))
+    block, gate_name, names = next(spelled, _SPELLINGS[0])
     block = prefix + block
     hidden, routing = spec.hidden_size, moe.routing
-    router = make_router(env, block + "gate", hidden, routing)
+    router = make_router(env, block + gate_name, hidden, routing)
     weights = load_experts(env, block + "experts.", routing.num_experts, hidden, moe.intermediate_size, names)
     shared = None
     if moe.shared_size:

@@ -9,13 +9,17 @@ from typing import cast
 from quire.layers.env import Env
 from quire.models.decoder import DecoderModel, Model
 from quire.models.deepseek import DeepseekModel
+from quire.models.falcon_h1 import FalconH1Model
 from quire.models.gemma3n import Gemma3nModel
 from quire.models.gemma4 import Gemma4Model
 from quire.models.gpt2 import GPT2Model
 from quire.models.gpt_oss import GptOssModel
-from quire.models.lfm2 import Lfm2Model
+from quire.models.granite_hybrid import GraniteHybridModel
+from quire.models.hybrid import HybridModel
 from quire.models.llama4 import Llama4Model
+from quire.models.minimax import MiniMaxModel
 from quire.models.moe import MoEModel
+from quire.models.nemotron_h import NemotronHModel
 from quire.models.spec import ModelSpec
 from quire.types import ModelError
 
@@ -26,9 +30,13 @@ CLASSES: dict[str, Callable[[Env, ModelSpec], Model]] = {
     "gemma4": Gemma4Model,
     "gpt2": GPT2Model,
     "gpt_oss": GptOssModel,
-    "lfm2": Lfm2Model,
+    "falcon_h1": FalconH1Model,
+    "granitemoehybrid": GraniteHybridModel,
+    "hybrid": HybridModel,
+    "minimax": MiniMaxModel,
     "llama4": Llama4Model,
     "moe": MoEModel,
+    "nemotron_h": NemotronHModel,
 }
 
 
@@ -66,6 +74,8 @@ def check_shards(spec: ModelSpec, size: int) -> None:
         sizes["expert intermediate size"] = spec.moe.intermediate_size
         if all(spec.moe.sparse):
             del sizes["intermediate size"]
+    if spec.mixer:
+        sizes |= spec.mixer.sharded()
     faults = [f"{name} {value}" for name, value in sizes.items() if value % size]
     for heads in sorted(set(map(spec.layer_kv_heads, range(spec.num_layers)))):
         if heads % size and size % heads:

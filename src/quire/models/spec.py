@@ -16,7 +16,7 @@ from quire.layers.rope_params import NO_ROTATION, RopeParams
 from quire.layers.routing_params import Routing
 from quire.models.gemma_spec import GemmaSpec
 from quire.quant.spec import QuantSpec
-from quire.types import KVLayout, KVTensor, ModelError, StateLayout
+from quire.types import KVCodes, KVLayout, KVTensor, ModelError, StateLayout
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,6 +27,7 @@ class MoESpec:
     intermediate_size: int  # width of one routed expert
     sparse: tuple[bool, ...]  # by layer: whether it has experts instead of one MLP
     shared_size: int = 0  # width of the shared experts together; 0: there are none
+    latent_size: int = 0  # width of the routed experts' inputs, between two projections; 0: there are none
     shared_gate: bool = False  # whether the output of the shared experts is multiplied by a gate per token
 
 
@@ -106,6 +107,7 @@ class ModelSpec:
     # heads: of each head; rotated: of each rotated head; unit: the same without weights, in layers that rotate;
     # projection: of all heads together; layer: a LayerNorm
     qk_norm_kind: str = "heads"
+    query_gate: bool = False  # whether q_proj also yields a gate of the attention's result, head by head
     query_growth: QueryGrowth | None = None
     qkv_bias: bool = False
     o_bias: bool = False
@@ -129,10 +131,16 @@ class ModelSpec:
     mixer: MixerParams | None = None  # of layers with a state per request
     mixes: tuple[bool, ...] = ()  # by layer: whether it has such a state; empty: none has
     attends: tuple[bool, ...] = ()  # by layer: whether it keeps keys and values; empty: all do
+    feeds: tuple[bool, ...] = ()  # by layer: whether it has an MLP or experts; empty: all have
+    # Factors of the residual stream and of the result, by half (models/minimax.py); None: both are 1.
+    residual_factors: Mapping[str, tuple[float, ...]] | None = None
+    half_scales: tuple[float, float] | None = None  # of attention and mixer, in layers that have both
+    mlp_scales: tuple[float, float] = (1.0, 1.0)  # of an MLP's gate and result
     extra_layers: int = 0  # layers of the checkpoint behind the last one, for drafts; they are not loaded
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
     quantization: QuantSpec | None = None  # None: plain numbers
+    kv_codes: KVCodes | None = None  # how KV entries are stored; None: in the dtype of activations
 
     @staticmethod
     def from_config(config: dict[str, Any]) -> ModelSpec:
@@ -157,7 +165,7 @@ class ModelSpec:
 
         Args:
             index: index of the layer.
-            dtype: name of the dtype of KV entries.
+            dtype: name of the dtype of plain KV entries.
             ranks: number of ranks that share the KV heads. With more ranks than heads, several keep the same one.
         """
         if (self.attends and not self.attends[index]) or self.kv_source(index) != index:
@@ -165,7 +173,9 @@ class ModelSpec:
         if self.latent:  # all heads share it, so each rank has the whole
             return KVLayout((KVTensor(1, self.latent.stored_dim, dtype),))
         heads = max(self.layer_kv_heads(index) // ranks, 1)
-        layout = KVLayout.keys_and_values(heads, self.layer_head_dim(index), dtype, self.windows[index])
+        layout = KVLayout.keys_and_values(
+            heads, self.layer_head_dim(index), dtype, self.windows[index], self.kv_codes
+        )
         is_shared = self.kv_sources.count(index) > 1
         return replace(layout, chunked=self.chunked_windows, is_shared=is_shared)
 
@@ -234,7 +244,9 @@ class ModelSpec:
             total = self._attention_parameters(index) if not self.attends or self.attends[index] else 0
             if self.mixer and self.mixes[index]:
                 total += self.mixer.num_parameters(self.hidden_size)
-            if sparse and self.moe:
+            if self.feeds and not self.feeds[index]:
+                pass
+            elif sparse and self.moe:
                 widths = self.moe.routing.num_experts * self.moe.intermediate_size + self.moe.shared_size
                 routers = self.moe.routing.num_experts + self.moe.shared_gate
                 total += self.hidden_size * (gated * widths + routers)
@@ -260,4 +272,5 @@ class ModelSpec:
         kept = 2 * self.layer_kv_heads(index) if self.kv_source(index) == index else 0
         if self.gemma and index in self.gemma.keys_as_values:
             kept //= 2
-        return self.hidden_size * self.layer_head_dim(index) * (2 * self.num_heads + kept)
+        queries = (3 if self.query_gate else 2) * self.num_heads
+        return self.hidden_size * self.layer_head_dim(index) * (queries + kept)

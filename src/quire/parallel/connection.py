@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -15,12 +16,19 @@ from quire.parallel.place import Place
 from quire.parallel.stage import Stage
 from quire.types import ConfigError
 
-_LOOPBACK = "127.0.0.1"
+
+@dataclass(frozen=True, slots=True)
+class HostAddresses:
+    """Where ranks meet, as this rank sees it."""
+
+    meeting: str = "127.0.0.1"  # host of the first rank
+    own: str = "127.0.0.1"  # this host, as the others reach it
+    one_host: bool = True  # all ranks are on one host
 
 
-def open_store(size: int) -> dist.TCPStore:
-    """Open the store at which `size` ranks of this host meet, on a free port of the loopback interface."""
-    return dist.TCPStore(_LOOPBACK, 0, size, is_master=True, wait_for_workers=False)
+def open_store(size: int, host: str) -> dist.TCPStore:
+    """Open the store at which `size` ranks meet, on a free port of `host`."""
+    return dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
 
 
 class Meeting:
@@ -31,15 +39,19 @@ class Meeting:
         place: this rank's place.
         device: of this rank.
         timeout_s: longest wait for another rank.
+        hosts: where the ranks are.
 
     Raises:
         ConfigError: if this process is already connected to ranks on GPUs.
     """
 
-    def __init__(self, port: int, place: Place, device: torch.device, timeout_s: float) -> None:
+    def __init__(
+        self, port: int, place: Place, device: torch.device, timeout_s: float, hosts: HostAddresses
+    ) -> None:
         self._place, self._device, self._limit = place, device, timedelta(seconds=timeout_s)
+        self._hosts = hosts
         self._store = dist.TCPStore(
-            _LOOPBACK, port, place.count, is_master=False, wait_for_workers=False, timeout=self._limit
+            hosts.meeting, port, place.count, is_master=False, wait_for_workers=False, timeout=self._limit
         )
         if device.type == "cpu":
             return
@@ -62,7 +74,7 @@ class Meeting:
         if place.size == 1:
             return ALONE
         group = self._group("tensor", [place.tensor_group(stage) for stage in range(place.stages)])
-        if self._device.type == "cpu" or not available(self._device):
+        if not (self._hosts.one_host and available(self._device)):  # other hosts have no common memory
             return GroupCommunicator(group)
         from quire.parallel.symmetric import symmetric_or  # deferred, because it imports triton
 
@@ -81,7 +93,7 @@ class Meeting:
         mine = next(part for part in parts if self._place.rank in part)
         if self._device.type == "cpu":
             store = dist.PrefixStore(f"{name}-{mine[0]}", self._store)
-            return _gloo_group(store, mine.index(self._place.rank), len(mine), self._limit)
+            return _gloo_group(store, mine.index(self._place.rank), len(mine), self._limit, self._hosts.own)
         if len(parts) == 1 and name == "tensor" and dist.group.WORLD is not None:
             return dist.group.WORLD
         # Every rank takes part in the making of all groups.
@@ -89,9 +101,9 @@ class Meeting:
         return made[parts.index(mine)]
 
 
-def _gloo_group(store: dist.Store, rank: int, size: int, limit: timedelta) -> Any:
+def _gloo_group(store: dist.Store, rank: int, size: int, limit: timedelta, own: str) -> Any:
     group: Any = dist.ProcessGroupGloo  # torch's stubs do not know its options
     options = group._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
     options._timeout = limit
     return group(store, rank, size, options)

@@ -11,16 +11,18 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
 from quire import types
 from quire.config import EngineConfig
 from quire.frontend.client.channel import Channel
+from quire.frontend.client.remote import RemoteProcess, meeting_host
 from quire.ranks.messages import PhaseEnded, RankError, StartRank, decode_from_rank, encode
+from quire.ranks.remote import ChannelRing, JoinedRank, await_ranks
 from quire.ranks.ring import ReaderEnd, RingWriter
 from quire.types import ConfigError, EngineDead, Executor, QuireError
 
@@ -113,16 +115,27 @@ def start_peers(config: EngineConfig) -> Peers:
     """
     if config.num_ranks == 1:
         return NoPeers()
-    return RankGroup(config.num_ranks, config.rank_timeout)
+    size = config.num_ranks
+    joined = await_ranks(config.rank_address, config.rank_token, size - 1) if config.rank_address else None
+    return RankGroup(size, config.rank_timeout, joined)
+
+
+class _LocalProcess(subprocess.Popen[bytes]):
+    """A process of this host."""
+
+    def exit_text(self) -> str:
+        """Return how it ended."""
+        return _exit_text(self.returncode)
 
 
 @dataclass(frozen=True, slots=True)
 class _Peer:
     """One process, and what it is called in messages to users."""
 
-    process: subprocess.Popen[bytes]
+    process: _LocalProcess | RemoteProcess
     channel: Channel
     name: str
+    device: str | None = None  # None: that of the settings
     results: deque[int] = field(default_factory=deque)  # of phases that have ended
     errors: list[RankError] = field(default_factory=list)
 
@@ -144,17 +157,23 @@ class RankGroup:
     Args:
         size: number of ranks, the host's included.
         timeout_s: time without progress after which a rank counts as hung.
+        joined: ranks of other hosts, which have connected; None starts all ranks on this host.
 
     Raises:
         ConfigError: on Windows, where a child process cannot inherit descriptors.
     """
 
-    def __init__(self, size: int, timeout_s: float) -> None:
+    def __init__(self, size: int, timeout_s: float, joined: Sequence[JoinedRank] | None = None) -> None:
         if sys.platform == "win32":
             raise ConfigError("tensor_parallel_size and pipeline_parallel_size above 1 need Linux or macOS")
         self.size, self.timeout_s = size, timeout_s
-        self.ring = RingWriter(size - 1)
-        self._peers = [_start(rank, end) for rank, end in enumerate(self.ring.ends(), 1)]
+        self.ring: RingWriter | ChannelRing
+        if joined is None:
+            self.ring = RingWriter(size - 1)
+            self._peers = [_start(rank, end) for rank, end in enumerate(self.ring.ends(), 1)]
+        else:
+            self.ring = ChannelRing([one.channel for one in joined])
+            self._peers = [_remote(rank, one) for rank, one in enumerate(joined, 1)]
         self._failure: str | None = None
         self._checked_s = 0.0
         self._working = 0  # number of the work in progress, odd while there is one
@@ -178,14 +197,16 @@ class RankGroup:
             if not ended or not work % 2 or work != blocked_in:
                 blocked_in, since_s = work, now
             elif now - since_s > _BLOCKED_S:
-                text = f"{ended[0].name} ended with {_exit_text(ended[0].process.returncode)}"
+                text = f"{ended[0].name} ended with {ended[0].process.exit_text()}"
                 sys.stderr.write(f"quire: the engine ends, because {text}\n")
                 sys.stderr.flush()
                 os._exit(1)
 
     def start(self, config: EngineConfig, path: Path) -> None:
+        self._host = meeting_host(config.rank_address)
         for rank, peer in enumerate(self._peers, 1):
-            peer.channel.send(encode(StartRank(config, str(path), rank)))
+            own = config if peer.device is None else replace(config, device=peer.device)
+            peer.channel.send(encode(StartRank(own, str(path), rank)))
 
     def send(self, body: bytes) -> None:
         self.ring.send(body, self.check)
@@ -217,7 +238,7 @@ class RankGroup:
     def open_meeting(self) -> int:
         from quire.parallel.connection import open_store  # deferred, because it imports torch
 
-        self._store = open_store(self.size)
+        self._store = open_store(self.size, self._host)
         return int(self._store.port)
 
     def executor(self, local: Executor) -> Executor:
@@ -246,7 +267,7 @@ class RankGroup:
             if peer.errors:
                 return f"{peer.name}: {peer.errors[0].cause}"
             if ended:
-                return f"{peer.name} ended with {_exit_text(peer.process.returncode)}"
+                return f"{peer.name} ended with {peer.process.exit_text()}"
         return None
 
     def kill(self) -> None:
@@ -277,10 +298,15 @@ def _start(rank: int, end: ReaderEnd) -> _Peer:
     with theirs:
         numbers = (theirs.fileno(), end.memory, end.wake, end.index, end.readers)
         command = [sys.executable, "-m", "quire.rank_process", *map(str, numbers)]
-        process = subprocess.Popen(
+        process = _LocalProcess(
             command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *end.descriptors()]
         )
     return _Peer(process, Channel(ours), f"rank {rank} (process {process.pid})")
+
+
+def _remote(rank: int, joined: JoinedRank) -> _Peer:
+    name = f"rank {rank} (process {joined.pid} on {joined.host})"
+    return _Peer(joined.process, joined.channel, name, joined.device)
 
 
 def _exit_text(code: int) -> str:

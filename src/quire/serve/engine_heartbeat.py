@@ -74,9 +74,10 @@ class Heartbeat:
 
 def cpu_of(pid: int) -> Callable[[], float]:
     """Return a function that returns the CPU time in seconds used by process `pid` and its children."""
-    import psutil  # here, because engine processes start before it is needed
 
     def used_s() -> float:
+        import psutil  # here, because engine processes start before it is needed
+
         total = 0.0
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)

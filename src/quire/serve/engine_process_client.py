@@ -16,6 +16,7 @@ from quire.config import EngineConfig
 from quire.frontend.client import ipc as msg
 from quire.frontend.client.channel import frame
 from quire.frontend.client.process import start_engine_process
+from quire.serve.engine_heartbeat import cpu_of
 from quire.types import EngineDead, EngineInfo, QuireError
 
 _STOP_S = 5.0  # for an orderly shutdown of the process
@@ -30,6 +31,7 @@ class EngineProcess:
         self._start = msg.StartEngine(config, dry_run_step_s, secret)
         # In a separate process group, Ctrl-C in a terminal reaches only this process, which first drains open requests.
         self._process, self._channel = start_engine_process(process_group=0)
+        self._cpu_s = cpu_of(self._process.pid)
         self._dead: str | None = None
         self._ended = asyncio.Event()
         self._news = asyncio.Event()  # set by a new message and by the end of the process
@@ -37,6 +39,10 @@ class EngineProcess:
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def cpu_s(self) -> float:
+        """Return the processor time in seconds that the process has used."""
+        return self._cpu_s()
 
     async def ready(self) -> EngineInfo:
         """Send the settings and wait until the engine is built.

@@ -66,6 +66,11 @@ class ServeConfig:
         "choice of a replica with data_parallel_size above 1: prefix weighs cached prefixes against load, load counts "
         "requests only, round-robin takes turns",
     )
+    ray: bool = _setting(
+        False,
+        "place the engine processes and ranks on the nodes of a Ray cluster, that of RAY_ADDRESS or of this host "
+        "(extra ray)",
+    )
     max_waiting: int = _setting(2048, "maximum number of waiting requests; further requests get 503")
     max_waiting_tokens: int | None = _setting(
         None, "maximum number of prompt tokens in waiting requests; further requests get 503"

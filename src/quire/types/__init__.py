@@ -30,7 +30,17 @@ from quire.types.errors import (
     RequestError,
     StepFailed,
 )
-from quire.types.kv import DTYPE_BYTES, BlockTable, KVGroup, KVLayout, KVTensor, StateLayout, StateTensor
+from quire.types.kv import (
+    CODE_DTYPES,
+    DTYPE_BYTES,
+    BlockTable,
+    KVCodes,
+    KVGroup,
+    KVLayout,
+    KVTensor,
+    StateLayout,
+    StateTensor,
+)
 from quire.types.plan import (
     NO_TOKEN,
     NOT_FINITE,
@@ -61,6 +71,7 @@ from quire.types.sampling_params import (
 )
 
 __all__ = [
+    "CODE_DTYPES",
     "DTYPE_BYTES",
     "FLOAT_RANGES",
     "INT_RANGES",
@@ -83,6 +94,7 @@ __all__ = [
     "FinishReason",
     "GrammarKind",
     "GrammarSpec",
+    "KVCodes",
     "KVGroup",
     "KVLayout",
     "KVTensor",

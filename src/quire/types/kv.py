@@ -8,6 +8,20 @@ from math import prod
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1, "uint8": 1, "float8_e4m3fn": 1}
 
 
+# Dtypes of codes, by the name of `kv_cache_dtype`.
+CODE_DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn", "fp8_e4m3": "float8_e4m3fn"}
+
+
+@dataclass(frozen=True, slots=True)
+class KVCodes:
+    """A format of KV entries with fewer bits: a number is a code times a scale."""
+
+    dtype: str  # of codes, a value of CODE_DTYPES
+    static: bool = (
+        False  # scales of whole layers come from the checkpoint; else each head of a token has its own
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class KVTensor:
     """The part of a token's KV entry that one tensor holds: `heads` vectors of `dim` numbers."""
@@ -26,7 +40,8 @@ class KVTensor:
 class KVLayout:
     """The KV entry of a token in one layer, and its lifetime. A layer declares it, and its attention back end reads it.
 
-    Most layers have two tensors, keys and values of all KV heads. A layer with a compressed cache may have one.
+    Most layers have two tensors, keys and values of all KV heads. If these are codes with a scale for each head of a
+    token, two tensors of scales follow. A layer with a compressed cache may have one tensor.
     """
 
     tensors: tuple[KVTensor, ...]
@@ -37,10 +52,20 @@ class KVLayout:
     is_shared: bool = False  # other layers, which keep nothing of a token themselves, read the entries too
 
     @classmethod
-    def keys_and_values(cls, heads: int, dim: int, dtype: str, window: int | None = None) -> KVLayout:
-        """Return the layout of plain attention, one tensor of keys and one of values."""
-        tensor = KVTensor(heads, dim, dtype)
-        return cls((tensor, tensor), window)
+    def keys_and_values(
+        cls, heads: int, dim: int, dtype: str, window: int | None = None, codes: KVCodes | None = None
+    ) -> KVLayout:
+        """Return the layout of plain attention, one tensor of keys and one of values.
+
+        Args:
+            heads, dim: KV heads, and numbers of each.
+            dtype: of plain entries.
+            window: as in the class.
+            codes: stored instead of numbers of `dtype`; None: plain numbers.
+        """
+        tensor = KVTensor(heads, dim, codes.dtype if codes else dtype)
+        scales = (KVTensor(heads, 1, "float32"),) * 2 if codes and not codes.static else ()
+        return cls((tensor, tensor, *scales), window)
 
     @property
     def token_bytes(self) -> int:

@@ -177,7 +177,7 @@ class TorchBatcher:
             wanted=None if plan.keeps_hidden or len(step.logit_index) == total else step.logit_index,
             group_of=self._group_of,
         )
-        self._states.attach(batch, state.num_computed)
+        self._states.attach(batch, state.num_computed, step.drafts)
         for group, table in enumerate(state.block_tables[1:], 1):
             batch.add_group(table, kv_slots(group))
         if plan.has_prompts:
@@ -233,7 +233,8 @@ class TorchBatcher:
     def _accept(self, step: DeviceStep, tokens: torch.Tensor) -> torch.Tensor:
         """Append the tokens of rows with drafts, and take back the KV entries of those that are rejected."""
         state, drafts = self._state, step.drafts
-        assert drafts is not None and step.first_logits is not None and step.sampling is not None
+        assert drafts is not None and step.first_logits is not None
+        assert step.sampling is not None and step.counts is not None
         columns = torch.arange(1 + step.plan.max_drafts, device=tokens.device)
         behind = columns > drafts.unsqueeze(1)  # [rows, 1 + most drafts]: the row has fewer tokens
         sampled = tokens[(step.first_logits.unsqueeze(1) + columns).masked_fill_(behind, 0)]
@@ -241,6 +242,7 @@ class TorchBatcher:
         places = step.slots.unsqueeze(1) * state.token_row + places.clamp_(max=state.token_row - 1)
         kept = accepted_counts(sampled, state.tokens.view(-1)[places], drafts)
         taken_back = drafts + 1 - kept
+        self._states.accept(step.slots, drafts > 0, step.counts - taken_back)
         state.num_computed.index_add_(0, step.slots, -taken_back.int())
         result = sampled.masked_fill(columns >= kept.unsqueeze(1), REJECTED)
         at = step.sampling
@@ -401,7 +403,9 @@ class KernelBatcher:
             batch.positions, self._kv_slots, batch.query_start, batch.seq_lens, slots, batch.logit_index,
             self._logit_slots[:logits], self._lengths[:logits], self._first_logits,
         )  # fmt: skip
-        self._states.attach(batch, state.num_computed)
+        self._states.attach(
+            batch, state.num_computed, self._header[:rows, HeaderColumn.SAMPLES] - 1 if drafts else None
+        )
         batch.plan(self._backend)
         return batch
 
@@ -443,8 +447,12 @@ class KernelBatcher:
 
     def advance_rows(self, rows: int, tokens: torch.Tensor, drafts: int = 0) -> None:
         """Do the same as `advance` for the header's first `rows` rows, which have up to `drafts` draft tokens."""
-        state = self._state
+        state, slots = self._state, self._slots[:rows]
+        before = state.num_computed.index_select(0, slots) if drafts else None
         self._kernels.advance(
             self._header, rows, bool(drafts), tokens, self._first_logits, state.tokens, state.num_tokens,
             state.num_computed, self._turn, self._ring, state.dummy, state.keeps_kv,
         )  # fmt: skip
+        if before is not None:
+            verifies = self._header[:rows, HeaderColumn.SAMPLES] > 1
+            self._states.accept(slots, verifies, state.num_computed.index_select(0, slots) - before)

@@ -243,7 +243,9 @@ class Worker:
         slots, snapshots = self._limits.max_num_seqs, size.num_snapshots
         if self._states is None or self._states.shape != (slots, snapshots):
             self._states = None
-            self._states = StateMemory(self.memory.states, slots, snapshots, self.device)
+            self._states = StateMemory(
+                self.memory.states, slots, snapshots, self.device, self._speculation.tokens
+            )
         return self._states
 
     def make_runner(self, size: KVSize, blocks: list[KV], graphs: bool) -> Runner:

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from quire.kernels.attention.tile import (
     MASKED,
+    KVScales,
     Tile,
     add_sinks,
     attend_tile,
@@ -19,6 +20,8 @@ from quire.kernels.attention.tile import (
     first_key,
     load_rows,
     pad,
+    scale_pointers,
+    scale_strides,
     score_factors,
     window_kind,
 )
@@ -134,11 +137,12 @@ def load_entry(tiles, index):
 
 @kernel
 def _long_kernel(
-    q, keys, values, out, table, tiles, sinks,
-    q_token, q_head, block_stride, head_stride, token_stride, table_row, scale, cap, window,
+    q, keys, values, key_scales, value_scales, out, table, tiles, sinks,
+    q_token, q_head, block_stride, head_stride, token_stride, scale_block, scale_head, scale_token,
+    table_row, scale, cap, window,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, CODED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads, tiles). A program handles TOKENS tokens of a row, each with the GROUP heads of one KV head."""
     kv_head = tl.program_id(0)
@@ -164,6 +168,8 @@ def _long_kernel(
         acc, total, top = add_sinks(acc, total, top, sinks, head)
     head_keys = keys + kv_head.to(tl.int64) * head_stride
     head_values = values + kv_head.to(tl.int64) * head_stride
+    head_key_scales = key_scales + kv_head.to(tl.int64) * scale_head
+    head_value_scales = value_scales + kv_head.to(tl.int64) * scale_head
     row_table = table + slot.to(tl.int64) * table_row
 
     begin, low_pos = 0, old + tile
@@ -173,8 +179,9 @@ def _long_kernel(
     for start in range(begin, end, BLOCK_N):
         acc, total, top = attend_tile(
             acc, total, top, q_tile, query_pos, low_pos, end - 1, start, end, head_keys, head_values,
-            row_table, scale, cap, window, block_stride, token_stride,
-            DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, CAPPED,
+            head_key_scales, head_value_scales, row_table, scale, cap, window,
+            block_stride, token_stride, scale_block, scale_token,
+            DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, CAPPED, CODED,
         )  # fmt: skip
 
     dim, heads = tl.arange(0, DIM_PAD), tl.num_programs(0) * GROUP
@@ -198,6 +205,7 @@ def attend_long(
     sinks: torch.Tensor | None = None,
     tile: Tile | None = None,
     chunked: bool = False,
+    scales: KVScales | None = None,
 ) -> None:
     """Compute causal attention for the listed tiles and write it to `out`.
 
@@ -214,6 +222,7 @@ def attend_long(
         sinks: float32 [heads], scores without a key that join the sum; None for none.
         tile: sizes of a program, for benchmarks; None to choose them.
         chunked: a query sees the keys of its own chunk of `window` tokens, up to itself.
+        scales: of keys and values that are codes; None: they are plain numbers.
     """
     heads, dim = q.shape[1:]
     kv_heads = keys.shape[1]
@@ -223,12 +232,13 @@ def attend_long(
     factor, cap = score_factors(scale, soft_cap)
     pdl = target.has_dependent_launch
     _long_kernel[(kv_heads, tiles.shape[0])](
-        q, keys, values, out, table, tiles, out if sinks is None else sinks,
-        q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), table.stride(0),
+        q, keys, values, *scale_pointers(scales, keys), out, table, tiles, out if sinks is None else sinks,
+        q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),
+        *scale_strides(scales), table.stride(0),
         factor, cap, window or 0,
         GROUP=group, TOKENS=rows // group, ROWS=rows,
         DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=keys.shape[2], BLOCK_N=block_n,
-        WINDOW=window_kind(window, chunked), CAPPED=soft_cap is not None, SINKS=sinks is not None,
+        WINDOW=window_kind(window, chunked), CAPPED=soft_cap is not None, CODED=scales is not None, SINKS=sinks is not None,
         PDL=pdl, num_warps=warps, num_stages=stages, maxnreg=registers, launch_pdl=pdl,
     )  # fmt: skip
 

@@ -14,7 +14,18 @@ import torch
 import triton
 import triton.language as tl
 
-from quire.kernels.attention.tile import MASKED, Tile, attend_tile, first_fit, load_rows, pad, score_factors
+from quire.kernels.attention.tile import (
+    MASKED,
+    KVScales,
+    Tile,
+    attend_tile,
+    first_fit,
+    load_rows,
+    pad,
+    scale_pointers,
+    scale_strides,
+    score_factors,
+)
 from quire.kernels.jit import kernel
 from quire.kernels.target import Target, target_of
 
@@ -30,11 +41,12 @@ class SharedPartial:
 
 @kernel
 def _shared_kernel(
-    q, keys, values, sums, stats, shared, table, slots, rows,
-    shared_row, q_token, q_head, block_stride, head_stride, token_stride, table_row, scale, cap,
+    q, keys, values, key_scales, value_scales, sums, stats, shared, table, slots, rows,
+    shared_row, q_token, q_head, block_stride, head_stride, token_stride, scale_block, scale_head, scale_token,
+    table_row, scale, cap,
     GROUP: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    CAPPED: tl.constexpr, PDL: tl.constexpr,
+    CAPPED: tl.constexpr, CODED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads, tiles of TOKENS rows). Every row has one token."""
     kv_head, tile = tl.program_id(0), tl.program_id(1)
@@ -60,11 +72,14 @@ def _shared_kernel(
     last = tl.full([ROWS], 0, tl.int32) + length - 1
     head_keys = keys + kv_head.to(tl.int64) * head_stride
     head_values = values + kv_head.to(tl.int64) * head_stride
+    head_key_scales = key_scales + kv_head.to(tl.int64) * scale_head
+    head_value_scales = value_scales + kv_head.to(tl.int64) * scale_head
     for start in range(0, length, BLOCK_N):
         acc, total, top = attend_tile(
             acc, total, top, q_tile, last, length - 1, length - 1, start, length, head_keys, head_values,
-            row_table, scale, cap, 0, block_stride, token_stride,
-            DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, False, CAPPED,
+            head_key_scales, head_value_scales, row_table, scale, cap, 0,
+            block_stride, token_stride, scale_block, scale_token,
+            DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, False, CAPPED, CODED,
         )  # fmt: skip
     dim = tl.arange(0, DIM_PAD)[None, :]
     at = row.to(tl.int64) * heads + head
@@ -83,6 +98,7 @@ def attend_shared(
     slots: torch.Tensor,
     scale: float,
     soft_cap: float | None = None,
+    scales: KVScales | None = None,
 ) -> SharedPartial:
     """Compute attention over the first shared[row] keys of each row.
 
@@ -96,6 +112,7 @@ def attend_shared(
         slots: int64 [rows], the row of `table` of each row.
         scale: factor of the scores q k^T.
         soft_cap: scores x become soft_cap * tanh(x / soft_cap); None for no cap.
+        scales: of keys and values that are codes; None: they are plain numbers.
     """
     rows, heads, dim = q.shape
     kv_heads, block_size = keys.shape[1:3]
@@ -108,11 +125,11 @@ def attend_shared(
     stats = torch.empty(rows, heads, 2, dtype=torch.float32, device=q.device)
     pdl = target.has_dependent_launch
     _shared_kernel[(kv_heads, triton.cdiv(rows, tokens))](
-        q, keys, values, sums, stats, shared, table, slots, rows,
+        q, keys, values, *scale_pointers(scales, keys), sums, stats, shared, table, slots, rows,
         shared.stride(0), q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), keys.stride(2),
-        table.stride(0), factor, cap,
+        *scale_strides(scales), table.stride(0), factor, cap,
         GROUP=group, TOKENS=tokens, ROWS=tile.rows, DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=block_size,
-        BLOCK_N=tile.keys, CAPPED=soft_cap is not None, PDL=pdl,
+        BLOCK_N=tile.keys, CAPPED=soft_cap is not None, CODED=scales is not None, PDL=pdl,
         num_warps=tile.warps, num_stages=tile.stages, launch_pdl=pdl,
     )  # fmt: skip
     return SharedPartial(shared, sums, stats)

@@ -15,6 +15,7 @@ import triton.language as tl
 from quire.kernels.attention.shared import SharedPartial
 from quire.kernels.attention.tile import (
     MASKED,
+    KVScales,
     Tile,
     add_sinks,
     attend_tile,
@@ -22,6 +23,8 @@ from quire.kernels.attention.tile import (
     first_key,
     load_rows,
     pad,
+    scale_pointers,
+    scale_strides,
     score_factors,
     window_kind,
 )
@@ -45,12 +48,13 @@ def _key_range(seq_len, n, window, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
 
 @kernel
 def _short_kernel(
-    q, keys, values, out, sums, stats, seq_lens, query_start, table, slots, shared, prefix_sums, prefix_stats, sinks,
-    shared_row, q_token, q_head, block_stride, head_stride, token_stride, table_row, scale, cap, window, splits,
+    q, keys, values, key_scales, value_scales, out, sums, stats, seq_lens, query_start, table, slots, shared, prefix_sums, prefix_stats, sinks,
+    shared_row, q_token, q_head, block_stride, head_stride, token_stride, scale_block, scale_head, scale_token,
+    table_row, scale, cap, window, splits,
     GROUP: tl.constexpr, QUERIES: tl.constexpr, ROWS: tl.constexpr,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     ONES: tl.constexpr, SPLIT: tl.constexpr, SHARED: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, CODED: tl.constexpr, SINKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (kv heads, rows, splits).
 
@@ -104,12 +108,15 @@ def _short_kernel(
             acc, total, top = add_sinks(acc, total, top, sinks, head)
     head_keys = keys + kv_head.to(tl.int64) * head_stride
     head_values = values + kv_head.to(tl.int64) * head_stride
+    head_key_scales = key_scales + kv_head.to(tl.int64) * scale_head
+    head_value_scales = value_scales + kv_head.to(tl.int64) * scale_head
     row_table = table + slot * table_row
     for start in range(begin, end, BLOCK_N):
         acc, total, top = attend_tile(
             acc, total, top, q_tile, query_pos, seq_len - n, seq_len - 1, start, end, head_keys, head_values,
-            row_table, scale, cap, window, block_stride, token_stride,
-            DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, CAPPED,
+            head_key_scales, head_value_scales, row_table, scale, cap, window,
+            block_stride, token_stride, scale_block, scale_token,
+            DIM, DIM_PAD, BLOCK_SIZE, BLOCK_N, WINDOW, CAPPED, CODED,
         )  # fmt: skip
 
     mask = valid[:, None] & (dim < DIM)[None, :]
@@ -185,6 +192,7 @@ def attend_short(
     sinks: torch.Tensor | None = None,
     tile: Tile | None = None,
     chunked: bool = False,
+    scales: KVScales | None = None,
 ) -> None:
     """Compute causal attention for all rows with at most `queries` new tokens and write it to `out`.
 
@@ -206,6 +214,7 @@ def attend_short(
         sinks: float32 [heads], scores without a key that join the sum; None for none.
         tile: sizes of a program, for benchmarks; None to choose them.
         chunked: a query sees the keys of its own chunk of `window` tokens, up to itself.
+        scales: of keys and values that are codes; None: they are plain numbers.
     """
     heads, dim = q.shape[1:]
     rows, kv_heads = seq_lens.shape[0], keys.shape[1]
@@ -226,14 +235,14 @@ def attend_short(
         sums = torch.empty(parts * dim, dtype=torch.float32, device=q.device)
         stats = torch.empty(parts * 2, dtype=torch.float32, device=q.device)
     _short_kernel[(kv_heads, rows, splits)](
-        q, keys, values, out, sums, stats, seq_lens, starts, table, slots, shared, prefix_sums, prefix_stats,
+        q, keys, values, *scale_pointers(scales, keys), out, sums, stats, seq_lens, starts, table, slots, shared, prefix_sums, prefix_stats,
         out if sinks is None else sinks,
-        shared.stride(0), q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), table.stride(0),
+        shared.stride(0), q.stride(0), q.stride(1), keys.stride(0), keys.stride(1), keys.stride(2), *scale_strides(scales), table.stride(0),
         factor, cap, window or 0, splits,
         GROUP=group, QUERIES=queries, ROWS=used.rows,
         DIM=dim, DIM_PAD=pad(dim), BLOCK_SIZE=keys.shape[2], BLOCK_N=used.keys,
         ONES=ones, SPLIT=splits > 1, SHARED=prefix is not None, WINDOW=window_kind(window, chunked),
-        CAPPED=soft_cap is not None, SINKS=sinks is not None, PDL=pdl, num_warps=used.warps, num_stages=used.stages, launch_pdl=pdl,
+        CAPPED=soft_cap is not None, CODED=scales is not None, SINKS=sinks is not None, PDL=pdl, num_warps=used.warps, num_stages=used.stages, launch_pdl=pdl,
     )  # fmt: skip
     if splits > 1:
         merge_splits(

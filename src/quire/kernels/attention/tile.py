@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -51,14 +52,15 @@ def first_key(pos, window, WINDOW: tl.constexpr):
 
 @triton.jit
 def attend_tile(
-    acc, total, top, q, query_pos, low_pos, high_pos, start, end, keys, values, table, scale, cap, window,
-    block_stride, token_stride,
+    acc, total, top, q, query_pos, low_pos, high_pos, start, end, keys, values, key_scales, value_scales, table,
+    scale, cap, window, block_stride, token_stride, scale_block, scale_token,
     DIM: tl.constexpr, DIM_PAD: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOW: tl.constexpr, CAPPED: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, CODED: tl.constexpr,
 ):  # fmt: skip
     """Advance the online softmax over the keys start .. start + BLOCK_N.
 
-    `table` points to the row's block table, `keys` and `values` to the head. The queries are at positions low_pos ..
+    `table` points to the row's block table, `keys` and `values` to the head. CODED: they are codes, whose scales are
+    applied to scores and probabilities, so that the matrix unit multiplies exact codes. The queries are at positions low_pos ..
     high_pos; a tile that all of them see entirely needs no mask. Returns the new (acc, total, top).
     """
     pos = start + tl.arange(0, BLOCK_N)
@@ -66,8 +68,11 @@ def attend_tile(
     there = tl.minimum(pos, end - 1)
     block = tl.load(table + there // BLOCK_SIZE)
     offsets = block.to(tl.int64) * block_stride + there % BLOCK_SIZE * token_stride
-    k = load_rows(keys, offsets, DIM, DIM_PAD)
+    k = load_rows(keys, offsets, DIM, DIM_PAD).to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if CODED:
+        scale_offsets = block.to(tl.int64) * scale_block + there % BLOCK_SIZE * scale_token
+        scores *= tl.load(key_scales + scale_offsets)[None, :]
     if CAPPED:
         scores = capped(scores, scale, cap)
         scale = 1.0
@@ -84,8 +89,10 @@ def attend_tile(
     shrink = tl.exp2(top - new_top)
     total = total * shrink + tl.sum(p, 1)
     acc = acc * shrink[:, None]
-    v = load_rows(values, offsets, DIM, DIM_PAD)
-    acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
+    if CODED:
+        p *= tl.load(value_scales + scale_offsets)[None, :]
+    v = load_rows(values, offsets, DIM, DIM_PAD).to(q.dtype)
+    acc = tl.dot(p.to(q.dtype), v, acc, input_precision="ieee")
     return acc, total, new_top
 
 
@@ -109,6 +116,30 @@ def score_factors(scale: float, soft_cap: float | None) -> tuple[float, float]:
     if soft_cap is None:
         return scale * _LOG2E, 0.0
     return scale * 2 * _LOG2E / soft_cap, soft_cap * _LOG2E
+
+
+class KVScales(NamedTuple):
+    """The scales of keys and values that are codes: fp32 [blocks, kv heads, block size, 1], of equal strides.
+
+    Static scales have strides of 0 on all axes but that of the heads, and are not written.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    static: bool
+
+
+def scale_pointers(scales: KVScales | None, unused: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tensors of scales for a kernel, or twice `unused`."""
+    return (unused, unused) if scales is None else (scales.keys, scales.values)
+
+
+def scale_strides(scales: KVScales | None) -> tuple[int, int, int]:
+    """Return the strides of scales from block to block, head to head and token to token."""
+    if scales is None:
+        return 0, 0, 0
+    block, head, token, _ = scales.keys.stride()
+    return block, head, token
 
 
 def pad(dim: int) -> int:

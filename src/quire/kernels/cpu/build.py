@@ -20,7 +20,7 @@ from pathlib import Path
 log = logging.getLogger("quire")
 
 _FOLDER = Path(__file__).parent
-SOURCES = tuple(_FOLDER / name for name in ("step.c", "quantised.c"))
+SOURCES = tuple(_FOLDER / name for name in ("step.c", "attention.c", "quantised.c"))
 _HEADER = _FOLDER / "common.h"
 # No -ffast-math: results must not depend on the compiler's choices, and rows can hold infinities.
 FLAGS = ["-O2", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC"]

@@ -1,9 +1,9 @@
-"""Python interface of step.c.
+"""Python interface of step.c and attention.c.
 
 `CpuKernels` has the names and arguments of the Triton kernels, and three features of the CPU alone: the product with a
 packed weight, attention for rows of one token, and the capture and replay of calls.
 
-Each function of step.c takes the address of one structure. The ctypes structure here has the same fields and the same
+Each of their functions takes the address of one structure. The ctypes structure here has the same fields and the same
 name with a C in front.
 """
 
@@ -22,6 +22,7 @@ import torch
 
 KINDS = {"": 0, "silu": 1, "gelu": 2, "gelu_tanh": 3, "relu": 4}
 LANES = 16
+FORMS = {torch.int8: 1, torch.float8_e4m3fn: 2}  # of keys and values; 0: numbers of the model's dtype
 _MOST_PADDING = 64  # inputs that oneDNN may add to a packed weight
 _SAMPLES = 8  # blocks of a packed weight that are compared with the weight
 _P, _N, _I = c_void_p, c_int64, c_int32
@@ -39,7 +40,7 @@ class CHeads(ctypes.Structure):
         ("norms", _P), ("table", _P),
         ("heads", _N), ("kv_heads", _N), ("dim", _N), ("window", _N),
         ("span", _N), ("sinks", _P),
-        ("scale", c_float), ("cap", c_float), ("half", _I), ("chunked", _I),
+        ("scale", c_float), ("cap", c_float), ("half", _I), ("form", _I), ("chunked", _I),
     ]  # fmt: skip
 
 
@@ -60,8 +61,8 @@ class CRows(ctypes.Structure):
 class CAttend(ctypes.Structure):
     _fields_ = [
         ("heads", _P), ("qkv", _P), ("positions", _P), ("slots", _P), ("lens", _P), ("tables", _P), ("owners", _P),
-        ("keys", _P), ("values", _P), ("out", _P),
-        ("rows", _N), ("table_width", _N), ("block_size", _N), ("next", _N), ("failed", _I),
+        ("keys", _P), ("values", _P), ("out", _P), ("key_scales", _P), ("value_scales", _P),
+        ("rows", _N), ("table_width", _N), ("block_size", _N), ("scale_stride", _N), ("next", _N), ("failed", _I),
     ]  # fmt: skip
 
 
@@ -81,8 +82,9 @@ class Layout(ctypes.Structure):
 
 
 def check_layout(library: ctypes.CDLL) -> None:
-    """Raise RuntimeError unless the structures of step.c here and in the library match."""
-    compare_layout(library.layout, (CNorm, CHeads, CWeight, CRows, CAttend, CProduct, CCall))
+    """Raise RuntimeError unless the structures of step.c and attention.c here and in the library match."""
+    compare_layout(library.layout, (CNorm, CWeight, CRows, CProduct, CCall))
+    compare_layout(library.attention_layout, (CHeads, CAttend))
 
 
 def compare_layout(layout: Any, structs: tuple[type[ctypes.Structure], ...]) -> None:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from quire.kernels.state.rows import StateRows
 from quire.layers.activation import ACTIVATIONS
-from quire.layers.state.rows import StateRows
 
 
 def causal_conv(
@@ -21,7 +21,7 @@ def causal_conv(
     rows: StateRows,
     activation: str | None = None,
 ) -> torch.Tensor:
-    """Convolve each row, and replace its window by its last inputs. Nothing waits for the device.
+    """Convolve each row, and replace its window by its last inputs. Waits for the device if rows have targets.
 
     Args:
         x: [tokens, channels].
@@ -66,9 +66,12 @@ def _store(
         first, to = rows.starts[:-1], rows.index
     else:
         lengths, row, first = offset + 1, owner, rows.starts[owner]
-        to = torch.where(rows.targets < 0, window.shape[0] - 1, rows.targets)
+        to = rows.targets
     # Position in the row of each input that is kept; negative ones are those of the old window.
     position = lengths[:, None] - kept + torch.arange(kept, device=x.device)
     old = before[row[:, None], (position + kept).clamp(max=kept - 1)]
     new = x[(first[:, None] + position).clamp(0, max(x.shape[0] - 1, 0))]
-    window[to] = torch.where((position >= 0)[:, :, None], new, old)
+    updated = torch.where((position >= 0)[:, :, None], new, old)
+    if rows.targets is not None:
+        to, updated = to[to >= 0], updated[to >= 0]
+    window[to] = updated

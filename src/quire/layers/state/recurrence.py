@@ -20,9 +20,11 @@ All exponents are at most 0, so nothing overflows.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-from quire.layers.state.rows import StateRows
+from quire.kernels.state.rows import StateRows
 
 CHUNK = 64
 CHANNEL_CHUNK = (
@@ -130,20 +132,18 @@ def _chunks(
     out = []
     for first in range(0, q.shape[0], size):
         part = slice(first, first + size)
-        by_head = [x[part].transpose(0, 1) for x in (q, k, v, gate)]  # [heads, tokens, ...]
-        out.append(_chunk(*by_head, None if beta is None else beta[part].t()[..., None], matrix))
+        heads = (x[part].transpose(0, 1) for x in (q, k, v, gate))  # [heads, tokens, ...]
+        out.append(_chunk(heads, None if beta is None else beta[part].t()[..., None], matrix))
     return torch.cat(out)
 
 
-def _chunk(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    gate: torch.Tensor,
-    beta: torch.Tensor | None,
-    matrix: torch.Tensor,
-) -> torch.Tensor:
-    """Advance `matrix` by one chunk, [heads, tokens, ...] each, and return [tokens, heads, value dim]."""
+def _chunk(inputs: Iterable[torch.Tensor], beta: torch.Tensor | None, matrix: torch.Tensor) -> torch.Tensor:
+    """Advance `matrix` by one chunk of q, k, v and gate, [heads, tokens, ...] each.
+
+    Returns:
+        [tokens, heads, value dim].
+    """
+    q, k, v, gate = inputs
     sums = gate.cumsum(1)
     if gate.dim() == 2:
         sums = sums[..., None]

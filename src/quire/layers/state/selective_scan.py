@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from quire.layers.state.rows import StateRows
+from quire.kernels.state.rows import StateRows
 
 
 def selective_scan(

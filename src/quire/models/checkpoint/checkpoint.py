@@ -44,6 +44,7 @@ _DTYPES = _FLOATS | _PACKED
 # Buffers in old checkpoints, and the vision half of multimodal models.
 _HARMLESS = re.compile(
     r"rotary_emb\.inv_freq$|\battn\.(masked_)?bias$|^(model\.)?(vision_tower|visual|multi_modal_projector)\."
+    r"|\.self_attn\.(slope_rate|(query|key|diagonal)_decay)$"
 )
 # Static scales of keys, values and attention, which a KV cache in 16 bits does not need.
 _KV_SCALES = re.compile(r"\.([kvq]|kv|prob)(_cache|_output)?_(scale|zero_point)$|\.[kvq]_proj\.output_scale$")
@@ -148,15 +149,16 @@ def _skipped(*patterns: re.Pattern[str] | None) -> re.Pattern[str] | None:
     return re.compile("|".join(f"(?:{text})" for text in texts)) if texts else None
 
 
-def _unused(spec: ModelSpec) -> re.Pattern[str] | None:
-    """Return a pattern of the names of tensors that Quire does not load; None if there are none.
+def _unused(spec: ModelSpec) -> re.Pattern[str]:
+    """Return a pattern of the names of tensors that Quire does not load.
 
-    These are layers behind the last one, and the keys and values of layers that read those of another layer.
+    These are layers that predict several tokens ahead, and the keys and values of layers that read those of another
+    layer.
     """
     patterns = [rf"{spec.num_layers + i}\." for i in range(spec.extra_layers)]
     readers = [i for i in range(spec.num_layers) if spec.kv_source(i) != i]
     patterns += [rf"{i}\.self_attn\.[kv]_(proj|norm)\." for i in readers]
-    return re.compile(rf"(^|\.)layers\.({'|'.join(patterns)})") if patterns else None
+    return re.compile(rf"^mtp\.|(^|\.)layers\.({'|'.join(patterns) or '(?!)'})")
 
 
 # --------------------------------------------------------------------------------------- safetensors
@@ -397,7 +399,8 @@ def check_unread(unread: set[str], tied: bool) -> None:
     )
     if any(_KV_SCALES.search(name) for name in unread):
         log.info(
-            "the checkpoint's scales of keys and values are not used: the KV cache has 16 bits or its own scales"
+            "the checkpoint has scales of keys, values or queries that are not used; kv_cache_dtype fp8 uses those of "
+            "keys and values"
         )
     if left:
         more = f" and {len(left) - 3} more" if len(left) > 3 else ""

@@ -61,6 +61,25 @@ _RANGES = {
     "residual_multiplier": (1e-6, 1e6),
     "attention_multiplier": (1e-9, 1e6),
     "logits_scaling": (1e-6, 1e6),
+    "time_step_min": (0.0, 1e3),
+    **dict.fromkeys(
+        (
+            "lm_head_multiplier",
+            "key_multiplier",
+            "attention_in_multiplier",
+            "attention_out_multiplier",
+            "ssm_in_multiplier",
+            "ssm_out_multiplier",
+            "mlp_multipliers",
+            "ssm_multipliers",
+        ),
+        (1e-6, 1e6),
+    ),
+    **{
+        f"{half}_{which}_factor": (1e-6, 1e6)
+        for half in ("linear_attn", "full_attn", "mlp")
+        for which in ("alpha", "beta")
+    },
     "swiglu_alpha": (1e-6, 1e6),
     "swiglu_limit": (1e-6, 1e6),
     "logit_scale": (1e-6, 1e6),
@@ -86,6 +105,10 @@ class ConfigKeys:
         if default is _MISSING:
             raise ModelError(f"{self.where} lacks {names[0]}")
         return default
+
+    def without(self, *names: str) -> ConfigKeys:
+        """Return the config without some fields."""
+        return ConfigKeys({k: v for k, v in self.config.items() if k not in names}, self.where)
 
     def refuse(self, name: str, wanted: str, value: object) -> ModelError:
         """Build the error for a value that is not `wanted`."""

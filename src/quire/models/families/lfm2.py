@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from quire.layers.mixer_params import ShortConvParams
 from quire.models.config.keys import ConfigKeys
 from quire.models.config.parts import decoder_spec
@@ -14,12 +16,17 @@ NAMES = {
     "input_layernorm": "operator_norm",
     "post_attention_layernorm": "ffn_norm",
     "o_proj": "out_proj",
+    "mixer": "conv",
+    "mlp": "feed_forward",
+    "gate_proj": "w1",
+    "up_proj": "w3",
+    "down_proj": "w2",
     "q_norm": "q_layernorm",
     "k_norm": "k_layernorm",
 }
 
 
-def _attending(keys: ConfigKeys) -> tuple[bool, ...]:
+def attending(keys: ConfigKeys) -> tuple[bool, ...]:
     """Return, for each layer, whether it attends; the others convolve."""
     layers = keys.integer("num_hidden_layers")
     kinds = keys.entries("layer_types", str)
@@ -45,18 +52,22 @@ def _intermediate(keys: ConfigKeys) -> int:
 
 
 def _parse(name: str, keys: ConfigKeys) -> ModelSpec:
-    attends, width = _attending(keys), _intermediate(keys)
+    attends, width = attending(keys), _intermediate(keys)
+    keys = ConfigKeys({**keys.config, "intermediate_size": width}, keys.where)
+    return conv_decoder(name, keys, attends)
+
+
+def conv_decoder(name: str, keys: ConfigKeys, attends: tuple[bool, ...], **fields: Any) -> ModelSpec:
+    """Build the spec of a model that attends in some layers and convolves in the others."""
     mixer = ShortConvParams(
         channels=keys.integer("hidden_size", default=2560),
-        width=keys.integer("conv_L_cache", default=3),
+        width=keys.integer("conv_L_cache", default=3, minimum=2),
         bias=keys.flag("conv_bias"),
     )
-    every = ["full_attention"] * len(attends)
-    keys = ConfigKeys({**keys.config, "intermediate_size": width, "layer_types": every}, keys.where)
     return decoder_spec(
         name,
-        "lfm2",
-        keys,
+        "hybrid",
+        keys.without("layer_types"),
         kv_default=8,
         rope=RopeDefaults(theta=1e6),
         eps=1e-5,
@@ -68,6 +79,7 @@ def _parse(name: str, keys: ConfigKeys) -> ModelSpec:
         mixer=mixer,
         mixes=tuple(not each for each in attends),
         attends=attends,
+        **fields,
     )
 
 
@@ -76,4 +88,5 @@ FAMILY = Family(
     architectures=names("Lfm2", "lfm2"),
     parse=_parse,
     special="short convolutions with gates instead of attention in most layers",
+    tools="lfm2",
 )

@@ -163,6 +163,8 @@ async def stats(request: Request) -> Response:
                 "free": engine_stats.free_blocks,
                 "cached": engine_stats.cached_blocks,
                 "tokens_per_block": engine_stats.block_size,
+                "bytes_per_block": engine.info.block_bytes,
+                "dtype": engine.info.kv_dtype,
                 "groups": [{"layers": n, "window": window} for n, window in engine.info.kv_groups],
                 "evictions": totals["evictions"],
                 "eviction_policy": engine.info.eviction,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any, Literal
 
 from quire.frontend.client import ipc as msg
-from quire.serve.engine_heartbeat import Heartbeat, cpu_of
+from quire.serve.engine_heartbeat import Heartbeat
 from quire.serve.engine_process_client import EngineProcess
 from quire.serve.replicas.job import EngineJob
 from quire.serve.replicas.sums import add_figures
@@ -46,7 +46,7 @@ class Replica:
         self._cached: set[bytes] = set()  # short names of blocks that the engine can find
         self._expected: Counter[bytes] = Counter()  # those of open jobs, whose blocks may not be computed yet
         self._questions: dict[type, deque[asyncio.Future[Any]]] = {msg.Stats: deque(), msg.Live: deque()}
-        self.heartbeat = Heartbeat(lambda: process.send(msg.Ping()), cpu_of(process.pid))
+        self.heartbeat = Heartbeat(lambda: process.send(msg.Ping()), process.cpu_s)
 
     async def ready(self) -> EngineInfo:
         """Wait until the engine is built. Raises as `EngineProcess.ready`."""

@@ -15,7 +15,7 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from quire.config import EngineConfig, replica_config
@@ -71,7 +71,7 @@ class ReplicaSet:
         self,
         config: EngineConfig,
         routing: RoutingPolicy = "prefix",
-        start: Callable[[int], EngineProcess] | None = None,
+        start: Callable[[int, bytes], EngineProcess] | None = None,
         dry_run_step_s: float | None = None,
     ) -> None:
         """Start the processes without waiting for them.
@@ -79,18 +79,19 @@ class ReplicaSet:
         Args:
             config: settings of an engine; `data_parallel_size` is the number of replicas.
             routing: name of the router.
-            start: starts the process of a replica; replaced in tests.
+            start: starts the process of a replica, given its number and the key of the names of blocks; None starts
+                it on this host.
             dry_run_step_s: duration of a step of engines without a model; None loads the model.
         """
         self._config, self._routing = config, routing
         secret = new_secret()
 
-        def start_process(number: int) -> EngineProcess:
+        def start_here(number: int, secret: bytes) -> EngineProcess:
             return EngineProcess(replica_config(config, number), dry_run_step_s, secret)
 
-        start = start or start_process
+        begin = start or start_here
         self.replicas = [
-            Replica(number, lambda number=number: start(number))  # type: ignore[misc]
+            Replica(number, lambda number=number: begin(number, secret))  # type: ignore[misc]
             for number in range(config.data_parallel_size)
         ]
         self._secret = secret
@@ -331,25 +332,32 @@ class ReplicaSet:
 
     async def stats(self, owner: str | None) -> EngineStats:
         """Return the statistics of all replicas together, of one client or (None) of all. Raises EngineDead."""
-        replicas = self._serving
-        found = await asyncio.gather(*(r.ask(msg.AskStats(owner), msg.Stats) for r in replicas))
-        past = [r.past if r.status == "serving" else r.figures for r in self.replicas]
-        return sum_stats(found, [totals_of(figures) for figures in past])
+        found = await _answers({r: r.ask(msg.AskStats(owner), msg.Stats) for r in self._serving})
+        past = [r.past if r in found else r.figures for r in self.replicas]
+        return sum_stats(list(found.values()), [totals_of(figures) for figures in past])
 
     async def live(self, since: int, owner: str | None) -> EngineLive:
         """Return the state of all replicas and their steps after combined step `since`. Raises EngineDead."""
         cursor = self._cursors.setdefault(owner, LiveCursor(len(self.replicas)))
         cursor.resume(since)
-        replicas = self._serving
-        before = [r.past.totals.steps for r in replicas]
-        found: list[EngineLive] = await asyncio.gather(
-            *(
-                r.ask(msg.AskLive(cursor.since(r.number, steps), owner), msg.Live)
-                for r, steps in zip(replicas, before)
-            )
+        before = {r: r.past.totals.steps for r in self._serving}
+        found: dict[Replica, EngineLive] = await _answers(
+            {
+                r: r.ask(msg.AskLive(cursor.since(r.number, steps), owner), msg.Live)
+                for r, steps in before.items()
+            }
         )
-        new = [(r.number, steps, live.steps) for r, steps, live in zip(replicas, before, found)]
-        return sum_live(found, cursor.combine(new))
+        new = [(r.number, before[r], live.steps) for r, live in found.items()]
+        return sum_live(list(found.values()), cursor.combine(new))
+
+
+async def _answers(asked: Mapping[Replica, asyncio.Future[Any]]) -> dict[Replica, Any]:
+    """Return the answers of the replicas that do not end meanwhile. Raise EngineDead if none is left."""
+    await asyncio.wait(asked.values())
+    found = {r: one.result() for r, one in asked.items() if not one.cancelled() and one.exception() is None}
+    if not found:
+        raise EngineDead("every replica ended while it was asked")
+    return found
 
 
 def _window(replica: Replica, replicas: int) -> float:

@@ -97,6 +97,7 @@ class MemoryPlanner:
     kv_cache_memory: int | None  # bytes for KV blocks; None: measured
     memory_utilization: float  # share of the device's memory that may be used
     states: tuple[StateLayout, ...] = ()  # by layer
+    states_per_slot: int = 1  # 1 + most draft tokens, whose states are kept until they are verified
     snapshots: int | None = 0  # rows for snapshots of states; None: as many as are useful
     ranks: int = 1  # that share the model, each with its own planner; ranks on CPUs also share the memory
     held: float = 1.0  # share of the weights that this rank holds
@@ -151,7 +152,7 @@ class MemoryPlanner:
 
     def fixed_state_bytes(self) -> int:
         """Return the bytes of the states of all slots."""
-        return (self.limits.max_num_seqs + 1) * self.state_bytes
+        return (self.limits.max_num_seqs * self.states_per_slot + 1) * self.state_bytes
 
     def sampling_bytes(self, logit_rows: int | None = None) -> int:
         """Return the most that a step holds at once after its model has run.

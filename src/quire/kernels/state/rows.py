@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
-
-from quire.attention.base import ForwardBatch
 
 
 @dataclass(slots=True)
@@ -29,8 +28,8 @@ class StateRows:
     most: int = 1  # most tokens of a row that decodes
 
     @classmethod
-    def of(cls, batch: ForwardBatch) -> StateRows:
-        """Return the rows of a step."""
+    def of(cls, batch: Any) -> StateRows:
+        """Return the rows of a step (`ForwardBatch`)."""
         return cls(
             batch.state_rows,
             batch.query_start,

@@ -29,6 +29,7 @@ SpecMethod = Literal["off", "ngram", "draft"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
+ExpertExchangeName = Literal["auto", "all-reduce", "all-to-all"]
 Quantization = Literal["auto", "fp8", "fp8-block", "int8", "int4"]
 KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"]
 
@@ -177,6 +178,15 @@ class EngineConfig:
     )
     rank_token: str | None = _parallelism(
         None, "secret that ranks of other hosts must present (also QUIRE_RANK_TOKEN)"
+    )
+    enable_expert_parallel: bool = _parallelism(
+        False,
+        "give each rank of tensor parallelism whole experts instead of a part of every expert",
+    )
+    expert_exchange: ExpertExchangeName = _parallelism(
+        "auto",
+        "with expert parallelism, how tokens and experts come together: all-reduce, all-to-all, or auto, which sends "
+        "fewer bytes; all-to-all on a GPU needs cuda_graphs off",
     )
     rank_timeout: float = _parallelism(
         60.0, "seconds without progress after which a rank counts as hung and the engine ends"
@@ -328,6 +338,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "load_format": get_args(LoadFormat),
     "quantization": get_args(Quantization),
     "kv_cache_dtype": get_args(KVCacheDtype),
+    "expert_exchange": get_args(ExpertExchangeName),
     "attention": ("auto", "reference", "triton", "cpu"),
 }
 
@@ -380,6 +391,10 @@ ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
         lambda c: c.pipeline_parallel_size > 1 and c.spec_method not in ("off", "ngram", "draft"),
         "spec_method {c.spec_method} needs the hidden states of all layers in one rank, but pipeline_parallel_size is "
         "{c.pipeline_parallel_size}; use spec_method ngram or draft",
+    ),
+    (
+        lambda c: c.expert_exchange != "auto" and not c.enable_expert_parallel,
+        "expert_exchange {c.expert_exchange} needs enable_expert_parallel",
     ),
     (
         lambda c: (c.spec_tokens or 0) > 16,

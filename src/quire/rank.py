@@ -21,7 +21,7 @@ from quire.assembly.kv_codes import kv_coded_spec
 from quire.assembly.memory import memory_planner, request_state_bytes
 from quire.assembly.model import load_model, served_spec
 from quire.assembly.speculation import find_draft, pick_speculation
-from quire.assembly.stages import pick_place, pick_stage, with_buffers
+from quire.assembly.stages import pick_experts, pick_place, pick_stage, with_buffers
 from quire.assembly.steps import launch_options, step_limits
 from quire.attention.base import AttentionBackend
 from quire.config import EngineConfig
@@ -61,13 +61,15 @@ class Rank:
 
     def __init__(self, config: EngineConfig, path: Path, spec: ModelSpec, index: int = 0) -> None:
         place = self._place = pick_place(config, index)
-        check_shards(spec, place.size)
+        check_shards(spec, place.size, config.enable_expert_parallel)
         check_stages(spec, place.stages)
         self.device = (
             pick_device(config.device)  # ranks of other hosts choose their own
             if config.rank_address
             else rank_device(config.device, index, place.count)
         )
+        self._parallel = Parallel(place.shard, place.size)
+        self._experts = pick_experts(config, spec, self._parallel, self.device)
         self.guard = device_guard(self.device)
         self._path = path
         self._explicit_len = config.max_model_len is not None
@@ -90,7 +92,6 @@ class Rank:
         )
         self._kernels = pick_kernels(self.device, self.dtype, config.cpu_kernels)
         self.backend = pick_attention(config.attention, spec, self.device, self.dtype, self._kernels)
-        self._parallel = Parallel(place.shard, place.size)
         self._stage = pick_stage(config, spec, place)
         self._link: Link = NO_LINK
         self._loading = ExitStack()
@@ -145,6 +146,7 @@ class Rank:
             kernels=kernels,
             parallel=self._parallel,
             stage=self._stage,
+            experts=self._experts,
             device=self.device,
             dtype=self.dtype,
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from quire import LLM, EngineConfig, SamplingParams
 from quire.core.engine import Engine
 from quire.host import build_engine
 from quire.types import ConfigError, EngineDead, EngineRequest, ModelError, StructuredOutputsParams
-from tiny import write_hybrid, write_tiny
+from tiny import CONFIG, write_hybrid, write_tiny
 
 BASE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "cpu_threads": 1}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -232,6 +233,26 @@ def test_sizes_that_do_not_divide_are_refused_before_anything_starts(folder: Pat
     with pytest.raises(ConfigError, match="tensor_parallel_size must be an integer of at least 1"):
         EngineConfig(tensor_parallel_size=0)
     assert set(children()) == before
+
+
+@pytest.mark.parametrize("settings", [{"expert_exchange": "all-to-all"}, {"quantization": "int8"}])
+def test_two_ranks_with_whole_experts_answer_as_one(tmp_path: Path, settings: dict[str, Any]) -> None:
+    moe = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 5}
+    moe |= {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    sizes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **moe, **sizes}))
+    settings = {"load_format": "dummy", "skip_tokenizer_init": True, **settings}
+    plain = {key: value for key, value in settings.items() if key != "expert_exchange"}
+    spread = tiny(tmp_path, tensor_parallel_size=2, enable_expert_parallel=True, **settings)
+    assert run(spread, 3) == run(tiny(tmp_path, **plain), 3)
+    spread.close()
+
+
+def test_experts_that_cannot_be_spread_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="needs a model with experts"):
+        tiny(folder, tensor_parallel_size=2, enable_expert_parallel=True)
+    with pytest.raises(ConfigError, match="all-to-all needs enable_expert_parallel"):
+        EngineConfig(expert_exchange="all-to-all")
 
 
 @pytest.mark.gpu

@@ -17,6 +17,7 @@ from quire.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from quire.models.decoder import Model
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
+from quire.parallel.experts import ALL_EXPERTS, ExpertShard
 from quire.parallel.ranks import Parallel
 from quire.parallel.stage import WHOLE, Stage
 from quire.quant.spec import served_format
@@ -41,6 +42,7 @@ def load_model(
     kernels: Kernels | None,
     parallel: Parallel,
     stage: Stage = WHOLE,
+    experts: ExpertShard = ALL_EXPERTS,
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Model, Checkpoint]:
@@ -60,12 +62,14 @@ def load_model(
             device=device,
             dtype=dtype,
             seed=config.seed,
-            elsewhere=held_elsewhere(spec, stage),
+            elsewhere=held_elsewhere(spec, stage, experts),
         )
     )
     try:
         with torch.inference_mode():
-            env = Env(checkpoint, parallel, backend, device, dtype, kernels, spec.quantization, stage)
+            env = Env(
+                checkpoint, parallel, backend, device, dtype, kernels, spec.quantization, stage, experts
+            )
             return build_model(spec, env), checkpoint
     except BaseException:
         checkpoint.close()

@@ -10,7 +10,9 @@ import torch
 
 from quire.config import EngineConfig, parse_layer_split
 from quire.models.spec import ModelSpec
+from quire.parallel.experts import ALL_EXPERTS, ExpertShard, pick_exchange
 from quire.parallel.place import Place
+from quire.parallel.ranks import Parallel
 from quire.parallel.stage import Stage, split_layers
 from quire.types import ConfigError
 
@@ -89,10 +91,46 @@ def with_buffers(
     return replace(stage, incoming=buffer(not stage.is_first), outgoing=buffer(not stage.is_last))
 
 
-def held_elsewhere(spec: ModelSpec, stage: Stage) -> re.Pattern[str] | None:
-    """Return a pattern of the names of tensors that only other stages load; None if there is one stage."""
-    if stage.count == 1:
-        return None
-    own = "|".join(str(index) for index in stage.layers(spec.num_layers))
-    # Other layers, and tensors outside of layers, of which each stage loads some.
-    return re.compile(rf"^(?!.*\b(?:layers|h|blk)\.(?:{own})\.)")
+def pick_experts(
+    config: EngineConfig, spec: ModelSpec, parallel: Parallel, device: torch.device
+) -> ExpertShard:
+    """Return how experts are divided over ranks.
+
+    Raises:
+        ConfigError: if there are none, or fewer than ranks, or if a GPU cannot capture the exchange.
+    """
+    if not config.enable_expert_parallel:
+        return ALL_EXPERTS
+    if spec.moe is None:
+        raise ConfigError(
+            f"enable_expert_parallel needs a model with experts, which {config.model} does not have"
+        )
+    routing, ranks = spec.moe.routing, parallel.size
+    if routing.num_experts < ranks:
+        raise ConfigError(
+            f"enable_expert_parallel needs an expert for each rank, but {config.model} has {routing.num_experts} experts "
+            f"and tensor_parallel_size is {ranks}; lower it"
+        )
+    captures = device.type == "cuda" and config.cuda_graphs
+    if config.expert_exchange == "all-to-all" and captures:
+        raise ConfigError(
+            "expert_exchange all-to-all has shapes that depend on the routing, which CUDA graphs cannot capture; use "
+            "expert_exchange all-reduce, or cuda_graphs off"
+        )
+    exchange = config.expert_exchange
+    if exchange == "auto":
+        exchange = pick_exchange(ranks, routing.top_k, captures)
+    return ExpertShard(exchange, parallel.rank, ranks, routing.num_experts)
+
+
+def held_elsewhere(spec: ModelSpec, stage: Stage, experts: ExpertShard) -> re.Pattern[str] | None:
+    """Return a pattern of the names of tensors that only other ranks load; None if this rank loads all."""
+    patterns = []
+    if stage.count > 1:
+        own = "|".join(str(index) for index in stage.layers(spec.num_layers))
+        # Other layers, and tensors outside of layers, of which each stage loads some.
+        patterns.append(rf"^(?!.*\b(?:layers|h|blk)\.(?:{own})\.)")
+    if experts.size > 1:
+        own = "|".join(str(index) for index in experts.held(experts.total))
+        patterns.append(rf"\bexperts\.(?!(?:{own})\.)\d+\.")
+    return re.compile("|".join(patterns)) if patterns else None

@@ -56,8 +56,8 @@ NAMES = {
     "--uvicorn-log-level": "--log-level",
 }
 MISSING = {
-    "other splits of a model than tensor and pipeline parallelism": (
-        "--ep-size", "--enable-expert-parallel", "--split-mode", "--tensor-split", "--distributed-executor-backend",
+    "other splits of a model than tensor, pipeline and expert parallelism": (
+        "--ep-size", "--split-mode", "--tensor-split", "--distributed-executor-backend",
     ),
     "the formats of bitsandbytes": ("--load-in-4bit", "--load-in-8bit"),
     "a quantised KV cache": ("-ctk", "-ctv", "--kv-cache-dtype", "--cache-type-k", "--cache-type-v"),

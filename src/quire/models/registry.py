@@ -48,7 +48,7 @@ def build_model(spec: ModelSpec, env: Env) -> Model:
             ranks, or if a tensor is missing or has a wrong shape.
     """
     spec.check_quantization()
-    check_shards(spec, env.parallel.size)
+    check_shards(spec, env.parallel.size, env.experts.exchange is not None)
     check_stages(spec, env.stage.count)
     return CLASSES.get(spec.family, DecoderModel)(env, spec)
 
@@ -64,14 +64,15 @@ def check_stages(spec: ModelSpec, stages: int) -> None:
         )
 
 
-def check_shards(spec: ModelSpec, size: int) -> None:
+def check_shards(spec: ModelSpec, size: int, whole_experts: bool = False) -> None:
     """Raise ModelError, naming what does not divide, if the model cannot be sharded over `size` ranks."""
     sizes = {
         "heads": spec.num_heads,
         "intermediate size": math.gcd(*map(spec.mlp_size, range(spec.num_layers))),
     }
     if spec.moe:
-        sizes["expert intermediate size"] = spec.moe.intermediate_size
+        if not whole_experts:
+            sizes["expert intermediate size"] = spec.moe.intermediate_size
         if all(spec.moe.sparse):
             del sizes["intermediate size"]
     if spec.mixer:

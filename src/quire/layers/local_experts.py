@@ -43,7 +43,7 @@ class LocalExperts:
         outs = self.mlps(x[order // shape[1]], ids[order])
         by_token = outs.new_zeros(is_held.shape[0], x.shape[1]).index_copy_(0, order, outs)
         # What the MLPs have left in the rows of other experts may be NaN.
-        by_token = torch.where(is_held.unsqueeze(1), by_token, 0).view(*shape, -1)
+        by_token = torch.where(is_held.unsqueeze(1), by_token, 0).view(*shape, x.shape[1])
         # The order of summation is fixed, so a token's result does not depend on the rest of the batch.
         return (by_token * choice.weights.to(x.dtype).unsqueeze(-1)).sum(1)
 
@@ -66,7 +66,7 @@ class ExchangedExperts:
     def __call__(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
         parallel, tokens = self.parallel, x.shape[0]
         part, own = parallel.padded_cut(tokens)
-        ids, weights, x = choice.ids[own].long(), choice.weights[own], x[own]
+        ids, weights, x = choice.ids[own].long().contiguous(), choice.weights[own], x[own]
         owner = torch.searchsorted(torch.tensor(self.ends, device=x.device), ids, right=True)
         # [ranks, own tokens]: a token goes to each rank at most once, whatever number of its experts is there.
         goes = (owner.unsqueeze(0) == torch.arange(parallel.size, device=x.device).view(-1, 1, 1)).any(2)

@@ -31,6 +31,24 @@ DEEPSEEK_V2_LITE: dict[str, Any] = {
     "rope_scaling": {"type": "yarn", "factor": 40, "beta_fast": 32, "beta_slow": 1, "mscale": 0.707,
                      "mscale_all_dim": 0.707, "original_max_position_embeddings": 4096},
 }  # fmt: skip
+_DELTA: dict[str, Any] = {
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32, "linear_conv_kernel_dim": 4, "full_attention_interval": 4, "head_dim": 256,
+    "partial_rotary_factor": 0.25, "rope_theta": 1e7, "rms_norm_eps": 1e-6, "hidden_act": "silu",
+    "max_position_embeddings": 262144, "dtype": "bfloat16",
+}  # fmt: skip
+QWEN3_NEXT: dict[str, Any] = {
+    **_DELTA, "architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "hidden_size": 2048,
+    "intermediate_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 16, "num_key_value_heads": 2,
+    "num_experts": 512, "num_experts_per_tok": 10, "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "vocab_size": 151936, "tie_word_embeddings": False, "eos_token_id": 151645,
+}  # fmt: skip
+QWEN35_4B: dict[str, Any] = {  # the text part
+    **_DELTA, "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "hidden_size": 2560,
+    "intermediate_size": 9216, "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4,
+    "vocab_size": 248320, "tie_word_embeddings": True, "eos_token_id": 248046,
+}  # fmt: skip
 GEMMA3_4B: dict[str, Any] = {  # the text part
     "architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "hidden_size": 2560,
     "intermediate_size": 10240, "num_hidden_layers": 34, "num_attention_heads": 8, "num_key_value_heads": 4,

@@ -19,7 +19,7 @@ This page lists the model families that Quire runs, what is special about each, 
 finds in their chat templates. It is generated: `python tools/write_models.py` writes it from `models/families/`.
 
 A checkpoint names its architecture in `config.json`. An architecture that is not in the list is refused, with the
-nearest supported ones; `quire doctor` prints the list. Checkpoints of multimodal models load their text part if its
+nearest supported ones or with the reason; `quire doctor` prints the list. Checkpoints of multimodal models load their text part if its
 `model_type` is supported, and requests with images are refused. A new family is one file
 ([guide](contributing/model-family.md)).
 
@@ -36,7 +36,7 @@ OTHERS = (
         tools="deepseek_v3",
     ),
     Family(
-        title="DeepSeek-V3, R1, Kimi-K2",
+        title="DeepSeek-V3, R1, Kimi-K2, text of Kimi-K2.5",
         architectures=("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"),
         parse=PARSERS["DeepseekV3ForCausalLM"],
         special="the same, sigmoid routing with a correction bias",
@@ -51,7 +51,7 @@ OTHERS = (
         tools="mistral",
     ),
     Family(
-        title="Qwen 3 MoE",
+        title="Qwen 3 MoE, text of Qwen 3-VL MoE",
         architectures=("Qwen3MoeForCausalLM",),
         parse=PARSERS["Qwen3MoeForCausalLM"],
         special="experts, norms of q and k heads",
@@ -64,7 +64,12 @@ NOTES = """
 - **Phi-3 with longrope:** `max_model_len` above the original context uses the factors for long contexts for every
   request. Serve at most `original_max_position_embeddings` tokens to use the factors for short ones.
 - **Granite:** the residual stream is kept divided by `residual_multiplier`, which norms do not notice.
-- **Layers with other operations on q and k** (OLMo 2 and 3, Command R+, Hunyuan, Ministral 3) run them in plain
+- **Gemma 3n and 4:** layers that read the keys and values of an earlier layer keep none, so they take no memory of the
+  KV cache. Layers of two head sizes do not share the parts of a block.
+- **Sparse attention** (DeepSeek-V3.2, GLM-5): steps whose rows have at most `index_topk` tokens attend to all of them.
+  Index keys are kept in the dtype of the KV cache.
+- **Not supported:** DeepSeek-V4 and GLM-5-Next, which need compressed attention and several residual streams.
+- **Layers with other operations on q and k** (OLMo 2 and 3, Command R+, Hunyuan, Ministral 3, Llama 4) run them in plain
   PyTorch, so on a CPU their small steps are not captured.
 """
 

@@ -93,6 +93,11 @@ class EngineConfig:
         "first token; a chunk counts for at least 32 tokens (default: 256 on a CPU; no limit on a GPU or with "
         "chunked_prefill off)",
     )
+    target_itl: float | None = _scheduling(
+        None,
+        "target in ms for the 99th percentile of the inter-token latency: prompts run in the largest chunks with which steps "
+        "are predicted to end in time; replaces mixed_prefill_tokens (default: off)",
+    )
     scheduling_policy: SchedulingPolicy = _scheduling(
         "fcfs", "order of requests: fcfs (first come, first served) or priority (lower numbers first)"
     )
@@ -130,8 +135,13 @@ class EngineConfig:
     )
     state_snapshot_interval: int = _kv_cache(
         4096,
-        "tokens between such snapshots, rounded up to blocks, besides those at the end of a prompt and where prompts "
-        "diverge; 0 takes only these",
+        "tokens between such snapshots in prompts, rounded up to blocks, besides those at the end of a prompt and where "
+        "prompts diverge; 0 takes only these",
+    )
+    state_snapshot_answers: int = _kv_cache(
+        64,
+        "tokens between such snapshots in answers, rounded up to blocks, of which the latest one is kept for the next turn "
+        "of a conversation; 0 takes none",
     )
     shared_prefix: bool = _kv_cache(
         True,
@@ -233,9 +243,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
                 raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
-        interval = self.state_snapshot_interval
-        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 0:
-            raise ConfigError(f"state_snapshot_interval must be an integer of at least 0, got {interval!r}")
+        for name in ("state_snapshot_interval", "state_snapshot_answers"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+                raise ConfigError(f"{name} must be an integer of at least 0, got {value!r}")
         if not 0 < self.memory_utilization <= 1:
             raise ConfigError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
         if not self.rank_timeout > 0:
@@ -284,7 +295,7 @@ class EngineConfig:
             or _default_seqs(gpu_bytes, state_bytes * (1 + (spec_tokens or 0))),
             max_num_batched_tokens=budget,
             mixed_prefill_tokens=min(self.mixed_prefill_tokens or (budget if gpu_bytes else 256), budget)
-            if chunked
+            if chunked and self.target_itl is None
             else None,
             max_model_len=max_len,
             block_size=self.block_size if self.kv_layout == "paged" else max_len,
@@ -365,6 +376,18 @@ ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
     (
         lambda c: c.chunked_prefill is False and bool(c.mixed_prefill_tokens),
         "mixed_prefill_tokens splits prompts over steps, so it needs chunked_prefill on",
+    ),
+    (
+        lambda c: c.target_itl is not None and not c.target_itl > 0,
+        "target_itl must be above 0 ms, got {c.target_itl:g}",
+    ),
+    (
+        lambda c: c.target_itl is not None and (c.chunked_prefill is False or c.kv_layout == "none"),
+        "target_itl chooses the size of chunks, so it needs chunked_prefill on",
+    ),
+    (
+        lambda c: c.target_itl is not None and c.mixed_prefill_tokens is not None,
+        "target_itl replaces mixed_prefill_tokens: give one of them",
     ),
     (
         lambda c: c.kv_layout == "none" and bool(c.chunked_prefill),

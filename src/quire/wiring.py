@@ -14,6 +14,7 @@ from quire.core.engine import Engine
 from quire.core.grammar_interface import Grammar
 from quire.core.policy import Policy
 from quire.core.prefix_cache import HashPrefixCache, NoPrefixCache, PrefixCache
+from quire.core.prompt_budget import FixedBudget, LatencyBudget, PromptBudget
 from quire.core.request_limits import SchedulerLimits
 from quire.core.scheduler import Scheduler
 from quire.core.shared_prefix import CommonBlocks, NoSharedPrefix, SharedPrefix
@@ -45,6 +46,7 @@ def wire_engine(
     shares_prefix: bool = False,
     drafts: int = 0,
     secret: bytes | None = None,
+    log: StepLog | None = None,
 ) -> Engine:
     """Build the host side of an engine around an executor.
 
@@ -59,6 +61,7 @@ def wire_engine(
         has_states: layers keep a state per request, so a prefix can be reused up to a snapshot of it only.
         num_snapshots: number of rows for snapshots.
         drafts: most draft tokens of a request in a step; 0 if the executor drafts none.
+        log: gets a record of every step; None makes one.
         secret: key of the names of blocks; engines with the same one give equal blocks equal names. None picks one.
         shares_prefix: look for blocks that rows share, for an attention back end that reads them once.
     """
@@ -89,20 +92,27 @@ def wire_engine(
         mixed_prefill_tokens=config.mixed_prefill_tokens or config.max_num_batched_tokens or 1,
         max_logit_rows=max_logit_rows(config.max_num_seqs or 1, drafts),
     )
-    log = StepLog()
+    log = StepLog() if log is None else log
     blocks = Blocks(pool, cache, block_size, groups, limits.max_num_batched_tokens, snapshots)
     whole = [index for index, group in enumerate(groups) if group.window is None]
     shared: SharedPrefix = NoSharedPrefix()
     if shares_prefix and whole:
         shared = CommonBlocks(block_size, whole[0])
-    scheduler = Scheduler(blocks, choices, limits, log, shared, _draft_depth(config, drafts))
+    prompts: PromptBudget = FixedBudget(limits.mixed_prefill_tokens)
+    if config.target_itl is not None:
+        prompts = LatencyBudget(config.target_itl / 1e3, limits.max_num_batched_tokens)
+    scheduler = Scheduler(blocks, choices, limits, log, shared, _draft_depth(config, drafts), prompts)
     return Engine(scheduler, executor, grammar, depth, log, config.check_invariants, journal)
 
 
 def _snapshot_policy(config: EngineConfig, block_size: int) -> SnapshotPolicy:
     """Return where to take snapshots. With drafts a row may end behind the place, so answers have none."""
-    interval = -(-(config.state_snapshot_interval or 0) // block_size) * block_size
-    return SnapshotPolicy(block_size, interval, in_answers=config.spec_method == "off")
+
+    def whole_blocks(tokens: int) -> int:
+        return -(-tokens // block_size) * block_size
+
+    answers = config.state_snapshot_answers if config.spec_method == "off" else 0
+    return SnapshotPolicy(block_size, whole_blocks(config.state_snapshot_interval), whole_blocks(answers))
 
 
 def _draft_depth(config: EngineConfig, drafts: int) -> DraftDepth:

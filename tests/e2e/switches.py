@@ -29,6 +29,7 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "chunked_prefill": (None, True, False),
     "max_num_batched_tokens": (None, 8, 48),
     "mixed_prefill_tokens": (None, 6),
+    "target_itl": (None, 2.0),
     "prefix_caching": (None, True, False),
     "eviction": ("lru", "fifo"),
     "scheduling_policy": ("fcfs", "priority"),
@@ -58,6 +59,8 @@ def legal(settings: dict[str, Any]) -> bool:
     ):
         return False
     whole = settings["chunked_prefill"] is False or none
+    if settings["target_itl"] and (whole or settings["mixed_prefill_tokens"]):
+        return False
     return not (whole and (settings["max_num_batched_tokens"] or settings["mixed_prefill_tokens"]))
 
 

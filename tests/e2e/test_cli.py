@@ -289,3 +289,18 @@ def test_the_sanity_check_of_a_family() -> None:
     assert done.returncode == 0 and "1 of 1 families passed" in done.stdout, done.stdout + done.stderr
     wrong = subprocess.run([sys.executable, script, "Lama"], capture_output=True, text=True, timeout=120)
     assert wrong.returncode == 2 and "unknown family 'Lama'" in wrong.stderr
+
+
+def test_a_plan_says_which_rate_is_sustained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "plan.json"
+    load = ["--input-len", "120", "--output-len", "10", "--num-prompts", "24", "--max-num-seqs", "8"]
+    targets = ["--target", "ttft=20s,itl=5s"]
+    assert main(["plan", "demo", *load, *targets, "--gpus", "2", "--output-json", str(file)]) == 0
+    out = capsys.readouterr().out
+    assert "target_itl 5000" in out and "2 sustain" in out
+    plans = json.loads(file.read_text())["plans"]
+    assert len(plans) >= 3 and all(one["requests_per_s"] > 0 and one["ttft_ms"] <= 20_000 for one in plans)
+    assert main(["plan", "demo", *load, "--target", "ttft=0.001ms"]) == 1
+    assert "No setting meets the targets" in capsys.readouterr().out
+    assert main(["plan", "demo", "--target", "soon"]) == 2
+    assert "target must be such as" in capsys.readouterr().err

@@ -57,6 +57,26 @@ GEMMA3N = {
     "intermediate_size": [64, 64, 48, 48, 48, 48],
 }
 
+MLA = {
+    "num_key_value_heads": 6,
+    "kv_lora_rank": 18,
+    "q_lora_rank": 20,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "head_dim": None,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+}
+MISTRAL4_ROPE = {
+    "rope_type": "yarn", "rope_theta": 500.0, "factor": 8.0, "original_max_position_embeddings": 6,
+    "mscale": 1.0, "mscale_all_dim": 0.7, "llama_4_scaling_beta": 0.3,
+}  # fmt: skip
+INDEX = {"index_topk": 5, "index_head_dim": 12, "index_n_heads": 9}
+
 RECENT: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": ("Llama4Text", {**LLAMA4, **LLAMA3}),
     "llama4-plain": (
@@ -75,6 +95,34 @@ RECENT: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma4": ("Gemma4Text", {**SHARING, "global_head_dim": 16, "use_double_wide_mlp": True}),
     "gemma4-moe": ("Gemma4Text", {**SHARING, **GEMMA4_MOE}),
     "gemma3n": ("Gemma3nText", {**SHARING, **GEMMA3N}),
+    "deepseek-v32": ("DeepseekV32", {**MLA, **INDEX, "first_k_dense_replace": 1}),
+    "glm-moe-dsa": (
+        "GlmMoeDsa",
+        {**MLA, **INDEX, "index_head_dim": 8, "indexer_types": ["full", "shared", "full"]},
+    ),
+    "glm4-moe-lite": ("Glm4MoeLite", MLA),
+    "mistral4": ("Mistral4", {**MLA, "rope_parameters": MISTRAL4_ROPE, "first_k_dense_replace": 1}),
+    "ernie4-5-moe": (
+        "Ernie4_5_Moe",
+        {"head_dim": 8, "moe_num_experts": 5, "moe_k": 2, "moe_intermediate_size": 24},
+    ),
+    "hunyuan-moe": ("HunYuanMoEV1", {"num_experts": 5, "moe_topk": 2}),
+    "phimoe": (
+        "Phimoe",
+        {"head_dim": 8, "num_local_experts": 5, "router_jitter_noise": 0.3, "lm_head_bias": True},
+    ),
+    "granitemoe": (
+        "GraniteMoe",
+        {
+            "head_dim": 8,
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "embedding_multiplier": 12.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.3,
+            "logits_scaling": 0.5,
+        },
+    ),
 }
 # Classes whose name is not that of the config and ForCausalLM.
 RECENT_CLASSES = {

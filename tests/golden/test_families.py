@@ -654,6 +654,39 @@ def test_gemma3_inside_a_multimodal_checkpoint(tmp_path: Path) -> None:
     check(model, tmp_path, count=2)
 
 
+@pytest.mark.parametrize(
+    ("case", "outer", "prefix"),
+    [
+        ("llama4", "Llama4ForConditionalGeneration", "language_model."),
+        ("gemma4", "Gemma4ForConditionalGeneration", "model.language_model."),
+        ("gemma3n", "Gemma3nForConditionalGeneration", "model.language_model."),
+        ("deepseek-v3", "KimiK25ForConditionalGeneration", "language_model."),
+        ("mistral4", "Mistral3ForConditionalGeneration", "language_model."),
+        ("qwen3-moe", "Qwen3VLMoeForConditionalGeneration", "model.language_model."),
+    ],
+)
+def test_text_parts_of_recent_multimodal_checkpoints(
+    case: str, outer: str, prefix: str, tmp_path: Path
+) -> None:
+    """Tensors for images and sound are not read, whatever the checkpoint calls the text part."""
+    from safetensors.torch import load_file, save_file
+
+    model = make_reference(case, tmp_path)
+    file, inner = tmp_path / "model.safetensors", "model." if prefix.startswith("model.") else ""
+    tensors = {
+        name if inner and name.startswith("lm_head") else prefix + name.removeprefix(inner): tensor
+        for name, tensor in load_file(file).items()
+    }
+    unread = ("vision_tower.x.weight", "model.audio_tower.x.weight", "multi_modal_projector.x.weight")
+    save_file({**tensors, **{name: torch.ones(3) for name in unread}}, file)
+    config = json.loads((tmp_path / "config.json").read_text())
+    wrapped = {"architectures": [outer], "model_type": "outer", "text_config": config, "vision_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(wrapped))
+    expected = reference_logits(model, ROWS[1])
+    (logits,) = logits_of(load_model(tmp_path), [ROWS[1]])
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+
+
 VISION = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
 BLOCKS = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 48}
 MROPE = rope("default", mrope_section=[1, 1, 2])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,9 @@ def converted(arch: str, tensors: dict[str, torch.Tensor], config: Any) -> dict[
             value = value + 1
         if arch == "gpt2" and name.endswith(("c_attn.weight", "c_proj.weight", "c_fc.weight")):
             value = value.T
+        if arch == "gpt-oss" and (".experts." in name or name.endswith(".sinks")):
+            out.update(converted_gpt_oss(name, value))
+            continue
         if ".experts." in name:
             head, _, tail = name.partition(".experts.")
             number, which, _ = tail.split(".")
@@ -130,6 +134,18 @@ def converted(arch: str, tensors: dict[str, torch.Tensor], config: Any) -> dict[
     for stack, values in stacks.items():
         out[stack] = np.stack([values[i] for i in range(len(values))])
     return out
+
+
+def converted_gpt_oss(name: str, value: np.ndarray) -> dict[str, np.ndarray]:
+    """Return sinks with a suffix, and experts with rows as outputs and gate and up apart."""
+    block = f"blk.{name.split('.')[2]}."
+    if name.endswith(".sinks"):
+        return {block + "attn_sinks.weight": value}
+    kind = "bias" if name.endswith("_bias") else "weight"
+    value = value if kind == "bias" else value.swapaxes(1, 2)
+    if "down_proj" in name:
+        return {f"{block}ffn_down_exps.{kind}": value}
+    return {f"{block}ffn_{part}_exps.{kind}": value[:, odd::2] for odd, part in enumerate(("gate", "up"))}
 
 
 # What llama.cpp has in its code is not in a file: the place of windows and of layers without rotation.
@@ -147,16 +163,24 @@ CASES["gguf-starcoder2"] = ("Starcoder2", {"head_dim": 8, "intermediate_size": 6
 
 
 def write_gguf(
-    folder: Path, arch: str, config: Any, kind: Q = Q.F32, extra: dict[str, np.ndarray] | None = None
+    folder: Path,
+    arch: str,
+    config: Any,
+    kind: Q = Q.F32,
+    extra: dict[str, np.ndarray] | None = None,
+    quantise: Callable[[np.ndarray, Q], np.ndarray] | None = None,
 ) -> Path:
+    """Write a file; matrices are quantised, or with `quantise`, which packs them, only those of experts."""
     path = folder / f"{kind.name}.gguf"
     writer = gguf.GGUFWriter(path, arch)
     write_metadata(writer, arch, config)
     tensors = converted(arch, load_file(folder / "model.safetensors"), config)
     for name, value in {**tensors, **(extra or {})}.items():
         value = np.ascontiguousarray(value)
-        if value.ndim < 2 or kind == Q.F32 or (kind == Q.F16 and value.ndim < 2):
+        if value.ndim < 2 or kind == Q.F32 or (quantise and not name.endswith("_exps.weight")):
             writer.add_tensor(name, value)
+        elif quantise:
+            writer.add_tensor(name, quantise(value, kind), raw_dtype=kind)
         else:
             writer.add_tensor(name, gguf.quants.quantize(value, kind), raw_dtype=kind)
     writer.write_header_to_file()
@@ -186,6 +210,7 @@ def write_gguf(
         ("gemma", "gemma"),
         ("gemma2", "gguf-gemma2"),
         ("glm4", "glm4"),
+        ("gpt-oss", "gpt-oss"),
         ("granite", "granite"),
         ("hunyuan-dense", "hunyuan-dense-plain"),
         ("nemotron", "nemotron"),
@@ -244,6 +269,52 @@ def test_packed_kinds(kind: Q, tmp_path: Path) -> None:
     logits = logits_of(load_model(path), ROWS)[0]
     assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
     assert load_spec(path).dtype == {Q.F16: "float16"}.get(kind, "bfloat16")
+
+
+@pytest.mark.parametrize("kind", [Q.MXFP4, Q.Q8_0])
+def test_packed_experts_of_gpt_oss(kind: Q, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Experts with biases stay packed, and their numbers are those that the blocks stand for."""
+    sizes = {**CASES["gpt-oss"][1], "hidden_size": 64, "intermediate_size": 32, "num_hidden_layers": 2}
+    monkeypatch.setitem(CASES, "gguf-gpt-oss", ("GptOss", sizes))
+    model = make_reference("gguf-gpt-oss", tmp_path)
+    experts = [p for name, p in model.named_parameters() if name.endswith(("gate_up_proj", "down_proj"))]
+    packed: dict[bytes, np.ndarray] = {}
+
+    def quantise(values: np.ndarray, wanted: Q) -> np.ndarray:
+        assert wanted == kind
+        return packed[np.ascontiguousarray(values).tobytes()]
+
+    with torch.no_grad():
+        for parameter in experts:
+            rows = np.ascontiguousarray(parameter.numpy().swapaxes(1, 2))
+            numbers = gguf.quants.dequantize(blocks := blocks_of(rows, kind), kind).reshape(rows.shape)
+            parameter.copy_(torch.from_numpy(numbers).swapaxes(1, 2))
+            parts = (
+                [slice(0, None, 2), slice(1, None, 2)]
+                if rows.shape[1] == 64 == rows.shape[2]
+                else [slice(None)]
+            )
+            for part in parts:
+                packed[np.ascontiguousarray(numbers[:, part]).tobytes()] = np.ascontiguousarray(
+                    blocks[:, part]
+                )
+    model.save_pretrained(tmp_path)
+    path = write_gguf(tmp_path, "gpt-oss", model.config, kind, quantise=quantise)
+    expected = reference_logits(model, ROWS[0])
+    logits = logits_of(load_model(path, torch.float32), ROWS)[0]
+    assert (logits - expected).abs().max() <= 1e-4 * expected.abs().max()
+    stored = open_checkpoint(path, load_spec(path)).stored("model.layers.0.mlp.experts.1.up_proj.weight")
+    assert stored and stored.kind == kind.name
+
+
+def blocks_of(rows: np.ndarray, kind: Q) -> np.ndarray:
+    """Return blocks of `kind` for [..., inputs]: of its packer, or random ones of MXFP4, which has none."""
+    if kind != Q.MXFP4:
+        return gguf.quants.quantize(rows, kind)
+    rng = np.random.default_rng(3)
+    blocks = rng.integers(0, 256, (*rows.shape[:-1], rows.shape[-1] // 32, 17), dtype=np.uint8)
+    blocks[..., 0] = rng.integers(122, 126, blocks.shape[:-1])
+    return blocks.reshape(*rows.shape[:-1], -1)
 
 
 @pytest.mark.parametrize("kind", [Q.Q4_K, Q.Q6_K, Q.Q5_K])

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from quire.assembly.stages import held_elsewhere
-from quire.attention.base import Angles, AttentionLayer, ForwardBatch, LatentLayer
+from quire.attention.base import Angles, AttentionLayer, ForwardBatch, IndexLayer, LatentLayer
 from quire.attention.reference import first_key
 from quire.layers.env import Env
 from quire.models.checkpoint.checkpoint import open_checkpoint
@@ -80,6 +80,7 @@ class WholeSequenceAttention:
         entries: torch.Tensor,
         angles: Angles,
         batch: ForwardBatch,
+        chosen: torch.Tensor | None = None,
     ) -> torch.Tensor:
         entries = layer.prepare(q, rotary, entries, angles)
         outs = []
@@ -88,9 +89,29 @@ class WholeSequenceAttention:
             keys = entries[start:end]
             scores = torch.einsum("qhd,kd->hqk", q[start:end], keys) * layer.scale
             at = torch.arange(end - start)
-            probs = scores.masked_fill(at[None, :] > at[:, None], float("-inf")).softmax(-1)
+            hidden = at[None, :] > at[:, None]
+            if chosen is not None:
+                hidden |= ~(at == chosen[start:end, :, None]).any(1)
+            probs = scores.masked_fill(hidden, float("-inf")).softmax(-1)
             outs.append(torch.einsum("hqk,kd->qhd", probs, keys[:, : layer.rank]).flatten(1))
         return torch.cat(outs)
+
+    def choose(
+        self,
+        layer: IndexLayer,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        weights: torch.Tensor,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        chosen = torch.full((q.shape[0], layer.top_k), -1, dtype=torch.int32)
+        ends = np.cumsum(batch.num_tokens).tolist()
+        for start, end in zip([0, *ends], ends):
+            for token in range(start, end):
+                products = torch.einsum("hd,kd->hk", q[token], keys[start : token + 1]).relu()
+                best = (weights[token] @ products).argsort(descending=True)[: layer.top_k]
+                chosen[token, : len(best)] = best
+        return chosen
 
 
 def whole_batch(rows: list[list[int]], model: Model | None = None) -> ForwardBatch:

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -29,12 +29,14 @@ from triton.runtime import driver, jit
 from quire.attention.triton import TritonAttention
 from quire.kernels import activation, batch, collective, ngram, norm, rope
 from quire.kernels import target as targets
-from quire.kernels.attention import kv_write, latent, long, shared, short
+from quire.kernels.attention import kv_write, latent, long, shared, short, sparse, tile
 from quire.kernels.experts.route import FEW_TOKENS, rule_arguments
 from quire.kernels.experts.router import norm_and_route, route_all
 from quire.kernels.matmul import gemv, grouped, nibble_gemv, packed, rescale, round_fp8, unpack
 from quire.kernels.sampling import choose, masks, penalties
 from quire.kernels.sampling.row import COLUMNS
+from quire.kernels.state import conv, recurrence, selective_scan
+from quire.kernels.state.rows import StateRows
 from quire.kernels.target import Target
 from quire.layers.expert_weights import ExpertWeights
 from quire.layers.fused_experts import FusedExperts
@@ -60,6 +62,7 @@ class Shapes:
     rank: int = 0  # of latent attention, whose entries have `dim` numbers; 0: none
     sinks: bool = False
     span: int = 0  # distance between the dimensions of a rotated pair; 0: half a head
+    states: tuple[int, int, int] = (0, 0, 0)  # value heads, key size and value size of layers with states
 
 
 MODELS = {
@@ -81,6 +84,8 @@ MODELS = {
     "gpt-oss 20B": Shapes(64, 8, 64, 2880, 2880, 201088, window=128, sinks=True),
     "GLM-4 9B": Shapes(32, 2, 128, 4096, 13696, 151552, span=1),
     "Phi-4 mini": Shapes(24, 8, 128, 3072, 8192, 200064, span=48),
+    "Qwen3-Next 80B-A3B": Shapes(16, 2, 256, 2048, 512, 151936, experts=512, states=(32, 128, 128)),
+    "Nemotron Nano 9B v2": Shapes(40, 8, 128, 4480, 15680, 131072, states=(128, 128, 80)),
     "192 wide heads": Shapes(16, 16, 192, 2048, 8192, 32000),
 }
 
@@ -110,6 +115,44 @@ def latent_attention(model: Shapes, dtype: torch.dtype, target: Target) -> None:
             attend = partial(latent.attend_latent_ones, q, entries, out, ints(64), starts, ints(64, 256))
             attend(longs(64), 0.1, splits)
     latent.attend_latent_tiles(q, entries, out, ints(64, 256), ints(9, 8), 0.1)
+    keys = zeros(9, 16, 128)
+    sparse.write_keys(zeros(64, 128), keys, longs(64))
+    where = longs(64), longs(64), ints(64, 256)  # positions, owners, block table
+    chosen = sparse.choose_tokens(zeros(64, 64, 128), torch.zeros(64, 64), keys, *where, 2048, 4096)
+    sparse.attend_chosen(q, entries, out, chosen, *where, 0.1)
+    few = longs(1), longs(1), ints(64, 256)
+    sparse.attend_chosen(q[:1], entries, out[:1], chosen[:1], *few, 0.1)
+
+
+def coded_attention(model: Shapes, dtype: torch.dtype, target: Target) -> None:
+    """Launch the kernels that read and write codes of keys and values."""
+    if model.rank or dtype == torch.float32:
+        return
+    heads, kv_heads, dim, rows = model.heads, model.kv_heads, model.dim, 64
+    group = heads // kv_heads
+    q, out = torch.zeros(rows, heads, dim, dtype=dtype), torch.zeros(rows, heads * dim, dtype=dtype)
+    table, lens, starts, slots = ints(rows, 8), ints(rows), ints(rows + 1), longs(rows)
+    queries = max(short.SHORT_ROWS // group, 1)
+    tiles = long.list_tiles(
+        starts, lens, slots, 9, queries, long.long_tokens(dim, dtype.itemsize, group, target), 1
+    )
+    for codes in (torch.int8, torch.float8_e4m3fn) if target.has_fp8 else (torch.int8,):
+        keys = torch.zeros(9, kv_heads, 16, dim, dtype=torch.uint8).view(codes)
+        for static in (False, True):
+            each = torch.zeros(1, kv_heads, 1, 1).expand(9, kv_heads, 16, 1)
+            scales = tile.KVScales(*([each if static else each.contiguous()] * 2), static)
+            partial_sums = shared.attend_shared(
+                q, keys, keys, ints(rows, 4)[:, 3], table, slots, 0.1, None, scales
+            )
+            attend = partial(short.attend_short, q, keys, keys, out, lens, scales=scales)
+            attend(None, table, slots, 0.1, prefix=partial_sums)
+            attend(starts, table, slots, 0.1, queries=queries, splits=64)
+            long.attend_long(q, keys, keys, out, table, tiles, 0.1, scales=scales)
+            kv_write.write_kv(q[:, :kv_heads], q[:, :kv_heads], keys, keys, slots, scales)
+            packed = torch.zeros(rows, (heads + 2 * kv_heads) * dim, dtype=dtype)
+            rope.norm_rotate_store(
+                packed, slots, torch.zeros(99, dim, dtype=dtype), None, 0.0, keys, keys, slots, scales=scales
+            )
 
 
 def attention(model: Shapes, dtype: torch.dtype, target: Target) -> None:
@@ -301,8 +344,28 @@ def ranks(model: Shapes, dtype: torch.dtype, target: Target) -> None:
         collective.all_reduce(x, longs(size), ints(collective.MAX_BLOCKS), 0, size)
 
 
+def states(model: Shapes, dtype: torch.dtype, target: Target) -> None:
+    heads, key, value = model.states
+    if not heads:
+        return
+    tokens, rows = 64, StateRows(longs(8), ints(9), torch.zeros(8, dtype=torch.bool))
+    q, v = torch.empty(tokens, heads // 2, key, dtype=dtype), torch.empty(tokens, heads, value, dtype=dtype)
+    matrices, gate = torch.empty(9, heads, key, value), torch.empty(tokens, heads)
+    x, window = torch.empty(tokens, 4096, dtype=dtype), torch.empty(9, 3, 4096, dtype=dtype)
+    for each in (rows, replace(rows, targets=longs(tokens))):
+        conv.causal_conv(x, torch.empty(4, 4096), None, window, each, "silu")
+        recurrence.recurrence(q, q, v, gate, gate, matrices, each, 0.1, True)
+        recurrence.recurrence(q, q, v, gate, None, matrices, each)
+        channels = torch.empty(tokens, heads, key)
+        recurrence.recurrence(q, q, v, channels, gate, matrices, each, 0.1, True)
+        b, step = torch.empty(tokens, 16, dtype=dtype), torch.empty(tokens, 4096)
+        scan_state, rate = torch.empty(9, 4096, 16), torch.empty(4096, 16)
+        selective_scan.selective_scan(x, step, rate, b, b, torch.empty(4096), scan_state, each)
+
+
 PARTS: tuple[Callable[[Shapes, torch.dtype, Target], None], ...] = (
     attention,
+    coded_attention,
     latent_attention,
     layers,
     few_rows,
@@ -311,6 +374,7 @@ PARTS: tuple[Callable[[Shapes, torch.dtype, Target], None], ...] = (
     step,
     sample,
     ranks,
+    states,
 )
 
 
@@ -377,7 +441,7 @@ def compile_one(item: tuple[tuple[str, str], tuple[Any, str]]) -> Compiled:
     try:
         return Compiled(name, kernel.preload(data).metadata.shared)
     except Exception as error:  # any error of the compiler
-        return Compiled(name, error=f"{type(error).__name__}: {error}"[:300])
+        return Compiled(name, error=f"{type(error).__name__}: {error}"[:3000])
 
 
 def dtype_of(name: str, target: Target) -> torch.dtype:
@@ -409,7 +473,7 @@ def compile_for(
             launches.model = name
             for dtype in args.dtypes.split(","):
                 launches.fresh = chosen(args.kernels, args.sample)
-                for part in PARTS:
+                for part in PARTS if not args.parts else map(globals().__getitem__, args.parts.split(",")):
                     part(MODELS[name], dtype_of(dtype, target), target)
     with ThreadPoolExecutor(args.threads) as pool:
         done = dict(zip(launches.kernels, pool.map(compile_one, launches.kernels.items()), strict=True))
@@ -432,6 +496,7 @@ def main() -> int:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--dtypes", default="half,float32", help="half, float32 or both")
     parser.add_argument("--kernels", default="")
+    parser.add_argument("--parts", default="", help="functions of PARTS; empty: all")
     parser.add_argument("--tiles-of", type=int, help="use the tile sizes of this target")
     parser.add_argument("--sample", action="store_true")
     parser.add_argument("--binary", action="store_true")

@@ -39,7 +39,12 @@ def compile_all(folder: Path, *options: str) -> subprocess.CompletedProcess[str]
         ("Gemma 3 1B", "half", f"{ATTENTION},_skinny", "75,80,86,100,120"),  # 89 has the code of 86
         ("Gemma 3 1B", "float32", ATTENTION, "75,86"),
         ("Qwen3 30B-A3B", "half", "_grouped,_whole", "75,86"),
-        ("DeepSeek V3", "half", "_latent_kernel,_norm_rotate_latent", "90"),
+        (
+            "DeepSeek V3",
+            "half",
+            "_latent_kernel,_norm_rotate_latent,_chosen_kernel,_choose_kernel,_score_kernel",
+            "90",
+        ),
         ("DeepSeek V2 Lite", "half", "_latent_kernel", "86"),
         ("gpt-oss 20B", "half", f"{ATTENTION},_merge_kernel", "90"),
         ("GLM-4 9B", "half", "_norm_rotate", "90"),
@@ -50,6 +55,22 @@ def test_kernels_fit_in_shared_memory(
     model: str, dtype: str, kernels: str, targets: str, tmp_path: Path
 ) -> None:
     options = ("--models", model, "--dtypes", dtype, "--kernels", kernels, "--targets", targets)
+    done = compile_all(tmp_path, *options)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_kernels_of_codes_in_the_cache_compile(tmp_path: Path) -> None:
+    """Their launches come after those that a sample takes, so they are compiled on their own."""
+    options = (
+        "--models",
+        "Qwen3 0.6B",
+        "--dtypes",
+        "half",
+        "--targets",
+        "75,90",
+        "--parts",
+        "coded_attention",
+    )
     done = compile_all(tmp_path, *options)
     assert done.returncode == 0, done.stderr[-2000:]
 

@@ -117,6 +117,17 @@ def test_prompts_of_conversations_return_to_their_replica_and_the_live_view_show
         assert len(steps) >= 18 and state["stats"]["totals"]["requests"] == 18
 
 
+def test_a_server_ends_in_order_while_a_replica_is_about_to_be_replaced() -> None:
+    with serving("demo", "--dry-run", "-dp", "2") as server:
+        first, second = engines(server)
+        first.kill()
+        server.wait_for(lambda: "failed" in [one["status"] for one in server.stats()["replicas"]])
+        assert server.post(TEXT, {"prompt": "a b", "max_tokens": 2}).status_code == 200
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0 and "Traceback" not in server.output
+        assert not psutil.wait_procs([first, second], timeout=5)[1]
+
+
 @pytest.fixture(scope="module")
 def settings() -> dict[str, Any]:
     return {

@@ -68,15 +68,12 @@ class Device:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    clock = Clock()
-    monkeypatch.setattr("quire.core.clocks.time", clock)
-    monkeypatch.setattr("quire.core.plan_builder.time", clock)
-    return clock
+def clock() -> Clock:
+    return Clock()
 
 
 def engine_on(clock: Clock, rows: int = 8, blocks: int = 100, depth: int = 1, budget: int = 64) -> Engine:
-    pool, log = BlockPool(blocks, LRU()), StepLog()
+    pool, log = BlockPool(blocks, LRU()), StepLog(now=clock.monotonic)
     limits = SchedulerLimits(rows, budget, 100, 4)
     scheduler = Scheduler(Blocks(pool, HashPrefixCache(pool, 4), 4), Policy(), limits, log)
     return Engine(scheduler, Device(clock), NoGrammar(), depth, log, check_invariants=True)

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "worker": {"types", "models", "sampling", "speculation", "attention", "layers", "parallel", "quant", "kernels"},
     "frontend": {"types", "config", "core", "files"},
     "grammar": {"types", "core", "frontend"},
-    "bench": {"types", "config", "core", "worker", "frontend", "models", "host", "assembly", "llm", "kernels"},
+    "bench": {"types", "config", "core", "wiring", "worker", "frontend", "models", "host", "assembly", "llm", "kernels"},
     "assembly": {"types", "config", "frontend", "worker", "models", "attention", "layers", "parallel", "quant", "kernels",
                  "speculation"},
     "rank": {"types", "config", "worker", "models", "attention", "parallel", "kernels", "assembly", "wiring"},

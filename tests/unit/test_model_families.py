@@ -58,6 +58,12 @@ def test_an_unknown_architecture_names_the_nearest(name: str, nearest: str) -> N
         ModelSpec.from_config({"architectures": ["Zyx"]})
 
 
+@pytest.mark.parametrize("name", ["DeepseekV4ForCausalLM", "Glm5NextForConditionalGeneration"])
+def test_an_architecture_that_needs_another_design_says_so(name: str) -> None:
+    with pytest.raises(ModelError, match=rf"{name} is not supported: .*hyper-connections.* is supported"):
+        ModelSpec.from_config({"architectures": [name], "text_config": {"model_type": "glm5_next_text"}})
+
+
 # What public configs say that decides the size: model: architecture, hidden, intermediate, layers, heads, K/V heads,
 # head size, vocabulary, tied, and the parameters in millions that the model's card or its tensors state.
 PUBLIC = """

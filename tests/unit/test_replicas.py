@@ -293,6 +293,29 @@ def test_a_dead_replica_is_replaced_and_its_requests_are_retried(monkeypatch: py
     play(2, scene)
 
 
+def test_what_its_client_has_left_is_not_retried() -> None:
+    async def scene(front: Front) -> None:
+        front.submit("a")
+        at = front.where("a")
+        front.set.abort(["a"])
+        front.current[at].die()
+        await settle()
+        assert front.outputs == [EngineOutput("a", [], "abort")]
+        assert front.current[1 - at].added == [] and front.set.num_held == 0
+
+    play(2, scene)
+
+
+def test_delays_grow_while_starts_fail_and_shrink_after_long_service() -> None:
+    replicas = ReplicaSet(EngineConfig(), start=lambda number, secret: FakeProcess())  # type: ignore[arg-type, return-value]
+    (replica,) = replicas.replicas
+    delays = []
+    for served_s in (500.0, 0.0, 3.0, 0.0, 0.0, 0.0, 0.0, 0.0, 200.0):
+        replica.served_s = served_s
+        delays.append(replicas._delay_s(replica))
+    assert delays == [1, 2, 4, 8, 16, 32, 60, 60, 1]
+
+
 def waiting(front: Front) -> list[EngineRequest]:
     return [request for job in front.set._turns._waiting.values() for request in job.requests]
 

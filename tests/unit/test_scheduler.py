@@ -269,7 +269,7 @@ def make_engine(rng: random.Random | None = None, **fixed) -> tuple[Engine, int]
     snapshots = NoSnapshots()
     if rows and caches:
         interval = choose("interval", [0, 2 * block_size, 6 * block_size])
-        where = SnapshotPolicy(block_size, interval, in_answers=choose("in_answers", [True, False]))
+        where = SnapshotPolicy(block_size, interval, choose("answers", [0, block_size, 3 * block_size]))
         snapshots = SnapshotPool(rows, block_size, type(pool.evictor)(), where)
     cache = NoPrefixCache(len(groups))
     if caches:
@@ -339,7 +339,7 @@ def random_run(seed: int, fails: bool = False) -> Engine:
     rng = random.Random(seed)
     engine, max_len = make_engine(rng)
     snapshots = engine.scheduler.blocks.snapshots
-    if engine.scheduler.limits.keeps_kv and not (snapshots.num_rows and snapshots.policy.in_answers):
+    if engine.scheduler.limits.keeps_kv and not (snapshots.num_rows and snapshots.policy.answers):
         engine.scheduler.depth = ChangingDepth(seed)
     engine.executor.failing = random.Random(seed) if fails else None
     todo = random_requests(rng, max_len)

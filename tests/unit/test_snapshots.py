@@ -14,7 +14,7 @@ from quire.types import EngineRequest
 
 SETTINGS = dict(
     max_len=40, layout="paged", block_size=4, chunk=True, budget=64, num_blocks=60, depth=2, prefix=True, rows=8,
-    mixed=64, windows=(None,), interval=0, in_answers=True, evictor=LRU,
+    mixed=64, windows=(None,), interval=0, answers=0, evictor=LRU,
 )  # fmt: skip
 
 
@@ -59,13 +59,23 @@ def test_a_shared_beginning_gets_a_snapshot_when_it_is_seen_again() -> None:
     assert [run(engine, request(f"r{i}", prompt)) for i, prompt in enumerate(prompts)] == [[0], [0], [12]]
 
 
-def test_a_fixed_distance_serves_other_places_and_answers() -> None:
+def test_a_fixed_distance_serves_other_places() -> None:
     engine = engine_of(interval=8)
-    long = request("a", prompt_of(18), max_tokens=20)
-    assert run(engine, long) == [0]
-    again = prompt_of(18) + reference(long, 40)
-    assert run(engine, request("b", again[:37], max_tokens=2)) == [32]
-    assert run(engine, request("c", again[:11], max_tokens=2)) == [8]
+    long = prompt_of(30)
+    assert run(engine, request("a", long)) == [0]
+    assert run(engine, request("b", long[:11])) == [8]
+    assert run(engine, request("c", [*long[:17], 21, 22, 20])) == [16]
+
+
+def test_the_next_turn_goes_on_from_the_answer() -> None:
+    """Of the snapshots in an answer only the latest one stays."""
+    engine = engine_of(answers=4, snapshots=9)
+    first = request("a", prompt_of(9), max_tokens=20)
+    assert run(engine, first) == [0]
+    assert engine.scheduler.blocks.snapshots.num_named == 2  # at the end of the prompt, and in the answer
+    history = prompt_of(9) + reference(first, 40)
+    assert run(engine, request("b", [*history, 5, 6], max_tokens=2)) == [24]
+    assert run(engine, request("c", prompt_of(9), max_tokens=2)) == [8]
 
 
 def test_the_least_recently_used_snapshot_makes_room() -> None:
@@ -80,7 +90,7 @@ def test_the_least_recently_used_snapshot_makes_room() -> None:
 
 
 def test_a_preempted_request_goes_on_from_its_snapshot() -> None:
-    engine = engine_of(num_blocks=14, rows=2, interval=0)
+    engine = engine_of(num_blocks=14, rows=2, answers=8)
     one, two = request("a", prompt_of(17), max_tokens=20), request("b", prompt_of(17, 5), max_tokens=20)
     engine.add(one)
     engine.add(two)

@@ -276,7 +276,7 @@ def test_qwen2_windows() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"architectures": ["PhimoeForCausalLM"]}, "PhimoeForCausalLM is not supported"),
+        ({"architectures": ["DbrxForCausalLM"]}, "DbrxForCausalLM is not supported"),
         ({"architectures": []}, "names no architecture"),
         ({"vocab_size": None}, "lacks vocab_size"),
         ({"hidden_size": "64"}, "hidden_size must be a positive integer"),

@@ -67,6 +67,10 @@ class ForwardBatch:
     # each row is kept, in its row.
     state_targets: torch.Tensor | None = None
 
+    # int32 [tokens, k]: positions that the tokens attend to in layers with sparse attention, then -1; None: to all.
+    # A layer with an indexer sets it, and the layers behind it read it.
+    chosen: torch.Tensor | None = None
+
     def for_layer(self, index: int) -> ForwardBatch:
         """Return the step as the back end of layer `index` sees it, with the block table of the layer's group."""
         if not self.others or not (group := self.group_of[index]):
@@ -165,6 +169,13 @@ class LatentLayer(KVLayer, Protocol):
         ...
 
 
+class IndexLayer(KVLayer, Protocol):
+    """A layer with an indexer (layers/indexer.py). The second of its KV tensors holds an index key [dim] per token."""
+
+    dim: int
+    top_k: int
+
+
 class HeadNorms(Protocol):
     """RMS norms of the q and k heads."""
 
@@ -251,6 +262,7 @@ class AttentionBackend(Protocol):
         entries: torch.Tensor,
         angles: Angles,
         batch: ForwardBatch,
+        chosen: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Complete queries and entries as `LatentLayer.prepare` does, write the entries, and attend.
 
@@ -258,8 +270,34 @@ class AttentionBackend(Protocol):
             layer: the calling layer.
             q, rotary, entries, angles: the arguments of `prepare`; last dimensions are contiguous.
             batch: the step.
+            chosen: int32 [tokens, k], positions that each token attends to, then -1; None: to all up to its own.
 
         Returns:
             Weighted sums of latents, [tokens, heads * rank].
+        """
+        ...
+
+    def choose(
+        self,
+        layer: IndexLayer,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        weights: torch.Tensor,
+        batch: ForwardBatch,
+    ) -> torch.Tensor | None:
+        """Write the index keys, and return the positions with the largest index scores.
+
+        The score of a key k is the sum over the heads h of weights[h] * max(q[h] . k, 0).
+
+        Args:
+            layer: the calling layer.
+            q: [tokens, heads, dim].
+            keys: [tokens, dim].
+            weights: float32 [tokens, heads].
+            batch: the step.
+
+        Returns:
+            int32 [tokens, top_k]: positions from 0 up to the token's own, each once, then -1; None if no row of the
+            step has more than `top_k` tokens, so that all are chosen.
         """
         ...

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from quire.attention.base import Angles, AttentionLayer, ForwardBatch, HeadNorms, LatentLayer
+from quire.attention.base import Angles, AttentionLayer, ForwardBatch, HeadNorms, IndexLayer, LatentLayer
 from quire.attention.reference import ReferenceAttention
 from quire.kernels.cpu.ops import (
     FORMS,
@@ -98,10 +98,23 @@ class CpuAttention:
         entries: torch.Tensor,
         angles: Angles,
         batch: ForwardBatch,
+        chosen: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if batch.attn is None:  # the kernel reads keys and values of heads only
             batch.attn = self._reference.plan(batch)
-        return self._reference.forward_latent(layer, q, rotary, entries, angles, batch)
+        return self._reference.forward_latent(layer, q, rotary, entries, angles, batch, chosen)
+
+    def choose(
+        self,
+        layer: IndexLayer,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        weights: torch.Tensor,
+        batch: ForwardBatch,
+    ) -> torch.Tensor | None:
+        if batch.attn is None:
+            batch.attn = self._reference.plan(batch)
+        return self._reference.choose(layer, q, keys, weights, batch)
 
     def _rotate_and_attend(
         self,

@@ -18,9 +18,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from quire.attention.base import Angles, AttentionLayer, ForwardBatch, LatentLayer
+from quire.attention.base import Angles, AttentionLayer, ForwardBatch, IndexLayer, LatentLayer
 from quire.attention.entries import Entries, Slots, entries_of, put, take
 from quire.attention.latent_reference import attend_latents
+from quire.attention.sparse_reference import chosen_mask, chosen_slots, index_scores, largest
 
 _GROUP_TOKENS = 1 << 18  # KV entries gathered at once; bounds the memory of one group
 _FEW_QUERIES = 32  # rows of up to this many queries need no padding: 2 MiB after 1,200 random shapes
@@ -200,6 +201,7 @@ class ReferenceAttention:
         entries: torch.Tensor,
         angles: Angles,
         batch: ForwardBatch,
+        chosen: torch.Tensor | None = None,
     ) -> torch.Tensor:
         entries = layer.prepare(q, rotary, entries, angles)
         plan: _ReferencePlan = batch.attn
@@ -207,20 +209,59 @@ class ReferenceAttention:
         put(blocks, plan.writes, entries)
         out = q.new_empty(q.shape[0], layer.num_heads, layer.rank)
         for group in plan.groups:
-            keys = take(blocks, group.kv).view(-1, group.length, layer.dim)
-            mask = None if group.mask is None else group.mask[:, 0]
             tokens = slice(None) if group.tokens is None else group.tokens
+            if chosen is None:
+                keys = take(blocks, group.kv).view(-1, group.length, layer.dim)
+                mask = None if group.mask is None else group.mask[:, 0]
+            else:
+                keys = blocks[chosen_slots(group.kv, group.length, chosen[tokens])]
+                mask = (chosen[tokens] >= 0).unsqueeze(1)
             out[tokens] = attend_latents(q[tokens], keys, mask, layer)
         for long in plan.long_rows:
             new = slice(long.start, long.end)
             keys = entries[new] if long.kv is None else take(blocks, long.kv)
             for piece in long.cut(None, layer.num_heads):
                 assert piece.mask is not None
-                mask = piece.mask.repeat_interleave(layer.num_heads, 0).unsqueeze(0)
+                mask = piece.mask
+                if chosen is not None:
+                    mask = mask & chosen_mask(chosen[new][piece.queries], long.length)
+                mask = mask.repeat_interleave(layer.num_heads, 0).unsqueeze(0)
                 query = q[new][piece.queries].reshape(1, -1, layer.dim)
                 result = attend_latents(query, keys[piece.keys].unsqueeze(0), mask, layer)
                 out[new][piece.queries] = result.view(-1, layer.num_heads, layer.rank)
         return out.flatten(1)
+
+    def choose(
+        self,
+        layer: IndexLayer,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        weights: torch.Tensor,
+        batch: ForwardBatch,
+    ) -> torch.Tensor | None:
+        plan: _ReferencePlan = batch.attn
+        blocks = batch.kv[layer.index][1].view(-1, layer.dim)
+        put(blocks, plan.writes, keys)
+        lengths = [*(group.length for group in plan.groups), *(long.length for long in plan.long_rows)]
+        if max(lengths, default=0) <= layer.top_k:
+            return None
+        out = torch.full((q.shape[0], layer.top_k), -1, dtype=torch.int32, device=q.device)
+        for group in plan.groups:
+            tokens = slice(None) if group.tokens is None else group.tokens
+            rows = take(blocks, group.kv).view(-1, group.length, layer.dim)
+            mask = None if group.mask is None else group.mask[:, 0, 0]
+            found = largest(index_scores(q[tokens], rows, weights[tokens]), mask, layer.top_k)
+            out[tokens, : found.shape[1]] = found
+        for long in plan.long_rows:
+            new = slice(long.start, long.end)
+            row = keys[new] if long.kv is None else take(blocks, long.kv)
+            for piece in long.cut(None, q.shape[1]):
+                assert piece.mask is not None
+                part = slice(long.start + (piece.queries.start or 0), long.start + piece.queries.stop)
+                scores = index_scores(q[part], row[piece.keys].unsqueeze(0), weights[part])
+                found = largest(scores, piece.mask, layer.top_k)
+                out[part, : found.shape[1]] = found
+        return out
 
     def _attend_group(
         self, layer: AttentionLayer, group: _RowGroup, q: torch.Tensor, entries: Entries

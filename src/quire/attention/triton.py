@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from quire.attention.base import Angles, AttentionLayer, ForwardBatch, HeadNorms, LatentLayer
+from quire.attention.base import Angles, AttentionLayer, ForwardBatch, HeadNorms, IndexLayer, LatentLayer
 from quire.attention.entries import coded
 from quire.kernels.attention.kv_write import write_kv
 from quire.kernels.attention.latent import (
@@ -30,6 +30,7 @@ from quire.kernels.attention.latent import (
 from quire.kernels.attention.long import attend_long, list_tiles, long_tile, long_tokens, most_tiles
 from quire.kernels.attention.shared import SharedPartial, attend_shared, shared_tile
 from quire.kernels.attention.short import SHORT_ROWS, attend_short, num_splits, short_tile
+from quire.kernels.attention.sparse import attend_chosen, choose_tokens, token_owners, write_keys
 from quire.kernels.attention.tile import KVScales, fits
 from quire.kernels.rope import norm_rotate_store
 from quire.kernels.target import Target, target_of
@@ -229,6 +230,7 @@ class TritonAttention:
         entries: torch.Tensor,
         angles: Angles,
         batch: ForwardBatch,
+        chosen: torch.Tensor | None = None,
     ) -> torch.Tensor:
         blocks = batch.kv[layer.index][0].squeeze(1)  # of the only head
         store_latent(
@@ -238,6 +240,10 @@ class TritonAttention:
         heads, itemsize = layer.num_heads, q.element_size()
         out = torch.empty(q.shape[0], heads * layer.rank, dtype=q.dtype, device=q.device)
         plan: _TritonPlan = batch.attn
+        if chosen is not None:
+            owners = token_owners(batch.query_start, batch.slots, q.shape[0])
+            attend_chosen(q, blocks, out, chosen, batch.positions, owners, batch.block_table, layer.scale)
+            return out
         work = plan.latent_work_for(layer, batch, itemsize)
         if work.any_short:
             starts, rows = None if plan.ones else batch.query_start, batch.seq_lens.shape[0]
@@ -248,6 +254,25 @@ class TritonAttention:
         if work.tiles is not None:
             attend_latent_tiles(q, blocks, out, batch.block_table, work.tiles, layer.scale)
         return out
+
+    def choose(
+        self,
+        layer: IndexLayer,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        weights: torch.Tensor,
+        batch: ForwardBatch,
+    ) -> torch.Tensor | None:
+        blocks = batch.kv[layer.index][1].squeeze(1)  # of the only head
+        write_keys(keys, blocks, batch.kv_slots)
+        plan: _TritonPlan = batch.attn
+        if plan.reach <= layer.top_k:
+            return None
+        owners = token_owners(batch.query_start, batch.slots, q.shape[0])
+        return choose_tokens(
+            q.contiguous(), weights.contiguous(), blocks, batch.positions, owners, batch.block_table, layer.top_k,
+            plan.reach,
+        )  # fmt: skip
 
 
 def _blocks(layer: AttentionLayer, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, KVScales | None]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from quire.models.spec import ModelSpec
-from quire.types import CODE_DTYPES, EngineInfo, KVCodes
+from quire.types import CODE_DTYPES, EngineInfo, KVCodes, KVLayout
 
 StepRows = list[tuple[str, int, int]]  # of a StepRecord: (request id, first KV entry, tokens run)
 
@@ -80,6 +80,8 @@ class CostModel:
         # Number of layers by what they keep of a token. The scales of codes are counted, which static ones save.
         codes = KVCodes(info.kv_dtype) if info.kv_dtype in CODE_DTYPES.values() else None
         self._layouts = Counter(replace(spec, kv_codes=codes).kv_layouts(info.dtype))
+        del self._layouts[KVLayout(())]
+        self._state_bytes = sum(layout.num_bytes for layout in spec.state_layouts(info.dtype))  # of a request
 
     def step(self, rows: StepRows) -> Cost:
         """Compute the cost of a step with these rows."""
@@ -100,11 +102,17 @@ class CostModel:
             """Describe a product of which `read` matrices are read, and each of n tokens uses `used` of them."""
             return MatrixProduct(name, read * parameters * self._weight_bytes, 2 * used * parameters * n)
 
-        def layer(is_sparse: bool, n: int) -> list[MatrixProduct]:
-            """Return the products of a layer that computes `n` tokens after its attention."""
-            found = [product(name, parameters, tokens) for name, parameters in before.items()]
-            found += [product(name, parameters, n) for name, parameters in after.items()]
-            if is_sparse and (moe := spec.moe):
+        def layer(index: int, n: int) -> list[MatrixProduct]:
+            """Return the products of a layer that computes `n` tokens after its attention or its mixer."""
+            found = []
+            if not spec.attends or spec.attends[index]:
+                found += [product(name, parameters, tokens) for name, parameters in before.items()]
+                found += [product(name, parameters, n) for name, parameters in after.items()]
+            if spec.mixer and spec.mixes[index]:
+                found.append(product("mixer", spec.mixer.num_parameters(spec.hidden_size), tokens))
+            if spec.feeds and not spec.feeds[index]:
+                return found
+            if spec.layer_is_sparse[index] and (moe := spec.moe):
                 width, shared = spec.hidden_size * moe.intermediate_size, spec.hidden_size * moe.shared_size
                 experts, top_k = moe.routing.num_experts, moe.routing.top_k
                 met = experts * (1 - (1 - top_k / experts) ** n)
@@ -119,16 +127,19 @@ class CostModel:
             name = "gate_up" if gates == 2 else "up"
             return [*found, product(name, gates * width, n), product("down", width, n)]
 
-        layers = [p for is_sparse in spec.layer_is_sparse[:-1] for p in layer(is_sparse, tokens)]
-        layers += layer(spec.layer_is_sparse[-1], len(rows))
+        last = spec.num_layers - 1
+        layers = [p for index in range(last) for p in layer(index, tokens)] + layer(last, len(rows))
         head = spec.vocab_size * spec.hidden_size
         return [*layers, product("lm_head", head, len(rows))]
 
     def _attention(self, rows: StepRows) -> tuple[float, float]:
-        """Return the bytes of keys and values, and the operations, of all layers."""
+        """Return the bytes of keys, values and states, and the operations of attention, of all layers.
+
+        A step reads and writes the state of each row once. Operations on states are not counted.
+        """
         start = np.array([s for _, s, _ in rows], np.int64)
         count = np.array([n for _, _, n in rows], np.int64)
-        moved = pairs = 0
+        moved, pairs = 2 * self._state_bytes * len(rows), 0
         for layout, layers in self._layouts.items():
             reach = layout.window or int((start + count).max())
             moved += layers * layout.token_bytes * int((np.minimum(start, reach) + count).sum())
@@ -144,7 +155,8 @@ def _attention_products(spec: ModelSpec) -> tuple[dict[str, int], dict[str, int]
     hidden, heads, latent = spec.hidden_size, spec.num_heads, spec.latent
     queries, keys = heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
     if latent is None:
-        return {"qkv": hidden * (queries + 2 * keys)}, {"o": queries * hidden}
+        gates = queries if spec.query_gate else 0
+        return {"qkv": hidden * (queries + gates + 2 * keys)}, {"o": queries * hidden}
     rank = latent.query_rank
     before = {"q_a, kv_a" if rank else "q, kv_a": hidden * ((rank or queries) + latent.stored_dim)}
     if rank:

@@ -43,6 +43,11 @@ class Bench:
     """
 
     def __init__(self, config: EngineConfig, machine: Machine | None = None) -> None:
+        if config.data_parallel_size > 1:
+            raise ConfigError(
+                f"data_parallel_size must be 1 for an engine in this process, got {config.data_parallel_size}; measure "
+                "replicas with `quire serve` and `quire bench serve`"
+            )
         self.spec = load_spec(locate_model(config.model, config.revision).path)
         if machine is None:
             device = pick_device(config.device)

@@ -54,13 +54,16 @@ NAMES = {
     "--tp-size": "--tensor-parallel-size",
     "--tokenizer-path": "--tokenizer",
     "--uvicorn-log-level": "--log-level",
+    "-ctk": "--kv-cache-dtype",
+    "-ctv": "--kv-cache-dtype",
+    "--cache-type-k": "--kv-cache-dtype",
+    "--cache-type-v": "--kv-cache-dtype",
 }
 MISSING = {
     "other splits of a model than tensor, pipeline and expert parallelism": (
         "--ep-size", "--split-mode", "--tensor-split", "--distributed-executor-backend",
     ),
     "the formats of bitsandbytes": ("--load-in-4bit", "--load-in-8bit"),
-    "a quantised KV cache": ("-ctk", "-ctv", "--kv-cache-dtype", "--cache-type-k", "--cache-type-v"),
     "LoRA": ("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", "--lora-paths", "--lora"),
     "images and audio": ("--mmproj", "--limit-mm-per-prompt", "--image"),
     "offloading to the host": ("-ngl", "--n-gpu-layers", "--gpu-layers", "--cpu-offload-gb", "--swap-space", "--kv-offloading-size"),

@@ -28,6 +28,7 @@ COMMANDS = {
     "pull": "download a model from Hugging Face",
     "rm": "delete downloaded models",
     "bench": "measure throughput, latency and start-up on this machine",
+    "plan": "find the rate that this machine sustains within latency targets, by simulation",
     "ladder": "climb from naive decoding to the full engine, and measure what every idea buys",
     "quantize": "write a quantised copy of a checkpoint",
     "profile": "show where the time of a step and the memory go",

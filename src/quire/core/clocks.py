@@ -16,7 +16,6 @@ lost      the excess of such steps over steps without prompts, which is the time
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -46,7 +45,7 @@ class Clocks:
         self._log = log
         self._waits_s: dict[str, float] = {}
         self._cause = "step"
-        self._until_s = time.monotonic()  # point in time up to which `_waits_s` has been advanced
+        self._until_s = log.now()  # point in time up to which `_waits_s` has been advanced
         self._prompt_s = 0.0
         self._plain_s: float | None = None  # smoothed duration of a step without prompts
 
@@ -54,7 +53,7 @@ class Clocks:
 
     def wait(self, reason: str | None) -> None:
         """Set the reason for which requests wait from now on; called when a step has been scheduled."""
-        self._advance(time.monotonic())
+        self._advance(self._log.now())
         cause = reason if reason in _QUEUE else "step"
         if cause == "blocks" != self._cause:
             self._log.totals.pressure += 1
@@ -75,7 +74,7 @@ class Clocks:
         Returns:
             The requests that have caught up with this step.
         """
-        now_s = time.monotonic()
+        now_s = self._log.now()
         self._close_step(record, now_s)
         took_s, found = record.took_s, set[Request]()
         if not rows:
@@ -93,7 +92,7 @@ class Clocks:
 
     def fail_step(self, record: StepRecord) -> None:
         """Note the end of a step that brought no results."""
-        self._close_step(record, time.monotonic())
+        self._close_step(record, self._log.now())
 
     def _close_step(self, record: StepRecord, now_s: float) -> None:
         record.took_s = now_s - max(self.ended_s, record.time_s)
@@ -110,7 +109,7 @@ class Clocks:
 
     def arrive(self, request: Request) -> None:
         """Start the timing of a new request, which is held or waits."""
-        now_s = time.monotonic()
+        now_s = self._log.now()
         request.timing = Timing(arrival_s=now_s, until_s=now_s)
         if request.held:
             self.held += 1
@@ -120,7 +119,7 @@ class Clocks:
 
     def release(self, request: Request) -> None:
         """Note that a held request begins to wait for a slot. Call before `request.held` is cleared."""
-        now_s = time.monotonic()
+        now_s = self._log.now()
         self._close_phase(request, now_s)
         self.held -= 1
         self._start_wait(request, now_s)
@@ -137,7 +136,7 @@ class Clocks:
             request: the request, with `computed` set to the tokens found in the prefix cache.
             prefix_end: why the cache held no more of it (`PrefixCache.end_of_match`).
         """
-        now_s, timing = time.monotonic(), request.timing
+        now_s, timing = self._log.now(), request.timing
         self._close_phase(request, now_s)
         if timing.admitted_s is None:
             timing.admitted_s, timing.cached_tokens, timing.prefix_end = now_s, request.computed, prefix_end
@@ -148,7 +147,7 @@ class Clocks:
 
     def preempt(self, request: Request) -> None:
         """Note that a running request waits again."""
-        now_s = time.monotonic()
+        now_s = self._log.now()
         self._close_phase(request, now_s)
         request.timing.preemptions += 1
         self._start_wait(request, now_s)
@@ -167,7 +166,7 @@ class Clocks:
         """Close the timing of a request that ends."""
         if request.held:
             self.held -= 1
-        self._close_phase(request, time.monotonic())
+        self._close_phase(request, self._log.now())
 
     def timing(self, request: Request) -> Timing:
         """Return a copy of the request's timing, which is valid up to its `until_s`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -105,11 +104,13 @@ class PlanBuilder:
             pool_rows=[i for i, r in enumerate(self.rows) if r.source.pooling is not None],
         )
 
-    def record(self, running: int, waiting: int, wait_reason: str | None, free_blocks: int) -> StepRecord:
+    def record(
+        self, running: int, waiting: int, wait_reason: str | None, free_blocks: int, now_s: float
+    ) -> StepRecord:
         """Build the record for the log. The arguments describe the scheduler's state after the step is scheduled."""
         return StepRecord(
             step=self.step,
-            time_s=time.monotonic(),
+            time_s=now_s,
             rows=[(r.id, s, n) for r, s, n in zip(self.rows, self.starts, self.num_tokens)],
             admitted=[AdmissionRecord(a.request.id, len(a.tokens), a.computed) for a in self.admissions],
             preempted=self.preempted,

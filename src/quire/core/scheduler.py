@@ -24,6 +24,7 @@ from quire.core.draft_depth import DraftDepth, NoDrafts
 from quire.core.lifecycle import Lifecycle
 from quire.core.plan_builder import PlanBuilder
 from quire.core.policy import Policy
+from quire.core.prompt_budget import FixedBudget, PromptBudget
 from quire.core.request_limits import SchedulerLimits
 from quire.core.retirement import Retirement
 from quire.core.rows import RowPlacer
@@ -61,6 +62,7 @@ class Scheduler:
         log: the log that gets a record of every step.
         shared: finds the blocks that rows of a decoding step share; None looks for none.
         depth: chooses how many draft tokens each request verifies; None drafts none.
+        prompts: chooses how many prompt tokens a step that decodes may have; None takes the number of `limits`.
     """
 
     def __init__(
@@ -71,10 +73,12 @@ class Scheduler:
         log: StepLog,
         shared: SharedPrefix | None = None,
         depth: DraftDepth | None = None,
+        prompts: PromptBudget | None = None,
     ) -> None:
         self.blocks, self.policy, self.limits, self.log = blocks, policy, limits, log
         self.shared = shared or NoSharedPrefix()
         self.depth = depth or NoDrafts()
+        self.prompts = prompts or FixedBudget(limits.mixed_prefill_tokens)
         self.life = life = Lifecycle(blocks, log, limits.max_num_seqs)
         self.requests, self.waiting, self.running = life.requests, life.waiting, life.running
         self.shares, self.clocks = life.shares, life.clocks
@@ -205,7 +209,7 @@ class Scheduler:
                     drafts = 0 if request.catching_up else max(0, min(drafts, most_drafts, room))
                 most_drafts -= place(builder, request, want, drafts)
         if builder.rows:
-            self._limit_prompts(builder)
+            self._limit_prompts(builder, long_rows[0][0].computed if long_rows else 0)
         if contended:
             self.shares.sort_by_turn(long_rows)
         for request, want in long_rows:
@@ -215,9 +219,9 @@ class Scheduler:
         self.clocks.wait(self._wait_reason)
         return self._finish_plan(builder) if builder.rows else None
 
-    def _limit_prompts(self, builder: PlanBuilder) -> None:
+    def _limit_prompts(self, builder: PlanBuilder, context: int) -> None:
         """Limit the prompt tokens of a step that also decodes, so that inter-token latency stays even."""
-        limit = self.limits.mixed_prefill_tokens
+        limit = self.prompts.tokens(builder.starts, context)
         if limit < self.limits.max_num_batched_tokens:
             builder.budget, builder.min_charge = min(builder.budget, limit), _CHUNK_TOKENS
 
@@ -230,7 +234,9 @@ class Scheduler:
         if plan.total_tokens == len(builder.rows):  # one token each
             plan.shared = self.shared.find(builder.rows, (self.life.admissions, plan.slots.tobytes()))
         self._step += 1
-        record = builder.record(len(self.running), len(self.waiting), self._wait_reason, self.pool.num_free)
+        free, now_s = self.pool.num_free, self.log.now()
+        record = builder.record(len(self.running), len(self.waiting), self._wait_reason, free, now_s)
+        record.predicted_s = self.prompts.predict(record)
         step = ScheduledStep(plan, record)
         self._in_flight.append((step, builder))
         self.log.totals.computed_tokens += plan.total_tokens
@@ -244,6 +250,7 @@ class Scheduler:
         (plan, record), builder = self._in_flight.popleft()
         assert result.step == plan.step, f"result of step {result.step}, expected {plan.step}"
         self._retirement.apply(plan, record, builder, result, self.depth)
+        self.prompts.end_step(record)
 
     def fail(self, error: str) -> None:
         """End the requests of the newest step with `error`, because nothing that it wrote is reliable.

@@ -168,7 +168,7 @@ class SnapshotPool:
         return min(n, end - request.computed)
 
     def restore(self, request: Request, copies: StateCopies) -> bool:
-        request.last_snapshot = request.computed
+        request.last_snapshot, request.passing = request.computed, 0
         if not request.computed:
             return True
         row = self._row_of[request.names[request.computed // self._block_size - 1]]
@@ -187,7 +187,9 @@ class SnapshotPool:
         blocks = request.computed // self._block_size
         if len(request.names) >= blocks and request.names[blocks - 1] in self._row_of:
             return
+        self._free_passing(request)
         if (row := self._take()) is not None:
+            request.passing = 0 if self.policy.keeps(request, request.computed) else request.computed
             copies.saves[request.slot] = row
             request.reserved_rows.append(ReservedRow(request.computed, row))
             self.settle(request)
@@ -237,6 +239,18 @@ class SnapshotPool:
         )
         assert not self._saving, "a saved snapshot cannot be evicted"
         assert len(self._evictor) == len(self._name_of), "a snapshot cannot be evicted, or is evicted twice"
+
+    def _free_passing(self, request: Request) -> None:
+        """Drop the last snapshot of a request if it is not to stay when the next one is taken."""
+        place, request.passing = request.passing, 0
+        if not place:
+            return
+        waiting = [reserved for reserved in request.reserved_rows if reserved.tokens == place]
+        for reserved in waiting:
+            request.reserved_rows.remove(reserved)
+            self._blank.append(reserved.row)
+        if not waiting:
+            self.drop(request.names[place // self._block_size - 1])
 
     def _take(self) -> int | None:
         """Return a row, which is evicted if no row is blank; None if all are reserved."""

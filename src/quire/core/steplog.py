@@ -6,8 +6,9 @@ adds its durations to the record of a step that it holds.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,6 +44,7 @@ class StepRecord:
     prompt_tokens: int = 0  # prompt tokens, and tokens computed again after a preemption
     took_s: float = 0.0  # from the end of the previous step, or its own start if that is later, to its end
     drafts: int = 0  # draft tokens
+    predicted_s: float = 0.0  # of `took_s`, when it was scheduled; 0 if nothing predicts it
     generated: int = 0  # tokens sampled by its rows; 0 until its results have arrived
 
     @property
@@ -52,9 +54,14 @@ class StepRecord:
 
 
 class StepLog:
-    """A ring of the newest `capacity` records, and counters since the start."""
+    """A ring of the newest `capacity` records, and counters since the start.
 
-    def __init__(self, capacity: int = 4096) -> None:
+    Attributes:
+        now: the clock of the engine, in seconds; a simulation has one of its own.
+    """
+
+    def __init__(self, capacity: int = 4096, now: Callable[[], float] = time.monotonic) -> None:
+        self.now = now
         self._records: deque[StepRecord] = deque(maxlen=capacity)
         self.totals = Totals()
         self.ended = 0  # number of steps whose results have arrived

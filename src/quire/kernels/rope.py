@@ -110,19 +110,19 @@ def _norm_rotate(
                 )
                 there = (head < KV_HEADS) & (slot >= 0)
                 code: tl.constexpr = keys.dtype.element_ty
-                new_a, new_b = new_a.to(tl.float32), new_b.to(tl.float32)
+                key_a, key_b = new_a.to(tl.float32), new_b.to(tl.float32)
                 if STATIC:
                     key_scale = tl.load(key_scales + scale_at, mask=there, other=1.0)
-                    new_a = tl.where(sick, float("nan"), new_a)
-                    new_b = tl.where(sick, float("nan"), new_b)
+                    key_a = tl.where(sick, float("nan"), key_a)
+                    key_b = tl.where(sick, float("nan"), key_b)
                 else:
-                    new_a, new_b = tl.where(sick, 0.0, new_a), tl.where(sick, 0.0, new_b)
-                    largest = tl.max(tl.maximum(tl.abs(new_a), tl.abs(new_b)), 1, keep_dims=True)
+                    key_a, key_b = tl.where(sick, 0.0, key_a), tl.where(sick, 0.0, key_b)
+                    largest = tl.max(tl.maximum(tl.abs(key_a), tl.abs(key_b)), 1, keep_dims=True)
                     key_scale = head_scale(largest, code)
                     tl.store(key_scales + scale_at, tl.where(sick, float("nan"), key_scale), mask=there)
                 factor = inverse_scale(key_scale)
-                tl.store(to, to_codes(new_a, factor, code), mask=inside & (slot >= 0))
-                tl.store(to + gap, to_codes(new_b, factor, code), mask=inside & (slot >= 0))
+                tl.store(to, to_codes(key_a, factor, code), mask=inside & (slot >= 0))
+                tl.store(to + gap, to_codes(key_b, factor, code), mask=inside & (slot >= 0))
             else:
                 new_a = tl.where(sick, float("nan"), new_a)
                 new_b = tl.where(sick, float("nan"), new_b)

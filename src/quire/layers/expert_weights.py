@@ -124,11 +124,14 @@ def load_interleaved_experts(
 ) -> ExpertWeights:
     """Load experts as gpt-oss stores them: stacked, [inputs, outputs], rows of gate and up alternating, with biases.
 
-    The arguments are those of `load_experts`. Ranks sum their partial results, so only the first one adds the bias of
-    the down projection, unless each expert is whole on one rank.
+    A GGUF file has the usual projections instead, with biases. The arguments are those of `load_experts`. Ranks sum
+    their partial results, so only the first one adds the bias of the down projection, unless each expert is whole on
+    one rank.
     """
     cut = env.expert_cut(width)
     weights, experts = env.weights, num_experts
+    if weights.has(prefix + "0.gate_proj.bias") and not weights.has(prefix + "gate_up_proj_bias"):
+        return _load_single_biased(env, prefix, experts, hidden, width)
     if weights.stored(prefix + "gate_up_proj_blocks"):
         matrices = _load_interleaved_packed(env, prefix, experts, hidden, width)
     else:
@@ -139,6 +142,21 @@ def load_interleaved_experts(
     down_bias = weights.tensor(prefix + "down_proj_bias", (experts, hidden), held).to(env.device, env.dtype)
     adds_bias = env.parallel.rank == 0 or env.experts.exchange is not None
     return ExpertWeights(*matrices, gate_up_bias, down_bias if adds_bias else None)
+
+
+def _load_single_biased(env: Env, prefix: str, experts: int, hidden: int, width: int) -> ExpertWeights:
+    """Load experts that are stored one by one, with a bias of each projection."""
+    matrices = _load_single(env, prefix, experts, hidden, width, USUAL)
+
+    def biases(name: str, outputs: int, cut: slice = slice(None)) -> torch.Tensor:
+        names = (f"{prefix}{expert}.{name}.bias" for expert in range(experts))
+        stacked = torch.stack([env.weights.tensor(one, (outputs,), cut) for one in names])
+        return stacked.to(env.device, env.dtype)
+
+    cut = env.parallel.cut(width)
+    gate_up = torch.cat([biases(name, width, cut) for name in USUAL[:2]], 1)
+    down = biases(USUAL[2], hidden)
+    return ExpertWeights(matrices.gate_up, matrices.down, gate_up, down if env.parallel.rank == 0 else None)
 
 
 def _load_interleaved_packed(

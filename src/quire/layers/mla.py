@@ -57,6 +57,7 @@ class LatentAttention:
         entries: torch.Tensor,
         rotation: Rotation,
         batch: ForwardBatch,
+        chosen: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return weighted sums of latents [tokens, heads * rank].
 
@@ -66,8 +67,10 @@ class LatentAttention:
             entries: [tokens, dim], before norm and rotation.
             rotation: of the step's tokens.
             batch: the step.
+            chosen: positions that each token attends to; None: to all up to its own.
         """
-        return self.backend.forward_latent(self, q, rotary, entries, rotation, batch.for_layer(self.index))
+        step = batch.for_layer(self.index)
+        return self.backend.forward_latent(self, q, rotary, entries, rotation, step, chosen)
 
     def prepare(
         self, q: torch.Tensor, rotary: torch.Tensor, entries: torch.Tensor, angles: Rotation

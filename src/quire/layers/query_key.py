@@ -107,5 +107,8 @@ class GrowingQueries:
         self, q: torch.Tensor, k: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the scaled q [tokens, heads, dim], and k."""
-        growth = 1 + self.beta * torch.log1p(((positions + self.offset) // self.length).float())
-        return q * growth.to(q.dtype)[:, None, None], k
+        return q * self.factor(positions).to(q.dtype)[:, None, None], k
+
+    def factor(self, positions: torch.Tensor) -> torch.Tensor:
+        """Return the factor of each of the positions, float32."""
+        return 1 + self.beta * torch.log1p(((positions + self.offset) // self.length).float())

@@ -54,7 +54,7 @@ class FusingRouter(Router):
 
 def make_router(env: Env, name: str, hidden: int, routing: Routing) -> Router:
     """Load a router: `{name}.weight`, and the tensors `.bias` and `.e_score_correction_bias` if the rule has them."""
-    if fuses_experts(env.device, env.dtype):
+    if fuses_experts(env.device, env.dtype) and routing.scores != "sparsemixer":
         from quire.layers.fused_experts import FusedRouter
 
         return FusedRouter(env, name, hidden, routing)
@@ -89,16 +89,18 @@ class PlainRouter(Router):
 def load_correction(env: Env, name: str, routing: Routing) -> torch.Tensor | None:
     """Return the bias of the choice, float32 [experts], or None if the rule has none.
 
-    Its name is `{name}.e_score_correction_bias`; MiniMax-M2 stores it beside the router instead, and LFM2 calls it
-    `expert_bias` there.
+    Its name is `{name}.e_score_correction_bias`; MiniMax-M2 stores it beside the router instead, LFM2 calls it
+    `expert_bias` there, and ERNIE 4.5 has it in `moe_statics`.
     """
     if not routing.correction:
         return None
     suffix, block = "e_score_correction_bias", name.rpartition(".")[0]
+    shape, ernie = (routing.num_experts,), f"{block}.moe_statics.{suffix}"
+    if env.weights.has(ernie):
+        return env.weights.tensor(ernie, (1, *shape))[0].to(env.device, torch.float32)
     spelled = (f"{name}.{suffix}", f"{block}.{suffix}", f"{block}.expert_bias")
     found = next((each for each in spelled if env.weights.has(each)), spelled[0])
-    stored = env.weights.tensor(found, (routing.num_experts,))
-    return stored.to(env.device, torch.float32)
+    return env.weights.tensor(found, shape).to(env.device, torch.float32)
 
 
 def choose_experts(
@@ -111,6 +113,8 @@ def choose_experts(
         routing: the rule.
         correction: float32 [experts], added to the scores for the choice; None if the rule has none.
     """
+    if routing.scores == "sparsemixer":
+        return _sparsemixer(logits, routing)
     scores = logits.softmax(-1) if routing.scores == "softmax" else exact_sigmoid(logits)
     ranked = scores if correction is None else scores + correction
     if routing.groups > 1:
@@ -126,6 +130,18 @@ def choose_experts(
     if routing.renormalise:
         weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
     return ids, weights * routing.scale
+
+
+def _sparsemixer(logits: torch.Tensor, routing: Routing) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose one expert after the other; its weight is its softmax among the remaining ones that are close to it."""
+    left, ids, weights = logits, [], []
+    for _ in range(routing.top_k):
+        top, best = left.max(-1, keepdim=True)
+        is_far = (top - logits) / logits.abs().clamp(min=top) > 2 * routing.jitter
+        weights.append(left.masked_fill(is_far, float("-inf")).softmax(-1).gather(-1, best))
+        ids.append(best)
+        left = left.scatter(-1, best, float("-inf"))
+    return torch.cat(ids, -1), torch.cat(weights, -1)
 
 
 def exact_sigmoid(x: torch.Tensor) -> torch.Tensor:

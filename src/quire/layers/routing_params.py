@@ -18,9 +18,10 @@ class Routing:
     Attributes:
         num_experts: number of experts.
         top_k: experts per token.
-        scores: function from logits to scores.
+        scores: function from logits to scores; sparsemixer chooses one expert after the other (arXiv:2409.12136).
         renormalise: whether the weights of a token's experts are scaled to sum to 1.
         scale: factor of the weights, after renormalisation.
+        jitter: of SparseMixer: experts whose logit is further from the largest, relative to it, do not count.
         bias: whether the router's product has a bias.
         correction: whether a bias is added to the scores for the choice; weights do not contain it (DeepSeek-V3).
         groups: number of groups that the experts are divided into.
@@ -30,9 +31,10 @@ class Routing:
 
     num_experts: int
     top_k: int
-    scores: Literal["softmax", "sigmoid"] = "softmax"
+    scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     renormalise: bool = False
     scale: float = 1.0
+    jitter: float = 0.0
     bias: bool = False
     correction: bool = False
     groups: int = 1

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 (arXiv:2405.04434), V3 (arXiv:2412.19437), R1 and Kimi-K2: latent attention and shared experts."""
+"""DeepSeek-V2 (arXiv:2405.04434), V3 (arXiv:2412.19437), V3.2, and others: latent attention and shared experts."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import torch
 
 from quire.attention.base import ForwardBatch
 from quire.layers.env import Env
+from quire.layers.indexer import Indexer
 from quire.layers.linear import Linear
 from quire.layers.mla import LatentAttention, LatentExpansion
 from quire.layers.norm import RMSNorm
+from quire.layers.query_key import GrowingQueries
 from quire.layers.residual import NormedLayer, ResidualAdd, ResidualNorm, Stream
 from quire.layers.rope import Rotation
 from quire.models.decoder import DecoderModel
@@ -23,11 +25,11 @@ class LatentSelfAttention:
     """
 
     def __init__(
-        self, env: Env, spec: ModelSpec, index: int, prefix: str, norm: ResidualNorm, adds: bool = True
+        self, env: Env, spec: ModelSpec, number: int, prefix: str, norm: ResidualNorm, adds: bool = True
     ) -> None:
         latent = spec.latent
         assert latent is not None
-        self.is_last = index == spec.num_layers - 1
+        self.is_last = number == spec.num_layers - 1
         self.head_dims = [latent.content_dim, latent.rotary_dim]
         heads, query_rank, rank = spec.num_heads, latent.query_rank, latent.rank
         queries = heads * spec.head_dim
@@ -38,40 +40,67 @@ class LatentSelfAttention:
         )
         if query_rank is None:
             names[0], units[0] = "q_proj", heads
+        index = latent.index
+        has_index = index is not None and index.layers[number]
+        if index is not None and has_index:
+            names += ["indexer.wk", "indexer.weights_proj"]
+            sizes, units = [*sizes, index.dim, index.heads], [*units, 1, 1]
         names = [prefix + name for name in names]
         # Latents are the same on all ranks, so each computes them whole.
         self.down = NormedLayer(norm, Linear(env, names, spec.hidden_size, sizes, cut="rows", units=units))
         self.sizes = [size // unit * env.parallel.share(unit) for size, unit in zip(sizes, units)]
         self.up = None  # from the latent of a query to its heads
+        self.up_sizes = [env.parallel.share(heads) * spec.head_dim]
         if query_rank is not None:
-            up = Linear(env, prefix + "q_b_proj", query_rank, queries, cut="rows")
-            self.up = NormedLayer(RMSNorm(env, prefix + "q_a_layernorm", query_rank, spec.norm_eps), up)
+            ups, outs, up_units = [prefix + "q_b_proj"], [queries], [heads]
+            if index is not None and has_index:
+                ups, outs, up_units = (
+                    [*ups, prefix + "indexer.wq_b"], [*outs, index.heads * index.dim], [*up_units, 1],
+                )  # fmt: skip
+                self.up_sizes.append(outs[1])
+            up = Linear(env, ups, query_rank, outs, cut="rows", units=up_units)
+            self.up = NormedLayer(RMSNorm(env, prefix + "q_a_layernorm", query_rank, latent.eps), up)
         self.expansion = LatentExpansion(
             env, prefix + "kv_b_proj", heads, rank, latent.content_dim, latent.rotary_dim, latent.value_dim
         )
-        entry_norm = RMSNorm(env, prefix + "kv_a_layernorm", rank, spec.norm_eps)
+        entry_norm = RMSNorm(env, prefix + "kv_a_layernorm", rank, latent.eps)
+        kv = spec.kv_layout(number, env.dtype_name, env.parallel.size)
+        self.indexer = None
+        if index is not None and has_index:
+            options = index.heads, index.top_k, index.interleaved
+            self.indexer = Indexer(env, number, kv, prefix + "indexer.", *options)
         self.attention = LatentAttention(
             env,
-            index,
+            number,
             env.parallel.share(heads),
-            spec.kv_layout(index, env.dtype_name, env.parallel.size),
+            kv,
             rank,
             spec.query_scale,
             entry_norm,
-            spec.layer_ropes[index].span(latent.rotary_dim),
+            spec.layer_ropes[number].span(latent.rotary_dim),
         )
         o = Linear(env, prefix + "o_proj", heads * latent.value_dim, spec.hidden_size, cut="cols")
         self.o = ResidualAdd(o, adds)
+        growth = spec.query_growth
+        self.growth = None if growth is None else GrowingQueries(growth.beta, growth.length, growth.offset)
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, rotation: Rotation, batch: ForwardBatch
     ) -> Stream:
         down, residual = self.down(x, residual)
-        q, entries = down.split(self.sizes, 1)
+        q, entries, *indexed = down.split(self.sizes, 1)
         if self.up is not None:
-            q, _ = self.up(q.contiguous(), None)
+            projected, _ = self.up(q.contiguous(), None)
+            q, *index_queries = projected.split(self.up_sizes, 1)
+            if self.indexer is not None:
+                keys, weights = indexed
+                batch.chosen = self.indexer(index_queries[0], keys, weights, rotation, batch)
         content, rotary = q.unflatten(1, (-1, sum(self.head_dims))).split(self.head_dims, 2)
-        sums = self.attention(self.expansion.absorb(content), rotary, entries, rotation, batch)
+        queries = self.expansion.absorb(content)
+        if self.growth is not None:
+            factor = self.growth.factor(batch.positions).to(queries.dtype)[:, None, None]
+            queries, rotary = queries * factor, rotary * factor
+        sums = self.attention(queries, rotary, entries, rotation, batch, batch.chosen)
         if self.is_last:
             assert residual is not None  # the norm in front returned one
             sums, residual = batch.narrow(sums, residual)

@@ -1,4 +1,4 @@
-"""The static scales of keys and values that a checkpoint stores."""
+"""The static scales of keys and values that a checkpoint stores, such as `k_scale` and `v_scale`."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ The two name their expert tensors differently. The spec lists the layers that ha
 from __future__ import annotations
 
 from quire.layers.env import Env
-from quire.layers.expert_weights import MIXTRAL, USUAL, load_experts
+from quire.layers.expert_weights import MIXTRAL, STACKED, USUAL, load_experts
 from quire.layers.moe import MoE, SharedExperts, make_experts
 from quire.layers.routing import make_router
 from quire.models.decoder import DecoderModel
@@ -38,15 +38,23 @@ def make_moe(env: Env, spec: ModelSpec, prefix: str) -> MoE:
     """Build the experts of the layer at `prefix`, with the names that its checkpoint has."""
     moe = spec.moe
     assert moe is not None
-    spelled = (s for s in _SPELLINGS if env.weights.has(f"{prefix}{s[0]}{s[1]}.weight"))
+    spelled = (
+        (block, gate, names)
+        for block, usual, names in _SPELLINGS
+        for gate in (spec.names.get("gate", usual),)
+        if env.weights.has(f"{prefix}{block}{gate}.weight")
+    )
     block, gate_name, names = next(spelled, _SPELLINGS[0])
     block = prefix + block
     hidden, routing = spec.hidden_size, moe.routing
     router = make_router(env, block + gate_name, hidden, routing)
-    weights = load_experts(env, block + "experts.", routing.num_experts, hidden, moe.intermediate_size, names)
+    where = block + spec.names.get("experts", "experts.")
+    stacked = tuple(spec.names.get(f"stacked_{name}", name) for name in STACKED)
+    sizes = routing.num_experts, hidden, moe.intermediate_size
+    weights = load_experts(env, where, *sizes, names, (stacked[0], stacked[1]))
     shared = None
     if moe.shared_size:
-        name = block + _SHARED[not moe.shared_gate]
+        name = block + spec.names.get("shared_experts", _SHARED[not moe.shared_gate])
         gate = name + "_gate" if moe.shared_gate else None
         shared = SharedExperts(env, name + ".", hidden, moe.shared_size, spec.activation, gate)
     return MoE(router, make_experts(env, weights, spec.activation), env.parallel, shared)

@@ -32,6 +32,24 @@ class MoESpec:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class IndexSpec:
+    """The indexers of sparse attention (DeepSeek-V3.2, arXiv:2512.02556); layers/indexer.py computes them.
+
+    A query attends to the `top_k` tokens with the largest index scores.
+    """
+
+    heads: int
+    dim: int  # of an index query and key; the first `rotary_dim` numbers of the latent attention are rotated
+    top_k: int
+    interleaved: bool  # whether neighbours form a rotated pair
+    layers: tuple[bool, ...]  # by layer: whether it has an indexer; the others use the choice of the last one
+
+    def num_parameters(self, hidden: int, query_rank: int) -> int:
+        """Return the number of parameters of the matrices of one indexer."""
+        return query_rank * self.heads * self.dim + hidden * (self.dim + self.heads)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LatentSpec:
     """The sizes of multi-head latent attention (DeepSeek-V2, arXiv:2405.04434); layers/mla.py computes it.
 
@@ -43,6 +61,8 @@ class LatentSpec:
     content_dim: int  # of a head's query and key, without the rotated part
     rotary_dim: int  # of the rotated part; all heads share that of the key
     value_dim: int  # of a head's value
+    eps: float = 1e-6  # of the norms of latents
+    index: IndexSpec | None = None  # None: queries attend to all tokens
 
     @property
     def stored_dim(self) -> int:
@@ -171,7 +191,10 @@ class ModelSpec:
         if (self.attends and not self.attends[index]) or self.kv_source(index) != index:
             return KVLayout(())
         if self.latent:  # all heads share it, so each rank has the whole
-            return KVLayout((KVTensor(1, self.latent.stored_dim, dtype),))
+            entry, keys = KVTensor(1, self.latent.stored_dim, dtype), self.latent.index
+            return KVLayout(
+                (entry, KVTensor(1, keys.dim, dtype)) if keys and keys.layers[index] else (entry,)
+            )
         heads = max(self.layer_kv_heads(index) // ranks, 1)
         layout = KVLayout.keys_and_values(
             heads, self.layer_head_dim(index), dtype, self.windows[index], self.kv_codes
@@ -268,7 +291,11 @@ class ModelSpec:
     def _attention_parameters(self, index: int) -> int:
         """Return the number of parameters of the matrices of a layer's attention."""
         if self.latent:
-            return self.latent.num_parameters(self.hidden_size, self.num_heads)
+            found = self.latent.num_parameters(self.hidden_size, self.num_heads)
+            keys, rank = self.latent.index, self.latent.query_rank
+            return found + (
+                keys.num_parameters(self.hidden_size, rank) if keys and rank and keys.layers[index] else 0
+            )
         kept = 2 * self.layer_kv_heads(index) if self.kv_source(index) == index else 0
         if self.gemma and index in self.gemma.keys_as_values:
             kept //= 2

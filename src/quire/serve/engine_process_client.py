@@ -112,7 +112,9 @@ class EngineProcess:
         return True
 
     async def close(self, kill: bool = False) -> None:
-        """End the process: ask it to stop, then kill it after 5 seconds or, with `kill`, at once."""
+        """End the process: ask it to stop, then kill it after 5 seconds or, with `kill`, at once. Closes once."""
+        if self._channel.fileno() < 0:
+            return
         if not kill and self._process.poll() is None:
             self.send(msg.StopEngine())
             with contextlib.suppress(asyncio.TimeoutError):

@@ -82,6 +82,7 @@ class Request:
     # Written by `Blocks` and the snapshots of states (core/snapshots.py).
     diverges: int = 0  # tokens whose blocks were cached when it was admitted, if more than its snapshot holds
     last_snapshot: int = 0  # token behind its last snapshot, or the one it started from
+    passing: int = 0  # token behind its last snapshot, if that is dropped when the next one is taken
     reserved_rows: list[ReservedRow] = field(default_factory=list)
 
     # Written by the shares of clients (core/shares.py).

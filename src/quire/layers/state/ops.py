@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from quire.kernels import available
 from quire.layers.env import Env
 from quire.layers.state.conv import causal_conv
 from quire.layers.state.recurrence import recurrence
@@ -25,7 +26,11 @@ class StateOps:
 
 def pick_ops(env: Env) -> StateOps:
     """Return the fastest functions on the device of `env`."""
-    return StateOps()
+    if not available(env.device):
+        return StateOps()
+    from quire.kernels.state import conv, recurrence, selective_scan
+
+    return StateOps(conv.causal_conv, recurrence.recurrence, selective_scan.selective_scan)
 
 
 def gated_norm(

@@ -41,9 +41,10 @@ _PACKED = {
     "I64": torch.int64,
 }
 _DTYPES = _FLOATS | _PACKED
-# Buffers in old checkpoints, and the vision half of multimodal models.
+# Buffers in old checkpoints, and the parts of multimodal models for images and sound.
 _HARMLESS = re.compile(
-    r"rotary_emb\.inv_freq$|\battn\.(masked_)?bias$|^(model\.)?(vision_tower|visual|multi_modal_projector)\."
+    r"rotary_emb\.inv_freq$|\battn\.(masked_)?bias$|^(model\.)?(vision_tower|vision_model|vision_encoder|visual|audio_tower"
+    r"|multi_modal_projector|mm_projector|embed_vision|embed_audio|vision_adapter|patch_merger)\."
     r"|\.self_attn\.(slope_rate|(query|key|diagonal)_decay)$"
 )
 # Static scales of keys, values and attention, which a KV cache in 16 bits does not need.

@@ -39,7 +39,7 @@ _TOP = {
     "transformer.ln_f": "output_norm",
 }
 _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-_NAME = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+)\.(weight|bias)")
+_NAME = re.compile(r"(?:model\.layers|transformer\.h)\.(\d+)\.(.+?)(?:\.(weight|bias))?")
 _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
 
 
@@ -139,6 +139,7 @@ class GGUFCheckpoint(Checkpoint):
         if match is None:
             return "", None
         layer, inner, kind = match.groups()
+        kind = kind or "weight"  # attention sinks have no kind in Hugging Face's checkpoints
         expert = _EXPERT.fullmatch(inner)
         if expert is None:
             return (

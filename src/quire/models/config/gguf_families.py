@@ -56,6 +56,7 @@ TRANSLATIONS = {
     "gemma": Translation(),
     "gemma2": Translation(_CAPS, has_window=True),
     "glm4": Translation(),
+    "gpt-oss": Translation(has_window=True),
     "granite": Translation(_GRANITE),
     "hunyuan-dense": Translation(),
     "nemotron": Translation(),
@@ -89,7 +90,9 @@ def translated_spec(
     assert spec.rope is not None
     if "rope_factors_long.weight" in tensors:
         rope = _longrope(rope, meta, tensors)
-    rope = replace(rope, rotary_dim=spec.rope.rotary_dim, interleaved=spec.rope.interleaved)
+    rope = replace(
+        rope, rotary_dim=spec.rope.rotary_dim, interleaved=spec.rope.interleaved, truncate=spec.rope.truncate
+    )
     kept = ("architecture", "dtype", "bos_token_id", "eos_token_ids", "quantization")
     return replace(
         spec,
@@ -135,6 +138,11 @@ def _config(
     if arch == "gemma2":
         is_27b = facts["num_layers"] == _GEMMA2_27B_LAYERS
         config["query_pre_attn_scalar"] = facts["hidden_size"] / heads if is_27b else head_dim
+    if meta.get(".expert_count"):
+        config["num_local_experts"] = meta.integer(".expert_count", "num_local_experts")
+        config["num_experts_per_tok"] = meta.integer(".expert_used_count", "num_experts_per_tok")
+        width = meta.integer(".expert_feed_forward_length", "intermediate_size", facts["intermediate_size"])
+        config["intermediate_size"] = width
     if arch == "exaone4" and window is None:
         config["layer_types"] = ["full_attention"] * facts["num_layers"]
     for key, name in rule.fields.items():

@@ -20,6 +20,7 @@ from quire.models.config.parts import (
     routing,
     text_part,
 )
+from quire.models.config.refused import REASONS
 from quire.models.families import Parser, catalogue
 from quire.models.spec import ModelSpec, MoESpec
 from quire.types import ModelError
@@ -38,6 +39,8 @@ def parse_config(config: dict[str, Any]) -> ModelSpec:
     name = architectures[0] if architectures else keys.text("model_type", default="")
     if not name:
         raise ModelError("config.json names no architecture (neither architectures nor model_type)")
+    if reason := REASONS.get(name):
+        raise ModelError(f"{name} is not supported: {reason}")
     parse = parsers().get(name)
     if parse is None and keys.section("text_config"):  # a model with images, for example
         keys = text_part(keys)
@@ -129,7 +132,7 @@ _FAMILIES: dict[Callable[[str, ConfigKeys], ModelSpec], tuple[str, ...]] = {
     parse_deepseek_v3: (
         "DeepseekV3ForCausalLM", "DeepseekV3Model", "deepseek_v3", "KimiK2ForCausalLM", "kimi_k2",
     ),
-    _qwen3_moe: ("Qwen3MoeForCausalLM", "Qwen3MoeModel", "qwen3_moe"),
+    _qwen3_moe: ("Qwen3MoeForCausalLM", "Qwen3MoeModel", "qwen3_moe", "qwen3_vl_moe_text"),
 }  # fmt: skip
 # Keys are architectures, with and without a head, and values of model_type.
 PARSERS = {name: parse for parse, names in _FAMILIES.items() for name in names}

@@ -56,6 +56,7 @@ _RANGES = {
     "alpha": (1e-3, 1e9),
     "llama_4_scaling_beta": (0.0, 1e3),
     "attn_scale": (0.0, 1e3),
+    "router_jitter_noise": (0.0, 1e3),
     "activation_sparsity_pattern": (0.0, 1.0 - 1e-6),
     "embedding_multiplier": (1e-6, 1e6),
     "residual_multiplier": (1e-6, 1e6),

@@ -56,6 +56,7 @@ FAMILY = Family(
     architectures=names("GptOss", "gpt_oss"),
     parse=_parse,
     special="attention sinks, alternating windows, YaRN, experts with biases and clamped SwiGLU",
+    gguf=("gpt-oss",),
     tools="gpt_oss",
     reasoning="gpt_oss",
 )

@@ -7,6 +7,7 @@ divides by the size of its input, so it only needs an epsilon of eps / m^2, and 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from quire.models.config.keys import ConfigKeys
 from quire.models.config.parts import decoder_spec
@@ -14,21 +15,31 @@ from quire.models.families import Family, names
 from quire.models.spec import ModelSpec
 
 
+def multipliers(keys: ConfigKeys) -> dict[str, Any]:
+    """Return the fields of the spec that hold multipliers."""
+    return {
+        "query_scale": keys.number("attention_multiplier", default=1.0),
+        "embedding_scale": keys.number("embedding_multiplier", default=1.0) / _residual(keys),
+        "logit_scale": 1 / keys.number("logits_scaling", default=1.0),
+    }
+
+
+def with_scaled_stream(spec: ModelSpec, keys: ConfigKeys) -> ModelSpec:
+    """Return the spec with the epsilon of norms for a stream that is divided by the multiplier."""
+    return replace(spec, norm_eps=spec.norm_eps / _residual(keys) ** 2)
+
+
+def _residual(keys: ConfigKeys) -> float:
+    return keys.number("residual_multiplier", default=1.0)
+
+
 def _parse(name: str, keys: ConfigKeys) -> ModelSpec:
     bias = keys.flag("attention_bias")
-    residual = keys.number("residual_multiplier", default=1.0)
+    mlp_bias = keys.flag("mlp_bias")
     spec = decoder_spec(
-        name,
-        "granite",
-        keys,
-        query_scale=keys.number("attention_multiplier", default=1.0),
-        qkv_bias=bias,
-        o_bias=bias,
-        mlp_bias=keys.flag("mlp_bias"),
-        embedding_scale=keys.number("embedding_multiplier", default=1.0) / residual,
-        logit_scale=1 / keys.number("logits_scaling", default=1.0),
+        name, "granite", keys, qkv_bias=bias, o_bias=bias, mlp_bias=mlp_bias, **multipliers(keys)
     )
-    return replace(spec, norm_eps=spec.norm_eps / residual**2)
+    return with_scaled_stream(spec, keys)
 
 
 FAMILY = Family(

@@ -33,6 +33,7 @@ class EngineJob:
     priority: int = 0
     number: int = 0  # of arrival at the replicas
     retries: int = 0
+    aborted: bool = False  # its client no longer wants it
     open_ids: set[str] = field(default_factory=set)  # requests that the engine has not ended
 
     @property

@@ -30,7 +30,8 @@ class Replica:
         self.number = number
         self._start = start
         self.restarts = self.failures = 0
-        self.ready_s = 0.0  # when the present process was ready
+        self.served_s = 0.0  # how long the process before the present one served
+        self._ready_s = 0.0  # when the present process was ready
         self.cause: str | None = None  # of the latest end
         self.past = Figures()  # of the processes that have ended
         self._launch()
@@ -51,7 +52,7 @@ class Replica:
     async def ready(self) -> EngineInfo:
         """Wait until the engine is built. Raises as `EngineProcess.ready`."""
         self.info = await self.process.ready()
-        self.status, self.ready_s = "serving", time.monotonic()
+        self.status, self._ready_s = "serving", time.monotonic()
         return self.info
 
     @property
@@ -146,6 +147,7 @@ class Replica:
 
     def fail(self, cause: str) -> list[EngineJob]:
         """Note that the process has ended. Return its open jobs, and fail its open questions."""
+        self.served_s = time.monotonic() - self._ready_s if self.status == "serving" else 0.0
         self.status, self.cause = "failed", cause
         jobs = list(dict.fromkeys(self.jobs.values()))
         for future in (one for waiting in self._questions.values() for one in waiting):

@@ -15,7 +15,8 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from quire.config import EngineConfig, replica_config
@@ -91,8 +92,7 @@ class ReplicaSet:
 
         begin = start or start_here
         self.replicas = [
-            Replica(number, lambda number=number: begin(number, secret))  # type: ignore[misc]
-            for number in range(config.data_parallel_size)
+            Replica(number, partial(begin, number, secret)) for number in range(config.data_parallel_size)
         ]
         self._secret = secret
         self._turns = ClientTurns()
@@ -186,7 +186,8 @@ class ReplicaSet:
         sent: dict[int, list[str]] = {}
         for name in ids:
             for replica in self.replicas:
-                if name in replica.jobs:
+                if (job := replica.jobs.get(name)) is not None:
+                    job.aborted = True
                     sent.setdefault(replica.number, []).append(name)
                     break
             else:
@@ -196,9 +197,11 @@ class ReplicaSet:
 
     def _abort_waiting(self, name: str) -> None:
         if (job := self._turns.remove(name)) is not None:
-            outputs = [EngineOutput(request.id, [], "abort") for request in job.requests]
-            self._listener.take_outputs(outputs, Figures())
+            self._confirm_abort(request.id for request in job.requests)
             self._dispatch()
+
+    def _confirm_abort(self, ids: Iterable[str]) -> None:
+        self._listener.take_outputs([EngineOutput(name, [], "abort") for name in ids], Figures())
 
     # ---------------------------------------------------------------------------------- messages
 
@@ -259,6 +262,9 @@ class ReplicaSet:
         self._start_task(self._restart(replica))
 
     def _retry(self, job: EngineJob, replica: Replica, cause: str) -> None:
+        if job.aborted:  # the engine has ended before it could confirm that
+            self._confirm_abort(sorted(job.open_ids))
+            return
         if not job.has_begun and job.retries < _MOST_RETRIES:
             job.retries += 1
             self._turns.add(job)
@@ -289,8 +295,7 @@ class ReplicaSet:
 
     def _delay_s(self, replica: Replica) -> float:
         """Return the time to wait before a restart, which doubles with every process that did not last."""
-        lasted = time.monotonic() - replica.ready_s > _LASTING_S
-        replica.failures = 1 if lasted else replica.failures + 1
+        replica.failures = 1 if replica.served_s > _LASTING_S else replica.failures + 1
         return min(_FIRST_DELAY_S * 2 ** (replica.failures - 1), _LONGEST_DELAY_S)
 
     async def _watch(self) -> None:

@@ -1,0 +1,148 @@
+"""`quire plan`: the rate that a deployment sustains within latency targets, by simulation.
+
+The time of a step is fitted to steps that this machine has run under a load like the trace. The search then replays the
+trace in simulated time, faster and faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from quire.bench.drive import Bench
+from quire.bench.load.workloads import Workload, shifted
+from quire.bench.metrics import latencies_ms, percentile
+from quire.bench.run import Run
+from quire.bench.simulate import simulate
+from quire.config import EngineConfig
+from quire.core.step_time import StepTimeModel, load_of
+from quire.types import ConfigError
+
+_LEARNED_REQUESTS = 48  # of the load, to fit step times
+_DOUBLINGS, _BISECTIONS = 24, 7
+_CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096)  # tried for mixed_prefill_tokens
+_MOST_CHUNKS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyTargets:
+    """Limits on percentiles of latencies, in ms; infinite where there is none."""
+
+    ttft_ms: float = math.inf
+    itl_ms: float = math.inf
+    percentile: float = 99.0
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The highest rate at which settings meet the targets, and the latencies there. Rates are per engine."""
+
+    settings: dict[str, Any]
+    requests_per_s: float
+    output_tokens_per_s: float
+    ttft_ms: float
+    itl_ms: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the figures for a JSON file."""
+        return asdict(self)
+
+
+def learn_step_times(bench: Bench, work: Workload) -> StepTimeModel:
+    """Run a part of the load at several levels of concurrency, and fit the times of the steps.
+
+    Raises:
+        ConfigError: if the load has too few steps of some kind.
+    """
+    model, part = StepTimeModel(), work[:_LEARNED_REQUESTS]
+    bench.run(
+        shifted(part[:4], bench.info.vocab_size, 1), {"temperature": 0.0}
+    )  # compiles what is not compiled
+    for round_, concurrency in enumerate((1, 4, 16, bench.info.max_num_seqs)):
+        share = part[: max(4, len(part) // (4 if concurrency == 1 else 1))]
+        run = bench.run(
+            shifted(share, bench.info.vocab_size, 2 + round_),
+            {"temperature": 0.0},
+            max_concurrency=concurrency,
+        )
+        for record in run.steps:
+            model.observe(load_of(record), record.took_s)
+    if not model.is_ready:
+        raise ConfigError(
+            "the load is too short to learn step times from: give more requests or longer answers"
+        )
+    return model
+
+
+def figures(run: Run, targets: LatencyTargets) -> tuple[float, float]:
+    """Return the percentiles of time to first token and inter-token latency in ms."""
+    found = latencies_ms(run)
+    itl = percentile(found["itl"], targets.percentile) if found["itl"] else 0.0
+    return percentile(found["ttft"], targets.percentile), itl
+
+
+@dataclass(slots=True)
+class CapacityPlanner:
+    """A search for the highest rate, over one engine's sizes and step times."""
+
+    bench: Bench
+    model: StepTimeModel
+    work: Workload
+    arrivals_s: Sequence[float]  # as recorded
+    targets: LatencyTargets
+
+    def run_at(self, config: EngineConfig, speed: float) -> Run:
+        """Simulate the load at `speed` times its recorded rate."""
+        times = [at / speed for at in self.arrivals_s]
+        return simulate(config, self.bench.info, self.model, self.work, times)
+
+    @property
+    def recorded_rate(self) -> float:
+        """Return the requests per second of the load as recorded."""
+        return len(self.work) / max(self.arrivals_s[-1], 1e-9)
+
+    def meets(self, run: Run) -> bool:
+        """Return whether a run meets the targets."""
+        ttft, itl = figures(run, self.targets)
+        return ttft <= self.targets.ttft_ms and itl <= self.targets.itl_ms
+
+    def capacity(self, settings: dict[str, Any]) -> Capacity | None:
+        """Return the highest rate of the engine with other `settings`; None if even an idle engine misses a target."""
+        config = replace(self.bench.config, **settings)
+        low = 1e-3 / self.recorded_rate  # one request in a thousand seconds
+        best = self.run_at(config, low)
+        if not self.meets(best):
+            return None
+        high = 0.25
+        for _ in range(_DOUBLINGS):
+            run = self.run_at(config, high)
+            if not self.meets(run):
+                break
+            low, best, high = high, run, 2 * high
+        for _ in range(_BISECTIONS):
+            middle = (low + high) / 2
+            run = self.run_at(config, middle)
+            if self.meets(run):
+                low, best = middle, run
+            else:
+                high = middle
+        tokens = sum(count for _, count in self.work) / len(self.work)
+        rate = low * self.recorded_rate
+        return Capacity(settings, rate, rate * tokens, *figures(best, self.targets))
+
+    def alternatives(self) -> list[dict[str, Any]]:
+        """Return the settings to compare: the engine's own, sizes of chunks, and chunks by the target."""
+        info, found = self.bench.info, [dict[str, Any]()]
+        if self.bench.config.target_itl is None and self.bench.config.chunked_prefill is not False:
+            sizes = [size for size in _CHUNKS if size <= info.max_num_batched_tokens][-_MOST_CHUNKS:]
+            found += [{"mixed_prefill_tokens": size} for size in sizes]
+            if math.isfinite(self.targets.itl_ms):
+                found.append({"target_itl": self.targets.itl_ms, "mixed_prefill_tokens": None})
+        return found
+
+
+def engines_for(recorded_rate: float, capacity: Capacity) -> int:
+    """Return how many engines serve the recorded rate, requests spread evenly."""
+    return max(1, math.ceil(recorded_rate / capacity.requests_per_s))

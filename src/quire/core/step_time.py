@@ -1,0 +1,161 @@
+"""A model of the time of a step, fitted to the steps that have run.
+
+The time is linear in what a step does: its decoding rows and the entries that they read, its prompt tokens and the
+entries that these read, and a constant for each kind of step. The newest steps are fitted by least squares of the
+relative error, so the model follows the machine and the operating point. That a real step is linear only near the
+operating point is enough: predictions are asked for near it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import NamedTuple
+
+import numpy as np
+
+from quire.core.steplog import StepRecord
+
+_WINDOW = 256  # newest steps of each kind that are fitted
+_LEAST = 6  # steps of a kind before it is predicted
+_REFIT = 8  # steps between two fits
+_RIDGE = 1e-4  # keeps coefficients small that the window does not tell apart
+_MOST_LATE = 1.5  # beyond it the machine is disturbed by others, which smaller steps do not help
+_LATE = 0.995  # quantile of actual over predicted time that a cautious prediction covers
+
+
+class StepLoad(NamedTuple):
+    """What a step does. `context` and `prompt_context` count thousands of entries that attention reads."""
+
+    rows: int  # that decode
+    context: float
+    prompt_tokens: int
+    prompt_context: float  # entries in front of each prompt token, summed
+
+    @property
+    def features(self) -> tuple[float, ...]:
+        """Return the terms of the linear model; those of prompts are 0 without any."""
+        return 1.0, self.rows, self.context, self.prompt_tokens, self.prompt_context
+
+
+def load_of(record: StepRecord) -> StepLoad:
+    """Return what the step of a record does. Rows of one token count as decoding; so do drafts if there is no prompt."""
+    rows, context, tokens, prompt_context = 0, 0, 0, 0
+    for _, start, count in record.rows:
+        if count == 1 or not record.prompt_tokens:
+            rows += count
+            context += start + count
+        else:
+            tokens += count
+            prompt_context += count * (start + count // 2)
+    return StepLoad(rows, context / 1e3, tokens, prompt_context / 1e3)
+
+
+class LinearFit:
+    """A least-squares fit of the relative error over a window, with coefficients that are not negative."""
+
+    def __init__(self, width: int) -> None:
+        self.weights = np.zeros(width)
+        self.late = 1.0  # actual over predicted time that few steps exceed
+        self._features: deque[tuple[float, ...]] = deque(maxlen=_WINDOW)
+        self._times_s: deque[float] = deque(maxlen=_WINDOW)
+        self._since = 0
+        self.errors: deque[float] = deque(
+            maxlen=_WINDOW
+        )  # relative, of predictions before they were learnt from
+
+    def __len__(self) -> int:
+        return len(self._times_s)
+
+    def predict(self, features: tuple[float, ...]) -> float | None:
+        """Return the seconds of a step; None while too few have been observed."""
+        return None if len(self) < _LEAST else float(self.weights @ np.array(features))
+
+    def observe(self, features: tuple[float, ...], took_s: float) -> None:
+        """Learn from a step that took `took_s` seconds."""
+        if (predicted := self.predict(features)) is not None:
+            self.errors.append(abs(predicted - took_s) / took_s)
+        self._features.append(features)
+        self._times_s.append(took_s)
+        self._since += 1
+        if self._since >= _REFIT or len(self) <= 2 * _LEAST:
+            self._fit()
+
+    def _fit(self) -> None:
+        self._since = 0
+        times = np.array(self._times_s)
+        # One step that took very long, such as the first of its shape, must not bend the line.
+        kept = times <= 5 * np.median(times)
+        features, times = np.array(self._features)[kept], times[kept]
+        scale = np.maximum(features.max(0), 1e-9)
+        relative = features / scale / times[:, None]
+        active = np.ones(features.shape[1], bool)
+        weights = np.zeros(features.shape[1])
+        while active.any():
+            part = relative[:, active]
+            gram = part.T @ part
+            gram += _RIDGE * np.trace(gram) / len(gram) * np.eye(len(gram))
+            found = np.linalg.solve(gram, part.sum(0))
+            if (found >= 0).all():
+                weights[active] = found
+                break
+            active[np.flatnonzero(active)[found < 0]] = False
+        self.weights = weights / scale
+        predicted = np.maximum(features @ self.weights, 1e-9)
+        late = float(np.quantile(times / predicted, _LATE))
+        self.late = min(max(1.0, late), _MOST_LATE)
+
+
+class StepTimeModel:
+    """Fits for steps that only decode and for steps with prompts, which run other kernels."""
+
+    def __init__(self) -> None:
+        self._decode, self._mixed = LinearFit(3), LinearFit(5)
+
+    def predict(self, load: StepLoad) -> float | None:
+        """Return the seconds of a step; None while too few of its kind have been observed."""
+        if load.prompt_tokens:
+            return self._mixed.predict(load.features)
+        return self._decode.predict(load.features[:3])
+
+    def observe(self, load: StepLoad, took_s: float) -> None:
+        """Learn from a step that took `took_s` seconds."""
+        if took_s <= 0:
+            return
+        if load.prompt_tokens:
+            self._mixed.observe(load.features, took_s)
+        else:
+            self._decode.observe(load.features[:3], took_s)
+
+    def prompt_tokens_within(self, load: StepLoad, seconds: float, context: float) -> float | None:
+        """Return how many prompt tokens fit into a step of `seconds`, so that few such steps take longer.
+
+        Args:
+            load: the decoding rows of the step.
+            seconds: longest time of the step.
+            context: thousands of entries in front of the first prompt token.
+
+        Returns:
+            The number, which may be negative; None while too few steps with prompts have been observed.
+        """
+        if len(self._mixed) < _LEAST:
+            return None
+        weights = self._mixed.weights
+        base = float(weights[:3] @ np.array(load.features[:3]))
+        left = seconds / self._mixed.late - base
+        # A token also reads the tokens of the chunk in front of it: half of them on average.
+        square, line = float(weights[4]) / 2e3, max(float(weights[3] + weights[4] * context), 1e-12)
+        if left <= 0 or square * left < 1e-6 * line**2:
+            return left / line
+        return (math.sqrt(line**2 + 4 * square * left) - line) / (2 * square)
+
+    @property
+    def is_ready(self) -> bool:
+        """Return whether steps of both kinds can be predicted."""
+        return len(self._decode) >= _LEAST and len(self._mixed) >= _LEAST
+
+    @property
+    def median_error(self) -> float | None:
+        """Return the median relative error of the newest predictions; None without any."""
+        errors = [*self._decode.errors, *self._mixed.errors]
+        return float(np.median(errors)) if errors else None

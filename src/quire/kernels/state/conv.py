@@ -1,0 +1,161 @@
+"""Causal depthwise convolution over ragged rows; layers/state/conv.py defines it.
+
+One kernel computes the outputs, a second one the windows, because outputs still read the old ones. Bytes: x and y once
+(the taps of a tile hit the cache), the windows once each way.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.jit import kernel
+from quire.kernels.state.rows import StateRows
+
+
+@triton.jit
+def _owner(starts, rows, at, ROWS_PAD: tl.constexpr):
+    """Return the row of each of the tokens `at`; tokens behind the last row get the last one."""
+    index = tl.arange(0, ROWS_PAD)
+    ends = tl.load(starts + 1 + index, mask=index < rows, other=2147483647)
+    return tl.minimum(tl.sum((ends[None, :] <= at[:, None]).to(tl.int32), 1), rows - 1)
+
+
+@kernel
+def _convolve(
+    x,  # [tokens, channels], row stride `x_stride`
+    taps,  # float32 [WIDTH, channels]
+    bias,  # float32 [channels], read if BIAS
+    window,  # [states, WIDTH - 1, channels]
+    index,  # int64 [rows]
+    starts,  # int32 [rows + 1]
+    fresh,  # bool [rows]
+    y,  # [tokens, channels]
+    tokens,
+    channels,
+    rows,
+    x_stride,
+    WIDTH: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    ROWS_PAD: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+) -> None:
+    """Grid (tiles of tokens, tiles of channels)."""
+    at = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    owner = _owner(starts, rows, at, ROWS_PAD)
+    offset = at - tl.load(starts + owner)
+    state = tl.load(index + owner).to(tl.int64)
+    begins = tl.load(fresh + owner).to(tl.int1)
+    inside = channel < channels
+    there = (at < tokens)[:, None] & inside[None, :]
+    total = tl.zeros([BLOCK_T, BLOCK_C], tl.float32)
+    if BIAS:
+        total += tl.load(bias + channel, mask=inside, other=0.0)[None, :]
+    for back in tl.static_range(WIDTH):
+        weight = tl.load(taps + (WIDTH - 1 - back) * channels + channel, mask=inside, other=0.0)
+        new = (offset >= back)[:, None]
+        from_x = x + (at - back).to(tl.int64)[:, None] * x_stride + channel[None, :]
+        value = tl.load(from_x, mask=there & new, other=0.0).to(tl.float32)
+        if back:
+            old = there & (offset < back)[:, None] & (begins == 0)[:, None]
+            place = (state * (WIDTH - 1) + (WIDTH - 1 + offset - back))[:, None] * channels + channel[None, :]
+            value += tl.load(window + place, mask=old, other=0.0).to(tl.float32)
+        total += value * weight[None, :]
+    if SILU:
+        total = total * tl.sigmoid(total)
+    to = y + at.to(tl.int64)[:, None] * channels + channel[None, :]
+    tl.store(to, total.to(y.dtype.element_ty), mask=there)
+
+
+@kernel
+def _keep(
+    x,
+    window,
+    index,
+    starts,
+    fresh,
+    kept,  # [rows, or tokens if EACH, WIDTH - 1, channels]; the window itself if IN_PLACE
+    channels,
+    rows,
+    x_stride,
+    WIDTH: tl.constexpr,
+    EACH: tl.constexpr,  # windows after each token, not after each row
+    ROWS_PAD: tl.constexpr,
+    KEPT_PAD: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+) -> None:
+    """Write the window after a row or token. Grid (rows or tokens, tiles of channels)."""
+    item = tl.program_id(0)
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    place = tl.arange(0, KEPT_PAD)
+    row = item
+    if EACH:
+        row = tl.sum(_owner(starts, rows, item + tl.zeros([1], tl.int32), ROWS_PAD), 0)
+    first = tl.load(starts + row)
+    length = tl.load(starts + row + 1) - first
+    if EACH:
+        length = item - first + 1
+    state = tl.load(index + row).to(tl.int64)
+    begins = tl.load(fresh + row).to(tl.int1)
+    position = length - (WIDTH - 1) + place  # in the row; negative: in the old window
+    valid = (place < WIDTH - 1)[:, None] & (channel < channels)[None, :]
+    new = tl.load(
+        x + (first + position).to(tl.int64)[:, None] * x_stride + channel[None, :],
+        mask=valid & (position >= 0)[:, None],
+        other=0.0,
+    )
+    older = (state * (WIDTH - 1) + position + WIDTH - 1)[:, None] * channels + channel[None, :]
+    keeps = valid & (position < 0)[:, None] & (begins == 0)
+    old = tl.load(window + older, mask=keeps, other=0.0)
+    value = tl.where((position >= 0)[:, None], new, old)
+    tl.debug_barrier()  # other threads may still read what is overwritten here
+    to = state
+    if EACH:
+        to = item.to(tl.int64)
+    tl.store(kept + (to * (WIDTH - 1) + place)[:, None] * channels + channel[None, :], value, mask=valid)
+
+
+@kernel
+def _scatter(kept, targets, window, size, BLOCK: tl.constexpr) -> None:
+    """Copy windows to the states that tokens name. Grid (tokens, tiles of a window)."""
+    target = tl.load(targets + tl.program_id(0)).to(tl.int64)
+    if target < 0:
+        return
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    value = tl.load(kept + tl.program_id(0).to(tl.int64) * size + at, mask=at < size)
+    tl.store(window + target * size + at, value, mask=at < size)
+
+
+def causal_conv(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    window: torch.Tensor,
+    rows: StateRows,
+    activation: str | None = None,
+) -> torch.Tensor:
+    """Convolve each row, as layers/state/conv.py does; the activation is silu or None."""
+    assert activation in (None, "silu") and x.stride(1) == 1
+    (tokens, channels), width, count = x.shape, weight.shape[0], len(rows.index)
+    y = torch.empty(tokens, channels, device=x.device, dtype=x.dtype)
+    pad, block_t = triton.next_power_of_2(count), 4 if tokens <= 64 else 16
+    tiles = triton.cdiv(channels, 128)
+    _convolve[(triton.cdiv(tokens, block_t), tiles)](
+        x, weight, weight if bias is None else bias, window, rows.index, rows.starts, rows.fresh, y,
+        tokens, channels, count, x.stride(0),
+        WIDTH=width, BIAS=bias is not None, SILU=activation == "silu", ROWS_PAD=pad, BLOCK_T=block_t, BLOCK_C=128,
+    )  # fmt: skip
+    each = rows.targets is not None
+    kept = torch.empty(tokens, *window.shape[1:], device=x.device, dtype=window.dtype) if each else window
+    _keep[(tokens if each else count, tiles)](
+        x, window, rows.index, rows.starts, rows.fresh, kept, channels, count, x.stride(0),
+        WIDTH=width, EACH=each, ROWS_PAD=pad, KEPT_PAD=triton.next_power_of_2(max(width - 1, 2)), BLOCK_C=128,
+    )  # fmt: skip
+    if rows.targets is not None:
+        size = (width - 1) * channels
+        _scatter[(tokens, triton.cdiv(size, 1024))](kept, rows.targets, window, size, BLOCK=1024)
+    return y

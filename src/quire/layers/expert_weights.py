@@ -149,14 +149,15 @@ def _load_single_biased(env: Env, prefix: str, experts: int, hidden: int, width:
     matrices = _load_single(env, prefix, experts, hidden, width, USUAL)
 
     def biases(name: str, outputs: int, cut: slice = slice(None)) -> torch.Tensor:
-        names = (f"{prefix}{expert}.{name}.bias" for expert in range(experts))
+        names = (f"{prefix}{expert}.{name}.bias" for expert in env.experts.held(experts))
         stacked = torch.stack([env.weights.tensor(one, (outputs,), cut) for one in names])
         return stacked.to(env.device, env.dtype)
 
-    cut = env.parallel.cut(width)
+    cut = env.expert_cut(width)
     gate_up = torch.cat([biases(name, width, cut) for name in USUAL[:2]], 1)
     down = biases(USUAL[2], hidden)
-    return ExpertWeights(matrices.gate_up, matrices.down, gate_up, down if env.parallel.rank == 0 else None)
+    adds_bias = env.parallel.rank == 0 or env.experts.exchange is not None
+    return ExpertWeights(matrices.gate_up, matrices.down, gate_up, down if adds_bias else None)
 
 
 def _load_interleaved_packed(

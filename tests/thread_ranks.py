@@ -45,6 +45,13 @@ class ThreadCommunicator:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return torch.stack(self.meeting.exchange(self.rank, x))
 
+    def all_to_all(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        parts = self.meeting.exchange(self.rank, x)
+        counts = [part.tolist() for part in self.meeting.exchange(self.rank, torch.tensor(sent))]
+        mine = [part.split(count)[self.rank] for part, count in zip(parts, counts)]
+        assert [len(part) for part in mine] == received
+        return torch.cat(mine)
+
 
 def on_ranks(size: int, work: Callable[[Parallel], T]) -> list[T]:
     """Return the results of `work`, run in one thread for each of `size` ranks."""

@@ -29,6 +29,7 @@ SpecMethod = Literal["off", "ngram", "suffix", "draft", "eagle3", "mtp"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 LoadFormat = Literal["auto", "dummy"]
+ExpertExchangeName = Literal["auto", "all-reduce", "all-to-all"]
 Quantization = Literal["auto", "fp8", "fp8-block", "int8", "int4"]
 KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"]
 
@@ -187,6 +188,12 @@ class EngineConfig:
     tensor_parallel_size: int = _parallelism(
         1, "number of ranks, each with its own GPU or CPU process, that share every layer of the model"
     )
+    pipeline_parallel_size: int = _parallelism(
+        1, "number of stages with consecutive layers; each stage has tensor_parallel_size ranks"
+    )
+    pipeline_layer_split: str | None = _parallelism(
+        None, "layers of each stage, such as 16,14 (default: stages of equally many bytes)"
+    )
     data_parallel_size: int = _parallelism(
         1,
         "number of replicas of the model, each in its own process with its own GPUs, that share the requests",
@@ -203,6 +210,15 @@ class EngineConfig:
     )
     rank_token: str | None = _parallelism(
         None, "secret that ranks of other hosts must present (also QUIRE_RANK_TOKEN)"
+    )
+    enable_expert_parallel: bool = _parallelism(
+        False,
+        "give each rank of tensor parallelism whole experts instead of a part of every expert",
+    )
+    expert_exchange: ExpertExchangeName = _parallelism(
+        "auto",
+        "with expert parallelism, how tokens and experts come together: all-reduce, all-to-all, or auto, which sends "
+        "fewer bytes; all-to-all on a GPU needs cuda_graphs off",
     )
     rank_timeout: float = _parallelism(
         60.0, "seconds without progress after which a rank counts as hung and the engine ends"
@@ -271,9 +287,16 @@ class EngineConfig:
                     f"{self.data_parallel_size}; leave one out"
                 )
             object.__setattr__(self, "data_parallel_size", decodes)
+        if self.pipeline_layer_split is not None:
+            parse_layer_split(self.pipeline_layer_split, self.pipeline_parallel_size)
         for illegal, message in ILLEGAL:
             if illegal(self):
                 raise ConfigError(message.format(c=self))
+
+    @property
+    def num_ranks(self) -> int:
+        """Number of processes that compute, each with its own GPU if there are GPUs."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
     @property
     def num_prefills(self) -> int:
@@ -379,6 +402,7 @@ _COUNTS = (
     "spec_tokens",
     "state_snapshots",
     "tensor_parallel_size",
+    "pipeline_parallel_size",
     "data_parallel_size",
 )
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -391,6 +415,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "load_format": get_args(LoadFormat),
     "quantization": get_args(Quantization),
     "kv_cache_dtype": get_args(KVCacheDtype),
+    "expert_exchange": get_args(ExpertExchangeName),
     "attention": ("auto", "reference", "triton", "cpu"),
 }
 
@@ -479,6 +504,15 @@ ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
         "eagle3 for an EAGLE-3 head",
     ),
     (
+        lambda c: c.pipeline_parallel_size > 1 and c.spec_method not in ("off", "ngram", "draft"),
+        "spec_method {c.spec_method} needs the hidden states of all layers in one rank, but pipeline_parallel_size is "
+        "{c.pipeline_parallel_size}; use spec_method ngram or draft",
+    ),
+    (
+        lambda c: c.expert_exchange != "auto" and not c.enable_expert_parallel,
+        "expert_exchange {c.expert_exchange} needs enable_expert_parallel",
+    ),
+    (
         lambda c: (c.spec_tokens or 0) > 16,
         "spec_tokens must be at most 16, got {c.spec_tokens}",
     ),
@@ -487,6 +521,23 @@ ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
 
 def _is_secret(text: str) -> bool:
     return 32 <= len(text) <= 128 and len(text) % 2 == 0 and not set(text) - set("0123456789abcdefABCDEF")
+
+
+def parse_layer_split(text: str, stages: int) -> tuple[int, ...]:
+    """Return the number of layers of each stage.
+
+    Raises:
+        ConfigError: if `text` does not hold a positive number for each of `stages` stages.
+    """
+    numbers = text.split(",")
+    if len(numbers) != stages or not all(
+        n.strip().isascii() and n.strip().isdigit() and int(n) for n in numbers
+    ):
+        raise ConfigError(
+            f"pipeline_layer_split must be {stages} numbers above 0, one for each stage of pipeline_parallel_size, such "
+            f"as {','.join(['16'] * stages)}, got {text!r}"
+        )
+    return tuple(map(int, numbers))
 
 
 def env_flag(name: str) -> bool:

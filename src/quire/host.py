@@ -117,7 +117,8 @@ def _build(
     clock.end("weights")
     start.run("compile")
     clock.end("warm_up")
-    start.run("allocate", start.run("kv_budget"))
+    snapshots = start.run("count_snapshots", start.run("measure"))
+    start.run("allocate", start.run("count_blocks", snapshots))
     size = rank.size
     if size.max_model_len < (config.max_model_len or 1):
         log.warning(

@@ -76,9 +76,7 @@ class LLM:
             from quire.frontend.client.replicas import ReplicatedClient
 
             self.client = ReplicatedClient(config)
-        elif (
-            engine_process or config.tensor_parallel_size > 1
-        ):  # a rank that fails may block the process of the others
+        elif engine_process or config.num_ranks > 1:  # a rank that fails may block the process of the others
             from quire.frontend.client.process import ProcessClient
 
             self.client = ProcessClient(config)

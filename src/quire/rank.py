@@ -22,15 +22,17 @@ from quire.assembly.kv_codes import kv_coded_spec
 from quire.assembly.memory import memory_planner, request_state_bytes
 from quire.assembly.model import load_model, served_spec
 from quire.assembly.speculation import pick_speculation
-from quire.assembly.steps import launch_options
+from quire.assembly.stages import pick_experts, pick_place, pick_stage, with_buffers
+from quire.assembly.steps import launch_options, step_limits
 from quire.assembly.transfer import block_fingerprint, disk_blocks, host_rows, open_mover
 from quire.config import EngineConfig
 from quire.kernels import pick_kernels
 from quire.layers.env import Env
 from quire.models.checkpoint.checkpoint import Checkpoint
-from quire.models.registry import check_shards
+from quire.models.registry import check_shards, check_stages
 from quire.models.spec import ModelSpec
-from quire.parallel.connection import connect_ranks
+from quire.parallel.connection import Meeting
+from quire.parallel.pipeline import NO_LINK, Link
 from quire.parallel.ranks import Parallel
 from quire.types import BlockKey, ConfigError
 from quire.wiring import queue_depth
@@ -72,12 +74,16 @@ class Rank:
         index: int = 0,
         exports: int | None = None,
     ) -> None:
-        check_shards(spec, config.tensor_parallel_size)
+        place = self._place = pick_place(config, index)
+        check_shards(spec, place.size, config.enable_expert_parallel)
+        check_stages(spec, place.stages)
         self.device = (
             pick_device(config.device)  # ranks of other hosts choose their own
             if config.rank_address
-            else rank_device(config.device, index, config.tensor_parallel_size)
+            else rank_device(config.device, index, place.count)
         )
+        self._parallel = Parallel(place.shard, place.size)
+        self._experts = pick_experts(config, spec, self._parallel, self.device)
         self.guard = device_guard(self.device)
         self._path = path
         self._explicit_len = config.max_model_len is not None
@@ -100,7 +106,8 @@ class Rank:
         )
         self._kernels = pick_kernels(self.device, self.dtype, config.cpu_kernels)
         self.backend = pick_attention(config.attention, spec, self.device, self.dtype, self._kernels)
-        self._parallel = Parallel(index, config.tensor_parallel_size)
+        self._stage = pick_stage(config, spec, place)
+        self._link: Link = NO_LINK
         self._loading = ExitStack()
         self.exports = None if exports is None else SharedMemory(exports)
         if self.device.type != "cpu" and (exports is not None or config.num_prefills):
@@ -119,10 +126,15 @@ class Rank:
 
     def connect(self, port: int) -> None:
         """Connect to the other ranks, which meet at `port` of the first one's host."""
-        if self._parallel.size > 1:
-            hosts, timeout_s = host_addresses(self.config.rank_address), self.config.rank_timeout
-            communicator = connect_ranks(port, self._parallel, self.device, timeout_s, hosts)
-            self._parallel = replace(self._parallel, communicator=communicator)
+        config, place, device = self.config, self._place, self.device
+        if place.count > 1:
+            hosts = host_addresses(config.rank_address)
+            meeting = Meeting(port, place, device, config.rank_timeout, hosts)
+            self._parallel = replace(self._parallel, communicator=meeting.communicator())
+            limits = step_limits(config)
+            tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+            self._stage = with_buffers(self._stage, self.spec, tokens, self.dtype, device)
+            self._link = meeting.link(self._stage, queue_depth(config))
 
     def fit_context(self) -> int:
         """Return the longest context, in tokens, of which one request fits beside the weights."""
@@ -133,6 +145,7 @@ class Rank:
             self.dtype,
             self.device,
             explicit_len=self._explicit_len,
+            stage=self._stage,
             drafts=self._draft,
         ).shortened()
         return self._memory.limits.max_model_len
@@ -151,6 +164,8 @@ class Rank:
             backend=backend,
             kernels=kernels,
             parallel=self._parallel,
+            stage=self._stage,
+            experts=self._experts,
             device=self.device,
             dtype=self.dtype,
         )
@@ -160,7 +175,7 @@ class Rank:
         env = Env(checkpoint, self._parallel, backend, self.device, self.dtype, kernels, spec.quantization)
         loader = DraftLoader(config, self._draft, model, env, self._keep)
         speculation = pick_speculation(config, loader)
-        self.worker = Worker(model, backend, memory, options, kernels, speculation)
+        self.worker = Worker(model, backend, memory, options, kernels, speculation, self._link)
 
     def _keep(self, checkpoint: Checkpoint) -> None:
         """Keep a checkpoint until its weights are loaded."""
@@ -169,16 +184,28 @@ class Rank:
 
     def compile(self) -> None:
         """Compile the kernels of common steps. Ranks may find different kernels on disk, so they do not communicate."""
-        with self._parallel.communicator.muted():
+        with self._parallel.communicator.muted(), self._link.muted():
             self.worker.compile_kernels()
 
-    def kv_budget(self) -> int:
-        """Return the bytes that the largest step leaves for the KV cache."""
-        return self._memory.kv_budget(self.worker.measure())
+    def measure(self) -> int:
+        """Return the longest context that fits into what the largest step leaves for the KV cache."""
+        self._kv_budget = self._memory.kv_budget(self.worker.measure())
+        return self._memory.size_kv(self._kv_budget).max_model_len
 
-    def allocate(self, budget: int) -> None:
-        """Allocate a KV cache of at most `budget` bytes."""
-        self.size = self._memory.size_kv(budget)
+    def count_snapshots(self, max_model_len: int) -> int:
+        """Return the number of snapshots of states that fit if contexts have up to `max_model_len` tokens."""
+        memory = self._memory = self._memory.limited(max_model_len)
+        # A stage without such layers does not limit the others.
+        return memory.size_kv(self._kv_budget).num_snapshots if memory.state_bytes else 1 << 30
+
+    def count_blocks(self, snapshots: int) -> int:
+        """Return the number of KV blocks that fit beside so many snapshots."""
+        self.size = replace(self._memory, snapshots=snapshots).size_kv(self._kv_budget)
+        return self.size.num_blocks
+
+    def allocate(self, num_blocks: int) -> None:
+        """Allocate `num_blocks` KV blocks."""
+        self.size = replace(self.size, num_blocks=num_blocks)
         self._memory.check_kv_fits(self.size, self.worker.reserved_bytes)
         self.runner = self.worker.allocate(self.size, self.exports)
 
@@ -198,7 +225,7 @@ class Rank:
             groups=self._memory.groups,
             backend=self.backend.name,
             dtype=self.dtype,
-            rank=self._parallel.rank,
+            rank=self._place.rank,
         )
         self.mover = open_mover(self.config, blocks, rows, self.guard, fingerprint)
 
@@ -241,7 +268,9 @@ class Rank:
         "fit_context": lambda rank, _: rank.fit_context(),
         "load": load,
         "compile": lambda rank, _: rank.compile(),
-        "kv_budget": lambda rank, _: rank.kv_budget(),
+        "measure": lambda rank, _: rank.measure(),
+        "count_snapshots": count_snapshots,
+        "count_blocks": count_blocks,
         "allocate": allocate,
         "host_rows": lambda rank, _: rank.host_rows(),
         "open_tiers": open_tiers,

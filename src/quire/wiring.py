@@ -29,15 +29,16 @@ from quire.core.snapshots import NoSnapshots, SnapshotPool, Snapshots
 from quire.core.steplog import StepLog
 from quire.types import BlockKey, BlockMover, Executor, KVGroup, Totals, max_logit_rows
 
-_OVERLAP_DEPTH = 2
-
 # Makes the connector of an engine from its blocks, its prefix cache and its counters.
 Connect = Callable[[Blocks, HashPrefixCache, Totals], KVConnector]
 
 
 def queue_depth(config: EngineConfig) -> int:
-    """Return the number of launched steps at which the step loop retires the oldest one."""
-    return _OVERLAP_DEPTH if config.overlap else 1
+    """Return the number of launched steps at which the step loop retires the oldest one.
+
+    That is one for each stage of the pipeline, and with overlap one more that the host prepares meanwhile.
+    """
+    return config.pipeline_parallel_size + config.overlap
 
 
 def wire_engine(
@@ -97,7 +98,8 @@ def wire_engine(
         max_model_len=max_model_len,
         block_size=block_size,
         keeps_kv=config.kv_layout != "none",
-        lookahead=depth > 1,
+        lookahead=config.overlap,
+        stages=config.pipeline_parallel_size,
         mixed_prefill_tokens=config.mixed_prefill_tokens or config.max_num_batched_tokens or 1,
         max_logit_rows=max_logit_rows(config.max_num_seqs or 1, drafts),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from quire import LLM, EngineConfig, SamplingParams
 from quire.core.engine import Engine
 from quire.host import build_engine
 from quire.types import ConfigError, EngineDead, EngineRequest, ModelError, StructuredOutputsParams
-from tiny import write_hybrid, write_tiny
+from tiny import CONFIG, write_hybrid, write_tiny
 
 BASE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "cpu_threads": 1}
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
@@ -90,6 +91,53 @@ def test_each_rank_keeps_its_part_of_evicted_blocks(one: LLM, two: LLM, disk: Pa
     assert len([folder for folder in disk.iterdir() if list(folder.glob("*.kv"))]) == 2
 
 
+@pytest.fixture(scope="module")
+def staged() -> Iterator[LLM]:
+    """Two stages, of which the second has less memory than one rank, in spite of the same settings."""
+    llm = demo(kv_cache_memory=BLOCKS * BLOCK_BYTES * 4 // 7, pipeline_parallel_size=2)
+    yield llm
+    llm.client.close()
+
+
+def test_two_stages_answer_as_one_rank(one: LLM, staged: LLM) -> None:
+    """As above; several steps are in flight, and chunks of a prompt follow each other."""
+    assert staged.info.num_blocks == BLOCKS
+    prompts = [PROMPT[: 40 + 9 * i] for i in range(8)]
+    params = [
+        SamplingParams(max_tokens=32, temperature=0.9 * (i % 2), top_p=0.9, seed=i, ignore_eos=True)
+        for i in range(8)
+    ]
+    for _ in range(2):
+        assert answers(staged, prompts, params) == answers(one, prompts, params)
+
+
+HOST_WORK: list[dict[str, Any]] = [
+    {"logprobs": 3, "prompt_logprobs": 2},
+    {"n": 2, "temperature": 1.0, "seed": 5, "repetition_penalty": 1.2},
+    {"structured_outputs": StructuredOutputsParams(json=SCHEMA)},
+]
+
+
+def test_stages_with_what_the_host_takes_part_in(one: LLM, staged: LLM) -> None:
+    params = [SamplingParams(**{"max_tokens": 12, "temperature": 0, **settings}) for settings in HOST_WORK]
+    prompts = ["Once upon a time", "The sea was", "A house"]
+    assert answers(staged, prompts, params) == answers(one, prompts, params)
+    (a,), (b,) = one.embed(["The sea"]), staged.embed(["The sea"])
+    assert a == pytest.approx(b, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"tensor_parallel_size": 2, "overlap": False},
+        {"spec_method": "ngram", "spec_tokens": 3},
+        {"kv_layout": "none", "max_num_batched_tokens": 256},
+    ],
+)
+def test_stages_combine_with(folder: Path, settings: dict[str, Any]) -> None:
+    assert run(tiny(folder, pipeline_parallel_size=2, **settings)) == run(tiny(folder))
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -128,7 +176,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def tiny(folder: Path, **settings: Any) -> Engine:
     base = {"kv_cache_memory": 1 << 19, "skip_tokenizer_init": True, "max_num_batched_tokens": 48}
-    return build_engine(EngineConfig(model=str(folder), **BASE, **base, **settings))[0]
+    return build_engine(EngineConfig(**{"model": str(folder), **BASE, **base, **settings}))[0]
 
 
 def test_ranks_cut_states(tmp_path: Path) -> None:
@@ -167,14 +215,19 @@ def test_four_ranks_share_two_heads_and_end_with_the_engine(folder: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("sign", "timeout_s", "words"),
-    [(signal.SIGKILL, 60.0, "ended with signal SIGKILL"), (signal.SIGSTOP, 1.5, "made no progress")],
+    ("sign", "timeout_s", "words", "kind"),
+    [
+        (signal.SIGKILL, 60.0, "ended with signal SIGKILL", "tensor_parallel_size"),
+        (signal.SIGSTOP, 1.5, "made no progress", "tensor_parallel_size"),
+        (signal.SIGKILL, 60.0, "ended with signal SIGKILL", "pipeline_parallel_size"),
+        (signal.SIGSTOP, 1.5, "made no progress", "pipeline_parallel_size"),
+    ],
 )
 def test_a_failed_rank_ends_the_engine_with_its_name(
-    folder: Path, sign: signal.Signals, timeout_s: float, words: str
+    folder: Path, sign: signal.Signals, timeout_s: float, words: str, kind: str
 ) -> None:
     before = set(children())
-    engine = tiny(folder, tensor_parallel_size=2, rank_timeout=timeout_s, overlap=sign == signal.SIGKILL)
+    engine = tiny(folder, rank_timeout=timeout_s, overlap=sign == signal.SIGKILL, **{kind: 2})
     (rank,) = (p for p in children() if p not in before)
     assert run(engine, 2)
     rank.send_signal(sign)
@@ -201,6 +254,26 @@ def test_sizes_that_do_not_divide_are_refused_before_anything_starts(folder: Pat
     with pytest.raises(ConfigError, match="tensor_parallel_size must be an integer of at least 1"):
         EngineConfig(tensor_parallel_size=0)
     assert set(children()) == before
+
+
+@pytest.mark.parametrize("settings", [{"expert_exchange": "all-to-all"}, {"quantization": "int8"}])
+def test_two_ranks_with_whole_experts_answer_as_one(tmp_path: Path, settings: dict[str, Any]) -> None:
+    moe = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 5}
+    moe |= {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    sizes = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({**CONFIG, **moe, **sizes}))
+    settings = {"load_format": "dummy", "skip_tokenizer_init": True, **settings}
+    plain = {key: value for key, value in settings.items() if key != "expert_exchange"}
+    spread = tiny(tmp_path, tensor_parallel_size=2, enable_expert_parallel=True, **settings)
+    assert run(spread, 3) == run(tiny(tmp_path, **plain), 3)
+    spread.close()
+
+
+def test_experts_that_cannot_be_spread_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="needs a model with experts"):
+        tiny(folder, tensor_parallel_size=2, enable_expert_parallel=True)
+    with pytest.raises(ConfigError, match="all-to-all needs enable_expert_parallel"):
+        EngineConfig(expert_exchange="all-to-all")
 
 
 @pytest.mark.gpu

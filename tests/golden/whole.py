@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from quire.assembly.stages import held_elsewhere
 from quire.attention.base import Angles, AttentionLayer, ForwardBatch, IndexLayer, LatentLayer
 from quire.attention.reference import first_key
 from quire.layers.env import Env
@@ -15,7 +16,9 @@ from quire.models.checkpoint.checkpoint import open_checkpoint
 from quire.models.config.load import load_spec
 from quire.models.decoder import Model
 from quire.models.registry import build_model
+from quire.parallel.experts import ALL_EXPERTS, ExpertExchange, ExpertShard
 from quire.parallel.ranks import Parallel
+from quire.parallel.stage import WHOLE
 from quire.worker.memory.states import StateMemory
 
 ONE_RANK = Parallel()
@@ -136,11 +139,19 @@ def whole_batch(rows: list[list[int]], model: Model | None = None) -> ForwardBat
     return batch
 
 
-def load_model(path: Path, dtype: torch.dtype = torch.float32, parallel: Parallel = ONE_RANK) -> Model:
+def load_model(
+    path: Path,
+    dtype: torch.dtype = torch.float32,
+    parallel: Parallel = ONE_RANK,
+    exchange: ExpertExchange | None = None,
+) -> Model:
     """Load the model at `path` on the CPU, and check that it uses every tensor of its checkpoint."""
     spec = load_spec(path)
-    weights = open_checkpoint(path, spec)
-    env = Env(weights, parallel, WholeSequenceAttention(), torch.device("cpu"), dtype)
+    experts = ALL_EXPERTS
+    if exchange and spec.moe:
+        experts = ExpertShard(exchange, parallel.rank, parallel.size, spec.moe.routing.num_experts)
+    weights = open_checkpoint(path, spec, elsewhere=held_elsewhere(spec, WHOLE, experts))
+    env = Env(weights, parallel, WholeSequenceAttention(), torch.device("cpu"), dtype, experts=experts)
     model = build_model(spec, env)
     model.ranks = parallel.size  # type: ignore[attr-defined]  # whole_batch needs it
     weights.finish()

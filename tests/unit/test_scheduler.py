@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
@@ -73,6 +73,9 @@ class FakeDevice:
     block_size: int
     keeps_kv: bool
     groups: tuple[KVGroup, ...] = (KVGroup(),)
+    stages: int = 1
+    sampled_in: dict = field(default_factory=dict)  # by slot: the step in which it last sampled
+    retired: int = -1  # the last step whose handle has been waited for
     queue: deque = field(default_factory=deque)
     kv: dict = field(default_factory=dict)
     columns: dict = field(default_factory=dict)
@@ -87,6 +90,13 @@ class FakeDevice:
     def forward(self, plan: StepPlan) -> None:
         if self.failing and self.failing.random() < 0.06:
             self._fail(plan)
+        for a in plan.admissions:
+            self.sampled_in.pop(a.slot, None)
+        for slot, samples in zip(plan.slots.tolist(), plan.samples.tolist()):
+            last = self.sampled_in.get(slot, -1)
+            assert last <= max(self.retired, plan.step - self.stages), "a stage lacks the input token"
+            if samples:
+                self.sampled_in[slot] = plan.step
         self.plans[plan.step] = plan
         self.queue.append(lambda: self._forward(plan))
 
@@ -228,6 +238,7 @@ class Handle:
     def wait(self) -> StepResult:
         while self._result is None:
             self._device.queue.popleft()()
+        self._device.retired = self._result.step
         return self._result
 
 
@@ -251,7 +262,8 @@ def make_engine(rng: random.Random | None = None, **fixed) -> tuple[Engine, int]
     budget = choose("budget", [1, 6, 9, 64]) if chunk else max(64, max_len)
     per_request = sum(group.most_blocks(max_len, budget, block_size) for group in groups)
     num_blocks = choose("num_blocks", [per_request, per_request + 3, 3 * per_request, 40 * per_request])
-    depth = choose("depth", [1, 2, 2, 3])
+    stages = fixed.get("stages", 1) if rng is None else rng.choice([1, 1, 2, 3])
+    depth = max(stages, choose("depth", [1, 2, 2, 3, 4]))
     pool = BlockPool(num_blocks, choose("evictor", [LRU, FIFO])())
     caches = keeps and choose("prefix", [True, False])
     policy = Policy(
@@ -260,7 +272,9 @@ def make_engine(rng: random.Random | None = None, **fixed) -> tuple[Engine, int]
         chunk=chunked if chunk else whole,
     )
     mixed = choose("mixed", [1, 5, budget]) if chunk else budget
-    limits = SchedulerLimits(choose("rows", [1, 3, 8]), budget, max_len, block_size, keeps, depth > 1, mixed)
+    limits = SchedulerLimits(
+        choose("rows", [1, 3, 8]), budget, max_len, block_size, keeps, depth > 1, mixed, stages=stages
+    )
     log = StepLog()
     rows = fixed.get("snapshots", rng.choice([None, None, 1, 2, 5, 40]) if rng else None)
     snapshots = NoSnapshots()
@@ -273,7 +287,7 @@ def make_engine(rng: random.Random | None = None, **fixed) -> tuple[Engine, int]
         cache = HashPrefixCache(pool, block_size, groups, snapshots=snapshots)
     blocks = Blocks(pool, cache, block_size, groups, budget, snapshots)
     scheduler = Scheduler(blocks, policy, limits, log, depth=fixed.get("drafts"))
-    device = FakeDevice(block_size, keeps, groups, has_states=bool(rows))
+    device = FakeDevice(block_size, keeps, groups, stages, has_states=bool(rows))
     return Engine(scheduler, device, NoGrammar(), depth, log, check_invariants=True), max_len
 
 
@@ -701,6 +715,16 @@ def _break_roll_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Scheduler, "retire", retire)
 
 
+def _break_stages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Schedule a request again although the first stage of the pipeline does not have its token yet."""
+    original = Scheduler.__init__
+
+    def init(self: Scheduler, blocks, policy, limits, *args, **kwargs) -> None:
+        original(self, blocks, policy, replace(limits, stages=1), *args, **kwargs)
+
+    monkeypatch.setattr(Scheduler, "__init__", init)
+
+
 def _break_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """Release a block of each window too many."""
     original = Blocks.trim
@@ -773,6 +797,7 @@ def _break_release_of_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     "rule",
     [
+        _break_stages,
         _break_time_of_restoring,
         _break_eviction_of_snapshots,
         _break_release_of_snapshots,

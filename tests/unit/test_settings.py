@@ -154,7 +154,7 @@ def test_help_lists_each_switch_once(capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     ("flag", "feature"),
     [
-        ("-pp", "pipeline and expert parallelism"),
+        ("--split-mode", "other splits of a model than tensor, pipeline and expert parallelism"),
         ("--load-in-4bit", "the formats of bitsandbytes"),
         ("--enable-lora", "LoRA"),
     ],

@@ -27,8 +27,8 @@ def rank_device(name: str, rank: int, ranks: int) -> torch.device:
     begin, count = first.index or 0, torch.cuda.device_count()
     if begin + ranks > count:
         raise ConfigError(
-            f"tensor_parallel_size {ranks} needs GPUs {begin} to {begin + ranks - 1}, but this machine has {count}, "
-            "numbered from 0; lower it"
+            f"tensor_parallel_size times pipeline_parallel_size is {ranks}, which needs GPUs {begin} to "
+            f"{begin + ranks - 1}, but this machine has {count}, numbered from 0; lower one of them"
         )
     return first if rank == 0 else pick_device(f"cuda:{begin + rank}")
 

@@ -8,11 +8,14 @@ from pathlib import Path
 import torch
 
 from quire.assembly.drafting import DraftSource
+from quire.assembly.stages import stage_ranges, weight_share
 from quire.assembly.steps import step_limits
 from quire.config import EngineConfig
 from quire.models.checkpoint.sizes import weight_bytes
 from quire.models.spec import ModelSpec
-from quire.worker.memory.kv_groups import choose_groups
+from quire.parallel.stage import WHOLE, Stage
+from quire.types import StateLayout
+from quire.worker.memory.kv_groups import choose_groups, held_by
 from quire.worker.memory.sizing import BlockLayout, MemoryPlanner
 
 
@@ -30,6 +33,7 @@ def memory_planner(
     device: torch.device,
     *,
     explicit_len: bool,
+    stage: Stage = WHOLE,
     drafts: Sequence[DraftSource] = (),
 ) -> MemoryPlanner:
     """Return the planner that divides the memory of `device`.
@@ -40,6 +44,7 @@ def memory_planner(
         spec: the spec that is served.
         dtype: of plain weights, activations and KV entries.
         explicit_len: the user set max_model_len, so a context that does not fit is an error.
+        stage: the layers that this rank holds.
         drafts: networks that draft, whose layers follow those of the model in its blocks.
     """
     limits = step_limits(config)
@@ -48,21 +53,27 @@ def memory_planner(
         keeps_kv=config.kv_layout != "none",
     )
     name, ranks = str(dtype).removeprefix("torch."), config.tensor_parallel_size
-    own = spec.kv_layouts(name, ranks)
+    layouts = spec.kv_layouts(name, ranks)
+    layouts += tuple(layout for draft in drafts for layout in draft.kv_layouts(name, ranks))
+    groups = choose_groups(
+        layouts,
+        limits.max_model_len,
+        paged=layout.paged,
+        keeps_kv=layout.keeps_kv,
+        stages=() if stage.count == 1 else stage_ranges(config, spec, len(layouts)),
+    )
+    own = stage.layers(spec.num_layers)
+    states = enumerate(spec.state_layouts(name, ranks))
     return MemoryPlanner(
         model=config.model,
         spec=spec,
         weight_bytes=weight_bytes(path, spec, dtype, device, config.cpu_kernels),
         dtype=dtype,
         device=device,
-        groups=choose_groups(
-            own + tuple(layout for draft in drafts for layout in draft.kv_layouts(name, ranks)),
-            limits.max_model_len,
-            paged=layout.paged,
-            keeps_kv=layout.keeps_kv,
-        ),
-        states=spec.state_layouts(name, ranks),
-        ranks=ranks,
+        groups=held_by(groups, {*own, *range(spec.num_layers, len(layouts))}),
+        states=tuple(state if index in own else StateLayout(()) for index, state in states),
+        ranks=config.num_ranks,
+        held=weight_share(spec, stage) / ranks,
         limits=limits,
         layout=layout,
         explicit_len=explicit_len,

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from quire.assembly.stages import held_elsewhere
 from quire.attention.base import AttentionBackend
 from quire.config import EngineConfig
 from quire.kernels import Kernels
@@ -16,7 +17,9 @@ from quire.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from quire.models.decoder import Model
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
+from quire.parallel.experts import ALL_EXPERTS, ExpertShard
 from quire.parallel.ranks import Parallel
+from quire.parallel.stage import WHOLE, Stage
 from quire.quant.spec import served_format
 
 
@@ -38,6 +41,8 @@ def load_model(
     backend: AttentionBackend,
     kernels: Kernels | None,
     parallel: Parallel,
+    stage: Stage = WHOLE,
+    experts: ExpertShard = ALL_EXPERTS,
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Model, Checkpoint]:
@@ -50,11 +55,21 @@ def load_model(
         ModelError: if the checkpoint cannot be read or does not fit the model.
     """
     checkpoint: Checkpoint = CheckedCheckpoint(
-        open_checkpoint(path, spec, config.load_format, device=device, dtype=dtype, seed=config.seed)
+        open_checkpoint(
+            path,
+            spec,
+            config.load_format,
+            device=device,
+            dtype=dtype,
+            seed=config.seed,
+            elsewhere=held_elsewhere(spec, stage, experts),
+        )
     )
     try:
         with torch.inference_mode():
-            env = Env(checkpoint, parallel, backend, device, dtype, kernels, spec.quantization)
+            env = Env(
+                checkpoint, parallel, backend, device, dtype, kernels, spec.quantization, stage, experts
+            )
             return build_model(spec, env), checkpoint
     except BaseException:
         checkpoint.close()

@@ -20,7 +20,7 @@ def step_limits(config: EngineConfig) -> StepLimits:
 
 def launch_options(config: EngineConfig, depth: int) -> LaunchOptions:
     """Return how the worker launches steps, of which `depth` may be in flight."""
-    ranks, processes = config.tensor_parallel_size, config.tensor_parallel_size * config.data_parallel_size
+    ranks, processes = config.num_ranks, config.num_ranks * config.data_parallel_size
     return LaunchOptions(
         depth=depth,
         cuda_graphs=config.cuda_graphs,

@@ -7,6 +7,7 @@ NAMES = {
     "-n": "--max-tokens",
     "-q": "--quantization",
     "-tp": "--tensor-parallel-size",
+    "-pp": "--pipeline-parallel-size",
     "--async-scheduling": "--overlap",
     "--attention-backend": "--attention",
     "--chunked-prefill-size": "--max-num-batched-tokens",
@@ -48,6 +49,7 @@ NAMES = {
     "--temp": "--temperature",
     "--dp": "--data-parallel-size",
     "--dp-size": "--data-parallel-size",
+    "--pp-size": "--pipeline-parallel-size",
     "--tp": "--tensor-parallel-size",
     "--tp-size": "--tensor-parallel-size",
     "--tokenizer-path": "--tokenizer",
@@ -58,9 +60,8 @@ NAMES = {
     "--cache-type-v": "--kv-cache-dtype",
 }
 MISSING = {
-    "pipeline and expert parallelism": (
-        "-pp", "--pipeline-parallel-size", "--pp-size", "--ep-size", "--enable-expert-parallel", "--split-mode", "--tensor-split",
-        "--distributed-executor-backend",
+    "other splits of a model than tensor, pipeline and expert parallelism": (
+        "--ep-size", "--split-mode", "--tensor-split", "--distributed-executor-backend",
     ),
     "the formats of bitsandbytes": ("--load-in-4bit", "--load-in-8bit"),
     "LoRA": ("--enable-lora", "--lora-modules", "--max-loras", "--max-lora-rank", "--lora-paths", "--lora"),

@@ -80,7 +80,7 @@ class Engine:
                 self._launch(scheduled)
             except StepFailed as error:
                 self._give_up(str(error))
-        while self._in_flight and (len(self._in_flight) >= self.depth or not scheduled):
+        if self._in_flight and (len(self._in_flight) >= self.depth or not scheduled):
             self._retire_oldest()
         if self._check:
             self.scheduler.check()

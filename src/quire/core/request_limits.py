@@ -20,6 +20,7 @@ class SchedulerLimits:
     lookahead: bool = True  # schedule a row while its last token is still in flight
     mixed_prefill_tokens: int = 1 << 30  # prompt-token budget of steps that also decode
     max_logit_rows: int = 1 << 30  # most tokens that a step samples, draft tokens included
+    stages: int = 1  # of the pipeline: a sampled token can be read that many steps later
 
     def full_length(self, request: EngineRequest, blocks: Blocks) -> int:
         """Return the number of tokens at which a request has its full length, prompt included.

@@ -194,7 +194,9 @@ class Scheduler:
         if contended and self.waiting:
             self._admission.balance(builder, was_empty)
         long_rows: list[tuple[Request, int]] = []
-        lookahead = self.limits.lookahead
+        lookahead, stages = self.limits.lookahead, self.limits.stages
+        # Every stage of a pipeline works on other requests, so each step takes its share of them.
+        most_rows = -(-len(self.running) // stages)
         place = self._rows.place
         # Draft tokens get what is left after one token for every request.
         most_drafts = max(0, min(builder.budget, self.limits.max_logit_rows) - len(self.running))
@@ -202,12 +204,14 @@ class Scheduler:
             if request.paused:
                 continue
             pending, known = request.pending, len(request.tokens)
-            if pending and (not lookahead or known + pending >= request.limit):
+            if pending and (
+                not lookahead or known + pending >= request.limit or builder.step - request.last_step < stages
+            ):
                 continue  # its next input token is not known yet, or it has its full length
             want = known + pending - request.computed
             if want > 1:
                 long_rows.append((request, want))
-            elif builder.budget >= want:
+            elif builder.budget >= want and len(builder.rows) < most_rows:
                 drafts = request.drafts
                 if drafts:
                     room = request.limit - known - pending - 1

@@ -10,7 +10,9 @@ import torch
 
 from quire.attention.base import AttentionBackend
 from quire.kernels import Kernels
+from quire.parallel.experts import ALL_EXPERTS, ExpertShard
 from quire.parallel.ranks import Parallel
+from quire.parallel.stage import WHOLE, Stage
 from quire.quant.spec import QuantSpec
 
 # Takes consecutive rows of a tensor, [n, columns], and the number of rows before them.
@@ -107,6 +109,12 @@ class Env:
     dtype: torch.dtype
     kernels: Kernels | None = None  # None: plain PyTorch
     quantization: QuantSpec | None = None  # None: plain numbers, used as they are
+    stage: Stage = WHOLE  # which layers to build
+    experts: ExpertShard = ALL_EXPERTS  # which experts of a layer to load
+
+    def expert_cut(self, width: int) -> slice:
+        """Return the part of each held expert's intermediate dimension of `width`."""
+        return self.parallel.cut(width) if self.experts.exchange is None else slice(0, width)
 
     @property
     def dtype_name(self) -> str:

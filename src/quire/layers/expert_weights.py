@@ -63,22 +63,23 @@ def load_experts(
         stacked: names of the tensors of all experts, behind the prefix.
     """
     gate_up_name, down_name = (prefix + name for name in stacked)
-    cut = env.parallel.cut(width)
+    cut = env.expert_cut(width)
     part = cut.stop - cut.start
     if env.weights.has(f"{prefix}0.{names[0]}.weight") or not env.weights.has(gate_up_name):
         return _load_single(env, prefix, num_experts, hidden, width, names)
     if env.quantization and env.quantization.convert:
         log_choice("experts that are stored in one tensor are not converted: they stay plain")
-    gate_up = torch.empty(num_experts, 2 * part, hidden, device=env.device, dtype=env.dtype)
-    down = torch.empty(num_experts, hidden, part, device=env.device, dtype=env.dtype)
-    every, shape = slice(None), (num_experts, 2 * width, hidden)
+    held = env.experts.held(num_experts)
+    own, shape = slice(held.start, held.stop), (num_experts, 2 * width, hidden)
+    gate_up = torch.empty(len(held), 2 * part, hidden, device=env.device, dtype=env.dtype)
+    down = torch.empty(len(held), hidden, part, device=env.device, dtype=env.dtype)
     up_cut = slice(width + cut.start, width + cut.stop)
-    env.weights.copy_into(gate_up[:, :part], gate_up_name, shape, every, cut)
-    env.weights.copy_into(gate_up[:, part:], gate_up_name, shape, every, up_cut)
+    env.weights.copy_into(gate_up[:, :part], gate_up_name, shape, own, cut)
+    env.weights.copy_into(gate_up[:, part:], gate_up_name, shape, own, up_cut)
     if part == width:
-        env.weights.copy_into(down, down_name, (num_experts, hidden, width))
+        env.weights.copy_into(down, down_name, (num_experts, hidden, width), own)
     else:  # `copy_into` cannot cut the last of three dimensions
-        down.copy_(env.weights.tensor(down_name, (num_experts, hidden, width))[..., cut])
+        down.copy_(env.weights.tensor(down_name, (num_experts, hidden, width), own)[..., cut])
     return ExpertWeights(gate_up, down)
 
 
@@ -86,9 +87,9 @@ def _load_single(
     env: Env, prefix: str, num_experts: int, hidden: int, width: int, names: Projections
 ) -> ExpertWeights:
     """Load experts that are stored one by one, in the format that the checkpoint has them in."""
-    cut, every = env.parallel.cut(width), slice(None)
+    cut, every = env.expert_cut(width), slice(None)
     gate_up, down = [], []
-    for expert in range(num_experts):
+    for expert in env.experts.held(num_experts):
         gate_name, up_name, down_name = (f"{prefix}{expert}.{name}.weight" for name in names)
         gate_up.append([Part(name, (width, hidden), cut, every) for name in (gate_name, up_name)])
         down.append([Part(down_name, (hidden, width), every, cut)])
@@ -104,16 +105,17 @@ def load_transposed_experts(
     """
     if env.weights.has(f"{prefix}0.gate_proj.weight"):
         return load_experts(env, prefix, num_experts, hidden, width)
-    cut, weights = env.parallel.cut(width), env.weights
+    cut, weights = env.expert_cut(width), env.weights
     part = cut.stop - cut.start
-    gate_up = torch.empty(num_experts, 2 * part, hidden, device=env.device, dtype=env.dtype)
-    down = torch.empty(num_experts, hidden, part, device=env.device, dtype=env.dtype)
-    for expert in range(num_experts):  # one at a time, so that only one is in memory twice
+    held = env.experts.held(num_experts)
+    gate_up = torch.empty(len(held), 2 * part, hidden, device=env.device, dtype=env.dtype)
+    down = torch.empty(len(held), hidden, part, device=env.device, dtype=env.dtype)
+    for place, expert in enumerate(held):  # one at a time, so that only one is in memory twice
         one = slice(expert, expert + 1)
         stored = weights.tensor(prefix + "gate_up_proj", (num_experts, hidden, 2 * width), one)[0].t()
-        gate_up[expert, :part] = stored[:width][cut]
-        gate_up[expert, part:] = stored[width:][cut]
-        down[expert] = weights.tensor(prefix + "down_proj", (num_experts, width, hidden), one, cut)[0].t()
+        gate_up[place, :part] = stored[:width][cut]
+        gate_up[place, part:] = stored[width:][cut]
+        down[place] = weights.tensor(prefix + "down_proj", (num_experts, width, hidden), one, cut)[0].t()
     return ExpertWeights(gate_up, down)
 
 
@@ -122,10 +124,11 @@ def load_interleaved_experts(
 ) -> ExpertWeights:
     """Load experts as gpt-oss stores them: stacked, [inputs, outputs], rows of gate and up alternating, with biases.
 
-    A GGUF file has the usual projections instead, with biases. The arguments are those of `load_experts`. Ranks sum their partial results, so only the first one adds the bias of
-    the down projection.
+    A GGUF file has the usual projections instead, with biases. The arguments are those of `load_experts`. Ranks sum
+    their partial results, so only the first one adds the bias of the down projection, unless each expert is whole on
+    one rank.
     """
-    cut = env.parallel.cut(width)
+    cut = env.expert_cut(width)
     weights, experts = env.weights, num_experts
     if weights.has(prefix + "0.gate_proj.bias") and not weights.has(prefix + "gate_up_proj_bias"):
         return _load_single_biased(env, prefix, experts, hidden, width)
@@ -133,10 +136,12 @@ def load_interleaved_experts(
         matrices = _load_interleaved_packed(env, prefix, experts, hidden, width)
     else:
         matrices = _load_interleaved_plain(env, prefix, experts, hidden, width)
-    bias = weights.tensor(prefix + "gate_up_proj_bias", (experts, 2 * width))
+    held = slice(env.experts.held(experts).start, env.experts.held(experts).stop)
+    bias = weights.tensor(prefix + "gate_up_proj_bias", (experts, 2 * width), held)
     gate_up_bias = torch.cat((bias[:, 0::2][:, cut], bias[:, 1::2][:, cut]), 1).to(env.device, env.dtype)
-    down_bias = weights.tensor(prefix + "down_proj_bias", (experts, hidden)).to(env.device, env.dtype)
-    return ExpertWeights(*matrices, gate_up_bias, down_bias if env.parallel.rank == 0 else None)
+    down_bias = weights.tensor(prefix + "down_proj_bias", (experts, hidden), held).to(env.device, env.dtype)
+    adds_bias = env.parallel.rank == 0 or env.experts.exchange is not None
+    return ExpertWeights(*matrices, gate_up_bias, down_bias if adds_bias else None)
 
 
 def _load_single_biased(env: Env, prefix: str, experts: int, hidden: int, width: int) -> ExpertWeights:
@@ -144,23 +149,24 @@ def _load_single_biased(env: Env, prefix: str, experts: int, hidden: int, width:
     matrices = _load_single(env, prefix, experts, hidden, width, USUAL)
 
     def biases(name: str, outputs: int, cut: slice = slice(None)) -> torch.Tensor:
-        names = (f"{prefix}{expert}.{name}.bias" for expert in range(experts))
+        names = (f"{prefix}{expert}.{name}.bias" for expert in env.experts.held(experts))
         stacked = torch.stack([env.weights.tensor(one, (outputs,), cut) for one in names])
         return stacked.to(env.device, env.dtype)
 
-    cut = env.parallel.cut(width)
+    cut = env.expert_cut(width)
     gate_up = torch.cat([biases(name, width, cut) for name in USUAL[:2]], 1)
     down = biases(USUAL[2], hidden)
-    return ExpertWeights(matrices.gate_up, matrices.down, gate_up, down if env.parallel.rank == 0 else None)
+    adds_bias = env.parallel.rank == 0 or env.experts.exchange is not None
+    return ExpertWeights(matrices.gate_up, matrices.down, gate_up, down if adds_bias else None)
 
 
 def _load_interleaved_packed(
     env: Env, prefix: str, experts: int, hidden: int, width: int
 ) -> tuple[StackedWeight, StackedWeight]:
     """Load gpt-oss's experts in MXFP4, where rows are outputs."""
-    cut, every = env.parallel.cut(width), slice(None)
+    cut, every = env.expert_cut(width), slice(None)
     gate_up, down = [], []
-    for index in range(experts):
+    for index in env.experts.held(experts):
         rows = (slice(2 * cut.start + odd, 2 * cut.stop + odd - 1, 2) for odd in (0, 1))
         shape = (2 * width, hidden)
         gate_up.append(
@@ -174,14 +180,15 @@ def _load_interleaved_plain(
     env: Env, prefix: str, experts: int, hidden: int, width: int
 ) -> tuple[StackedWeight, StackedWeight]:
     """Load gpt-oss's experts as plain numbers, stored [inputs, outputs]."""
-    cut, weights = env.parallel.cut(width), env.weights
+    cut, weights = env.expert_cut(width), env.weights
     part = cut.stop - cut.start
-    gate_up = torch.empty(experts, 2 * part, hidden, device=env.device, dtype=env.dtype)
-    down = torch.empty(experts, hidden, part, device=env.device, dtype=env.dtype)
-    for expert in range(experts):  # one at a time, so that only one is in memory twice
+    held = env.experts.held(experts)
+    gate_up = torch.empty(len(held), 2 * part, hidden, device=env.device, dtype=env.dtype)
+    down = torch.empty(len(held), hidden, part, device=env.device, dtype=env.dtype)
+    for place, expert in enumerate(held):  # one at a time, so that only one is in memory twice
         one = slice(expert, expert + 1)
         stored = weights.tensor(prefix + "gate_up_proj", (experts, hidden, 2 * width), one)[0].t()
-        gate_up[expert, :part] = stored[0::2][cut]
-        gate_up[expert, part:] = stored[1::2][cut]
-        down[expert] = weights.tensor(prefix + "down_proj", (experts, width, hidden), one, cut)[0].t()
+        gate_up[place, :part] = stored[0::2][cut]
+        gate_up[place, part:] = stored[1::2][cut]
+        down[place] = weights.tensor(prefix + "down_proj", (experts, width, hidden), one, cut)[0].t()
     return gate_up, down

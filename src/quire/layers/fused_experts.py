@@ -61,6 +61,8 @@ class FusedRouter(FusingRouter):
 class FusedExperts:
     """Unquantised experts on a GPU."""
 
+    is_partial = True
+
     def __init__(self, weights: ExpertWeights, activation: str) -> None:
         gate_up, down = weights.gate_up, weights.down
         assert isinstance(gate_up, torch.Tensor) and isinstance(down, torch.Tensor)

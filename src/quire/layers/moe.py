@@ -22,6 +22,7 @@ from quire.layers.activation import FUSED_ACTIVATIONS, Activation
 from quire.layers.env import Env
 from quire.layers.expert_weights import ExpertWeights, StackedWeight
 from quire.layers.linear import Linear
+from quire.layers.local_experts import ExchangedExperts, LocalExperts, SortedMLPs
 from quire.layers.mlp import CLAMPED_SWIGLU, GatedMLP, gated
 from quire.layers.routing import FusingRouter, Router, exact_sigmoid, fuses_experts
 from quire.parallel.ranks import Parallel
@@ -32,6 +33,11 @@ from quire.quant.rounding import rounding_of
 
 class Experts(Protocol):
     """The expert MLPs of a layer."""
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether the results of all ranks have to be added."""
+        ...
 
     def __call__(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
         """Return the weighted sum of the outputs of each token's experts: [tokens, hidden] for x [tokens, hidden]."""
@@ -57,7 +63,9 @@ class MoE:
 
     def mix(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
         """Return the weighted sum of the chosen experts, plus the shared ones."""
-        y = self.parallel.all_reduce(self.experts(x, choice))
+        y = self.experts(x, choice)
+        if self.experts.is_partial:
+            y = self.parallel.all_reduce(y)
         return y if self.shared is None else y + self.shared(x)
 
     def after_norm(self, norm: torch.Tensor, eps: float) -> tuple[NormedProduct, int] | None:
@@ -97,16 +105,25 @@ def make_experts(env: Env, weights: ExpertWeights, activation: str) -> Experts:
         activation: key of `ACTIVATIONS`, or clamped_swiglu.
     """
     is_plain = isinstance(weights.gate_up, torch.Tensor) and isinstance(weights.down, torch.Tensor)
-    fusable = is_plain and activation in (*FUSED_ACTIVATIONS, CLAMPED_SWIGLU)
+    # The fused kernels compute every expert that a token has chosen, also those of other ranks.
+    fusable = is_plain and not env.experts.exchange and activation in (*FUSED_ACTIVATIONS, CLAMPED_SWIGLU)
     if fusable and fuses_experts(env.device, env.dtype):
         from quire.layers.fused_experts import FusedExperts
 
         return FusedExperts(weights, activation)
-    act = gated(activation, env.kernels)
-    if env.device.type == "cpu":
-        return SortedExperts(LoopedMLPs(weights, act, partial(any_product, env)))
-    product = pick_product(env.device, env.dtype, *weights.down.shape[1:])
-    return SortedExperts(GroupedMLPs(weights, act, with_quantised(product)))
+    act, on_cpu = gated(activation, env.kernels), env.device.type == "cpu"
+    mlps: SortedMLPs
+    if on_cpu:
+        mlps = LoopedMLPs(weights, act, partial(any_product, env))
+    else:
+        product = pick_product(env.device, env.dtype, *weights.down.shape[1:])
+        mlps = GroupedMLPs(weights, act, with_quantised(product))
+    shard = env.experts
+    if shard.exchange is None:
+        return SortedExperts(mlps)
+    exchanges = shard.exchange == "all-to-all"
+    local = LocalExperts(mlps, shard.held(shard.total), fixed_shapes=not (on_cpu or exchanges))
+    return ExchangedExperts(local, shard, env.parallel) if exchanges else local
 
 
 class InputWeighted:
@@ -115,6 +132,10 @@ class InputWeighted:
     def __init__(self, experts: Experts) -> None:
         self.experts = experts
 
+    @property
+    def is_partial(self) -> bool:
+        return self.experts.is_partial
+
     def __call__(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
         tokens, top_k = choice.ids.shape
         weighted = x.unsqueeze(1) * choice.weights.to(x.dtype).unsqueeze(-1)  # [tokens, top_k, hidden]
@@ -122,12 +143,10 @@ class InputWeighted:
         return self.experts(weighted.flatten(0, 1), single).view(tokens, top_k, -1).sum(1)
 
 
-# Maps rows x [n, hidden], sorted by their expert ids int64 [n], to [n, hidden].
-SortedMLPs = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-
-
 class SortedExperts:
     """Experts that run on rows sorted by expert. A token's row is repeated for each of its experts."""
+
+    is_partial = True
 
     def __init__(self, mlps: SortedMLPs) -> None:
         self.mlps = mlps
@@ -198,7 +217,7 @@ class GroupedMLPs:
 
 
 def _add_bias(y: torch.Tensor, bias: torch.Tensor | None, ids: torch.Tensor) -> torch.Tensor:
-    return y if bias is None else y + bias[ids]
+    return y if bias is None else y + bias[ids.clamp(max=len(bias) - 1)]  # behind them: other ranks' experts
 
 
 def with_quantised(product: GroupedProduct) -> StackedProduct:

@@ -15,7 +15,7 @@ import torch
 from quire.attention.base import ForwardBatch, KVLayer
 from quire.layers.embedding import Embedding, LMHead
 from quire.layers.env import Env, Weights
-from quire.layers.norm import NORMS
+from quire.layers.norm import NORMS, Norm
 from quire.layers.rope import Rope
 from quire.models.layouts import LAYOUTS, DecoderLayer
 from quire.models.spec import ModelSpec
@@ -38,41 +38,55 @@ class Model(Protocol):
         """Run the model on a step, and write its keys and values to `batch.kv_slots`.
 
         Returns:
-            Hidden states [tokens, hidden], or [wanted, hidden] if `batch.wanted` is set.
+            Hidden states [tokens, hidden], or [wanted, hidden] if `batch.wanted` is set. Before the last stage of a
+            pipeline: the states that the next stage needs, [tokens, hidden].
         """
         ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return logits [n, vocab] of hidden states [n, hidden]."""
+        """Return logits [n, vocab] of hidden states [n, hidden]. Only the last stage of a pipeline can."""
         ...
 
 
 class DecoderModel:
-    """Embedding, layers, final norm, head. Layers have the class `layer_class`, or that of the spec's layout."""
+    """Embedding, layers, final norm, head. Layers have the class `layer_class`, or that of the spec's layout.
+
+    A stage of a pipeline has its layers only, the first one the embedding, and the last one norm and head.
+    """
 
     layer_class: type[DecoderLayer] | None = None
+    embed: Embedding
+    norm: Norm
+    head: LMHead
 
     def __init__(self, env: Env, spec: ModelSpec) -> None:
         table = spec.names.get("embed_tokens", "embed_tokens")
         prefix = find_prefix(env.weights, table + ".weight", PREFIXES)
-        self.spec, self.prefix = spec, prefix
-        self.embed = Embedding(
-            env,
-            prefix + table,
-            spec.vocab_size,
-            spec.hidden_size,
-            spec.embedding_scale,
-            spec.rounds_embedding_scale,
-        )
+        self.spec, self.prefix, self.stage = spec, prefix, env.stage
+        if self.stage.is_first or (self.stage.is_last and spec.tie_embeddings):
+            self.embed = Embedding(
+                env,
+                prefix + table,
+                spec.vocab_size,
+                spec.hidden_size,
+                spec.embedding_scale,
+                spec.rounds_embedding_scale,
+            )
         kinds = [(params, spec.rope_dim(index)) for index, params in enumerate(spec.layer_ropes)]
         different = list(dict.fromkeys(kinds))
         self.ropes = [Rope(*kind, spec.max_model_len, env.device, env.dtype) for kind in different]
-        self.rope_of = [different.index(kind) for kind in kinds]  # by layer
+        own = self.stage.layers(spec.num_layers)
+        self.rope_of = [different.index(kinds[index]) for index in own]
         layer_class = self.layer_class or LAYOUTS[spec.layout]
-        self.layers: Sequence[DecoderLayer] = [
-            layer_class(env, spec, i, f"{prefix}layers.{i}.") for i in range(spec.num_layers)
-        ]
-        norm = NORMS[spec.norm]
+        self.layers: Sequence[DecoderLayer] = [layer_class(env, spec, i, f"{prefix}layers.{i}.") for i in own]
+        attention = (layer.attn.attention for layer in self.layers)
+        self.attention_layers = [layer for layer in attention if layer is not None]
+        if self.stage.is_last:
+            self.load_end(env, prefix)
+
+    def load_end(self, env: Env, prefix: str) -> None:
+        """Load the final norm and the head."""
+        spec, norm = self.spec, NORMS[self.spec.norm]
         self.norm = norm(env, prefix + spec.names.get("norm", "norm"), spec.hidden_size, spec.norm_eps)
         self.head = LMHead(
             env,
@@ -84,15 +98,14 @@ class DecoderModel:
             spec.logit_scale,
             spec.head_bias,
         )
-        attention = (layer.attn.attention for layer in self.layers)
-        self.attention_layers = [layer for layer in attention if layer is not None]
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
         rotations = [rope.lookup(batch.positions) for rope in self.ropes]
-        x, residual = self.embed(batch.input_ids), None
+        x = self.embed(batch.input_ids) if self.stage.is_first else self.stage.entered(len(batch.input_ids))
+        residual: torch.Tensor | None = None
         for layer, rope in zip(self.layers, self.rope_of):
             x, residual = layer(x, residual, rotations[rope], batch)
-        return self.norm(x, residual)[0]
+        return self.norm(x, residual)[0] if self.stage.is_last else self.stage.hand_over(x, residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden)

@@ -55,20 +55,29 @@ class GPT2Model:
 
     def __init__(self, env: Env, spec: ModelSpec) -> None:
         prefix = find_prefix(env.weights, "wte.weight", ("transformer.", ""))
-        self.spec = spec
-        self.tokens = Embedding(env, prefix + "wte", spec.vocab_size, spec.hidden_size)
-        self.positions = Embedding(env, prefix + "wpe", spec.num_positions, spec.hidden_size)
-        self.layers = [GPT2Layer(env, spec, i, f"{prefix}h.{i}.") for i in range(spec.num_layers)]
-        self.norm = LayerNorm(env, prefix + "ln_f", spec.hidden_size, spec.norm_eps)
-        tied = self.tokens if spec.tie_embeddings else None
-        self.head = LMHead(env, "lm_head", spec.hidden_size, spec.vocab_size, tied)
+        self.spec, self.stage = spec, env.stage
+        is_first, is_last = self.stage.is_first, self.stage.is_last
+        if is_first or (is_last and spec.tie_embeddings):
+            self.tokens = Embedding(env, prefix + "wte", spec.vocab_size, spec.hidden_size)
+        if is_first:
+            self.positions = Embedding(env, prefix + "wpe", spec.num_positions, spec.hidden_size)
+        own = self.stage.layers(spec.num_layers)
+        self.layers = [GPT2Layer(env, spec, i, f"{prefix}h.{i}.") for i in own]
+        if is_last:
+            self.norm = LayerNorm(env, prefix + "ln_f", spec.hidden_size, spec.norm_eps)
+            tied = self.tokens if spec.tie_embeddings else None
+            self.head = LMHead(env, "lm_head", spec.hidden_size, spec.vocab_size, tied)
         self.attention_layers = [layer.attention for layer in self.layers]
 
     def __call__(self, batch: ForwardBatch) -> torch.Tensor:
-        x, residual = self.tokens(batch.input_ids) + self.positions(batch.positions), None
+        if self.stage.is_first:
+            x = self.tokens(batch.input_ids) + self.positions(batch.positions)
+        else:
+            x = self.stage.entered(len(batch.input_ids))
+        residual: torch.Tensor | None = None
         for layer in self.layers:
             x, residual = layer(x, residual, batch)
-        return self.norm(x, residual)[0]
+        return self.norm(x, residual)[0] if self.stage.is_last else self.stage.hand_over(x, residual)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.head(hidden)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import cast
 
 from quire.layers.env import Env
 from quire.models.decoder import DecoderModel, Model
@@ -47,18 +48,31 @@ def build_model(spec: ModelSpec, env: Env) -> Model:
             ranks, or if a tensor is missing or has a wrong shape.
     """
     spec.check_quantization()
-    check_shards(spec, env.parallel.size)
+    check_shards(spec, env.parallel.size, env.experts.exchange is not None)
+    check_stages(spec, env.stage.count)
     return CLASSES.get(spec.family, DecoderModel)(env, spec)
 
 
-def check_shards(spec: ModelSpec, size: int) -> None:
+def check_stages(spec: ModelSpec, stages: int) -> None:
+    """Raise ModelError if the layers of the model need more of each other than a pipeline passes on."""
+    model_class = CLASSES.get(spec.family, DecoderModel)
+    plain = (DecoderModel.__call__, GPT2Model.__call__)
+    if stages > 1 and cast(type, model_class).__call__ not in plain:
+        raise ModelError(
+            f"{spec.architecture} cannot be cut into {stages} stages: its layers read more than the output of the layer "
+            "in front; use tensor_parallel_size instead of pipeline_parallel_size"
+        )
+
+
+def check_shards(spec: ModelSpec, size: int, whole_experts: bool = False) -> None:
     """Raise ModelError, naming what does not divide, if the model cannot be sharded over `size` ranks."""
     sizes = {
         "heads": spec.num_heads,
         "intermediate size": math.gcd(*map(spec.mlp_size, range(spec.num_layers))),
     }
     if spec.moe:
-        sizes["expert intermediate size"] = spec.moe.intermediate_size
+        if not whole_experts:
+            sizes["expert intermediate size"] = spec.moe.intermediate_size
         if all(spec.moe.sparse):
             del sizes["intermediate size"]
     if spec.mixer:

@@ -259,24 +259,31 @@ class ModelSpec:
         return self.moe.sparse if self.moe else (False,) * self.num_layers
 
     @property
-    def num_parameters(self) -> int:
-        """Number of parameters of the matrices, without norms and biases (a few thousandths of all)."""
+    def layer_parameters(self) -> tuple[int, ...]:
+        """Return the parameters of each layer's matrices."""
         gated = 2 if self.mlp == "plain" else 3
-        attends = self.attends or (True,) * self.num_layers
-        total = sum(self._attention_parameters(index) for index in range(self.num_layers) if attends[index])
-        if self.gemma:
-            total += self.gemma.num_parameters(self.hidden_size, self.num_layers)
-        if self.mixer:
-            total += sum(self.mixes) * self.mixer.num_parameters(self.hidden_size)
+        counts = []
         for index, sparse in enumerate(self.layer_is_sparse):
+            total = self._attention_parameters(index) if not self.attends or self.attends[index] else 0
+            if self.mixer and self.mixes[index]:
+                total += self.mixer.num_parameters(self.hidden_size)
             if self.feeds and not self.feeds[index]:
-                continue
-            if sparse and self.moe:
+                pass
+            elif sparse and self.moe:
                 widths = self.moe.routing.num_experts * self.moe.intermediate_size + self.moe.shared_size
                 routers = self.moe.routing.num_experts + self.moe.shared_gate
                 total += self.hidden_size * (gated * widths + routers)
             else:
                 total += gated * self.hidden_size * self.mlp_size(index)
+            counts.append(total)
+        return tuple(counts)
+
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters of the matrices, without norms and biases (a few thousandths of all)."""
+        total = sum(self.layer_parameters)
+        if self.gemma:
+            total += self.gemma.num_parameters(self.hidden_size, self.num_layers)
         positions = self.num_positions * self.hidden_size
         embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_embeddings else 2)
         return total + embeddings + positions

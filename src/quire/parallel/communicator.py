@@ -26,6 +26,10 @@ class Communicator(Protocol):
         """Return the ranks' tensors `x`, stacked in the order of ranks: [size, *x.shape]."""
         ...
 
+    def all_to_all(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """Send `sent[r]` consecutive rows of `x` to each rank r. Return the `received[r]` rows from each, in order."""
+        ...
+
     def muted(self) -> AbstractContextManager[object]:
         """Return a context in which calls exchange nothing, for steps that only compile kernels."""
         ...
@@ -39,6 +43,9 @@ class Alone:
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return x.unsqueeze(0)
+
+    def all_to_all(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        return x
 
     def muted(self) -> AbstractContextManager[object]:
         return nullcontext()
@@ -77,6 +84,12 @@ class GroupCommunicator:
         out = x.new_empty(self._size * x.shape[0], *x.shape[1:])
         _wait(self._group._allgather_base(out, x.contiguous(), self._gather))
         return out.view(self._size, *x.shape)
+
+    def all_to_all(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        out = x.new_zeros(sum(received), *x.shape[1:])
+        if not self._is_muted:
+            _wait(self._group.alltoall_base(out, x.contiguous(), received, sent))
+        return out
 
 
 def _wait(work: dist.Work | None) -> None:

@@ -1,4 +1,4 @@
-"""The meeting of ranks, and the choice of their communicator."""
+"""The meeting of ranks, and the choice of their communicators and links."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 
 from quire.kernels import available
-from quire.parallel.communicator import Communicator, GroupCommunicator
-from quire.parallel.ranks import Parallel
+from quire.parallel.communicator import ALONE, Communicator, GroupCommunicator
+from quire.parallel.pipeline import NO_LINK, GroupLink, Link
+from quire.parallel.place import Place
+from quire.parallel.stage import Stage
 from quire.types import ConfigError
 
 
@@ -29,14 +31,12 @@ def open_store(size: int, host: str) -> dist.TCPStore:
     return dist.TCPStore(host, 0, size, is_master=True, wait_for_workers=False)
 
 
-def connect_ranks(
-    port: int, parallel: Parallel, device: torch.device, timeout_s: float, hosts: HostAddresses
-) -> Communicator:
-    """Connect this rank to the others: by gloo on CPUs, by NCCL on GPUs.
+class Meeting:
+    """The process groups of a rank: by gloo on CPUs, by NCCL on GPUs. All ranks call the methods in the same order.
 
     Args:
         port: of the store at which the ranks meet.
-        parallel: this rank's place.
+        place: this rank's place.
         device: of this rank.
         timeout_s: longest wait for another rank.
         hosts: where the ranks are.
@@ -44,31 +44,66 @@ def connect_ranks(
     Raises:
         ConfigError: if this process is already connected to ranks on GPUs.
     """
-    limit = timedelta(seconds=timeout_s)
-    store = dist.TCPStore(
-        hosts.meeting, port, parallel.size, is_master=False, wait_for_workers=False, timeout=limit
-    )
-    if device.type == "cpu":
-        return GroupCommunicator(_gloo_group(store, parallel, limit, hosts.own))
-    if dist.is_initialized():
-        raise ConfigError(
-            "one process can hold one engine with several GPUs; use a process for each, such as engine_process=True"
+
+    def __init__(
+        self, port: int, place: Place, device: torch.device, timeout_s: float, hosts: HostAddresses
+    ) -> None:
+        self._place, self._device, self._limit = place, device, timedelta(seconds=timeout_s)
+        self._hosts = hosts
+        self._store = dist.TCPStore(
+            hosts.meeting, port, place.count, is_master=False, wait_for_workers=False, timeout=self._limit
         )
-    dist.init_process_group(
-        "nccl", store=store, rank=parallel.rank, world_size=parallel.size, timeout=limit, device_id=device
-    )
-    group = dist.group.WORLD
-    assert group is not None
-    if not (hosts.one_host and available(device)):  # other hosts have no common memory
-        return GroupCommunicator(group)
-    from quire.parallel.symmetric import symmetric_or  # deferred, because it imports triton
+        if device.type == "cpu":
+            return
+        if dist.is_initialized():
+            raise ConfigError(
+                "one process can hold one engine with several GPUs; use a process for each, such as engine_process=True"
+            )
+        dist.init_process_group(
+            "nccl",
+            store=self._store,
+            rank=place.rank,
+            world_size=place.count,
+            timeout=self._limit,
+            device_id=device,
+        )
 
-    return symmetric_or(GroupCommunicator(group), group, device)
+    def communicator(self) -> Communicator:
+        """Return the connection to the ranks that share this rank's layers."""
+        place = self._place
+        if place.size == 1:
+            return ALONE
+        group = self._group("tensor", [place.tensor_group(stage) for stage in range(place.stages)])
+        if not (self._hosts.one_host and available(self._device)):  # other hosts have no common memory
+            return GroupCommunicator(group)
+        from quire.parallel.symmetric import symmetric_or  # deferred, because it imports triton
+
+        return symmetric_or(GroupCommunicator(group), group, self._device)
+
+    def link(self, stage: Stage, depth: int) -> Link:
+        """Return the connection to the other stages of a pipeline in which `depth` steps may be in flight."""
+        place = self._place
+        if place.stages == 1:
+            return NO_LINK
+        columns = [place.column(shard) for shard in range(place.size)]
+        return GroupLink(stage, self._group("states", columns), self._group("tokens", columns), depth)
+
+    def _group(self, name: str, parts: list[list[int]]) -> dist.ProcessGroup:
+        """Return the group of this rank, after all ranks have been divided into `parts`."""
+        mine = next(part for part in parts if self._place.rank in part)
+        if self._device.type == "cpu":
+            store = dist.PrefixStore(f"{name}-{mine[0]}", self._store)
+            return _gloo_group(store, mine.index(self._place.rank), len(mine), self._limit, self._hosts.own)
+        if len(parts) == 1 and name == "tensor" and dist.group.WORLD is not None:
+            return dist.group.WORLD
+        # Every rank takes part in the making of all groups.
+        made = [dist.new_group(part, timeout=self._limit) for part in parts]
+        return made[parts.index(mine)]
 
 
-def _gloo_group(store: dist.Store, parallel: Parallel, limit: timedelta, own: str) -> Any:
+def _gloo_group(store: dist.Store, rank: int, size: int, limit: timedelta, own: str) -> Any:
     group: Any = dist.ProcessGroupGloo  # torch's stubs do not know its options
     options = group._Options()
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=own)]
     options._timeout = limit
-    return group(store, parallel.rank, parallel.size, options)
+    return group(store, rank, size, options)

@@ -56,6 +56,14 @@ class Parallel:
         """Return the sum of `x` over all ranks. `x` may be overwritten."""
         return self.communicator.all_reduce(x)
 
+    def all_to_all(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        """Send the first `sent[0]` rows of `x` to rank 0, the next ones to rank 1, and so on.
+
+        Returns:
+            The rows from all ranks, in their order; `received` are the numbers of rows.
+        """
+        return self.communicator.all_to_all(x, sent, received)
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """Return the shards x [rows, width] of all ranks side by side, [rows, size * width]."""
         if self.size == 1:

@@ -72,6 +72,9 @@ class SymmetricCommunicator:
         torch.ops.symm_mem.two_shot_all_reduce_(shared, "sum", self._name)
         return x.copy_(shared)
 
+    def all_to_all(self, x: torch.Tensor, sent: list[int], received: list[int]) -> torch.Tensor:
+        return self._wider.all_to_all(x, sent, received)
+
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         return self._wider.all_gather(x)
 

@@ -120,9 +120,9 @@ def start_peers(config: EngineConfig) -> Peers:
     Raises:
         ConfigError: on Windows, where a child process cannot inherit descriptors.
     """
-    if config.tensor_parallel_size == 1:
+    if config.num_ranks == 1:
         return NoPeers()
-    size = config.tensor_parallel_size
+    size = config.num_ranks
     joined = await_ranks(config.rank_address, config.rank_token, size - 1) if config.rank_address else None
     return RankGroup(size, config.rank_timeout, joined)
 
@@ -175,7 +175,7 @@ class RankGroup:
 
     def __init__(self, size: int, timeout_s: float, joined: Sequence[JoinedRank] | None = None) -> None:
         if sys.platform == "win32":
-            raise ConfigError("tensor_parallel_size above 1 needs Linux or macOS")
+            raise ConfigError("tensor_parallel_size and pipeline_parallel_size above 1 need Linux or macOS")
         self.size, self.timeout_s = size, timeout_s
         self.ring: RingWriter | ChannelRing
         if joined is None:

@@ -91,7 +91,7 @@ class PlacedRanks:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         self._ray = ray = connect_to_ray()
-        count = config.tensor_parallel_size
+        count = config.num_ranks
         needs = _bundle(config, ray.cluster_resources())
         self._group = placement_group([needs] * count, strategy="PACK")
         if not self._group.wait(_PLACE_S):

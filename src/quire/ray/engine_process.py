@@ -94,7 +94,7 @@ class RayEngineProcess(EngineProcess):
 
 def _meeting(config: EngineConfig, ranks: PlacedRanks, token: str) -> EngineConfig:
     """Return the settings with the address at which the ranks meet, if there are several."""
-    if config.tensor_parallel_size == 1:
+    if config.num_ranks == 1:
         return config
     address = f"{ranks.call(0, 'address')}:{ranks.call(0, 'free_port')}"
     return replace(config, rank_address=address, rank_token=token)

@@ -74,6 +74,14 @@ class Batcher(Protocol):
         """
         ...
 
+    def count(self, step: DeviceStep) -> None:
+        """Count the KV entries of a step whose tokens are sampled in a later stage of the pipeline."""
+        ...
+
+    def on_device(self, step: DeviceStep, tokens: torch.Tensor | None) -> torch.Tensor:
+        """Return the result of `advance` for the newest step on the device, in stream order."""
+        ...
+
     def recover(self) -> None:
         """Restore a consistent state of host and device after a step failed half-way."""
         ...
@@ -195,14 +203,22 @@ class TorchBatcher:
         step.logit_rows = LogitRows(slots_host, slots, lengths)
         return step
 
+    def count(self, step: DeviceStep) -> None:
+        if self._state.keeps_kv:
+            assert step.counts is not None
+            self._state.num_computed.index_add_(0, step.slots, step.counts.int())
+
+    def on_device(self, step: DeviceStep, tokens: torch.Tensor | None) -> torch.Tensor:
+        assert tokens is not None
+        return tokens
+
     def recover(self) -> None:
         pass
 
     def advance(self, step: DeviceStep, tokens: torch.Tensor) -> torch.Tensor:
         state, slots = self._state, step.slots
         assert step.counts is not None and step.sampling is not None
-        if state.keeps_kv:
-            state.num_computed.index_add_(0, slots, step.counts.int())
+        self.count(step)
         if step.plan.max_drafts:
             return self._accept(step, tokens)
         result, lengths = tokens.unsqueeze(1), step.logit_rows.lengths
@@ -404,6 +420,21 @@ class KernelBatcher:
         slots_host = plan.per_logit_row(plan.slots)
         step.logit_rows = LogitRows(slots_host, *self.logits_at(len(slots_host)))
         return step
+
+    def count(self, step: DeviceStep) -> None:
+        self.count_rows(len(step.plan.slots))
+
+    def count_rows(self, rows: int) -> None:
+        """Count the KV entries of the header's first `rows` rows; those of padding rows are none."""
+        state, header = self._state, self._header[:rows]
+        if state.keeps_kv:
+            slots, counts = header[:, HeaderColumn.SLOT], header[:, HeaderColumn.NEW_TOKENS]
+            state.num_computed.index_add_(0, slots.long(), counts.masked_fill(slots == state.dummy, 0))
+
+    def on_device(self, step: DeviceStep, tokens: torch.Tensor | None) -> torch.Tensor:
+        # Copied in one piece, because the host must not touch what a kernel has yet to write.
+        rows, width = len(step.plan.slots), 1 + step.plan.max_drafts
+        return self._ring[self._turn_host, :rows].to(self._header.device, non_blocking=True)[:, :width]
 
     def recover(self) -> None:
         self._turn.fill_(self._turn_host)

@@ -140,10 +140,15 @@ class CudaGraphs:
         self._eager, self._model, self._batcher, self._sampler = eager, model, batcher, sampler
         self._set_limits(limits)
         # One buffer of logits for all sizes: one for each size would add up to gigabytes.
-        most = limits.max_logit_rows or limits.max_rows
-        self._logits = torch.empty(most, model.spec.vocab_size, dtype=dtype, device=device)
+        self._logits = torch.empty(
+            self._most_logits(limits), model.spec.vocab_size, dtype=dtype, device=device
+        )
         self._stream = torch.cuda.Stream(device)  # to capture on: nothing runs there
         self._first: torch.cuda.CUDAGraph | None = self._begin_pool()
+
+    def _most_logits(self, limits: GraphLimits) -> int:
+        """Return the most rows of logits of a step."""
+        return limits.max_logit_rows or limits.max_rows
 
     def _set_limits(self, limits: GraphLimits) -> None:
         self.shapes = StepShapes(limits)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from quire.models.decoder import Model
+from quire.parallel.pipeline import NO_LINK, Link
 from quire.sampling.logprobs import scored_rows
 from quire.sampling.sampler import Sampler
 from quire.speculation.drafter import Drafter
@@ -39,11 +40,12 @@ class Runner:
         results: Results,
         pooler: Pooler,
         drafter: Drafter,
+        link: Link = NO_LINK,
         states: StateMemory = NO_STATES,
     ) -> None:
         self.launcher, self.batcher, self.sampler, self.state = launcher, batcher, sampler, state
         self._model, self._staging, self._results, self._pooler = model, staging, results, pooler
-        self._drafter, self._states = drafter, states
+        self._drafter, self._link, self._states = drafter, link, states
         self._launched: LaunchedStep | None = None
         self._score_tops: dict[int, int] = {}  # by slot: number of prompt log-probabilities per token
 
@@ -51,6 +53,17 @@ class Runner:
     def forward(self, plan: StepPlan) -> None:
         """Queue the step of `plan` up to its logits."""
         self._staging.begin()
+        self.apply(plan)
+        for slot, row in plan.restores:
+            self._states.restore(slot, row)
+        self._link.receive(plan.total_tokens)
+        self._launched = self.launcher.launch(plan, self._staging)
+        self._link.send(plan.total_tokens)
+        for slot, row in plan.saves:
+            self._states.save(slot, row)
+
+    def apply(self, plan: StepPlan) -> None:
+        """Write the new owners of slots and the new blocks of `plan` to the columns."""
         if plan.admissions:
             self._drafter.admit(plan.admissions)
         self.state.apply(plan, self._staging)
@@ -60,11 +73,6 @@ class Runner:
             self._pooler.admit(admit.slot, admit.request)
         if plan.admissions:
             self.sampler.flush()
-        for slot, row in plan.restores:
-            self._states.restore(slot, row)
-        self._launched = self.launcher.launch(plan, self._staging)
-        for slot, row in plan.saves:
-            self._states.save(slot, row)
 
     @torch.inference_mode()
     def drafts(self) -> np.ndarray:
@@ -109,6 +117,8 @@ class Runner:
                 output.pool_rows = plan.pool_rows
                 output.pooled = self._pooler.pool(plan, launched.hidden, self._staging)
             output.tokens = self.batcher.advance(step, out.tokens)
+        if plan.samples.any():
+            self._link.publish(lambda: self.batcher.on_device(step, output.tokens))
         return self._results.handle(output)
 
     @torch.inference_mode()

@@ -7,6 +7,7 @@ loaded model, and `allocate` makes the runner once the number of blocks is known
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from quire.attention.base import KV, AttentionBackend
 from quire.kernels import Kernels, available
 from quire.kernels.cpu.ops import CpuKernels
 from quire.models.decoder import Model
+from quire.parallel.pipeline import NO_LINK, Link
 from quire.sampling.sampler import Sampler
 from quire.speculation.drafter import NO_SPECULATION, DraftContext, Drafter, Speculation
 from quire.types import StepPlan, max_logit_rows
@@ -27,6 +29,7 @@ from quire.worker.memory.states import StateMemory
 from quire.worker.pooling import Pooler
 from quire.worker.results import Results
 from quire.worker.runner import Runner
+from quire.worker.stage import StageEager, StageGraphs, StageRunner, TokenRelay
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
 from quire.worker.step_shapes import GraphLimits
@@ -59,6 +62,7 @@ class Worker:
         memory: sizes of steps, slot columns and blocks; its `limits.max_model_len` fits beside the weights.
         kernels: the set that the model's layers use; None is plain PyTorch.
         speculation: how steps draft tokens.
+        link: the connection to the other stages of a pipeline.
     """
 
     def __init__(
@@ -69,7 +73,9 @@ class Worker:
         options: LaunchOptions,
         kernels: Kernels | None = None,
         speculation: Speculation = NO_SPECULATION,
+        link: Link = NO_LINK,
     ) -> None:
+        self._link, self._relay = link, TokenRelay(link)
         self._speculation = speculation
         self._max_logit_rows = max_logit_rows(memory.limits.max_num_seqs, speculation.tokens)
         self.model, self.device, self.memory = model, memory.device, memory
@@ -275,21 +281,24 @@ class Worker:
         turns = self._options.depth + 1
         batcher: Batcher
         launcher: Launcher
+        is_last = self._link.stage.is_last
+        eager_class, graphs_class = (Eager, CudaGraphs) if is_last else (StageEager, StageGraphs)
         if available(device):
             batcher = kernel_batcher = self._kernel_batcher(state, size, blocks, turns, drafter, states)
-            launcher = Eager(model, batcher)
+            launcher = eager = eager_class(model, batcher)
             if graphs and self._backend.capturable:
                 limits = self._graph_limits()
-                launcher = CudaGraphs(launcher, model, kernel_batcher, sampler, limits, self._dtype, device)
+                launcher = graphs_class(eager, model, kernel_batcher, sampler, limits, self._dtype, device)
         else:
             batcher = TorchBatcher(
                 state, self._backend, blocks, size.block_size, drafter, self._groups.group_of, states
             )
             threads = self._threads()
-            launcher = eager = Eager(model, batcher, threads)
+            launcher = eager = eager_class(model, batcher, threads)
             if threads and isinstance(self._kernels, CpuKernels) and self._options.cpu_replay:
                 launcher = CpuReplay(eager, model, batcher, self._kernels, threads)
-        return Runner(
+        runner_class = Runner if is_last else partial(StageRunner, self._relay)
+        return runner_class(
             model=model,
             launcher=launcher,
             batcher=batcher,
@@ -299,6 +308,7 @@ class Worker:
             results=Results(device, turns),
             pooler=Pooler(state.dummy + 1, device),
             drafter=drafter,
+            link=self._link,
             states=states,
         )
 

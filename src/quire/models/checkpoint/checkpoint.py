@@ -117,6 +117,7 @@ def open_checkpoint(
     dtype: torch.dtype = torch.float32,
     seed: int = 0,
     skipped: re.Pattern[str] | None = None,
+    elsewhere: re.Pattern[str] | None = None,
 ) -> Checkpoint:
     """Open the weights at `path`.
 
@@ -127,6 +128,7 @@ def open_checkpoint(
         device: the model's device; None: the CPU.
         dtype, seed: dtype and seed of random weights.
         skipped: names of tensors that need not be loaded; None: those of layers behind the last one.
+        elsewhere: names of tensors that only other ranks load.
 
     Raises:
         ModelError: if the weights are missing, damaged, or in a format that is not supported.
@@ -139,10 +141,17 @@ def open_checkpoint(
     if path.suffix == ".gguf":
         from quire.models.checkpoint.gguf import GGUFCheckpoint  # deferred: most runs need no GGUF reader
 
-        return GGUFCheckpoint(path, spec)
+        return GGUFCheckpoint(path, spec, elsewhere)
     # On a CPU, weights are packed right after reading, so there is nothing to overlap with a reader.
     reader = Reader(device) if device.type == "cuda" else None
-    return SafetensorsCheckpoint(path, spec.tie_embeddings, reader, skipped or _unused(spec))
+    unused = _either(skipped or _unused(spec), elsewhere)
+    return SafetensorsCheckpoint(path, spec.tie_embeddings, reader, unused)
+
+
+def _either(*patterns: re.Pattern[str] | None) -> re.Pattern[str] | None:
+    """Return a pattern of the texts that one of `patterns` finds."""
+    texts = [pattern.pattern for pattern in patterns if pattern]
+    return re.compile("|".join(f"(?:{text})" for text in texts)) if texts else None
 
 
 def _unused(spec: ModelSpec) -> re.Pattern[str]:

@@ -44,16 +44,18 @@ _EXPERT = re.compile(r"mlp\.experts\.(\d+)\.(gate|up|down)_proj")
 
 
 class GGUFCheckpoint(Checkpoint):
-    """Weights of one .gguf file."""
+    """Weights of one .gguf file. Tensors whose names match `elsewhere` need not be loaded."""
 
-    def __init__(self, path: Path, spec: ModelSpec) -> None:
+    def __init__(self, path: Path, spec: ModelSpec, elsewhere: re.Pattern[str] | None = None) -> None:
         reader = open_gguf(path)
         self.path = path
         self.spec = spec
         self.arch = Metadata(reader, path).arch
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.unpacked: Counter[str] = Counter()  # tensors read, by a type that is not computed with as it is
-        self.unread = set(self.tensors) - IN_SPEC
+        self.unread = {
+            name for name in set(self.tensors) - IN_SPEC if not (elsewhere and elsewhere.search(name))
+        }
         self.layer_names = layer_names(self.arch)
 
     def has(self, name: str) -> bool:

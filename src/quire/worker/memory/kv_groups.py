@@ -15,7 +15,7 @@ Grouping layers by lifetime into blocks of one size is the idea of vLLM's hybrid
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 
 from quire.types import KVGroup, KVLayout, KVTensor
@@ -55,7 +55,36 @@ class LayerGroups:
         return sum(group.most_blocks(tokens, step_tokens, block_size) for group in self.groups)
 
 
-def choose_groups(layouts: Sequence[KVLayout], max_len: int, *, paged: bool, keeps_kv: bool) -> LayerGroups:
+def held_by(groups: LayerGroups, layers: Container[int]) -> LayerGroups:
+    """Return the same groups with only the parts that `layers` need, those of one stage of a pipeline.
+
+    All stages have the same block tables, but each has memory for its own layers only.
+    """
+    places: dict[tuple[BlockPart, int], int] = {}  # (tensors, number among equal parts of its group) -> part
+    part_of: list[int | None] = [None] * len(groups.part_of)
+    for group in groups.groups:
+        seen: Counter[BlockPart] = Counter()
+        moved: dict[int, int] = {}
+        for layer in group.layers:
+            part = groups.part_of[layer]
+            if layer not in layers or part is None:
+                continue
+            if part not in moved:
+                tensors = groups.parts[part]
+                moved[part] = places.setdefault((tensors, seen[tensors]), len(places))
+                seen[tensors] += 1
+            part_of[layer] = moved[part]
+    return LayerGroups(groups.groups, tuple(tensors for tensors, _ in places), tuple(part_of))
+
+
+def choose_groups(
+    layouts: Sequence[KVLayout],
+    max_len: int,
+    *,
+    paged: bool,
+    keeps_kv: bool,
+    stages: Sequence[range] = (),
+) -> LayerGroups:
     """Return the groups of layers for requests of up to `max_len` tokens.
 
     Args:
@@ -63,10 +92,11 @@ def choose_groups(layouts: Sequence[KVLayout], max_len: int, *, paged: bool, kee
         max_len: longest context in tokens.
         paged: False if one block holds a whole context; then nothing can be released behind a window.
         keeps_kv: False if nothing is kept between steps.
+        stages: the layers of each stage of a pipeline; empty if one rank holds all.
     """
     if not keeps_kv:
         return scratch(layouts)
-    return group_layers(layouts, max_len) if paged else one_group(layouts)
+    return group_layers(layouts, max_len, stages) if paged else one_group(layouts)
 
 
 def one_group(layouts: Sequence[KVLayout]) -> LayerGroups:
@@ -94,12 +124,15 @@ def scratch(layouts: Sequence[KVLayout]) -> LayerGroups:
     return LayerGroups((KVGroup(layers),), tuple(tensors for tensors, _ in parts), tuple(part_of))
 
 
-def group_layers(layouts: Sequence[KVLayout], max_len: int) -> LayerGroups:
+def group_layers(layouts: Sequence[KVLayout], max_len: int, stages: Sequence[range] = ()) -> LayerGroups:
     """Return the groups with which a request of `max_len` tokens takes the least memory.
 
     Layers with equal windows are cut into groups of the same number of layers; the last group may have fewer. All
     numbers are tried, and one group that keeps everything. Each group more has to save a hundredth of the memory.
+
+    In a pipeline every stage cuts its own layers, and a group has layers of all stages: a block takes memory in each.
     """
+    stages = stages or (range(len(layouts)),)
     by_window: dict[int | None, list[int]] = {}
     for index in _with_entries(layouts):
         window = layouts[index].window
@@ -109,17 +142,27 @@ def group_layers(layouts: Sequence[KVLayout], max_len: int) -> LayerGroups:
     candidates = [one_group(layouts)]
     for size in range(max(map(len, by_window.values()), default=0), 0, -1):
         groups = [
-            KVGroup(tuple(layers[at : at + size]), window)
-            for window, layers in by_window.items()
-            for at in range(0, len(layers), size)
+            KVGroup(layers, window)
+            for window, among in by_window.items()
+            for layers in _cut([[layer for layer in among if layer in stage] for stage in stages], size)
         ]
         candidates.append(_assemble(layouts, groups))
 
     def cost(found: LayerGroups) -> float:
         tokens = sum(min(group.window or max_len, max_len) for group in found.groups)
-        return found.token_bytes * tokens * (1 + _GROUP_COST * (len(found.groups) - 1))
+        largest = max(held_by(found, stage).token_bytes for stage in stages)
+        return largest * tokens * (1 + _GROUP_COST * (len(found.groups) - 1))
 
     return min(candidates, key=cost)
+
+
+def _cut(by_stage: Sequence[Sequence[int]], size: int) -> list[tuple[int, ...]]:
+    """Return groups of up to `size` layers of each stage."""
+    count = -(-max(map(len, by_stage)) // size)
+    return [
+        tuple(layer for layers in by_stage for layer in layers[group * size : (group + 1) * size])
+        for group in range(count)
+    ]
 
 
 def _assemble(layouts: Sequence[KVLayout], groups: Iterable[KVGroup]) -> LayerGroups:

@@ -100,6 +100,7 @@ class MemoryPlanner:
     states_per_slot: int = 1  # 1 + most draft tokens, whose states are kept until they are verified
     snapshots: int | None = 0  # rows for snapshots of states; None: as many as are useful
     ranks: int = 1  # that share the model, each with its own planner; ranks on CPUs also share the memory
+    held: float = 1.0  # share of the weights that this rank holds
 
     def check_weights_fit(self) -> int:
         """Return the bytes of the weights.
@@ -107,7 +108,7 @@ class MemoryPlanner:
         Raises:
             ConfigError: if they exceed the free memory of the device.
         """
-        needed = self.weight_bytes // self.ranks
+        needed = int(self.weight_bytes * self.held)
         free, total = self._free_memory()
         if needed > free:
             raise ConfigError(
@@ -209,7 +210,7 @@ class MemoryPlanner:
             ConfigError: if the weights do not fit, or no context does.
         """
         max_len = self.fit_context(self.kv_budget(self.check_weights_fit()))
-        return replace(self, limits=replace(self.limits, max_model_len=max_len))
+        return self.limited(max_len)
 
     def size_kv(self, budget: int) -> KVSize:
         """Return the number and size of the KV blocks that fit into `budget` bytes.
@@ -238,6 +239,10 @@ class MemoryPlanner:
         return KVSize(
             blocks, block_size, block_bytes, max_len, self.groups.groups, self.state_bytes, snapshots
         )
+
+    def limited(self, max_len: int) -> MemoryPlanner:
+        """Return this planner for contexts of up to `max_len` tokens."""
+        return replace(self, limits=replace(self.limits, max_model_len=max_len))
 
     def check_kv_fits(self, size: KVSize, reserved: int) -> None:
         """Raise ConfigError if an explicit kv_cache_memory does not fit beside `reserved` bytes.

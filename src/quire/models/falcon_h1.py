@@ -12,7 +12,7 @@ from quire.layers.norm import PassThrough
 from quire.layers.residual import NormedLayer, Stream
 from quire.layers.rope import Rotation
 from quire.layers.state.mamba2 import Mamba2
-from quire.layers.state.mixer import Place
+from quire.layers.state.mixer import MixerPlace
 from quire.models.decoder import DecoderModel
 from quire.models.layouts import DecoderLayer, FeedForward
 from quire.models.spec import ModelSpec
@@ -37,7 +37,7 @@ class FalconH1Layer(DecoderLayer):
         assert isinstance(params, StateSpaceParams) and scales is not None
         self.norm = self.make_norm(env, spec, prefix, "input_layernorm")
         self.attn = self.make_attention(env, spec, index, prefix + "self_attn.", PassThrough(), adds=False)
-        place = Place(
+        place = MixerPlace(
             index=index,
             is_last=index == spec.num_layers - 1,
             prefix=prefix + "mamba.",

@@ -20,7 +20,7 @@ from quire.layers.state.kimi_delta import KimiDeltaAttention
 from quire.layers.state.lightning import LightningAttention
 from quire.layers.state.mamba1 import Mamba1
 from quire.layers.state.mamba2 import Mamba2
-from quire.layers.state.mixer import Place, StateMixer
+from quire.layers.state.mixer import MixerPlace, StateMixer
 from quire.layers.state.short_conv import ShortConvolution
 from quire.models.decoder import DecoderModel
 from quire.models.deepseek import LatentSelfAttention
@@ -30,7 +30,7 @@ from quire.models.moe import MoELayer
 from quire.models.spec import ModelSpec
 
 
-def make_mixer(env: Env, spec: ModelSpec, place: Place) -> StateMixer:
+def make_mixer(env: Env, spec: ModelSpec, place: MixerPlace) -> StateMixer:
     """Build the mixer of a layer with a state."""
     params = spec.mixer
     if isinstance(params, DeltaParams):
@@ -59,7 +59,7 @@ class HybridLayer(MoELayer):
             return make_mixer(
                 env,
                 spec,
-                Place(
+                MixerPlace(
                     index=index, is_last=last, prefix=f"{layer}{spec.names.get('mixer', 'mamba')}.",
                     hidden=spec.hidden_size, eps=spec.norm_eps, norm=norm, adds=adds,
                 ),

@@ -9,7 +9,7 @@ from quire.kernels.state.rows import StateRows
 from quire.layers.env import Env
 from quire.layers.linear import Linear
 from quire.layers.mixer_params import DeltaParams
-from quire.layers.state.mixer import Place, StateMixer, load_fp32, load_taps
+from quire.layers.state.mixer import MixerPlace, StateMixer, load_fp32, load_taps
 from quire.layers.state.ops import gated_norm, pick_ops
 from quire.quant.base import Part
 
@@ -17,7 +17,7 @@ from quire.quant.base import Part
 class GatedDeltaNet(StateMixer):
     """Convolved queries, keys and values, the gated delta rule, and a gated norm of each head."""
 
-    def __init__(self, env: Env, params: DeltaParams, place: Place) -> None:
+    def __init__(self, env: Env, params: DeltaParams, place: MixerPlace) -> None:
         prefix, parallel = place.prefix, env.parallel
         self.params, self.ops = params, pick_ops(env)
         self.keys, self.heads = parallel.share(params.key_heads), parallel.share(params.value_heads)

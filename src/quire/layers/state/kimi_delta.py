@@ -9,14 +9,14 @@ from quire.kernels.state.rows import StateRows
 from quire.layers.env import Env
 from quire.layers.linear import Linear
 from quire.layers.mixer_params import DeltaParams
-from quire.layers.state.mixer import Place, StateMixer, load_fp32, load_taps
+from quire.layers.state.mixer import MixerPlace, StateMixer, load_fp32, load_taps
 from quire.layers.state.ops import gated_norm, pick_ops
 
 
 class KimiDeltaAttention(StateMixer):
     """Convolved queries, keys and values, the delta rule, and a gated norm of each head."""
 
-    def __init__(self, env: Env, params: DeltaParams, place: Place) -> None:
+    def __init__(self, env: Env, params: DeltaParams, place: MixerPlace) -> None:
         prefix, parallel, dim = place.prefix, env.parallel, params.key_dim
         heads, width, hidden = params.value_heads, params.value_heads * params.key_dim, place.hidden
         self.ops, self.dim, self.heads, self.eps = pick_ops(env), dim, parallel.share(heads), place.eps

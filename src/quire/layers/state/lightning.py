@@ -9,7 +9,7 @@ from quire.layers.activation import ACTIVATIONS
 from quire.layers.env import Env
 from quire.layers.linear import Linear
 from quire.layers.mixer_params import LightningParams
-from quire.layers.state.mixer import Place, StateMixer, load_fp32
+from quire.layers.state.mixer import MixerPlace, StateMixer, load_fp32
 from quire.layers.state.ops import pick_ops
 from quire.quant.base import Part
 
@@ -18,7 +18,7 @@ class LightningAttention(StateMixer):
     """Linear attention with a fixed decay per head, a norm of all heads together, and a gate."""
 
     def __init__(
-        self, env: Env, params: LightningParams, place: Place, num_layers: int, activation: str
+        self, env: Env, params: LightningParams, place: MixerPlace, num_layers: int, activation: str
     ) -> None:
         prefix, heads, dim = place.prefix, params.heads, params.head_dim
         self.ops, self.parallel, self.dim = pick_ops(env), env.parallel, dim

@@ -10,14 +10,14 @@ from quire.layers.env import Env
 from quire.layers.linear import Linear
 from quire.layers.mixer_params import SelectiveScanParams
 from quire.layers.norm import RMSNorm
-from quire.layers.state.mixer import Place, StateMixer, load_fp32, load_taps
+from quire.layers.state.mixer import MixerPlace, StateMixer, load_fp32, load_taps
 from quire.layers.state.ops import pick_ops
 
 
 class Mamba1(StateMixer):
     """Convolved x, the selective scan, and a gate."""
 
-    def __init__(self, env: Env, params: SelectiveScanParams, place: Place) -> None:
+    def __init__(self, env: Env, params: SelectiveScanParams, place: MixerPlace) -> None:
         prefix, inner, bias = place.prefix, params.inner, params.proj_bias
         self.ops = pick_ops(env)
         project = Linear(env, prefix + "in_proj", place.hidden, [inner, inner], bias, cut="rows")

@@ -12,14 +12,14 @@ from quire.kernels.state.rows import StateRows
 from quire.layers.env import Env
 from quire.layers.linear import Linear
 from quire.layers.mixer_params import StateSpaceParams
-from quire.layers.state.mixer import Place, StateMixer, load_fp32, load_taps
+from quire.layers.state.mixer import MixerPlace, StateMixer, load_fp32, load_taps
 from quire.layers.state.ops import pick_ops
 
 
 class Mamba2(StateMixer):
     """Convolved x, B and C, the state space, and a gate with or without a norm."""
 
-    def __init__(self, env: Env, params: StateSpaceParams, place: Place) -> None:
+    def __init__(self, env: Env, params: StateSpaceParams, place: MixerPlace) -> None:
         prefix, parallel = place.prefix, env.parallel
         self.params, self.ops, self.parallel, self.eps = params, pick_ops(env), parallel, params.eps
         self.heads, self.groups = parallel.share(params.heads), parallel.share(params.groups)

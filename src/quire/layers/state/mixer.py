@@ -19,7 +19,7 @@ from quire.layers.rope import Rotation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class MixerPlace:
     """Where a mixer is: its layer, the norm in front of it, and how its result joins the residual stream.
 
     Attributes:
@@ -46,7 +46,7 @@ class StateMixer:
 
     attention = None  # it keeps no keys and values
 
-    def __init__(self, place: Place, project: Linear, output: Linear) -> None:
+    def __init__(self, place: MixerPlace, project: Linear, output: Linear) -> None:
         self.index, self.is_last = place.index, place.is_last
         self.project = NormedLayer(place.norm, project)
         self.output = ResidualAdd(output, place.adds)

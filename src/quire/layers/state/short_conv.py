@@ -8,14 +8,14 @@ from quire.kernels.state.rows import StateRows
 from quire.layers.env import Env
 from quire.layers.linear import Linear
 from quire.layers.mixer_params import ShortConvParams
-from quire.layers.state.mixer import Place, StateMixer, load_taps
+from quire.layers.state.mixer import MixerPlace, StateMixer, load_taps
 from quire.layers.state.ops import pick_ops
 
 
 class ShortConvolution(StateMixer):
     """c * convolution(b * x), where b, c and x are projections of the input."""
 
-    def __init__(self, env: Env, params: ShortConvParams, place: Place) -> None:
+    def __init__(self, env: Env, params: ShortConvParams, place: MixerPlace) -> None:
         prefix, channels, bias = place.prefix, params.channels, params.bias
         self.ops = pick_ops(env)
         project = Linear(env, prefix + "in_proj", place.hidden, [channels] * 3, bias, cut="rows")

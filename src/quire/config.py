@@ -529,6 +529,8 @@ def parse_layer_split(text: str, stages: int) -> tuple[int, ...]:
     Raises:
         ConfigError: if `text` does not hold a positive number for each of `stages` stages.
     """
+    if stages == 1:
+        raise ConfigError(f"pipeline_layer_split {text} needs a pipeline_parallel_size above 1")
     numbers = text.split(",")
     if len(numbers) != stages or not all(
         n.strip().isascii() and n.strip().isdigit() and int(n) for n in numbers

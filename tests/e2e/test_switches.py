@@ -52,7 +52,8 @@ def test_random_combinations(bench: Bench, first: int) -> None:
         preempted += totals.preemptions
         cached += totals.cached_tokens
         fetched += sum(totals.fetched_tokens.values())
-    assert preempted and cached and fetched, "the load exercised no preemption, prefix cache or host memory"
+    assert preempted and cached, "the load exercised no preemption or no prefix cache"
+    assert fetched or first, "the load exercised no host memory"
 
 
 WINDOWS = (9, 9, None, 9, 9, None, 9)  # of the demo's layers, shorter than most prompts

@@ -11,11 +11,10 @@ import torch
 from test_families import VOCAB, make_reference, reference_greedy
 
 import quire.rank
-from quire.attention.base import ForwardBatch
 from quire.config import EngineConfig
 from quire.core.engine import Engine
 from quire.host import build_engine
-from quire.speculation.drafter import DraftContext, DraftRows, Speculation
+from quire.speculation.drafter import DraftContext, Drafter, DraftRows, Speculation
 from quire.types import EngineRequest, SamplingParams
 
 torch.set_num_threads(1)
@@ -25,14 +24,11 @@ ANSWER = 12
 CASES = ("qwen3-next", "falcon-h1", "jamba", "kimi-linear", "minimax")
 
 
-class AnswerDrafter:
+class AnswerDrafter(Drafter):
     """Drafts of the expected answers, with a wrong token at every fifth position."""
 
     def __init__(self, context: DraftContext, answers: list[list[int]]) -> None:
         self._columns, self._answers = context.columns, answers
-
-    def follow(self, batch: ForwardBatch) -> None:
-        pass
 
     def propose(self, rows: DraftRows) -> None:
         for slot, count in zip(rows.slots.tolist(), rows.counts.tolist()):

@@ -24,6 +24,7 @@ class SlowIntake:
     """An engine that always has work and takes 2 ms to abort a request."""
 
     has_work = True
+    scheduler = SimpleNamespace(connector=SimpleNamespace(notes=()))
 
     def __init__(self) -> None:
         self.aborted = 0

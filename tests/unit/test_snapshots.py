@@ -13,6 +13,7 @@ from quire.core.stats import figures_of, stats_of
 from quire.types import EngineRequest
 
 SETTINGS = dict(
+    stages=1,
     max_len=40, layout="paged", block_size=4, chunk=True, budget=64, num_blocks=60, depth=2, prefix=True, rows=8,
     mixed=64, windows=(None,), interval=0, answers=0, evictor=LRU,
 )  # fmt: skip

@@ -53,10 +53,10 @@ def warmed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     done: list[int] = []
     allocate = Worker.allocate
 
-    def warm(self: Worker, size: KVSize) -> Runner:
+    def warm(self: Worker, size: KVSize, exports: object) -> Runner:
         scratch = self.scratch_size()
         run_step(self.make_runner(scratch, self.make_blocks(scratch), graphs=False), *self.largest_step())
-        runner = allocate(self, size)
+        runner = allocate(self, size, exports)
         edges = [blocks[end] for pair in self.blocks for blocks in pair for end in (0, -1)]
         for block in edges:
             block.fill_(float("nan"))
@@ -97,8 +97,8 @@ def test_tables_and_columns_are_made_for_the_context_that_is_served(monkeypatch:
     made: list[tuple[int, int]] = []
     allocate = Worker.allocate
 
-    def noted(self: Worker, size: KVSize) -> Runner:
-        runner = allocate(self, size)
+    def noted(self: Worker, size: KVSize, exports: object) -> Runner:
+        runner = allocate(self, size, exports)
         made.append((len(self.model.ropes[0].table), runner.state.max_len))
         return runner
 

@@ -67,7 +67,7 @@ def test_the_fit_predicts_steps_that_it_has_not_seen() -> None:
         return StepLoad(rows, rows * r.random(), tokens, tokens * r.random())
 
     assert model.predict(some(True)) is None and not model.is_ready
-    for index in range(120):
+    for index in range(600):
         one = some(index % 2 == 0)
         # Some steps take a hundred times as long: they compiled a kernel.
         model.observe(one, device.predict(one) * (100 if index % 40 == 7 else 1))

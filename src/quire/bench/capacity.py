@@ -20,7 +20,7 @@ from quire.config import EngineConfig
 from quire.core.step_time import StepTimeModel, load_of
 from quire.types import ConfigError
 
-_LEARNED_REQUESTS = 48  # of the load, to fit step times
+_LEARNED_REQUESTS = 64  # of the load, to fit step times
 _DOUBLINGS, _BISECTIONS = 24, 7
 _CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096)  # tried for mixed_prefill_tokens
 _MOST_CHUNKS = 4
@@ -60,8 +60,9 @@ def learn_step_times(bench: Bench, work: Workload) -> StepTimeModel:
     bench.run(
         shifted(part[:4], bench.info.vocab_size, 1), {"temperature": 0.0}
     )  # compiles what is not compiled
-    for round_, concurrency in enumerate((1, 4, 16, bench.info.max_num_seqs)):
-        share = part[: max(4, len(part) // (4 if concurrency == 1 else 1))]
+    levels = [1 << level for level in range(bench.info.max_num_seqs.bit_length())]
+    for round_, concurrency in enumerate(levels):
+        share = part[: max(4, 2 * concurrency)]
         run = bench.run(
             shifted(share, bench.info.vocab_size, 2 + round_),
             {"temperature": 0.0},

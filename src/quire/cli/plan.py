@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     rows: list[dict[str, Any]] = []
     with Bench(config, Machine("not measured", 1.0, 1.0)) as bench:
         work, arrivals = _load(args, bench)
-        print(f"Learning step times from {min(len(work), 48)} requests ...", flush=True)
+        print(f"Learning step times from {min(len(work), 64)} requests ...", flush=True)
         model = learn_step_times(bench, work)
         planner = CapacityPlanner(bench, model, work, arrivals, targets)
         print(f"Median error of predicted step times: {100 * (model.median_error or 0):.1f} %")

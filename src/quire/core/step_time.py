@@ -60,9 +60,6 @@ class LinearFit:
         self._features: deque[tuple[float, ...]] = deque(maxlen=_WINDOW)
         self._times_s: deque[float] = deque(maxlen=_WINDOW)
         self._since = 0
-        self.errors: deque[float] = deque(
-            maxlen=_WINDOW
-        )  # relative, of predictions before they were learnt from
 
     def __len__(self) -> int:
         return len(self._times_s)
@@ -73,13 +70,18 @@ class LinearFit:
 
     def observe(self, features: tuple[float, ...], took_s: float) -> None:
         """Learn from a step that took `took_s` seconds."""
-        if (predicted := self.predict(features)) is not None:
-            self.errors.append(abs(predicted - took_s) / took_s)
         self._features.append(features)
         self._times_s.append(took_s)
         self._since += 1
         if self._since >= _REFIT or len(self) <= 2 * _LEAST:
             self._fit()
+
+    def errors(self) -> np.ndarray:
+        """Return the relative errors of the fit over its window."""
+        if len(self) < _LEAST:
+            return np.empty(0)
+        times = np.array(self._times_s)
+        return np.abs(np.array(self._features) @ self.weights - times) / times
 
     def _fit(self) -> None:
         self._since = 0
@@ -107,16 +109,24 @@ class LinearFit:
 
 
 class StepTimeModel:
-    """Fits for steps that only decode and for steps with prompts, which run other kernels."""
+    """A fit for steps with prompts, and one for each power of two of decoding rows: these run different kernels."""
 
     def __init__(self) -> None:
-        self._decode, self._mixed = LinearFit(3), LinearFit(5)
+        self._decode: dict[int, LinearFit] = {}
+        self._mixed = LinearFit(5)
+
+    def _decode_fit(self, rows: int) -> LinearFit | None:
+        """Return the fit for `rows` decoding rows, or the nearest that is ready."""
+        wanted = _size_class(rows)
+        ready = [size for size, fit in self._decode.items() if len(fit) >= _LEAST]
+        return self._decode[min(ready, key=lambda size: abs(size - wanted))] if ready else None
 
     def predict(self, load: StepLoad) -> float | None:
         """Return the seconds of a step; None while too few of its kind have been observed."""
         if load.prompt_tokens:
             return self._mixed.predict(load.features)
-        return self._decode.predict(load.features[:3])
+        fit = self._decode_fit(load.rows)
+        return None if fit is None else fit.predict(load.features[:3])
 
     def observe(self, load: StepLoad, took_s: float) -> None:
         """Learn from a step that took `took_s` seconds."""
@@ -125,7 +135,8 @@ class StepTimeModel:
         if load.prompt_tokens:
             self._mixed.observe(load.features, took_s)
         else:
-            self._decode.observe(load.features[:3], took_s)
+            fit = self._decode.setdefault(_size_class(load.rows), LinearFit(3))
+            fit.observe(load.features[:3], took_s)
 
     def prompt_tokens_within(self, load: StepLoad, seconds: float, context: float) -> float | None:
         """Return how many prompt tokens fit into a step of `seconds`, so that few such steps take longer.
@@ -152,10 +163,14 @@ class StepTimeModel:
     @property
     def is_ready(self) -> bool:
         """Return whether steps of both kinds can be predicted."""
-        return len(self._decode) >= _LEAST and len(self._mixed) >= _LEAST
+        return self._decode_fit(1) is not None and len(self._mixed) >= _LEAST
 
     @property
     def median_error(self) -> float | None:
-        """Return the median relative error of the newest predictions; None without any."""
-        errors = [*self._decode.errors, *self._mixed.errors]
-        return float(np.median(errors)) if errors else None
+        """Return the median relative error over the steps that are fitted; None without any."""
+        errors = np.concatenate([fit.errors() for fit in (*self._decode.values(), self._mixed)])
+        return float(np.median(errors)) if len(errors) else None
+
+
+def _size_class(rows: int) -> int:
+    return max(rows - 1, 0).bit_length()

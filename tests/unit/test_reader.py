@@ -14,8 +14,8 @@ from safetensors.torch import save_file
 from test_checkpoint import CONFIG, PartialRank, Recorder, env
 
 import quire.models.checkpoint.reader as reader_module
-from quire.models.checkpoint.checkpoint import SafetensorsCheckpoint
 from quire.models.checkpoint.reader import Reader
+from quire.models.checkpoint.shards import SafetensorsCheckpoint
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
 from quire.types import ModelError

@@ -59,7 +59,12 @@ class ExchangedExperts:
 
     is_partial = False
 
-    def __init__(self, local: LocalExperts, shard: ExpertShard, parallel: Parallel) -> None:
+    def __init__(
+        self,
+        local: Callable[[torch.Tensor, ExpertChoice], torch.Tensor],
+        shard: ExpertShard,
+        parallel: Parallel,
+    ) -> None:
         self.local, self.parallel = local, parallel
         self.ends = [shard.of(rank, shard.total).stop for rank in range(shard.size)]
 

@@ -6,17 +6,25 @@ from functools import partial
 
 import torch
 
-from quire.layers.activation import Activation
+from quire.layers.activation import ACTIVATIONS
 from quire.layers.env import Env
 from quire.layers.expert_weights import ExpertWeights, StackedWeight
-from quire.layers.moe import Experts, GroupedMLPs, LoopedMLPs, SortedExperts, pick_product, with_quantised
+from quire.layers.moe import (
+    Experts,
+    GroupedMLPs,
+    LoopedMLPs,
+    SortedExperts,
+    on_a_cpu,
+    pick_product,
+    with_quantised,
+)
 from quire.quant.base import Part
 from quire.quant.loading import load_stack
 from quire.quant.products import any_product
 
 
 def load_plain_experts(
-    env: Env, prefix: str, num_experts: int, hidden: int, width: int, activation: Activation
+    env: Env, prefix: str, num_experts: int, hidden: int, width: int, activation: str
 ) -> Experts:
     """Load experts, stored one by one or stacked, and return their fastest implementation.
 
@@ -26,17 +34,18 @@ def load_plain_experts(
         num_experts: number of experts.
         hidden: width of their inputs and outputs.
         width: width of an expert, before sharding.
-        activation: the function between the projections.
+        activation: key of `ACTIVATIONS`, the function between the projections.
     """
     up, down = (
         _load(env, prefix, name, num_experts, hidden, width, name == "down_proj")
         for name in ("up_proj", "down_proj")
     )
-    weights = ExpertWeights(up, down)
+    weights, act = ExpertWeights(up, down), ACTIVATIONS[activation]
     if env.device.type == "cpu":
-        return SortedExperts(LoopedMLPs(weights, activation, partial(any_product, env)))
+        looped = LoopedMLPs(weights, act, partial(any_product, env))
+        return on_a_cpu(env, looped, SortedExperts(looped), activation, gated=False)
     product = pick_product(env.device, env.dtype, *down.shape[1:])
-    return SortedExperts(GroupedMLPs(weights, activation, with_quantised(product)))
+    return SortedExperts(GroupedMLPs(weights, act, with_quantised(product)))
 
 
 def _load(

@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from quire.kernels import available
+from quire.kernels.cpu.ops import CpuKernels
 from quire.kernels.experts.choice import ExpertChoice
 from quire.kernels.target import log_choice, target_of
 from quire.layers.env import Env
@@ -58,6 +59,10 @@ def make_router(env: Env, name: str, hidden: int, routing: Routing) -> Router:
         from quire.layers.fused_experts import FusedRouter
 
         return FusedRouter(env, name, hidden, routing)
+    if isinstance(env.kernels, CpuKernels):
+        from quire.layers.c_experts import CRouter
+
+        return CRouter(env, env.kernels, name, hidden, routing)
     return PlainRouter(env, name, hidden, routing)
 
 

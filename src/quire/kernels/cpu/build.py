@@ -20,8 +20,8 @@ from pathlib import Path
 log = logging.getLogger("quire")
 
 _FOLDER = Path(__file__).parent
-SOURCES = tuple(_FOLDER / name for name in ("step.c", "attention.c", "quantised.c"))
-_HEADER = _FOLDER / "common.h"
+SOURCES = tuple(_FOLDER / name for name in ("step.c", "attention.c", "quantised.c", "experts.c"))
+_HEADERS = tuple(_FOLDER / name for name in ("common.h", "weights.h"))
 # No -ffast-math: results must not depend on the compiler's choices, and rows can hold infinities.
 FLAGS = ["-O2", "-ffp-contract=fast", "-fno-math-errno", "-std=gnu11", "-shared", "-fPIC"]
 # Tried in turn: on some architectures clang takes -mcpu instead of -march, and on others neither.
@@ -77,7 +77,7 @@ def _compiled() -> Path:
     if compiler is None:
         raise OSError("no C compiler is installed (gcc or clang)")
     facts = [
-        *(path.read_text() for path in (_HEADER, *SOURCES)),
+        *(path.read_text() for path in (*_HEADERS, *SOURCES)),
         os.path.realpath(compiler),
         *FLAGS,
         str(_PROCESSOR_FLAGS),

@@ -21,7 +21,7 @@ enum { LANES = 16, AHEAD = 2048 /* bytes: the prefetch distance */ };
 enum { NONE, SILU, GELU, GELU_TANH, RELU };
 
 #define INLINE static inline __attribute__((always_inline))
-#define APART static __attribute__((noinline)) /* compiled once instead of at every use, which halves the build time */
+#define APART static __attribute__((noinline, unused)) /* compiled once instead of at every use, which halves the build time */
 #define UNROLL _Pragma("GCC unroll 8")
 #define MIN(a, b) ((a) < (b) ? (a) : (b))
 

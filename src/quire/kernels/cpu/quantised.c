@@ -5,7 +5,7 @@
    rounded to 8 bits, with one scale per row if the weight has one scale per output, and otherwise one per `unit`
    inputs. The integer sums are exact, and they are scaled and summed in fp32 in a fixed order. */
 
-#include "common.h"
+#include "weights.h"
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -22,16 +22,6 @@ typedef int32_t ints __attribute__((vector_size(64)));
 
 /* Codes of 4 bits stand for themselves, or for twice a 4-bit float (e2m1) plus 12. */
 enum { PLAIN, E2M1 };
-
-typedef struct {
-    const uint8_t *codes;
-    const uint16_t *scales, *offsets; /* fp16 [blocks, groups, 16], or NULL: one scale per output; no offsets */
-    const float *factors;             /* [blocks * 16]: of each output's sum */
-    const void *bias;                 /* or NULL, as the norm */
-    const Norm *norm;
-    int64_t inputs, padded, outputs, group, unit; /* padded inputs; inputs per scale of the weight, and of x */
-    int32_t bits, table, zero, half, kind;        /* kind: the activation of gate | up */
-} CodedWeight;
 
 typedef struct {
     const CodedWeight *weight;
@@ -134,7 +124,7 @@ INLINE int32_t *zeros_of(const CodedWeight *w, const void *row) { return (int32_
 int64_t coded_row_bytes(const CodedWeight *w) { return row_bytes(w); }
 
 /* Round x [padded] to multiples of its largest value / 127, per unit. A number that is not finite makes its unit NaN. */
-APART void round_row(const CodedWeight *w, const float *x, void *row) {
+__attribute__((noinline)) void round_row(const CodedWeight *w, const float *x, void *row) {
     int8_t *bytes = row;
     float *scales = scales_of(w, row);
     int32_t *zeros = zeros_of(w, row);
@@ -278,6 +268,11 @@ INLINE vec finished(const CodedWeight *w, int64_t block, vec sum) {
     sum *= load(w->factors, first, LANES, 0);
     if (w->bias && first < w->outputs) sum += load(w->bias, first, w->outputs - first, w->half);
     return rounded(sum, w->half);
+}
+
+void coded_block(const CodedWeight *w, int64_t b, const char *x, int64_t stride, vec *out, int rows) {
+    coded_dots(w, b, x, stride, out, rows);
+    for (int r = 0; r < rows; r++) out[r] = finished(w, b, out[r]);
 }
 
 static void few_rows_part(void *p) {

@@ -5,7 +5,7 @@
    `start` takes its entry points. Every row is computed separately and in a fixed order, so
    results depend neither on the other rows nor on the number of threads. */
 
-#include "common.h"
+#include "weights.h"
 
 void (*parallel)(void (*)(void *), void *, unsigned, unsigned);
 int (*thread_number)(void);
@@ -88,15 +88,6 @@ int lookup_rows(Rows *j) {
 
 /* ----------------------------------------------------------------------------------------------- products */
 
-/* A weight as oneDNN packs it: [outputs / block, padded inputs / v, block, v], v = 2 in bf16 and 1 in fp32. */
-typedef struct {
-    const void *packed;
-    const void *bias; /* or NULL, as the norm */
-    const Norm *norm;
-    int64_t inputs, padded, outputs;
-    int32_t vectors, half, kind; /* vectors: per block of outputs; kind: the activation of gate | up */
-} Weight;
-
 typedef struct {
     const Weight *weight;
     const void *x, *residual, *add;
@@ -150,11 +141,11 @@ INLINE void block_of(const Weight *w, int64_t b, const float *x, int rows, vec a
         }
 }
 
-APART void block_of_halves(const Weight *w, int64_t b, const float *x, int rows, vec acc[8][4]) {
+__attribute__((noinline)) void block_of_halves(const Weight *w, int64_t b, const float *x, int rows, vec acc[8][4]) {
     block_of(w, b, x, rows, acc, 1);
 }
 
-APART void block_of_floats(const Weight *w, int64_t b, const float *x, int rows, vec acc[8][4]) {
+__attribute__((noinline)) void block_of_floats(const Weight *w, int64_t b, const float *x, int rows, vec acc[8][4]) {
     block_of(w, b, x, rows, acc, 0);
 }
 

@@ -33,6 +33,7 @@ OTHERS = (
         architectures=("DeepseekV2ForCausalLM",),
         parse=PARSERS["DeepseekV2ForCausalLM"],
         special="latent attention, experts in groups, shared experts, first layers dense",
+        gguf=("deepseek2",),
         tools="deepseek_v3",
     ),
     Family(
@@ -40,6 +41,7 @@ OTHERS = (
         architectures=("DeepseekV3ForCausalLM", "KimiK2ForCausalLM"),
         parse=PARSERS["DeepseekV3ForCausalLM"],
         special="the same, sigmoid routing with a correction bias",
+        gguf=("deepseek2",),
         tools="deepseek_v3",
         reasoning="think",
     ),

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from whole import load_model, logits_of
 
 transformers = pytest.importorskip("transformers", reason="transformers makes the reference models")
-from test_families import BASE, CASES, ROWS, make_reference, reference_logits  # noqa: E402
+from test_families import BASE, CASES, ROWS, make_reference, reference_logits, rope  # noqa: E402
 
 from quire.layers.rope import inverse_frequencies  # noqa: E402
 from quire.layers.rope_params import RopeParams  # noqa: E402
@@ -66,16 +66,29 @@ def write_metadata(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
         writer.add_feed_forward_length(config.n_inner)
         writer.add_layer_norm_eps(config.layer_norm_epsilon)
         return
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count_kv(config.num_key_value_heads)
+    width = config.intermediate_size
+    if arch == "lfm2":  # the adjusted width of its MLPs
+        width = -(-int(2 * width / 3) // config.block_multiple_of) * config.block_multiple_of
+    writer.add_feed_forward_length(width)
+    if arch in NEW_EXPERTS:
+        write_experts(writer, arch, config)
+    if arch.startswith("lfm2"):
+        kinds = [kind == "full_attention" for kind in config.layer_types]
+        writer.add_head_count_kv([config.num_key_value_heads * kind for kind in kinds])
+        writer.add_shortconv_l_cache(config.conv_L_cache)
+    elif arch != "deepseek2":
+        writer.add_head_count_kv(config.num_key_value_heads)
     if hasattr(config, "rms_norm_eps"):
         writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     else:
         names = ("norm_epsilon", "norm_eps", "layer_norm_eps")
         writer.add_layer_norm_eps(next(getattr(config, name) for name in names if hasattr(config, name)))
     dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_key_length(dim)
-    writer.add_value_length(dim)
+    if arch == "deepseek2":
+        write_latent(writer, config)
+    else:
+        writer.add_key_length(dim)
+        writer.add_value_length(dim)
     rope = config.rope_parameters
     rope = rope.get("full_attention", rope)
     writer.add_rope_freq_base(rope["rope_theta"])
@@ -87,7 +100,7 @@ def write_metadata(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(rope["factor"])
         writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-    if getattr(config, "sliding_window", None) and arch != "qwen2":
+    if getattr(config, "sliding_window", None) and arch not in ("qwen2", "dots1"):
         writer.add_sliding_window(config.sliding_window)
     if part := rope.get("partial_rotary_factor"):
         writer.add_rope_dimension_count(int(dim * part))
@@ -95,11 +108,81 @@ def write_metadata(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
         if (value := getattr(config, name, None)) is not None:
             getattr(writer, f"add_{key}")(value)
     experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    if experts:
+    if experts and arch not in NEW_EXPERTS:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         if arch == "qwen3moe":
             writer.add_expert_feed_forward_length(config.moe_intermediate_size)
+
+
+NEW_EXPERTS = (
+    "deepseek2", "dots1", "ernie4_5-moe", "glm4moe", "hunyuan-moe", "lfm2moe", "olmoe", "qwen2moe",
+)  # fmt: skip
+
+
+def write_experts(writer: gguf.GGUFWriter, arch: str, config: Any) -> None:
+    """Write the metadata of experts as the converters of these architectures do."""
+
+    def first(*names: str) -> Any:
+        value = next(
+            (getattr(config, name) for name in names if getattr(config, name, None) is not None), None
+        )
+        return value[0] if isinstance(value, list) else value
+
+    writer.add_expert_count(first("n_routed_experts", "moe_num_experts", "num_experts", "num_local_experts"))
+    writer.add_expert_used_count(first("moe_k", "moe_topk", "num_experts_per_tok"))
+    if width := first("moe_intermediate_size"):
+        writer.add_expert_feed_forward_length(width)
+    if (count := first("n_shared_experts", "moe_num_shared_experts")) is not None:
+        writer.add_expert_shared_count(count)
+    if width := first("shared_expert_intermediate_size"):
+        writer.add_expert_shared_feed_forward_length(width)
+    if (dense := first("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")) is not None:
+        writer.add_leading_dense_block_count(dense)
+    if every := first("moe_layer_interval"):
+        writer.add_interleave_moe_layer_step(every)
+    if (scale := first("routed_scaling_factor")) is not None:
+        writer.add_expert_weights_scale(scale)
+    if arch in ("deepseek2", "dots1", "glm4moe", "lfm2moe"):
+        writer.add_expert_weights_norm(bool(first("norm_topk_prob")) and config.model_type != "deepseek_v2")
+        sigmoid = config.model_type != "deepseek_v2"
+        kinds = gguf.ExpertGatingFuncType
+        writer.add_expert_gating_func(kinds.SIGMOID if sigmoid else kinds.SOFTMAX)
+    if (groups := first("n_group")) and getattr(config, "topk_method", "noaux_tc") != "greedy":
+        writer.add_expert_group_count(groups)
+        writer.add_expert_group_used_count(config.topk_group)
+
+
+def write_latent(writer: gguf.GGUFWriter, config: Any) -> None:
+    rotary, rank = config.qk_rope_head_dim, config.kv_lora_rank
+    if config.q_lora_rank is not None:
+        writer.add_q_lora_rank(config.q_lora_rank)
+    writer.add_kv_lora_rank(rank)
+    writer.add_rope_dimension_count(rotary)
+    whole = config.qk_nope_head_dim + rotary
+    if getattr(config, "old_gguf", False):
+        writer.add_head_count_kv(config.num_attention_heads)
+        writer.add_key_length(whole)
+        writer.add_value_length(config.v_head_dim)
+    else:
+        writer.add_head_count_kv(1)
+        writer.add_key_length(rank + rotary)
+        writer.add_value_length(rank)
+        writer.add_key_length_mla(whole)
+        writer.add_value_length_mla(config.v_head_dim)
+    if weight := config.rope_parameters.get("mscale_all_dim"):
+        writer.add_rope_scaling_yarn_log_mul(0.1 * weight)
+
+
+def converted_latent(name: str, value: np.ndarray, config: Any) -> dict[str, np.ndarray]:
+    """Return the two parts of kv_b_proj, one matrix per head."""
+    heads, content = config.num_attention_heads, config.qk_nope_head_dim
+    whole = value.reshape(heads, content + config.v_head_dim, config.kv_lora_rank)
+    block = f"blk.{name.split('.')[2]}."
+    return {
+        block + "attn_k_b.weight": whole[:, :content].swapaxes(1, 2),
+        block + "attn_v_b.weight": whole[:, content:],
+    }
 
 
 def converted(arch: str, tensors: dict[str, torch.Tensor], config: Any) -> dict[str, np.ndarray]:
@@ -128,6 +211,14 @@ def converted(arch: str, tensors: dict[str, torch.Tensor], config: Any) -> dict[
             stack = f"blk.{layer}.ffn_{which.removesuffix('_proj')}_exps.weight"
             stacks.setdefault(stack, {})[int(number)] = value
             continue
+        if name.endswith("kv_b_proj.weight") and not getattr(config, "old_gguf", False):
+            out.update(converted_latent(name, value, config))
+            continue
+        if name.endswith("conv.conv.weight"):
+            value = value[:, 0]
+        if name.endswith("e_score_correction_bias"):
+            name, value = name.replace("_bias", ".bias"), value.reshape(-1)
+        name = name.replace(".expert_bias", ".expert_bias.bias")
         theirs = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert theirs, name
         out[theirs] = value
@@ -158,6 +249,9 @@ CASES["gguf-exaone4"] = (
     "Exaone4",
     {**CASES["exaone4"][1], "sliding_window_pattern": 4, "num_hidden_layers": 4},
 )
+# A file has one of YaRN's two mscale; published models have the same value for both.
+SAME_MSCALE = rope("yarn", factor=8.0, original_max_position_embeddings=16, mscale=0.7, mscale_all_dim=0.7)
+CASES["gguf-deepseek-v3"] = ("DeepseekV3", {**CASES["deepseek-v3"][1], **SAME_MSCALE})
 CASES["gguf-smollm3"] = ("SmolLM3", {"head_dim": 8, "num_hidden_layers": 4})
 CASES["gguf-starcoder2"] = ("Starcoder2", {"head_dim": 8, "intermediate_size": 64})
 
@@ -205,6 +299,21 @@ def write_gguf(
         ("arcee", "arcee"),
         ("cohere2", "gguf-cohere2"),
         ("command-r", "cohere"),
+        ("deepseek2", "deepseek-v2"),
+        ("deepseek2", "deepseek-v2-groups"),
+        ("deepseek2", "deepseek-v2-dense-lora"),
+        ("deepseek2", "gguf-deepseek-v3"),
+        ("deepseek2", "deepseek-v3-old-file"),
+        ("deepseek2", "deepseek-v3-no-groups"),
+        ("dots1", "dots1"),
+        ("ernie4_5-moe", "ernie4-5-moe"),
+        ("glm4moe", "glm4-moe"),
+        ("glm4moe", "glm4-moe-groups"),
+        ("hunyuan-moe", "hunyuan-moe"),
+        ("lfm2", "lfm2"),
+        ("lfm2moe", "lfm2-moe"),
+        ("olmoe", "olmoe"),
+        ("qwen2moe", "qwen2-moe"),
         ("ernie4_5", "ernie4-5"),
         ("exaone4", "gguf-exaone4"),
         ("gemma", "gemma"),
@@ -226,7 +335,9 @@ def test_f32_equals_transformers(arch: str, case: str, tmp_path: Path) -> None:
     if case == "llama-biases":
         CASES["gguf-biases"] = ("Llama", {"attention_bias": True, "mlp_bias": True})
         case = "gguf-biases"
-    model = make_reference(case, tmp_path)
+    is_old = case == "deepseek-v3-old-file"  # with kv_b_proj as one matrix
+    model = make_reference("gguf-deepseek-v3" if is_old else case, tmp_path)
+    model.config.old_gguf = is_old
     if case == "gpt2-untied":
         model.config.n_inner = 4 * model.config.n_embd
     extra = {}

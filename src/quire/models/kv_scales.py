@@ -9,7 +9,7 @@ import torch
 
 from quire.attention.entries import LEAST_SCALE
 from quire.layers.env import Env
-from quire.models.checkpoint.checkpoint import SafetensorsCheckpoint
+from quire.models.checkpoint.shards import SafetensorsCheckpoint
 from quire.models.spec import ModelSpec
 from quire.types import ModelError
 

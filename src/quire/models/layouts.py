@@ -72,6 +72,7 @@ class SelfAttention:
         growth = spec.query_growth
         if growth is not None and not (growth.only_unrotated and rotates):
             after = GrowingQueries(growth.beta, growth.length, growth.offset)
+        self.head_norm = fused
         self.attend = rotary_attention(self.attention, fused, env.kernels, before, after)
 
     def make_qkv(self, env: Env, spec: ModelSpec, prefix: str) -> Linear:

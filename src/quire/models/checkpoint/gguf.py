@@ -30,10 +30,12 @@ log = logging.getLogger("quire")
 
 _PLAIN = (gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.F16, gguf.GGMLQuantizationType.BF16)
 _WHOLE = slice(None)
+_CORRECTION = "mlp.gate.e_score_correction_bias"
 _TOP = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
     "lm_head": "output",
+    "model.embedding_norm": "token_embd_norm",  # of LFM2
     "transformer.wte": "token_embd",
     "transformer.wpe": "position_embd",
     "transformer.ln_f": "output_norm",
@@ -56,6 +58,9 @@ class GGUFCheckpoint(Checkpoint):
         self.unread = {
             name for name in set(self.tensors) - IN_SPEC if not (elsewhere and elsewhere.search(name))
         }
+        # Layers that predict several tokens ahead are behind the last one.
+        extra = [f"blk.{spec.num_layers + number}." for number in range(spec.extra_layers)]
+        self.unread = {name for name in self.unread if not name.startswith(tuple(extra))}
         self.layer_names = layer_names(self.arch)
 
     def has(self, name: str) -> bool:
@@ -86,6 +91,8 @@ class GGUFCheckpoint(Checkpoint):
     def tensor(
         self, name: str, shape: tuple[int, ...], rows: slice = _WHOLE, cols: slice = _WHOLE
     ) -> torch.Tensor:
+        if name.endswith("kv_b_proj.weight") and self._find(name)[0] not in self.tensors:
+            return self._joined(name, shape)[rows, cols].contiguous()
         stored, expert = self._find(name)
         if stored not in self.tensors:
             raise ModelError(
@@ -94,6 +101,9 @@ class GGUFCheckpoint(Checkpoint):
         source = self.tensors[stored]
         transposed = self.arch == "gpt2" and name.endswith(_TRANSPOSED)
         stored_shape = tuple(int(n) for n in reversed(source.shape))
+        is_convolution = name.endswith("conv.conv.weight")
+        if is_convolution:  # stored without the dimension of 1 in the middle
+            shape, cols = (shape[0], *shape[2:]), _WHOLE
         check_shape(
             name,
             shape,
@@ -113,9 +123,21 @@ class GGUFCheckpoint(Checkpoint):
         if self.arch in OFFSET_NORMS and name.endswith("norm.weight"):
             values = values - 1
         values = values if early else values[rows]
-        return torch.from_numpy(
+        found = torch.from_numpy(
             np.require(values[:, cols] if values.ndim > 1 else values, requirements=["C", "W"])
         )
+        return found.unsqueeze(1) if is_convolution else found
+
+    def _joined(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """Return `kv_b_proj`, which newer files store as two stacks of one matrix per head."""
+        heads, rank = self.spec.num_heads, shape[1]
+        latent = self.spec.latent
+        assert latent is not None
+        keys = self.tensor(name.replace("kv_b_", "k_b_"), (heads, rank, latent.content_dim))
+        values = self.tensor(name.replace("kv_b_", "v_b_"), (heads, latent.value_dim, rank))
+        joined = torch.cat((keys.float().transpose(1, 2), values.float()), 1).flatten(0, 1)
+        check_shape(name, shape, tuple(joined.shape))
+        return joined
 
     def close(self) -> None:
         self.tensors = {}
@@ -139,6 +161,8 @@ class GGUFCheckpoint(Checkpoint):
         if match is None:
             return "", None
         layer, inner, kind = match.groups()
+        if inner == _CORRECTION:
+            return f"blk.{layer}.exp_probs_b.bias", None
         kind = kind or "weight"  # attention sinks have no kind in Hugging Face's checkpoints
         expert = _EXPERT.fullmatch(inner)
         if expert is None:

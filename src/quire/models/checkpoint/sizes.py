@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from quire.models.checkpoint.checkpoint import SafetensorsCheckpoint
+from quire.models.checkpoint.shards import SafetensorsCheckpoint
 from quire.models.spec import ModelSpec
 from quire.quant.products import stays_packed
 from quire.quant.spec import Conversion

@@ -28,6 +28,7 @@ from quire.types import ModelError
 
 _DTYPES = {Kind.F32: "float32", Kind.F16: "float16", Kind.BF16: "bfloat16"}  # quantised formats: bfloat16
 _SWA_EVERY = 6  # Gemma 3: every sixth layer has no window
+LATENT = ("deepseek2",)  # architectures with latent attention
 _GEMMA3_27B_LAYERS = 62  # Gemma 3 27B scales queries by hidden / heads instead of by head_dim
 
 
@@ -108,15 +109,7 @@ def gguf_spec(path: Path) -> ModelSpec:
         meta.integer(".attention.head_count", "num_attention_heads"),
         meta.integer(".block_count", "num_hidden_layers"),
     )
-    head_dim = meta.integer(".attention.key_length", "head_dim", hidden // heads)
-    if meta.get(".attention.value_length", head_dim) != head_dim:
-        raise ModelError(f"{path}: keys and values of different sizes are not supported")
-    kv_heads = meta.integer(".attention.head_count_kv", "num_key_value_heads", heads)
-    if heads % kv_heads or head_dim % 2:
-        raise ModelError(
-            f"{path}: {heads} heads of {head_dim} with {kv_heads} K/V heads are not supported: the heads must be a "
-            "multiple of the K/V heads, and their size even"
-        )
+    kv_heads, head_dim = _head_sizes(meta, hidden, heads)
     vocab_size = int(tensors["token_embd.weight"].shape[-1])
     largest = max(reader.tensors, key=lambda tensor: tensor.n_elements)
     facts: dict[str, Any] = {
@@ -140,12 +133,33 @@ def gguf_spec(path: Path) -> ModelSpec:
     try:
         if meta.arch in TRANSLATIONS:
             trained_len = meta.integer(".context_length", "max_position_embeddings")
-            rope = _rope(meta, trained_len, 10000.0, tensors)
+            rope = None if meta.arch in LATENT else _rope(meta, trained_len, 10000.0, tensors)
             return translated_spec(meta.arch, meta, facts, tensors, rope)
         facts.update(ARCHITECTURES[meta.arch](meta, facts, tensors))
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ModelError(f"{path} holds a value of a wrong type ({shown(error)})") from error
     return ModelSpec(**facts)
+
+
+def _head_sizes(meta: Metadata, hidden: int, heads: int) -> tuple[int, int]:
+    """Return the number of K/V heads and the size of a head. Raise ModelError if they are not supported."""
+    head_dim = meta.integer(".attention.key_length", "head_dim", hidden // heads)
+    if meta.arch in LATENT:  # these keys then describe cached entries
+        return heads, head_dim
+    if meta.get(".attention.value_length", head_dim) != head_dim:
+        raise ModelError(f"{meta.path}: keys and values of different sizes are not supported")
+    found = meta.get(".attention.head_count_kv", heads)
+    if isinstance(found, list):  # by layer: 0 if it does not attend
+        found = max(found, default=0)
+    kv_heads = ConfigKeys({"num_key_value_heads": found}, f"{meta.path}: {meta.arch}.attention").integer(
+        "num_key_value_heads"
+    )
+    if heads % kv_heads or head_dim % 2:
+        raise ModelError(
+            f"{meta.path}: {heads} heads of {head_dim} with {kv_heads} K/V heads are not supported: the heads must be "
+            "a multiple of the K/V heads, and their size even"
+        )
+    return kv_heads, head_dim
 
 
 def _eos_ids(meta: Metadata, vocab_size: int) -> tuple[int, ...]:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from quire.layers.rope_params import RopeParams
+from quire.models.config.deepseek import parse_deepseek_v2, parse_deepseek_v3
 from quire.models.config.keys import ConfigKeys
 from quire.models.config.rope import served_len
 from quire.models.families import catalogue
@@ -47,21 +48,47 @@ _GRANITE = {
     ".residual_scale": "residual_multiplier",
     ".logit_scale": "logits_scaling",
 }
+_YARN_LOG = 0.1  # factor of the logarithm in a file's multiplier, and in the formula of YaRN's mscale
+# Fields of a file by keys, and the names that families have for them.
+_EXPERT_FIELDS = {
+    ".expert_count": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    ".expert_used_count": ("num_experts_per_tok", "moe_k", "moe_topk"),
+    ".expert_shared_count": ("n_shared_experts", "moe_num_shared_experts"),
+    ".expert_feed_forward_length": ("moe_intermediate_size",),
+    ".expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+    ".expert_group_count": ("n_group",),
+    ".expert_group_used_count": ("topk_group",),
+    ".expert_weights_norm": ("norm_topk_prob",),
+    ".expert_weights_scale": ("routed_scaling_factor",),
+    ".leading_dense_block_count": ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers"),
+    ".interleave_moe_layer_step": ("moe_layer_interval",),
+    ".nextn_predict_layers": ("num_nextn_predict_layers",),
+}
+_SIGMOID = 2  # in .expert_gating_func; 1 is a softmax
 TRANSLATIONS = {
     "arcee": Translation(),
     "cohere2": Translation(_LOGIT_SCALE, has_window=True),
     "command-r": Translation(_LOGIT_SCALE),
+    "deepseek2": Translation(),
+    "dots1": Translation(),
     "ernie4_5": Translation(),
+    "ernie4_5-moe": Translation(),
     "exaone4": Translation(has_window=True),
     "gemma": Translation(),
     "gemma2": Translation(_CAPS, has_window=True),
     "glm4": Translation(),
+    "glm4moe": Translation(),
     "gpt-oss": Translation(has_window=True),
     "granite": Translation(_GRANITE),
     "hunyuan-dense": Translation(),
+    "hunyuan-moe": Translation(),
+    "lfm2": Translation(),
+    "lfm2moe": Translation(),
     "nemotron": Translation(),
     "olmo2": Translation(),
+    "olmoe": Translation(),
     "phi3": Translation(has_window=True),
+    "qwen2moe": Translation(),
     "seed_oss": Translation(),
     "smollm3": Translation(),
     "starcoder2": Translation(),
@@ -70,7 +97,7 @@ _GEMMA2_27B_LAYERS = 46  # Gemma 2 27B scales queries by hidden / heads instead 
 
 
 def translated_spec(
-    arch: str, meta: GGUFMetadata, facts: dict[str, Any], tensors: dict[str, Any], rope: RopeParams
+    arch: str, meta: GGUFMetadata, facts: dict[str, Any], tensors: dict[str, Any], rope: RopeParams | None
 ) -> ModelSpec:
     """Build the spec of a file whose architecture is in TRANSLATIONS.
 
@@ -79,15 +106,21 @@ def translated_spec(
         meta: its metadata.
         facts: fields of the spec that all architectures have.
         tensors: the tensors by name.
-        rope: base and scaling of its rotary embeddings.
+        rope: base and scaling of its rotary embeddings; None: those that the family parses.
 
     Raises:
         ModelError: if a key is missing, has a bad value, or the model is not supported.
     """
     rule = TRANSLATIONS[arch]
-    family = next(family for family in catalogue() if arch in family.gguf)
-    spec = family.parse(family.architectures[0], ConfigKeys(_config(rule, arch, meta, facts, tensors, rope)))
+    keys = ConfigKeys(_config(rule, arch, meta, facts, tensors))
+    if arch == "deepseek2":
+        parse = parse_deepseek_v3 if meta.get(".expert_gating_func") == _SIGMOID else parse_deepseek_v2
+        spec = parse("DeepSeek", keys)
+    else:
+        family = next(family for family in catalogue() if arch in family.gguf)
+        spec = family.parse(family.architectures[0], keys)
     assert spec.rope is not None
+    rope = rope or spec.rope
     if "rope_factors_long.weight" in tensors:
         rope = _longrope(rope, meta, tensors)
     rope = replace(
@@ -98,6 +131,8 @@ def translated_spec(
         spec,
         rope=rope,
         max_model_len=served_len(rope, spec.max_model_len, stretch=False),
+        # Experts have the usual names in all files.
+        names={name: own for name, own in spec.names.items() if name not in ("gate", "experts")},
         **{name: facts[name] for name in kept if name in facts},
     )
 
@@ -108,7 +143,6 @@ def _config(
     meta: GGUFMetadata,
     facts: dict[str, Any],
     tensors: dict[str, Any],
-    rope: RopeParams,
 ) -> dict[str, Any]:
     heads, head_dim = facts["num_heads"], facts["head_dim"]
     eps = meta.get(".attention.layer_norm_rms_epsilon") or meta.get(".attention.layer_norm_epsilon")
@@ -124,7 +158,7 @@ def _config(
         "tie_word_embeddings": facts["tie_embeddings"],
         "max_position_embeddings": meta.integer(".context_length", "max_position_embeddings"),
         "partial_rotary_factor": meta.integer(".rope.dimension_count", "head_dim", head_dim) / head_dim,
-        "rope_theta": rope.theta,
+        "rope_theta": meta.number(".rope.freq_base", "rope_theta", 10000.0),
         **dict.fromkeys(("rms_norm_eps", "layer_norm_eps", "norm_epsilon", "norm_eps"), eps),
         **dict.fromkeys(("attention_bias", "use_bias"), biases["attn_q"]),
         "attention_out_bias": biases["attn_output"],
@@ -139,16 +173,77 @@ def _config(
         is_27b = facts["num_layers"] == _GEMMA2_27B_LAYERS
         config["query_pre_attn_scalar"] = facts["hidden_size"] / heads if is_27b else head_dim
     if meta.get(".expert_count"):
-        config["num_local_experts"] = meta.integer(".expert_count", "num_local_experts")
-        config["num_experts_per_tok"] = meta.integer(".expert_used_count", "num_experts_per_tok")
-        width = meta.integer(".expert_feed_forward_length", "intermediate_size", facts["intermediate_size"])
-        config["intermediate_size"] = width
+        config |= _experts(meta, facts["num_layers"])
+        if arch == "gpt-oss":
+            width = meta.integer(
+                ".expert_feed_forward_length", "intermediate_size", facts["intermediate_size"]
+            )
+            config["intermediate_size"] = width
+    if arch == "deepseek2":
+        config |= _latent(meta)
+    if arch.startswith("lfm2"):
+        config |= _convolutions(meta, facts, tensors)
     if arch == "exaone4" and window is None:
         config["layer_types"] = ["full_attention"] * facts["num_layers"]
     for key, name in rule.fields.items():
         if meta.get(key) is not None:
             config[name] = meta.number(key, name)
     return config
+
+
+def _experts(meta: GGUFMetadata, layers: int) -> dict[str, Any]:
+    """Return the fields of a config about experts, of a file with `layers` layers."""
+    config: dict[str, Any] = {
+        name: value
+        for key, names in _EXPERT_FIELDS.items()
+        if (value := meta.get(key)) is not None
+        for name in names
+    }
+    config.setdefault("n_shared_experts", 0)
+    config["num_hidden_layers"] = layers - config.setdefault("num_nextn_predict_layers", 0)
+    return config
+
+
+def _latent(meta: GGUFMetadata) -> dict[str, Any]:
+    """Return the fields of a config about latent attention, and its rotary embeddings."""
+    rotary = meta.integer(".rope.dimension_count", "qk_rope_head_dim")
+    # Older files have the sizes of whole heads at the usual keys; newer ones have those of cached entries there.
+    key = meta.integer(".attention.key_length_mla", "head_dim", meta.get(".attention.key_length"))
+    value = meta.integer(".attention.value_length_mla", "v_head_dim", meta.get(".attention.value_length"))
+    config: dict[str, Any] = {
+        "q_lora_rank": meta.get(".attention.q_lora_rank"),
+        "kv_lora_rank": meta.integer(".attention.kv_lora_rank", "kv_lora_rank"),
+        "qk_rope_head_dim": rotary,
+        "qk_nope_head_dim": key - rotary,
+        "v_head_dim": value,
+        "partial_rotary_factor": 1.0,
+    }
+    if meta.get(".expert_group_count", 1) > 1:
+        grouped = meta.get(".expert_gating_func") != _SIGMOID
+        config["topk_method"] = "group_limited_greedy" if grouped else "noaux_tc"
+    if meta.get(".rope.scaling.type", "none") == "yarn":
+        config["rope_scaling"] = {
+            "rope_type": "yarn",
+            "factor": meta.number(".rope.scaling.factor", "factor"),
+            "original_max_position_embeddings": meta.integer(
+                ".rope.scaling.original_context_length", "original_max_position_embeddings"
+            ),
+        }
+        if multiplier := meta.get(".rope.scaling.yarn_log_multiplier"):
+            config["rope_scaling"] |= dict.fromkeys(("mscale", "mscale_all_dim"), multiplier / _YARN_LOG)
+    return config
+
+
+def _convolutions(meta: GGUFMetadata, facts: dict[str, Any], tensors: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config about LFM2's layers."""
+    attends = [f"blk.{i}.attn_q.weight" in tensors for i in range(facts["num_layers"])]
+    return {
+        "layer_types": ["full_attention" if attend else "conv" for attend in attends],
+        "conv_L_cache": meta.integer(".shortconv.l_cache", "conv_L_cache"),
+        "conv_bias": False,
+        "block_auto_adjust_ff_dim": False,
+        "use_expert_bias": True,
+    }
 
 
 def _longrope(rope: RopeParams, meta: GGUFMetadata, tensors: dict[str, Any]) -> RopeParams:

@@ -127,6 +127,33 @@ def routing(
     return Routing(num_experts=num_experts, top_k=top_k, groups=groups, top_groups=top_groups, **rule)
 
 
+def corrected_routing(
+    keys: ConfigKeys,
+    experts: int | None = None,
+    top_k: int | None = None,
+    renormalises: bool = True,
+) -> Routing:
+    """Build a rule like DeepSeek-V3's: sigmoids with a correction, in the groups with the two largest scores.
+
+    Args:
+        keys: the config.
+        experts, top_k: defaults of the numbers of experts; None: the config must have them.
+        renormalises: default of `norm_topk_prob`.
+    """
+    return routing(
+        keys,
+        keys.integer("n_routed_experts", "num_local_experts", default=experts),
+        keys.integer("num_experts_per_tok", default=top_k),
+        keys.integer("n_group", default=1),
+        keys.integer("topk_group", default=1),
+        scores="sigmoid",
+        correction=True,
+        group_score="two_largest",
+        renormalise=keys.flag("norm_topk_prob", default=renormalises),
+        scale=keys.number("routed_scaling_factor", default=1.0),
+    )
+
+
 def common_fields(name: str, family: str, keys: ConfigKeys, tie: bool) -> dict[str, Any]:
     """Parse the fields of `ModelSpec` that every family has; `tie` is the default of `tie_word_embeddings`."""
     vocab_size = keys.integer("vocab_size")

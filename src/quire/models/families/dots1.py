@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from quire.models.config.keys import ConfigKeys
-from quire.models.config.parts import decoder_spec, routing
+from quire.models.config.parts import corrected_routing, decoder_spec
 from quire.models.families import Family, names
 from quire.models.spec import ModelSpec, MoESpec
 
@@ -14,18 +14,7 @@ def _parse(name: str, keys: ConfigKeys) -> ModelSpec:
     width = keys.integer("moe_intermediate_size", default=1408)
     bias = keys.flag("attention_bias")
     moe = MoESpec(
-        routing=routing(
-            keys,
-            keys.integer("n_routed_experts", "num_local_experts"),
-            keys.integer("num_experts_per_tok"),
-            keys.integer("n_group", default=1),
-            keys.integer("topk_group", default=1),
-            scores="sigmoid",
-            correction=True,
-            group_score="two_largest",
-            renormalise=keys.flag("norm_topk_prob"),
-            scale=keys.number("routed_scaling_factor", default=1.0),
-        ),
+        routing=corrected_routing(keys, renormalises=False),
         intermediate_size=width,
         sparse=tuple(i >= dense for i in range(layers)),
         shared_size=width * keys.integer("n_shared_experts"),
@@ -51,4 +40,5 @@ FAMILY = Family(
     architectures=names("Dots1", "dots1"),
     parse=_parse,
     special="sigmoid routing with a correction bias, shared experts, first layers dense",
+    gguf=("dots1",),
 )

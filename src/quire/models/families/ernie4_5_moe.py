@@ -33,5 +33,6 @@ FAMILY = Family(
     architectures=names("Ernie4_5_Moe", "ernie4_5_moe"),
     parse=_parse,
     special="interleaved rotation, softmax routing with a correction bias, shared experts, first layer dense",
+    gguf=("ernie4_5-moe",),
     reasoning="think",
 )

@@ -6,7 +6,7 @@ The layer for multi-token prediction behind the last one is not loaded.
 from __future__ import annotations
 
 from quire.models.config.keys import ConfigKeys
-from quire.models.config.parts import decoder_spec, routing
+from quire.models.config.parts import corrected_routing, decoder_spec
 from quire.models.config.rope import RopeDefaults
 from quire.models.families import Family, names
 from quire.models.spec import ModelSpec, MoESpec
@@ -16,18 +16,7 @@ def _parse(name: str, keys: ConfigKeys) -> ModelSpec:
     dense = keys.integer("first_k_dense_replace", default=1, minimum=0)
     width = keys.integer("moe_intermediate_size", default=1408)
     moe = MoESpec(
-        routing=routing(
-            keys,
-            keys.integer("n_routed_experts", "num_local_experts", default=128),
-            keys.integer("num_experts_per_tok", default=8),
-            keys.integer("n_group", default=1),
-            keys.integer("topk_group", default=1),
-            scores="sigmoid",
-            correction=True,
-            group_score="two_largest",
-            renormalise=keys.flag("norm_topk_prob", default=True),
-            scale=keys.number("routed_scaling_factor", default=1.0),
-        ),
+        routing=corrected_routing(keys, experts=128, top_k=8),
         intermediate_size=width,
         sparse=tuple(i >= dense for i in range(keys.integer("num_hidden_layers"))),
         shared_size=width * keys.integer("n_shared_experts", default=1),
@@ -51,6 +40,7 @@ FAMILY = Family(
     architectures=names("Glm4Moe", "glm4_moe"),
     parse=_parse,
     special="sigmoid routing with a correction bias, shared experts, first layers dense, rotation of half a head",
+    gguf=("glm4moe",),
     tools="glm45",
     reasoning="think",
 )

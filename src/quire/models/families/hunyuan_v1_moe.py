@@ -47,5 +47,6 @@ FAMILY = Family(
     architectures=names("HunYuanMoEV1", "hunyuan_v1_moe"),
     parse=_parse,
     special="experts, a shared expert, norms of q and k heads behind the rotation",
+    gguf=("hunyuan-moe",),
     reasoning="think",
 )

@@ -88,5 +88,6 @@ FAMILY = Family(
     architectures=names("Lfm2", "lfm2"),
     parse=_parse,
     special="short convolutions with gates instead of attention in most layers",
+    gguf=("lfm2",),
     tools="lfm2",
 )

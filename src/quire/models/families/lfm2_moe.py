@@ -32,5 +32,6 @@ FAMILY = Family(
     architectures=names("Lfm2Moe", "lfm2_moe"),
     parse=_parse,
     special="LFM2 with experts, sigmoid routing with a correction bias",
+    gguf=("lfm2moe",),
     tools="lfm2",
 )

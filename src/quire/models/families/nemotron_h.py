@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from quire.layers.mixer_params import StateSpaceParams
 from quire.models.config.keys import ConfigKeys
-from quire.models.config.parts import decoder_spec, routing
+from quire.models.config.parts import corrected_routing, decoder_spec
 from quire.models.config.states import checked_groups
 from quire.models.families import Family, names
 from quire.models.spec import ModelSpec, MoESpec
@@ -76,18 +76,7 @@ def _parse(name: str, keys: ConfigKeys) -> ModelSpec:
 def _experts(keys: ConfigKeys, kinds: list[str]) -> MoESpec:
     latent = keys.get("moe_latent_size", default=None)
     return MoESpec(
-        routing=routing(
-            keys,
-            keys.integer("n_routed_experts", "num_local_experts", default=8),
-            keys.integer("num_experts_per_tok", default=2),
-            keys.integer("n_group", default=1),
-            keys.integer("topk_group", default=1),
-            scores="sigmoid",
-            correction=True,
-            group_score="two_largest",
-            renormalise=keys.flag("norm_topk_prob", default=True),
-            scale=keys.number("routed_scaling_factor", default=1.0),
-        ),
+        routing=corrected_routing(keys, experts=8, top_k=2),
         intermediate_size=keys.integer("moe_intermediate_size", default=7688),
         sparse=tuple(kind == "moe" for kind in kinds),
         shared_size=keys.integer("moe_shared_expert_intermediate_size", default=7688),

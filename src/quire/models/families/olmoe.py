@@ -41,4 +41,5 @@ FAMILY = Family(
     architectures=names("Olmoe", "olmoe"),
     parse=_parse,
     special="64 experts, norm of all q and of all k heads together",
+    gguf=("olmoe",),
 )

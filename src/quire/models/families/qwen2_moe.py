@@ -43,5 +43,6 @@ FAMILY = Family(
     architectures=names("Qwen2Moe", "qwen2_moe"),
     parse=_parse,
     special="60 or 64 experts and a shared one with a gate",
+    gguf=("qwen2moe",),
     tools="hermes",
 )

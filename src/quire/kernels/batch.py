@@ -224,7 +224,7 @@ def advance(
     """Update the slot columns after a step: count its KV entries, and append the tokens of each row that samples.
 
     Of a row with draft tokens, the tokens up to the first one that differs from its draft are appended, and the KV
-    entries of the other drafts are not counted (`accepted_counts` in worker/batch.py says why).
+    entries of the other drafts are not counted (`accepted_counts` in worker/step/torch_batch.py says why).
 
     Args:
         header: int32 [rows or more, 4], the batch header.

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import triton
@@ -16,7 +17,9 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.runtime.jit import JITFunction
 
 _loading = threading.Lock()
-_thread = threading.local()  # attribute `compile_only`: whether launches of this thread only compile
+# Attributes: `compile_only`, whether launches of this thread only compile, and `note`, what is called with the name of
+# each kernel that this thread begins to compile.
+_thread = threading.local()
 
 
 def kernel(function: Any = None, **options: Any) -> Any:
@@ -30,6 +33,11 @@ def kernel(function: Any = None, **options: Any) -> Any:
 def compile_only(on: bool) -> None:
     """Set whether launches of this thread compile their kernels without running them."""
     _thread.compile_only = on
+
+
+def note_compilations(note: Callable[[str], None]) -> None:
+    """Have `note` called with the name of each kernel that this thread compiles from now on, when it begins."""
+    _thread.note = note
 
 
 class Kernel(JITFunction):
@@ -48,10 +56,11 @@ class Kernel(JITFunction):
 class Source(ASTSource):
     """The source of a kernel for one set of argument types."""
 
-    compiled = False  # whether it had to be compiled, because the cache on disk did not hold it
-
-    def make_ir(self, *args: Any, **kwargs: Any) -> Any:
-        self.compiled = True
+    def make_ir(
+        self, *args: Any, **kwargs: Any
+    ) -> Any:  # called if the cache on disk does not hold the kernel
+        if note := getattr(_thread, "note", None):
+            note(self.name)
         return super().make_ir(*args, **kwargs)
 
 

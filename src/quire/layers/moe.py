@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 
 from quire.kernels import available
+from quire.kernels.cpu.experts import ExpertFunctions
+from quire.kernels.cpu.ops import CpuKernels
 from quire.kernels.experts.choice import ExpertChoice
 from quire.kernels.target import Target, log_choice, target_of
 from quire.layers.activation import FUSED_ACTIVATIONS, Activation
@@ -23,10 +25,11 @@ from quire.layers.env import Env
 from quire.layers.expert_weights import ExpertWeights, StackedWeight
 from quire.layers.linear import Linear
 from quire.layers.local_experts import ExchangedExperts, LocalExperts, SortedMLPs
-from quire.layers.mlp import CLAMPED_SWIGLU, GatedMLP, gated
+from quire.layers.mlp import CLAMPED_SWIGLU, GatedMLP
+from quire.layers.mlp import gated as gated_activation
 from quire.layers.routing import FusingRouter, Router, exact_sigmoid, fuses_experts
 from quire.parallel.ranks import Parallel
-from quire.quant.base import Matmul, NormedProduct
+from quire.quant.base import FusingMatmul, Matmul, NormedProduct
 from quire.quant.products import any_product
 from quire.quant.rounding import rounding_of
 
@@ -36,7 +39,7 @@ class Experts(Protocol):
 
     @property
     def is_partial(self) -> bool:
-        """Whether the results of all ranks have to be added."""
+        """Return whether the results of all ranks have to be added."""
         ...
 
     def __call__(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
@@ -66,6 +69,8 @@ class MoE:
         y = self.experts(x, choice)
         if self.experts.is_partial:
             y = self.parallel.all_reduce(y)
+        if isinstance(self.shared, SharedExperts):
+            return self.shared.add_to(y, x)
         return y if self.shared is None else y + self.shared(x)
 
     def after_norm(self, norm: torch.Tensor, eps: float) -> tuple[NormedProduct, int] | None:
@@ -90,10 +95,30 @@ class SharedExperts:
         """Load the MLP at `prefix`, of `width` for all shared experts together, and the gate named `gate`."""
         self.mlp = GatedMLP(env, prefix, hidden, width, activation)
         self.gate = None if gate is None else Linear(env, gate, hidden, 1)
+        self.functions = ExpertFunctions(env.kernels) if isinstance(env.kernels, CpuKernels) else None
+        self.gate_row: torch.Tensor | None = None  # of a plain gate: the library's product cannot be captured
+        if (
+            self.functions
+            and gate
+            and isinstance(self.gate, Linear)
+            and not isinstance(self.gate.multiply, FusingMatmul)
+        ):
+            self.gate_row = env.weights.tensor(gate + ".weight", (1, hidden)).to(env.dtype).contiguous()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         y = self.mlp(x)
         return y if self.gate is None else exact_sigmoid(self.gate(x)) * y
+
+    def add_to(self, y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return y [tokens, hidden] plus the result for x [tokens, hidden]."""
+        if self.functions is None:
+            return y + self(x)
+        x, gate = x.contiguous(), None
+        if self.gate_row is not None:
+            gate = self.functions.dots(x, self.gate_row)
+        elif self.gate is not None:
+            gate = self.gate(x).contiguous()
+        return self.functions.add_shared(y, self.mlp(x).contiguous(), gate)
 
 
 def make_experts(env: Env, weights: ExpertWeights, activation: str) -> Experts:
@@ -106,24 +131,50 @@ def make_experts(env: Env, weights: ExpertWeights, activation: str) -> Experts:
     """
     is_plain = isinstance(weights.gate_up, torch.Tensor) and isinstance(weights.down, torch.Tensor)
     # The fused kernels compute every expert that a token has chosen, also those of other ranks.
-    fusable = is_plain and not env.experts.exchange and activation in (*FUSED_ACTIVATIONS, CLAMPED_SWIGLU)
+    fusable = not env.experts.exchange and activation in (*FUSED_ACTIVATIONS, CLAMPED_SWIGLU)
     if fusable and fuses_experts(env.device, env.dtype):
         from quire.layers.fused_experts import FusedExperts
+        from quire.layers.quantised_experts import fused_quantised
 
-        return FusedExperts(weights, activation)
-    act, on_cpu = gated(activation, env.kernels), env.device.type == "cpu"
-    mlps: SortedMLPs
+        if is_plain:
+            return FusedExperts(weights, activation)
+        if experts := fused_quantised(env, weights, activation):
+            return experts
+    act, on_cpu = gated_activation(activation, env.kernels), env.device.type == "cpu"
     if on_cpu:
-        mlps = LoopedMLPs(weights, act, partial(any_product, env))
-    else:
-        product = pick_product(env.device, env.dtype, *weights.down.shape[1:])
-        mlps = GroupedMLPs(weights, act, with_quantised(product))
+        looped = LoopedMLPs(weights, act, partial(any_product, env))
+        return over_ranks(env, looped, lambda many: on_a_cpu(env, looped, many, activation, gated=True))
+    product = pick_product(env.device, env.dtype, *weights.down.shape[1:])
+    return over_ranks(env, GroupedMLPs(weights, act, with_quantised(product)))
+
+
+def over_ranks(
+    env: Env, mlps: SortedMLPs, improved: Callable[[Experts], Experts] = lambda experts: experts
+) -> Experts:
+    """Return the experts with these MLPs, shared out over the ranks as `env` says.
+
+    Args:
+        env: the ranks.
+        mlps: those of this rank.
+        improved: replaces this rank's experts by faster ones.
+    """
     shard = env.experts
     if shard.exchange is None:
-        return SortedExperts(mlps)
+        return improved(SortedExperts(mlps))
     exchanges = shard.exchange == "all-to-all"
-    local = LocalExperts(mlps, shard.held(shard.total), fixed_shapes=not (on_cpu or exchanges))
+    fixed_shapes = not (env.device.type == "cpu" or exchanges)
+    local = improved(LocalExperts(mlps, shard.held(shard.total), fixed_shapes))
     return ExchangedExperts(local, shard, env.parallel) if exchanges else local
+
+
+def on_a_cpu(env: Env, looped: LoopedMLPs, many: Experts, activation: str, gated: bool) -> Experts:
+    """Return `many`, which runs the MLPs `looped`, with C kernels for few rows if these take the weights."""
+    if not isinstance(env.kernels, CpuKernels):
+        return many
+    from quire.layers.c_experts import FewRowsExperts, c_expert_mlps
+
+    few = c_expert_mlps(env, looped.gate_up, looped.down, activation, gated)
+    return many if few is None else FewRowsExperts(few, many)
 
 
 class InputWeighted:

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from quire.kernels.activation import gate_up_product
 from quire.kernels.experts.choice import ExpertChoice
+from quire.kernels.experts.packed_sums import wait_for_previous
 from quire.kernels.jit import kernel
 from quire.kernels.target import target_of
 
@@ -25,12 +26,39 @@ _EARLY_TOKENS = 4  # with more, loading weights before the wait is slower
 
 
 @triton.jit
-def _chosen_by(ids, expert, m, tokens, TOP_K: tl.constexpr, K_PAD: tl.constexpr):
+def chosen_by(ids, expert, m, tokens, TOP_K: tl.constexpr, K_PAD: tl.constexpr):
     """Return for each token m its row, token * TOP_K + place of the expert in its choice; -1 without it."""
     k = tl.arange(0, K_PAD)[None, :]
     row = m[:, None] * TOP_K + k
     mine = tl.load(ids + row, mask=(m < tokens)[:, None] & (k < TOP_K), other=-1, cache_modifier=".cg")
     return tl.sum(tl.where(mine == expert, row + 1, 0), 1) - 1
+
+
+@triton.jit
+def add_when_last(
+    parts,  # float32 [tokens * TOP_K, HIDDEN]
+    weights,  # float32 [tokens, TOP_K]
+    arrived,  # int32 [tiles], 0 before and after
+    y,  # [tokens, HIDDEN]
+    tokens,
+    tile,
+    n,  # [BLOCK_N]: the outputs of the tile
+    HIDDEN: tl.constexpr,
+    TOP_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
+    """Add the weighted results of each token's experts, if this program is the last of its tile to arrive."""
+    tl.debug_barrier()  # complete the program's stores before its arrival is counted
+    if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == tl.num_programs(0) - 1:
+        tl.store(arrived + tile, 0)
+        m = tl.arange(0, BLOCK_M)
+        here = (m < tokens)[:, None] & (n < HIDDEN)[None, :]
+        total = tl.zeros([BLOCK_M, n.shape[0]], tl.float32)
+        for j in tl.static_range(TOP_K):
+            share = tl.load(weights + m * TOP_K + j, mask=m < tokens, other=0.0, cache_modifier=".cg")
+            at = parts + (m * TOP_K + j)[:, None] * HIDDEN + n[None, :]
+            total += share[:, None] * tl.load(at, mask=here, other=0.0, cache_modifier=".cg")
+        tl.store(y + m[:, None] * HIDDEN + n[None, :], total.to(y.dtype.element_ty), mask=here)
 
 
 @kernel(do_not_specialize=["tokens"])
@@ -88,23 +116,9 @@ def _few_gate_up(
         gate += tl.load(b_at, mask=n < WIDTH, other=0.0).to(tl.float32)[:, None]
         up += tl.load(b_at + WIDTH, mask=n < WIDTH, other=0.0).to(tl.float32)[:, None]
     value = gate_up_product(gate, up, KIND, h.dtype.element_ty)
-    row = _chosen_by(ids, expert, m, tokens, TOP_K, K_PAD)
+    row = chosen_by(ids, expert, m, tokens, TOP_K, K_PAD)
     to = h + row[None, :] * WIDTH + n[:, None]
     tl.store(to, value.to(h.dtype.element_ty), mask=(row >= 0)[None, :] & (n < WIDTH)[:, None])
-
-
-@triton.jit
-def _wait(PDL: tl.constexpr):
-    """Wait for the previous kernel and return 0.
-
-    A load whose address includes this 0 cannot be moved before the wait.
-    """
-    if PDL:
-        return tl.inline_asm_elementwise(
-            "griddepcontrol.wait; mov.u32 $0, 0;", "=r", [], dtype=tl.int32, is_pure=False, pack=1
-        )
-    else:
-        return 0
 
 
 @kernel(do_not_specialize=["tokens"])
@@ -145,7 +159,7 @@ def _few_down(
         w_at = (
             weight + (expert.to(tl.int64) * HIDDEN + tl.minimum(n, HIDDEN - 1))[:, None] * WIDTH + k[None, :]
         )
-        row = _chosen_by(ids, expert, m, tokens, TOP_K, K_PAD)
+        row = chosen_by(ids, expert, m, tokens, TOP_K, K_PAD)
         real = (row >= 0)[:, None]
         h_at = h + tl.maximum(row, 0)[:, None] * WIDTH + k[None, :]
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
@@ -163,7 +177,7 @@ def _few_down(
                         eviction_policy="evict_first",
                     )
                 if start == 0:  # after the first loads of the weight have been issued
-                    zero = _wait(PDL)
+                    zero = wait_for_previous(PDL)
                     a = tl.load(h_at + 16 * zero, mask=real & (k < WIDTH)[None, :], other=0.0)
                 later = start + BLOCK_K
                 next_a = tl.load(
@@ -187,17 +201,8 @@ def _few_down(
         tl.store(to, acc, mask=(row >= 0)[None, :] & (n < HIDDEN)[:, None])
     else:
         if EARLY:
-            _wait(PDL)
-    tl.debug_barrier()  # complete the program's stores before its arrival is counted
-    if tl.atomic_add(arrived + tile, 1, sem="acq_rel") == tl.num_programs(0) - 1:
-        tl.store(arrived + tile, 0)
-        here = (m < tokens)[:, None] & (n < HIDDEN)[None, :]
-        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-        for j in tl.static_range(TOP_K):
-            share = tl.load(weights + m * TOP_K + j, mask=m < tokens, other=0.0, cache_modifier=".cg")
-            at = parts + (m * TOP_K + j)[:, None] * HIDDEN + n[None, :]
-            total += share[:, None] * tl.load(at, mask=here, other=0.0, cache_modifier=".cg")
-        tl.store(y + m[:, None] * HIDDEN + n[None, :], total.to(y.dtype.element_ty), mask=here)
+            wait_for_previous(PDL)
+    add_when_last(parts, weights, arrived, y, tokens, tile, n, HIDDEN, TOP_K, BLOCK_M)
 
 
 def few_gate_up(
@@ -223,11 +228,14 @@ def few_gate_up(
     h = torch.empty(choice.ids.numel(), width, device=x.device, dtype=x.dtype)
     outputs, inputs, warps, stages = tile or (64, 128, 4, 3)
     block_k, target = min(inputs, max(triton.next_power_of_2(hidden), 16)), target_of(x.device)
-    stage_bytes, pdl = x.element_size() * block_k * (2 * outputs + _rows(tokens)), target.has_dependent_launch
+    stage_bytes, pdl = (
+        x.element_size() * block_k * (2 * outputs + rows_of_tile(tokens)),
+        target.has_dependent_launch,
+    )
     _few_gate_up[(len(active), triton.cdiv(width, outputs))](
         x, weight, weight if bias is None else bias, choice.ids, active, h, tokens,
         HIDDEN=hidden, WIDTH=width, TOP_K=choice.ids.shape[1], K_PAD=triton.next_power_of_2(choice.ids.shape[1]),
-        KIND=kind, BIAS=bias is not None, BLOCK_M=_rows(tokens), BLOCK_N=outputs, BLOCK_K=block_k, PDL=pdl,
+        KIND=kind, BIAS=bias is not None, BLOCK_M=rows_of_tile(tokens), BLOCK_N=outputs, BLOCK_K=block_k, PDL=pdl,
         num_warps=warps, num_stages=target.stages(stage_bytes, stages), launch_pdl=pdl,
     )  # fmt: skip
     return h
@@ -261,16 +269,19 @@ def few_down(
     few = tokens <= _EARLY_TOKENS
     outputs, inputs, warps, stages = tile or ((BLOCK_DOWN, 256, 4, 3) if few else (BLOCK_DOWN, 128, 4, 5))
     block_k, target = min(inputs, max(triton.next_power_of_2(width), 16)), target_of(h.device)
-    stage_bytes, pdl = h.element_size() * block_k * (outputs + _rows(tokens)), target.has_dependent_launch
+    stage_bytes, pdl = (
+        h.element_size() * block_k * (outputs + rows_of_tile(tokens)),
+        target.has_dependent_launch,
+    )
     _few_down[(len(active), triton.cdiv(hidden, outputs))](
         h, weight, weight if bias is None else bias, choice.ids, choice.weights, active, parts, arrived, y,
         tokens, HIDDEN=hidden, WIDTH=width, TOP_K=top_k, K_PAD=triton.next_power_of_2(top_k), BIAS=bias is not None,
-        BLOCK_M=_rows(tokens), BLOCK_N=outputs, BLOCK_K=block_k, EARLY=few if early is None else early, PDL=pdl,
+        BLOCK_M=rows_of_tile(tokens), BLOCK_N=outputs, BLOCK_K=block_k, EARLY=few if early is None else early, PDL=pdl,
         num_warps=warps, num_stages=target.stages(stage_bytes, stages), launch_pdl=pdl,
     )  # fmt: skip
     return y
 
 
-def _rows(tokens: int) -> int:
+def rows_of_tile(tokens: int) -> int:
     """Return the rows of a tile of tokens."""
     return 8 if tokens <= 8 else 16

@@ -40,7 +40,7 @@ class GroupedTile:
 
 
 @triton.jit
-def _place(outputs, BLOCK_N: tl.constexpr, BY_ROWS: tl.constexpr):
+def place_of(BY_ROWS: tl.constexpr):
     """Return the tile of rows and the tile of outputs of this program."""
     if BY_ROWS:
         return tl.program_id(1), tl.program_id(0)
@@ -72,7 +72,7 @@ def _many_gate_up(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    tile, part = _place(WIDTH, BLOCK_N, BY_ROWS)
+    tile, part = place_of(BY_ROWS)
     expert = tl.load(tile_expert + tile)
     if expert < 0:
         return
@@ -133,7 +133,7 @@ def _many_down(
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    tile, part = _place(HIDDEN, BLOCK_N, BY_ROWS)
+    tile, part = place_of(BY_ROWS)
     expert = tl.load(tile_expert + tile)
     if expert < 0:
         return
@@ -211,7 +211,7 @@ def many_gate_up(
     hidden, width = x.shape[1], weight.shape[1] // 2
     h = torch.empty(len(grouped.source), width, device=x.device, dtype=x.dtype)
     pdl = target_of(x.device).has_dependent_launch
-    _many_gate_up[_grid(grouped, width, tile)](
+    _many_gate_up[grid_of(grouped, width, tile)](
         x, weight, weight if bias is None else bias, grouped.source, grouped.ends, grouped.tile_expert,
         grouped.tile_first, h, HIDDEN=hidden, WIDTH=width, KIND=kind, BIAS=bias is not None,
         PDL=pdl, launch_pdl=pdl, **_arguments(tile, hidden),
@@ -234,7 +234,7 @@ def many_down(
     hidden, width = weight.shape[1:]
     out = torch.empty(h.shape[0], hidden, device=h.device, dtype=h.dtype)
     pdl = target_of(h.device).has_dependent_launch
-    _many_down[_grid(grouped, hidden, tile)](
+    _many_down[grid_of(grouped, hidden, tile)](
         h, weight, weight if bias is None else bias, grouped.ends, grouped.tile_expert, grouped.tile_first, out,
         HIDDEN=hidden, WIDTH=width, BIAS=bias is not None, PDL=pdl, launch_pdl=pdl, **_arguments(tile, width),
     )  # fmt: skip
@@ -259,7 +259,8 @@ def weighted_sum(rows: torch.Tensor, place: torch.Tensor, weights: torch.Tensor)
     return y
 
 
-def _grid(grouped: GroupedRows, outputs: int, tile: GroupedTile) -> tuple[int, int]:
+def grid_of(grouped: GroupedRows, outputs: int, tile: GroupedTile) -> tuple[int, int]:
+    """Return the grid of programs with these tiles."""
     assert grouped.tile == tile.rows
     sizes = len(grouped.tile_expert), triton.cdiv(outputs, tile.outputs)
     return sizes[::-1] if tile.by_rows else sizes

@@ -210,7 +210,7 @@ def _packed(
 
 @dataclass(frozen=True, slots=True)
 class PackedTensors:
-    """A quantised weight as the kernel reads it.
+    """A quantised weight as the kernel reads it. Experts have a dimension of experts in front of all others.
 
     Args:
         format: fp8, byte (signed integers; "int8" would mean a dtype to Triton), int4 or fp4.
@@ -238,7 +238,7 @@ class PackedTensors:
 
     @property
     def outputs(self) -> int:
-        return self.codes.shape[0]
+        return self.codes.shape[-2]
 
 
 def reorder_nibbles(packed: torch.Tensor, half: int) -> torch.Tensor:

@@ -1,0 +1,144 @@
+"""Quantised experts in Triton kernels, for a GPU; everything can be captured in a CUDA graph.
+
+Up to 16 tokens read only the packed weights of the chosen experts. More tokens are grouped by expert. Import this module
+only if `fuses_experts` returns True.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from quire.kernels.experts.choice import ExpertChoice
+from quire.kernels.experts.few_packed import FEWEST_OUTPUTS, few_packed_down, few_packed_gate_up
+from quire.kernels.experts.group import group
+from quire.kernels.experts.many import weighted_sum
+from quire.kernels.experts.many_packed import many_packed_down, many_packed_gate_up, packed_tiles_for
+from quire.kernels.matmul.packed import PackedTensors, half_for, reorder_nibbles
+from quire.kernels.matmul.round_fp8 import round_fp8
+from quire.kernels.target import target_of
+from quire.layers.env import Env
+from quire.layers.expert_weights import ExpertWeights, StackedWeight
+from quire.quant.forms import FP8_BLOCK, Fp4Weight, Fp8Weight, Int8Weight, IntGroupWeight
+
+_HALF = 32  # columns of nibbles that are neighbours; with more, tiles could not be small
+_FINE = (16, 32, 64)  # sizes of groups whose scales multiply numbers; larger ones multiply sums
+
+
+def fused_quantised(env: Env, weights: ExpertWeights, activation: str) -> QuantisedExperts | None:
+    """Return the experts as kernels, or None if they do not take these weights.
+
+    Args:
+        env: the device.
+        weights: the experts, of which at least one matrix is quantised.
+        activation: one of those that kernels have.
+    """
+    if torch.version.hip:  # the kernels contain PTX
+        return None
+    stacks = [stack_for_kernels(weights.gate_up), stack_for_kernels(weights.down)]
+    if stacks[0] is None or stacks[1] is None:
+        return None
+    experts = QuantisedExperts(weights, stacks[0], stacks[1], activation)
+    env.weights.when_loaded(experts.rearrange)
+    return experts
+
+
+def stack_for_kernels(weight: StackedWeight) -> PackedTensors | None:
+    """Describe a stack [experts, outputs, inputs] to the kernels; numbers may not be in their order yet.
+
+    Return None for what the kernels do not take: plain numbers, permuted inputs, and sizes that do not fit.
+    """
+    if isinstance(weight, torch.Tensor) or weight.shape[2] % 32 or weight.shape[1] % 16:
+        return None
+    inputs = weight.shape[2]
+    if isinstance(weight, Fp8Weight):
+        size, rows = (FP8_BLOCK, FP8_BLOCK) if weight.by_block else (0, 1)
+        return PackedTensors("fp8", weight.weight.view(torch.uint8), inputs, weight.scale, size, rows)
+    if isinstance(weight, Int8Weight):
+        return PackedTensors("byte", weight.weight.view(torch.uint8), inputs, weight.scale, 0)
+    if not isinstance(weight, IntGroupWeight | Fp4Weight):
+        return None
+    size = weight.group_size
+    coarse = size >= FP8_BLOCK and (size % FP8_BLOCK == 0 or size == inputs)
+    if not coarse and size not in _FINE:
+        return None
+    if isinstance(weight, Fp4Weight):
+        half = half_for(size, inputs, _HALF)
+        return PackedTensors(
+            "fp4", weight.packed, inputs, weight.scale, size, factor=weight.global_scale, half=half
+        )
+    if weight.permutation is not None:
+        return None
+    if weight.bits == 8:
+        return PackedTensors("byte", weight.packed, inputs, weight.scale, size, 1, weight.zero, weight.offset)
+    half = half_for(size, inputs, _HALF)
+    return PackedTensors(
+        "int4", weight.packed, inputs, weight.scale, size, 1, weight.zero, weight.offset, half=half
+    )
+
+
+class QuantisedExperts:
+    """Quantised experts on a GPU.
+
+    Experts in an FP8 format that rounds its inputs are multiplied in FP8, if there are more than a few tokens. Inputs
+    have a scale per token and 128 columns then, which is at least as fine as what the formats ask for.
+    """
+
+    is_partial = True
+
+    def __init__(
+        self, weights: ExpertWeights, gate_up: PackedTensors, down: PackedTensors, activation: str
+    ) -> None:
+        """Keep the matrices of `weights`, as `stack_for_kernels` describes them."""
+        self.weights, self.gate_up, self.down, self.activation = weights, gate_up, down, activation
+        self.num_experts, hidden, self.width = weights.down.shape
+        device = down.codes.device
+        forms = (weights.gate_up, weights.down)
+        rounds = all(isinstance(form, Fp8Weight) and form.rounding != "none" for form in forms)
+        self.in_fp8 = rounds and target_of(device).capability >= 90
+        tiles = -(-hidden // FEWEST_OUTPUTS)
+        self.arrived = torch.zeros(tiles, dtype=torch.int32, device=device)  # all 0 between launches
+
+    def rearrange(self) -> None:
+        """Put codes and scales into the kernels' order, once the checkpoint is there."""
+        self.gate_up = rearranged(self.gate_up, self.weights.gate_up)
+        self.down = rearranged(self.down, self.weights.down)
+
+    def __call__(self, x: torch.Tensor, choice: ExpertChoice) -> torch.Tensor:
+        weights, dtype = self.weights, x.dtype
+        if choice.active is not None:
+            h = few_packed_gate_up(x, self.gate_up, weights.gate_up_bias, choice, self.activation)
+            return few_packed_down(h, self.down, weights.down_bias, choice, self.arrived)
+        first, second = packed_tiles_for(choice.ids.numel() / self.num_experts, self.in_fp8)
+        scales = None
+        if self.in_fp8:
+            x, scales, _ = round_fp8(x, True)
+        grouped = group(choice, self.num_experts, first.rows)
+        h, scales = many_packed_gate_up(
+            x, scales, self.gate_up, weights.gate_up_bias, grouped, self.activation, first, dtype
+        )
+        rows = many_packed_down(h, scales, self.down, weights.down_bias, grouped, second, dtype)
+        return weighted_sum(rows, grouped.place, choice.weights)
+
+
+def rearranged(w: PackedTensors, form: StackedWeight) -> PackedTensors:
+    """Put the codes of `w` into the kernels' order in place, and return it with scales in theirs."""
+    scale, zero, offset = w.scale, w.zero, w.offset
+    if w.half:
+        for codes in w.codes:  # one expert at a time, because it takes several times the memory
+            codes.copy_(reorder_nibbles(codes, w.half))
+    elif isinstance(form, IntGroupWeight):  # unsigned codes become signed, and zeros offsets
+        w.codes.bitwise_xor_(128)
+        if offset is not None:
+            offset = offset.float() + 128 * scale.float()
+        elif zero is not None:
+            offset, zero = scale.float() * (128 - zero.float()), None
+    if scale.dtype == torch.float8_e4m3fn:
+        scale = scale.bfloat16()
+    return replace(
+        w,
+        scale=scale.flatten(1) if w.group == 0 else scale.mT.contiguous(),
+        zero=None if zero is None else zero.mT.contiguous(),
+        offset=None if offset is None else offset.mT.contiguous(),
+    )

@@ -17,7 +17,7 @@ from compressed_tensors.quantization import preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams
 
 from quire.layers.env import Env
-from quire.models.checkpoint.checkpoint import SafetensorsCheckpoint
+from quire.models.checkpoint.shards import SafetensorsCheckpoint
 from quire.models.config.quantization import parse_quantization
 from quire.quant.base import Part
 from quire.quant.loading import load_stack

@@ -14,8 +14,8 @@ from test_checkpoint import PartialRank, env
 
 from quire.layers.linear import Linear
 from quire.layers.moe import masked_product, with_quantised
-from quire.models.checkpoint.checkpoint import SafetensorsCheckpoint
 from quire.models.checkpoint.reader import Reader
+from quire.models.checkpoint.shards import SafetensorsCheckpoint
 from quire.models.config.quantization import parse_quantization
 from quire.quant.base import Part
 from quire.quant.formats.convert import quantise_into

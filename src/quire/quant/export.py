@@ -99,20 +99,33 @@ def _row_scale(weight: torch.Tensor, largest: float) -> torch.Tensor:
 
 def _int4(weight: torch.Tensor, group_size: int) -> dict[str, torch.Tensor]:
     scale, codes = search_symmetric(weight.float().unflatten(-1, (-1, group_size)))
+    return int4_tensors(scale, codes.flatten(-2))
+
+
+def int4_tensors(scale: torch.Tensor, codes: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the tensors of a weight in 4 bits by the end of their names.
+
+    Args:
+        scale: bfloat16 [outputs, groups].
+        codes: uint8 [outputs, inputs], 8 for zero.
+    """
     return {
-        "weight_packed": pack4(codes.flatten(-2)).view(torch.int32),
+        "weight_packed": pack4(codes).view(torch.int32),
         "weight_scale": scale,
-        "weight_shape": torch.tensor(weight.shape, dtype=torch.int64),
+        "weight_shape": torch.tensor(codes.shape, dtype=torch.int64),
     }
 
 
-def search_symmetric(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def search_symmetric(
+    groups: torch.Tensor, importance: torch.Tensor | float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scales and 4-bit codes without zero points that minimise the squared error of each group.
 
     The number of largest magnitude gets the code -8, which has no counterpart, so a scale may be negative.
 
     Args:
         groups: fp32 [outputs, groups, group size].
+        importance: weight of each input's error, [groups, group size].
 
     Returns:
         Scales, bfloat16 [outputs, groups], and codes plus 8, uint8 [outputs, groups, group size].
@@ -124,7 +137,7 @@ def search_symmetric(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     for fraction in _FRACTIONS:
         step = (largest * (fraction / -8)).to(torch.bfloat16).float()
         rounded = (groups / step.unsqueeze(-1)).round_().clamp_(-8, 7)
-        loss = (rounded * step.unsqueeze(-1)).sub_(groups).square_().sum(-1)
+        loss = (rounded * step.unsqueeze(-1)).sub_(groups).square_().mul_(importance).sum(-1)
         better = loss < least
         least, scale = torch.where(better, loss, least), torch.where(better, step, scale)
         codes = torch.where(better.unsqueeze(-1), rounded, codes)

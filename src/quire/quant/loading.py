@@ -59,7 +59,8 @@ def load_product(env: Env, parts: list[Part], bias: torch.Tensor | None) -> Matm
         else:
             products.append(quantised_product(env, _load_packed(env, run), part_bias))
         first += rows
-    return products[0] if len(products) == 1 else ConcatenatedMatmul(products)
+    product = products[0] if len(products) == 1 else ConcatenatedMatmul(products)
+    return env.observe(tuple(part.name for part in parts), product)  # type: ignore[no-any-return]
 
 
 def open_packed(env: Env, part: Part, formats: Sequence[FormatReader] = FORMATS) -> PackedPart | None:

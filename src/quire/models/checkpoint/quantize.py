@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
 from quire.files.reading import read_json
-from quire.models.checkpoint.checkpoint import SafetensorsCheckpoint
+from quire.models.checkpoint.shards import SafetensorsCheckpoint
 from quire.models.config.load import load_spec
 from quire.quant.export import describe, export_weight
 from quire.quant.spec import Conversion
@@ -66,6 +66,7 @@ def quantise_checkpoint(
     group_size: int,
     device: torch.device,
     progress: Progress = lambda name: None,
+    calibrated: Mapping[str, dict[str, torch.Tensor]] | None = None,
 ) -> None:
     """Write a copy of the checkpoint in `folder` to `out`, with the matrices of its layers in `form`.
 
@@ -78,19 +79,18 @@ def quantise_checkpoint(
         group_size: columns with a common scale, for int4.
         device: where numbers are rounded.
         progress: called after each matrix.
+        calibrated: tensors of matrices that are quantised already, by their names (calibrate.py).
 
     Raises:
         ModelError: if the checkpoint cannot be read or written in this format.
     """
     wanted = set(matrices_of(folder))
-    if out.exists() and any(out.iterdir()):
-        raise ModelError(f"{out} is not empty; choose a new folder")
+    check_new(folder, out, form, group_size)
     checkpoint = SafetensorsCheckpoint(folder, tied=True)
     plain = [
         n for n in checkpoint.where if n not in wanted and (_ROUTER.search(n) or n.endswith("lm_head.weight"))
     ]
     ignored = ["lm_head", *(n.removesuffix(".weight") for n in plain if not n.endswith("lm_head.weight"))]
-    _check_groups(checkpoint, wanted, form, group_size)
     out.mkdir(parents=True, exist_ok=True)
     placed: dict[str, str] = {}
     size = 0
@@ -103,10 +103,12 @@ def quantise_checkpoint(
             if name not in wanted:
                 tensors[name] = values
                 continue
-            exported = export_weight(values.to(device), form, group_size)
+            exported = (calibrated or {}).get(name)
+            if exported is None:
+                exported = export_weight(values.to(device), form, group_size)
+                progress(name)
             module = name.removesuffix("weight")
             tensors |= {module + end: tensor.cpu().contiguous() for end, tensor in exported.items()}
-            progress(name)
         save_file(tensors, out / file.name, metadata={"format": "pt"})
         placed |= dict.fromkeys(tensors, file.name)
         size += sum(tensor.nbytes for tensor in tensors.values())
@@ -119,14 +121,19 @@ def quantise_checkpoint(
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def _check_groups(checkpoint: SafetensorsCheckpoint, names: set[str], form: str, group_size: int) -> None:
+def check_new(folder: Path, out: Path, form: str, group_size: int) -> None:
+    """Raise ModelError if `out` is not empty, or groups do not divide the inputs of a matrix."""
+    if out.exists() and any(out.iterdir()):
+        raise ModelError(f"{out} is not empty; choose a new folder")
     if form != "int4":
         return
-    for name in sorted(names):
-        stored = checkpoint.stored(name)
-        if stored and (stored.shape[1] % group_size or group_size < _MIN_GROUP):
+    checkpoint = SafetensorsCheckpoint(folder, tied=True)
+    stored = {name: checkpoint.stored(name) for name in sorted(matrices_of(folder))}
+    checkpoint.close()
+    for name, found in stored.items():
+        if found and (found.shape[1] % group_size or group_size < _MIN_GROUP):
             raise ModelError(
-                f"{name} has {stored.shape[1]} inputs, which groups of {group_size} do not divide; choose another "
+                f"{name} has {found.shape[1]} inputs, which groups of {group_size} do not divide; choose another "
                 f"group size of at least {_MIN_GROUP}"
             )
 

@@ -12,12 +12,14 @@ import pytest
 import torch
 
 from quire.kernels.state.rows import StateRows
+from quire.layers.state import gates
 from quire.layers.state.conv import causal_conv
-from quire.layers.state.recurrence import recurrence
+from quire.layers.state.recurrence import recurrence, unit_length
 from quire.layers.state.selective_scan import selective_scan
 
 pytest.importorskip("triton")
-from quire.kernels.state import conv
+from quire.kernels.state import chunks, conv
+from quire.kernels.state import gates as kernel_gates
 from quire.kernels.state import recurrence as recur
 from quire.kernels.state import selective_scan as scan
 
@@ -108,21 +110,103 @@ def test_recurrence(channel_gate: bool, delta: bool, targets: bool) -> None:
     )
 
 
-@pytest.mark.parametrize("delta", [False, True])
-def test_prompts_in_chunks(delta: bool) -> None:
-    """Rows of several chunks, one with repeated keys, beside a row of one token."""
-    q, k, v, gate, beta = inputs(False, delta, 75)
-    assert q is not None and k is not None and v is not None and gate is not None
-    k[40:60] = k[40]
-    starts = torch.tensor([0, 17, 18, 71], dtype=torch.int32, device=DEVICE)
-    fresh = torch.tensor([True, False, False], device=DEVICE)
-    rows = StateRows(torch.tensor([0, 4, 2], device=DEVICE), starts, fresh)
-    state = make_states(HEADS, KEY, VALUE)
-    first, second = state.clone(), state.clone()
-    want = recurrence(q, k, v, gate, beta, first, rows, 0.4, delta)[:71]
-    got = recur.recurrence(q, k, v, gate, beta, second, rows, 0.4, delta)[:71]
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(second[[0, 2, 4]], first[[0, 2, 4]], rtol=1e-4, atol=1e-4)
+LONG = [
+    17,
+    1,
+    64,
+    0,
+    65,
+    127,
+]  # rows of one chunk, none, exactly one, one and a token, two that end in the middle
+# Triton's interpreter multiplies no bfloat16.
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+LIMITS = {
+    torch.float32: 1e-4,
+    torch.float16: 5e-3,
+    torch.bfloat16: 0.03,
+}  # of errors, relative to the largest number
+
+
+def long_rows() -> StateRows:
+    starts = torch.tensor([0, *LONG], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    fresh = torch.tensor([True, False, False, False, True, False])
+    index = torch.tensor([0, 4, 2, 8, 1, 3])
+    return StateRows(index.to(DEVICE), starts.to(DEVICE), fresh.to(DEVICE))
+
+
+def check_prompts(
+    args: tuple[torch.Tensor | None, ...], kind: torch.dtype, shape: tuple[int, int, int], exact: float = 1e-4
+) -> None:
+    """Compare the kernels with the definition in fp64 on the same rounded inputs, in fp32 to within `exact`."""
+    rows = long_rows()
+    q, k, v, gate, beta = args
+    q, k, v = (x.to(kind) for x in (q, k, v))  # type: ignore[union-attr]
+    state = make_states(*shape)
+    state[1] = float("nan")  # this row begins here too
+    before = state.double()
+    got = recur.recurrence(q, k, v, gate, beta, state, rows, 0.4, True)
+    limit = max(exact, LIMITS[kind])
+    for index, first, end, fresh in rows.spans():
+        part = (
+            x[first:end].double() for x in (unit_length(q.double()) * 0.4, unit_length(k.double()), v, gate)
+        )
+        matrix = torch.zeros_like(before[index]) if fresh else before[index]
+        want, last = token_by_token(*part, None if beta is None else beta[first:end].double(), matrix)
+        for found, wanted in ((got[first:end], want), (state[index], last)):
+            error = (found.double() - wanted).abs().max() / wanted.abs().max()
+            assert wanted.isfinite().all() and error < limit, (first, end, error)
+    assert got.dtype == kind
+
+
+@pytest.mark.parametrize("chunk", [16, 64])
+@pytest.mark.parametrize(("channel_gate", "delta"), [(False, False), (False, True), (True, True)])
+def test_prompts_in_chunks(
+    channel_gate: bool, delta: bool, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of several chunks, one with repeated keys, beside a row of one token and an empty one.
+
+    In fp32 chunks of 64 tokens take minutes to compile, so a GPU tests them in bfloat16 only.
+    """
+    kind = HALF if DEVICE == "cuda" and chunk == 64 else torch.float32
+    tile = chunks.ChunkTile(chunk, 32, 4, 2)
+    monkeypatch.setattr(chunks, "tile_for", lambda *sizes: tile)
+    args = inputs(channel_gate, delta, sum(LONG) + 3)
+    assert args[1] is not None
+    args[1][100:180] = args[1][100]
+    check_prompts(args, kind, (HEADS, KEY, VALUE))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, HALF])
+@pytest.mark.parametrize(("channel_gate", "delta"), [(False, False), (False, True), (True, True)])
+def test_prompts_with_extreme_decays(channel_gate: bool, delta: bool, kind: torch.dtype) -> None:
+    """Tokens that forget everything stand beside tokens that forget nothing, and rates of 1 beside rates of 0."""
+    q, k, v, gate, beta = inputs(channel_gate, delta, sum(LONG) + 3)
+    assert gate is not None
+    chance = torch.rand(gate.shape, device=DEVICE)
+    gate[chance < 0.3] = 0.0
+    gate[chance > 0.9] = -300.0
+    if beta is not None:
+        beta.round_()
+    # Differences of large sums of decays are rounded.
+    check_prompts((q, k, v, gate, beta), kind, (HEADS, KEY, VALUE), exact=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", [torch.float32, HALF])
+@pytest.mark.parametrize(("channel_gate", "delta"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(
+    ("key_heads", "heads", "key", "value"), [(2, 4, 128, 128), (1, 4, 128, 80), (2, 2, 64, 64)]
+)
+def test_prompts_of_true_sizes(
+    key_heads: int, heads: int, key: int, value: int, channel_gate: bool, delta: bool, kind: torch.dtype
+) -> None:
+    torch.manual_seed(3)
+    tokens = sum(LONG) + 3
+    q, k = (torch.randn(tokens, key_heads, key, device=DEVICE) for _ in range(2))
+    v = torch.randn(tokens, heads, value, device=DEVICE)
+    gate = -2 * torch.rand((tokens, heads, key) if channel_gate else (tokens, heads), device=DEVICE)
+    rate = torch.rand(tokens, heads, device=DEVICE) if delta else None
+    check_prompts((q, k, v, gate, rate), kind, (heads, key, value))
 
 
 @pytest.mark.parametrize("targets", [False, True])
@@ -158,11 +242,19 @@ def test_chunks_follow_one_another(channel_gate: bool, delta: bool, cuts: list[i
 
 
 def token_by_token(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, beta: torch.Tensor | None
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    gate: torch.Tensor,
+    beta: torch.Tensor | None,
+    matrix: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the definition in fp64, and return the results and the last state."""
-    q, k = (x.double().repeat_interleave(HEADS // KEY_HEADS, 1) for x in (q, k))
-    matrix, outs = torch.zeros(HEADS, KEY, VALUE, dtype=torch.float64, device=q.device), []
+    """Compute the definition in fp64 from the state `matrix`, and return the results and the last state."""
+    heads = v.shape[1]
+    q, k = (x.double().repeat_interleave(heads // x.shape[1], 1) for x in (q, k))
+    if matrix is None:
+        matrix = torch.zeros(heads, q.shape[2], v.shape[2], dtype=torch.float64, device=q.device)
+    outs = []
     for t in range(len(q)):
         decay = gate[t].double().exp()
         matrix = matrix * (decay[:, None, None] if decay.dim() == 1 else decay[:, :, None])
@@ -177,8 +269,9 @@ def token_by_token(
 def test_gated_delta_rule_matches_transformers() -> None:
     modeling = pytest.importorskip("transformers.models.qwen3_next.modeling_qwen3_next")
     q, k, v, gate, beta = (x for x in inputs(False, True, 70))
+    spread_q, spread_k = (x.repeat_interleave(HEADS // KEY_HEADS, 1) for x in (q, k))  # type: ignore[union-attr]
     want, last = modeling.torch_chunk_gated_delta_rule(
-        q[None], k[None], v[None], g=gate[None], beta=beta[None], output_final_state=True,
+        spread_q[None], spread_k[None], v[None], g=gate[None], beta=beta[None], output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )  # fmt: skip
     state = torch.zeros(1, HEADS, KEY, VALUE, device=DEVICE)
@@ -187,3 +280,39 @@ def test_gated_delta_rule_matches_transformers() -> None:
     got = recurrence(q, k, v, gate, beta, state, rows, KEY**-0.5, True)  # type: ignore[arg-type]
     torch.testing.assert_close(got, want[0], rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(state, last, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_convolution_of_decoding_rows(fresh: bool) -> None:
+    """Rows of one token each take one kernel; an empty row changes nothing."""
+    torch.manual_seed(0)
+    starts = torch.tensor([0, 1, 1, 2, 3], dtype=torch.int32, device=DEVICE)
+    begins = torch.tensor([fresh, False, False, False], device=DEVICE)
+    rows = StateRows(torch.tensor([0, 8, 4, 2], device=DEVICE), starts, begins, short_only=True)
+    x, weight = torch.randn(4, 300, device=DEVICE)[:, :150], torch.randn(4, 150, device=DEVICE)
+    window, bias = torch.randn(9, 3, 150, device=DEVICE), torch.randn(150, device=DEVICE)
+    first, second = window.clone(), window.clone()
+    want = causal_conv(x, weight, bias, first, rows, "silu")[:3]
+    got = conv.causal_conv(x, weight, bias, second, rows, "silu")[:3]
+    torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert torch.equal(second[[0, 2, 4]], first[[0, 2, 4]]) and torch.equal(second[8], window[8])
+
+
+@pytest.mark.parametrize("width", [1, 6])
+def test_gates(width: int) -> None:
+    torch.manual_seed(4)
+    projected = 20 * torch.randn(5, 7 * width + 9, device=DEVICE)
+    a, b = projected[:, 2 : 2 + 7 * width], projected[:, 2 + 7 * width :]
+    rate, bias = torch.rand(7, device=DEVICE), torch.randn(7 * width, device=DEVICE)
+    for got, want in zip(kernel_gates.delta_gates(a, b, rate, bias), gates.delta_gates(a, b, rate, bias)):
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_gated_norm(tokens: int, activation: str) -> None:
+    torch.manual_seed(5)
+    x, projected = torch.randn(tokens, 3, 20, device=DEVICE), torch.randn(tokens, 70, device=DEVICE)
+    gate, weight = projected[:, 10:].unflatten(1, (3, 20)), torch.randn(20, device=DEVICE)
+    got = kernel_gates.gated_norm(x, gate, weight, 1e-6, activation)
+    torch.testing.assert_close(got, gates.gated_norm(x, gate, weight, 1e-6, activation), rtol=1e-5, atol=1e-5)

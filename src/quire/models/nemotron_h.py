@@ -73,7 +73,7 @@ class NemotronHLayer(HybridLayer):
             shared = PlainMLP(env, names, spec.hidden_size, moe.shared_size, act, spec.mlp_bias)
         inner = moe.latent_size or spec.hidden_size
         experts = load_plain_experts(
-            env, prefix + "experts.", moe.routing.num_experts, inner, moe.intermediate_size, act
+            env, prefix + "experts.", moe.routing.num_experts, inner, moe.intermediate_size, spec.activation
         )
         router = PlainRouter(env, prefix + "gate", spec.hidden_size, moe.routing)
         if not moe.latent_size:

@@ -1,24 +1,57 @@
-"""Linear attention with decay and the delta rule for prompts, in chunks of 16 tokens with matrix units.
+"""Linear attention with decay and the delta rule for prompts, in chunks of tokens with matrix products.
 
-A program owns a slice of the values of one head of one row, and keeps its part of the state in registers. For each
-chunk it computes the WY form of layers/state/recurrence.py. The triangular system (I + L) w = r is solved by
-w = (I + L^8) (I + L^4) (I + L^2) (I - L) r, which is exact because L^16 = 0; in a chunk of 16 its terms stay small
-enough for fp32. Operations per token and head: about 6 * key dim * value dim, plus 32 * (key dim + value dim).
+A program owns a slice of the values of one head of one row, and keeps its part of the state in registers. It goes
+through the chunks of the row in turn, in the form of layers/state/recurrence.py. With the delta rule, what tokens of a
+chunk do to each other has been computed for all chunks before (kernels/state/pairs.py), so a chunk takes five products
+and no triangular system. Decays and lengths multiply rows of the results in float32, so queries and keys enter the
+products without conversion.
 
 Rows of few tokens are left to kernels/state/recurrence.py.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from quire.kernels.jit import kernel
+from quire.kernels.state.pairs import relate
 from quire.kernels.state.rows import StateRows
+from quire.kernels.target import Target, target_of
 
 SHORT = 16
-CHUNK: tl.constexpr = tl.constexpr(16)
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkTile:
+    """The tile of a program: tokens of a chunk, values of a head, and how Triton compiles it."""
+
+    chunk: int
+    values: int
+    warps: int
+    stages: int
+
+
+def tile_for(target: Target, itemsize: int, values: int, delta: bool) -> ChunkTile:
+    """Return the tile for inputs of `itemsize` bytes and `values` values of all heads and long rows together.
+
+    Wide tiles read queries and keys less often, but with few of them most multiprocessors idle. Without matrix units,
+    chunks only cost operations. The delta rule waits longer for its loads, so it takes another stage.
+    """
+    if not target.has_matrix_units or itemsize > 2:
+        return ChunkTile(16, 32, 4, 2)
+    large = target.shared_bytes >= 200_000
+    return ChunkTile(64, 64 if large and values >= 48 * target.sms else 32, 4, 3 if large and delta else 2)
+
+
+def long_rows(rows: StateRows, tokens: int, short: int) -> int:
+    """Return the number of rows with more than `short` tokens, or a guess if only the device knows it."""
+    if rows.counts is None:
+        return min(len(rows.index), max(tokens // 2048, 1))
+    return int((rows.counts > short).sum())
 
 
 @kernel
@@ -26,8 +59,10 @@ def _advance_chunks(
     q,  # as in kernels/state/recurrence.py
     k,
     v,
-    gate,  # float32 [tokens, heads], strides g_token and g_head
-    beta,
+    gate,  # float32 [tokens, heads], strides g_token and g_head; read without DELTA
+    solved,  # as in kernels/state/pairs.py; this and the next two are read with DELTA
+    inner,
+    factors,
     state,
     index,
     starts,
@@ -35,6 +70,7 @@ def _advance_chunks(
     targets,
     out,
     scale,
+    tokens,
     heads,
     ratio,
     short,
@@ -50,9 +86,11 @@ def _advance_chunks(
     V: tl.constexpr,
     K_PAD: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    CHUNK: tl.constexpr,
     DELTA: tl.constexpr,
     UNIT: tl.constexpr,
     EACH: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
     """Grid (tiles of values, heads, rows)."""
     head, row = tl.program_id(1), tl.program_id(2)
@@ -70,54 +108,48 @@ def _advance_chunks(
     begins = tl.load(fresh + row).to(tl.int1)
     matrix = tl.load(state + own * size + part, mask=inside & (begins == 0), other=0.0)
     kind = v.dtype.element_ty  # of the operands of products
-    causal = place[:, None] >= place[None, :]
-    at = first.to(tl.int64) + place
-    for _ in range(tl.cdiv(last - first, CHUNK)):
+    stride = heads.to(tl.int64) * tokens
+    from_q, from_k = q + (head // ratio) * q_head + key[None, :], k + (head // ratio) * k_head + key[None, :]
+    from_v, to = v + head * v_head + value[None, :], out + head * V + value[None, :]
+    for number in tl.range(tl.cdiv(last - first, CHUNK), num_stages=STAGES):
+        begin = first.to(tl.int64) + number * CHUNK
+        at = begin + place
         there = at < last
-        a = tl.load(
-            q + at[:, None] * q_token + (head // ratio) * q_head + key[None, :],
-            mask=there[:, None] & has_key,
-            other=0.0,
-        ).to(tl.float32)
-        b = tl.load(
-            k + at[:, None] * k_token + (head // ratio) * k_head + key[None, :],
-            mask=there[:, None] & has_key,
-            other=0.0,
-        ).to(tl.float32)
-        new = tl.load(
-            v + at[:, None] * v_token + head * v_head + value[None, :],
-            mask=there[:, None] & has_value,
-            other=0.0,
-        ).to(tl.float32)
-        if UNIT:
-            a = a * tl.rsqrt(tl.sum(a * a, 1) + 1e-6)[:, None]
-            b = b * tl.rsqrt(tl.sum(b * b, 1) + 1e-6)[:, None]
-        decays = tl.load(gate + at * g_token + head * g_head, mask=there, other=0.0)
-        sums = tl.cumsum(decays, 0)
-        total = tl.sum(decays, 0)
-        between = tl.where(causal, tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0)), 0.0)
-        grown = tl.exp(sums)[:, None]
-        before = matrix.to(kind)
-        keys = tl.trans(b).to(kind)
+        a = tl.load(from_q + at[:, None] * q_token, mask=there[:, None] & has_key, other=0.0)
+        b = tl.load(from_k + at[:, None] * k_token, mask=there[:, None] & has_key, other=0.0)
+        new = tl.load(from_v + at[:, None] * v_token, mask=there[:, None] & has_value, other=0.0)
+        before, keys = matrix.to(kind), tl.trans(b)
         if DELTA:
-            rate = tl.load(beta + at * heads + head, mask=there, other=0.0)[:, None]
-            known = tl.dot((b * grown).to(kind), before, input_precision="ieee")
-            new = (new - known) * rate
-            power = tl.dot(b.to(kind), keys, input_precision="ieee") * between * rate
-            power = tl.where(place[:, None] > place[None, :], -power, 0.0)
-            new += tl.dot(power, new, input_precision="ieee")
-            for _ in tl.static_range(3):
-                power = tl.dot(power, power, input_precision="ieee")
-                new += tl.dot(power, new, input_precision="ieee")
-        a = a * scale
-        inner = tl.dot(a.to(kind), keys, input_precision="ieee") * between
-        read = tl.dot((a * grown).to(kind), before, input_precision="ieee")
-        read = tl.dot(inner.to(kind), new.to(kind), read, input_precision="ieee")
-        to = out + (at[:, None] * heads + head) * V + value[None, :]
-        tl.store(to, read.to(out.dtype.element_ty), mask=there[:, None] & has_value)
-        kept = tl.trans(b * tl.exp(total - sums)[:, None]).to(kind)
-        matrix = tl.dot(kept, new.to(kind), matrix * tl.exp(total), input_precision="ieee")
-        at += CHUNK
+            pair = (at[:, None] * heads + head) * CHUNK + place[None, :]
+            system = tl.load(solved + pair, mask=there[:, None], other=0.0)
+            among = tl.load(inner + pair, mask=there[:, None], other=0.0)
+            from_factors = factors + head.to(tl.int64) * tokens + at
+            of_q = tl.load(from_factors, mask=there, other=0.0)
+            of_k = tl.load(from_factors + stride, mask=there, other=0.0)
+            kept = tl.load(from_factors + 2 * stride, mask=there, other=0.0)
+            lost = tl.load(factors + 3 * stride + head.to(tl.int64) * tokens + begin)
+            known = tl.dot(b, before, input_precision="ieee") * of_k[:, None]
+            new = tl.dot(system, (new.to(tl.float32) - known).to(kind), input_precision="ieee").to(kind)
+        else:
+            decays = tl.load(gate + at * g_token + head * g_head, mask=there, other=0.0)
+            sums, total = tl.cumsum(decays, 0), tl.sum(decays, 0)
+            between = tl.exp(tl.minimum(sums[:, None] - sums[None, :], 0.0)) * scale
+            among = tl.dot(a, keys, input_precision="ieee")
+            of_q, kept, lost = tl.exp(sums) * scale, tl.exp(total - sums), tl.exp(total)
+            if UNIT:
+                wide_a, wide_b = a.to(tl.float32), b.to(tl.float32)
+                one_q = tl.rsqrt(tl.sum(wide_a * wide_a, 1) + 1e-6)
+                one_k = tl.rsqrt(tl.sum(wide_b * wide_b, 1) + 1e-6)
+                among = among * one_q[:, None] * one_k[None, :]
+                of_q, kept = of_q * one_q, kept * one_k
+            among = tl.where(place[:, None] >= place[None, :], among * between, 0.0).to(kind)
+        read = tl.dot(a, before, input_precision="ieee") * of_q[:, None]
+        read = tl.dot(among, new, read, input_precision="ieee")
+        tl.store(
+            to + at[:, None] * (heads * V), read.to(out.dtype.element_ty), mask=there[:, None] & has_value
+        )
+        kept_new = (new.to(tl.float32) * kept[:, None]).to(kind)
+        matrix = tl.dot(keys, kept_new, matrix * lost, input_precision="ieee")
     target = own
     if EACH:
         target = tl.load(targets + last - 1).to(tl.int64)
@@ -139,16 +171,23 @@ def advance_chunks(
 ) -> None:
     """Advance the states of rows with more than `short` tokens, and write what their tokens read to `out`.
 
-    The other arguments are those of `recurrence`, with a decay per head. Of the targets, only that of a row's last token
-    counts: rows of drafts, which have more, must be short.
+    The other arguments are those of `recurrence`, with a decay per head and one dtype for queries, keys and values. Of
+    the targets, only that of a row's last token counts: rows of drafts, which have more, must be short.
     """
-    (_, heads, width), depth = v.shape, q.shape[-1]
+    assert q.dtype == k.dtype == v.dtype
+    (tokens, heads, width), depth = v.shape, q.shape[-1]
     k_pad = max(triton.next_power_of_2(depth), 16)
-    block_v = min(max(triton.next_power_of_2(width), 16), max(4096 // k_pad, 16))
+    values = heads * width * long_rows(rows, tokens, short)
+    tile = tile_for(target_of(v.device), v.element_size(), values, beta is not None)
+    block_v = min(tile.values, max(triton.next_power_of_2(width), 16))
+    solved = inner = factors = gate
+    if beta is not None:
+        pairs = relate(q, k, gate, beta, rows, scale, unit, short, tile.chunk)
+        solved, inner, factors = pairs.solved, pairs.inner, pairs.factors
     _advance_chunks[(triton.cdiv(width, block_v), heads, len(rows.index))](
-        q, k, v, gate, gate if beta is None else beta, state, rows.index, rows.starts, rows.fresh,
-        rows.starts if rows.targets is None else rows.targets, out, scale, heads, heads // q.shape[1], short,
+        q, k, v, gate, solved, inner, factors, state, rows.index, rows.starts, rows.fresh,
+        rows.starts if rows.targets is None else rows.targets, out, scale, tokens, heads, heads // q.shape[1], short,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), gate.stride(0), gate.stride(1),
-        K=depth, V=width, K_PAD=k_pad, BLOCK_V=block_v, DELTA=beta is not None, UNIT=unit,
-        EACH=rows.targets is not None, num_warps=4, num_stages=2,
+        K=depth, V=width, K_PAD=k_pad, BLOCK_V=block_v, CHUNK=tile.chunk, DELTA=beta is not None, UNIT=unit,
+        EACH=rows.targets is not None, STAGES=tile.stages, num_warps=tile.warps,
     )  # fmt: skip

@@ -120,6 +120,51 @@ def _keep(
 
 
 @kernel
+def _convolve_ones(
+    x,
+    taps,
+    bias,
+    window,
+    index,
+    starts,
+    fresh,
+    y,
+    channels,
+    x_stride,
+    WIDTH: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+    KEPT_PAD: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+) -> None:
+    """Convolve rows of one token and move their windows on. Grid (rows, tiles of channels)."""
+    row = tl.program_id(0)
+    token = tl.load(starts + row).to(tl.int64)
+    if tl.load(starts + row + 1) <= token:
+        return
+    channel = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    place = tl.arange(0, KEPT_PAD)
+    inside = channel < channels
+    valid = (place < WIDTH - 1)[:, None] & inside[None, :]
+    begins = tl.load(fresh + row).to(tl.int1)
+    first = window + tl.load(index + row).to(tl.int64) * (WIDTH - 1) * channels
+    at = place[:, None] * channels + channel[None, :]
+    new = tl.load(x + token * x_stride + channel, mask=inside, other=0.0)
+    old = tl.load(first + at, mask=valid & (begins == 0), other=0.0)
+    weight = tl.load(taps + at, mask=valid, other=0.0)
+    total = tl.sum(old.to(tl.float32) * weight, 0)
+    total += new.to(tl.float32) * tl.load(taps + (WIDTH - 1) * channels + channel, mask=inside, other=0.0)
+    if BIAS:
+        total += tl.load(bias + channel, mask=inside, other=0.0)
+    if SILU:
+        total = total * tl.sigmoid(total)
+    tl.store(y + token * channels + channel, total.to(y.dtype.element_ty), mask=inside)
+    tl.debug_barrier()  # other threads may still read what is overwritten here
+    tl.store(first + at - channels, old, mask=valid & (place > 0)[:, None])
+    tl.store(first + (WIDTH - 2) * channels + channel, new.to(window.dtype.element_ty), mask=inside)
+
+
+@kernel
 def _scatter(kept, targets, window, size, BLOCK: tl.constexpr) -> None:
     """Copy windows to the states that tokens name. Grid (tokens, tiles of a window)."""
     target = tl.load(targets + tl.program_id(0)).to(tl.int64)
@@ -144,16 +189,24 @@ def causal_conv(
     y = torch.empty(tokens, channels, device=x.device, dtype=x.dtype)
     pad, block_t = triton.next_power_of_2(count), 4 if tokens <= 64 else 16
     tiles = triton.cdiv(channels, 128)
+    each = rows.targets is not None
+    kept_pad = triton.next_power_of_2(max(width - 1, 2))
+    if rows.short_only and rows.most == 1 and not each:
+        _convolve_ones[(count, tiles)](
+            x, weight, weight if bias is None else bias, window, rows.index, rows.starts, rows.fresh, y, channels,
+            x.stride(0), WIDTH=width, BIAS=bias is not None, SILU=activation == "silu", KEPT_PAD=kept_pad,
+            BLOCK_C=128, num_warps=1,
+        )  # fmt: skip
+        return y
     _convolve[(triton.cdiv(tokens, block_t), tiles)](
         x, weight, weight if bias is None else bias, window, rows.index, rows.starts, rows.fresh, y,
         tokens, channels, count, x.stride(0),
         WIDTH=width, BIAS=bias is not None, SILU=activation == "silu", ROWS_PAD=pad, BLOCK_T=block_t, BLOCK_C=128,
     )  # fmt: skip
-    each = rows.targets is not None
     kept = torch.empty(tokens, *window.shape[1:], device=x.device, dtype=window.dtype) if each else window
     _keep[(tokens if each else count, tiles)](
         x, window, rows.index, rows.starts, rows.fresh, kept, channels, count, x.stride(0),
-        WIDTH=width, EACH=each, ROWS_PAD=pad, KEPT_PAD=triton.next_power_of_2(max(width - 1, 2)), BLOCK_C=128,
+        WIDTH=width, EACH=each, ROWS_PAD=pad, KEPT_PAD=kept_pad, BLOCK_C=128,
     )  # fmt: skip
     if rows.targets is not None:
         size = (width - 1) * channels

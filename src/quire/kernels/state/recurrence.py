@@ -50,6 +50,7 @@ def _recur(
     CHANNELS: tl.constexpr,
     UNIT: tl.constexpr,
     EACH: tl.constexpr,
+    ONES: tl.constexpr,  # no row has more than one token
 ) -> None:
     """Grid (tiles of values, heads, rows)."""
     head, row = tl.program_id(1), tl.program_id(2)
@@ -69,7 +70,8 @@ def _recur(
     from_k = k + (head // ratio) * k_head + key
     from_v = v + head * v_head + value
     token = first.to(tl.int64)
-    for _ in range(last - first):
+    count = 1 if ONES else last - first
+    for _ in range(count):
         a = tl.load(from_q + token * q_token, mask=has_key, other=0.0).to(tl.float32)
         b = tl.load(from_k + token * k_token, mask=has_key, other=0.0).to(tl.float32)
         new = tl.load(from_v + token * v_token, mask=has_value, other=0.0).to(tl.float32)
@@ -124,6 +126,6 @@ def recurrence(
         rows.starts if rows.targets is None else rows.targets, out, scale, heads, heads // q.shape[1], most,
         q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1), gate.stride(0), gate.stride(1),
         K=depth, V=width, K_PAD=k_pad, BLOCK_V=block_v, DELTA=beta is not None, CHANNELS=channels, UNIT=unit,
-        EACH=rows.targets is not None, num_warps=4,
+        EACH=rows.targets is not None, ONES=rows.short_only and rows.most == 1, num_warps=4,
     )  # fmt: skip
     return out

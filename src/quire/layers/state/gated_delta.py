@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from quire.kernels.state.rows import StateRows
 from quire.layers.env import Env
 from quire.layers.linear import Linear
 from quire.layers.mixer_params import DeltaParams
 from quire.layers.state.mixer import MixerPlace, StateMixer, load_fp32, load_taps
-from quire.layers.state.ops import gated_norm, pick_ops
+from quire.layers.state.ops import pick_ops
 from quire.quant.base import Part
 
 
@@ -41,18 +40,20 @@ class GatedDeltaNet(StateMixer):
         qkv, z, b, a = projected.split(self.sizes, 1)
         qkv = self.ops.conv(qkv, self.taps, None, state[0], rows, "silu")
         q, k, v = qkv.split(self.qkv_sizes, 1)
+        decay, beta = self.ops.gates(a, b, self.rate, self.step_bias)
         read = self.ops.recurrence(
             q.unflatten(1, (self.keys, params.key_dim)),
             k.unflatten(1, (self.keys, params.key_dim)),
             v.unflatten(1, (self.heads, params.value_dim)),
-            -self.rate * F.softplus(a.float() + self.step_bias),
-            b.float().sigmoid(),
+            decay,
+            beta,
             state[1],
             rows,
             params.key_dim**-0.5,
             True,
         )
-        return gated_norm(read, z.unflatten(1, (self.heads, -1)), self.norm_weight, self.eps).flatten(1)
+        z = z.unflatten(1, (self.heads, -1))
+        return self.ops.gated_norm(read, z, self.norm_weight, self.eps).flatten(1)
 
 
 def _grouped_parts(env: Env, params: DeltaParams, prefix: str, hidden: int) -> list[Part]:

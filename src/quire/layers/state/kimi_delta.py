@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from quire.kernels.state.rows import StateRows
 from quire.layers.env import Env
 from quire.layers.linear import Linear
 from quire.layers.mixer_params import DeltaParams
 from quire.layers.state.mixer import MixerPlace, StateMixer, load_fp32, load_taps
-from quire.layers.state.ops import gated_norm, pick_ops
+from quire.layers.state.ops import pick_ops
 
 
 class KimiDeltaAttention(StateMixer):
@@ -33,7 +32,7 @@ class KimiDeltaAttention(StateMixer):
         ]
         self.taps = torch.cat(taps, 1)
         rate = env.weights.tensor(prefix + "A_log", (1, 1, heads, 1)).flatten()[parallel.cut(heads)]
-        self.rate = rate.to(env.device, torch.float32).exp()[:, None]
+        self.rate = rate.to(env.device, torch.float32).exp()
         self.step_bias = load_fp32(env, prefix + "dt_bias", width, heads)
         weight = env.weights.tensor(prefix + "o_norm.weight", (dim,))
         self.norm_weight = weight.to(env.device, torch.float32)
@@ -43,9 +42,8 @@ class KimiDeltaAttention(StateMixer):
         qkv, beta, forget, gate = projected.split(self.sizes, 1)
         qkv = self.ops.conv(qkv, self.taps, None, state[0], rows, "silu")
         q, k, v = qkv.unflatten(1, (3, self.heads, self.dim)).unbind(1)
-        step = F.softplus(self.forget(forget.contiguous()).float() + self.step_bias)
-        decay = -self.rate * step.unflatten(1, (self.heads, self.dim))
-        scale = self.dim**-0.5
-        read = self.ops.recurrence(q, k, v, decay, beta.float().sigmoid(), state[1], rows, scale, True)
+        decay, rate = self.ops.gates(self.forget(forget.contiguous()), beta, self.rate, self.step_bias)
+        decay, scale = decay.unflatten(1, (self.heads, self.dim)), self.dim**-0.5
+        read = self.ops.recurrence(q, k, v, decay, rate, state[1], rows, scale, True)
         gate = self.gate(gate.contiguous()).unflatten(1, (self.heads, self.dim))
-        return gated_norm(read, gate, self.norm_weight, self.eps, "sigmoid").flatten(1)
+        return self.ops.gated_norm(read, gate, self.norm_weight, self.eps, "sigmoid").flatten(1)

@@ -55,7 +55,7 @@ class Mamba2(StateMixer):
         read = self.ops.recurrence(
             c.unflatten(1, (self.groups, params.state_dim)),
             b.unflatten(1, (self.groups, params.state_dim)),
-            x * step[..., None],
+            (x * step[..., None]).to(x.dtype),
             step * self.decay,
             None,
             state[1],

@@ -1,0 +1,102 @@
+"""Gates of delta-rule layers and the norm behind them, one kernel each; layers/state/gates.py defines them."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from quire.kernels.jit import kernel
+
+_BLOCK = 256  # channels of a program
+_NUMBERS = 2048  # of a program of the norm
+
+
+@kernel
+def _gates(
+    a,  # [tokens, channels], row stride a_token
+    b,  # [tokens, heads], row stride b_token
+    rate,  # float32 [heads]
+    bias,  # float32 [channels]
+    decay,  # float32 [tokens, channels]
+    beta,  # float32 [tokens, heads]
+    channels,
+    heads,
+    a_token,
+    b_token,
+    WIDTH: tl.constexpr,  # channels per head
+    BLOCK: tl.constexpr,
+) -> None:
+    """Grid (tokens, tiles of channels)."""
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < channels
+    x = tl.load(a + token * a_token + at, mask=inside, other=0.0).to(tl.float32)
+    x += tl.load(bias + at, mask=inside, other=0.0)
+    step = tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+    scale = tl.load(rate + at // WIDTH, mask=inside, other=0.0)
+    tl.store(decay + token * channels + at, -scale * step, mask=inside)
+    y = tl.load(b + token * b_token + at, mask=at < heads, other=0.0).to(tl.float32)
+    tl.store(beta + token * heads + at, tl.sigmoid(y), mask=at < heads)
+
+
+def delta_gates(
+    a: torch.Tensor, b: torch.Tensor, rate: torch.Tensor, bias: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return log decays and rates, as layers/state/gates.py does."""
+    (tokens, channels), heads = a.shape, b.shape[1]
+    assert a.stride(1) == 1 and b.stride(1) == 1
+    decay = torch.empty(tokens, channels, device=a.device, dtype=torch.float32)
+    beta = torch.empty(tokens, heads, device=a.device, dtype=torch.float32)
+    block = min(_BLOCK, triton.next_power_of_2(channels))
+    _gates[(tokens, triton.cdiv(channels, block))](
+        a, b, rate, bias, decay, beta, channels, heads, a.stride(0), b.stride(0), WIDTH=channels // heads,
+        BLOCK=block, num_warps=1 if block <= 64 else 4,
+    )  # fmt: skip
+    return decay, beta
+
+
+@kernel
+def _norm_and_gate(
+    x,  # [tokens, heads, WIDTH], contiguous
+    gate,  # [tokens, heads, WIDTH], row stride gate_token
+    weight,  # float32 [WIDTH]
+    out,  # [tokens, heads, WIDTH], contiguous
+    vectors,  # tokens * heads
+    heads,
+    gate_token,
+    eps,
+    WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SILU: tl.constexpr,
+) -> None:
+    """Grid (tiles of vectors)."""
+    vector = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    at = tl.arange(0, WIDTH_PAD)
+    inside = (vector < vectors)[:, None] & (at < WIDTH)[None, :]
+    value = tl.load(x + vector[:, None] * WIDTH + at[None, :], mask=inside, other=0.0).to(tl.float32)
+    place = (vector // heads * gate_token + vector % heads * WIDTH)[:, None] + at[None, :]
+    factor = tl.load(gate + place, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + at, mask=at < WIDTH, other=0.0)
+    value = value * tl.rsqrt(tl.sum(value * value, 1) / WIDTH + eps)[:, None] * scale[None, :]
+    opened = tl.sigmoid(factor)
+    if SILU:
+        opened = opened * factor
+    to = out + vector[:, None] * WIDTH + at[None, :]
+    tl.store(to, (value * opened).to(out.dtype.element_ty), mask=inside)
+
+
+def gated_norm(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float, activation: str = "silu"
+) -> torch.Tensor:
+    """Return the gated norm of each head's vector, as layers/state/gates.py does."""
+    tokens, heads, width = x.shape
+    assert x.is_contiguous() and gate.stride()[1:] == (width, 1) and activation in ("silu", "sigmoid")
+    out, pad = torch.empty_like(x), triton.next_power_of_2(width)
+    block = max(1, _NUMBERS // pad) if tokens > 16 else 1
+    _norm_and_gate[(triton.cdiv(tokens * heads, block),)](
+        x, gate, weight, out, tokens * heads, heads, gate.stride(0), eps, WIDTH=width, WIDTH_PAD=pad, BLOCK=block,
+        SILU=activation == "silu", num_warps=4 if block > 1 else 1,
+    )  # fmt: skip
+    return out

@@ -1,0 +1,202 @@
+"""`PersistentDecoder`: a dense decoder that runs a decode step of few rows, all layers and the head, as one kernel.
+
+The kernel is kernels/persistent/. Steps that it does not take run layer by layer: prompts, draft tokens, more rows. To
+the worker it is one more model, so it is captured, sampled from and observed like the others.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from quire.attention.base import ForwardBatch, KVLayer
+from quire.kernels.persistent.launch import DecodeStep, Mailbox, compile_ahead
+from quire.kernels.persistent.schedule import DecoderSizes, Schedule, takes
+from quire.layers.linear import Linear
+from quire.layers.mlp import GatedMLP
+from quire.layers.norm import RMSNorm
+from quire.models.decoder import DecoderModel
+from quire.models.layouts import DecoderLayer, SelfAttention
+from quire.models.spec import ModelSpec
+from quire.quant.few_rows import FewRowsMatmul
+
+log = logging.getLogger("quire")
+
+_ROWS = (1, 2, 4, 8)  # of a step; a kernel is compiled for each
+
+
+class PersistentDecoder:
+    """A decoder whose small decode steps are one launch each.
+
+    Args:
+        model: the decoder, which `unsuited` takes.
+        block_size: of the KV cache, in tokens.
+        device: a Hopper GPU.
+    """
+
+    def __init__(self, model: DecoderModel, block_size: int, device: torch.device) -> None:
+        self._model, self.spec = model, model.spec
+        self._block_size, self._device = block_size, device
+        self._sizes = decoder_sizes(model)
+        blocks = torch.cuda.get_device_properties(device).multi_processor_count
+        schedules = [Schedule(self._sizes, rows, block_size, blocks) for rows in _ROWS]
+        self._mailbox = Mailbox(schedules, device)
+        self._steps: dict[int, DecodeStep] = {}
+        pool = ThreadPoolExecutor(len(_ROWS), "compile")
+        self._binaries: dict[int, tuple[Schedule, Future[bytes]]] = {
+            schedule.rows: (schedule, pool.submit(compile_ahead, schedule)) for schedule in schedules
+        }
+        pool.shutdown(wait=False)
+        self._pointers: dict[tuple[int, ...], torch.Tensor] = {}  # by the addresses of the KV blocks
+        self._logits: tuple[torch.Tensor, torch.Tensor] | None = (
+            None  # hidden states, and what follows from them
+        )
+
+    @property
+    def attention_layers(self) -> Sequence[KVLayer]:
+        return self._model.attention_layers
+
+    def __call__(self, batch: ForwardBatch) -> torch.Tensor:
+        rows = batch.input_ids.shape[0]
+        if not self._takes(batch, rows):
+            return self._model(batch)
+        pointers = self._layer_pointers(batch)
+        if pointers is None:
+            return self._model(batch)
+        sizes, model = self._sizes, self._model
+        hidden = torch.empty(rows, sizes.hidden, dtype=torch.bfloat16, device=self._device)
+        logits = torch.empty(rows, sizes.vocab, dtype=torch.bfloat16, device=self._device)
+        self._step(rows)(
+            pointers, model.embed.table, model.norm.weight, _weight(model.head.multiply), batch.input_ids,
+            batch.positions, batch.kv_slots, batch.slots, batch.block_table, model.ropes[0].table, hidden, logits,
+            batch.block_table.stride(0), batch.kv[0][0].stride(0),
+        )  # fmt: skip
+        self._logits = hidden, logits
+        return hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of `hidden`, which the kernel has computed already if they are the last step's."""
+        last, self._logits = self._logits, None
+        return last[1] if last is not None and last[0] is hidden else self._model.logits(hidden)
+
+    def _takes(self, batch: ForwardBatch, rows: int) -> bool:
+        """Return whether the kernel runs a step: each row decodes one token, and there is a kernel for their number."""
+        return (
+            rows in _ROWS
+            and rows == batch.seq_lens.shape[0]
+            and batch.num_tokens is not None
+            and bool((batch.num_tokens == 1).all())
+            and batch.wanted is None
+            and not batch.others
+            and batch.block_size == self._block_size
+        )
+
+    def _step(self, rows: int) -> DecodeStep:
+        step = self._steps.get(rows)
+        if step is None:
+            schedule, binary = self._binaries[rows]
+            step = self._steps[rows] = DecodeStep(schedule, binary.result(), self._mailbox, self._device)
+        return step
+
+    def _layer_pointers(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """Return the addresses of weights and KV blocks, int64 [layers, 10]; None if they are new while capturing."""
+        key = tuple(tensors[0].data_ptr() for tensors in batch.kv)
+        found = self._pointers.get(key)
+        if found is None and not torch.cuda.is_current_stream_capturing():
+            rows = [_addresses(layer, batch.kv[i]) for i, layer in enumerate(self._model.layers)]
+            found = self._pointers[key] = torch.tensor(rows, dtype=torch.int64).to(self._device)
+        return found
+
+
+def unsuited(model: object, device: torch.device) -> str:
+    """Return why the persistent kernel does not run a model; empty if it does."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return "it needs a Hopper GPU"
+    if type(model) is not DecoderModel or not all(_is_plain(layer) for layer in model.layers):
+        return "it runs dense decoders of the Llama and Qwen families with bf16 weights only"
+    if unusual := _unusual(model.spec):
+        return f"the model has {unusual}"
+    if model.stage.count > 1 or model.head.parallel.size > 1:
+        return "it runs on one GPU"
+    if model.embed.table.dtype != torch.bfloat16 or not isinstance(model.head.multiply, FewRowsMatmul):
+        return "embedding and head must be bf16"
+    return takes(decoder_sizes(model))
+
+
+def decoder_sizes(model: DecoderModel) -> DecoderSizes:
+    """Return the sizes of a decoder."""
+    spec = model.spec
+    return DecoderSizes(
+        spec.hidden_size, spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.intermediate_size, spec.num_layers,
+        spec.vocab_size, spec.norm_eps, spec.query_scale, spec.qk_norm, spec.qkv_bias,
+    )  # fmt: skip
+
+
+def _unusual(spec: ModelSpec) -> str:
+    """Return what the kernel does not compute; empty if there is nothing."""
+    found = {
+        "another norm than RMS": spec.norm != "rms",
+        "another MLP than SwiGLU": spec.mlp != "gated" or spec.activation != "silu" or bool(spec.mlp_sizes),
+        "windows": any(spec.windows),
+        "layers without rotation": bool(spec.rotates) and not all(spec.rotates),
+        "several kinds of rotation": len(set(spec.layer_ropes)) > 1 if spec.rope else True,
+        "another norm of queries and keys": spec.qk_norm and spec.qk_norm_kind != "heads",
+        "biases outside of q, k and v": spec.o_bias or spec.mlp_bias or spec.head_bias,
+        "soft caps or sinks": bool(spec.attn_soft_cap or spec.final_soft_cap or spec.sinks),
+        "queries that grow or have gates": spec.query_growth is not None or spec.query_gate,
+        "scales of embedding, logits or residual": bool(spec.embedding_scale)
+        or spec.logit_scale != 1
+        or spec.residual_factors is not None,
+        "KV entries that are codes": spec.kv_codes is not None,
+        "layers that differ": bool(
+            spec.head_dims or spec.kv_heads or spec.kv_sources or spec.attends or spec.feeds
+        ),
+    }
+    return next((name for name, is_so in found.items() if is_so), "")
+
+
+def _is_plain(layer: object) -> bool:
+    """Return whether a layer consists of the parts that the kernel knows."""
+    if type(layer) is not DecoderLayer or type(layer.attn) is not SelfAttention:
+        return False
+    if not isinstance(layer.mlp.layer, GatedMLP) or layer.attn.attention.span not in (
+        0,
+        layer.attn.attention.head_dim // 2,
+    ):
+        return False
+    return all(isinstance(linear.multiply, FewRowsMatmul) for linear in _linears(layer))
+
+
+def _linears(layer: DecoderLayer) -> tuple[Linear, Linear, Linear, Linear]:
+    attention, mlp = layer.attn, layer.mlp.layer
+    assert isinstance(attention, SelfAttention) and isinstance(mlp, GatedMLP)
+    qkv = attention.qkv.layer
+    assert isinstance(qkv, Linear)
+    return qkv, attention.o.linear, mlp.gate_up, mlp.down
+
+
+def _weight(product: object) -> torch.Tensor:
+    assert isinstance(product, FewRowsMatmul) and product.weight.dtype == torch.bfloat16
+    return product.weight
+
+
+def _addresses(layer: DecoderLayer, kv: tuple[torch.Tensor, ...]) -> list[int]:
+    """Return the fields of `Layer` in parts.h."""
+    qkv, out, gate_up, down = _linears(layer)
+    attention = layer.attn
+    assert isinstance(attention, SelfAttention) and isinstance(qkv.multiply, FewRowsMatmul)
+    norms, bias = attention.head_norm, qkv.multiply.bias
+    first, second = attention.qkv.norm, layer.mlp.norm
+    assert isinstance(first, RMSNorm) and isinstance(second, RMSNorm)
+    tensors = [
+        *(_weight(linear.multiply) for linear in (qkv, out, gate_up, down)),
+        first.weight,
+        second.weight,
+        None if norms is None else norms.weight,
+        bias,
+        *kv,
+    ]
+    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]

@@ -1,0 +1,113 @@
+"""`DecodeStep`: the compiled kernel of a schedule, loaded onto a device, and its launch.
+
+The driver is called through ctypes, because PyTorch offers no public launch of a loaded cubin.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from quire.kernels.persistent.nvrtc import compiled
+from quire.kernels.persistent.schedule import Schedule
+
+_FOLDER = Path(__file__).parent
+_SOURCES = ("device.h", "parts.h", "multiply.h", "attention.h", "step.cu")
+_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8  # of CUfunction_attribute
+
+
+def source(replaced: dict[str, str] | None = None) -> str:
+    """Return the CUDA C++ of the kernel as one text; `replaced` maps names of its files to other contents."""
+    texts = ((replaced or {}).get(name) or (_FOLDER / name).read_text(encoding="utf-8") for name in _SOURCES)
+    return "\n".join(texts)
+
+
+def compile_options(schedule: Schedule, architecture: str) -> tuple[str, ...]:
+    """Return NVRTC's options for a kernel; `architecture` is like sm_90a."""
+    defines = (f"-D{name}={value}" for name, value in schedule.defines().items())
+    return (f"--gpu-architecture={architecture}", "-std=c++17", "-default-device", *defines)
+
+
+def compile_ahead(schedule: Schedule, architecture: str = "sm_90a") -> bytes:
+    """Return the cubin of a schedule's kernel. Compiling takes seconds, reading the cache milliseconds."""
+    return compiled(source(), compile_options(schedule, architecture))
+
+
+class Mailbox:
+    """Memory through which blocks exchange results, and the count of launches, which makes their tags unique.
+
+    Kernels that run one after the other may share it. Allocate it outside of any capture, because it must not be zeroed
+    again.
+    """
+
+    def __init__(self, schedules: Sequence[Schedule], device: torch.device) -> None:
+        words = max(schedule.mail_words for schedule in schedules)
+        self.words = torch.zeros(words, dtype=torch.int64, device=device)
+        self.counters = torch.zeros(2, dtype=torch.int32, device=device)
+
+
+class DecodeStep:
+    """The kernel of a schedule on one device.
+
+    Launches are counted on the device, so a launch can be captured and replayed.
+    """
+
+    def __init__(self, schedule: Schedule, binary: bytes, mailbox: Mailbox, device: torch.device) -> None:
+        self.schedule, self._mailbox = schedule, mailbox
+        self._driver = ctypes.CDLL("libcuda.so.1")
+        module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+        with torch.cuda.device(device):
+            self._check(self._driver.cuModuleLoadData(ctypes.byref(module), binary))
+            self._check(
+                self._driver.cuModuleGetFunction(ctypes.byref(self._function), module, b"decode_step")
+            )
+            self._check(
+                self._driver.cuFuncSetAttribute(
+                    self._function, _MAX_DYNAMIC_SHARED_SIZE_BYTES, schedule.shared_bytes
+                )
+            )
+
+    def __call__(self, *arguments: torch.Tensor | int) -> None:
+        """Launch a step on the current stream.
+
+        Args:
+            arguments: layers, embedding, final norm, head, ids, positions, KV slots, slots, block table and angles,
+                hidden states and logits to write, and the strides of a row of the block table and of a block (step.cu).
+        """
+        before, after = arguments[:10], arguments[10:]
+        values = [
+            _argument(value) for value in (*before, self._mailbox.words, self._mailbox.counters, *after)
+        ]
+        pointers = (ctypes.c_void_p * len(values))(
+            *(ctypes.cast(ctypes.byref(value), ctypes.c_void_p) for value in values)
+        )
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        schedule = self.schedule
+        self._check(
+            self._driver.cuLaunchKernel(
+                self._function,
+                schedule.blocks,
+                1,
+                1,
+                schedule.threads,
+                1,
+                1,
+                schedule.shared_bytes,
+                stream,
+                pointers,
+                None,
+            )
+        )
+
+    def _check(self, result: int) -> None:
+        if result:
+            text = ctypes.c_char_p()
+            self._driver.cuGetErrorString(result, ctypes.byref(text))
+            raise RuntimeError(f"CUDA driver: {(text.value or b'unknown error').decode()}")
+
+
+def _argument(value: torch.Tensor | int) -> ctypes.c_uint64 | ctypes.c_int:
+    return ctypes.c_uint64(value.data_ptr()) if isinstance(value, torch.Tensor) else ctypes.c_int(value)

@@ -1,0 +1,169 @@
+"""The schedule of a decode step: which sizes the kernel is compiled for, and what each block does in each stage.
+
+`Schedule.of` chooses the sizes from a model's and the device's figures. The kernel derives the same tasks from these
+constants (parts.h, attention.h); `stages` lists them for documentation and tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import cached_property
+
+_TILE = 8  # rows of a weight that are multiplied together
+_LARGEST_SPLIT = 16
+_SHARED_BYTES = 232_448 - 1024  # of a block on Hopper, without what the driver takes
+MOST_ROWS = 8  # rows of a matrix unit's fragment
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderSizes:
+    """The sizes of a dense decoder."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    intermediate: int
+    layers: int
+    vocab: int  # 0: the kernel ends with the hidden states
+    eps: float
+    scale: float  # of scores
+    qk_norm: bool = False
+    qkv_bias: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StageTasks:
+    """The tasks of one stage of a layer."""
+
+    name: str
+    tasks: int
+    waits_for: str  # the mailbox that the stage reads
+    sends_to: str
+    weight_bytes: int
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The constants of one compiled kernel."""
+
+    sizes: DecoderSizes
+    rows: int
+    block_size: int  # of the KV cache
+    blocks: int
+    warps: int = 8
+    pieces: int = 4  # of 32 columns for each warp, in a slot of the ring
+    group_rows: int = 16  # tiles times rows that are summed over warps together
+    together: int = 4  # tiles that a warp multiplies at once
+    sets_held: int = 4  # of four registers, for inputs
+    trace: bool = False
+    most_slots: int = 64
+
+    @property
+    def chunk(self) -> int:
+        """Return the columns of a slot."""
+        return self.warps * self.pieces * 32
+
+    @property
+    def share(self) -> int:
+        """Return into how many tasks the query heads of a KV head are divided."""
+        return -(-self.sizes.heads // self.sizes.kv_heads // 4)
+
+    @property
+    def queries(self) -> int:
+        """Return the query heads of an attention task."""
+        return -(-(self.sizes.heads // self.sizes.kv_heads) // self.share)
+
+    @property
+    def splits(self) -> int:
+        """Return the splits of a row's older tokens: a power of two that leaves no block with two tasks."""
+        most = self.blocks // (self.rows * self.sizes.kv_heads * self.share)
+        return min(1 << max(most, 1).bit_length() - 1, _LARGEST_SPLIT)
+
+    @property
+    def attention_tasks(self) -> int:
+        return self.rows * self.sizes.kv_heads * self.share * self.splits
+
+    @property
+    def chunks_held(self) -> int:
+        """Return the chunks of the input that a warp keeps in registers."""
+        widest = max(self.sizes.hidden, self.sizes.heads * self.sizes.head_dim, self.sizes.intermediate)
+        most = max(self.sets_held * 8 // self.rows // self.pieces, 1)
+        return min(-(-widest // self.chunk), most)
+
+    @property
+    def qkv_rows(self) -> int:
+        return (self.sizes.heads + 2 * self.sizes.kv_heads) * self.sizes.head_dim
+
+    @property
+    def mail_words(self) -> int:
+        """Return the 64-bit words of all mailboxes (parts.h lists them)."""
+        s = self.sizes
+        halves = 2 * s.hidden + self.qkv_rows + s.heads * s.head_dim + s.intermediate
+        return self.rows * halves // 2 + self.attention_tasks * self.queries * (s.head_dim + 2)
+
+    @property
+    def slot_bytes(self) -> int:
+        return _TILE * (self.chunk * 2 + 64)
+
+    @property
+    def _other_bytes(self) -> int:
+        """Return the shared memory beside the ring, with barriers of up to 64 slots."""
+        s, group = self.sizes, max(self.group_rows // self.rows, 1)
+        attended = self.warps * self.queries * (s.head_dim + 2) * 4
+        sums = 2 * self.warps * self.rows * (group * _TILE + 1) * 4
+        stream = -(-s.hidden // _TILE // self.blocks) * self.rows * _TILE * 4
+        return 1024 + attended + sums + stream + 80 * s.layers + 160
+
+    @cached_property
+    def slots(self) -> int:
+        """Return the slots of the ring: as many as shared memory holds."""
+        return min((_SHARED_BYTES - self._other_bytes) // self.slot_bytes, self.most_slots)
+
+    @property
+    def shared_bytes(self) -> int:
+        """Return the shared memory of a block."""
+        return self.slots * self.slot_bytes + self._other_bytes
+
+    @property
+    def threads(self) -> int:
+        return (self.warps + 1) * 32
+
+    def defines(self) -> dict[str, str]:
+        """Return the constants that the kernel is compiled with."""
+        s = self.sizes
+        values = dict(
+            HIDDEN=s.hidden, HEADS=s.heads, KV_HEADS=s.kv_heads, DIM=s.head_dim, INTER=s.intermediate, LAYERS=s.layers,
+            VOCAB=s.vocab, QK_NORM=int(s.qk_norm), QKV_BIAS=int(s.qkv_bias), EPS=s.eps, SCALE=s.scale, ROWS=self.rows,
+            BLOCK_SIZE=self.block_size, BLOCKS=self.blocks, WARPS=self.warps, PIECES=self.pieces,
+            CONSUMERS=self.warps * 32, THREADS=self.threads, SLOTS=self.slots, GROUP_ROWS=self.group_rows,
+            CHUNKS_HELD=self.chunks_held, TOGETHER=self.together, SPLITS=self.splits, SHARED=self.shared_bytes, TRACE=int(self.trace),
+        )  # fmt: skip
+        return {name: repr(value) for name, value in values.items()}
+
+    def stages(self) -> list[StageTasks]:
+        """Return the stages of a layer, and the head's, in the order in which a block runs them."""
+        s = self.sizes
+
+        def product(name: str, rows: int, columns: int, waits_for: str, sends_to: str) -> StageTasks:
+            return StageTasks(name, rows // _TILE, waits_for, sends_to, rows * columns * 2)
+
+        attended = s.heads * s.head_dim
+        return [
+            product("qkv", self.qkv_rows, s.hidden, "stream", "qkv"),
+            StageTasks("attention", self.attention_tasks, "qkv", "attended", 0),
+            product("out", s.hidden, attended, "attended", "middle"),
+            product("gate_up", 2 * s.intermediate, s.hidden, "middle", "gated"),
+            product("down", s.hidden, s.intermediate, "gated", "stream"),
+            product("head", s.vocab, s.hidden, "stream", "logits"),
+        ]
+
+
+def takes(sizes: DecoderSizes) -> str:
+    """Return why the kernel does not take these sizes; empty if it does."""
+    if sizes.head_dim not in (64, 128):
+        return f"heads have {sizes.head_dim} dimensions, not 64 or 128"
+    for name, value in asdict(sizes).items():
+        if name in ("hidden", "intermediate", "vocab") and value % _TILE:
+            return f"{name} {value} is not a multiple of {_TILE}"
+    return ""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
-from heads import Recorder, eagle3_drafts, run, write_eagle3
+from heads import DraftsWithPauses, Recorder, eagle3_drafts, run, write_eagle3, write_mtp
 from quire.models.heads import base
 from quire.types import ConfigError
 from tiny import write_tiny
@@ -35,13 +37,50 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("settings", SETTINGS, ids=["usual", "plain torch", "chunks"])
+@pytest.mark.parametrize(
+    "settings",
+    [*SETTINGS, {"quantization": "int4"}, {"kv_cache_dtype": "int8"}],
+    ids=["usual", "plain torch", "chunks", "quantised model", "coded cache"],
+)
 def test_eagle3_changes_no_output(model: Path, eagle3: Path, settings: dict[str, Any]) -> None:
     plain, _ = run(model, **settings)
     drafts = {"spec_method": "eagle3", "spec_model": str(eagle3), "spec_tokens": 3, "spec_adaptive": False}
     drafted, totals = run(model, **settings, **drafts)
     assert drafted == plain
     assert totals.draft_tokens > 60
+
+
+ON_GPU: list[dict[str, Any]] = [
+    {"capture_at_start": False},
+    {"overlap": False, "cuda_graphs": False},
+    {"max_num_batched_tokens": 8, "max_num_seqs": 2},
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("settings", ON_GPU, ids=["graphs", "eager", "chunks"])
+@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+def test_heads_change_no_output_on_the_gpu(
+    model: Path, eagle3: Path, tmp_path: Path, method: str, settings: dict[str, Any]
+) -> None:
+    drafts: dict[str, Any] = {"spec_method": method, "spec_tokens": 3, "spec_adaptive": False}
+    if method == "eagle3":
+        drafts["spec_model"] = str(eagle3)
+    else:
+        model = write_mtp(tmp_path)
+    plain, _ = run(model, device="cuda", **settings)
+    drafted, totals = run(model, device="cuda", **settings, **drafts)
+    assert drafted == plain
+    assert totals.draft_tokens > 60
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "fp8"])
+def test_a_converted_head_changes_no_output(model: Path, eagle3: Path, form: str) -> None:
+    plain, _ = run(model)
+    drafts = {"spec_method": "eagle3", "spec_model": str(eagle3), "spec_tokens": 3, "spec_adaptive": False}
+    drafted, totals = run(model, **drafts, spec_quantization=form)
+    assert drafted == plain and totals.draft_tokens > 60
 
 
 @pytest.mark.parametrize("chunk", [None, 8], ids=["whole prompt", "chunks"])
@@ -60,6 +99,25 @@ def test_eagle3_drafts_what_its_twin_does(
     assert len(recorder.drafts) >= 6
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("pause", [9, 31, 80])
+def test_eagle3_drafts_what_its_twin_does_after_a_pause(
+    model: Path, eagle3: Path, pause: int, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps without drafts do not run the head, which has to know their tokens later."""
+    recorder = Recorder(monkeypatch)
+    run(
+        model, count=1, tokens=200, depth=DraftsWithPauses(3, pause), max_model_len=256, spec_method="eagle3",
+        spec_model=str(eagle3), spec_tokens=3, overlap=overlap, cpu_kernels=False,
+    )  # fmt: skip
+    head, embed = load_file(eagle3 / "model.safetensors"), load_file(model / "model.safetensors")
+    lengths = [len(known) for known, _ in recorder.drafts]
+    assert max(b - a for a, b in pairwise(lengths)) >= pause
+    for known, drafts in recorder.drafts:
+        features = recorder.states(len(known) - 1)
+        assert drafts == eagle3_drafts(head, embed["model.embed_tokens.weight"], known, features, len(drafts))
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -75,6 +133,14 @@ def test_a_head_for_another_model_is_refused(
     write_eagle3(tmp_path / "head", **{**TAPS, **changes})
     with pytest.raises(ConfigError, match=message):
         run(model, spec_method="eagle3", spec_model=str(tmp_path / "head"))
+
+
+def test_mtp_changes_no_output(tmp_path: Path) -> None:
+    model = write_mtp(tmp_path)
+    plain, _ = run(model)
+    drafted, totals = run(model, spec_method="mtp", spec_tokens=3, spec_adaptive=False)
+    assert drafted == plain
+    assert totals.draft_tokens > 60
 
 
 def test_a_model_without_the_layer_refuses_mtp(model: Path) -> None:

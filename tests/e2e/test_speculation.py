@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import torch
 from switches import GPU_SWITCHES, MAX_LEN, SWITCHES, Bench, defaults, drain, random_settings
 
 import quire.rank
+from heads import DraftsWithPauses, record_drafts
 from quire import LLM
 from quire.core.engine import Engine
+from quire.speculation.draft_model import ModelDrafter
 from quire.speculation.drafter import DraftContext, Drafter, DraftRows, Speculation
 from quire.types import ConfigError, SamplingParams, StructuredOutputsParams
 from tiny import write_tiny
@@ -32,6 +35,7 @@ class AnswerDrafter(Drafter):
 
     def __init__(self, context: DraftContext, answers: list[list[int]]) -> None:
         self._columns = context.columns
+        self._vocab_size = context.vocab_size
         self._answers = torch.full((len(answers), MAX_LEN), -1, dtype=torch.int32)
         for answer, line in zip(answers, self._answers):
             line[: len(answer)] = torch.tensor(answer, dtype=torch.int32)
@@ -48,7 +52,7 @@ class AnswerDrafter(Drafter):
         place = known.unsqueeze(1) + torch.arange(rows.most, device=own.device)
         inside = place.clamp(max=MAX_LEN - 1)
         drafts = answer.gather(1, inside).clamp(min=0)
-        drafts = torch.where(place % 7 < 2, (drafts + 5) % 1000, drafts)
+        drafts = torch.where(place % 7 < 2, (drafts + 5) % self._vocab_size, drafts)
         kept = torch.arange(rows.most, device=own.device) < rows.counts.unsqueeze(1)
         tokens[slots.unsqueeze(1), inside] = torch.where(kept, drafts, own.gather(1, inside))
 
@@ -199,6 +203,24 @@ def test_answers_of_all_kinds_are_the_same(
 def test_a_draft_model_is_right_more_often_than_chance() -> None:
     _, totals = answers(spec_method="draft", spec_model="demo-draft", spec_tokens=2, spec_adaptive=False)
     assert totals["accepted_at"][0] > 0.4 * totals["draft_rows"]
+
+
+@pytest.mark.parametrize("pause", [3, 40])
+def test_a_draft_model_drafts_after_a_pause_what_it_would_generate(
+    pause: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps without drafts do not run the draft model, which has to know their tokens later."""
+    drafts = record_drafts(monkeypatch, ModelDrafter)
+    fixed: dict[str, Any] = {"device": "cpu", "dtype": "float32", "max_model_len": 256}
+    with LLM("demo", spec_method="draft", spec_model="demo-draft", spec_tokens=3, **fixed) as llm:
+        llm.client.engine.scheduler.depth = DraftsWithPauses(3, pause)  # type: ignore[attr-defined]
+        llm.generate(PROMPT, SamplingParams(temperature=0, max_tokens=150, ignore_eos=True), use_tqdm=False)
+    lengths = [len(known) for known, _ in drafts]
+    assert len(lengths) > 6 and max(b - a for a, b in pairwise(lengths)) >= pause
+    with LLM("demo-draft", **fixed) as llm:
+        params = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
+        outputs = llm.generate([known for known, _ in drafts], params, use_tqdm=False)
+    assert [drafted for _, drafted in drafts] == [output.outputs[0].token_ids for output in outputs]
 
 
 def test_a_draft_model_needs_the_same_tokenizer(tmp_path: Path) -> None:

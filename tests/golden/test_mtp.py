@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_families import BASE, CASES, GLM4_MOE, GROUPS, MLA, make_reference
 
-from heads import Recorder, run
+from heads import DraftsWithPauses, Recorder, run
 from quire.types import ConfigError
 
 Reference = tuple[Path, Any, dict[str, torch.Tensor]]
@@ -84,6 +85,17 @@ def test_drafts_are_those_of_the_layer(reference: Reference, monkeypatch: pytest
     for known, drafts in recorder.drafts[:5]:
         assert drafts == twin_drafts(reference, known, recorder.states(len(known) - 1), len(drafts))
     assert len(recorder.drafts) >= 5
+
+
+def test_drafts_after_a_pause_are_those_of_the_layer(
+    reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorder = Recorder(monkeypatch)
+    run(reference[0], count=1, tokens=44, depth=DraftsWithPauses(3, 33), **DRAFTS)
+    lengths = [len(known) for known, _ in recorder.drafts]
+    assert max(b - a for a, b in pairwise(lengths)) >= 30
+    for known, drafts in recorder.drafts:
+        assert drafts == twin_drafts(reference, known, recorder.states(len(known) - 1), len(drafts))
 
 
 def test_drafts_change_no_output(reference: Reference) -> None:

@@ -50,7 +50,16 @@ def test_the_depth_of_a_batch_is_the_fastest() -> None:
 def make_request() -> Request:
     source = EngineRequest("r", [1], SamplingParams())
     return Request(
-        "r", 1, array("i", [1]), source.params, RequestOrder(0, 0), 99, frozenset(), frozenset(), 0, source
+        "r",
+        1,
+        array("i", [1]),
+        source.params,
+        RequestOrder(0, 0.0, 0),
+        99,
+        frozenset(),
+        frozenset(),
+        0,
+        source,
     )
 
 
@@ -66,6 +75,8 @@ H200_MS = {
     128: [6.71, 8.30, 10.6, 14.3, 17.2, 20.2],
     256: [9.60, 16.0, 23.0, 29.0, 35.0, 41.0],
 }
+# The same with FP8 weights, where two tokens take longer than four.
+FP8_MS = {1: [2.70, 4.90, 4.45, 3.99, 4.03, 4.07]}
 CPU_MS = {rows: [2 * rows**0.7 + 3 * (d > 0) + 0.9 * rows * d for d in range(6)] for rows in (1, 8, 64)}
 
 
@@ -129,18 +140,17 @@ def best_gain(times_ms: list[float], accepts: float) -> float:
     return max(sum(accepts**j for j in range(d + 1)) / t for d, t in enumerate(times_ms)) * times_ms[0]
 
 
-CASES = [(H200_MS, rows) for rows in H200_MS] + [(CPU_MS, rows) for rows in CPU_MS]
+TABLES = {"h200": H200_MS, "fp8": FP8_MS, "cpu": CPU_MS}
+CASES = {f"{name}-{rows}": (table, rows) for name, table in TABLES.items() for rows in table}
 
 
-@pytest.mark.parametrize(
-    ("table", "rows"), CASES, ids=[*(f"h200-{rows}" for rows in H200_MS), *(f"cpu-{rows}" for rows in CPU_MS)]
-)
+@pytest.mark.parametrize(("table", "rows"), CASES.values(), ids=CASES)
 def test_adaptive_drafts_are_never_slower_than_none(table: dict[int, list[float]], rows: int) -> None:
     for accepts in (0.0, 0.3, 0.6, 0.8, 0.95):
         steps = max(300, min(1200, 3000 // rows))
         gain = Simulation(AdaptiveDepth(5), table[rows], rows).gain(accepts, steps)
         assert gain >= 0.98, f"acceptance {accepts}: {gain:.3f} of plain decoding"
-        if (best := best_gain(table[rows], accepts)) > 1.5:
+        if (best := best_gain(table[rows], accepts)) > 1.6:
             assert gain > 0.9 * best, f"acceptance {accepts}: {gain:.2f}, {best:.2f} is possible"
 
 

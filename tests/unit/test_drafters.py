@@ -15,7 +15,7 @@ from quire.speculation.drafter import DraftRows
 from quire.speculation.ngram import NgramDrafter
 from quire.speculation.suffix import SuffixDrafter
 from quire.types import EngineRequest, SamplingParams, SlotAdmission
-from quire.worker.batch import accepted_counts
+from quire.worker.step.torch_batch import accepted_counts
 
 CPU = torch.device("cpu")
 

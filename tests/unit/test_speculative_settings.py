@@ -19,6 +19,10 @@ def test_a_speculative_config_sets_the_settings() -> None:
     assert (config.spec_method, config.spec_tokens, config.speculative_config) == ("ngram", 3, None)
     config = EngineConfig(speculative_config={"method": "draft_model", "model": "demo-draft"})
     assert (config.spec_method, config.spec_model) == ("draft", "demo-draft")
+    quantised = EngineConfig(
+        speculative_config={"method": "draft_model", "model": "demo-draft", "quantization": "fp8"}
+    )
+    assert quantised.spec_quantization == "fp8"
     assert config.resolved(0, 512).spec_tokens == 5 and EngineConfig().resolved(0, 512).spec_tokens is None
 
 
@@ -35,6 +39,7 @@ def test_a_speculative_config_sets_the_settings() -> None:
         ({"spec_method": "eagle3"}, "spec_method eagle3 needs a spec_model"),
         ({"spec_method": "mtp", "spec_model": "x"}, "spec_model x needs a spec_method that uses it, got mtp"),
         ({"spec_model": "demo-draft"}, "spec_model demo-draft needs a spec_method that uses it, got off; add --spec-method draft"),
+        ({"spec_method": "ngram", "spec_quantization": "fp8"}, "spec_quantization fp8 converts a spec_model, but there is none"),
         ({"spec_method": "ngram", "kv_layout": "none"}, "spec_method ngram needs a KV cache"),
     ],
 )  # fmt: skip

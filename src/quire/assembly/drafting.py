@@ -25,6 +25,7 @@ from quire.models.heads.eagle3 import UNREAD, Eagle3Head, Eagle3Spec
 from quire.models.heads.mtp import MTPHead, mtp_spec
 from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
+from quire.quant.spec import served_format
 from quire.speculation.vocabulary import check_vocabulary
 from quire.types import ConfigError, KVLayout
 
@@ -72,8 +73,9 @@ def find_draft(config: EngineConfig, path: Path, spec: ModelSpec) -> list[DraftS
     found = locate_model(config.spec_model).path
     if config.spec_method == "eagle3":
         head = load_eagle3_spec(found, spec)
+        head = replace(head, layer=_converted(config, head.layer))
         return [DraftSource(found, head.layer, eagle3=head)]
-    draft = DraftSource(found, _coded(load_spec(found), spec))
+    draft = DraftSource(found, _coded(_converted(config, load_spec(found)), spec))
     if any(draft.spec.mixes):
         raise ConfigError(
             f"spec_model {config.spec_model} is a {draft.spec.architecture} whose layers keep states, which rejected "
@@ -86,6 +88,12 @@ def find_draft(config: EngineConfig, path: Path, spec: ModelSpec) -> list[DraftS
             f"{config.spec_model}; lower it or use another spec_model"
         )
     return [draft]
+
+
+def _converted(config: EngineConfig, draft: ModelSpec) -> ModelSpec:
+    """Return the spec of a draft model with the format in which its weights are served."""
+    is_dummy = config.load_format == "dummy"
+    return replace(draft, quantization=served_format(draft.quantization, config.spec_quantization, is_dummy))
 
 
 def _coded(draft: ModelSpec, spec: ModelSpec) -> ModelSpec:

@@ -39,6 +39,7 @@ _PROBE_STEPS = 64  # steps without drafts until a few rows draft again
 _MOST_PROBE_STEPS = 1024  # the same after drafts have not paid for long
 _REFRESH_STEPS = 256  # steps with drafts until one runs without, so that its time stays measured
 _PROBE_SHARE = 4  # one of so many rows drafts in a probe
+_FEW_ROWS = 2  # with which the first drafts are several
 _ALLOWANCE = 0.01  # share of the time that drafts may cost
 _START_STEPS = 1.0  # steps without drafts that drafts may cost with each new number of rows
 _MOST_STEPS = 3.0  # steps without drafts that earlier gains pay for at most
@@ -185,7 +186,7 @@ class AdaptiveDepth:
         if record.prompt_tokens or not rows:
             return
         size = len(rows).bit_length()
-        times = self._times.setdefault(size, _StepTimes(self.most))
+        times = self._times.setdefault(size, _StepTimes(self.most, len(rows)))
         depth = min(self.most, -(-record.drafts // len(rows)))
         if not times.add(record.took_s, depth):
             return self._draft(rows, 0)
@@ -235,9 +236,12 @@ class AdaptiveDepth:
 class _StepTimes:
     """Durations of the newest steps with about the same number of rows, by depth."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, rows: int) -> None:
         self._newest_s = [deque[float](maxlen=_KEPT_STEPS) for _ in range(most + 1)]
-        self._levels = sorted({1, -(-most // 2), most})  # depths to measure; those between are interpolated
+        # Depths to measure; those between are interpolated. Kernels for two tokens can be slower than those for four,
+        # so the first drafts of few rows are several: most of their time is that of having any.
+        middle = -(-most // 2)
+        self._levels = sorted({middle if rows <= _FEW_ROWS else 1, middle, most})
         self._until_turn = self._interval = _PROBE_STEPS
         self._pays = False
         self.is_new = True

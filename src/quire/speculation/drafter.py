@@ -2,7 +2,7 @@
 
 A drafter runs at the beginning of the step that verifies its drafts, on the same stream, so that the host decides how
 many drafts a row gets when it schedules the step. Whatever is drafted, the output of a request stays the same:
-`accepted_counts` in worker/batch.py keeps exactly the tokens that the model samples.
+`accepted_counts` in worker/step/torch_batch.py keeps exactly the tokens that the model samples.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from quire.attention.base import KV, ForwardBatch
 from quire.models.decoder import Model
-from quire.types import SlotAdmission
+from quire.types import SlotAdmission, StepPlan
 
 
 class DraftColumns(Protocol):
@@ -56,10 +56,16 @@ class DraftRows:
 
 
 class Drafter:
-    """A source of draft tokens. Those that learn nothing from steps inherit `admit` and `follow`."""
+    """A source of draft tokens. Those that learn nothing from steps inherit `admit`, `keep_up` and `follow`."""
 
     def admit(self, admissions: Sequence[SlotAdmission]) -> None:
         """Learn that slots are about to get new owners. Their columns still hold the old ones."""
+
+    def keep_up(self, plan: StepPlan) -> None:
+        """Learn that a step is about to be launched, for drafters that run the tokens of steps without drafts later.
+
+        Its admissions are in the columns. Work that is queued here is in no graph.
+        """
 
     def propose(self, rows: DraftRows) -> None:
         """Write at least `counts` valid token ids behind the known tokens of each row, without waiting for the device.

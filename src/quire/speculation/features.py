@@ -8,8 +8,8 @@
 
 A pair is a token and the states of the position in front of it (models/heads/base.py). The entries of the head are a
 further layer of the same KV blocks, at the position of the states. Steps with prompts run the head on the same batch.
-Steps in which nothing is drafted do not run it, so a request that went without drafts for longer than the ring reaches
-gets worse ones.
+Steps in which nothing is drafted do not run it. The ring keeps their states, and `keep_up` runs the head on them before
+they are overwritten.
 """
 
 from __future__ import annotations
@@ -26,7 +26,11 @@ from quire.models.heads.base import DraftHead
 from quire.models.spec import ModelSpec
 from quire.speculation.draft_batch import DraftTokens, draft_batch, draw
 from quire.speculation.drafter import DraftContext, Drafter, DraftRows
-from quire.types import SlotAdmission
+from quire.speculation.pauses import Pauses, batches
+from quire.types import SlotAdmission, StepPlan
+
+_SPAN = 32  # positions whose states are kept for the head
+_CATCH_UP_TOKENS = 2048  # that the head runs at once outside of steps, which bounds the memory for them
 
 
 class FeatureDrafter(Drafter):
@@ -51,20 +55,33 @@ class FeatureDrafter(Drafter):
         dtype: torch.dtype,
     ) -> None:
         self._head, self._backend, self._context, self._columns = head, backend, context, context.columns
-        # Up to `most` positions behind the known tokens are written by rejected drafts, and 1 + `most` in front of
+        # Up to `most` positions behind the known tokens are written by rejected drafts, and up to `_span` in front of
         # them are read.
-        self._window, self._reach = 1 + most, 2 * (1 + most)
+        self._window = 1 + most
+        self._span = max(min(_SPAN, context.columns.tokens.shape[1] - 1), 1 + most)
+        self._reach = self._span + 1 + most
         slots, device = len(context.columns.num_tokens), context.device
         self._ring = torch.zeros(slots * self._reach, width, dtype=dtype, device=device)
-        self._begin = torch.zeros(
-            slots, dtype=torch.int64, device=device
-        )  # by slot, first position with states
+        # By slot, the first position with states.
+        self._begin = torch.zeros(slots, dtype=torch.int64, device=device)
+        self._pauses = Pauses(slots, lambda drafts: 1 + drafts)
 
     def admit(self, admissions: Sequence[SlotAdmission]) -> None:
         # The states of positions in the prefix cache are unknown, and their entries of the head must stay.
         slots = torch.tensor([admission.slot for admission in admissions])
         begin = torch.tensor([admission.computed for admission in admissions])
         self._begin[slots.to(self._begin.device)] = begin.to(self._begin.device)
+
+    def keep_up(self, plan: StepPlan) -> None:
+        lacking = self._pauses.begin(plan)
+        # If the states of one row have to be used now, those of others soon have to, too.
+        least = self._span // 2 if lacking.max(initial=0) >= self._span else self._span
+        slots = plan.slots[(lacking >= least) | ((lacking > self._window) & (plan.num_drafts > 0))]
+        for part in batches(slots, self._span, _CATCH_UP_TOKENS):
+            at = torch.from_numpy(part).long().to(self._ring.device)
+            self._run_newest(at, self._columns.num_tokens[at].long(), self._span, plan.max_seq_len)
+        self._pauses.fill(slots)
+        self._pauses.end(plan)
 
     # --------------------------------------------------------------------------- after the model
 
@@ -106,7 +123,7 @@ class FeatureDrafter(Drafter):
         slots, tokens = rows.slots.long(), self._columns.tokens
         known = self._columns.num_tokens[slots].long()
         last = tokens.shape[1] - 1
-        hidden = self._catch_up(slots, known, rows)
+        hidden = self._run_newest(slots, known, self._window, rows.reach)
         for j in range(rows.most):
             # A row that drafts no more stays behind its last draft, so that it never leaves the context.
             wanted, length = rows.counts > j, known + rows.counts.clamp(max=j)
@@ -116,11 +133,14 @@ class FeatureDrafter(Drafter):
             place = length.clamp(max=last)
             tokens[slots, place] = torch.where(wanted, drafts, tokens[slots, place])
 
-    def _catch_up(self, slots: Tensor, known: Tensor, rows: DraftRows) -> Tensor:
-        """Run the head on the newest pairs of each slot. Return its state behind the last one, [rows, hidden]."""
-        offset = torch.arange(self._window, device=slots.device)
-        first = (known - 1 - self._window).clamp_(min=0).unsqueeze(1)
-        positions = first + offset  # [rows, window]
+    def _run_newest(self, slots: Tensor, known: Tensor, width: int, bound: int) -> Tensor:
+        """Run the head on the newest `width` pairs of each slot, and return its state behind the last, [rows, hidden].
+
+        `bound` is an upper bound of `known`, the known tokens of each slot.
+        """
+        offset = torch.arange(width, device=slots.device)
+        first = (known - 1 - width).clamp_(min=0).unsqueeze(1)
+        positions = first + offset  # [rows, width]
         pairs = (known - 1).unsqueeze(1)  # pairs of known tokens
         at = slots.unsqueeze(1)
         hidden = self._ring[at * self._reach + positions % self._reach].flatten(0, 1)
@@ -130,7 +150,7 @@ class FeatureDrafter(Drafter):
             positions=positions,
             writes=(positions < pairs) & (positions >= self._begin[at]),
             wanted=(known - 2 - first.squeeze(1)).clamp_(min=0),
-            bound=rows.reach,
+            bound=bound,
         )
         return self._head(hidden, draft_batch(self._context, self._backend, slots, tokens))
 

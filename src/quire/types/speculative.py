@@ -8,7 +8,12 @@ from typing import Any
 from quire.types.errors import ConfigError
 
 METHODS = ("ngram", "suffix", "draft", "eagle3", "mtp")
-_FIELDS = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
+_FIELDS = {
+    "method": "spec_method",
+    "model": "spec_model",
+    "num_speculative_tokens": "spec_tokens",
+    "quantization": "spec_quantization",
+}
 # vLLM's names of methods.
 _ALIASES = {"draft_model": "draft", "deepseek_mtp": "mtp", "glm4_moe_mtp": "mtp"}
 # Fields that tune vLLM's own implementation and change no output.

@@ -117,7 +117,7 @@ class Eagle3Head:
                     f"{self._spec.layer.vocab_size}; use a complete checkpoint"
                 )
             return None
-        ids = env.weights.packed(name, (count,)).long() + torch.arange(count)
+        ids = env.weights.packed(name, (count,)).cpu().long() + torch.arange(count)
         vocab = self._spec.layer.vocab_size
         if not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
             raise ConfigError(

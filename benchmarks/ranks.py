@@ -1,11 +1,14 @@
-"""Tensor parallelism on two or more GPUs of one host: sums between ranks, tokens against one rank, throughput.
+"""Ranks on two or more GPUs of one host: sums between ranks, tokens against one rank, throughput of each layout.
 
-    python benchmarks/ranks.py [--ranks 2] [--parts sums tokens kill single nano prefill] [--seconds 110] [--out FILE]
+    python benchmarks/ranks.py [--ranks 2] [--parts sums tokens kill single nano prefill layouts experts replicas]
+                               [--seconds 110] [--out FILE]
 
 `sums` times each way to add tensors of 8 KiB to 16 MiB over the ranks, twenty of them in one CUDA graph, and checks the
-result. `tokens` compares greedy tokens of the demo model in float32 on one rank and on several. `kill` kills and stops a
+result; for the rows of decode steps also each way to sum, add the residual and norm. `tokens` compares greedy tokens of the demo model in float32 on one rank and on several. `kill` kills and stops a
 rank while it generates, and reports the error and what is left. The other parts run an
-8B model with random weights in bfloat16 on one GPU and on several; each figure is the better of two runs. Parts that
+8B model with random weights in bfloat16 on one GPU and on several; each figure is the better of two runs. `layouts` runs
+them with stages, and with stages of two ranks on four GPUs. `experts` runs the 30B-A3B shape with tensor and with expert
+parallelism. `replicas` runs replicas.py. Disaggregation on GPUs is refused so far. Parts that
 begin after --seconds are skipped, and a part that fails is reported and does not stop the others. Results are printed
 as they come and written as JSON.
 """
@@ -24,11 +27,17 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from shapes import SHAPES
+from shapes import QWEN3_06B, SHAPES
 
-PARTS = ("sums", "tokens", "kill", "single", "nano", "prefill")
+PARTS = ("sums", "tokens", "kill", "single", "nano", "prefill", "layouts", "experts", "replicas")
 SIZES = [8 << 10, 32 << 10, 64 << 10, 128 << 10, 256 << 10, 512 << 10, 1 << 20, 4 << 20, 16 << 20]
 BEGAN_S = time.monotonic()
+QWEN3_30B_A3B: dict[str, Any] = QWEN3_06B | {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 2048,
+    "intermediate_size": 6144, "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}  # fmt: skip
 
 
 def sums_of_rank(rank: int, ranks: int, port: int, out: str) -> None:
@@ -45,18 +54,24 @@ def sums_of_rank(rank: int, ranks: int, port: int, out: str) -> None:
 
     import torch.distributed._symmetric_memory as symm_mem
 
-    from quire.kernels import collective
+    from quire.kernels import collective, two_trip
     from quire.parallel.communicator import GroupCommunicator
+    from quire.parallel.sum_limits import SumLimits
     from quire.parallel.symmetric import SymmetricCommunicator
 
     nccl = GroupCommunicator(group)
     ours = SymmetricCommunicator(group, device, nccl)
+    second = SymmetricCommunicator(group, device, nccl, SumLimits(one_trip=0, two_trips=1 << 30))
     large = symm_mem.empty(SIZES[-1], dtype=torch.uint8, device=device)
     symm_mem.rendezvous(large, group.group_name)
 
     def one_trip(x: torch.Tensor) -> torch.Tensor:
         assert collective.takes(x)
         return collective.all_reduce(x, ours._addresses, ours._calls, rank, ranks)
+
+    def two_trips(x: torch.Tensor) -> torch.Tensor:
+        assert two_trip.takes(x, ranks)
+        return second.all_reduce(x)
 
     def torch_one_shot(x: torch.Tensor) -> torch.Tensor:
         shared = large[: x.nbytes].view(x.dtype)
@@ -70,42 +85,87 @@ def sums_of_rank(rank: int, ranks: int, port: int, out: str) -> None:
         return x.copy_(shared)
 
     ways = {"nccl": nccl.all_reduce, "one trip (Quire)": one_trip, "one shot (torch)": torch_one_shot}
-    ways |= {"two shot (torch)": torch_two_shot}
+    ways |= {"two shot (torch)": torch_two_shot, "two trips (Quire)": two_trips}
     rows = []
     for size in SIZES:
         for name, way in ways.items():
-            try:
-                x = torch.full((size // 2,), rank + 1.0, dtype=torch.bfloat16, device=device)
-                for _ in range(2):
-                    y = way(x.clone())
-                torch.cuda.synchronize()
-                correct = bool((y == ranks * (ranks + 1) / 2).all())
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, capture_error_mode="relaxed"):
-                    for _ in range(20):
-                        z = way(x)
-                z.numel()
-                for _ in range(3):
-                    graph.replay()
-                torch.cuda.synchronize()
-                dist.barrier()
-                times = []
-                for _ in range(20):
-                    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                    begin.record()
-                    graph.replay()
-                    end.record()
-                    end.synchronize()
-                    times.append(begin.elapsed_time(end) * 1000 / 20)
-                row = {"bytes": size, "way": name, "us": round(sorted(times)[10], 2), "correct": correct}
-            except Exception as error:
-                row = {"bytes": size, "way": name, "error": str(error).split("\n")[0]}
+            x = torch.full((size // 2,), rank + 1.0, dtype=torch.bfloat16, device=device)
+            row = {"bytes": size, "way": name, **timed(way, x, ranks * (ranks + 1) / 2)}
             rows.append(row)
             if rank == 0:
                 print(row, flush=True)
+    rows += norms_of_rank(rank, ranks, one_trip, device)
     if rank == 0:
         Path(out).write_text(json.dumps(rows))
     os._exit(0)
+
+
+def timed(way: Any, x: Any, wanted: float) -> dict[str, Any]:
+    """Return microseconds of a call of `way` in a graph of twenty, and whether all of its result is `wanted`."""
+    import torch
+    import torch.distributed as dist
+
+    try:
+        for _ in range(2):
+            y = way(x.clone())
+        torch.cuda.synchronize()
+        correct = bool(((y - wanted).abs() <= 0.01 * abs(wanted)).all())
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, capture_error_mode="relaxed"):
+            for _ in range(20):
+                z = way(x)
+        z.numel()
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        dist.barrier()
+        times = []
+        for _ in range(20):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) * 1000 / 20)
+        return {"us": round(sorted(times)[10], 2), "correct": correct}
+    except Exception as error:
+        return {"error": str(error).split("\n")[0]}
+
+
+def norms_of_rank(rank: int, ranks: int, one_trip: Any, device: Any) -> list[dict[str, Any]]:
+    """Time sum, residual and norm of the rows of decode steps, in one kernel and in two."""
+    import torch
+    import torch.distributed as dist
+    import torch.distributed._symmetric_memory as symm_mem
+
+    from quire.kernels import sum_and_norm
+    from quire.kernels.norm import add_rms_norm
+
+    group = dist.group.WORLD
+    assert group is not None
+    words = symm_mem.empty(sum_and_norm.buffer_bytes(ranks) // 8, dtype=torch.int64, device=device)
+    words.zero_()
+    handle = symm_mem.rendezvous(words, group.group_name)
+    addresses = torch.tensor(handle.buffer_ptrs, dtype=torch.int64, device=device)
+    calls = torch.zeros(sum_and_norm.MAX_ROWS, dtype=torch.int32, device=device)
+    torch.cuda.synchronize()
+    dist.barrier()  # no rank writes to another's buffer before it is zero
+    weight = torch.ones(4096, dtype=torch.bfloat16, device=device)
+    rows = []
+    for count in (1, 4, 16, 64):
+        x = torch.full((count, 4096), rank + 1.0, dtype=torch.bfloat16, device=device)
+        old = torch.ones_like(x)
+        ways = {
+            "one trip, then norm": lambda x, old=old: add_rms_norm(one_trip(x), old, weight, 0.0)[0],
+            "sum and norm": lambda x, old=old: sum_and_norm.all_reduce_add_norm(
+                x, old, weight, 0.0, addresses, calls, rank, ranks
+            )[0],
+        }
+        for name, way in ways.items():
+            rows.append({"bytes": x.nbytes, "way": name, **timed(way, x, 1.0)})
+            if rank == 0:
+                print(rows[-1], flush=True)
+    return rows
 
 
 def sums(ranks: int) -> Any:
@@ -171,13 +231,13 @@ def kill(ranks: int) -> Any:
 
 
 class Throughput:
-    """The engines of an 8B model, on one GPU and on several, one after the other."""
+    """The engines of a model, on one GPU and on several, one after the other."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, shape: dict[str, Any]) -> None:
         self.folder = folder
-        (folder / "config.json").write_text(json.dumps(SHAPES["Llama-3.1-8B"]))
+        (folder / "config.json").write_text(json.dumps(shape))
 
-    def run(self, ranks: int, names: list[str], seconds: float) -> dict[str, Any]:
+    def run(self, settings: dict[str, Any], names: list[str], seconds: float) -> dict[str, Any]:
         from quire import LLM, SamplingParams
         from quire.bench.load.workloads import WORKLOADS, shifted
 
@@ -186,15 +246,16 @@ class Throughput:
             str(self.folder),
             load_format="dummy",
             skip_tokenizer_init=True,
-            tensor_parallel_size=ranks,
             max_model_len=4096,
             engine_process=True,
+            **settings,
         )
         found: dict[str, Any] = {
             "start_s": round(time.perf_counter() - began, 1),
             "phases_s": llm.info.phases_s,
+            "ranks_s": llm.info.rank_phases_s,
         }
-        print(ranks, "ranks", found, flush=True)
+        print(settings, found, flush=True)
         try:
             for name in names:
                 best, work = 0.0, WORKLOADS[name](100_000, None)
@@ -214,10 +275,36 @@ class Throughput:
                     count += sum(map(len, prompts)) if name == "prefill" else 0
                     best = max(best, count / duration)
                 found[name] = round(best, 1)
-                print(ranks, "ranks", name, found[name], "tok/s", flush=True)
+                print(settings, name, found[name], "tok/s", flush=True)
         finally:
             llm.client.close()
         return found
+
+
+def layouts_of(parts: list[str], ranks: int) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Return the shape and the settings of each engine to run, by what it is called in the results."""
+    tensor, dense = {"tensor_parallel_size": ranks}, "Llama-3.1-8B"
+    found: dict[str, tuple[str, dict[str, Any]]] = {}
+    if {"single", "nano", "prefill"} & set(parts):
+        found |= {f"8B on {ranks}": (dense, tensor), "8B on 1": (dense, {"tensor_parallel_size": 1})}
+    if "layouts" in parts:
+        found[f"8B, {ranks} stages"] = dense, {"pipeline_parallel_size": ranks}
+        if ranks >= 4:
+            pair = {"pipeline_parallel_size": ranks // 2, "tensor_parallel_size": 2}
+            found[f"8B, {ranks // 2} stages of 2"] = dense, pair
+    if "experts" in parts:
+        spread = tensor | {"enable_expert_parallel": True}
+        found |= {f"30B-A3B, TP {ranks}": ("moe", tensor), f"30B-A3B, EP {ranks}": ("moe", spread)}
+    return found
+
+
+def replicas(ranks: int) -> Any:
+    """Run replicas.py, and return its results."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "replicas.json")
+        command = [sys.executable, str(Path(__file__).with_name("replicas.py")), "--parts", "chat"]
+        subprocess.run([*command, "--replicas", str(ranks), "--out", str(out)], check=True)
+        return json.loads(out.read_text())
 
 
 def main() -> None:
@@ -252,12 +339,14 @@ def main() -> None:
         attempt("tokens", lambda: tokens(args.ranks))
     if "kill" in args.parts:
         attempt("kill", lambda: kill(args.ranks))
-    names = [part for part in args.parts if part in ("single", "nano", "prefill")]
-    if names:
+    names = [part for part in args.parts if part in ("single", "nano", "prefill")] or ["single", "prefill"]
+    for name, (shape, settings) in layouts_of(args.parts, args.ranks).items():
+        config = QWEN3_30B_A3B if shape == "moe" else SHAPES[shape]
         with tempfile.TemporaryDirectory() as folder:
-            throughput = Throughput(Path(folder))
-            for ranks in (args.ranks, 1):
-                attempt(f"8B on {ranks}", lambda ranks=ranks: throughput.run(ranks, names, args.seconds))
+            throughput = Throughput(Path(folder), config)
+            attempt(name, lambda run=throughput.run, its=settings: run(its, names, args.seconds))
+    if "replicas" in args.parts:
+        attempt("replicas", lambda: replicas(args.ranks))
 
 
 if __name__ == "__main__":

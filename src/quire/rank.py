@@ -15,15 +15,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
-from quire.assembly.attention import pick_attention
 from quire.assembly.device import host_addresses, pick_device, pick_dtype, rank_device
 from quire.assembly.drafting import DraftLoader, find_draft
 from quire.assembly.kv_codes import kv_coded_spec
 from quire.assembly.memory import memory_planner, request_state_bytes
 from quire.assembly.model import load_model, served_spec
+from quire.assembly.parts import pick_attention_parts
 from quire.assembly.speculation import pick_speculation
 from quire.assembly.stages import pick_experts, pick_place, pick_stage, with_buffers
-from quire.assembly.steps import launch_options, step_limits
+from quire.assembly.steps import pick_launch, step_limits
 from quire.assembly.transfer import block_fingerprint, disk_blocks, host_rows, open_mover
 from quire.config import EngineConfig
 from quire.kernels import pick_kernels
@@ -105,7 +105,7 @@ class Rank:
             ),
         )
         self._kernels = pick_kernels(self.device, self.dtype, config.cpu_kernels)
-        self.backend = pick_attention(config.attention, spec, self.device, self.dtype, self._kernels)
+        self.backend = pick_attention_parts(config, spec, self.device, self.dtype, self._kernels)
         self._stage = pick_stage(config, spec, place)
         self._link: Link = NO_LINK
         self._loading = ExitStack()
@@ -119,6 +119,11 @@ class Rank:
     def weight_bytes(self) -> int:
         """Bytes of the weights, from `fit_context` on."""
         return self._memory.weight_bytes
+
+    @property
+    def has_states(self) -> bool:
+        """Return whether a layer of the model, on any rank, keeps a state per request."""
+        return request_state_bytes(self.spec, self.dtype, self._place.size) > 0
 
     def run_phase(self, phase: str, argument: int) -> int:
         """Run the phase of the start-up with this name. Return its result, or 0 if it has none."""
@@ -171,11 +176,13 @@ class Rank:
         )
         self._checkpoints: list[Checkpoint] = []
         self._keep(checkpoint)
-        options = launch_options(config, queue_depth(config))
         env = Env(checkpoint, self._parallel, backend, self.device, self.dtype, kernels, spec.quantization)
         loader = DraftLoader(config, self._draft, model, env, self._keep)
         speculation = pick_speculation(config, loader)
-        self.worker = Worker(model, backend, memory, options, kernels, speculation, self._link)
+        launch = pick_launch(
+            config, memory, backend, kernels, drafts=speculation.tokens, depth=queue_depth(config)
+        )
+        self.worker = Worker(model, backend, memory, launch, speculation, self._link)
 
     def _keep(self, checkpoint: Checkpoint) -> None:
         """Keep a checkpoint until its weights are loaded."""
@@ -200,7 +207,9 @@ class Rank:
 
     def count_blocks(self, snapshots: int) -> int:
         """Return the number of KV blocks that fit beside so many snapshots."""
-        self.size = replace(self._memory, snapshots=snapshots).size_kv(self._kv_budget)
+        size = replace(self._memory, snapshots=snapshots).size_kv(self._kv_budget)
+        # All stages number the same rows, also those whose layers keep no state.
+        self.size = replace(size, num_snapshots=snapshots if self.has_states else 0)
         return self.size.num_blocks
 
     def allocate(self, num_blocks: int) -> None:

@@ -1,8 +1,9 @@
 """The process of a rank other than the first: it builds its part of the model, then runs the plans of the host.
 
-The host starts it as `python -m quire.rank_process CHANNEL MEMORY WAKE INDEX READERS`: file descriptors of its end of
-the channel, of the ring's memory and of the pipe that wakes it, and its place among the readers of the ring. On another host `quire
-rank` starts it as `python -m quire.rank_process connect ADDRESS DEVICE`, with the token on standard input. It ends with
+The host starts it as `python -m quire.rank_process here DEVICE CHANNEL MEMORY WAKE INDEX READERS`: its device, file
+descriptors of its end of the channel, of the ring's memory and of the pipe that wakes it, and its place among the readers
+of the ring. On another host `quire rank` starts it as `python -m quire.rank_process connect ADDRESS DEVICE`, with the
+token on standard input. It ends with
 the host, with a STOP message, or with an error, which it reports in its last message.
 """
 
@@ -24,6 +25,8 @@ from quire.frontend.client.remote import Hello, connect, own_address, split_addr
 from quire.ranks import messages as msg
 from quire.ranks.remote import ChannelReader
 from quire.ranks.ring import ReaderEnd, RingReader
+from quire.ranks.timeline import PhaseSpans
+from quire.start import wake_gpu
 from quire.types import QuireError, StepHandle, TransferEnd
 
 _FAREWELL_S = 5.0  # limit on sending the last message
@@ -39,12 +42,12 @@ class PlanReader(Protocol):
         ...
 
 
-def main_here(channel_file: int, end: ReaderEnd) -> int:
+def main_here(device: str, channel_file: int, end: ReaderEnd) -> int:
     """Run a rank on the host of the first one, and return the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):  # they also reach the host, which stops this process
         signal.signal(number, signal.SIG_IGN)
     raw = socket.socket(fileno=channel_file)
-    return _main(raw, Channel(raw), lambda channel: RingReader(end))
+    return _main(raw, Channel(raw), lambda channel: RingReader(end), device)
 
 
 def main_elsewhere(address: str, device: str) -> int:
@@ -52,17 +55,22 @@ def main_elsewhere(address: str, device: str) -> int:
     host, port = split_address(address)
     token = sys.stdin.readline().strip()
     raw = connect(host, port, Hello(token, own_address(host), os.getpid(), device), _CONNECT_S)
-    return _main(raw, Channel(raw), ChannelReader)
+    return _main(raw, Channel(raw), ChannelReader, device)
 
 
-def _main(raw: socket.socket, channel: Channel, make_reader: Callable[[Channel], PlanReader]) -> int:
+def _main(
+    raw: socket.socket, channel: Channel, make_reader: Callable[[Channel], PlanReader], device: str
+) -> int:
     threading.Thread(target=_end_with_host, args=(raw,), daemon=True, name="host-watch").start()
+    # The driver takes a second or more, in which torch can be imported.
+    threading.Thread(target=wake_gpu, args=(device,), daemon=True).start()
+    times = PhaseSpans()
     try:
-        import quire.rank  # noqa: F401  (imports torch, while the host does the same)
-
+        with times.during("import"):
+            import quire.rank  # noqa: F401  (imports torch, while the host does the same)
         if not channel.poll(_START_S):
             return 1
-        _run(msg.decode_start(channel.receive()), channel, make_reader(channel))
+        _run(msg.decode_start(channel.receive()), channel, make_reader(channel), times)
         return 0
     except EOFError:  # the host is gone
         return 1
@@ -85,35 +93,36 @@ def _end_with_host(channel: socket.socket) -> None:
     os._exit(1)
 
 
-def _run(start: msg.StartRank, channel: Channel, plans: PlanReader) -> None:
+def _run(start: msg.StartRank, channel: Channel, plans: PlanReader, times: PhaseSpans) -> None:
     from quire.frontend.location import locate_model
     from quire.models.config.load import load_spec
     from quire.rank import Rank
     from quire.wiring import queue_depth
     from quire.worker.executor import LocalExecutor
 
-    path = Path(start.path)
-    if not path.exists():  # another host keeps its files elsewhere
-        path = locate_model(start.config.model, start.config.revision).path
-    rank = Rank(start.config, path, load_spec(path), start.rank)
-    channel.send(msg.encode(msg.PhaseEnded(0)))
+    with times.during("config"):
+        path = Path(start.path)
+        if not path.exists():  # another host keeps its files elsewhere
+            path = locate_model(start.config.model, start.config.revision).path
+        rank = Rank(start.config, path, load_spec(path), start.rank)
+    channel.send(msg.encode(msg.PhaseEnded(0, times.spans)))
     executor: LocalExecutor | None = None
     in_flight: deque[StepHandle] = deque()
     depth = queue_depth(start.config)
-    sending = threading.Lock()  # transfers end in threads
 
-    def report(end: TransferEnd) -> None:
-        with sending:
-            channel.send(msg.encode(msg.CopiesEnded(*end)))
-            channel.settle(_FAREWELL_S)
+    def report(end: TransferEnd) -> None:  # in a thread of the mover
+        channel.send(msg.encode(msg.CopiesEnded(*end)))
+        channel.settle(_FAREWELL_S)
 
     with rank.guard():
         while True:
             message = memoryview(plans.receive())
             match message[0]:
                 case msg.PHASE:
-                    result = rank.run_phase(*msg.decode_phase(message[1:]))
-                    channel.send(msg.encode(msg.PhaseEnded(result)))
+                    phase, argument = msg.decode_phase(message[1:])
+                    with times.during(phase):
+                        result = rank.run_phase(phase, argument)
+                    channel.send(msg.encode(msg.PhaseEnded(result, times.spans)))
                 case msg.FORWARD:
                     executor = executor or LocalExecutor(rank.runner, rank.guard)
                     executor.forward(msg.decode_forward(message[1:]))
@@ -140,7 +149,7 @@ if __name__ == "__main__":
     if sys.argv[1] == "connect":
         code = main_elsewhere(*sys.argv[2:])
     else:
-        code = main_here(int(sys.argv[1]), ReaderEnd(*map(int, sys.argv[2:])))
+        code = main_here(sys.argv[2], int(sys.argv[3]), ReaderEnd(*map(int, sys.argv[4:])))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

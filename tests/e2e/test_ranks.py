@@ -72,6 +72,10 @@ def answers(llm: LLM, prompts: list[Any], params: list[SamplingParams]) -> list[
 def test_two_ranks_answer_as_one(one: LLM, two: LLM) -> None:
     """Greedy and seeded requests together, with preemption, and again with their prefixes cached."""
     assert two.info.num_blocks == one.info.num_blocks == BLOCKS
+    assert [{"import", "load", "allocate"} <= spans.keys() for spans in two.info.rank_phases_s] == [
+        True,
+        True,
+    ]
     prompts = [PROMPT[: 40 + 9 * i] for i in range(8)]
     params = [
         SamplingParams(max_tokens=48, temperature=0.9 * (i % 2), top_p=0.9, seed=i, ignore_eos=True)

@@ -17,6 +17,7 @@ from test_scheduler import (
     random_requests,
     reference,
     request,
+    serve_at_random,
 )
 
 from quire.core.block_pool import BlockPool
@@ -143,22 +144,7 @@ def random_run(seed: int, fails: bool = False) -> dict[str, int]:
     todo = conversations(rng, max_len)
     assign_clients(random.Random(seed), todo)
     engine.scheduler.shares.__class__, engine.scheduler.shares.counts = CountingShares, Counter()
-    added, got, ended = {}, {}, {}
-    for step in range(4000):
-        if todo and rng.random() < 0.3:
-            one = todo.pop()
-            engine.add(one)
-            added[one.id], got[one.id] = one, []
-        if step < 100 and rng.random() < 0.03 and (live := [i for i in added if i not in ended]):
-            engine.abort(rng.choice(live))
-        for output in engine.step():
-            assert output.id not in ended, "an output after the final one"
-            got[output.id] += output.token_ids
-            if output.finish_reason:
-                ended[output.id] = output.finish_reason
-        if not todo and not engine.has_work:
-            break
-    assert set(ended) == set(added), f"{seed}: no final output for {set(added) - set(ended)}"
+    added, got, ended = serve_at_random(engine, todo, rng, arrivals=0.3)
     for name, one in added.items():
         want = reference(one, max_len)
         assert got[name] == (want[: len(got[name])] if ended[name] in ("abort", "error") else want), (

@@ -14,8 +14,9 @@ from quire.config import EngineConfig
 from quire.frontend.location import locate_model
 from quire.models.config.load import load_spec
 from quire.parallel.stage import Stage, split_layers
-from quire.types import REJECTED, ConfigError, KVLayout, StepPlan
+from quire.types import REJECTED, ConfigError, KVLayout, StateLayout, StateTensor, StepPlan
 from quire.worker.memory.kv_groups import group_layers, held_by, scratch
+from quire.worker.memory.states import StateMemory
 from quire.worker.stage import ArrivedTokens, TokenRelay, append_tokens
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
@@ -167,7 +168,9 @@ def test_arrived_tokens_are_appended_and_rejected_drafts_taken_back() -> None:
         [[4, 3, REJECTED, REJECTED], [-1, REJECTED, REJECTED, REJECTED], [1, REJECTED, REJECTED, REJECTED]]
     )
     arrived = ArrivedTokens(plan([0, 1, 2], drafts=[3, 0, 0]), tokens.int(), np.array([0, 1]))
-    append_tokens(state, arrived, Staging(CPU, 1))
+    states = StateMemory([StateLayout((StateTensor("x", (1,), "float32"),))], 3, 0, CPU, drafts=3)
+    append_tokens(state, states, arrived, Staging(CPU, 1))
+    assert states.turn[:3].tolist() == [2, 0, 0], "the state behind the last accepted token"
     assert state.tokens[0, :6].tolist() == [9, 9, 4, 3, 9, 9]
     assert state.tokens[1, 4:7].tolist() == [9, 0, 9]  # a failure is a valid id
     assert (state.tokens[2] == 9).all(), "the row's slot has another owner"

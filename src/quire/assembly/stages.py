@@ -8,7 +8,8 @@ from itertools import accumulate, pairwise
 
 import torch
 
-from quire.config import EngineConfig, parse_layer_split
+from quire.config import EngineConfig
+from quire.config_rules import parse_layer_split
 from quire.models.spec import ModelSpec
 from quire.parallel.experts import ALL_EXPERTS, ExpertShard, pick_exchange
 from quire.parallel.place import Place

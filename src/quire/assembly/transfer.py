@@ -19,6 +19,7 @@ from quire.worker.transfer.files import BlockFiles
 from quire.worker.transfer.mover import CpuCopier, GpuCopier, LocalMover
 
 GB = 10**9
+_UNLIMITED_ROWS = 1 << 30
 _BUFFER_BYTES = (
     128 << 20
 )  # on a GPU, in each direction: so much is evicted in a step before it waits for the way out
@@ -38,7 +39,9 @@ def host_rows(config: EngineConfig, block_bytes: int) -> int:
         raise ConfigError(
             f"kv_host_memory {config.kv_host_memory:g} GB exceeds the {free / GB:.1f} GB of host memory that are free"
         )
-    rows = wanted // config.tensor_parallel_size // block_bytes
+    if not block_bytes:  # a stage without attention does not limit the others
+        return _UNLIMITED_ROWS
+    rows = wanted // config.num_ranks // block_bytes
     if not rows:
         raise ConfigError(
             f"kv_host_memory {config.kv_host_memory:g} GB is less than a block of {block_bytes} bytes"
@@ -54,7 +57,7 @@ def open_mover(
     if config.kv_disk is not None:
         secret = bytes.fromhex(config.cache_secret or "")
         files = BlockFiles(Path(config.kv_disk), fingerprint, secret, blocks.size)
-    if blocks.parts[0].is_cuda:
+    if blocks.parts and blocks.parts[0].is_cuda:
         return LocalMover(GpuCopier(blocks, rows, max(1, _BUFFER_BYTES // blocks.size)), guard, files)
     return LocalMover(CpuCopier(blocks, rows), guard, files)
 
@@ -63,7 +66,7 @@ def disk_blocks(config: EngineConfig, block_bytes: int) -> int:
     """Return the number of blocks that the disk may keep; 0 without kv_disk."""
     if config.kv_disk is None:
         return 0
-    return max(1, int(config.kv_disk_size * GB) // config.tensor_parallel_size // block_bytes)
+    return max(1, int(config.kv_disk_size * GB) // config.num_ranks // max(1, block_bytes))
 
 
 def block_fingerprint(

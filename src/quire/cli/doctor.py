@@ -158,11 +158,11 @@ def _machine(report: Report) -> None:
 
 
 def _plan(report: Report, config: EngineConfig) -> None:
-    from quire.assembly.attention import pick_attention
     from quire.assembly.device import pick_device, pick_dtype
     from quire.assembly.kv_codes import kv_coded_spec
     from quire.assembly.memory import memory_planner, request_state_bytes
     from quire.assembly.model import served_spec
+    from quire.assembly.parts import pick_attention_parts
     from quire.frontend.location import locate_model
     from quire.kernels import pick_kernels
     from quire.models.config.load import load_spec
@@ -185,7 +185,7 @@ def _plan(report: Report, config: EngineConfig) -> None:
     kernels = pick_kernels(device, dtype, config.cpu_kernels)
     report.row("kernels", _kernels(kernels, spec.hidden_size, dtype, device))
     report.row("quantization", _quantization(spec.quantization, kernels, dtype, device))
-    backend = pick_attention(config.attention, spec, device, dtype, kernels).name
+    backend = pick_attention_parts(config, spec, device, dtype, kernels).name
     report.row(
         "attention", f"{backend}: {_why(config.attention, 'the kernels above' if kernels else 'plain torch')}"
     )
@@ -283,6 +283,8 @@ def _load(report: Report, config: EngineConfig, imports_s: float) -> None:
     report.section("Start-up", "start_up")
     for phase, seconds in info.phases_s.items():
         report.row(phase, f"{seconds:.2f} s", {"seconds": round(seconds, 3)})
+    for number, line in enumerate(info.start_up_of_ranks()):
+        report.row(f"rank {number}", f"begin+duration: {line}", {"spans_s": info.rank_phases_s[number]})
     total = sum(info.phases_s.values())
     report.row("total", f"{total:.2f} s", {"seconds": round(total, 3)})
 

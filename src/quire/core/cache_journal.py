@@ -27,7 +27,7 @@ class CacheJournal(Protocol):
 
 
 class NoJournal:
-    """The journal of an engine whose cache interests nobody else."""
+    """The journal of an engine whose cached names no other process reads."""
 
     def add(self, name: bytes) -> None:
         pass

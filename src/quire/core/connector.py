@@ -48,7 +48,7 @@ class KVConnector(Protocol):
         """Note that a request has been admitted: it holds its blocks itself from now on."""
         ...
 
-    def retire(self, rows: Sequence[ComputedRow]) -> list[EngineOutput]:
+    def retire(self, rows: Iterable[ComputedRow]) -> list[EngineOutput]:
         """Note the rows of a step that has been computed, before its results are applied. Return what to report."""
         ...
 
@@ -110,7 +110,7 @@ class NoConnector:
     def start(self, request: Request) -> None:
         pass
 
-    def retire(self, rows: Sequence[ComputedRow]) -> list[EngineOutput]:
+    def retire(self, rows: Iterable[ComputedRow]) -> list[EngineOutput]:
         return []
 
     def finish(self, request: Request) -> bool:

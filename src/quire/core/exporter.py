@@ -1,12 +1,12 @@
 """The connector of a prefill engine: it shows computed blocks to a decode engine, and keeps them until they are read.
 
-Blocks are shown chunk by chunk, when the step that computed them has been retired, so whoever reads them needs no
-further order. A request that has ended while its blocks are read is `holding`.
+Blocks are shown chunk by chunk, when the step that computed them has been retired. So the decode engine may read them
+at once. A request that has ended while its blocks are read is `holding`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from quire.core.blocks import Blocks
@@ -30,7 +30,7 @@ class BlockExporter(NoConnector):
         self._blocks = blocks
         self._exports: dict[str, _Export] = {}
 
-    def retire(self, rows: Sequence[ComputedRow]) -> list[EngineOutput]:
+    def retire(self, rows: Iterable[ComputedRow]) -> list[EngineOutput]:
         return [
             output for request, end in rows if request.source.exports for output in self._show(request, end)
         ]

@@ -132,7 +132,7 @@ class FetchBook:
     def reclaim(self, last: Request | None) -> bool:
         """Give up the blocks of the newest complete fetch, that of `last` last of all. Return False without one.
 
-        If only a part has arrived, a request may hold blocks that its prefix does not reach, in place of those that it
+        If only a part has arrived, a request may hold blocks that its prefix does not reach, and lack those that it
         needs.
         """
         complete = [fetch.request for fetch in self._fetches.values() if not fetch.missing]

@@ -87,7 +87,7 @@ class KVTiers(NoConnector):
         Returns:
             The keys that have to be read, or None if there are too few rows.
         """
-        for key in keys:  # first, because new rows evict what nobody uses
+        for key in keys:  # first, because a new row may evict any block without users
             if block := self.host.use(key):
                 block.users += 1
         unread = {key for key in keys if key not in self.host}

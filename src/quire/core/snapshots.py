@@ -1,9 +1,9 @@
 """Snapshots of states for the prefix cache, of models whose layers keep a state per request.
 
-The state after a prefix cannot be read from the blocks of its tokens, and it is gone once the request goes on. So a
-copy of it is kept in a row of its own: a snapshot. It has the name of the block that ends where it was taken, and a
-prefix can be reused up to a snapshot only. Snapshots have a pool of rows beside that of blocks, because kernels read
-a state at one address, and a row is often as large as thousands of tokens of keys and values.
+The state after a prefix cannot be read from the blocks of its tokens, and the next step of the request overwrites it.
+So the engine keeps a copy in a separate row: a snapshot. A snapshot has the name of the block that ends where it was
+taken, and a prefix can be reused up to a snapshot only. Snapshots have a pool of rows beside that of blocks. Kernels
+read a state at one address, and a row is often as large as thousands of tokens of keys and values.
 
 A row is blank, reserved by a request whose token at that place is not known yet, or named. Named rows are evicted when
 a row is needed and none is blank, and dropped with the last block of their prefix.

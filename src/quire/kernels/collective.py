@@ -28,10 +28,10 @@ def buffer_bytes(size: int) -> int:
 
 def takes(x: torch.Tensor) -> bool:
     """Return whether `x` can be summed by `all_reduce`."""
-    return 0 < x.nbytes <= MAX_BYTES and x.nbytes % 4 == 0 and x.dtype in _TYPES
+    return 0 < x.nbytes <= MAX_BYTES and x.nbytes % 4 == 0 and x.dtype in NUMBER_TYPES
 
 
-_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+NUMBER_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
 def all_reduce(
@@ -57,12 +57,55 @@ def all_reduce(
         words,
         RANK=rank,
         SIZE=size,
-        TYPE=_TYPES[x.dtype],
+        TYPE=NUMBER_TYPES[x.dtype],
         BLOCK=BLOCK,
         MAX_BLOCKS=MAX_BLOCKS,
         num_warps=4,
     )
     return out
+
+
+@triton.jit
+def pack(word, call):
+    """Return 32-bit words with the number of the call above them, int64."""
+    return (word.to(tl.int64) & 0xFFFFFFFF) | (call.to(tl.int64) << 32)
+
+
+@triton.jit
+def zero_words(BLOCK: tl.constexpr):
+    """Return zeros for the lower and the upper number of each word, fp32."""
+    return tl.zeros((BLOCK,), tl.float32), tl.zeros((BLOCK,), tl.float32)
+
+
+@triton.jit
+def split_word(word, TYPE: tl.constexpr):
+    """Return the lower and the upper 16-bit number of each word, in fp32."""
+    low = (word & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+    high = ((word >> 16) & 0xFFFF).to(tl.int16).to(TYPE, bitcast=True).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def add_words(low, high, word, TYPE: tl.constexpr):
+    """Return the sums with the numbers of each word added. A word of fp32 has only a lower number."""
+    if tl.float32 == TYPE:
+        low += word.to(tl.float32, bitcast=True)
+    else:
+        more_low, more_high = split_word(word, TYPE)
+        low += more_low
+        high += more_high
+    return low, high
+
+
+@triton.jit
+def join_words(low, high, TYPE: tl.constexpr):
+    """Return the words of the numbers, rounded to TYPE."""
+    if tl.float32 == TYPE:
+        word = low.to(tl.int32, bitcast=True)
+    else:
+        lower = low.to(TYPE).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        word = lower | (high.to(TYPE).to(tl.int16, bitcast=True).to(tl.int32) << 16)
+    return word
 
 
 @kernel

@@ -53,7 +53,7 @@ class Link(Protocol):
 
     @property
     def is_muted(self) -> bool:
-        """Whether calls exchange nothing now."""
+        """Return whether calls exchange nothing now."""
         ...
 
     def muted(self) -> AbstractContextManager[object]:

@@ -32,12 +32,12 @@ class Stage:
 
     @property
     def is_first(self) -> bool:
-        """Whether the stage starts with token ids."""
+        """Return whether the stage starts with token ids."""
         return self.index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether the stage computes the logits."""
+        """Return whether the stage computes the logits."""
         return self.index == self.count - 1
 
     def layers(self, total: int) -> range:

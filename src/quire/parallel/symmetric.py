@@ -1,4 +1,4 @@
-"""The communicator of GPUs that can write each other's memory: Quire's kernel for few bytes, PyTorch's for more.
+"""The communicator of GPUs that can write each other's memory: Quire's kernels for few bytes, PyTorch's for more.
 
 All memory is reached peer to peer. NVLink multicast is never used, because not every machine allows it.
 """
@@ -13,15 +13,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed._symmetric_memory as symm_mem
 
-from quire.kernels import collective
+from quire.kernels import collective, two_trip
 from quire.parallel.communicator import Communicator
+from quire.parallel.sum_limits import MEASURED, SumLimits
 
 log = logging.getLogger("quire")
-
-# Bytes up to which each method is the fastest (docs/SCALING.md has the figures); NCCL sums larger tensors. In one trip
-# every rank sends everything to every other one, so the limit is shared by the ranks.
-ONE_TRIP_BYTES = 2 << 20  # divided by the number of ranks
-TWO_SHOT_BYTES = 32 << 20
 
 
 class SymmetricCommunicator:
@@ -31,23 +27,32 @@ class SymmetricCommunicator:
         group: the process group of the ranks.
         device: of this rank.
         wider: the communicator for large tensors and for `all_gather`.
+        limits: say which method sums which size.
 
     Raises:
         RuntimeError: if the GPUs cannot reach each other's memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, wider: Communicator) -> None:
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        wider: Communicator,
+        limits: SumLimits = MEASURED,
+    ) -> None:
         self._rank, self._size, self._wider = group.rank(), group.size(), wider
-        self._name, self._is_muted = group.group_name, False
-        self._words = symm_mem.empty(
-            collective.buffer_bytes(self._size) // 8, dtype=torch.int64, device=device
-        )
+        self._name, self._is_muted, self._limits = group.group_name, False, limits
+        first, second = collective.buffer_bytes(self._size), two_trip.buffer_bytes(self._size)
+        second = second if limits.two_trips else 0
+        self._words = symm_mem.empty((first + second) // 8, dtype=torch.int64, device=device)
         self._words.zero_()
-        self._large = symm_mem.empty(TWO_SHOT_BYTES, dtype=torch.uint8, device=device)
+        self._large = symm_mem.empty(limits.two_shots, dtype=torch.uint8, device=device)
         words = symm_mem.rendezvous(self._words, self._name)
         symm_mem.rendezvous(self._large, self._name)
         self._addresses = torch.tensor(words.buffer_ptrs, dtype=torch.int64, device=device)
+        self._second_addresses = self._addresses + first
         self._calls = torch.zeros(collective.MAX_BLOCKS, dtype=torch.int32, device=device)
+        self._second_calls = torch.zeros(two_trip.MAX_BLOCKS, dtype=torch.int32, device=device)
         torch.cuda.synchronize(device)
         words.barrier(channel=0)  # no rank writes to another's buffer before it is zero
         torch.cuda.synchronize(device)
@@ -63,9 +68,14 @@ class SymmetricCommunicator:
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
-        if x.nbytes <= ONE_TRIP_BYTES // self._size and collective.takes(x):
-            return collective.all_reduce(x, self._addresses, self._calls, self._rank, self._size)
-        if self._is_muted or x.nbytes > TWO_SHOT_BYTES or x.nbytes % (16 * self._size):
+        rank, size = self._rank, self._size
+        method = self._limits.pick(x.nbytes, size)
+        if method == "one trip" and collective.takes(x):
+            return collective.all_reduce(x, self._addresses, self._calls, rank, size)
+        if method == "two trips" and two_trip.takes(x, size):
+            return two_trip.all_reduce(x, self._second_addresses, self._second_calls, rank, size)
+        # What a kernel does not take is rare: an odd number of 16-bit numbers, or another type.
+        if self._is_muted or method != "two shots":
             return self._wider.all_reduce(x)
         shared = self._large[: x.nbytes].view(x.dtype).view(x.shape)
         shared.copy_(x)

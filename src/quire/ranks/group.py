@@ -24,6 +24,7 @@ from quire.frontend.client.remote import RemoteProcess, meeting_host
 from quire.ranks.messages import CopiesEnded, PhaseEnded, RankError, StartRank, decode_from_rank, encode
 from quire.ranks.remote import ChannelRing, JoinedRank, await_ranks
 from quire.ranks.ring import ReaderEnd, RingWriter
+from quire.ranks.timeline import Spans
 from quire.types import BlockMover, ConfigError, EngineDead, Executor, QuireError
 
 _POLL_S = 0.05  # interval at which a waiting host checks that the processes live
@@ -53,6 +54,10 @@ class Peers(Protocol):
         Raises:
             QuireError: the error of a rank.
         """
+        ...
+
+    def spans(self) -> list[Spans]:
+        """Return when each of them ran the phases of its start-up, in the order of ranks."""
         ...
 
     def executor(self, local: Executor) -> Executor:
@@ -98,6 +103,9 @@ class NoPeers:
     def collect(self) -> list[int]:
         return []
 
+    def spans(self) -> list[Spans]:
+        return []
+
     def executor(self, local: Executor) -> Executor:
         return local
 
@@ -124,7 +132,7 @@ def start_peers(config: EngineConfig) -> Peers:
         return NoPeers()
     size = config.num_ranks
     joined = await_ranks(config.rank_address, config.rank_token, size - 1) if config.rank_address else None
-    return RankGroup(size, config.rank_timeout, joined)
+    return RankGroup(size, config.rank_timeout, joined, config.device)
 
 
 class _LocalProcess(subprocess.Popen[bytes]):
@@ -144,6 +152,7 @@ class _Peer:
     name: str
     device: str | None = None  # None: that of the settings
     results: deque[int] = field(default_factory=deque)  # of phases that have ended
+    spans: Spans = field(default_factory=dict)
     copies: deque[CopiesEnded] = field(default_factory=deque)  # ends of transfers
     errors: list[RankError] = field(default_factory=list)
 
@@ -155,6 +164,7 @@ class _Peer:
                 message = decode_from_rank(self.channel.receive())
                 if isinstance(message, PhaseEnded):
                     self.results.append(message.result)
+                    self.spans.update(message.spans)
                 elif isinstance(message, CopiesEnded):
                     self.copies.append(message)
                 else:
@@ -168,19 +178,26 @@ class RankGroup:
         size: number of ranks, the host's included.
         timeout_s: time without progress after which a rank counts as hung.
         joined: ranks of other hosts, which have connected; None starts all ranks on this host.
+        device: of the first rank; the GPUs of the others follow it.
 
     Raises:
         ConfigError: on Windows, where a child process cannot inherit descriptors.
     """
 
-    def __init__(self, size: int, timeout_s: float, joined: Sequence[JoinedRank] | None = None) -> None:
+    def __init__(
+        self,
+        size: int,
+        timeout_s: float,
+        joined: Sequence[JoinedRank] | None = None,
+        device: str = "auto",
+    ) -> None:
         if sys.platform == "win32":
             raise ConfigError("tensor_parallel_size and pipeline_parallel_size above 1 need Linux or macOS")
         self.size, self.timeout_s = size, timeout_s
         self.ring: RingWriter | ChannelRing
         if joined is None:
             self.ring = RingWriter(size - 1)
-            self._peers = [_start(rank, end) for rank, end in enumerate(self.ring.ends(), 1)]
+            self._peers = [_start(rank, end, device) for rank, end in enumerate(self.ring.ends(), 1)]
         else:
             self.ring = ChannelRing([one.channel for one in joined])
             self._peers = [_remote(rank, one) for rank, one in enumerate(joined, 1)]
@@ -223,6 +240,9 @@ class RankGroup:
 
     def collect(self) -> list[int]:
         return [self._result_of(peer) for peer in self._peers]
+
+    def spans(self) -> list[Spans]:
+        return [peer.spans for peer in self._peers]
 
     def _result_of(self, peer: _Peer) -> int:
         while not peer.results:
@@ -317,11 +337,13 @@ class RankGroup:
                 peer.process.wait()
 
 
-def _start(rank: int, end: ReaderEnd) -> _Peer:
+def _start(rank: int, end: ReaderEnd, device: str) -> _Peer:
     ours, theirs = socket.socketpair()
     with theirs:
         numbers = (theirs.fileno(), end.memory, end.wake, end.index, end.readers)
-        command = [sys.executable, "-m", "quire.rank_process", *map(str, numbers)]
+        kind, _, first = device.partition(":")
+        own = f"{kind}:{int(first) + rank}" if first.isdecimal() else f"{kind}:{rank}"
+        command = [sys.executable, "-m", "quire.rank_process", "here", own, *map(str, numbers)]
         process = _LocalProcess(
             command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno(), *end.descriptors()]
         )

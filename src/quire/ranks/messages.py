@@ -26,9 +26,13 @@ class StartRank(msgspec.Struct, tag=True):
 
 
 class PhaseEnded(msgspec.Struct, tag=True):
-    """Rank to host: the result of a phase of the start-up. The first one says that the rank is ready to connect."""
+    """Rank to host: the result of a phase of the start-up. The first one says that the rank is ready to connect.
+
+    `spans` are begin and end of each phase so far (timeline.py).
+    """
 
     result: int
+    spans: dict[str, tuple[float, float]] = {}
 
 
 class CopiesEnded(msgspec.Struct, tag=True):

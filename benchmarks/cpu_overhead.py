@@ -18,7 +18,7 @@ import torch
 from shapes import SHAPES
 
 from quire.assembly.memory import memory_planner
-from quire.assembly.steps import launch_options
+from quire.assembly.steps import pick_launch
 from quire.attention.reference import ReferenceAttention
 from quire.config import EngineConfig
 from quire.core.block_pool import LRU, BlockPool
@@ -71,7 +71,7 @@ def make_engine(rows: int) -> Engine:
     )
     model = InstantModel(spec, rows, backend)
     memory = memory_planner(config, Path(config.model), spec, torch.bfloat16, cpu, explicit_len=True)
-    worker = Worker(model, backend, memory, launch_options(config, depth=2))
+    worker = Worker(model, backend, memory, pick_launch(config, memory, backend, depth=2))
     blocks = rows * LENGTH // BLOCK
     runner = worker.allocate(KVSize(blocks, BLOCK, 0, LENGTH))
     pool, log = BlockPool(blocks, LRU()), StepLog()

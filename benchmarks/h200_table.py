@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from random_checkpoint import write_checkpoint
-from shapes import DEEPSEEK_V2_LITE, QWEN3_NEXT, QWEN35_4B
+from shapes import DEEPSEEK_V2_LITE, LLAMA32_3B, QWEN3_NEXT, QWEN35_4B
 from shapes import SHAPES as TWO_SHAPES
 
 from quire import EngineConfig
@@ -36,11 +36,6 @@ from quire.bench.metrics import limits, serving
 from quire.bench.report import save
 from quire.bench.startup import start_up
 
-LLAMA32_3B = {
-    **TWO_SHAPES["Llama-3.1-8B"], "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28,
-    "num_attention_heads": 24, "head_dim": 128, "tie_word_embeddings": True,
-    "rope_scaling": {**TWO_SHAPES["Llama-3.1-8B"]["rope_scaling"], "factor": 32.0},
-}  # fmt: skip
 SHAPES = {
     **TWO_SHAPES, "Llama-3.2-3B": LLAMA32_3B, "DeepSeek-V2-Lite": DEEPSEEK_V2_LITE, "Qwen3.5-4B": QWEN35_4B,
     "Qwen3-Next-80B-A3B": QWEN3_NEXT,

@@ -79,7 +79,8 @@ class Transformers:
             self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype))
         else:
             config = AutoConfig.from_pretrained(folder)
-            self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+            with torch.device(device):  # a CPU would take minutes for random numbers of a large model
+                self.model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
         self.model.to(device).eval()
 
     @torch.inference_mode()

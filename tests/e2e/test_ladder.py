@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import quire.bench.ladder.climb as climb_module
+import quire.bench.ladder.rungs as rungs_module
 from quire.bench.cost import Machine
+from quire.bench.ladder.baseline import Baseline, MissingBaseline, transformers_baseline
 from quire.bench.ladder.climb import Ladder, RungResult, SkippedRung, ratio
 from quire.bench.ladder.likeness import kl
 from quire.bench.ladder.report import climbed, ladder_page, plot_ladder
@@ -18,6 +21,7 @@ from quire.cli.main import main
 from quire.config import EngineConfig
 from tiny import write_tiny
 
+BASELINE = Baseline("transformers", "9", 48, 48, 100.0, 20.0, 9.5, 12.0, 500.0)
 SCALE = LadderScale("tiny", max_model_len=2048, vocab_size=100, is_full=False, on_gpu=True, gpus=2)
 
 
@@ -37,6 +41,19 @@ def test_every_rung_is_measured_against_the_one_below(rungs: list[RungResult | S
     assert climbed(rungs) == measured[1:]
 
 
+def test_a_rung_that_the_model_refuses_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny(tmp_path / "model")
+    refused = replace(RUNGS[1], settings=lambda scale: {"kv_layout": "contiguous", "max_model_len": 10**6})
+    monkeypatch.setattr(climb_module, "RUNGS", (RUNGS[0], refused, RUNGS[2]))
+    monkeypatch.setattr(rungs_module, "RUNGS", (RUNGS[0], refused))
+    base = EngineConfig(model=str(folder), device="cpu", dtype="float32", max_model_len=64)
+    climb = Ladder(base, Machine("a machine", 1e9, 1e10), is_full=False, on_gpu=False, repeats=1).climb()
+    assert isinstance(next(climb), RungResult)
+    skipped = next(climb)
+    assert isinstance(skipped, SkippedRung) and "max_model_len 1000000" in skipped.reason
+    climb.close()
+
+
 def test_no_rung_changes_the_tokens_in_float32(rungs: list[RungResult | SkippedRung]) -> None:
     measured = {one.name: one for one in rungs if isinstance(one, RungResult)}
     rounded = measured.pop("quantised weights"), measured.pop("speculation")
@@ -50,6 +67,20 @@ def test_no_rung_changes_the_tokens_in_float32(rungs: list[RungResult | SkippedR
 def test_a_batch_uses_more_of_the_cache_than_one_request(rungs: list[RungResult | SkippedRung]) -> None:
     used = {one.name: one.kv_bytes for one in rungs if isinstance(one, RungResult)}
     assert used["continuous batching"] > used["KV cache"] > 0
+
+
+def test_transformers_is_the_baseline_if_it_knows_the_model(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    folder = write_tiny(tmp_path / "model")
+    found = transformers_baseline(EngineConfig(model=str(folder), device="cpu", dtype="float32"), SCALE)
+    assert isinstance(found, Baseline)
+    assert (
+        found.batch_throughput > 0 and found.output_throughput > 0 and found.p99_itl_ms >= found.median_itl_ms
+    )
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "rope_theta": "steep"}))
+    broken = transformers_baseline(EngineConfig(model=str(folder), device="cpu", dtype="float32"), SCALE)
+    assert isinstance(broken, MissingBaseline) and broken.reason
 
 
 def test_settings_accumulate() -> None:
@@ -78,8 +109,9 @@ def test_divergence() -> None:
 
 def test_results(rungs: list[RungResult | SkippedRung], tmp_path: Path) -> None:
     skipped = SkippedRung("wings", "Fly.", "needs <feathers>")
-    ladder_page([*rungs, skipped], "a model", "a machine", tmp_path / "ladder.html")
+    ladder_page([*rungs, skipped], "a model", "a machine", tmp_path / "ladder.html", BASELINE)
     page = (tmp_path / "ladder.html").read_text()
+    assert "transformers 9, 48 tokens in, 48 out: 100.0 tokens/s for one request" in page
     assert "needs &lt;feathers&gt;" in page and "http" not in page.replace("html", "")
     assert all(f"<h2>{rung.name}" in page for rung in RUNGS)
     pytest.importorskip("matplotlib")
@@ -98,6 +130,7 @@ def test_the_command(
     assert main(["ladder", "demo", "--output-json", str(out), "--report", str(tmp_path / "l.html")]) == 0
     found = json.loads(out.read_text())
     assert [one["name"] for one in found["rungs"]] == [rung.name for rung in RUNGS]
+    assert found["baselines"][0]["name"] == "transformers"
     printed = capsys.readouterr().out
     assert all(rung.name in printed for rung in RUNGS)
     assert main(["ladder", "demo", "--report", "page.txt"]) == 2

@@ -113,13 +113,11 @@ class AttentionLayer(KVLayer, Protocol):
     scale: float
     # A token attends to itself and the window - 1 tokens before it; None: to all tokens before it.
     window: int | None
-    chunked: (
-        bool  # the context is cut into chunks of `window` tokens, and a token attends to those of its own
-    )
+    # The context is cut into chunks of `window` tokens, and a token attends to those before it in its chunk.
+    chunked: bool
     soft_cap: float | None  # a score s becomes cap * tanh(s / cap); None: off
-    sinks: (
-        torch.Tensor | None
-    )  # float32 [heads]: scores without a key, which join the softmax's sum; None: off
+    # float32 [heads]: scores without a key, which join the sum of the softmax; None: off
+    sinks: torch.Tensor | None
     span: int  # distance between the two dimensions of a rotated pair; 0: half a head
     # float32 [kv heads] each: scales of the codes of keys and values, if they are static; None: in the KV cache, or none
     kv_scales: tuple[torch.Tensor, torch.Tensor] | None
@@ -301,3 +299,29 @@ class AttentionBackend(Protocol):
             step has more than `top_k` tokens, so that all are chosen.
         """
         ...
+
+
+class NoLatents:
+    """The part of a back end that computes neither latent nor sparse attention: assembly/parts.py refuses the models."""
+
+    def forward_latent(
+        self,
+        layer: LatentLayer,
+        q: torch.Tensor,
+        rotary: torch.Tensor,
+        entries: torch.Tensor,
+        angles: Angles,
+        batch: ForwardBatch,
+        chosen: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        raise NotImplementedError("assembly/parts.py refuses models with latent attention")
+
+    def choose(
+        self,
+        layer: IndexLayer,
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        weights: torch.Tensor,
+        batch: ForwardBatch,
+    ) -> torch.Tensor | None:
+        raise NotImplementedError("assembly/parts.py refuses models with sparse attention")

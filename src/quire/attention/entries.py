@@ -20,6 +20,13 @@ LEAST_SCALE = 1e-30
 Slots = torch.Tensor | slice  # int64 [n] KV slots, or a range of them
 
 
+def block_shape(head_axis: int, num_blocks: int, block_size: int, heads: int, dim: int) -> tuple[int, ...]:
+    """Return the shape of the blocks of one tensor, whose heads are at `head_axis` (1 or 2)."""
+    if head_axis == 1:
+        return (num_blocks, heads, block_size, dim)
+    return (num_blocks, block_size, heads, dim)
+
+
 class Coded(NamedTuple):
     """The blocks of a layer whose entries are codes."""
 
@@ -86,14 +93,17 @@ class Entries(Protocol):
         ...
 
 
-def entries_of(layer: AttentionLayer, kv: KV, dtype: torch.dtype) -> Entries:
-    """Return the entries of a layer whose blocks have the layout [block, token, head, dim].
+def entries_of(layer: AttentionLayer, kv: KV, dtype: torch.dtype, head_axis: int = 2) -> Entries:
+    """Return the entries of a layer.
 
     Args:
         layer: the layer.
-        kv: its tensors.
+        kv: its tensors. Codes have the layout [block, token, head, dim].
         dtype: of keys and values, as they are read.
+        head_axis: of the block layout; 1: [block, head, token, dim].
     """
+    if head_axis == 1:
+        return _HeadFirstEntries(*kv)
     found = coded(kv, layer)
     if found is not None:
         return _CodedEntries(found, dtype)
@@ -114,6 +124,29 @@ class _PlainEntries(NamedTuple):
 
     def read(self, slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
         return take(self.keys, slots), take(self.values, slots)
+
+
+class _HeadFirstEntries(NamedTuple):
+    """Plain entries in blocks [blocks, kv heads, tokens, dim]."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    def write(self, slots: Slots, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        block, offset = self._places(slots)
+        self.keys[block, :, offset], self.values[block, :, offset] = k, v
+        return k, v
+
+    def read(self, slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
+        block, offset = self._places(slots)
+        return self.keys[block, :, offset], self.values[block, :, offset]
+
+    def _places(self, slots: Slots) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the block of each slot, and the place in it."""
+        if isinstance(slots, slice):
+            slots = torch.arange(slots.start, slots.stop, device=self.keys.device)
+        size = self.keys.shape[2]
+        return slots // size, slots % size
 
 
 class _CodedEntries:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 
 from quire.attention.base import Angles, AttentionLayer, ForwardBatch, IndexLayer, LatentLayer
-from quire.attention.entries import Entries, Slots, entries_of, put, take
+from quire.attention.entries import Entries, Slots, block_shape, entries_of, put, take
 from quire.attention.latent_reference import attend_latents
 from quire.attention.sparse_reference import chosen_mask, chosen_slots, index_scores, largest
 
@@ -101,7 +101,11 @@ class _ReferencePlan:
 
 
 class ReferenceAttention:
-    """Back end for every device and dtype; see the module's docstring."""
+    """Back end for every device and dtype; see the module's docstring.
+
+    Args:
+        head_axis: of the block layout. 1 is that of the Triton back end, beside which this one may run some rows.
+    """
 
     name = "reference"
     capturable = False  # shapes depend on the lengths of the rows
@@ -109,8 +113,11 @@ class ReferenceAttention:
     reads_shared = False
     plans_blocks = True
 
+    def __init__(self, head_axis: int = 2) -> None:
+        self._head_axis = head_axis
+
     def kv_shape(self, num_blocks: int, block_size: int, heads: int, dim: int) -> tuple[int, ...]:
-        return (num_blocks, block_size, heads, dim)
+        return block_shape(self._head_axis, num_blocks, block_size, heads, dim)
 
     # ------------------------------------------------------------------------------- per step
 
@@ -171,7 +178,7 @@ class ReferenceAttention:
         v: torch.Tensor | None,
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        entries = entries_of(layer, batch.kv[layer.index], q.dtype)
+        entries = entries_of(layer, batch.kv[layer.index], q.dtype, self._head_axis)
         plan: _ReferencePlan = batch.attn
         if k is not None and v is not None:
             k, v = (x.view(-1, layer.num_kv_heads, layer.head_dim) for x in (k, v))

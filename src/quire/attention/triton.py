@@ -117,12 +117,20 @@ class _TritonPlan:
 
 
 class TritonAttention:
-    """Back end for GPUs."""
+    """Back end for GPUs.
+
+    Args:
+        most_splits: most programs that share the context of a row with few new tokens, rounded down to a power of two;
+            fewer share it if they fill the GPU.
+    """
 
     name = "triton"
     capturable = True
     reads_shared = True
     plans_blocks = False
+
+    def __init__(self, most_splits: int = 1 << 16) -> None:
+        self._most_splits = 1 << (most_splits.bit_length() - 1)
 
     @staticmethod
     def fits(dim: int, itemsize: int, group: int, target: Target) -> bool:
@@ -191,6 +199,7 @@ class TritonAttention:
         if work.any_short:
             reach = plan.reach if layer.window is None else min(plan.reach, layer.window)
             splits = num_splits(batch.seq_lens.shape[0], kv_heads, reach, dim, itemsize, target_of(q.device))
+            splits = min(splits, self._most_splits)
             shared: SharedPartial | None = None
             if batch.shared is not None and splits == 1 and layer.window is None:
                 shared = attend_shared(

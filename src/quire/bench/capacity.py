@@ -12,15 +12,18 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from quire.bench.drive import Bench
+from quire.bench.load.arrivals import arrival_times
 from quire.bench.load.workloads import Workload, shifted
 from quire.bench.metrics import latencies_ms, percentile
 from quire.bench.run import Run
-from quire.bench.simulate import simulate
+from quire.bench.simulate import UnevenSteps, simulate
 from quire.config import EngineConfig
 from quire.core.step_time import StepTimeModel, load_of
+from quire.core.steplog import StepRecord
 from quire.types import ConfigError
 
 _LEARNED_REQUESTS = 64  # of the load, to fit step times
+_OPEN_SHARE = 0.7  # of the highest rate that was seen, for requests at random times
 _DOUBLINGS, _BISECTIONS = 24, 7
 _CHUNKS = (64, 128, 256, 512, 1024, 2048, 4096)  # tried for mixed_prefill_tokens
 _MOST_CHUNKS = 4
@@ -51,12 +54,14 @@ class Capacity:
 
 
 def learn_step_times(bench: Bench, work: Workload) -> StepTimeModel:
-    """Run a part of the load at several levels of concurrency, and fit the times of the steps.
+    """Run a part of the load at several levels of concurrency and then at random times, and fit the times of the steps.
+
+    Requests that begin together fill steps with prompts; those that come one by one add short chunks to decoding rows.
 
     Raises:
         ConfigError: if the load has too few steps of some kind.
     """
-    model, part = StepTimeModel(), work[:_LEARNED_REQUESTS]
+    model, part, rate = StepTimeModel(), work[:_LEARNED_REQUESTS], 0.0
     bench.run(
         shifted(part[:4], bench.info.vocab_size, 1), {"temperature": 0.0}
     )  # compiles what is not compiled
@@ -68,13 +73,36 @@ def learn_step_times(bench: Bench, work: Workload) -> StepTimeModel:
             {"temperature": 0.0},
             max_concurrency=concurrency,
         )
-        for record in run.steps:
-            model.observe(load_of(record), record.took_s)
+        _learn(model, run)
+        rate = max(rate, len(share) / run.duration_s)
+    times = arrival_times(len(part), _OPEN_SHARE * rate, 1.0, 0)
+    _learn(
+        model, bench.run(shifted(part, bench.info.vocab_size, 2 + len(levels)), {"temperature": 0.0}, times)
+    )
     if not model.is_ready:
         raise ConfigError(
             "the load is too short to learn step times from: give more requests or longer answers"
         )
     return model
+
+
+def _learn(model: StepTimeModel, run: Run) -> None:
+    for record, seconds in zip(run.steps, busy_seconds(run.steps)):
+        model.observe(load_of(record), seconds)
+
+
+def busy_seconds(steps: Sequence[StepRecord]) -> list[float]:
+    """Return the time of each step in seconds, with what the host does between it and the previous step.
+
+    Time without requests does not count: all requests of the step are then new.
+    """
+    found, ended_s = list[float](), math.nan
+    for step in steps:
+        begin_s = step.time_s if math.isnan(ended_s) else max(step.time_s, ended_s)
+        is_first = math.isnan(ended_s) or len(step.admitted) >= step.running
+        before_s, ended_s = begin_s if is_first else ended_s, begin_s + step.took_s
+        found.append(ended_s - before_s)
+    return found
 
 
 def figures(run: Run, targets: LatencyTargets) -> tuple[float, float]:
@@ -97,7 +125,7 @@ class CapacityPlanner:
     def run_at(self, config: EngineConfig, speed: float) -> Run:
         """Simulate the load at `speed` times its recorded rate."""
         times = [at / speed for at in self.arrivals_s]
-        return simulate(config, self.bench.info, self.model, self.work, times)
+        return simulate(config, self.bench.info, UnevenSteps(self.model), self.work, times)
 
     @property
     def recorded_rate(self) -> float:

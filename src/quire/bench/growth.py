@@ -37,6 +37,7 @@ class GrowthPoint:
     floor_s: float
     bound_by: str  # which limit makes up most of the floor: bandwidth or matrix rate
     conditions: dict[str, float | None]  # power and clock of a GPU while the load ran
+    host_s: float = 0.0  # of a step: scheduling, launch and retirement, without waiting for the device
 
     @property
     def share_of_limit(self) -> float:
@@ -101,7 +102,15 @@ def _decode_point(bench: Bench, curve: str, batch: int, context: int) -> GrowthP
     run = bench.run(work, _GREEDY)
     steps = decode_steps(run, batch)[-_TIMED:]
     middle = sorted(steps, key=lambda record: record.took_s)[len(steps) // 2]
-    return _point(bench, curve, batch, context, middle.took_s, bench.costs.step(middle.rows), run)
+    cost = bench.costs.step(middle.rows)
+    floor_s, name = cost.floor_s(bench.machine), bound_by(cost, bench.machine)
+    conditions = run.energy.conditions()
+    return GrowthPoint(curve, batch, context, middle.took_s, floor_s, name, conditions, host_time(steps))
+
+
+def host_time(steps: Sequence[StepRecord]) -> float:
+    """Return the median host time of steps, in seconds."""
+    return statistics.median(record.schedule_s + record.launch_s + record.retire_s for record in steps)
 
 
 def decode_steps(run: Run, batch: int) -> list[StepRecord]:
@@ -129,14 +138,8 @@ def _prompt_point(bench: Bench, length: int) -> GrowthPoint:
         floor_s,
         bound_by(cost, bench.machine),
         run.energy.conditions(),
+        host_time([record for record in run.steps if record.prompt_tokens]),
     )
-
-
-def _point(
-    bench: Bench, curve: str, batch: int, context: int, time_s: float, cost: Cost, run: Run
-) -> GrowthPoint:
-    floor_s, name = cost.floor_s(bench.machine), bound_by(cost, bench.machine)
-    return GrowthPoint(curve, batch, context, time_s, floor_s, name, run.energy.conditions())
 
 
 def bound_by(cost: Cost, machine: Machine) -> str:

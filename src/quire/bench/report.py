@@ -142,13 +142,13 @@ def print_growth_point(point: GrowthPoint, first: bool) -> None:
     if first:
         print(
             f"{'curve':<9}{'batch':>6}{'context':>9}{'ms':>11}{'limit ms':>11}{'of limit':>10}  {'bound by':<13}"
-            f"{'MHz':>6}{'W':>6}"
+            f"{'host us':>8}{'MHz':>6}{'W':>6}"
         )
     clock, power = point.conditions["clock_mhz"], point.conditions["power_w"]
     print(
         f"{point.curve:<9}{point.batch_size:>6}{point.context:>9}{point.time_s * 1e3:>11.3f}"
         f"{point.floor_s * 1e3:>11.3f}{100 * point.share_of_limit:>9.1f}%  {point.bound_by:<13}"
-        f"{'-' if clock is None else f'{clock:.0f}':>6}{'-' if power is None else f'{power:.0f}':>6}",
+        f"{point.host_s * 1e6:>8.0f}{'-' if clock is None else f'{clock:.0f}':>6}{'-' if power is None else f'{power:.0f}':>6}",
         flush=True,
     )
 

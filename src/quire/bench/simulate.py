@@ -6,8 +6,11 @@ the device: tokens are artificial, so answers have the lengths of the load.
 
 from __future__ import annotations
 
+import math
+import random
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
@@ -33,6 +36,28 @@ from quire.wiring import wire_engine
 _TOKEN = 7
 
 
+class TimedSteps(Protocol):
+    """The seconds that a step takes; None if such steps are unknown."""
+
+    def predict(self, load: StepLoad) -> float | None: ...
+
+
+class UnevenSteps:
+    """Predicted step times that vary as much as the steps did from which they were learnt.
+
+    Args:
+        model: the predictions.
+        seed: of the choice among the steps that were seen.
+    """
+
+    def __init__(self, model: StepTimeModel, seed: int = 0) -> None:
+        self._model, self._choose = model, random.Random(seed)
+
+    def predict(self, load: StepLoad) -> float | None:
+        predicted = self._model.predict(load)
+        return None if predicted is None else predicted * self._choose.choice(self._model.ratios(load))
+
+
 class SimulatedClock:
     """A clock that stands still until it is set."""
 
@@ -47,11 +72,11 @@ class SimulatedExecutor:
     """An executor whose steps run one after the other on a simulated clock.
 
     Args:
-        model: predicts the time of a step.
+        model: gives the time of a step.
         clock: is set to the end of a step when its result is awaited.
     """
 
-    def __init__(self, model: StepTimeModel, clock: SimulatedClock) -> None:
+    def __init__(self, model: TimedSteps, clock: SimulatedClock) -> None:
         self._model, self._clock = model, clock
         self._plans: dict[int, StepPlan] = {}
         self._busy_until_s = 0.0
@@ -100,16 +125,22 @@ def load_of_plan(plan: StepPlan) -> StepLoad:
 
 
 def simulate(
-    config: EngineConfig, info: EngineInfo, model: StepTimeModel, work: Workload, arrivals_s: Sequence[float]
+    config: EngineConfig,
+    info: EngineInfo,
+    model: TimedSteps,
+    work: Workload,
+    arrivals_s: Sequence[float],
+    max_concurrency: int | None = None,
 ) -> Run:
     """Serve a load in simulated time.
 
     Args:
         config: settings; those of the scheduler count.
         info: the engine whose sizes are simulated.
-        model: predicts the time of a step.
+        model: gives the time of a step.
         work: prompts and output lengths.
         arrivals_s: arrival time of each request in seconds, ascending.
+        max_concurrency: limit of open requests; default: none.
 
     Returns:
         The run, with the times of all tokens.
@@ -119,12 +150,13 @@ def simulate(
     served = [ServedRequest(len(ids), at) for (ids, _), at in zip(work, arrivals_s)]
     waiting = deque(enumerate(zip(work, served)))
     running: dict[str, ServedRequest] = {}
-    steps = []
+    steps, limit = [], max_concurrency or math.inf
     while waiting or running:
         if not running and waiting[0][1][1].start_s > clock.now_s:
             clock.now_s = waiting[0][1][1].start_s
-        while waiting and waiting[0][1][1].start_s <= clock.now_s:
+        while waiting and waiting[0][1][1].start_s <= clock.now_s and len(running) < limit:
             index, ((ids, count), one) = waiting.popleft()
+            one.start_s = clock.now_s if max_concurrency else one.start_s
             params = SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
             engine.add(EngineRequest(str(index), list(ids), params))
             running[str(index)] = one
@@ -140,7 +172,7 @@ def simulate(
     return Run(served, steps, 0.0)
 
 
-def _engine(config: EngineConfig, info: EngineInfo, model: StepTimeModel, clock: SimulatedClock) -> Engine:
+def _engine(config: EngineConfig, info: EngineInfo, model: TimedSteps, clock: SimulatedClock) -> Engine:
     return wire_engine(
         config.resolved(0 if info.device == "cpu" else 1 << 36, info.max_model_len),
         num_blocks=info.num_blocks,

@@ -8,6 +8,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+from quire.cli.bench_attention import add_arguments as add_attention_arguments
+from quire.cli.bench_attention import run as attention
+from quire.cli.bench_compare import add_arguments as add_compare_arguments
+from quire.cli.bench_compare import run as compare
 from quire.cli.bench_flags import (
     NO_TEXT,
     add_arrival_arguments,
@@ -76,13 +80,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_memory_arguments(memory)
     sessions = kinds.add_parser("sessions", help="conversations of several turns: agents and chats")
     add_sessions_arguments(sessions)
+    attention = kinds.add_parser(
+        "attention", help="one layer's attention on each back end, and in a plain loop"
+    )
+    add_attention_arguments(attention)
+    compare = kinds.add_parser(
+        "compare", help="what one setting gains: parts, chunks, prefix cache, graphs, ..."
+    )
+    add_compare_arguments(compare)
     startup = kinds.add_parser("startup", help="seconds to the first token in fresh processes, by phase")
     startup.add_argument("--num-iters", type=int, default=3, help="processes to start (default 3)")
     startup.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures to this file")
     add_flags(startup, "engine", EngineConfig)
-    for kind in (throughput, latency, growth, memory, sessions, startup):
+    add_flags(
+        attention, "engine", EngineConfig, skip=set(EngineConfig.__dataclass_fields__) - {"device", "dtype"}
+    )
+    for kind in (throughput, latency, growth, memory, sessions, attention, compare, startup):
         add_model(kind)
-    for kind in (throughput, latency, growth, memory, sessions):
+    for kind in (throughput, latency, growth, memory, sessions, compare):
         add_result_arguments(kind)
         add_flags(kind, "engine", EngineConfig)
     for kind in (throughput, latency, sessions):
@@ -103,6 +118,8 @@ def run(args: argparse.Namespace) -> int:
         "growth": growth,
         "memory": memory,
         "sessions": sessions,
+        "attention": attention,
+        "compare": compare,
         "startup": _startup,
     }
     return kinds[args.kind](args)

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from quire.cli.bench_flags import engine_config, keep_finished, machine_line
+from quire.cli.bench_flags import at_least_one, engine_config, keep_finished, machine_line
 from quire.cli.flags import add_flags, add_model
 from quire.config import EngineConfig
 from quire.types import ConfigError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _CHOSEN = {
     "batching", "max_num_seqs", "kv_layout", "kv_cache_memory", "chunked_prefill", "mixed_prefill_tokens", "attention",
     "prefix_caching", "shared_prefix", "cuda_graphs", "capture_at_start", "cpu_kernels", "cpu_replay", "overlap",
-    "skip_tokenizer_init", "quantization", "spec_method", "spec_model", "spec_tokens", "spec_adaptive", "speculative_config",
+    "skip_tokenizer_init", "quantization", "spec_method", "spec_model", "spec_quantization", "spec_tokens", "spec_adaptive", "speculative_config",
 }  # fmt: skip
 
 
@@ -30,9 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--full",
         action="store_true",
-        help="loads for a real model: longer prompts and answers, more requests (default: about two minutes on the demo "
+        help="loads for a real model: longer prompts and more requests (default: about two minutes on the demo "
         "model and two cores)",
     )
+    group.add_argument("--repeats", type=int, default=3, help="pairs of runs per rung (default 3)")
     group = parser.add_argument_group("results")
     group.add_argument("--output-json", type=Path, metavar="FILE", help="write the figures to this file")
     group.add_argument(
@@ -46,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Climb, print each rung when it is done, write the results, and return the exit code."""
+    at_least_one(args, "repeats")
     if args.report and args.report.suffix != ".html":
         raise ConfigError(f"report must end in .html, got {args.report.name!r}")
     if args.plot:
@@ -53,8 +55,9 @@ def run(args: argparse.Namespace) -> int:
 
         check_plot(args.plot)
     from quire.assembly.device import pick_device, pick_dtype
+    from quire.bench.ladder.baseline import transformers_baseline
     from quire.bench.ladder.climb import Ladder
-    from quire.bench.ladder.report import ladder_page, plot_ladder, print_rung
+    from quire.bench.ladder.report import ladder_page, plot_ladder, print_baseline, print_rung
     from quire.bench.ladder.rungs import RUNGS
     from quire.bench.machine import measure
     from quire.bench.report import save
@@ -68,7 +71,10 @@ def run(args: argparse.Namespace) -> int:
     with keep_finished(done) as outcome:
         from tqdm import tqdm
 
-        climb = Ladder(config, machine, args.full, device.type == "cuda").climb()
+        ladder = Ladder(config, machine, args.full, device.type == "cuda", args.repeats)
+        baseline = transformers_baseline(config, ladder.scale)
+        print_baseline(baseline)
+        climb = ladder.climb()
         with tqdm(total=len(RUNGS), desc="Climbing", unit="rung", disable=None, leave=False) as bar:
             for found in climb:
                 done.append(found)
@@ -77,11 +83,16 @@ def run(args: argparse.Namespace) -> int:
                 bar.update()
     title = f"{config.model} on {machine.device if device.type == 'cuda' else device.type}"
     where = machine_line(machine.device if device.type == "cuda" else None)
-    result = {"model_id": config.model, "machine": where, "rungs": [one.as_dict() for one in done]}
+    result = {
+        "model_id": config.model,
+        "machine": where,
+        "baselines": [baseline.as_dict()],
+        "rungs": [one.as_dict() for one in done],
+    }
     if args.output_json:
         save(args.output_json, result)
     if args.report:
-        ladder_page(done, title, where, args.report)
+        ladder_page(done, title, where, args.report, baseline)
     if args.plot:
         plot_ladder(done, f"{title}\n{where}", args.plot)
     return outcome.code

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import torch
 
 from quire.attention.base import AttentionBackend
 from quire.kernels import Kernels
+from quire.layers.written_out import LayerParts
 from quire.parallel.experts import ALL_EXPERTS, ExpertShard
 from quire.parallel.ranks import Parallel
 from quire.parallel.stage import WHOLE, Stage
@@ -98,6 +99,10 @@ class Weights(Protocol):
         ...
 
 
+def _unobserved(names: tuple[str, ...], product: Any) -> Any:
+    return product
+
+
 @dataclass(frozen=True, slots=True)
 class Env:
     """The weights, the ranks, and the implementations that layers are built with."""
@@ -111,6 +116,18 @@ class Env:
     quantization: QuantSpec | None = None  # None: plain numbers, used as they are
     stage: Stage = WHOLE  # which layers to build
     experts: ExpertShard = ALL_EXPERTS  # which experts of a layer to load
+    # Takes the names of a fused weight's tensors and their product, and returns the product to use: for calibration.
+    observe: Callable[[tuple[str, ...], Any], Any] = _unobserved
+    parts: LayerParts = LayerParts()  # which implementation norms and MLPs use
+
+    @property
+    def norm_kernels(self) -> Kernels | None:
+        """Return the kernels of norms; None: plain PyTorch."""
+        return self.kernels if self.parts.norm == "auto" else None
+
+    def for_mlp(self) -> Env:
+        """Return the inputs of an MLP, with its kernels."""
+        return self if self.parts.mlp == "auto" else replace(self, kernels=None)
 
     def expert_cut(self, width: int) -> slice:
         """Return the part of each held expert's intermediate dimension of `width`."""

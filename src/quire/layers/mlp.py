@@ -8,6 +8,7 @@ from quire.kernels import Kernels
 from quire.layers.activation import ACTIVATIONS, FUSED_ACTIVATIONS, Activation
 from quire.layers.env import Env
 from quire.layers.linear import Linear
+from quire.layers.written_out import WRITTEN_OUT, gated_written_out
 
 CLAMPED_SWIGLU = "clamped_swiglu"  # of gpt-oss; its constants are not parameters of any checkpoint
 SWIGLU_ALPHA, SWIGLU_LIMIT = 1.702, 7.0
@@ -54,10 +55,16 @@ class GatedMLP:
         stored: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj"),
     ) -> None:
         """Load the weights `stored` under these names: gate, up and down, or gate and up as one tensor and down."""
-        names = [prefix + name for name in stored[:-1]]
+        names, basic = [prefix + name for name in stored[:-1]], env.parts.mlp == "reference"
+        env = env.for_mlp()
         self.gate_up = Linear(env, names, hidden, [intermediate, intermediate], bias, cut="rows")
         self.down = Linear(env, prefix + stored[-1], intermediate, hidden, bias, cut="cols")
-        self.kind, self.activation = activation, gated(activation, env.kernels)
+        self.kind = activation
+        self.activation = (
+            gated_written_out(activation)
+            if basic and activation in WRITTEN_OUT
+            else gated(activation, env.kernels)
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.activation(self.gate_up(x)))
@@ -77,6 +84,7 @@ class PlainMLP:
         transposed: bool = False,
     ) -> None:
         expand, project = names
+        env = env.for_mlp()
         self.expand = Linear(env, expand, hidden, intermediate, bias, cut="rows", transposed=transposed)
         self.project = Linear(env, project, intermediate, hidden, bias, cut="cols", transposed=transposed)
         self.activation = activation

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from quire.kernels import Kernels
 from quire.layers.env import Env
+from quire.layers.written_out import layer_norm_written_out, rms_norm_written_out
 
 NormFunction = Callable[[torch.Tensor], torch.Tensor]
 # Maps x and residual to the normed sum and the sum.
@@ -44,11 +45,15 @@ class RMSNorm:
 
     def __init__(self, env: Env, name: str, width: int, eps: float) -> None:
         self.weight, self.eps = self.load(env, name + ".weight", width), eps
+        self.fuses = env.parts.norm == "auto"  # whether a product behind it may contain it
         # `alone` norms without a residual, `add` with one.
-        if env.kernels:
-            self.alone, self.add = fused_rms(env.kernels, self.weight, eps)
+        if env.norm_kernels:
+            self.alone, self.add = fused_rms(env.norm_kernels, self.weight, eps)
         else:
-            self.alone = make_rms(self.weight, width, eps)
+            is_basic = env.parts.norm == "reference"
+            self.alone = (
+                rms_norm_written_out(self.weight, eps) if is_basic else make_rms(self.weight, width, eps)
+            )
             self.add = after_add(self.alone)
 
     def load(self, env: Env, name: str, width: int) -> torch.Tensor:
@@ -93,10 +98,11 @@ class LayerNorm:
 
     def __init__(self, env: Env, name: str, width: int, eps: float) -> None:
         self.weight, bias = self.load(env, name, width)
-        if env.kernels:
-            self.alone, self.add = fused_layer_norm(env.kernels, self.weight, bias, eps)
+        if env.norm_kernels:
+            self.alone, self.add = fused_layer_norm(env.norm_kernels, self.weight, bias, eps)
         else:
-            self.alone = make_layer_norm(self.weight, bias, eps)
+            make = layer_norm_written_out if env.parts.norm == "reference" else make_layer_norm
+            self.alone = make(self.weight, bias, eps)
             self.add = after_add(self.alone)
 
     def load(self, env: Env, name: str, width: int) -> tuple[torch.Tensor, torch.Tensor]:

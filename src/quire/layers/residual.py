@@ -74,7 +74,7 @@ def _fuse(
     norm: ResidualNorm, layer: Callable[[torch.Tensor], torch.Tensor], adds: bool
 ) -> tuple[Callable[[torch.Tensor, torch.Tensor | None], Stream], int] | None:
     """Return the fused norm and layer, and its largest number of rows; None if they cannot be fused."""
-    if not isinstance(norm, RMSNorm):
+    if not isinstance(norm, RMSNorm) or not norm.fuses:
         return None
     if isinstance(layer, GatedMLP):
         matmul = _fusing_matmul(layer.gate_up)

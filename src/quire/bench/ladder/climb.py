@@ -20,6 +20,7 @@ from quire.bench.run import Run
 from quire.config import EngineConfig
 from quire.frontend.location import locate_model
 from quire.models.config.load import load_spec
+from quire.types import ConfigError, ModelError
 
 _REPEATS = 3
 _GREEDY = {"temperature": 0.0}
@@ -92,7 +93,14 @@ class Ladder:
         naive: NaiveAnswers | None = None
         below: Bench | None = None
         for index, rung in enumerate(RUNGS):
-            engine = self._open(index)
+            try:
+                engine = self._open(index)
+            except (
+                ConfigError,
+                ModelError,
+            ) as error:  # such as a format that the model's weights cannot have
+                yield SkippedRung(rung.name, rung.idea, str(error))
+                continue
             if reason := rung.missing(self.scale, engine.info):
                 engine.close()
                 yield SkippedRung(rung.name, rung.idea, reason)

@@ -44,10 +44,8 @@ def naive_answers(bench: Bench) -> NaiveAnswers:
     r = random.Random(7)
     vocab = bench.info.vocab_size
     found = NaiveAnswers([r.choices(range(vocab), k=_PROMPT_LEN) for _ in range(_PROMPTS)])
-    for prompt in found.prompts:
-        answer = greedy(bench, prompt)
-        found.answers.append(answer)
-        found.distributions.append(followed(bench, prompt, answer))
+    found.answers = greedy(bench, found.prompts)
+    found.distributions = [followed(bench, *pair) for pair in zip(found.prompts, found.answers)]
     return found
 
 
@@ -55,21 +53,22 @@ def compare(bench: Bench, naive: NaiveAnswers) -> Likeness:
     """Compare an engine's answers and distributions with the naive one's."""
     equal = total = 0
     divergences: list[float] = []
-    for prompt, answer, distributions in zip(naive.prompts, naive.answers, naive.distributions):
-        equal += sum(a == b for a, b in zip(greedy(bench, prompt), answer))
+    ours = greedy(bench, naive.prompts)
+    for prompt, answer, mine, distributions in zip(naive.prompts, naive.answers, ours, naive.distributions):
+        equal += sum(a == b for a, b in zip(mine, answer))
         total += len(answer)
         divergences += map(kl, distributions, followed(bench, prompt, answer))
     return Likeness(equal / total, statistics.fmean(divergences))
 
 
-def greedy(bench: Bench, prompt: list[int]) -> list[int]:
-    """Return the greedy answer to a prompt."""
-    bench.add(prompt, SamplingParams(temperature=0.0, max_tokens=_ANSWER_LEN, ignore_eos=True))
-    answer: list[int] = []
+def greedy(bench: Bench, prompts: Sequence[list[int]]) -> list[list[int]]:
+    """Return the greedy answers to prompts, which the engine may decode together."""
+    params = SamplingParams(temperature=0.0, max_tokens=_ANSWER_LEN, ignore_eos=True)
+    answers: dict[str, list[int]] = {bench.add(prompt, params): [] for prompt in prompts}
     while bench.client.engine.has_work:
         for output in bench.poll([]):
-            answer += output.token_ids
-    return answer
+            answers[output.id] += output.token_ids
+    return list(answers.values())
 
 
 def followed(bench: Bench, prompt: list[int], answer: Sequence[int]) -> list[Distribution]:

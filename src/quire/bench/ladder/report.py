@@ -7,11 +7,29 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+from quire.bench.ladder.baseline import Baseline, MissingBaseline
 from quire.bench.ladder.climb import RungResult, SkippedRung
 from quire.bench.plots import LINES, new_figure, save_figure
 from quire.types import ConfigError
 
 Rungs = Sequence[RungResult | SkippedRung]
+
+
+def print_baseline(found: Baseline | MissingBaseline) -> None:
+    """Print the line of `transformers`, above the rungs."""
+    print(baseline_text(found), flush=True)
+
+
+def baseline_text(found: Baseline | MissingBaseline) -> str:
+    """Return the figures of a baseline as a sentence."""
+    if isinstance(found, MissingBaseline):
+        return f"Without {found.name} as a baseline: {found.reason}."
+    return (
+        f"{found.name} {found.version}, {found.prompt_len} tokens in, {found.answer_len} out: "
+        f"{_number(found.output_throughput)} tokens/s for one request (TTFT {_number(found.ttft_ms)} ms, ITL "
+        f"{_number(found.median_itl_ms)} ms, P99 {_number(found.p99_itl_ms)} ms), "
+        f"{_number(found.batch_throughput)} tokens/s for a batch of 8."
+    )
 
 
 def print_rung(found: RungResult | SkippedRung, first: bool) -> None:
@@ -115,7 +133,9 @@ _COLUMNS = (
 )
 
 
-def ladder_page(rungs: Rungs, title: str, where: str, path: Path) -> None:
+def ladder_page(
+    rungs: Rungs, title: str, where: str, path: Path, baseline: Baseline | MissingBaseline
+) -> None:
     """Write the results as one HTML file. Raise ConfigError if it cannot be written."""
     most = max([math.log(one.gain) for one in climbed(rungs) if one.gain and one.gain > 1] or [1.0])
     body = "\n".join(_section(one, most) for one in rungs)
@@ -125,6 +145,7 @@ def ladder_page(rungs: Rungs, title: str, where: str, path: Path) -> None:
 <h1>The ladder: {html.escape(title)}</h1><p class="where">{html.escape(where)}</p>
 <p>Each rung adds one idea to all rungs above it on this page, and runs the load that shows it best, in turns with the
 engine of the rung before. Bars are on a logarithmic scale.</p>
+<section><h2>Below the ladder</h2><p>{html.escape(baseline_text(baseline))}</p></section>
 {body}
 </main></body></html>
 """

@@ -83,7 +83,8 @@ NAIVE: dict[str, Any] = {
 BATCH = 8  # rows of the contiguous layout, which reserves a whole context for each
 
 
-def _prompt(scale: LadderScale, r: random.Random, length: int) -> list[int]:
+def prompt(scale: LadderScale, r: random.Random, length: int) -> list[int]:
+    """Return a random prompt."""
     return r.choices(range(scale.vocab_size), k=length)
 
 
@@ -92,49 +93,52 @@ def _at_once(work: Workload) -> OfferedLoad:
 
 
 def _few(scale: LadderScale, r: random.Random) -> OfferedLoad:
-    length = scale.tokens(48, 256)
-    return _at_once([(_prompt(scale, r, length), length) for _ in range(scale.count(2, 4))])
+    return _at_once([(prompt(scale, r, scale.tokens(48, 256)), scale.tokens(48, 48)) for _ in range(2)])
 
 
 def _one(scale: LadderScale, r: random.Random) -> OfferedLoad:
-    return _at_once([(_prompt(scale, r, scale.tokens(32, 128)), scale.tokens(192, 512))])
+    return _at_once([(prompt(scale, r, scale.tokens(32, 128)), scale.tokens(192, 192))])
 
 
 def _many(scale: LadderScale, r: random.Random) -> OfferedLoad:
     length = scale.tokens(64, 256)
-    return _at_once([(_prompt(scale, r, length), length) for _ in range(scale.count(16, 64))])
+    return _at_once([(prompt(scale, r, length), length) for _ in range(scale.count(16, 64))])
+
+
+def _one_batch(scale: LadderScale, r: random.Random) -> OfferedLoad:
+    """Return few requests in a full run: the rung below decodes them one by one, without kernels and graphs."""
+    length = scale.tokens(64, 256)
+    return _at_once([(prompt(scale, r, length), scale.tokens(64, 48)) for _ in range(scale.count(16, BATCH))])
 
 
 def _uneven(scale: LadderScale, r: random.Random) -> OfferedLoad:
     """Return requests of which every fourth has a long answer: a static batch waits for it."""
-    long, short = scale.tokens(160, 512), scale.tokens(16, 48)
+    long, short = scale.tokens(160, 160), scale.tokens(16, 16)
     return _at_once(
-        [
-            (_prompt(scale, r, scale.tokens(32, 128)), long if i % 4 == 0 else short)
-            for i in range(scale.count(24, 64))
-        ]
+        [(prompt(scale, r, scale.tokens(32, 128)), long if i % 4 == 0 else short) for i in range(24)]
     )
 
 
 def _many_short(scale: LadderScale, r: random.Random) -> OfferedLoad:
     """Return more requests than whole contexts fit into the cache, each much shorter than a context."""
-    length = scale.tokens(64, 192)
-    return _at_once([(_prompt(scale, r, length), length) for _ in range(scale.count(32, 128))])
+    length = scale.tokens(64, 64)
+    return _at_once([(prompt(scale, r, length), length) for _ in range(scale.count(32, 64))])
 
 
-def _long_prompts(scale: LadderScale, r: random.Random) -> OfferedLoad:
+def long_prompts(scale: LadderScale, r: random.Random) -> OfferedLoad:
     """Return requests that decode, and long prompts that arrive meanwhile."""
-    decoding = [(_prompt(scale, r, 16), scale.tokens(160, 512)) for _ in range(BATCH - 2)]
-    long = [(_prompt(scale, r, scale.tokens(1000, 2000)), 4) for _ in range(scale.count(4, 8))]
+    decoding = [(prompt(scale, r, 16), scale.tokens(160, 160)) for _ in range(BATCH - 2)]
+    long = [(prompt(scale, r, scale.tokens(1000, 2000)), 4) for _ in range(4)]
     every_s = 0.08 if scale.is_full else 0.05
     return OfferedLoad(
         [*decoding, *long], [0.0] * len(decoding) + [every_s * (i + 1) for i in range(len(long))]
     )
 
 
-def _one_system_prompt(scale: LadderScale, r: random.Random) -> OfferedLoad:
-    shared = _prompt(scale, r, scale.tokens(768, 1500))
-    return _at_once([(shared + _prompt(scale, r, 16), 16) for _ in range(scale.count(12, 32))])
+def one_system_prompt(scale: LadderScale, r: random.Random) -> OfferedLoad:
+    """Return requests at once that share a long beginning."""
+    shared = prompt(scale, r, scale.tokens(768, 1500))
+    return _at_once([(shared + prompt(scale, r, 16), 16) for _ in range(scale.count(12, 24))])
 
 
 def _always(**settings: Any) -> Callable[[LadderScale], dict[str, Any]]:
@@ -164,9 +168,9 @@ RUNGS: tuple[Rung, ...] = (
         "static batching",
         "Decode several requests in one step: the weights are read once for all of them.",
         "equal requests at once",
-        _many,
+        _one_batch,
         RATE,
-        ("core/policy.py", "worker/batch.py"),
+        ("core/policy.py", "worker/step/batch.py"),
         _always(max_num_seqs=BATCH),
     ),
     Rung(
@@ -191,7 +195,7 @@ RUNGS: tuple[Rung, ...] = (
         "chunked prefill",
         "Compute long prompts in chunks beside the rows that decode, so that streams do not stall.",
         "streams, and long prompts that arrive meanwhile",
-        _long_prompts,
+        long_prompts,
         LATE_ITL,
         ("core/policy.py", "core/plan_builder.py"),
         lambda scale: {"chunked_prefill": True, "mixed_prefill_tokens": 512 if scale.on_gpu else 256},
@@ -200,7 +204,7 @@ RUNGS: tuple[Rung, ...] = (
         "prefix caching",
         "Reuse the blocks of a prompt's beginning that an earlier request has computed.",
         "requests at once with one long system prompt",
-        _one_system_prompt,
+        one_system_prompt,
         TTFT,
         ("core/prefix_cache.py", "core/shared_prefix.py"),
         _always(prefix_caching=True, shared_prefix=True),
@@ -216,11 +220,11 @@ RUNGS: tuple[Rung, ...] = (
     ),
     Rung(
         "graphs",
-        "Record the launches of a step once, and replay them as one call.",
+        "Capture the launches of a step once, and replay them as one call.",
         "one request",
         _one,
         RATE,
-        ("worker/graphs.py", "worker/step_shapes.py", "worker/cpu_replay.py"),
+        ("worker/launch/graphs.py", "worker/step/step_shapes.py", "worker/launch/cpu_replay.py"),
         _always(cuda_graphs=True, cpu_replay=True, capture_at_start=True),
     ),
     Rung(

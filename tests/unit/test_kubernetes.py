@@ -169,7 +169,8 @@ def test_the_autoscaler_reads_metrics_that_the_adapter_makes_of_metrics_that_exi
     rules = documents("prometheus-adapter.yaml")[0]["rules"]["custom"]
     made = {rule["name"]["as"] for rule in rules}
     assert {one["pods"]["metric"]["name"] for one in scaler["spec"]["metrics"]} == made
-    exported = (ROOT / "src" / "quire" / "serve" / "observe" / "metrics.py").read_text()
+    sources = (ROOT / "src" / "quire" / "serve" / "observe").glob("*metrics.py")
+    exported = "".join(path.read_text() for path in sources)
     names = {name for rule in rules for name in re.findall(r"(?:vllm|quire):\w+", str(rule))}
     assert len(names) == 3
     for name in names:

@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import math
 import random
+from array import array
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
-from quire.bench.capacity import CapacityPlanner, LatencyTargets, engines_for
+from quire.bench.capacity import CapacityPlanner, LatencyTargets, busy_seconds, engines_for
 from quire.bench.metrics import latencies_ms, percentile
 from quire.bench.run import Run
-from quire.bench.simulate import simulate
+from quire.bench.simulate import SimulatedClock, UnevenSteps, _engine, simulate
 from quire.cli.plan import _targets
 from quire.config import EngineConfig
 from quire.core.prompt_budget import LatencyBudget
 from quire.core.step_time import StepLoad, StepTimeModel, load_of
-from quire.core.steplog import StepRecord
-from quire.types import ConfigError, EngineInfo
+from quire.core.steplog import AdmissionRecord, StepRecord
+from quire.types import (
+    ConfigError,
+    EngineInfo,
+    EngineRequest,
+    Request,
+    RequestOrder,
+    RequestTargets,
+    SamplingParams,
+)
 
 
 class Device:
@@ -33,12 +45,44 @@ class Device:
             exact += 1e-3 + 3e-5 * load.prompt_tokens + 2e-5 * load.prompt_context
         return exact * (1 + self._noise * abs(self._r.gauss(0, 1)))
 
+    def ratios(self, load: StepLoad) -> np.ndarray:
+        return np.ones(1)
+
 
 INFO = EngineInfo(
     model="m", family="f", vocab_size=1000, max_model_len=4096, eos_ids=[], device="cpu", dtype="float32",
     attention="none", max_num_seqs=64, max_num_batched_tokens=2048, num_blocks=8192, block_size=16, block_bytes=1,
     weight_bytes=1, num_parameters=1,
 )  # fmt: skip
+
+
+def request(length: int = 8, due_s: float = math.inf, **targets: float) -> Request:
+    """A request with targets in seconds, of which nothing is computed yet."""
+    source = EngineRequest("r", [1] * length, SamplingParams(), targets=RequestTargets(**targets))
+    order = RequestOrder(0, due_s, 0)
+    return Request(
+        "r",
+        length,
+        array("i", source.prompt),
+        source.params,
+        order,
+        99_999,
+        frozenset(),
+        frozenset(),
+        0,
+        source,
+    )
+
+
+def learnt(budget: LatencyBudget, device: Device, rows: int = 32) -> LatencyBudget:
+    """Let a budget see steps of `device` with `rows` decoding rows, with prompts and without."""
+    for step in range(400):
+        tokens = 500 + 37 * (step % 40) if step % 2 else 0
+        done = [(f"{row}", 100 + step, 1) for row in range(rows)] + [("p", 0, tokens)] * bool(tokens)
+        record = StepRecord(step, 0.0, done, [], [], rows, 0, None, 9, prompt_tokens=tokens)
+        record.took_s = device.predict(load_of(record))
+        budget.end_step(record)
+    return budget
 
 
 def load(count: int, rate: float, seed: int = 0) -> tuple[list[tuple[list[int], int]], list[float]]:
@@ -111,13 +155,96 @@ def test_prompts_go_on_if_the_target_cannot_be_met() -> None:
 
 
 def test_chunks_grow_only_as_far_as_the_fit_has_seen() -> None:
-    budget = LatencyBudget(1.0, 8192)
-    assert budget.tokens([5], 0) == 64, "nothing is known yet"
+    budget, streams, prompt = LatencyBudget(8192, RequestTargets(1.0)), [request()], request(length=10_000)
+    assert budget.tokens([5], streams, prompt, 0.0) == 64, "nothing is known yet"
     for step in range(40):
         tokens = 64 + step % 3
         rows = [("a", 9, 1), ("b", 0, tokens)]
         budget.end_step(StepRecord(step, 0.0, rows, [], [], 2, 0, None, 9, prompt_tokens=tokens, took_s=1e-3))
-    assert 64 < budget.tokens([10], 0) <= 99, "a second has room for more, but no such chunk has been timed"
+    assert 64 < budget.tokens([10], streams, prompt, 0.0) <= 99, (
+        "a second has room for more, but no such chunk has been timed"
+    )
+
+
+def test_a_slowdown_is_relative_to_decoding_and_yields_to_a_first_token_that_is_due() -> None:
+    device = Device(noise=0.0)
+    budget, streams = learnt(LatencyBudget(8192, RequestTargets(), slowdown=4.0), device), [request()] * 32
+    lengths = [200] * 32
+    plain_s = device.predict(StepLoad(32, 6.4, 0, 0.0))
+    tokens = budget.tokens(lengths, streams, request(length=4000), 0.0)
+    took_s = device.predict(StepLoad(32, 6.4, tokens, tokens**2 / 2e3))
+    assert took_s == pytest.approx(4 * plain_s, rel=0.1)
+    patient = request(length=4000, due_s=10.0, ttft_s=10.0)
+    assert budget.tokens(lengths, streams, patient, 0.0) == tokens, "it is not urgent"
+    assert budget.tokens(lengths, streams, patient, 9.99) == 8192, "it would miss its target"
+    assert budget.tokens(lengths, streams, None, 0.0) == 8192
+    plain = request(length=4000, due_s=10.0)
+    assert budget.tokens(lengths, streams, plain, 9.99) == tokens, "it has no target"
+    budget = learnt(LatencyBudget(8192, RequestTargets(ttft_s=10.0), slowdown=4.0), device)
+    assert budget.tokens(lengths, streams, plain, 0.0) == tokens
+    assert budget.tokens(lengths, streams, plain, 9.99) == 8192, "the engine's target is its own"
+
+
+def test_the_target_of_one_request_leaves_prompts_half_of_the_time() -> None:
+    device = Device(noise=0.0)
+    budget, prompt = learnt(LatencyBudget(8192, RequestTargets(0.040)), device), request(length=4000)
+    lengths, others = [200] * 32, [request()] * 31
+    plain_s = device.predict(StepLoad(32, 6.4, 0, 0.0))
+
+    def took_s(**targets: float) -> float:
+        tokens = budget.tokens(lengths, [*others, request(**targets)], prompt, 0.0)
+        return device.predict(StepLoad(32, 6.4, tokens, tokens**2 / 2e3))
+
+    assert took_s() == pytest.approx(0.040, rel=0.1)
+    assert took_s(itl_s=0.020) == pytest.approx(0.020, rel=0.1)
+    assert took_s(itl_s=1e-4) == pytest.approx(2 * plain_s, rel=0.1), "others' prompts go on"
+    assert took_s(itl_s=1.0) == pytest.approx(0.040, rel=0.1), "the other rows have the engine's target"
+    alone = budget.tokens([200], [request(itl_s=1.0)], prompt, 0.0)
+    assert alone > budget.tokens([200], [request()], prompt, 0.0), "a longer target of its own counts instead"
+
+
+def test_no_more_requests_run_than_decode_within_the_target() -> None:
+    class Slow(Device):
+        def predict(self, load: StepLoad) -> float:
+            return super().predict(load) + 1e-3 * load.rows
+
+    for target, most in ((12.0, 9), (30.0, 27)):
+        config = EngineConfig(model="m", max_num_seqs=64, max_num_batched_tokens=2048, target_itl=target)
+        work = [([1 + index % 7] * 20, 100) for index in range(60)]
+        done = simulate(config, INFO, Slow(noise=0.0), work, [0.02 * index for index in range(60)])  # type: ignore[arg-type]
+        late = [step for step in done.steps if step.step > 100]
+        assert max(step.running for step in late) <= most + 1
+        assert max(step.running for step in late) >= most - 3, "the target is used"
+        assert any(step.wait_reason == "latency" for step in late)
+        assert all(one.output_len == 100 for one in done.served)
+
+
+def test_requests_are_admitted_in_the_order_in_which_they_are_due() -> None:
+    clock = SimulatedClock()
+    config = EngineConfig(model="m", max_num_seqs=1, max_num_batched_tokens=64, target_ttft=1000.0)
+    engine = _engine(config, replace(INFO, max_num_seqs=1), Device(), clock)  # type: ignore[arg-type]
+    params = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+    wanted = (("first", math.inf), ("second", math.inf), ("patient", 30.0), ("urgent", 0.1), ("endless", 1e9))
+    for name, ttft_s in wanted:
+        engine.add(EngineRequest(name, [1] * 8, params, targets=RequestTargets(ttft_s=ttft_s)))
+        clock.now_s += 0.01
+    for index in range(40):  # due later than a minute after `endless` came
+        clock.now_s += 2.0
+        engine.add(EngineRequest(f"{index}", [1] * 8, params, targets=RequestTargets(ttft_s=30.0)))
+    ended: list[str] = []
+    while engine.has_work:
+        ended += [output.id for output in engine.step() if output.finish_reason]
+    assert ended[:4] == ["urgent", "first", "second", "patient"]
+    assert ended.index("endless") < len(ended) - 15, "no request waits for ever"
+
+
+def test_a_default_keeps_latency_even_for_little_throughput() -> None:
+    free, free_itl, _ = run(rate=15.0, mixed_prefill_tokens=2048)
+    even, even_itl, _ = run(rate=15.0, mixed_prefill_tokens=2048, prefill_slowdown=4.0)
+    median = percentile(latencies_ms(even)["itl"], 50)
+    assert free_itl > 6 * median and even_itl < 4.2 * median
+    ends = [max(one.token_times_s[-1] for one in done.served) for done in (free, even)]
+    assert ends[1] < 1.03 * ends[0]
 
 
 def planner(**targets: float) -> CapacityPlanner:
@@ -143,6 +270,43 @@ def test_the_capacity_is_the_rate_at_which_a_target_is_just_met() -> None:
     )
 
 
+def test_decoding_that_was_never_seen_alone_is_predicted_from_steps_with_prompts() -> None:
+    device, model = Device(noise=0.0), StepTimeModel()
+    for index in range(60):
+        model.observe(one := StepLoad(1, 0.1, 0, 0.0), device.predict(one))
+        rows, tokens = 100 + 3 * (index % 50), 50 + 31 * (index % 29)
+        model.observe(one := StepLoad(rows, rows * 0.3, tokens, tokens * 0.4), device.predict(one))
+    wanted = StepLoad(200, 60.0, 0, 0.0)
+    assert model.predict(wanted) == pytest.approx(
+        device.predict(wanted) + 1e-3, rel=0.05
+    )  # 1 ms of any prompt
+    assert model.predict(StepLoad(1, 0.1, 0, 0.0)) == pytest.approx(2e-3, rel=0.1)
+
+
+def test_the_host_time_between_steps_is_learnt() -> None:
+    record = partial(
+        StepRecord, rows=[], admitted=[], preempted=[], running=1, waiting=0, wait_reason=None, free_blocks=9
+    )
+    alternating = [record(0, 1.0, took_s=0.5), record(1, 1.7, took_s=0.5), record(2, 2.3, took_s=0.5)]
+    assert busy_seconds(alternating) == pytest.approx([0.5, 0.7, 0.6])
+    overlapped = [record(0, 1.0, took_s=0.5), record(1, 1.1, took_s=0.5), record(2, 1.6, took_s=0.5)]
+    assert busy_seconds(overlapped) == pytest.approx([0.5, 0.5, 0.5])
+    idle = [record(0, 1.0, took_s=0.5), record(1, 9.0, took_s=0.5)]
+    idle[1].admitted.append(AdmissionRecord("r", 5, 0))
+    assert busy_seconds(idle) == pytest.approx([0.5, 0.5])
+
+
+def test_simulated_steps_vary_as_the_steps_that_were_seen() -> None:
+    model, r = StepTimeModel(), random.Random(1)
+    for index in range(200):
+        model.observe(StepLoad(8, 1.0, 0, 0.0), 2e-3 * (1.5 if index % 10 == 0 else 1.0) + 1e-6 * r.random())
+    steps = UnevenSteps(model)
+    drawn = [steps.predict(StepLoad(8, 1.0, 0, 0.0)) for _ in range(500)]
+    assert percentile(drawn, 99) == pytest.approx(3e-3, rel=0.02)  # type: ignore[arg-type]
+    assert sum(drawn) / 500 == pytest.approx(2.1e-3, rel=0.02)  # type: ignore[arg-type]
+    assert steps.predict(StepLoad(8, 1.0, 500, 0.0)) is None
+
+
 def test_targets_and_settings_are_checked() -> None:
     assert _targets("ttft=1s,itl=40ms", 99) == LatencyTargets(1000.0, 40.0, 99)
     assert _targets("itl=5ms", 50) == LatencyTargets(math.inf, 5.0, 50)
@@ -153,6 +317,9 @@ def test_targets_and_settings_are_checked() -> None:
         _targets("itl=5ms", 0)
     for settings, message in (
         ({"target_itl": 0.0}, "target_itl must be above 0 ms, got 0"),
+        ({"target_ttft": -1.0}, "target_ttft must be above 0 ms, got -1"),
+        ({"prefill_slowdown": 1.0}, "prefill_slowdown must be above 1, got 1"),
+        ({"prefill_slowdown": 2.0, "kv_layout": "none"}, "needs chunked_prefill on"),
         ({"target_itl": 9.0, "chunked_prefill": False}, "needs chunked_prefill on"),
         ({"target_itl": 9.0, "mixed_prefill_tokens": 9}, "give one of them"),
     ):

@@ -6,6 +6,7 @@ from quire.core.blocks import BlockDemand
 from quire.core.lifecycle import Lifecycle
 from quire.core.plan_builder import PlanBuilder
 from quire.core.policy import Policy
+from quire.core.prompt_budget import PromptBudget
 from quire.core.rows import RowPlacer
 from quire.core.shares import Shortage
 from quire.types import Request
@@ -54,7 +55,7 @@ class BatchAdmission:
         life.log.totals.yielded += len(victims)
         self._start(builder, request, demand, 0)
 
-    def admit(self, builder: PlanBuilder, was_empty: bool) -> str | None:
+    def admit(self, builder: PlanBuilder, was_empty: bool, prompts: PromptBudget) -> str | None:
         """Move waiting requests into the batch. Return the reason why the first remaining one must wait."""
         life, skipped = self._life, None
         for request in life.waiting.by_turn(life.running):
@@ -63,6 +64,8 @@ class BatchAdmission:
                 continue
             if not life.has_slot:
                 return "slots"
+            if not prompts.admits(len(life.running)):
+                return "latency"
             if not self._policy.admits(was_empty, builder.budget):
                 return "batch" if builder.budget else "tokens"
             match = self._blocks.match(request)

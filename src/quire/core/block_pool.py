@@ -7,6 +7,7 @@ blocks. Every operation takes O(1) per block (O(log n) with FIFO).
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Protocol
@@ -99,10 +100,11 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, evictor: Evictor) -> None:
         self.num_blocks = num_blocks
-        self.refs = [0] * num_blocks
+        # Arrays, because `check` reads them at once.
+        self.refs = array("i", bytes(4 * num_blocks))
         self.cached = bytearray(num_blocks)  # 1: the prefix cache can find this block
         self.evictions = 0
-        self._blank = list(range(num_blocks))[::-1]
+        self._blank = array("i", range(num_blocks - 1, -1, -1))
         self.evictor = evictor
         self._forget: Callable[[int], None] = lambda block: None
 
@@ -170,11 +172,11 @@ class BlockPool:
         counts = np.zeros(self.num_blocks, np.int64)
         for blocks in held:
             np.add.at(counts, np.array(blocks, np.int64), 1)
-        assert (counts == np.array(self.refs)).all(), "reference counts do not match the block lists"
+        refs, cached = np.asarray(self.refs), np.frombuffer(self.cached, np.uint8)
+        assert (counts == refs).all(), "reference counts do not match the block lists"
         used = np.count_nonzero(counts)
         assert used + self.num_free == self.num_blocks, (
             f"{used} used + {self.num_free} free != {self.num_blocks}"
         )
-        assert all(not self.cached[block] and not self.refs[block] for block in self._blank), (
-            "a blank block is in use"
-        )
+        blank = np.asarray(self._blank)
+        assert not cached[blank].any() and not refs[blank].any(), "a blank block is in use"

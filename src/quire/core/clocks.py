@@ -23,7 +23,7 @@ from quire.core.steplog import StepLog, StepRecord
 from quire.types import Request, Timing
 
 # Reasons that also apply to all requests behind the first one.
-_QUEUE = frozenset({"slots", "blocks", "tokens", "batch"})
+_QUEUE = frozenset({"slots", "latency", "blocks", "tokens", "batch"})
 _SMOOTHING = 0.25  # weight of the newest step in the smoothed duration of steps without prompts
 
 

@@ -70,6 +70,7 @@ def _step(record: StepRecord) -> LiveStep:
         preempted=len(record.preempted),
         wait_reason=record.wait_reason,
         took_s=record.took_s,
+        predicted_s=record.predicted_s,
         schedule_s=record.schedule_s,
         launch_s=record.launch_s,
         wait_s=record.wait_s,

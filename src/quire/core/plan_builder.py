@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -80,7 +81,8 @@ class PlanBuilder:
 
     def charge(self, n: int) -> None:
         """Take a row of `n` tokens out of the budget."""
-        self.budget = max(0, self.budget - max(n, self.min_charge))
+        left = self.budget - (n if n > self.min_charge else self.min_charge)
+        self.budget = left if left > 0 else 0
 
     def forget_sample(self, request: Request) -> None:
         """Note that the sampled token of a request is dropped, so that the request has not caught up."""
@@ -91,6 +93,8 @@ class PlanBuilder:
     def plan(self) -> StepPlan:
         """Build the plan."""
         starts, num_tokens = np.array(self.starts, np.int32), np.array(self.num_tokens, np.int32)
+        # Only rows that catch up hold prompt tokens to score or to pool; in most steps there are none.
+        prompts = self.rows if self.catching_up else ()
         return StepPlan(
             step=self.step,
             slots=np.array(self.slots, np.int32),
@@ -104,12 +108,12 @@ class PlanBuilder:
             max_seq_len=int((starts + num_tokens).max(initial=0)),
             score_rows=[
                 i
-                for i, r in enumerate(self.rows)
+                for i, r in enumerate(prompts)
                 if r.params.prompt_logprobs is not None and self.starts[i] + 1 < r.prompt_len
             ],
             restores=list(self.copies.restores.items()),
             saves=list(self.copies.saves.items()),
-            pool_rows=[i for i, r in enumerate(self.rows) if r.source.pooling is not None],
+            pool_rows=[i for i, r in enumerate(prompts) if r.source.pooling is not None],
         )
 
     def record(
@@ -130,10 +134,10 @@ class PlanBuilder:
             drafts=sum(self.num_drafts),
         )
 
-    def computed(self) -> list[ComputedRow]:
-        """Return how far each row reaches, without draft tokens."""
+    def computed(self) -> Iterator[ComputedRow]:
+        """Iterate over the rows, with how far each reaches without draft tokens."""
         ends = zip(self.rows, self.starts, self.num_tokens, self.num_drafts)
-        return [ComputedRow(request, start + count - drafts) for request, start, count, drafts in ends]
+        return (ComputedRow(request, start + count - drafts) for request, start, count, drafts in ends)
 
     def take_scores(self, by_row: dict[int, LogprobArrays]) -> dict[str, PromptScores]:
         """Return the prompt log-probabilities of the step by request id, and note in the requests how far they reach.

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from quire.types import EngineRequest, RequestOrder
 
 
-def fcfs(request: EngineRequest, arrival: int) -> RequestOrder:
-    """Sort by arrival: first come, first served."""
-    return RequestOrder(0, arrival)
+def fcfs(request: EngineRequest, due_s: float, arrival: int) -> RequestOrder:
+    """Sort by the time when the first token is due. With equal targets that is first come, first served."""
+    return RequestOrder(0, due_s, arrival)
 
 
-def priority(request: EngineRequest, arrival: int) -> RequestOrder:
-    """Sort by priority, the lower number first, then by arrival."""
-    return RequestOrder(request.priority, arrival)
+def priority(request: EngineRequest, due_s: float, arrival: int) -> RequestOrder:
+    """Sort by priority, the lower number first, then as `fcfs`."""
+    return RequestOrder(request.priority, due_s, arrival)
 
 
 def continuous(batch_was_empty: bool, budget: int) -> bool:
@@ -43,12 +43,12 @@ class Policy:
     """The choices of a scheduler.
 
     Args:
-        order: returns the sort key of a request from the request and its arrival number.
+        order: returns the sort key of a request from the request, the time when its first token is due, and its number.
         admits: returns whether a waiting request may join the batch, from whether the batch was empty before the step
             and the tokens left in the step.
         chunk: returns how many tokens a row runs, from the number that it wants and the tokens left in the step.
     """
 
-    order: Callable[[EngineRequest, int], RequestOrder] = fcfs
+    order: Callable[[EngineRequest, float, int], RequestOrder] = fcfs
     admits: Callable[[bool, int], bool] = continuous
     chunk: Callable[[int, int], int] = chunked

@@ -1,4 +1,4 @@
-"""The number of prompt tokens in a step that also decodes: a fixed one, or as many as a latency target allows.
+"""The number of prompt tokens in a step that also decodes: a fixed one, or as many as latency targets allow.
 
 Every decoding request waits for the whole step, so its inter-token latency is the time of the step. With a target the
 chunk is the largest with which the step is predicted to end in time; a smaller one would only delay prompts.
@@ -6,27 +6,42 @@ chunk is the largest with which the step is predicted to end in time; a smaller 
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
 
 from quire.core.step_time import StepLoad, StepTimeModel, load_of
 from quire.core.steplog import StepRecord
+from quire.types import Request, RequestTargets
 
 _FIRST_TOKENS = 64  # of a chunk before the time of one is known
 _LEAST_TOKENS = 32  # of a chunk, even if the target cannot be met: prompts must go on
 _GROWTH = 1.5  # a chunk exceeds the largest that was observed by this factor at most: the fit ends there
+_OWN_SHARE = 2.0  # a target of one request leaves prompts at least half of the time
+_RATE_STEPS = 8  # steps between two estimates of the rate
 
 
 class PromptBudget(Protocol):
     """The choice of the prompt tokens of steps that also decode."""
 
-    def tokens(self, decoding: Sequence[int], context: float) -> int:
+    rate: float  # prompt tokens per second beside the rows that decode now; 0 while it is not known
+
+    def tokens(
+        self, decoding: Sequence[int], requests: Sequence[Request], first: Request | None, now_s: float
+    ) -> int:
         """Return the number of prompt tokens that a step may have.
 
         Args:
             decoding: lengths of the rows that decode in it.
-            context: computed tokens of the first prompt.
+            requests: the requests of these rows.
+            first: the request whose prompt is next; None if there is none.
+            now_s: on the engine's clock.
         """
+        ...
+
+    def admits(self, running: int) -> bool:
+        """Return whether another request may join `running` ones."""
         ...
 
     def predict(self, record: StepRecord) -> float:
@@ -41,11 +56,18 @@ class PromptBudget(Protocol):
 class FixedBudget:
     """A `PromptBudget` of `limit` tokens in every step."""
 
+    rate = 0.0
+
     def __init__(self, limit: int) -> None:
         self._limit = limit
 
-    def tokens(self, decoding: Sequence[int], context: float) -> int:
+    def tokens(
+        self, decoding: Sequence[int], requests: Sequence[Request], first: Request | None, now_s: float
+    ) -> int:
         return self._limit
+
+    def admits(self, running: int) -> bool:
+        return True
 
     def predict(self, record: StepRecord) -> float:
         return 0.0
@@ -55,35 +77,95 @@ class FixedBudget:
 
 
 class LatencyBudget:
-    """A `PromptBudget` that keeps the inter-token latency within a target.
+    """A `PromptBudget` that keeps the inter-token latency within limits.
+
+    The limit of a step is the least of three: the target of the engine; the targets of the requests that decode in it,
+    which leave prompts half of the time; and `slowdown` times the step without prompts, which does not apply if the next
+    prompt would miss the target for its first token.
 
     Args:
-        target_s: the target.
-        most: token budget of a step.
+        most: prompt tokens of a step, whatever its time.
+        targets: those of requests without their own.
+        slowdown: the limit relative to a step without prompts; infinite for none.
     """
 
-    def __init__(self, target_s: float, most: int) -> None:
-        self._target_s, self._most = target_s, most
+    def __init__(self, most: int, targets: RequestTargets, slowdown: float = math.inf) -> None:
+        self._most, self._targets, self._slowdown = most, targets, slowdown
+        self.rate = 0.0
         self._model = StepTimeModel()
         self._largest = _FIRST_TOKENS  # chunk that was observed
+        self._load = StepLoad(0, 0.0, 0, 0.0)  # the decoding rows of the newest step
+        self._in_flight: deque[tuple[StepRecord, StepLoad]] = deque()  # scheduled, oldest first
+        self._steps = 0
 
     @property
     def median_error(self) -> float | None:
         """Return the median relative error of the predictions; None without any."""
         return self._model.median_error
 
-    def tokens(self, decoding: Sequence[int], context: float) -> int:
-        load = StepLoad(len(decoding), sum(decoding) / 1e3, 0, 0.0)
-        fitting = self._model.prompt_tokens_within(load, self._target_s, context / 1e3)
+    def tokens(
+        self, decoding: Sequence[int], requests: Sequence[Request], first: Request | None, now_s: float
+    ) -> int:
+        self._load = load = StepLoad(len(decoding), sum(decoding) / 1e3, 0, 0.0)
+        if first is None:
+            return self._most
+        context = first.computed / 1e3
+        plain_s = self._model.predict(load) or math.inf
+        limit_s = self._limit_s(requests, plain_s)
+        if self._slowdown * plain_s < limit_s:
+            gentle_s = self._slowdown * plain_s
+            tokens = self._fitting(load, gentle_s, context)
+            left, target_s = first.known - first.computed, first.source.targets.over(self._targets).ttft_s
+            if target_s == math.inf or left / tokens * gentle_s <= first.order.due_s - now_s:
+                return tokens
+        return self._fitting(load, limit_s, context)
+
+    def _limit_s(self, requests: Sequence[Request], plain_s: float) -> float:
+        """Return the longest time of a step in which `requests` decode, and which takes `plain_s` without prompts."""
+        default = self._targets.itl_s
+        shortest = min(own if (own := r.source.targets.itl_s) < math.inf else default for r in requests)
+        if shortest >= default or plain_s == math.inf:
+            return shortest
+        return min(default, max(shortest, _OWN_SHARE * plain_s))
+
+    def _fitting(self, load: StepLoad, limit_s: float, context: float) -> int:
+        """Return the prompt tokens with which a step is predicted to take `limit_s` seconds at most."""
+        if limit_s == math.inf:
+            return self._most
+        fitting = self._model.prompt_tokens_within(load, limit_s, context)
         if fitting is None:
-            return _FIRST_TOKENS
-        return int(max(_LEAST_TOKENS, min(fitting, self._most, _GROWTH * self._largest)))
+            return min(_FIRST_TOKENS, self._most)
+        return int(min(max(_LEAST_TOKENS, min(fitting, _GROWTH * self._largest)), self._most))
+
+    def admits(self, running: int) -> bool:
+        target_s = self._targets.itl_s
+        if target_s == math.inf or not running:
+            return True
+        context = self._load.context / max(self._load.rows, 1)
+        needed_s = self._model.predict(StepLoad(running + 1, context * (running + 1), 0, 0.0))
+        return needed_s is None or needed_s <= target_s
 
     def predict(self, record: StepRecord) -> float:
-        return self._model.predict(load_of(record)) or 0.0
+        load = load_of(record)
+        self._in_flight.append((record, load))
+        return self._model.predict(load) or 0.0
 
     def end_step(self, record: StepRecord) -> None:
-        load = load_of(record)
+        load = None
+        while self._in_flight and load is None:  # a step that failed has no end
+            scheduled, found = self._in_flight.popleft()
+            load = found if scheduled is record else None
+        load = load_of(record) if load is None else load
         self._model.observe(load, record.took_s)
         if load.prompt_tokens and load.rows:
             self._largest = max(self._largest, load.prompt_tokens)
+        self._steps += 1
+        if self._steps % _RATE_STEPS == 0:
+            self._estimate_rate()
+
+    def _estimate_rate(self) -> None:
+        limit_s = min(self._targets.itl_s, self._slowdown * (self._model.predict(self._load) or math.inf))
+        tokens = self._fitting(self._load, limit_s, 0.0)
+        load = self._load._replace(prompt_tokens=tokens, prompt_context=tokens**2 / 2e3)
+        took_s = self._model.predict(load)
+        self.rate = tokens / took_s if took_s else 0.0

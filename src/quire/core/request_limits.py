@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from quire.core.blocks import Blocks
-from quire.types import EngineRequest, RequestError, answer_room
+from quire.types import EngineRequest, RequestError, RequestTargets, answer_room
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +20,7 @@ class SchedulerLimits:
     lookahead: bool = True  # schedule a row while its last token is still in flight
     mixed_prefill_tokens: int = 1 << 30  # prompt-token budget of steps that also decode
     max_logit_rows: int = 1 << 30  # most tokens that a step samples, draft tokens included
+    targets: RequestTargets = RequestTargets()  # of requests without their own
     stages: int = 1  # of the pipeline: a sampled token can be read that many steps later
 
     def full_length(self, request: EngineRequest, blocks: Blocks) -> int:

@@ -51,7 +51,8 @@ class Retirement:
             if drafts[index]:
                 self._count_drafts(request, drafts[index], len(new) - 1, depth)
             pooled = None if result.pooled is None else result.pooled.get(index)
-            if failure := find_failure(request, new, pooled):
+            # The sentinels for a missing token are negative.
+            if (new[-1] < 0 or pooled is not None) and (failure := find_failure(request, new, pooled)):
                 scores.pop(request.id, None)
                 self.outputs.append(self._fail_request(request, new[:-1], failure))
                 continue
@@ -110,13 +111,15 @@ class Retirement:
 
     def _append(self, request: Request, new: list[int]) -> EngineOutput:
         """Append sampled tokens to a request, up to the first one that ends it."""
-        tokens = request.tokens
-        for count, token in enumerate(new, 1):
+        tokens, stop_ids = request.tokens, request.stop_ids
+        before = known = len(tokens)
+        for token in new:
             tokens.append(token)
-            if token in request.stop_ids and len(tokens) - request.prompt_len >= request.min_tokens:
+            known += 1
+            if token in stop_ids and known - request.prompt_len >= request.min_tokens:
                 stop = None if token in request.eos_ids else token
-                return self._life.finish(request, new[:count], "stop", stop)
-            if len(tokens) >= request.limit:
-                return self._life.finish(request, new[:count], "length")
+                return self._life.finish(request, new[: known - before], "stop", stop)
+            if known >= request.limit:
+                return self._life.finish(request, new[: known - before], "length")
         self._log.totals.generated_tokens += len(new)
         return EngineOutput(request.id, new, num_cached_tokens=request.cached)

@@ -44,6 +44,8 @@ from quire.types import (
 # What a chunk of a prompt counts for at least in a step that also decodes: on two CPU cores, a chunk of 9 tokens takes
 # as long as 20 more tokens in a chunk that is there.
 _CHUNK_TOKENS = 32
+# After this time a first token is due whatever the target, so that no request waits for ever behind shorter targets.
+_PATIENCE_S = 60.0
 
 
 class ScheduledStep(NamedTuple):
@@ -109,12 +111,13 @@ class Scheduler:
         if source.id in self.requests:
             raise RequestError(f"request id {source.id!r} is already in use", param="request_id")
         limit = self.limits.full_length(source, self.blocks)
+        due_s = self.log.now() + min(_PATIENCE_S, source.targets.over(self.limits.targets).ttft_s)
         request = Request(
             id=source.id,
             prompt_len=len(source.prompt),
             tokens=array("i", source.prompt),
             params=source.params,
-            order=self.policy.order(source, self._arrivals),
+            order=self.policy.order(source, due_s, self._arrivals),
             limit=limit,
             stop_ids=frozenset(source.stop_ids),
             eos_ids=frozenset(source.eos_ids),
@@ -220,13 +223,15 @@ class Scheduler:
                         drafts = 0
                 most_drafts -= place(builder, request, want, drafts)
         if builder.rows:
-            self._limit_prompts(builder, long_rows[0][0].computed if long_rows else 0)
+            self._limit_prompts(
+                builder, long_rows[0][0] if long_rows else next(self.waiting.by_turn(()), None)
+            )
         if contended:
             self.shares.sort_by_turn(long_rows)
         for request, want in long_rows:
             if n := self.policy.chunk(want, builder.budget):
                 place(builder, request, self.blocks.snapshots.clip(request, n), 0)
-        self._wait_reason = self._admission.admit(builder, was_empty) if self.waiting else None
+        self._wait_reason = self._admission.admit(builder, was_empty, self.prompts) if self.waiting else None
         self.clocks.wait(self._wait_reason)
         return self._finish_plan(builder) if builder.rows else None
 
@@ -235,9 +240,9 @@ class Scheduler:
         for news in self.connector.done():
             self.life.hear(news)
 
-    def _limit_prompts(self, builder: PlanBuilder, context: int) -> None:
+    def _limit_prompts(self, builder: PlanBuilder, first: Request | None) -> None:
         """Limit the prompt tokens of a step that also decodes, so that inter-token latency stays even."""
-        limit = self.prompts.tokens(builder.starts, context)
+        limit = self.prompts.tokens(builder.starts, builder.rows, first, self.log.now())
         if limit < self.limits.max_num_batched_tokens:
             builder.budget, builder.min_charge = min(builder.budget, limit), _CHUNK_TOKENS
 

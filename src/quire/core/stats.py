@@ -15,12 +15,14 @@ def load_of(engine: Engine, received: int) -> EngineLoad:
         engine: the engine to read.
         received: number of requests received since the start, refused ones included.
     """
-    scheduler = engine.scheduler
+    scheduler, rate = engine.scheduler, engine.scheduler.prompts.rate
     return EngineLoad(
         received=received,
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
         waiting_tokens=scheduler.waiting.tokens,
+        computing_tokens=sum(r.known - r.computed for r in scheduler.running if r.catching_up) if rate else 0,
+        prompt_rate=rate,
     )
 
 

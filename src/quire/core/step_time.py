@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from operator import mul
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,7 @@ from quire.core.steplog import StepRecord
 
 _WINDOW = 256  # newest steps of each kind that are fitted
 _LEAST = 6  # steps of a kind before it is predicted
-_REFIT = 8  # steps between two fits
+_REFIT = 8  # steps between two fits, and later the share of the window that is new
 _RIDGE = 1e-4  # keeps coefficients small that the window does not tell apart
 _MOST_LATE = 1.5  # beyond it the machine is disturbed by others, which smaller steps do not help
 _LATE = 0.995  # quantile of actual over predicted time that a cautious prediction covers
@@ -56,7 +57,9 @@ class LinearFit:
 
     def __init__(self, width: int) -> None:
         self.weights = np.zeros(width)
+        self._weights = self.weights.tolist()  # a sum of a few Python numbers is faster than numpy
         self.late = 1.0  # actual over predicted time that few steps exceed
+        self.ratios = np.ones(1)  # actual over predicted time of each step that was fitted
         self._features: deque[tuple[float, ...]] = deque(maxlen=_WINDOW)
         self._times_s: deque[float] = deque(maxlen=_WINDOW)
         self._since = 0
@@ -66,14 +69,14 @@ class LinearFit:
 
     def predict(self, features: tuple[float, ...]) -> float | None:
         """Return the seconds of a step; None while too few have been observed."""
-        return None if len(self) < _LEAST else float(self.weights @ np.array(features))
+        return None if len(self) < _LEAST else sum(map(mul, self._weights, features))
 
     def observe(self, features: tuple[float, ...], took_s: float) -> None:
         """Learn from a step that took `took_s` seconds."""
         self._features.append(features)
         self._times_s.append(took_s)
         self._since += 1
-        if self._since >= _REFIT or len(self) <= 2 * _LEAST:
+        if self._since >= max(_REFIT, len(self) // _REFIT) or len(self) <= 2 * _LEAST:
             self._fit()
 
     def errors(self) -> np.ndarray:
@@ -103,8 +106,10 @@ class LinearFit:
                 break
             active[np.flatnonzero(active)[found < 0]] = False
         self.weights = weights / scale
+        self._weights = self.weights.tolist()
         predicted = np.maximum(features @ self.weights, 1e-9)
-        late = float(np.quantile(times / predicted, _LATE))
+        self.ratios = times / predicted
+        late = float(np.quantile(self.ratios, _LATE))
         self.late = min(max(1.0, late), _MOST_LATE)
 
 
@@ -116,17 +121,25 @@ class StepTimeModel:
         self._mixed = LinearFit(5)
 
     def _decode_fit(self, rows: int) -> LinearFit | None:
-        """Return the fit for `rows` decoding rows, or the nearest that is ready."""
+        """Return the fit for `rows` decoding rows, or the nearest that is ready; None if steps with prompts are nearer."""
         wanted = _size_class(rows)
         ready = [size for size, fit in self._decode.items() if len(fit) >= _LEAST]
-        return self._decode[min(ready, key=lambda size: abs(size - wanted))] if ready else None
+        nearest = min(ready, key=lambda size: abs(size - wanted), default=None)
+        if nearest is None or (abs(nearest - wanted) > 1 and len(self._mixed) >= _LEAST):
+            return None
+        return self._decode[nearest]
 
     def predict(self, load: StepLoad) -> float | None:
         """Return the seconds of a step; None while too few of its kind have been observed."""
         if load.prompt_tokens:
             return self._mixed.predict(load.features)
         fit = self._decode_fit(load.rows)
-        return None if fit is None else fit.predict(load.features[:3])
+        return self._mixed.predict(load.features) if fit is None else fit.predict(load.features[:3])
+
+    def ratios(self, load: StepLoad) -> np.ndarray:
+        """Return actual over predicted time of the steps from which a step like `load` is predicted."""
+        fit = self._mixed if load.prompt_tokens else self._decode_fit(load.rows)
+        return (self._mixed if fit is None else fit).ratios
 
     def observe(self, load: StepLoad, took_s: float) -> None:
         """Learn from a step that took `took_s` seconds."""
@@ -163,7 +176,7 @@ class StepTimeModel:
     @property
     def is_ready(self) -> bool:
         """Return whether steps of both kinds can be predicted."""
-        return self._decode_fit(1) is not None and len(self._mixed) >= _LEAST
+        return any(len(fit) >= _LEAST for fit in self._decode.values()) and len(self._mixed) >= _LEAST
 
     @property
     def median_error(self) -> float | None:

@@ -34,7 +34,7 @@ class StepRecord:
     preempted: list[str]
     running: int
     waiting: int
-    # why the first waiting request waits: slots, blocks, tokens, batch, results or grammar
+    # why the first waiting request waits: slots, latency, blocks, tokens, batch, results or grammar
     wait_reason: str | None
     free_blocks: int
     schedule_s: float = 0.0

@@ -6,6 +6,7 @@ others out by filling it. With several clients, up to twice the limit can theref
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, deque
 
@@ -15,6 +16,7 @@ from quire.types import EngineLoad
 
 _WINDOW_S = 10.0
 _LONGEST_S = 60.0
+_FULL = ("slots", "latency", "blocks")
 
 
 class Admission:
@@ -43,9 +45,11 @@ class Admission:
         self._total_weight = total_weight
         self._open: dict[str, int] = {}  # unfinished choices of each client
         self.load = EngineLoad()
+        self._is_full = False  # whether requests wait for others to end
         self.rejections = {
             "max_waiting": 0,
             "max_waiting_tokens": 0,
+            "target_ttft": 0,
             "draining": 0,
         }  # HTTP requests, by cause
         self._turned_away: Counter[str] = Counter()  # rejected HTTP requests of each client
@@ -109,11 +113,23 @@ class Admission:
         unseen = self._preparing + self._sent - self.load.received
         return max(0, self._slots - self.load.running - self.load.waiting - unseen)
 
-    def pass_on(self, client: ApiClient, choices: int, tokens: int) -> None:
+    def pass_on(
+        self, client: ApiClient, choices: int, tokens: int, target_ttft_s: float = math.inf
+    ) -> float | None:
         """Count prepared requests as sent to the engine.
 
+        Args:
+            client: owner of the requests.
+            choices: their number.
+            tokens: their prompt tokens.
+            target_ttft_s: refuse them if their first token is predicted to take longer.
+
+        Returns:
+            The predicted time to first token in seconds; None if nothing predicts it.
+
         Raises:
-            ApiError: 503 if their prompt tokens exceed `max_waiting_tokens`.
+            ApiError: 503 if their prompt tokens exceed `max_waiting_tokens`, or if they would miss the target. A request
+                that would miss it on an idle engine too is admitted, because waiting does not help it.
         """
         limit, alone = self._max_tokens, self._open[client.name] <= choices
         if limit is not None and not alone and self.waiting and self.waiting_tokens + tokens > limit:
@@ -122,9 +138,29 @@ class Admission:
                 "max_waiting_tokens",
                 f"{self.waiting_tokens} prompt tokens are waiting already (max_waiting_tokens is {limit})",
             )
+        rate = self.load.prompt_rate
+        forecast_s = self._first_token_s(tokens, rate) if rate else None
+        if forecast_s is not None and forecast_s > target_ttft_s >= tokens / rate:
+            self._count_rejection(client, "target_ttft")
+            raise overloaded(
+                f"the first token is predicted to take {forecast_s:.2f} s, but the target is {target_ttft_s:g} s",
+                min(_LONGEST_S, forecast_s - target_ttft_s),
+            )
         self._sent += choices
         self._on_the_way.append((self._sent, tokens))
         self._way_tokens += tokens
+        return forecast_s
+
+    def _first_token_s(self, tokens: int, rate: float) -> float:
+        """Return the predicted time to first token of a request with `tokens` prompt tokens.
+
+        It waits for the prompts in front of it, and, while slots or blocks are short, for as many requests to end.
+        """
+        ahead = self.load.waiting_tokens + self.load.computing_tokens + self._way_tokens
+        wait_s = 0.0
+        if self._rate > 0 and (self._is_full or not self._idle_slots()):
+            wait_s = (self.waiting + 1) / self._rate
+        return max(ahead / rate, wait_s) + tokens / rate
 
     def prepared(self, choices: int) -> None:
         """Note that tokenization of a request with `choices` choices has ended, successfully or not."""
@@ -136,9 +172,14 @@ class Admission:
         if not self._open[client.name]:
             del self._open[client.name]
 
-    def report(self, load: EngineLoad) -> None:
-        """Store the engine's load and remove the requests it has received from those on their way."""
-        self.load = load
+    def report(self, load: EngineLoad, wait_reason: str | None = None) -> None:
+        """Store the engine's load and remove the requests it has received from those on their way.
+
+        Args:
+            load: the load.
+            wait_reason: why the first waiting request waits (core/steplog.py).
+        """
+        self.load, self._is_full = load, wait_reason in _FULL
         while self._on_the_way and self._on_the_way[0][0] <= load.received:
             self._way_tokens -= self._on_the_way.popleft()[1]
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -44,6 +45,7 @@ from quire.types import (
     Figures,
     Pooling,
     RequestError,
+    RequestTargets,
     SamplingParams,
 )
 
@@ -59,6 +61,7 @@ class PromptJob:
     prompt: Prompt
     params: SamplingParams
     priority: int = 0
+    targets: RequestTargets = RequestTargets()
     cache_salt: str = ""
     add_special_tokens: bool = True
     keep: int | None = None  # number of prompt tokens to keep; None: all
@@ -149,7 +152,8 @@ class AsyncEngine:
             finally:
                 admission.prepared(choices)
             self._raise_if_dead()
-            admission.pass_on(client, choices, sum(len(p.state.prompt_token_ids) for p in prepared))
+            tokens = sum(len(p.state.prompt_token_ids) for p in prepared)
+            forecast_s = admission.pass_on(client, choices, tokens, self._target_ttft_s(prepared))
         except BaseException:
             admission.leave(client, choices)
             raise
@@ -158,6 +162,7 @@ class AsyncEngine:
             self.account.open((request for p in prepared for request in p.requests), arrival_s),
             live,
             lambda ended: self._close(ended, client, choices),
+            forecast_s,
         )
         for one in prepared:
             self._open[one.state.request_id] = generation
@@ -168,6 +173,13 @@ class AsyncEngine:
         for one in prepared:
             self.replicas.submit(one)
         return generation
+
+    def _target_ttft_s(self, prepared: Sequence[EngineJob]) -> float:
+        """Return the target beyond which a request is refused; infinite for none."""
+        if not self.settings.shed:
+            return math.inf
+        default = RequestTargets.of_ms(None, self.config.target_ttft)
+        return min(p.requests[0].targets.over(default).ttft_s for p in prepared)
 
     def _prepare(
         self, make_jobs: Callable[[], Sequence[PromptJob]], client: ApiClient, arrival_s: float, label: str
@@ -206,7 +218,11 @@ class AsyncEngine:
             )
         if job.length_field is not None and (max_tokens := job.params.max_tokens) is not None:
             check_room(job.length_field, max_tokens, len(requests[0].prompt), self.info.max_model_len)
-        requests = [replace(request, client=client.name, weight=client.weight) for request in requests]
+        targets = job.targets.over(client.targets)
+        requests = [
+            replace(request, client=client.name, weight=client.weight, targets=targets)
+            for request in requests
+        ]
         text = prompt if isinstance(prompt, str) else None
         if job.echo and text is None:
             text = self.tokenizer.decode(requests[0].prompt, skip_special_tokens=False)
@@ -230,7 +246,7 @@ class AsyncEngine:
 
     def take_outputs(self, outputs: Sequence[EngineOutput], figures: Figures) -> None:
         """Apply the outputs of a step. Generations are notified once the messages in the queue are applied."""
-        self.admission.report(self.replicas.load)
+        self.admission.report(self.replicas.load, self.replicas.figures.wait_reason)
         now_s = time.monotonic()
         applied = self._assembler.apply(outputs, now_s)
         self.account.apply(outputs, figures, applied.aborts, now_s)

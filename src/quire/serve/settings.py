@@ -75,6 +75,11 @@ class ServeConfig:
     max_waiting_tokens: int | None = _setting(
         None, "maximum number of prompt tokens in waiting requests; further requests get 503"
     )
+    shed: bool = _setting(
+        False,
+        "refuse requests with 503 if their time to first token is predicted to miss its target: that of the request, of "
+        "its API key, or target_ttft",
+    )
     request_timeout: float | None = _setting(None, "seconds after which a request is aborted (504)")
     slow_reader_timeout: float = _setting(
         120.0, "seconds without progress after which a client that does not read its answer is disconnected"

@@ -3,11 +3,14 @@
 Imports neither torch nor other parts of Quire. Host arrays are numpy arrays, so a plan can be sent to another process.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
 from quire.types.engine_io import (
     EngineInfo,
     EngineLive,
     EngineLoad,
-    EngineOutput,
     EngineRequest,
     EngineStats,
     ExportedBlocks,
@@ -15,6 +18,7 @@ from quire.types.engine_io import (
     LiveRequest,
     LiveStep,
     RequestFailure,
+    RequestTargets,
     StepFigures,
     Timing,
     TimingPhase,
@@ -72,6 +76,9 @@ from quire.types.sampling_params import (
 )
 from quire.types.transfer import BlockKey, BlockMover, PrefillNews, TransferEnd, TransferKind, TransferOrder
 
+if TYPE_CHECKING:
+    from quire.types.engine_output import EngineOutput
+
 __all__ = [
     "CODE_DTYPES",
     "DTYPE_BYTES",
@@ -120,6 +127,7 @@ __all__ = [
     "RequestOrder",
     "RequestOutput",
     "RequestStatus",
+    "RequestTargets",
     "ReservedRow",
     "SamplingParams",
     "SlotAdmission",
@@ -143,3 +151,12 @@ __all__ = [
     "check_field_names",
     "max_logit_rows",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import `EngineOutput` on first use: it loads msgspec, which commands that need settings only can do without."""
+    if name != "EngineOutput":
+        raise AttributeError(f"module 'quire.types' has no attribute {name!r}")
+    from quire.types.engine_output import EngineOutput
+
+    return EngineOutput

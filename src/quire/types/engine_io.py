@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from quire.types.errors import QuireError, RequestError, StepFailed
 from quire.types.kv import KVGroup
-from quire.types.sampling_params import FinishReason, GrammarSpec, Pooling, SamplingParams
+from quire.types.sampling_params import GrammarSpec, Pooling, SamplingParams
+
+
+class RequestTargets(NamedTuple):
+    """The latency that a request asks for, in seconds; infinite where it asks for none."""
+
+    itl_s: float = math.inf  # between two of its tokens
+    ttft_s: float = math.inf  # from its arrival to its first token
+
+    @classmethod
+    def of_ms(cls, itl_ms: float | None, ttft_ms: float | None) -> RequestTargets:
+        """Return targets given in milliseconds, None for none."""
+        return cls(*(math.inf if ms is None else ms / 1e3 for ms in (itl_ms, ttft_ms)))
+
+    def over(self, defaults: RequestTargets) -> RequestTargets:
+        """Return these targets, with those of `defaults` where there is none."""
+        return RequestTargets(*(own if own < math.inf else other for own, other in zip(self, defaults)))
 
 
 @dataclass(slots=True)
@@ -28,6 +45,7 @@ class EngineRequest:
     bad_words_ids: list[list[int]] = field(default_factory=list)
     seed: int = 0
     priority: int = 0
+    targets: RequestTargets = RequestTargets()
     cache_salt: str = ""
     client: str = ""  # the client that sent it: clients take turns
     weight: float = 1.0  # of the client: its share of slots and tokens, relative to other clients
@@ -90,27 +108,6 @@ class ExportedBlocks(NamedTuple):
     group: int
     first: int
     blocks: list[int]
-
-
-@dataclass(slots=True)
-class EngineOutput:
-    """The outcome of one step for one request. Exactly one output of each request has finish_reason set.
-
-    `prompt_logprobs` holds the entries of the prompt positions from `prompt_logprobs_start` on, each once.
-    """
-
-    id: str
-    token_ids: list[int]
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None  # the stop token id; None for end of sequence
-    num_cached_tokens: int = 0
-    logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs: list[TokenLogprobs] | None = None
-    prompt_logprobs_start: int = 1
-    pooled: bytes | None = None  # float32 [hidden]
-    error: RequestFailure | None = None  # set if, and only if, finish_reason is "error"
-    exported: list[ExportedBlocks] | None = None  # of a request that exports
-    timing: Timing | None = None  # with the first token, the first after a preemption, and the last output
 
 
 TimingPhase = Literal["held", "waiting", "computing", "decoding"]
@@ -177,6 +174,8 @@ class EngineInfo:
     eviction: str = "lru"  # policy for cached blocks
     generates: bool = True  # False for a model without a language-model head, which only embeds
     phases_s: dict[str, float] = field(default_factory=dict)  # duration of each phase of the start-up
+    # By rank and phase: seconds from the first begin of all ranks to the phase's begin, and its duration.
+    rank_phases_s: list[dict[str, tuple[float, float]]] = field(default_factory=list)
     # Offsets in shared memory of the tensors of its blocks, for an engine that exports them.
     shared_offsets: list[int] = field(default_factory=list)
 
@@ -190,6 +189,16 @@ class EngineInfo:
         phases = ", ".join(f"{name} {seconds:.2f} s" for name, seconds in self.phases_s.items())
         return f"{sum(self.phases_s.values()):.2f} s ({phases})"
 
+    def start_up_of_ranks(self) -> list[str]:
+        """Return one line of text per rank, if there are several: begin and duration of phases of 10 ms and more."""
+        lines = []
+        for spans in self.rank_phases_s if len(self.rank_phases_s) > 1 else ():
+            long = {phase: span for phase, span in spans.items() if span[1] >= 0.01}
+            lines.append(
+                ", ".join(f"{phase} {begin:.2f}+{took:.2f} s" for phase, (begin, took) in long.items())
+            )
+        return lines
+
 
 @dataclass(slots=True)
 class EngineLoad:
@@ -199,6 +208,8 @@ class EngineLoad:
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0  # prompt tokens of the waiting requests
+    computing_tokens: int = 0  # prompt tokens of the running requests that are not computed yet
+    prompt_rate: float = 0.0  # prompt tokens per second beside the rows that decode now; 0 if it is not known
 
 
 @dataclass(slots=True)
@@ -307,6 +318,7 @@ class LiveStep:
     launch_s: float
     wait_s: float  # waiting for the device
     retire_s: float
+    predicted_s: float = 0.0  # of `took_s`; 0 if nothing predicts it
 
 
 @dataclass(slots=True)

@@ -23,7 +23,8 @@ class RequestOrder(NamedTuple):
     """The sort key of a request. Smaller keys are admitted first, and the largest key is preempted first."""
 
     priority: int
-    arrival: int
+    due_s: float  # point in time on the engine's clock when its first token is due
+    arrival: int  # number
 
 
 class ReservedRow(NamedTuple):

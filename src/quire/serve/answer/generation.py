@@ -33,6 +33,7 @@ class Generation:
         tracks: Sequence[RequestTrack],
         live: bool,
         on_end: Callable[[Generation], None],
+        forecast_s: float | None = None,
     ) -> None:
         """Create a generation on the running event loop.
 
@@ -41,8 +42,9 @@ class Generation:
             tracks: the accounts of all choices, in the order of their prompts.
             live: wake the waiting route for every token, not only at the end.
             on_end: called once, when everything is finished or an error ended it.
+            forecast_s: the time to first token that was predicted when it was admitted; None for no prediction.
         """
-        self.states, self.tracks = list(states), list(tracks)
+        self.states, self.tracks, self.forecast_s = list(states), list(tracks), forecast_s
         self._choices = [(n, answer) for n, state in enumerate(self.states) for answer in state.answers]
         self.error: ApiError | None = None  # why it ended early; its answers are void then
         self._live = live

@@ -145,6 +145,12 @@ async def read_request(request: Request, cls: type[T]) -> tuple[T, list[str]]:
     policy = server_of(request).engine.config.scheduling_policy
     if isinstance(body, RequestFields) and body.priority and policy != "priority":
         warnings.append("priority has no effect: the server runs without --scheduling-policy priority")
+    if isinstance(body, RequestFields) and not server_of(request).engine.config.learns_step_times:
+        given = [name for name in ("target_itl", "target_ttft") if getattr(body, name) is not None]
+        warnings += [
+            f"{name} has no effect: the server runs without --target-itl, --target-ttft and --prefill-slowdown"
+            for name in given
+        ]
     return body, warnings
 
 

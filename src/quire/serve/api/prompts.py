@@ -9,7 +9,7 @@ from quire.serve.api.context import ServerContext
 from quire.serve.api.protocol.fields import RequestFields
 from quire.serve.async_engine import PromptJob
 from quire.serve.http.errors import bad_request
-from quire.types import Pooling, SamplingParams
+from quire.types import Pooling, RequestTargets, SamplingParams
 
 
 def prompts_of(value: str | list[Any], field: str = "prompt") -> list[Prompt]:
@@ -53,7 +53,7 @@ def prompt_job(
 
     Args:
         server: the server, for the length of its context.
-        request: gives priority, cache salt and truncation.
+        request: gives priority, latency targets, cache salt and truncation.
         prompt: a text or token ids.
         params: sampling parameters for every choice.
         add_special_tokens: whether a text gets the tokenizer's special tokens.
@@ -67,6 +67,7 @@ def prompt_job(
         prompt,
         params,
         request.priority or 0,
+        RequestTargets.of_ms(request.target_itl, request.target_ttft),
         request.cache_salt or "",
         add_special_tokens,
         _tokens_to_keep(request.truncate_prompt_tokens, longest, server.engine.info.max_model_len),

@@ -88,6 +88,10 @@ def check_request(request: RequestFields) -> None:
         raise bad_request(
             f"timeout must be above 0 and at most 1e6 seconds, got {request.timeout}", "timeout"
         )
+    for name in ("target_itl", "target_ttft"):
+        target = getattr(request, name)
+        if target is not None and not 0 < target <= 1e6:
+            raise bad_request(f"{name} must be above 0 and at most 1e6 ms, got {target}", name)
     if request.priority is not None and abs(request.priority) > 2**31:
         raise bad_request(f"priority must be between -2**31 and 2**31, got {request.priority}", "priority")
     if request.request_id is not None and not 0 < len(request.request_id) <= 128:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import secrets
 from collections.abc import Iterator, Sequence
@@ -9,21 +10,23 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
-from quire.types import ConfigError
+from quire.types import ConfigError, RequestTargets
 
-_OPTION = re.compile(r"(weight|name)=(\S+)|(admin)")
+_OPTION = re.compile(r"(weight|name|target_itl|target_ttft)=(\S+)|(admin)")
 
 
 @dataclass(frozen=True, slots=True)
 class ApiClient:
     """A caller of the API, identified by its name. It owns its requests, stored responses and cached prefixes.
 
-    `weight` is its share of the tokens while requests wait. An `admin` may see the requests of every client.
+    `weight` is its share of the tokens while requests wait. An `admin` may see the requests of every client. `targets` are
+    those of its requests without targets of their own.
     """
 
     name: str = ""
     weight: float = 1.0
     admin: bool = False
+    targets: RequestTargets = RequestTargets()
 
     @property
     def sees(self) -> str | None:
@@ -64,7 +67,7 @@ class ApiKeys:
 def load_keys(flags: Sequence[str], environment: str, file: str | None) -> ApiKeys:
     """Read the keys from `--api-key`, from the environment and from a key file.
 
-    A line of the file is `KEY [name=team] [weight=2] [admin]`. Lines with the same name are keys of one client. A key
+    A line of the file is `KEY [name=team] [weight=2] [target_itl=40] [target_ttft=500] [admin]`, targets in ms. Lines with the same name are keys of one client. A key
     without a name gets a separate client, named by a digest of the key.
 
     Args:
@@ -114,7 +117,9 @@ def _client(key: str, options: Sequence[str], file: str | None) -> ApiClient:
     given: dict[str, str] = {}
     for option in options:
         if not (match := _OPTION.fullmatch(option)):
-            raise ConfigError(f"{file}: {option!r} after a key must be weight=NUMBER, name=NAME or admin")
+            raise ConfigError(
+                f"{file}: {option!r} after a key must be weight=NUMBER, name=NAME, target_itl=MS, target_ttft=MS or admin"
+            )
         name, value = (match[1], match[2]) if match[1] else (match[3], "")
         if name in given:
             raise ConfigError(f"{file}: {name} is given twice for one key")
@@ -122,7 +127,12 @@ def _client(key: str, options: Sequence[str], file: str | None) -> ApiClient:
     name = given.get("name", "") or _name_of(key)
     if not name.isprintable():
         raise ConfigError(f"{file}: name={name!r} must consist of printable characters")
-    return ApiClient(name, _weight(given.get("weight", "1"), file), "admin" in given)
+    weight = _number("weight", given.get("weight", "1"), file)
+    ttft_s, itl_s = (
+        _number(key, given[key], file) / 1e3 if key in given else math.inf
+        for key in ("target_ttft", "target_itl")
+    )
+    return ApiClient(name, weight, "admin" in given, RequestTargets(itl_s, ttft_s))
 
 
 def _check_names(keys: dict[str, ApiClient]) -> None:
@@ -131,8 +141,8 @@ def _check_names(keys: dict[str, ApiClient]) -> None:
     for client in keys.values():
         if found.setdefault(client.name, client) != client:
             raise ConfigError(
-                f"the API keys named {client.name!r} belong to one client: give them the same weight, "
-                "and admin to all of them or none"
+                f"the API keys named {client.name!r} belong to one client: give them the same weight "
+                "and targets, and admin to all of them or none"
             )
 
 
@@ -150,14 +160,14 @@ def _lines(file: str) -> list[str]:
     return found
 
 
-def _weight(text: str, file: str | None) -> float:
+def _number(option: str, text: str, file: str | None) -> float:
     try:
-        weight = float(text)
+        number = float(text)
     except ValueError:
-        weight = 0.0
-    if not 0 < weight < 1e6:
-        raise ConfigError(f"{file}: weight must be between 0 and 1000000, both excluded, got {text!r}")
-    return weight
+        number = 0.0
+    if not 0 < number < 1e6:
+        raise ConfigError(f"{file}: {option} must be between 0 and 1000000, both excluded, got {text!r}")
+    return number
 
 
 def bearer(header: str | None, fallback: str | None) -> str | None:

@@ -30,6 +30,8 @@ _LIMITS: dict[str, dict[str, Any]] = {
     "max_output_tokens": _COUNTS,
     "max_new_tokens": _COUNTS,
     "timeout": {"exclusiveMinimum": 0, "maximum": 1e6},
+    "target_itl": {"exclusiveMinimum": 0, "maximum": 1e6},
+    "target_ttft": {"exclusiveMinimum": 0, "maximum": 1e6},
     "priority": {"minimum": -(2**31), "maximum": 2**31},
     "request_id": {"minLength": 1, "maxLength": 128},
     "cache_salt": {"minLength": 1, "maxLength": 1024},

@@ -25,7 +25,18 @@ _REQUEST_S = (
 _STEP_S = (.0005, .001, .002, .005, .01, .02, .05, .1, .2, .5, 1, 2, 5)  # fmt: skip
 _ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
-_CAUSES = ("step", "slots", "blocks", "tokens", "batch", "grammar", "loading", "prefill", "transfer")
+_CAUSES = (
+    "step",
+    "slots",
+    "latency",
+    "blocks",
+    "tokens",
+    "batch",
+    "grammar",
+    "loading",
+    "prefill",
+    "transfer",
+)
 
 
 class RequestTrack:

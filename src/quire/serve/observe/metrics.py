@@ -6,9 +6,8 @@ are built on the event loop, where nothing changes meanwhile; a thread encodes t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -19,12 +18,11 @@ from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
 
-from quire import __version__
 from quire.serve.api.context import ServerContext, client_of, server_of
 from quire.serve.http.auth import ANYONE, ApiClient
-from quire.serve.observe.histogram import Histogram
+from quire.serve.observe.metric_builder import MetricBuilder
+from quire.serve.observe.own_metrics import OwnMetrics
 from quire.serve.replicas.replica import Replica
-from quire.types import Totals, TransferKind
 
 
 class _FamilyCollector(Collector):
@@ -40,13 +38,18 @@ class _FamilyCollector(Collector):
 async def metrics(request: Request) -> Response:
     """Return the metrics in the Prometheus text format, or in OpenMetrics if the Accept header asks for it."""
     server = server_of(request)
-    families = list(MetricFamilies(server, client_of(request)))
+    families = metric_families(server, client_of(request))
     encode, content_type = exposition_writer(request.headers.get("accept", ""))
     registry = CollectorRegistry()
     registry.register(_FamilyCollector(families))
     ProcessCollector(registry=registry)
     body = await server.engine.in_thread(client_of(request), encode, registry)
     return Response(body, headers={"content-type": content_type})
+
+
+def metric_families(server: ServerContext, viewer: ApiClient = ANYONE) -> list[Metric]:
+    """Return all metric families with their current values; token counts only of clients that `viewer` may see."""
+    return [*VllmMetrics(server, viewer), *OwnMetrics(server, viewer)]
 
 
 def exposition_writer(accept: str) -> tuple[Callable[[Collector], bytes], str]:
@@ -62,20 +65,8 @@ def exposition_writer(accept: str) -> tuple[Callable[[Collector], bytes], str]:
     return partial(generate_latest, escaping=openmetrics.ALLOWUTF8), CONTENT_TYPE_PLAIN_0_0_4
 
 
-class MetricFamilies:
-    """All metric families with their current values, in the order of export.
-
-    The token counts by client include only clients that `viewer` may see. Figures of engines have the label `engine`, the
-    number of the replica.
-    """
-
-    def __init__(self, server: ServerContext, viewer: ApiClient = ANYONE) -> None:
-        self._viewer = viewer
-        self._server, self._engine = server, server.engine
-        self._account = server.engine.account
-        self._replicas = server.engine.replicas.replicas
-        # Figures of requests are those of all engines together.
-        self._base = {"model_name": server.names[0], "engine": "0" if len(self._replicas) == 1 else "all"}
+class VllmMetrics(MetricBuilder):
+    """All families under vLLM's names with their current values, in the order of export."""
 
     def __iter__(self) -> Iterator[Metric]:
         yield from self._state()
@@ -85,89 +76,27 @@ class MetricFamilies:
         yield from self._latencies()
         yield from self._older()
         yield from self._http()
-        yield from self._own()
-
-    # -------------------------------------------------------------------------------- builders
-
-    def _gauge(self, name: str, text: str, value: float, labels: Mapping[str, str] | None = None) -> Metric:
-        labels = {**self._base, **(labels or {})}
-        family = GaugeMetricFamily(name, text, labels=list(labels))
-        family.add_metric(list(labels.values()), value)
-        return family
-
-    def _gauges(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        return self._by_label(GaugeMetricFamily(name, text, labels=[*self._base, label]), values)
-
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(name, text, labels=list(self._base))
-        family.add_metric(list(self._base.values()), value)
-        return family
-
-    def _counters(self, name: str, text: str, label: str, values: Mapping[str, float]) -> Metric:
-        return self._by_label(CounterMetricFamily(name, text, labels=[*self._base, label]), values)
-
-    def _by_label(
-        self, family: GaugeMetricFamily | CounterMetricFamily, values: Mapping[str, float]
-    ) -> Metric:
-        for key, value in values.items():
-            family.add_metric([*self._base.values(), key], value)
-        return family
-
-    def _histogram(self, name: str, text: str, histogram: Histogram) -> Metric:
-        family = HistogramMetricFamily(name, text, labels=list(self._base))
-        family.add_metric(list(self._base.values()), histogram.buckets(), histogram.sum)
-        return family
-
-    def _engine_gauge(self, name: str, text: str, value: Callable[[Replica], float]) -> Metric:
-        return self._by_engine(GaugeMetricFamily(name, text, labels=list(self._base)), value)
-
-    def _engine_counter(self, name: str, text: str, value: Callable[[Totals], float]) -> Metric:
-        family = CounterMetricFamily(name, text, labels=list(self._base))
-        return self._by_engine(family, lambda replica: value(replica.figures.totals))
-
-    def _by_engine(
-        self, family: GaugeMetricFamily | CounterMetricFamily, value: Callable[[Replica], float]
-    ) -> Metric:
-        for replica in self._replicas:
-            family.add_metric([self._base["model_name"], str(replica.number)], value(replica))
-        return family
-
-    def _engine_by_label(
-        self,
-        family: type[GaugeMetricFamily] | type[CounterMetricFamily],
-        name: str,
-        text: str,
-        label: str,
-        values: Callable[[Replica], Mapping[str, float]],
-    ) -> Metric:
-        found = family(name, text, labels=[*self._base, label])
-        for replica in self._replicas:
-            for key, value in values(replica).items():
-                found.add_metric([self._base["model_name"], str(replica.number), key], value)
-        return found
-
-    # ---------------------------------------------------------------------------- vLLM's metrics
 
     def _state(self) -> Iterator[Metric]:
-        info = self._engine.info
-        yield self._engine_gauge(
+        info = self.engine.info
+        yield self.engine_gauge(
             "vllm:num_requests_running", "Number of requests in the running batch.", lambda r: r.load.running
         )
-        yield self._engine_gauge(
+        yield self.engine_gauge(
             "vllm:num_requests_waiting", "Number of requests waiting in the engine.", lambda r: r.load.waiting
         )
-        yield self._engine_by_label(
+        yield self.engine_by_label(
             GaugeMetricFamily,
             "vllm:num_requests_waiting_by_reason",
             "Number of waiting requests by reason: capacity (no room) or deferred (waiting for something else).",
             "reason",
             lambda r: {"capacity": r.load.waiting - r.figures.held, "deferred": r.figures.held},
         )
-        yield self._engine_gauge(
+        yield self.engine_gauge(
             "vllm:kv_cache_usage_perc", "Fraction of KV cache blocks in use, 0 to 1.", _usage
         )
         states = {"awake": 1.0, "weights_offloaded": 0.0, "discard_all": 0.0}
-        yield self._gauges(
+        yield self.gauges(
             "vllm:engine_sleep_state",
             "Sleep state of the engine; Quire is always awake.",
             "sleep_state",
@@ -180,43 +109,43 @@ class MetricFamilies:
             "enable_prefix_caching": str(info.prefix_caching),
             "eviction": info.eviction,
         }
-        yield self._gauge("vllm:cache_config_info", "KV cache settings, as labels.", 1, labels)
+        yield self.gauge("vllm:cache_config_info", "KV cache settings, as labels.", 1, labels)
 
     def _tokens(self) -> Iterator[Metric]:
-        account = self._account
-        yield self._engine_counter(
+        account = self.account
+        yield self.engine_counter(
             "vllm:prefix_cache_queries",
             "Number of prompt tokens looked up in the prefix cache.",
             lambda totals: totals.queried_tokens,
         )
-        yield self._engine_counter(
+        yield self.engine_counter(
             "vllm:prefix_cache_hits",
             "Number of prompt tokens found in the prefix cache.",
             lambda totals: totals.cached_tokens,
         )
-        yield self._engine_counter(
+        yield self.engine_counter(
             "vllm:num_preemptions", "Number of preemptions.", lambda totals: totals.preemptions
         )
-        yield self._counter(
+        yield self.counter(
             "vllm:prompt_tokens", "Number of prompt tokens in admitted requests.", account.prompt_tokens
         )
-        yield self._engine_counter(
+        yield self.engine_counter(
             "vllm:generation_tokens", "Number of generated tokens.", lambda totals: totals.generated_tokens
         )
-        yield self._counter(
+        yield self.counter(
             "vllm:prompt_tokens_cached",
             "Number of prompt tokens taken from the prefix cache.",
             account.cached_tokens,
         )
         computed = account.prompt_tokens - account.cached_tokens
         sources = {"local_compute": computed, "local_cache_hit": account.cached_tokens}
-        yield self._counters(
+        yield self.counters(
             "vllm:prompt_tokens_by_source",
             "Number of prompt tokens by source: computed or cached.",
             "source",
             sources,
         )
-        yield self._counters(
+        yield self.counters(
             "vllm:prompt_tokens_cached_by_source",
             "Number of cached prompt tokens by location of the cache.",
             "source",
@@ -224,22 +153,22 @@ class MetricFamilies:
         )
 
     def _drafts(self) -> Iterator[Metric]:
-        yield self._engine_counter(
+        yield self.engine_counter(
             "vllm:spec_decode_num_drafts",
             "Number of rows that verified draft tokens.",
             lambda totals: totals.draft_rows,
         )
-        yield self._engine_counter(
+        yield self.engine_counter(
             "vllm:spec_decode_num_draft_tokens",
             "Number of draft tokens verified.",
             lambda totals: totals.draft_tokens,
         )
-        yield self._engine_counter(
+        yield self.engine_counter(
             "vllm:spec_decode_num_accepted_tokens",
             "Number of draft tokens accepted.",
             lambda totals: totals.accepted_tokens,
         )
-        yield self._engine_by_label(
+        yield self.engine_by_label(
             CounterMetricFamily,
             "vllm:spec_decode_num_accepted_tokens_per_pos",
             "Number of draft tokens accepted, by position among the drafts of a row.",
@@ -248,18 +177,18 @@ class MetricFamilies:
         )
 
     def _requests(self) -> Iterator[Metric]:
-        account = self._account
-        yield self._counters(
+        account = self.account
+        yield self.counters(
             "vllm:request_success",
             "Number of finished requests by finish reason.",
             "finished_reason",
             account.ended,
         )
-        yield self._counters(
+        yield self.counters(
             "vllm:admission_rejections",
             "Number of requests rejected with 503, by reason.",
             "reason",
-            self._engine.admission.rejections,
+            self.engine.admission.rejections,
         )
         for name, text, histogram in (
             ("request_prompt_tokens", "Histogram of prompt tokens per request.", account.prompt_sizes),
@@ -283,10 +212,10 @@ class MetricFamilies:
             ("request_params_n", "Histogram of the n parameter.", account.choices),
             ("request_num_preemptions", "Histogram of preemptions per request.", account.preemptions),
         ):
-            yield self._histogram(f"vllm:{name}", text, histogram)
+            yield self.histogram(f"vllm:{name}", text, histogram)
 
     def _latencies(self) -> Iterator[Metric]:
-        account = self._account
+        account = self.account
         for name, text, histogram in (
             ("time_to_first_token", "Time to first token.", account.ttft_s),
             ("inter_token_latency", "Time between two tokens of a request.", account.itl_s),
@@ -305,14 +234,14 @@ class MetricFamilies:
             ("request_prefill_time", "Time from admission to the first token.", account.prefill_s),
             ("request_decode_time", "Time from the first token to the last one.", account.decode_s),
         ):
-            yield self._histogram(f"vllm:{name}_seconds", f"Histogram in seconds. {text}", histogram)
+            yield self.histogram(f"vllm:{name}_seconds", f"Histogram in seconds. {text}", histogram)
 
     def _older(self) -> Iterator[Metric]:
         """Yield metrics under names that vLLM no longer uses but dashboards still query."""
         older = "Deprecated name of"
-        yield self._engine_gauge("vllm:gpu_cache_usage_perc", f"{older} kv_cache_usage_perc.", _usage)
-        yield self._histogram(
-            "vllm:time_per_output_token_seconds", f"{older} inter_token_latency_seconds.", self._account.itl_s
+        yield self.engine_gauge("vllm:gpu_cache_usage_perc", f"{older} kv_cache_usage_perc.", _usage)
+        yield self.histogram(
+            "vllm:time_per_output_token_seconds", f"{older} inter_token_latency_seconds.", self.account.itl_s
         )
 
     def _http(self) -> Iterator[Metric]:
@@ -321,167 +250,16 @@ class MetricFamilies:
         requests = CounterMetricFamily(
             "http_requests", "Number of HTTP requests by method, route and status class.", labels=labels
         )
-        for key, count in self._server.http.requests.items():
+        for key, count in self.server.http.requests.items():
             requests.add_metric(key, count)
         yield requests
         text = "Duration of HTTP requests in seconds, from the request's head to the end of the answer."
         seconds = HistogramMetricFamily("http_request_duration_seconds", text, labels=labels[:2])
-        for route, histogram in self._server.http.seconds.items():
+        for route, histogram in self.server.http.seconds.items():
             seconds.add_metric(route, histogram.buckets(), histogram.sum)
         yield seconds
-
-    # --------------------------------------------------------------------------- Quire's metrics
-
-    def _own(self) -> Iterator[Metric]:
-        engine, account = self._engine, self._account
-        yield self._engine_by_label(
-            GaugeMetricFamily,
-            "quire:blocks",
-            "Number of KV cache blocks by state: used, cached (free, but reusable as a prefix) and blank.",
-            "state",
-            _blocks,
-        )
-        yield self._by_engine(
-            CounterMetricFamily(
-                "quire:block_evictions",
-                "Number of cached blocks evicted to make room.",
-                labels=list(self._base),
-            ),
-            lambda r: r.figures.evictions,
-        )
-        yield self._engine_by_label(
-            CounterMetricFamily,
-            "quire:kv_fetched_tokens",
-            "Number of cached tokens whose blocks were not on the device, by the tier that they came from.",
-            "tier",
-            lambda r: {t: r.figures.totals.fetched_tokens.get(t, 0) for t in ("host", "disk", "prefill")},
-        )
-        yield self._engine_by_label(
-            CounterMetricFamily,
-            "quire:kv_moved_bytes",
-            "Number of bytes of blocks copied to and from the device, by kind of transfer.",
-            "kind",
-            lambda r: {kind: r.figures.totals.moved_bytes.get(kind, 0) for kind in get_args(TransferKind)},
-        )
-        yield self._engine_counter(
-            "quire:kv_unsaved_blocks",
-            "Number of evicted blocks for which host memory had no free row.",
-            lambda totals: totals.unsaved_blocks,
-        )
-        yield self._engine_by_label(
-            GaugeMetricFamily,
-            "quire:state_snapshots",
-            "Number of rows for snapshots of states by state: named (found by the prefix cache) and other.",
-            "state",
-            _snapshots,
-        )
-        yield self._by_engine(
-            CounterMetricFamily(
-                "quire:state_snapshot_evictions",
-                "Number of snapshots of states evicted to make room.",
-                labels=list(self._base),
-            ),
-            lambda r: r.figures.snapshot_evictions,
-        )
-        yield self._engine_counter(
-            "quire:pressure_events",
-            "Number of times that blocks ran out: preemptions, and admissions that had to wait.",
-            lambda totals: totals.pressure,
-        )
-        yield self._engine_counter(
-            "quire:requests_not_finite",
-            "Number of requests aborted because the model's output was NaN or infinite.",
-            lambda totals: totals.not_finite,
-        )
-        yield self._engine_gauge(
-            "quire:replica_up", "1 for a replica that serves, 0 otherwise.", lambda r: r.health == "serving"
-        )
-        yield self._by_engine(
-            CounterMetricFamily(
-                "quire:replica_restarts",
-                "Number of times that the process of a replica was replaced.",
-                labels=list(self._base),
-            ),
-            lambda r: r.restarts,
-        )
-        yield self._gauge(
-            "quire:requests_held",
-            "Number of requests that wait in the API process for a replica with room.",
-            engine.replicas.num_held,
-        )
-        yield self._counter(
-            "quire:log_lines_dropped",
-            "Number of log lines dropped because standard output or standard error was not read fast enough.",
-            self._server.lines.dropped,
-        )
-        yield self._gauge(
-            "quire:requests_open",
-            "Number of unfinished choices (answers), waiting ones included.",
-            engine.num_open,
-        )
-        yield self._counter(
-            "quire:requests_completed",
-            "Number of HTTP requests answered completely.",
-            account.of(None).completed,
-        )
-        yield self._counters(
-            "quire:queue_seconds",
-            "Time in seconds that requests waited in the engine, by cause.",
-            "cause",
-            account.waited_s,
-        )
-        for name, text, value in (
-            (
-                "lost_to_prefills_seconds",
-                "Time in seconds that decoding requests lost to the prefills of others.",
-                account.lost_s,
-            ),
-            ("preempted_seconds", "Time in seconds that preempted requests waited.", account.preempted_s),
-            (
-                "recompute_seconds",
-                "Time in seconds to recompute tokens after preemptions.",
-                account.recompute_s,
-            ),
-            (
-                "recomputed_tokens",
-                "Number of tokens recomputed after preemptions.",
-                account.recomputed_tokens,
-            ),
-        ):
-            yield self._counter(f"quire:{name}", text, value)
-        family = CounterMetricFamily(
-            "quire:client_tokens",
-            "Number of tokens in finished requests, by client and kind.",
-            labels=[*self._base, "client", "kind"],
-        )
-        for name, client in account.clients.items():
-            if self._viewer.sees in (None, name):
-                for kind, count in (
-                    ("prompt", client.prompt_tokens),
-                    ("generation", client.generated_tokens),
-                ):
-                    family.add_metric([*self._base.values(), name, kind], count)
-        yield family
-        yield self._histogram("quire:step_seconds", "Histogram of step durations in seconds.", account.step_s)
-        yield self._histogram("quire:step_rows", "Histogram of requests per step.", account.step_rows)
-        phases = {name: float(seconds) for name, seconds in engine.info.phases_s.items()}
-        yield self._gauges(
-            "quire:start_up_seconds", "Start-up time of the engine in seconds, by phase.", "phase", phases
-        )
-        yield self._gauge("quire:build_info", "Version of Quire, as a label.", 1, {"version": __version__})
 
 
 def _usage(replica: Replica) -> float:
     figures, blocks = replica.figures, replica.info.num_blocks
     return (blocks - figures.free_blocks) / blocks if figures.totals.steps else 0.0
-
-
-def _blocks(replica: Replica) -> dict[str, float]:
-    figures, blocks = replica.figures, replica.info.num_blocks
-    free = figures.free_blocks if figures.totals.steps else blocks
-    return {"used": blocks - free, "cached": figures.cached_blocks, "blank": free - figures.cached_blocks}
-
-
-def _snapshots(replica: Replica) -> dict[str, float]:
-    named, rows = replica.figures.snapshots, replica.info.num_snapshots
-    return {"named": named, "other": rows - named}

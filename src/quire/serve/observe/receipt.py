@@ -66,6 +66,7 @@ def write_receipt(generation: Generation, arrived_s: float) -> Receipt | UnsetTy
     return Receipt(
         e2e_ms=_ms(now_s - arrived_s),
         ttft_ms=None if track.first_s is None else _ms(track.first_s - arrived_s),
+        predicted_ttft_ms=None if generation.forecast_s is None else _ms(generation.forecast_s),
         terms_ms={name: _ms(seconds) for name, seconds in terms_s.items()},
         queue_ms={name: _ms(seconds) for name, seconds in waited_s.items()},
         prompt_tokens=PromptReceipt(

@@ -5,7 +5,8 @@ const COLOURS = {
   recompute: "request-6", decode: "decode", deliver: "request-7",
 };
 
-const CAUSES = { slots: "a slot", step: "the next step", tokens: "the token budget", batch: "the end of the batch" };
+const CAUSES = { slots: "a slot", step: "the next step", latency: "the latency target",
+  tokens: "the token budget", batch: "the end of the batch" };
 const CACHE_ENDED = {
   new: "the next block was not cached",
   evicted: "the next block was evicted",

@@ -6,6 +6,7 @@ import { term } from "./terms.js";
 
 const REASONS = {
   slots: "all slots of the batch are in use",
+  latency: "more requests would miss the latency target",
   blocks: "not enough free blocks",
   tokens: "the token budget of the step is used up",
   batch: "the previous batch has not ended (static batching)",

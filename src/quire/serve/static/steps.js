@@ -15,7 +15,8 @@ const PAUSE = 54; // pixels of a gap without steps
 const PAUSE_S = 0.1; // shorter gaps are not shown
 const TICK = 90; // pixels between two times of day, at least
 const REASONS = {
-  slots: "a slot", blocks: "free blocks", tokens: "the token budget", batch: "the end of the batch",
+  slots: "a slot", latency: "the latency target", blocks: "free blocks", tokens: "the token budget",
+  batch: "the end of the batch",
   results: "results in flight", grammar: "a grammar", loading: "blocks from elsewhere",
 };
 const STRIPS = [
@@ -205,7 +206,7 @@ export class StepBars {
         `step ${count(step.step)}`,
         this.clock_s === null ? `ended ${this.time(step)} before the newest` : `ended at ${this.time(step)}`,
         `${count(step.prefill)} prompt, ${count(step.decode)} decode` + (step.drafts ? `, ${count(step.drafts)} draft` : "") + " tokens",
-        `${duration(step.took_s)} (host: schedule ${duration(step.schedule_s)}, launch ${duration(step.launch_s)}, ` +
+        duration(step.took_s) + (step.predicted_s ? `, predicted ${duration(step.predicted_s)}` : "") + ` (host: schedule ${duration(step.schedule_s)}, launch ${duration(step.launch_s)}, ` +
           `wait ${duration(step.wait_s)}, retire ${duration(step.retire_s)})`,
         `${count(step.running)} running`,
       ];

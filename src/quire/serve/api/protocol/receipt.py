@@ -24,6 +24,7 @@ class Receipt(msgspec.Struct, kw_only=True):
 
     e2e_ms: float
     ttft_ms: float | None
+    predicted_ttft_ms: float | None  # when the request was admitted; null without latency targets
     terms_ms: dict[str, float]
     queue_ms: dict[str, float]
     prompt_tokens: PromptReceipt

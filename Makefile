@@ -14,7 +14,7 @@ FAST := account api_input bench_load bench_metrics body clocks config connection
    streams tool_calls waiting workloads writes
 PROMPT ?= Once upon a time
 
-.PHONY: demo test test-fast test-ray lint docs bench-host clean
+.PHONY: demo test test-fast test-ranks test-ray lint docs bench-host clean
 
 demo: $(VENV)/.installed
 	$(BIN)/quire generate demo --summary "$(PROMPT)"
@@ -24,6 +24,10 @@ test: $(VENV)/.installed-dev
 
 test-fast: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 $(FAST:%=tests/unit/test_%.py) $(PYTEST_ARGS)
+
+# All kinds of ranks with every pair of switches, of which `make test` runs one kind. Takes ten minutes.
+test-ranks: $(VENV)/.installed-dev
+	QUIRE_ALL_RANKS=1 $(BIN)/python -m pytest -n 2 tests/e2e/test_rank_matrix.py $(PYTEST_ARGS)
 
 # A Ray cluster on this machine. Ray is an extra, and the tests take two minutes, so `make test` skips them.
 test-ray: $(VENV)/.installed-dev

@@ -57,7 +57,7 @@ class World:
         return matcher
 
     def accepts(self, matcher: LLMatcher, text: str) -> bool:
-        """Whether the masks allow the text, token by token, and then the end."""
+        """Return whether the masks allow the text, token by token, and then the end."""
         matcher = matcher.deep_copy()
         for token in self.tokens(text):
             if not self.allows(matcher, token) or not matcher.consume_token(token):
@@ -123,7 +123,7 @@ class Counts:
 
 
 def is_loosened(spec: GrammarSpec) -> bool:
-    """Whether a warning names a keyword that has a meaning and is not enforced."""
+    """Return whether a warning names a keyword that has a meaning and is not enforced."""
     return any("oneOf" in warning or "uniqueItems" in warning for warning in spec.warnings)
 
 

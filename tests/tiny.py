@@ -61,8 +61,12 @@ HYBRID = {
 }  # fmt: skip
 
 
-def write_hybrid(folder: Path, seed: int = 5) -> Path:
-    """Write config and weights of a model of convolutions and attention, without a tokenizer. Return the folder."""
+def write_hybrid(folder: Path, seed: int = 5, heads: int = 4) -> Path:
+    """Write config and weights of a model of convolutions and attention, without a tokenizer. Return the folder.
+
+    Kernels of a GPU need heads of at least 16 numbers, so `heads` must be 2 there.
+    """
+    dim = 32 // heads
     generator = torch.Generator().manual_seed(seed)
 
     def random(*shape: int) -> torch.Tensor:
@@ -70,7 +74,7 @@ def write_hybrid(folder: Path, seed: int = 5) -> Path:
 
     attention = {
         "self_attn.q_proj": (32, 32), "self_attn.k_proj": (16, 32), "self_attn.v_proj": (16, 32),
-        "self_attn.out_proj": (32, 32), "self_attn.q_layernorm": (8,), "self_attn.k_layernorm": (8,),
+        "self_attn.out_proj": (32, 32), "self_attn.q_layernorm": (dim,), "self_attn.k_layernorm": (dim,),
     }  # fmt: skip
     convolution = {"conv.in_proj": (96, 32), "conv.conv": (32, 1, 3), "conv.out_proj": (32, 32)}
     both = {
@@ -83,5 +87,6 @@ def write_hybrid(folder: Path, seed: int = 5) -> Path:
         for name, shape in {**own, **both}.items():
             tensors[f"model.layers.{i}.{name}.weight"] = random(*shape)
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(HYBRID))
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": heads // 2}
+    (folder / "config.json").write_text(json.dumps({**HYBRID, **sizes}))
     return folder

@@ -1,4 +1,4 @@
-"""Settings of an engine: one frozen dataclass, one place for defaults, one table of illegal combinations.
+"""Settings of an engine: one frozen dataclass and one place for defaults. `config_rules.py` says which are legal.
 
 A field that is None means "automatic". `EngineConfig.resolved` fills in the values that depend on other fields;
 `rank.py` and `assembly/` fill in those that depend on the model and the machine. Only this file and `cli/` read the environment.
@@ -7,12 +7,28 @@ A field that is None means "automatic". `EngineConfig.resolved` fills in the val
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal, get_args
+from typing import Any
 
+from quire.config_rules import (
+    Batching,
+    DecodeAttention,
+    Dtype,
+    Eviction,
+    ExpertExchangeName,
+    KVCacheDtype,
+    KVLayoutName,
+    LayerBackend,
+    LoadFormat,
+    PrefillAttention,
+    Quantization,
+    SchedulingPolicy,
+    SpecMethod,
+    check_combinations,
+    check_values,
+    parse_disaggregation,
+)
 from quire.types import ConfigError
 from quire.types.speculative import settings_of
 
@@ -21,17 +37,6 @@ from quire.types.speculative import settings_of
 # and then sleeping is as fast alone, and fast beside a busy process too. A tenth of it puts threads to sleep between the
 # layers of a step, which doubles its time. The variable must be set before torch is loaded.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
-Batching = Literal["continuous", "static"]
-KVLayoutName = Literal["paged", "contiguous", "none"]
-Eviction = Literal["lru", "fifo"]
-SpecMethod = Literal["off", "ngram", "suffix", "draft", "eagle3", "mtp"]
-SchedulingPolicy = Literal["fcfs", "priority"]
-Dtype = Literal["auto", "float32", "bfloat16", "float16"]
-LoadFormat = Literal["auto", "dummy"]
-ExpertExchangeName = Literal["auto", "all-reduce", "all-to-all"]
-Quantization = Literal["auto", "fp8", "fp8-block", "int8", "int4"]
-KVCacheDtype = Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "int8"]
 
 
 def _setting(group: str, default: Any, help: str) -> Any:
@@ -96,7 +101,17 @@ class EngineConfig:
     target_itl: float | None = _scheduling(
         None,
         "target in ms for the 99th percentile of the inter-token latency: prompts run in the largest chunks with which steps "
-        "are predicted to end in time; replaces mixed_prefill_tokens (default: off)",
+        "are predicted to end in time, and no more requests than decode in time; replaces mixed_prefill_tokens (default: off)",
+    )
+    target_ttft: float | None = _scheduling(
+        None,
+        "target in ms for the time to first token: requests are admitted in the order in which their first token is due, "
+        "and --shed refuses those that are predicted to miss it (default: off)",
+    )
+    prefill_slowdown: float | None = _scheduling(
+        None,
+        "longest step with prompts, as a multiple of a step that only decodes; target_ttft takes precedence "
+        "(default: off)",
     )
     scheduling_policy: SchedulingPolicy = _scheduling(
         "fcfs", "order of requests: fcfs (first come, first served) or priority (lower numbers first)"
@@ -174,6 +189,11 @@ class EngineConfig:
         "draft model of spec_method draft, a small one with the same tokenizer, such as demo-draft for demo; draft head "
         "of eagle3",
     )
+    spec_quantization: Quantization = _speculation(
+        "auto",
+        "format of the weights of spec_model: auto is that of its checkpoint; fp8, fp8-block, int8 or int4 converts plain "
+        "weights while they are loaded, which changes drafts but no output",
+    )
     spec_tokens: int | None = _speculation(
         None, "most draft tokens of a request in a step (default: 5 with a spec_method)"
     )
@@ -229,11 +249,39 @@ class EngineConfig:
         "attention back end: auto, reference, triton or cpu; auto picks triton on a GPU, cpu with cpu_kernels, else "
         "reference",
     )
+    prefill_attention: PrefillAttention = _kernels(
+        "auto",
+        "back end for rows of several new tokens: auto is that of attention; reference gathers keys and values for each "
+        "row; library is PyTorch's FlashAttention over gathered rows, on a GPU; triton",
+    )
+    decode_attention: DecodeAttention = _kernels(
+        "auto", "back end for rows of one new token: the same values, and cpu for the C kernel"
+    )
+    decode_splits: int | None = _kernels(
+        None,
+        "most programs that share the context of one decoding row (attention triton; default: as many as fill the GPU; "
+        "1 is unsplit decoding)",
+    )
+    norm_backend: LayerBackend = _kernels(
+        "auto",
+        "norms: auto uses Quire's kernels, which fuse them with products; library PyTorch's functions; reference basic "
+        "operations",
+    )
+    mlp_backend: LayerBackend = _kernels(
+        "auto",
+        "products and activations of MLPs: auto uses Quire's kernels for few rows; library cuBLAS or oneDNN and "
+        "PyTorch's activations; reference the same products and basic operations",
+    )
     cuda_graphs: bool = _kernels(True, "capture steps as CUDA graphs and replay them, on a GPU")
     capture_at_start: bool = _kernels(
         True,
         "capture the most common steps before the first request: off starts about a second sooner, but the first "
         "minute is slower",
+    )
+    persistent_kernel: bool = _kernels(
+        False,
+        "run decode steps of 1, 2, 4 or 8 rows as one kernel: dense Llama and Qwen models in bf16 on a Hopper GPU; "
+        "slower than captured kernels so far",
     )
     cpu_kernels: bool = _kernels(
         True, "run small steps on a CPU with C kernels, which are compiled at the first start"
@@ -258,40 +306,10 @@ class EngineConfig:
             object.__setattr__(self, "speculative_config", None)
         if self.rank_address is not None and self.rank_token is None:
             object.__setattr__(self, "rank_token", os.environ.get("QUIRE_RANK_TOKEN"))
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ConfigError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        for name in _COUNTS:
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise ConfigError(f"{name} must be an integer of at least 1, got {value!r}")
-        for name in ("state_snapshot_interval", "state_snapshot_answers"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-                raise ConfigError(f"{name} must be an integer of at least 0, got {value!r}")
-        if not 0 < self.memory_utilization <= 1:
-            raise ConfigError(f"memory_utilization must be in (0, 1], got {self.memory_utilization}")
-        for name in ("kv_host_memory", "kv_disk_size"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"{name} must be above 0 GB, got {value}")
-        if self.cache_secret is not None and not _is_secret(self.cache_secret):
-            raise ConfigError("cache_secret must be 32 to 128 hexadecimal digits, two for each byte")
-        if not self.rank_timeout > 0:
-            raise ConfigError(f"rank_timeout must be above 0 seconds, got {self.rank_timeout}")
+        check_values(self)
         if self.disaggregate is not None:
-            _, decodes = parse_disaggregation(self.disaggregate)
-            if self.data_parallel_size not in (1, decodes):
-                raise ConfigError(
-                    f"disaggregate {self.disaggregate} has {decodes} decode engines, but data_parallel_size is "
-                    f"{self.data_parallel_size}; leave one out"
-                )
-            object.__setattr__(self, "data_parallel_size", decodes)
-        if self.pipeline_layer_split is not None:
-            parse_layer_split(self.pipeline_layer_split, self.pipeline_parallel_size)
-        for illegal, message in ILLEGAL:
-            if illegal(self):
-                raise ConfigError(message.format(c=self))
+            object.__setattr__(self, "data_parallel_size", parse_disaggregation(self.disaggregate)[1])
+        check_combinations(self)
 
     @property
     def num_ranks(self) -> int:
@@ -305,6 +323,12 @@ class EngineConfig:
             return 0
         prefills, decodes = parse_disaggregation(self.disaggregate)
         return prefills // decodes
+
+    @property
+    def learns_step_times(self) -> bool:
+        """Return whether the engine predicts the time of steps, for the latency targets."""
+        wanted = (self.target_itl, self.target_ttft, self.prefill_slowdown)
+        return any(value is not None for value in wanted)
 
     def resolved(self, gpu_bytes: int, model_max_len: int, state_bytes: int = 0) -> EngineConfig:
         """Return these settings with the automatic values that need no loaded model.
@@ -362,26 +386,6 @@ def replica_config(config: EngineConfig, replica: int) -> EngineConfig:
     return replace(config, device=f"{kind}:{gpu}") if gpu and kind != "cpu" else config
 
 
-def parse_disaggregation(text: str) -> tuple[int, int]:
-    """Return the numbers of prefill and decode engines of a text such as `prefill:1,decode:1`.
-
-    Raises:
-        ConfigError: if it is something else, or decode engines cannot have equally many prefill engines.
-    """
-    parts = dict(part.partition(":")[::2] for part in text.replace(",", " ").split())
-    if parts.keys() != {"prefill", "decode"} or not all(
-        n.isdecimal() and 0 < int(n) < 100 for n in parts.values()
-    ):
-        raise ConfigError(f"disaggregate must look like prefill:1,decode:1, got {text!r}")
-    prefills, decodes = int(parts["prefill"]), int(parts["decode"])
-    if prefills % decodes:
-        raise ConfigError(
-            f"disaggregate needs a multiple of {decodes} prefill engines, because each decode engine owns equally many; "
-            f"got {prefills}"
-        )
-    return prefills, decodes
-
-
 def _default_seqs(gpu_bytes: int, state_bytes: int) -> int:
     if not gpu_bytes:
         return 32
@@ -391,155 +395,6 @@ def _default_seqs(gpu_bytes: int, state_bytes: int) -> int:
 
 
 _SPEC_TOKENS = 5
-_COUNTS = (
-    "block_size",
-    "max_num_batched_tokens",
-    "mixed_prefill_tokens",
-    "max_num_seqs",
-    "max_model_len",
-    "kv_cache_memory",
-    "cpu_threads",
-    "spec_tokens",
-    "state_snapshots",
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "data_parallel_size",
-)
-_CHOICES: dict[str, tuple[str, ...]] = {
-    "batching": get_args(Batching),
-    "kv_layout": get_args(KVLayoutName),
-    "eviction": get_args(Eviction),
-    "scheduling_policy": get_args(SchedulingPolicy),
-    "spec_method": get_args(SpecMethod),
-    "dtype": get_args(Dtype),
-    "load_format": get_args(LoadFormat),
-    "quantization": get_args(Quantization),
-    "kv_cache_dtype": get_args(KVCacheDtype),
-    "expert_exchange": get_args(ExpertExchangeName),
-    "attention": ("auto", "reference", "triton", "cpu"),
-}
-
-# Combinations that cannot work, each with its error message. rank.py checks those that depend on the model.
-ILLEGAL: tuple[tuple[Callable[[EngineConfig], bool], str], ...] = (
-    (
-        lambda c: (
-            c.rank_address is not None and not re.fullmatch(r"[^:]+:\d{1,5}|\[.+\]:\d{1,5}", c.rank_address)
-        ),
-        "rank_address must be HOST:PORT, got {c.rank_address}",
-    ),
-    (
-        lambda c: c.rank_address is not None and c.tensor_parallel_size == 1,
-        "rank_address needs tensor_parallel_size above 1: there are no other ranks",
-    ),
-    (
-        lambda c: c.rank_address is not None and not c.rank_token,
-        "rank_address needs a rank_token (or QUIRE_RANK_TOKEN), which the other ranks present",
-    ),
-    (
-        lambda c: c.max_model_len == 1,
-        "max_model_len must be at least 2, one token of prompt and one of output, got 1",
-    ),
-    (
-        lambda c: c.chunked_prefill is False and bool(c.mixed_prefill_tokens),
-        "mixed_prefill_tokens splits prompts over steps, so it needs chunked_prefill on",
-    ),
-    (
-        lambda c: c.target_itl is not None and not c.target_itl > 0,
-        "target_itl must be above 0 ms, got {c.target_itl:g}",
-    ),
-    (
-        lambda c: c.target_itl is not None and (c.chunked_prefill is False or c.kv_layout == "none"),
-        "target_itl chooses the size of chunks, so it needs chunked_prefill on",
-    ),
-    (
-        lambda c: c.target_itl is not None and c.mixed_prefill_tokens is not None,
-        "target_itl replaces mixed_prefill_tokens: give one of them",
-    ),
-    (
-        lambda c: c.kv_layout == "none" and bool(c.chunked_prefill),
-        "chunked_prefill needs a KV cache, but with kv_layout none every step recomputes the whole sequence",
-    ),
-    (
-        lambda c: c.kv_layout == "none" and bool(c.prefix_caching),
-        "prefix_caching needs a KV cache, but with kv_layout none nothing is kept between steps",
-    ),
-    (
-        lambda c: c.kv_host_memory is not None and (c.prefix_caching is False or c.kv_layout == "none"),
-        "kv_host_memory keeps blocks for the prefix cache, so it needs prefix_caching on and another kv_layout than none",
-    ),
-    (
-        lambda c: c.disaggregate is not None and (c.prefix_caching is False or c.kv_layout != "paged"),
-        "disaggregate moves blocks by their names, so it needs prefix_caching on and kv_layout paged",
-    ),
-    (
-        lambda c: c.disaggregate is not None and (c.tensor_parallel_size > 1 or c.spec_method == "draft"),
-        "disaggregate serves engines of one rank without a draft model so far; "
-        "leave out tensor_parallel_size and spec_method draft",
-    ),
-    (
-        lambda c: c.disaggregate is not None and c.kv_host_memory is not None,
-        "disaggregate and kv_host_memory exclude each other so far; leave one out",
-    ),
-    (
-        lambda c: c.kv_disk is not None and c.kv_host_memory is None,
-        "kv_disk is reached through host memory; set kv_host_memory too",
-    ),
-    (
-        lambda c: c.kv_layout == "none" and c.spec_method != "off",
-        "spec_method {c.spec_method} needs a KV cache, but with kv_layout none every step recomputes the whole sequence; "
-        "use kv_layout paged",
-    ),
-    (
-        lambda c: c.spec_method == "off" and bool(c.spec_tokens),
-        "spec_tokens needs a spec_method, which is off; use spec_method ngram",
-    ),
-    (
-        lambda c: c.spec_method in ("draft", "eagle3") and c.spec_model is None,
-        "spec_method {c.spec_method} needs a spec_model; add --spec-model with a draft model that has the tokenizer of the "
-        "model, or with an EAGLE-3 head for eagle3",
-    ),
-    (
-        lambda c: c.spec_method not in ("draft", "eagle3") and c.spec_model is not None,
-        "spec_model {c.spec_model} needs a spec_method that uses it, got {c.spec_method}; add --spec-method draft, or "
-        "eagle3 for an EAGLE-3 head",
-    ),
-    (
-        lambda c: c.pipeline_parallel_size > 1 and c.spec_method not in ("off", "ngram", "draft"),
-        "spec_method {c.spec_method} needs the hidden states of all layers in one rank, but pipeline_parallel_size is "
-        "{c.pipeline_parallel_size}; use spec_method ngram or draft",
-    ),
-    (
-        lambda c: c.expert_exchange != "auto" and not c.enable_expert_parallel,
-        "expert_exchange {c.expert_exchange} needs enable_expert_parallel",
-    ),
-    (
-        lambda c: (c.spec_tokens or 0) > 16,
-        "spec_tokens must be at most 16, got {c.spec_tokens}",
-    ),
-)
-
-
-def _is_secret(text: str) -> bool:
-    return 32 <= len(text) <= 128 and len(text) % 2 == 0 and not set(text) - set("0123456789abcdefABCDEF")
-
-
-def parse_layer_split(text: str, stages: int) -> tuple[int, ...]:
-    """Return the number of layers of each stage.
-
-    Raises:
-        ConfigError: if `text` does not hold a positive number for each of `stages` stages.
-    """
-    if stages == 1:
-        raise ConfigError(f"pipeline_layer_split {text} needs a pipeline_parallel_size above 1")
-    numbers = text.split(",")
-    if len(numbers) != stages or not all(
-        n.strip().isascii() and n.strip().isdigit() and int(n) for n in numbers
-    ):
-        raise ConfigError(
-            f"pipeline_layer_split must be {stages} numbers above 0, one for each stage of pipeline_parallel_size, such "
-            f"as {','.join(['16'] * stages)}, got {text!r}"
-        )
-    return tuple(map(int, numbers))
 
 
 def env_flag(name: str) -> bool:

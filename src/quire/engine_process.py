@@ -109,6 +109,7 @@ def serve(engine: Engine, channel: Channel, parent: int) -> None:
     reported_steps = 0
     told: list[str] = []  # the notes that the client has
     worked_s = time.monotonic()
+    is_checked = True  # the books, since the last step
     while os.getppid() == parent:
         quiet = time.monotonic() - worked_s >= _QUIET_S
         busy = engine.has_work or (quiet and not channel.poll() and engine.idle())
@@ -138,9 +139,7 @@ def serve(engine: Engine, channel: Channel, parent: int) -> None:
         outputs = refused
         if engine.has_work:
             outputs = refused + engine.step()
-            worked_s = time.monotonic()
-            if not engine.has_work:
-                engine.check()
+            worked_s, is_checked = time.monotonic(), False
         notes = list(engine.scheduler.connector.notes)
         if outputs or received > reported or notes != told:
             reported, told = received, notes
@@ -148,6 +147,9 @@ def serve(engine: Engine, channel: Channel, parent: int) -> None:
             reported_steps = engine.log.ended
             load, names = load_of(engine, received), engine.journal.take()
             channel.send(msg.encode(msg.Outputs(outputs, load, figures, names)))
+        if not (is_checked or engine.has_work):  # after the outputs are sent, so that no client waits for it
+            engine.check()
+            is_checked = True
 
 
 if __name__ == "__main__":

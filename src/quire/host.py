@@ -27,6 +27,7 @@ from quire.models.config.load import load_spec
 from quire.rank import Rank
 from quire.ranks.group import Peers, start_peers
 from quire.ranks.messages import encode_phase
+from quire.ranks.timeline import PhaseSpans, Spans, relative_spans
 from quire.types import EngineInfo, QuireError
 from quire.wiring import Connect, connect_exporter, connect_prefills, connect_tiers, wire_engine
 from quire.worker.executor import LocalExecutor
@@ -68,10 +69,13 @@ def build_engine(
     prefills = start_prefills(config, secret)
     try:
         path = locate_model(config.model, config.revision).path
-        rank = Rank(config, path, load_spec(path), exports=exports)
+        times = PhaseSpans()
+        times.note("import", time.time() - imports_s, time.time())
+        with times.during("config"):
+            rank = Rank(config, path, load_spec(path), exports=exports)
         clock.end("config")
         with closing(rank), rank.guard():
-            return _build(rank, _StartUp(rank, group), group, path, clock, secret, prefills)
+            return _build(rank, _StartUp(rank, group, times), group, path, clock, secret, prefills)
     except BaseException:
         group.kill()
         if prefills is not None:
@@ -82,20 +86,24 @@ def build_engine(
 class _StartUp:
     """The start-up of all ranks, phase by phase."""
 
-    def __init__(self, rank: Rank, group: Peers) -> None:
-        self._rank, self._group = rank, group
+    def __init__(self, rank: Rank, group: Peers, times: PhaseSpans) -> None:
+        self._rank, self._group, self._times = rank, group, times
 
     def run(self, phase: str, argument: int = 0) -> int:
         """Run a phase on all ranks at the same time. Return the smallest result."""
         self._group.send(encode_phase(phase, argument))
         try:
-            with self._group.watched():
+            with self._group.watched(), self._times.during(phase):
                 result = self._rank.run_phase(phase, argument)
         except QuireError:
             raise
         except Exception as error:  # often the consequence of an error of another rank
             raise self._group.give_up(error) from error
         return min([result, *self._group.collect()])
+
+    def spans(self) -> list[Spans]:
+        """Return when each rank ran its phases, in the order of ranks, relative to the first begin."""
+        return relative_spans([self._times.spans, *self._group.spans()])
 
 
 def _build(
@@ -140,7 +148,7 @@ def _build(
         executor=group.executor(LocalExecutor(rank.runner, rank.guard)),
         grammar=pick_grammar(config, path, rank.spec.vocab_size),
         groups=size.groups,
-        has_states=bool(size.state_bytes),
+        has_states=rank.has_states,
         num_snapshots=size.num_snapshots,
         # The kernels of latent attention do not read shared blocks once.
         shares_prefix=config.shared_prefix and rank.backend.reads_shared and rank.spec.latent is None,
@@ -152,7 +160,10 @@ def _build(
     clock.end("warm_up")
     start.run("finish")
     clock.end("weights")
-    return engine, _describe(rank, clock.phases_s)
+    info = replace(_describe(rank, clock.phases_s), rank_phases_s=start.spans())
+    for number, line in enumerate(info.start_up_of_ranks()):
+        log.info("start-up of rank %d (begin+duration): %s", number, line)
+    return engine, info
 
 
 def _connect(rank: Rank, group: Peers, rows: int, prefills: Prefills | None) -> Connect | None:
@@ -166,7 +177,7 @@ def _connect(rank: Rank, group: Peers, rows: int, prefills: Prefills | None) -> 
     if rank.mover is None:
         return None
     files, found = rank.stored_blocks()
-    block_bytes = rank.size.block_bytes * rank.config.tensor_parallel_size
+    block_bytes = rank.size.block_bytes * rank.config.num_ranks
     return connect_tiers(
         group.mover(rank.mover), rows=rows, files=files, found=found, block_bytes=block_bytes
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 from quire.config import EngineConfig
@@ -27,7 +28,7 @@ from quire.core.shared_prefix import CommonBlocks, NoSharedPrefix, SharedPrefix
 from quire.core.snapshot_policy import SnapshotPolicy
 from quire.core.snapshots import NoSnapshots, SnapshotPool, Snapshots
 from quire.core.steplog import StepLog
-from quire.types import BlockKey, BlockMover, Executor, KVGroup, Totals, max_logit_rows
+from quire.types import BlockKey, BlockMover, Executor, KVGroup, RequestTargets, Totals, max_logit_rows
 
 # Makes the connector of an engine from its blocks, its prefix cache and its counters.
 Connect = Callable[[Blocks, HashPrefixCache, Totals], KVConnector]
@@ -102,6 +103,7 @@ def wire_engine(
         stages=config.pipeline_parallel_size,
         mixed_prefill_tokens=config.mixed_prefill_tokens or config.max_num_batched_tokens or 1,
         max_logit_rows=max_logit_rows(config.max_num_seqs or 1, drafts),
+        targets=RequestTargets.of_ms(config.target_itl, config.target_ttft),
     )
     log = StepLog() if log is None else log
     blocks = Blocks(pool, cache, block_size, groups, limits.max_num_batched_tokens, snapshots)
@@ -112,12 +114,16 @@ def wire_engine(
     connector = None
     if connect is not None and isinstance(cache, HashPrefixCache):
         connector = connect(blocks, cache, log.totals)
-    prompts: PromptBudget = FixedBudget(limits.mixed_prefill_tokens)
-    if config.target_itl is not None:
-        prompts = LatencyBudget(config.target_itl / 1e3, limits.max_num_batched_tokens)
-    depths = _draft_depth(config, drafts)
+    depths, prompts = _draft_depth(config, drafts), _prompt_budget(config, limits)
     scheduler = Scheduler(blocks, choices, limits, log, shared, depths, prompts, connector)
     return Engine(scheduler, executor, grammar, depth, log, config.check_invariants, journal)
+
+
+def _prompt_budget(config: EngineConfig, limits: SchedulerLimits) -> PromptBudget:
+    if not config.learns_step_times:
+        return FixedBudget(limits.mixed_prefill_tokens)
+    most = limits.mixed_prefill_tokens if config.target_itl is None else limits.max_num_batched_tokens
+    return LatencyBudget(most, limits.targets, config.prefill_slowdown or math.inf)
 
 
 def connect_exporter(blocks: Blocks, cache: HashPrefixCache, totals: Totals) -> KVConnector:

@@ -30,6 +30,7 @@ SWITCHES: dict[str, tuple[Any, ...]] = {
     "max_num_batched_tokens": (None, 8, 48),
     "mixed_prefill_tokens": (None, 6),
     "target_itl": (None, 2.0),
+    "prefill_slowdown": (None, 1.5),
     "prefix_caching": (None, True, False),
     "eviction": ("lru", "fifo"),
     "scheduling_policy": ("fcfs", "priority"),
@@ -50,7 +51,7 @@ _ALONE |= {"cpu_kernels": False, "cpu_replay": False}
 
 
 def legal(settings: dict[str, Any]) -> bool:
-    """Whether the combination is one that the engine accepts (the refusals have tests of their own)."""
+    """Return whether the combination is one that the engine accepts (the refusals have tests of their own)."""
     none = settings["kv_layout"] == "none"
     if none and (
         settings["chunked_prefill"]
@@ -60,6 +61,8 @@ def legal(settings: dict[str, Any]) -> bool:
         return False
     whole = settings["chunked_prefill"] is False or none
     if settings["target_itl"] and (whole or settings["mixed_prefill_tokens"]):
+        return False
+    if settings["prefill_slowdown"] and whole:
         return False
     return not (whole and (settings["max_num_batched_tokens"] or settings["mixed_prefill_tokens"]))
 

@@ -8,12 +8,18 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from quire import LLM, SamplingParams
+import quire.assembly.model
+from quire import LLM, EngineConfig, SamplingParams
+from quire.host import build_engine
+from quire.layers.env import Env
+from quire.models.spec import ModelSpec
 from quire.types import ConfigError, EngineDead, RequestError, StepPlan
 from tiny import write_tiny
 
@@ -291,3 +297,20 @@ def test_prompt_logprobs_do_not_depend_on_chunks_or_preemption(folder: Path) -> 
         for a, b in zip(whole, found):
             assert a == pytest.approx(b, abs=1e-4)
         assert bool(preemptions) == ("kv_cache_memory" in settings)
+
+
+def test_a_closed_engine_frees_its_model_without_the_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The objects of an engine are frozen, so the collector never frees a cycle of them."""
+    build, models = quire.assembly.model.build_model, list[weakref.ref[Any]]()
+
+    def noted(spec: ModelSpec, env: Env) -> Any:
+        model = build(spec, env)
+        models.append(weakref.ref(model))
+        return model
+
+    monkeypatch.setattr(quire.assembly.model, "build_model", noted)
+    engine = build_engine(EngineConfig(model="demo-draft", kv_cache_memory=1 << 22, device="cpu"))[0]
+    assert models[0]() is not None
+    engine.close()
+    del engine
+    assert models[0]() is None

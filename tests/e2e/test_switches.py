@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -136,7 +137,7 @@ def test_expectation_does_not_hold_for_other_weights(bench: Bench) -> None:
     engine.add(request)
     engine.step()
     runner = engine.executor.runner
-    for keys, _ in runner.batcher.kv:
+    for keys, _ in runner.batcher.parts.kv:
         keys += 1.0
     tokens: list[int] = []
     while engine.has_work:
@@ -165,3 +166,14 @@ def test_switches_with_windows_on_the_gpu() -> None:
     bench = Bench("demo", device="cuda", windows=WINDOWS)
     for seed in range(40):
         bench.run(random_settings(random.Random(seed), GPU_SWITCHES), seed=seed)
+
+
+@pytest.mark.gpu
+def test_drafts_with_states_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    requests = make_requests(random.Random(7))[:12]
+    bench = Bench(str(write_hybrid(tmp_path, heads=2)), device="cuda", requests=requests)
+    draft_answers(bench, monkeypatch)
+    switches = STATE_SWITCHES | {"kv_layout": ("paged",), "cuda_graphs": (True, True, False)}
+    for seed in range(8):
+        totals = bench.run(with_drafts(random_settings(random.Random(seed), switches)), seed).log.totals
+        assert 0 < totals.accepted_tokens < totals.draft_tokens

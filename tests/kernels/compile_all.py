@@ -19,6 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from triton import knobs
 from triton.runtime import driver, jit
 
 from quire.attention.triton import TritonAttention
-from quire.kernels import activation, batch, collective, ngram, norm, rope
+from quire.kernels import activation, batch, collective, ngram, norm, rope, sum_and_norm, two_trip
 from quire.kernels import target as targets
 from quire.kernels.attention import kv_write, latent, long, shared, short, sparse, tile
 from quire.kernels.experts.route import FEW_TOKENS, rule_arguments
@@ -40,7 +41,9 @@ from quire.kernels.state.rows import StateRows
 from quire.kernels.target import Target
 from quire.layers.expert_weights import ExpertWeights
 from quire.layers.fused_experts import FusedExperts
+from quire.layers.quantised_experts import QuantisedExperts, fused_quantised
 from quire.quant.few_rows import FewRowsMatmul
+from quire.quant.forms import Fp4Weight, Fp8Weight, IntGroupWeight, QuantisedWeight
 
 CPU = torch.device("cpu")
 
@@ -81,7 +84,7 @@ MODELS = {
     "Gemma 3 27B": Shapes(32, 16, 128, 5376, 21504, 262208, window=1024, kind="gelu_tanh"),
     "DeepSeek V2 Lite": Shapes(16, 1, 576, 2048, 10944, 102400, rank=512),
     "DeepSeek V3": Shapes(128, 1, 576, 7168, 18432, 129280, rank=512),
-    "gpt-oss 20B": Shapes(64, 8, 64, 2880, 2880, 201088, window=128, sinks=True),
+    "gpt-oss 20B": Shapes(64, 8, 64, 2880, 2880, 201088, window=128, experts=32, sinks=True),
     "GLM-4 9B": Shapes(32, 2, 128, 4096, 13696, 151552, span=1),
     "Phi-4 mini": Shapes(24, 8, 128, 3072, 8192, 200064, span=48),
     "Qwen3-Next 80B-A3B": Shapes(16, 2, 256, 2048, 512, 151936, experts=512, states=(32, 128, 128)),
@@ -290,6 +293,7 @@ def experts(model: Shapes, dtype: torch.dtype, target: Target) -> None:
             grouped.grouped_product(x, weight, ints(model.experts))
         return
     fused = FusedExperts(ExpertWeights(gate_up, down), "silu")
+    quantised = quantised_experts(model.experts, hidden, width)
     router, arrived = torch.zeros(model.experts, hidden, dtype=dtype), ints(1)
     rules = (
         rule_arguments(model.experts, top_k),
@@ -302,6 +306,36 @@ def experts(model: Shapes, dtype: torch.dtype, target: Target) -> None:
         if tokens <= FEW_TOKENS:
             norm_and_route(x, x, x[0], 1e-6, router, None, torch.zeros(model.experts), rules[0], arrived)
         fused(x, choice)
+        for layer in quantised:
+            layer(x, choice)
+
+
+def quantised_experts(count: int, hidden: int, width: int) -> list[QuantisedExperts]:
+    """Return a layer of experts in each format."""
+
+    def stack(form: str, outputs: int, inputs: int) -> QuantisedWeight:
+        codes, halves = (torch.empty(count, outputs, n, dtype=torch.uint8) for n in (inputs, inputs // 2))
+        if form == "fp8":
+            scale = torch.empty(count, -(-outputs // 128), -(-inputs // 128))
+            return Fp8Weight(codes.view(torch.float8_e4m3fn), scale, "block")
+        if form == "fp4":
+            return Fp4Weight(halves, torch.empty(count, outputs, inputs // 32, dtype=torch.uint8))
+        groups = (count, outputs, inputs // 64)
+        zero = torch.empty(groups, dtype=torch.uint8)
+        return IntGroupWeight(halves, 4, torch.empty(groups, dtype=torch.float16), zero)
+
+    layers = []
+    for form in ("fp8", "fp4", "int4"):
+        weights = ExpertWeights(stack(form, 2 * width, hidden), stack(form, hidden, width))
+        env: Any = SimpleNamespace(weights=SimpleNamespace(when_loaded=lambda action: None))
+        layer = fused_quantised(env, weights, "silu")
+        assert layer is not None
+        layer.gate_up, layer.down = (
+            replace(w, scale=w.scale.mT.contiguous(), zero=None if w.zero is None else w.zero.mT.contiguous())
+            for w in (layer.gate_up, layer.down)
+        )
+        layers.append(layer)
+    return layers
 
 
 def step(model: Shapes, dtype: torch.dtype, target: Target) -> None:
@@ -342,6 +376,10 @@ def ranks(model: Shapes, dtype: torch.dtype, target: Target) -> None:
     for size in (2, 4, 8):
         x = torch.empty(8, model.hidden, dtype=dtype)
         collective.all_reduce(x, longs(size), ints(collective.MAX_BLOCKS), 0, size)
+        two_trip.all_reduce(x, longs(size), ints(two_trip.MAX_BLOCKS), 0, size)
+        if sum_and_norm.takes(x):
+            calls, weight = ints(sum_and_norm.MAX_ROWS), torch.empty(model.hidden, dtype=dtype)
+            sum_and_norm.all_reduce_add_norm(x, x, weight, 1e-6, longs(size), calls, 0, size)
 
 
 def states(model: Shapes, dtype: torch.dtype, target: Target) -> None:

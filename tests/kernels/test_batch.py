@@ -23,10 +23,13 @@ from quire.types import (
     StateTensor,
     StepPlan,
 )
-from quire.worker.batch import Batcher, KernelBatcher, TorchBatcher, plan_header
 from quire.worker.memory.states import StateMemory
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
+from quire.worker.step.batch import Batcher, BatchParts, DeviceStep
+from quire.worker.step.kernel_batch import KernelBatcher
+from quire.worker.step.step_shapes import StepShape
+from quire.worker.step.torch_batch import TorchBatcher
 
 pytest.importorskip("triton")
 DEVICES = [pytest.param("cuda", marks=pytest.mark.gpu) if torch.cuda.is_available() else "cpu"]
@@ -79,18 +82,30 @@ class Side:
         self.staging = Staging(self.device, 2)
         layout = StateLayout((StateTensor("window", (2, 3), "float32"),))
         self.states = StateMemory([layout], SLOTS, 2, self.device, DRAFTS)
-        self.batcher: Batcher
+        parts = BatchParts(
+            self.state, NoAttention(), [], BLOCK, GROUP_OF, PatternDrafter(self.state), self.states
+        )
+        self.batcher: Batcher = TorchBatcher(parts)
         if kernels:
             self.batcher = KernelBatcher(
-                self.state, NoAttention(), [],
-                block_size=BLOCK, max_tokens=SLOTS * MAX_LEN, max_rows=SLOTS + 1, turns=3, device=self.device,
-                group_of=GROUP_OF, drafter=PatternDrafter(self.state), max_drafts=DRAFTS,
-                states=self.states,
+                parts, max_tokens=SLOTS * MAX_LEN, max_rows=SLOTS + 1, turns=3, device=self.device,
+                max_drafts=DRAFTS,
             )  # fmt: skip
-        else:
-            self.batcher = TorchBatcher(
-                self.state, NoAttention(), [], BLOCK, PatternDrafter(self.state), GROUP_OF, self.states
-            )
+
+    def build(self, plan: StepPlan) -> DeviceStep:
+        """Return the step of `plan` with its batch."""
+        step = self.batcher.open(plan, self.staging)
+        self.batcher.prepare(step)
+        return step
+
+    def build_padded(self, plan: StepPlan, rows: int, tokens: int, drafts: int = 0) -> DeviceStep:
+        """Return a step of this shape with its batch, for the header of `plan`."""
+        assert isinstance(self.batcher, KernelBatcher)
+        shape = StepShape(rows, tokens, drafts=drafts)
+        self.batcher.open(plan, self.staging, shape)
+        step = self.batcher.padded(shape)
+        self.batcher.prepare(step)
+        return step
 
     def columns(self) -> list[torch.Tensor]:
         state = self.state
@@ -194,9 +209,8 @@ def test_steps_with_drafts_are_those_of_the_plain_twin(device: str) -> None:
             side.staging.begin()
             side.state.apply(plan, side.staging)
             if len(plan.slots):
-                made, batch = side.batcher.build(plan, side.staging)
-                at = made.logit_rows
-                results.append((batch, at, side.batcher.advance(made, sampled)))
+                made = side.build(plan)
+                results.append((made.batch, made.logit_rows, side.batcher.advance(made, sampled)))
         if results:
             (one, at_one, tokens_one), (other, at_other, tokens_other) = results
             same(one, other)
@@ -226,20 +240,18 @@ def test_padding_changes_no_step_with_drafts(device: str) -> None:
     for which in (side, exact):
         which.staging.begin()
         which.state.apply(plan, which.staging)
-    assert isinstance(side.batcher, KernelBatcher)
     padded, total = SLOTS + 1, plan.total_tokens
-    side.batcher.load(plan_header(plan), side.staging, padded)
-    batch = side.batcher.bounded(padded, total + 300, False, DRAFTS)
-    step, expected = exact.batcher.build(plan, exact.staging)
+    shaped, step = side.build_padded(plan, padded, total + 300, DRAFTS), exact.build(plan)
+    batch, expected = shaped.batch, step.batch
     assert torch.equal(batch.logit_index[:logits], expected.logit_index) and len(batch.logit_index) > logits
     targets, rows = batch.state_targets, expected.state_targets
     assert torch.equal(targets[:total], rows) and (targets[total:] == -1).all() and (rows >= 0).any()
-    slots, lengths = side.batcher.logits_at(len(batch.logit_index))
+    slots, lengths = shaped.logit_rows.slots, shaped.logit_rows.lengths
     assert torch.equal(slots[:logits], step.logit_rows.slots)
     assert torch.equal(lengths[:logits], step.logit_rows.lengths)
     assert (slots[logits:] == SLOTS).all() and (batch.logit_index[logits:] == 0).all()
     sampled = torch.tensor([rng.randrange(3) for _ in range(len(slots))], dtype=torch.int32, device=device)
-    side.batcher.advance_rows(padded, sampled, DRAFTS)
+    side.batcher.advance(shaped, sampled)
     exact.batcher.advance(step, sampled[:logits])
     for a, b in zip(side.columns(), exact.columns()):
         assert torch.equal(a, b)
@@ -282,8 +294,8 @@ def test_steps_are_those_of_the_plain_twin(device: str, keeps_kv: bool) -> None:
             side.staging.begin()
             side.state.apply(plan, side.staging)
             if len(plan.slots):
-                made, batch = side.batcher.build(plan, side.staging)
-                batches.append(batch)
+                made = side.build(plan)
+                batches.append(made.batch)
                 steps.append(made)
                 side.batcher.advance(made, sampled)
         if steps:
@@ -291,7 +303,7 @@ def test_steps_are_those_of_the_plain_twin(device: str, keeps_kv: bool) -> None:
             assert torch.equal(steps[0].slots, steps[1].slots)
             if device == "cuda":
                 torch.cuda.synchronize()
-            assert torch.equal(steps[0].tokens_host[plan.samples, 0], sampled.cpu()[plan.samples])
+            assert torch.equal(steps[0].tokens[plan.samples, 0], sampled.cpu()[plan.samples])
             compared += 1
         for a, b in zip(kernel.columns(), plain.columns()):
             assert torch.equal(a, b)
@@ -316,11 +328,9 @@ def test_padding_changes_nothing(device: str, one_each: bool) -> None:
         which.staging.begin()
         which.state.apply(plan, which.staging)
     sampled = torch.arange(padded, dtype=torch.int32, device=device)
-    assert isinstance(side.batcher, KernelBatcher)
-    side.batcher.load(plan_header(plan), side.staging, padded, one_each)
-    batch = side.batcher.bounded(padded, places, False)
-    side.batcher.advance_rows(padded, sampled)
-    step, expected = exact.batcher.build(plan, exact.staging)
+    shaped, step = side.build_padded(plan, padded, places), exact.build(plan)
+    batch, expected = shaped.batch, step.batch
+    side.batcher.advance(shaped, sampled)
     exact.batcher.advance(step, sampled)
     for name in ("input_ids", "positions", "kv_slots"):
         assert torch.equal(getattr(batch, name)[:total], getattr(expected, name)), name
@@ -338,15 +348,14 @@ def test_tokens_arrive_after_a_step_that_failed_half_way(device: str) -> None:
     """The host had advanced to the next row of pinned memory, but the device had not."""
     rng, side = random.Random(3), Side(True, device, True)
     plan = random_plan(rng, 0, {})
-    assert isinstance(side.batcher, KernelBatcher) and len(plan.slots)
+    assert len(plan.slots)
     side.staging.begin()
     side.state.apply(plan, side.staging)
-    side.batcher.load(plan_header(plan), side.staging, len(plan.slots))  # and then memory runs out
+    side.batcher.open(plan, side.staging)  # and then memory runs out
     side.batcher.recover()
     sampled = torch.arange(100, 100 + len(plan.slots), dtype=torch.int32, device=device)
-    step, _ = side.batcher.build(plan, side.staging)
+    step = side.build(plan)
     side.batcher.advance(step, sampled)
     if device == "cuda":
         torch.cuda.synchronize()
-    assert step.tokens_host is not None
-    assert torch.equal(step.tokens_host[plan.samples, 0], sampled.cpu()[plan.samples])
+    assert torch.equal(step.tokens[plan.samples, 0], sampled.cpu()[plan.samples])

@@ -39,6 +39,7 @@ def compile_all(folder: Path, *options: str) -> subprocess.CompletedProcess[str]
         ("Gemma 3 1B", "half", f"{ATTENTION},_skinny", "75,80,86,100,120"),  # 89 has the code of 86
         ("Gemma 3 1B", "float32", ATTENTION, "75,86"),
         ("Qwen3 30B-A3B", "half", "_grouped,_whole", "75,86"),
+        ("gpt-oss 20B", "half", "_few_packed,_many_packed", "80,86,90"),
         (
             "DeepSeek V3",
             "half",

@@ -9,9 +9,25 @@ from typing import Any
 import numpy as np
 import torch
 
+from quire.sampling.columns import LogitRows
 from quire.types import StepPlan
-from quire.worker.graphs import CudaGraphs
-from quire.worker.step_shapes import GraphLimits, StepShape, StepShapes, row_sizes, token_sizes
+from quire.worker.launch.graphs import CudaGraphs
+from quire.worker.step.batch import DeviceStep
+from quire.worker.step.stage_functions import StageFunctions
+from quire.worker.step.step_shapes import GraphLimits, StepShape, StepShapes, row_sizes, token_sizes
+from quire.worker.step.step_stages import LOGITS, TOKENS, StepStage
+
+
+def opened(plan: StepPlan, staging: Any, shape: StepShape | None = None) -> DeviceStep:
+    step = DeviceStep(plan, len(plan.slots), plan.max_drafts, torch.empty(0))
+    step.logit_rows = LogitRows(plan.slots, torch.empty(0), torch.empty(0))
+    return step
+
+
+def padded(shape: StepShape) -> DeviceStep:
+    step = DeviceStep(None, shape.rows, shape.drafts, torch.empty(0), shape)
+    step.logit_rows = LogitRows(np.empty(0), torch.empty(0), torch.empty(0))
+    return step
 
 
 class Graphs(CudaGraphs):
@@ -30,18 +46,13 @@ class Graphs(CudaGraphs):
         self._set_limits(limits)
         self._logits = torch.zeros(max_rows, 1)
         self.filters = False
-        self._sampler = SimpleNamespace(
+        sampler = SimpleNamespace(
             needs_host_work=lambda slots: False,
             has_filters=lambda slots: self.filters,
             choose=lambda logits, *more: self.done.append(("choose", len(logits))),
         )
-        self._batcher = SimpleNamespace(
-            load=lambda *args: None,
-            step=lambda plan: SimpleNamespace(logit_rows=SimpleNamespace(slots=plan.slots)),
-            logits_at=lambda count: (None, None),
-            advance_rows=lambda *args: None,
-        )
-        self._eager = SimpleNamespace(launch=lambda plan, staging: self.done.append(("eager", None)))
+        self._batcher = SimpleNamespace(open=opened, padded=padded, advance=lambda step, tokens: tokens)
+        self._stages = StageFunctions(None, self._batcher, sampler)
 
     def _run(self, shape: StepShape) -> None:
         self.done.append(("run", (shape.rows, shape.tokens)))
@@ -71,7 +82,9 @@ class Graphs(CudaGraphs):
         plan = StepPlan(
             0, none, counts, drafted, none, np.ones(len(tokens), bool), [], [], int(counts.sum()), 64
         )
-        self.launch(plan, SimpleNamespace())
+        step = self.launch(plan, SimpleNamespace())
+        if step.done is StepStage.OPEN:
+            self.done.append(("eager", None))
         return list(self.done)
 
 
@@ -120,7 +133,7 @@ def test_after_the_start_no_step_of_up_to_max_tokens_waits_for_a_capture() -> No
             counts = [1] * rows
             if rng.random() < 0.5 and rows < max_tokens:
                 counts[rng.randrange(rows)] += rng.randint(1, max_tokens - rows)
-            fit = steps.shapes.fit(rows, sum(counts), "plain", False)
+            fit = steps.shapes.fit(rows, sum(counts), TOKENS, False)
             if fit is None:
                 continue
             (kind, (run_rows, run_tokens)), *tail = steps.step(*counts)
@@ -137,7 +150,7 @@ def test_a_stand_in_is_used_until_its_padding_has_cost_a_capture() -> None:
         kinds.append(steps.step(600, 1)[0])
     replays = kinds.index(("run", (8, 640)))
     assert kinds[:replays] == [("replay", (32, 768))] * replays
-    lost = StepShape(32, 768, "later").excess_over(StepShape(8, 640))
+    lost = StepShape(32, 768, LOGITS).excess_over(StepShape(8, 640))
     assert replays * lost >= 3 > (replays - 1) * lost
     assert set(kinds[replays + 1 :]) == {("replay", (8, 640))}
 
@@ -170,7 +183,7 @@ def test_a_small_gpu_keeps_room_for_the_shapes_that_occur() -> None:
 
 
 def test_steps_that_share_blocks_have_graphs_of_their_own() -> None:
-    shape, sharing = StepShape(64, 64), StepShape(64, 64, "plain", True)
+    shape, sharing = StepShape(64, 64), StepShape(64, 64, TOKENS, True)
     assert not shape.stands_in_for(sharing) and not sharing.stands_in_for(shape)
     assert any(common.stands_in_for(sharing) for common in StepShapes(started(64, 64)._limits).at_start())
 
@@ -233,7 +246,7 @@ def test_shapes_with_drafts_hold_their_logits() -> None:
         depths = [rng.randint(0, 5) for _ in range(rows)]
         prompt = rng.choice([0, rng.randint(1, 900)])
         tokens, longest = rows + sum(depths) + prompt, max(1 + max(depths), prompt)
-        shape = shapes.fit(rows, tokens, "plain", False, max(depths), longest)
+        shape = shapes.fit(rows, tokens, TOKENS, False, max(depths), longest)
         if shape is not None and max(depths):
             assert shape.rows >= rows and shape.tokens >= tokens and shape.drafts >= max(depths)
             assert rows + sum(depths) <= shape.logit_rows <= 1024

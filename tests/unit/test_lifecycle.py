@@ -21,7 +21,7 @@ def request(status: RequestStatus) -> Request:
         2,
         [1, 2],
         source.params,
-        RequestOrder(0, 0),
+        RequestOrder(0, 0.0, 0),
         9,
         frozenset(),
         frozenset(),

@@ -13,7 +13,7 @@ import torch
 from quire import LLM, SamplingParams
 from quire.kernels.cpu import build, compiled_kernels
 from quire.kernels.cpu.ops import CpuKernels
-from quire.worker.cpu_replay import CpuReplay
+from quire.worker.launch.cpu_replay import CpuReplay
 from tiny import write_tiny
 
 needs_kernels = pytest.mark.skipif(compiled_kernels() is None, reason="no C compiler")
@@ -54,6 +54,43 @@ def test_a_replay_makes_the_calls_again(tmp_path: Path) -> None:
         right = answers(llm)
         launcher.captured[3].replay = lambda: None
         assert answers(llm) != right
+
+
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 128, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 97, "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 64, "intermediate_size": 64, "max_position_embeddings": 64,
+    "eos_token_id": 1, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True,
+}  # fmt: skip
+QWEN2_MOE = QWEN3_MOE | {
+    "architectures": ["Qwen2MoeForCausalLM"], "model_type": "qwen2_moe", "shared_expert_intermediate_size": 96,
+}  # fmt: skip
+GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "vocab_size": 97, "num_local_experts": 4,
+    "num_experts_per_tok": 2, "intermediate_size": 48, "max_position_embeddings": 64, "eos_token_id": 1,
+    "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 32,
+}  # fmt: skip
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("config", "quantization"),
+    [(QWEN3_MOE, "auto"), (QWEN3_MOE, "int8"), (QWEN3_MOE, "int4"), (QWEN2_MOE, "auto"), (GPT_OSS, "auto")],
+)
+def test_models_with_experts_are_captured(
+    config: dict[str, object], quantization: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    settings = {"load_format": "dummy", "dtype": "float32", "device": "cpu", "skip_tokenizer_init": True}
+    with LLM(str(tmp_path), **settings, quantization=quantization) as llm:
+        found, launcher = answers(llm), launcher_of(llm)
+        assert isinstance(launcher, CpuReplay)
+        assert 3 in launcher.captured and launcher.can_capture
+        assert found == answers(llm)
+    if quantization == "auto":
+        with LLM(str(tmp_path), **settings, cpu_kernels=False) as plain:
+            assert answers(plain) == found
 
 
 @needs_kernels

@@ -346,21 +346,19 @@ class ChangingDepth(NoDrafts):
                 request.drafts = self._rng.randint(1, self._most)
 
 
-def random_run(seed: int, fails: bool = False) -> Engine:
-    rng = random.Random(seed)
-    engine, max_len = make_engine(rng)
-    snapshots = engine.scheduler.blocks.snapshots
-    if engine.scheduler.limits.keeps_kv and not (snapshots.num_rows and snapshots.policy.answers):
-        engine.scheduler.depth = ChangingDepth(seed)
-    engine.executor.failing = random.Random(seed) if fails else None
-    todo = random_requests(rng, max_len)
-    assign_clients(random.Random(seed), todo)
-    engine.scheduler.shares.__class__, engine.scheduler.shares.counts = CountingShares, Counter()
+def serve_at_random(
+    engine: Engine, todo: list[EngineRequest], rng: random.Random, arrivals: float, steps: int = 4000
+) -> tuple[dict[str, EngineRequest], dict[str, list[int]], dict[str, str]]:
+    """Serve requests that arrive with a probability of `arrivals` per step, some of which are aborted early.
+
+    Returns:
+        By name: the requests, their tokens, and why they ended.
+    """
     added: dict[str, EngineRequest] = {}
     got: dict[str, list[int]] = {}
     ended: dict[str, str] = {}
-    for step in range(3000):
-        if todo and rng.random() < 0.5:
+    for step in range(steps):
+        if todo and rng.random() < arrivals:
             request = todo.pop()
             engine.add(request)
             added[request.id], got[request.id] = request, []
@@ -376,6 +374,20 @@ def random_run(seed: int, fails: bool = False) -> Engine:
         if not todo and not engine.has_work:
             break
     assert set(ended) == set(added), f"no final output for {set(added) - set(ended)}"
+    return added, got, ended
+
+
+def random_run(seed: int, fails: bool = False) -> Engine:
+    rng = random.Random(seed)
+    engine, max_len = make_engine(rng)
+    snapshots = engine.scheduler.blocks.snapshots
+    if engine.scheduler.limits.keeps_kv and not (snapshots.num_rows and snapshots.policy.answers):
+        engine.scheduler.depth = ChangingDepth(seed)
+    engine.executor.failing = random.Random(seed) if fails else None
+    todo = random_requests(rng, max_len)
+    assign_clients(random.Random(seed), todo)
+    engine.scheduler.shares.__class__, engine.scheduler.shares.counts = CountingShares, Counter()
+    added, got, ended = serve_at_random(engine, todo, rng, arrivals=0.5)
     for name, request in added.items():
         want = reference(request, max_len)
         if ended[name] in ("abort", "error"):

@@ -44,7 +44,14 @@ from quire.serve.http.errors import ApiError
 from quire.serve.http.listen import bind, listen
 from quire.serve.http.wire import decode_object, encode, parse
 from quire.serve.settings import ServeConfig
-from quire.types import CompletionOutput, ConfigError, EngineLoad, RequestError, StructuredOutputsParams
+from quire.types import (
+    CompletionOutput,
+    ConfigError,
+    EngineLoad,
+    RequestError,
+    RequestTargets,
+    StructuredOutputsParams,
+)
 
 TOKENIZER = load_tokenizer(locate_model("demo").path)
 
@@ -197,6 +204,33 @@ def test_tokens_that_wait_are_limited_but_one_request_always_fits() -> None:
     gate.prepared(1)
 
 
+def test_requests_that_would_miss_their_first_token_are_refused_with_the_time_to_wait() -> None:
+    gate = Admission(max_waiting=99, max_waiting_tokens=None, max_num_seqs=4)
+    gate.arrive(ANYONE, 1)
+    assert gate.pass_on(ANYONE, 1, 9000, 0.5) is None, "nothing predicts it yet"
+    gate.prepared(1)
+    gate.report(EngineLoad(1, 1, 0, 0, computing_tokens=8000, prompt_rate=1000.0))
+    gate.arrive(ANYONE, 1)
+    with pytest.raises(ApiError) as caught:
+        gate.pass_on(ANYONE, 1, 100, target_ttft_s=3.0)
+    assert caught.value.status == 503 and caught.value.headers["Retry-After"] == "5", (
+        "8.1 s, less the target of 3"
+    )
+    assert gate.rejections["target_ttft"] == 1
+    assert gate.pass_on(ANYONE, 1, 100, target_ttft_s=9.0) == pytest.approx(8.1)
+    gate.prepared(1)
+    gate.arrive(ANYONE, 1)
+    assert gate.pass_on(ANYONE, 1, 5000, target_ttft_s=4.0) == pytest.approx(13.1), (
+        "waiting would not help it"
+    )
+    gate.prepared(1)
+    # All slots are taken: the queue ends as fast as requests end.
+    gate.report(EngineLoad(3, 4, 9, 0, prompt_rate=1000.0), "slots")
+    gate._rate = 2.0
+    gate.arrive(ANYONE, 1)
+    assert gate.pass_on(ANYONE, 1, 100) == pytest.approx(11 / 2.0 + 0.1)
+
+
 # -------------------------------------------------------------------------------------------- port
 
 
@@ -214,15 +248,30 @@ def test_two_servers_that_start_at_once_do_not_both_listen() -> None:
 
 def test_keys(tmp_path: Path) -> None:
     file = tmp_path / "keys"
-    file.write_text("# who\nsecret-1 weight=2.5 name=team\nsecret-2\nroot name=ops admin\n\n")
+    file.write_text(
+        "# who\nsecret-1 weight=2.5 name=team\nsecret-2\nroot name=ops admin target_itl=40 target_ttft=500\n\n"
+    )
     keys = load_keys(["flag"], "one, two ,", str(file))
     assert len(keys) == 6 and keys.total_weight == 7.5
     assert keys.client("secret-1") == ApiClient("team", 2.5)
-    assert keys.client("root") == ApiClient("ops", admin=True) and not keys.client("flag").admin
+    assert (
+        keys.client("root") == ApiClient("ops", admin=True, targets=RequestTargets(0.04, 0.5))
+        and not keys.client("flag").admin
+    )
     assert keys.client("two") is not None and keys.client("") is None and keys.client(None) is None
     assert keys.client("secret-") is None and keys.client("ü") is None
     assert ApiKeys({}).client(None) is ANYONE and ANYONE.sees is None and ApiClient("team").sees == "team"
-    for text in ("k weight=0", "k weight=x", "k wait=3", "k admin=1", "k name=a name=b", "k admin admin", ""):
+    for text in (
+        "k weight=0",
+        "k weight=x",
+        "k target_itl=0",
+        "k target_ttft=soon",
+        "k wait=3",
+        "k admin=1",
+        "k name=a name=b",
+        "k admin admin",
+        "",
+    ):
         file.write_text(text)
         with pytest.raises(ConfigError):
             load_keys([], "", str(file))

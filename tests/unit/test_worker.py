@@ -9,7 +9,7 @@ import torch
 
 from quire import EngineConfig
 from quire.assembly.memory import memory_planner
-from quire.assembly.steps import launch_options
+from quire.assembly.steps import pick_launch
 from quire.attention.reference import ReferenceAttention
 from quire.layers.env import Env
 from quire.models.checkpoint.checkpoint import DummyCheckpoint
@@ -44,7 +44,7 @@ def tiny_worker(**settings: object) -> Worker:
     )
     config = EngineConfig(model="tiny", **settings).resolved(0, spec.max_model_len)
     memory = memory_planner(config, Path("model"), spec, torch.float32, CPU, explicit_len=False)
-    return Worker(model, backend, memory, launch_options(config, depth=1))
+    return Worker(model, backend, memory, pick_launch(config, memory, backend, depth=1))
 
 
 def test_runners_share_one_set_of_slot_columns() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from quire.assembly.parts import layer_parts
 from quire.assembly.stages import held_elsewhere
 from quire.attention.base import AttentionBackend
 from quire.config import EngineConfig
@@ -14,13 +16,15 @@ from quire.kernels import Kernels
 from quire.layers.env import Env
 from quire.models.checkpoint.checked import CheckedCheckpoint
 from quire.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from quire.models.decoder import Model
+from quire.models.decoder import DecoderModel, Model
 from quire.models.registry import build_model
 from quire.models.spec import ModelSpec
 from quire.parallel.experts import ALL_EXPERTS, ExpertShard
 from quire.parallel.ranks import Parallel
 from quire.parallel.stage import WHOLE, Stage
 from quire.quant.spec import served_format
+
+log = logging.getLogger("quire")
 
 
 def served_spec(config: EngineConfig, spec: ModelSpec) -> ModelSpec:
@@ -67,10 +71,37 @@ def load_model(
     )
     try:
         with torch.inference_mode():
+            parts = layer_parts(config)
             env = Env(
-                checkpoint, parallel, backend, device, dtype, kernels, spec.quantization, stage, experts
+                checkpoint,
+                parallel,
+                backend,
+                device,
+                dtype,
+                kernels,
+                spec.quantization,
+                stage,
+                experts,
+                parts=parts,
             )
-            return build_model(spec, env), checkpoint
+            return with_persistent_steps(config, build_model(spec, env), device), checkpoint
     except BaseException:
         checkpoint.close()
         raise
+
+
+def with_persistent_steps(config: EngineConfig, model: Model, device: torch.device) -> Model:
+    """Return the model with decode steps of few rows as one kernel, if `config` wants it and the model suits it."""
+    if not config.persistent_kernel or device.type != "cuda":
+        return model
+    # Imported here: an installation for CPUs has no Triton, which the products of a GPU need.
+    from quire.assembly.persistent import PersistentDecoder, unsuited
+
+    reason = (
+        "other layers read what lies between its layers" if config.spec_method in ("eagle3", "mtp") else ""
+    )
+    reason = reason or ("blocks must be paged" if config.kv_layout != "paged" else unsuited(model, device))
+    if reason or not isinstance(model, DecoderModel):
+        log.info("persistent kernel off: %s", reason)
+        return model
+    return PersistentDecoder(model, config.block_size, device)

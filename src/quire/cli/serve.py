@@ -52,6 +52,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _start(config: EngineConfig, settings: ServeConfig) -> int:
+    if settings.shed and not config.learns_step_times:
+        raise ConfigError(
+            "shed compares predicted times with targets: set target_ttft, or target_itl or prefill_slowdown if only "
+            "requests and API keys have targets"
+        )
     keys = load_keys(settings.api_key, os.environ.get("QUIRE_API_KEY", ""), settings.api_key_file)
     check_tls(settings)
     sock = bind(settings)

@@ -7,21 +7,25 @@ Python interpreter, so a pool of threads shortens it.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
 import triton
 from torch.overrides import TorchFunctionMode
 
-from quire.kernels.jit import compile_only
+from quire.kernels.jit import compile_only, note_compilations
 
 _THREADS = 16
+_TURN_S = 0.0002  # of a thread, in which it keeps the interpreter to itself
+_USUAL_TURN_S = sys.getswitchinterval()
+_POLL_S = 0.01
 
 
 @contextlib.contextmanager
-def background_compilation(device: torch.device, threads: int = _THREADS) -> Iterator[list[str]]:
+def background_compilation(device: torch.device, threads: int = _THREADS) -> Iterator[Compilation]:
     """Compile the kernels that this thread launches in the context, without running any of them.
 
     Inside this context a kernel launch only triggers its compilation in the background. Results are meaningless, but
@@ -35,20 +39,45 @@ def background_compilation(device: torch.device, threads: int = _THREADS) -> Ite
         threads: number of compiling threads.
 
     Yields:
-        A list that holds, after the context, the names of the kernels that were not in the cache on disk.
+        The compilation, which tells what was missing from the cache on disk.
     """
     with ThreadPoolExecutor(threads, "compile", torch.cuda.set_device, (device,)) as pool:
-        compiling = _Compiling(pool)
-        with compiling, _Zeroed():
-            yield compiling.missing
+        compilation = Compilation(pool)
+        with _short_turns(), compilation, _Zeroed():
+            yield compilation
 
 
-class _Compiling(triton.AsyncCompileMode):
-    """A mode in which the launches of this thread have `pool` compile and load their kernels."""
+@contextlib.contextmanager
+def _short_turns() -> Iterator[None]:
+    """Let threads of the interpreter take short turns.
+
+    The launching thread gives the interpreter away in every call of torch. With turns of the usual 5 ms it would wait
+    for compiling threads most of the time, and the pool would run dry.
+    """
+    sys.setswitchinterval(_TURN_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(_USUAL_TURN_S)
+
+
+class Compilation(triton.AsyncCompileMode):
+    """A mode in which the launches of this thread have `pool` compile and load their kernels.
+
+    Attributes:
+        missing: names of the kernels that were not in the cache on disk, as far as the pool has looked for them.
+    """
 
     def __init__(self, pool: Executor) -> None:
         super().__init__(pool, ignore_errors=True)
         self.missing: list[str] = []
+
+    def any_missing(self) -> bool:
+        """Return whether a kernel launched so far is missing from the cache on disk. Wait until that is known."""
+        pending = set(self.raw_futures)
+        while pending and not self.missing:
+            pending = wait(pending, timeout=_POLL_S).not_done
+        return bool(self.missing)
 
     def __enter__(self) -> Any:
         super().__enter__()
@@ -60,11 +89,11 @@ class _Compiling(triton.AsyncCompileMode):
         super().__exit__(*error)
 
     def submit(self, key: str, compile_fn: Callable[[], Any], finalize_fn: Callable[[Any], None]) -> Any:
-        return super().submit(key, lambda: self._load(compile_fn()), finalize_fn)
+        return super().submit(key, lambda: self._load(compile_fn), finalize_fn)
 
-    def _load(self, compiled: Any) -> Any:
-        if compiled.src.compiled:
-            self.missing.append(compiled.src.name)
+    def _load(self, compile_fn: Callable[[], Any]) -> Any:
+        note_compilations(self.missing.append)
+        compiled = compile_fn()
         _ = compiled.run  # reading this property builds the launcher and loads the code
         return compiled
 

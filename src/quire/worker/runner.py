@@ -1,8 +1,8 @@
 """The runner: execution of step plans on one device, in two phases, without ever waiting for it.
 
-`forward` applies the plan to the slot columns, builds the ragged batch and runs the model up to the logits. `sample`
-turns the logits into tokens, appends these to the columns and sends them to the host. All work is queued on one stream,
-in plan order; that makes it safe for the scheduler to release blocks early.
+`forward` applies the plan to the slot columns and queues the first stages of its step, at least up to the logits.
+`sample` queues the others, and sends the tokens to the host. All work is queued on one stream, in plan order; that makes
+it safe for the scheduler to release blocks early.
 """
 
 from __future__ import annotations
@@ -10,43 +10,37 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from quire.models.decoder import Model
 from quire.parallel.pipeline import NO_LINK, Link
 from quire.sampling.logprobs import scored_rows
-from quire.sampling.sampler import Sampler
-from quire.speculation.drafter import Drafter
 from quire.types import StepHandle, StepPlan, TokenMasks
-from quire.worker.batch import Batcher
-from quire.worker.graphs import LaunchedStep, Launcher
-from quire.worker.memory.states import NO_STATES, StateMemory
+from quire.worker.launch.launcher import Launcher
 from quire.worker.pooling import Pooler
 from quire.worker.results import Arrays, Results, StepOutput
 from quire.worker.staging import Staging
-from quire.worker.state import SlotState
+from quire.worker.step.batch import DeviceStep
+from quire.worker.step.stage_functions import StageFunctions
+from quire.worker.step.step_stages import StepStage
 
 
 class Runner:
-    """Execution of step plans on one device: model, launcher, slot columns, sampling and results."""
+    """Execution of step plans on one device: stages, launcher, slot columns and results."""
 
     def __init__(
         self,
         *,
-        model: Model,
+        stages: StageFunctions,
         launcher: Launcher,
-        batcher: Batcher,
-        state: SlotState,
-        sampler: Sampler,
         staging: Staging,
         results: Results,
         pooler: Pooler,
-        drafter: Drafter,
         link: Link = NO_LINK,
-        states: StateMemory = NO_STATES,
     ) -> None:
-        self.launcher, self.batcher, self.sampler, self.state = launcher, batcher, sampler, state
-        self._model, self._staging, self._results, self._pooler = model, staging, results, pooler
-        self._drafter, self._link, self._states = drafter, link, states
-        self._launched: LaunchedStep | None = None
+        self.launcher, self.batcher, self.sampler = launcher, stages.batcher, stages.sampler
+        parts = stages.batcher.parts
+        self.state, self._states, self._drafter = parts.state, parts.states, parts.drafter
+        self._stages, self._staging, self._results = stages, staging, results
+        self._pooler, self._link = pooler, link
+        self._open: dict[int, DeviceStep] = {}  # by id: steps that `forward` has queued and `sample` has not
         self._score_tops: dict[int, int] = {}  # by slot: number of prompt log-probabilities per token
 
     @torch.inference_mode()
@@ -56,8 +50,10 @@ class Runner:
         self.apply(plan)
         for slot, row in plan.restores:
             self._states.restore(slot, row)
+        self._drafter.keep_up(plan)
         self._link.receive(plan.total_tokens)
-        self._launched = self.launcher.launch(plan, self._staging)
+        step = self._open[plan.step] = self.launcher.launch(plan, self._staging)
+        self._stages.run(step, StepStage.HEAD)
         self._link.send(plan.total_tokens)
         for slot, row in plan.saves:
             self._states.save(slot, row)
@@ -77,49 +73,50 @@ class Runner:
     @torch.inference_mode()
     def drafts(self) -> np.ndarray:
         """Wait for the step that `forward` has queued last, and return its draft tokens, int32 [rows, most drafts]."""
-        assert self._launched is not None, "drafts must follow a forward"
-        step, state = self._launched.step, self.state
-        offsets = torch.arange(step.plan.max_drafts, device=step.slots.device)
+        assert self._open, "drafts must follow a forward"
+        step, state = next(reversed(self._open.values())), self.state
+        offsets = torch.arange(step.max_drafts, device=step.slots.device)
         places = (state.num_tokens[step.slots].unsqueeze(1) + offsets).clamp_(max=state.max_len - 1)
         return state.tokens[step.slots.unsqueeze(1), places].cpu().numpy()
 
     @torch.inference_mode()
     def sample(self, step_id: int, masks: TokenMasks | None) -> StepHandle:
-        """Queue the sampling of the step that `forward` has queued last.
+        """Queue the stages of a step that `forward` has left.
 
         Args:
-            step_id: number of that step.
+            step_id: number of the step.
             masks: tokens allowed by structured output, if any row has a constraint.
 
         Returns:
             A handle whose `wait` returns the results.
         """
-        launched = self._launched
-        assert launched is not None and launched.step.plan.step == step_id, (
-            "sample must follow the forward of the same step"
+        step, plan = self._take(step_id)
+        assert masks is None or step.done < StepStage.SAMPLE, (
+            "a step with masks must be sampled after its launch"
         )
-        self._launched = None
-        step, plan = launched.step, launched.step.plan
-        output = StepOutput(step_id, plan.samples, step.tokens_host)
+        step.masks = masks
+        self._stages.run(step, StepStage.SAMPLE)
+        output = StepOutput(step_id, plan.samples, None, step.logprobs)
         if plan.max_drafts:
             output.logit_samples = plan.per_logit_row(plan.samples)
-        assert masks is None or launched.logits is not None, (
-            "a step with masks must be sampled outside of its graph"
-        )
-        if launched.logits is not None:
-            at = step.logit_rows
-            out = self.sampler.sample(launched.logits, at.slots_host, at.slots, masks, at.lengths)
-            output.logprobs = out.logprobs
-            for row in plan.score_rows:
-                output.prompt_logprobs[row] = self._score(launched, row)
-            if plan.pool_rows:
-                assert launched.hidden is not None
-                output.pool_rows = plan.pool_rows
-                output.pooled = self._pooler.pool(plan, launched.hidden, self._staging)
-            output.tokens = self.batcher.advance(step, out.tokens)
+        for row in plan.score_rows:
+            output.prompt_logprobs[row] = self._score(step, plan, row)
+        if plan.pool_rows:
+            assert step.hidden is not None
+            output.pool_rows = plan.pool_rows
+            output.pooled = self._pooler.pool(plan, step.hidden, self._staging)
+        self._stages.run(step, StepStage.COMMIT)
+        output.tokens = step.tokens
         if plan.samples.any():
-            self._link.publish(lambda: self.batcher.on_device(step, output.tokens))
+            self._link.publish(lambda: self.batcher.on_device(step))
         return self._results.handle(output)
+
+    def _take(self, step_id: int) -> tuple[DeviceStep, StepPlan]:
+        """Return a step that `forward` has queued, and its plan, and forget it."""
+        assert step_id in self._open, "sample must follow the forward of the same step"
+        step = self._open.pop(step_id)
+        assert step.plan is not None
+        return step, step.plan
 
     @torch.inference_mode()
     def warm_up(self) -> bool:
@@ -142,7 +139,7 @@ class Runner:
 
         Steps launched before it are not affected. The columns of its slots are invalid until new owners overwrite them.
         """
-        self._launched = None
+        self._open.clear()
         self.batcher.recover()
         if drop_graphs:
             self.launcher.drop_graphs()
@@ -150,22 +147,22 @@ class Runner:
             torch.cuda.current_stream().synchronize()
             torch.cuda.empty_cache()
 
-    def _score(self, launched: LaunchedStep, row: int) -> Arrays:
+    def _score(self, step: DeviceStep, plan: StepPlan, row: int) -> Arrays:
         """Compute the log-probability of the token after each token of a row.
 
         The last of them may be beyond the prompt.
         """
-        plan, state, hidden = launched.step.plan, self.state, launched.hidden
+        state, hidden = self.state, step.hidden
         assert hidden is not None
         begin, slot = int(plan.num_tokens[:row].sum()), int(plan.slots[row])
         end = begin + int(plan.num_tokens[row])
         following = torch.arange(1, end - begin + 1, device=hidden.device) + state.num_computed[slot]
         targets = state.tokens[slot].index_select(0, following.clamp_(max=state.token_row - 1)).long()
         top = self._score_tops[slot]
-        parts, most = [], scored_rows(self._model.spec.vocab_size)
+        parts, most = [], scored_rows(self._stages.model.spec.vocab_size)
         for at in range(begin, end, most):
             stop = min(at + most, end)
-            logits = self._model.logits(hidden[at:stop])
+            logits = self._stages.model.logits(hidden[at:stop])
             parts.append(self.sampler.prompt_logprobs(logits, targets[at - begin : stop - begin], top))
         ids, values, ranks = (torch.cat(column) for column in zip(*parts))
         return ids, values, ranks

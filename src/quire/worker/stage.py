@@ -16,39 +16,11 @@ import torch
 
 from quire.parallel.pipeline import Link
 from quire.types import REJECTED, StepHandle, StepPlan, TokenMasks
-from quire.worker.graphs import CudaGraphs, Eager, LaunchedStep
+from quire.worker.memory.states import StateMemory
 from quire.worker.results import StepOutput
 from quire.worker.runner import Runner
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
-from quire.worker.step_shapes import GraphLimits, SamplingMode, StepShape
-
-
-class StageEager(Eager):
-    """`Eager` of a stage without head."""
-
-    def launch(self, plan: StepPlan, staging: Staging) -> LaunchedStep:
-        if self._threads:
-            self._threads.use_for(plan.total_tokens)
-        step, batch = self._batcher.build(plan, staging)
-        self._model(batch)
-        self._batcher.count(step)
-        return LaunchedStep(step, None)
-
-
-class StageGraphs(CudaGraphs):
-    """`CudaGraphs` of a stage without head. Its graphs have the same shapes as those of the last stage."""
-
-    def _most_logits(self, limits: GraphLimits) -> int:
-        return 0
-
-    def _run(self, shape: StepShape) -> None:
-        batch = self._batcher.bounded(shape.rows, shape.tokens, shape.shares, shape.drafts)
-        self._model(batch)
-        self._batcher.count_rows(shape.rows)
-
-    def _choose_tokens(self, shape: StepShape, logits: torch.Tensor, sampling: SamplingMode) -> None:
-        pass
 
 
 class ArrivedTokens(NamedTuple):
@@ -108,23 +80,22 @@ class StageRunner(Runner):
 
     def apply(self, plan: StepPlan) -> None:
         for arrived in self._relay.before(plan):
-            append_tokens(self.state, arrived, self._staging)
+            append_tokens(self.state, self._states, arrived, self._staging)
         super().apply(plan)
 
     def sample(self, step_id: int, masks: TokenMasks | None) -> StepHandle:
         """Return a handle without results, whose `wait` ends with the step."""
-        launched, self._launched = self._launched, None
-        assert launched is not None and launched.step.plan.step == step_id
-        samples = launched.step.plan.samples
+        samples = self._take(step_id)[1].samples
         return self._results.handle(StepOutput(step_id, samples, self._no_tokens[: len(samples)]))
 
 
-def append_tokens(state: SlotState, arrived: ArrivedTokens, staging: Staging) -> None:
-    """Append the tokens of a step to the columns, and take back the KV entries of rejected drafts."""
+def append_tokens(state: SlotState, states: StateMemory, arrived: ArrivedTokens, staging: Staging) -> None:
+    """Append the tokens of a step to the columns, and take back the KV entries and states of rejected drafts."""
     plan, rows = arrived.plan, arrived.rows
     if not len(rows):
         return
-    slots, at, drafts = staging.send(plan.slots[rows], rows, plan.num_drafts[rows])
+    columns = plan.slots[rows], rows, plan.num_drafts[rows], plan.num_tokens[rows]
+    slots, at, drafts, counts = staging.send(*columns)
     tokens, known = arrived.tokens.index_select(0, at), state.num_tokens.index_select(0, slots)
     kept = (tokens != REJECTED).sum(1)
     column = state.tokens.view(-1)
@@ -134,5 +105,7 @@ def append_tokens(state: SlotState, arrived: ArrivedTokens, staging: Staging) ->
         # A negative token tells the host of a failure; a step in flight still reads this column, so it needs an id.
         column.index_copy_(0, place, torch.where(kept > j, tokens[:, j].clamp(min=0), before))
     state.num_tokens.index_add_(0, slots, kept.int())
+    if plan.max_drafts:
+        states.accept(slots, drafts > 0, counts - (drafts + 1 - kept))
     if state.keeps_kv:
         state.num_computed.index_add_(0, slots, (kept - 1 - drafts).int())

@@ -6,52 +6,36 @@ loaded model, and `allocate` makes the runner once the number of blocks is known
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
 import torch
 
 from quire.attention.base import KV, AttentionBackend
-from quire.kernels import Kernels, available
-from quire.kernels.cpu.ops import CpuKernels
+from quire.kernels import available
 from quire.models.decoder import Model
+from quire.models.layer_kinds import few_layers
 from quire.parallel.pipeline import NO_LINK, Link
 from quire.sampling.sampler import Sampler
-from quire.speculation.drafter import NO_SPECULATION, DraftContext, Drafter, Speculation
+from quire.speculation.drafter import NO_SPECULATION, DraftContext, Speculation
 from quire.types import StepPlan, max_logit_rows
-from quire.worker.batch import Batcher, KernelBatcher, TorchBatcher
-from quire.worker.cpu_replay import CpuReplay
-from quire.worker.graphs import MAX_GRAPHS, CudaGraphs, Eager, Launcher, Threads
+from quire.worker.launch.launch_factory import LaunchFactory
 from quire.worker.memory.kv_cache import KVCache
-from quire.worker.memory.sizing import KVSize, MemoryPlanner, gpu_memory
+from quire.worker.memory.sizing import KVSize, MemoryPlanner
 from quire.worker.memory.states import StateMemory
 from quire.worker.pooling import Pooler
 from quire.worker.results import Results
 from quire.worker.runner import Runner
-from quire.worker.stage import StageEager, StageGraphs, StageRunner, TokenRelay
+from quire.worker.stage import StageRunner, TokenRelay
 from quire.worker.staging import Staging
 from quire.worker.state import SlotState
-from quire.worker.step_shapes import GraphLimits
+from quire.worker.step.batch import BatchParts
+from quire.worker.step.stage_functions import StageFunctions
 from quire.worker.transfer.shared_memory import SharedMemory
 
-_PADDED_GRAPH_TOKENS = 2048  # the longest step with prompts that is captured with padding
-_FULL_GRAPH_TOKENS = 8192  # and without padding: launching a longer step takes less time than running it
 _KERNEL_ROW_COUNTS = (2, 4, 8, 16, 32, 64)  # one row count from each range that has its own kernels
 _SHORT_PROMPT_TOKENS = 16  # of a step with a prompt that has its own kernels
-_GRAPH_BYTES_PER_LAYER = 46 << 10  # of a captured step (measured: up to 1.3 MiB with 28 layers)
 _REHEARSED_TOKENS = 128  # of the prompt that is rehearsed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LaunchOptions:
-    """Ways in which a worker may launch steps."""
-
-    depth: int  # steps in flight at once
-    cuda_graphs: bool = True  # replay captured steps on a GPU, if the attention back end can be captured
-    capture_at_start: bool = True  # capture the steps that most requests need before the first one
-    cpu_replay: bool = True  # replay captured steps on a CPU with C kernels
-    cpu_threads: int | None = None  # None: all cores, or one for a small step
 
 
 class Worker:
@@ -60,7 +44,7 @@ class Worker:
     Args:
         model: lives on `memory.device` and computes in `memory.dtype`.
         memory: sizes of steps, slot columns and blocks; its `limits.max_model_len` fits beside the weights.
-        kernels: the set that the model's layers use; None is plain PyTorch.
+        launch: factory of batchers and launchers.
         speculation: how steps draft tokens.
         link: the connection to the other stages of a pipeline.
     """
@@ -70,8 +54,7 @@ class Worker:
         model: Model,
         backend: AttentionBackend,
         memory: MemoryPlanner,
-        options: LaunchOptions,
-        kernels: Kernels | None = None,
+        launch: LaunchFactory,
         speculation: Speculation = NO_SPECULATION,
         link: Link = NO_LINK,
     ) -> None:
@@ -79,10 +62,8 @@ class Worker:
         self._speculation = speculation
         self._max_logit_rows = max_logit_rows(memory.limits.max_num_seqs, speculation.tokens)
         self.model, self.device, self.memory = model, memory.device, memory
-        self._limits, self._layout, self._dtype = memory.limits, memory.layout, memory.dtype
-        self._groups = memory.groups
-        self._backend, self._options, self._kernels = backend, options, kernels
-        self._graph_bytes = 0  # of the memory that captured steps share
+        self._limits, self._layout, self._groups = memory.limits, memory.layout, memory.groups
+        self._backend, self._launch = backend, launch
         self.blocks: list[KV] = []  # of each layer; empty until `allocate`
         self._columns: SlotState | None = None
         self._states: StateMemory | None = None
@@ -100,19 +81,16 @@ class Worker:
         rows, per_row = self.largest_step()
         size = self.scratch_size()
         blocks = self.make_blocks(size)
-        eager = self.make_runner(size, blocks, graphs=False)
-        usual = self.make_runner(size, blocks, self._options.cuda_graphs)
-        with background_compilation(self.device) as missing:
+        eager, usual = (self.make_runner(size, blocks, graphs) for graphs in (False, True))
+        with few_layers(self.model), background_compilation(self.device) as compilation:
             run_step(eager, min(rows, 16), per_row)  # any other multiple of 16 rows uses the same kernels
             self._run_request(usual, size)
-        if missing:  # then those of other sizes are not on disk either: better now than while requests wait
-            with background_compilation(self.device):
+            if compilation.any_missing():  # then those of other sizes are missing too: better now than later
                 self._run_prompt(usual, size, _SHORT_PROMPT_TOKENS)
                 for count in _KERNEL_ROW_COUNTS:
                     if count <= rows:
                         run_step(usual, count, 1)
-                if self._options.capture_at_start:
-                    usual.run_common()
+                usual.run_common()
         del eager, usual, blocks
         torch.cuda.empty_cache()
 
@@ -144,7 +122,7 @@ class Worker:
         self._columns = self._states = None  # rebuilt when the context is known
         torch.cuda.empty_cache()
         sampling = self.memory.sampling_bytes(self._max_logit_rows)
-        return before - begin + max(peak, sampling) + self._bytes_of_graphs(peak, rows * per_row)
+        return before - begin + max(peak, sampling) + self._launch.reserve(peak, rows * per_row)
 
     def largest_step(self) -> tuple[int, int]:
         """Return the rows of the largest step, and the tokens of each row.
@@ -167,27 +145,6 @@ class Worker:
         _, per_row = self.largest_step()
         return KVSize(1, per_row + 1, 0, per_row + 1)
 
-    def _bytes_of_graphs(self, largest_step: int, tokens: int) -> int:
-        """Return the memory of captured steps, and keep the part that they share.
-
-        Captured steps run one at a time, so their activations are cut from one allocation. `largest_step` is the bytes
-        of an eager step of `tokens` tokens.
-        """
-        limits = self._limits
-        if not (self._options.cuda_graphs and self._backend.capturable):
-            return 0
-        longest = min(limits.max_num_batched_tokens, _FULL_GRAPH_TOKENS)
-        logits = self._max_logit_rows * self.model.spec.vocab_size * self._dtype.itemsize
-        self._graph_bytes = largest_step * min(longest, tokens) // tokens + 2 * logits
-        return self._graph_bytes + logits + self._max_graphs() * self._bytes_per_graph()
-
-    def _max_graphs(self) -> int:
-        """Return the most steps to capture: graphs take at most a hundredth of the device's memory."""
-        return min(MAX_GRAPHS, gpu_memory(self.device) // 100 // self._bytes_per_graph())
-
-    def _bytes_per_graph(self) -> int:
-        return _GRAPH_BYTES_PER_LAYER * self.model.spec.num_layers
-
     def allocate(self, size: KVSize, shared: SharedMemory | None = None) -> Runner:
         """Allocate `blocks` of `size` and return the engine's runner, with columns for every request slot.
 
@@ -196,13 +153,12 @@ class Worker:
             shared: memory for the blocks that other processes read; None takes memory of this process.
         """
         self.blocks = self.make_blocks(size, shared)
-        return self.make_runner(size, self.blocks, self._options.cuda_graphs)
+        return self.make_runner(size, self.blocks, graphs=True)
 
     def rehearse(self, runner: Runner, size: KVSize) -> None:
         """Run a first request, so that everything it needs is loaded. The weights may still be undefined."""
         self._run_request(runner, size)
-        if self._options.capture_at_start:
-            runner.capture_common()
+        runner.capture_common()
         # Admission overwrites a slot's columns but not its blocks, and the entries after the end of a request must be
         # finite. A slot without an owner uses the first block, padding the last.
         for tensors in self.blocks:
@@ -259,7 +215,7 @@ class Worker:
         """Return a runner over `blocks`. It takes the slot columns from every earlier runner.
 
         Args:
-            graphs: replay captured steps on a GPU, if the attention back end can be captured.
+            graphs: replay captured steps on a GPU, if the launch factory does.
         """
         model, device = self.model, self.device
         state, states = self._columns_for(size), self._states_for(size)
@@ -277,82 +233,23 @@ class Worker:
                 device=device,
             )
         )
-        model = self._speculation.observe(model, drafter)
-        turns = self._options.depth + 1
-        batcher: Batcher
-        launcher: Launcher
+        parts = BatchParts(
+            state, self._backend, blocks, size.block_size, self._groups.group_of, drafter, states
+        )
         is_last = self._link.stage.is_last
-        eager_class, graphs_class = (Eager, CudaGraphs) if is_last else (StageEager, StageGraphs)
-        if available(device):
-            batcher = kernel_batcher = self._kernel_batcher(state, size, blocks, turns, drafter, states)
-            launcher = eager = eager_class(model, batcher)
-            if graphs and self._backend.capturable:
-                limits = self._graph_limits()
-                launcher = graphs_class(eager, model, kernel_batcher, sampler, limits, self._dtype, device)
-        else:
-            batcher = TorchBatcher(
-                state, self._backend, blocks, size.block_size, drafter, self._groups.group_of, states
-            )
-            threads = self._threads()
-            launcher = eager = eager_class(model, batcher, threads)
-            if threads and isinstance(self._kernels, CpuKernels) and self._options.cpu_replay:
-                launcher = CpuReplay(eager, model, batcher, self._kernels, threads)
+        stages = StageFunctions(
+            self._speculation.observe(model, drafter), self._launch.batcher(parts), sampler, has_head=is_last
+        )
         runner_class = Runner if is_last else partial(StageRunner, self._relay)
+        depth = self._launch.depth
         return runner_class(
-            model=model,
-            launcher=launcher,
-            batcher=batcher,
-            state=state,
-            sampler=sampler,
-            staging=Staging(device, self._options.depth),
-            results=Results(device, turns),
+            stages=stages,
+            launcher=self._launch.launcher(stages, captures=graphs),
+            staging=Staging(device, depth),
+            results=Results(device, depth + 1),
             pooler=Pooler(state.dummy + 1, device),
-            drafter=drafter,
             link=self._link,
-            states=states,
         )
-
-    def _kernel_batcher(
-        self,
-        state: SlotState,
-        size: KVSize,
-        blocks: list[KV],
-        turns: int,
-        drafter: Drafter,
-        states: StateMemory,
-    ) -> KernelBatcher:
-        max_rows = state.dummy
-        return KernelBatcher(
-            state,
-            self._backend,
-            blocks,
-            block_size=size.block_size,
-            group_of=self._groups.group_of,
-            max_tokens=max(self._limits.max_num_batched_tokens, max_rows),
-            max_rows=max_rows,
-            turns=turns,
-            device=self.device,
-            drafter=drafter,
-            max_drafts=self._speculation.tokens,
-            states=states,
-        )
-
-    def _graph_limits(self) -> GraphLimits:
-        budget = self._limits.max_num_batched_tokens
-        return GraphLimits(
-            max_rows=self._limits.max_num_seqs,
-            max_tokens=min(budget, _PADDED_GRAPH_TOKENS),
-            full_tokens=budget if budget <= _FULL_GRAPH_TOKENS else 0,
-            shared_bytes=self._graph_bytes,
-            max_graphs=self._max_graphs(),
-            drafts=self._speculation.tokens,
-            max_logit_rows=self._max_logit_rows,
-        )
-
-    def _threads(self) -> Threads | None:
-        if self.device.type != "cpu":
-            return None
-        return Threads(self.model.spec.num_parameters, self._options.cpu_threads)
 
 
 def run_step(runner: Runner, rows: int, per_row: int, before: int = 0) -> None:

@@ -2,8 +2,8 @@
 
     | length, 4 bytes, little-endian | body | length | body | ...
 
-Each end is used by one thread. Sending never blocks: bytes that the socket does not take are kept, and the next call of
-any method sends them. After the other process has ended, its messages can still be read; then EOFError is raised.
+One thread receives at each end; any thread may send. Sending never blocks: bytes that the socket does not take are kept,
+and the next call of any method sends them. After the other process has ended, its messages can still be read; then EOFError is raised.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import select
 import socket
+import threading
 import time
 from collections import deque
 
@@ -35,6 +36,7 @@ class Channel:
         self._messages: deque[bytes] = deque()  # received in full
         self._partial = bytearray()  # the beginning of the next message
         self._unsent = bytearray()
+        self._sending = threading.Lock()
 
     def fileno(self) -> int:
         """Return the file descriptor, so that an event loop can wait for input or for room to send."""
@@ -49,18 +51,20 @@ class Channel:
 
     def send_frames(self, frames: bytes) -> bool:
         """Queue any number of concatenated messages, each built by `frame`. Return whether all were sent."""
-        self._unsent += frames
+        with self._sending:
+            self._unsent += frames
         return self.flush()
 
     def flush(self) -> bool:
         """Send as much as the socket takes now. Return whether everything was sent."""
-        try:
-            del self._unsent[: self._end.send(self._unsent)]
-        except BlockingIOError:
-            pass
-        except OSError:
-            self._unsent.clear()
-        return not self._unsent
+        with self._sending:
+            try:
+                del self._unsent[: self._end.send(self._unsent)]
+            except BlockingIOError:
+                pass
+            except OSError:
+                self._unsent.clear()
+            return not self._unsent
 
     def poll(self, timeout_s: float = 0.0) -> bool:
         """Wait up to `timeout_s` for a message. Return whether there is one.

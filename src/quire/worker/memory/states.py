@@ -112,7 +112,8 @@ class StateMemory:
         """Give a slot the states of a snapshot."""
         row = self._present(self._slot_index(slot))
         for memory in self._memory.values():
-            memory.index_copy_(1, row, memory[:, snapshot : snapshot + 1])
+            # A copy, because torch refuses a source that is part of the target.
+            memory.index_copy_(1, row, memory[:, snapshot : snapshot + 1].clone())
 
     def save(self, slot: int, snapshot: int) -> None:
         """Keep the present states of a slot as a snapshot."""

@@ -1,7 +1,7 @@
-"""Replay of small steps on a CPU, as CUDA graphs do on a GPU.
+"""Replay of the model and the head of small steps on a CPU, as CUDA graphs do on a GPU.
 
-In a step of few rows with one token each, the model consists only of kernels of step.c. For each number of rows, the
-first such step runs on static buffers while its kernel calls are captured. Later steps copy their batch into these
+In a step of few rows with one token each, these two stages consist only of kernels of step.c. For each number of rows,
+the first such step runs on static buffers while its kernel calls are captured. Later steps copy their batch into these
 buffers and make the same calls from C. Without this, a Python call between two products takes some 30 us, because the
 weights have just evicted the interpreter from the caches.
 """
@@ -17,12 +17,13 @@ from torch.overrides import TorchFunctionMode
 
 from quire.attention.base import ForwardBatch
 from quire.kernels.cpu.ops import CpuKernels
-from quire.models.decoder import Model
 from quire.quant.c_matmul import FEW_ROWS
 from quire.types import StepPlan
-from quire.worker.batch import Batcher
-from quire.worker.graphs import Eager, LaunchedStep, Threads
+from quire.worker.launch.launcher import Eager
 from quire.worker.staging import Staging
+from quire.worker.step.batch import DeviceStep
+from quire.worker.step.stage_functions import StageFunctions
+from quire.worker.step.step_stages import NO_STAGES, StepStage
 
 # Functions of torch that compute nothing (contiguous: unless it copies). __get__ reads attributes, such as shape.
 _HARMLESS = {
@@ -35,7 +36,7 @@ _COPIED_STATES = ("query_start", "state_rows", "fresh")  # fields that layers wi
 
 @dataclass(slots=True)
 class CapturedStep:
-    """Kernel calls of one step, and the buffers that they read and write."""
+    """Kernel calls of the stages MODEL and HEAD, and the buffers that they read and write."""
 
     batch: ForwardBatch  # in static buffers
     logits: torch.Tensor
@@ -43,13 +44,10 @@ class CapturedStep:
 
 
 class CpuReplay:
-    """Launcher that replays captured steps of up to `FEW_ROWS` rows with one token each. `eager` runs the others."""
+    """Launcher that replays captured steps of up to `FEW_ROWS` rows with one token each. `eager` opens all steps."""
 
-    def __init__(
-        self, eager: Eager, model: Model, batcher: Batcher, kernels: CpuKernels, threads: Threads
-    ) -> None:
-        self._eager, self._model, self._batcher = eager, model, batcher
-        self._kernels, self._threads = kernels, threads
+    def __init__(self, eager: Eager, stages: StageFunctions, kernels: CpuKernels) -> None:
+        self._eager, self._stages, self._kernels = eager, stages, kernels
         self.captured: dict[int, CapturedStep] = {}  # by rows
         self._computes_in_torch = False  # part of the model is not a kernel, so the model cannot be captured
 
@@ -58,24 +56,27 @@ class CpuReplay:
         """Return True until a step turns out to compute something in torch."""
         return not self._computes_in_torch
 
-    def launch(self, plan: StepPlan, staging: Staging) -> LaunchedStep:
-        rows = len(plan.slots)
-        if (
-            self._computes_in_torch
-            or self._kernels.span  # a profiler times each kernel
-            or not 0 < plan.total_tokens == rows <= FEW_ROWS  # other kernels multiply more rows
-            or not plan.samples.all()
-            or plan.keeps_hidden
-        ):
-            return self._eager.launch(plan, staging)
-        self._threads.use_for(rows)
-        step, batch = self._batcher.build(plan, staging)
-        captured = self.captured.get(rows)
-        if captured is None:
-            return LaunchedStep(step, self._capture(rows, batch))
-        _copy(batch, captured.batch)
-        captured.replay()
-        return LaunchedStep(step, captured.logits)
+    def launch(self, plan: StepPlan, staging: Staging) -> DeviceStep:
+        step = self._eager.launch(plan, staging)
+        if not self._fits(plan):
+            return step
+        self._stages.run(step, StepStage.PREPARE)
+        if captured := self.captured.get(step.rows):
+            _copy(step.batch, captured.batch)
+            captured.replay()
+            step.done, step.logits = StepStage.HEAD, captured.logits
+        else:
+            self._capture(step)
+        return step
+
+    def _fits(self, plan: StepPlan) -> bool:
+        return (
+            self.can_capture
+            and not self._kernels.span  # a profiler times each kernel
+            and 0 < plan.total_tokens == len(plan.slots) <= FEW_ROWS  # other kernels multiply more rows
+            and bool(plan.samples.all())
+            and self._stages.prefix(plan) != NO_STAGES
+        )
 
     def warm_up(self, staging: Staging) -> bool:
         return False
@@ -89,15 +90,14 @@ class CpuReplay:
     def run_common(self) -> None:
         pass
 
-    def _capture(self, rows: int, batch: ForwardBatch) -> torch.Tensor:
-        """Run the step and return its logits. Keep its kernel calls if they are all that it computes."""
-        static = _clone(batch)
+    def _capture(self, step: DeviceStep) -> None:
+        """Run a step up to its logits. Keep the kernel calls if they are all that it computes."""
+        step.batch = _clone(step.batch)
         with _TorchOperators() as operators:
-            logits, replay = self._kernels.capture(lambda: self._model.logits(self._model(static)))
+            _, replay = self._kernels.capture(lambda: self._stages.run(step, StepStage.HEAD))
         self._computes_in_torch = bool(operators.names)
         if not self._computes_in_torch:
-            self.captured[rows] = CapturedStep(static, logits, replay)
-        return logits
+            self.captured[step.rows] = CapturedStep(step.batch, step.logits, replay)
 
 
 def _clone(batch: ForwardBatch) -> ForwardBatch:

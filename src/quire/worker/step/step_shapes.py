@@ -12,7 +12,8 @@ import bisect
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+
+from quire.worker.step.step_stages import LOGITS, TOKENS, Prefix
 
 _BUY_AT_STEPS = 3.0  # a capture takes about as long as 3 steps (12 to 25 ms)
 _MAX_EXCESS = 0.9  # a stand-in that wastes more of a step is worse than running eagerly
@@ -24,9 +25,6 @@ _STAND_IN_DECODE_ROWS = (1, 4, 16, 64, 256, 1024)
 _SHARING_ROWS = (16, 64, 128, 256, 512, 1024)
 _START_DRAFT_ROWS = 64  # steps with draft tokens for up to so many rows are captured before the first request
 _START_ROWS = 256  # decode steps of up to so many rows are captured before the first request
-
-# Sampling of a captured step. later: outside of the graph, for example because the host takes part in it.
-SamplingMode = Literal["plain", "filtered", "later"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +38,7 @@ class GraphLimits:
     max_graphs: int
     drafts: int = 0  # most draft tokens of a row
     max_logit_rows: int = 0  # of a step; 0: `max_rows`
+    at_start: bool = True  # capture common shapes before the first request
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +50,7 @@ class StepShape:
 
     rows: int
     tokens: int
-    sampling: SamplingMode = "plain"
+    prefix: Prefix = TOKENS  # the stages that are captured
     shares: bool = False  # rows share blocks that attention reads once
     drafts: int = 0
 
@@ -79,13 +78,13 @@ class StepShape:
             and self.shares == other.shares
             and bool(self.drafts) == bool(other.drafts)
             and self.drafts >= other.drafts
-            and self.sampling in (other.sampling, "later")
+            and self.prefix in (other.prefix, LOGITS)
             and self.excess_over(other) <= _MAX_EXCESS
         )
 
     def excess_over(self, other: StepShape) -> float:
         """Return about the share of a step that is lost if this shape stands in for `other`."""
-        tail = _TAIL if self.sampling != other.sampling else 0.0
+        tail = _TAIL if self.prefix != other.prefix else 0.0
         return (self.tokens - other.tokens) / self.tokens + tail
 
 
@@ -97,23 +96,23 @@ class StepShapes:
         self.row_sizes, self.token_sizes = row_sizes(limits.max_rows), token_sizes(limits.max_tokens)
 
     def fit(
-        self, rows: int, tokens: int, sampling: SamplingMode, shares: bool, drafts: int = 0, longest: int = 1
+        self, rows: int, tokens: int, prefix: Prefix, shares: bool, drafts: int = 0, longest: int = 1
     ) -> StepShape | None:
         """Return the smallest shape that holds a step, or None if such steps are not captured.
 
         Args:
             rows: number of rows.
             tokens: number of tokens.
-            sampling: how the step samples.
+            prefix: the stages to capture.
             shares: whether rows share blocks.
             drafts: most draft tokens of a row.
             longest: most tokens of a row; read if there are drafts.
         """
         if drafts:
-            return self._fit_drafts(rows, tokens, sampling, drafts, longest)
+            return self._fit_drafts(rows, tokens, prefix, drafts, longest)
         if rows == tokens:
             size = _round_up(self.row_sizes, rows)
-            return StepShape(size, size, sampling, shares)
+            return StepShape(size, size, prefix, shares)
         is_full = tokens == self._limits.full_tokens
         if tokens > self.token_sizes[-1] and not is_full:
             return None
@@ -121,22 +120,22 @@ class StepShapes:
         rows = min(max(8, 1 << (rows - 1).bit_length()), self.row_sizes[-1])
         if not is_full:
             tokens = _round_up(self.token_sizes, max(tokens, rows + 1))
-        return StepShape(rows, tokens, sampling) if tokens > rows else None
+        return StepShape(rows, tokens, prefix) if tokens > rows else None
 
     def _fit_drafts(
-        self, rows: int, tokens: int, sampling: SamplingMode, drafts: int, longest: int
+        self, rows: int, tokens: int, prefix: Prefix, drafts: int, longest: int
     ) -> StepShape | None:
         size = _round_up(self.row_sizes, rows)
         if longest <= 1 + drafts:
-            return self._draft_shape(size, size * (1 + drafts), sampling, drafts)
+            return self._draft_shape(size, size * (1 + drafts), prefix, drafts)
         size = _round_up(self.row_sizes, 1 << (rows - 1).bit_length())
         tokens = max(tokens, size * (1 + drafts) + 1)  # more than if all rows decoded
         if tokens > self.token_sizes[-1]:
             return None
-        return self._draft_shape(size, _round_up(self.token_sizes, tokens), sampling, drafts)
+        return self._draft_shape(size, _round_up(self.token_sizes, tokens), prefix, drafts)
 
-    def _draft_shape(self, rows: int, tokens: int, sampling: SamplingMode, drafts: int) -> StepShape | None:
-        shape = StepShape(rows, tokens, sampling, drafts=drafts)
+    def _draft_shape(self, rows: int, tokens: int, prefix: Prefix, drafts: int) -> StepShape | None:
+        shape = StepShape(rows, tokens, prefix, drafts=drafts)
         most = self._limits.max_logit_rows or self._limits.max_rows
         fits = tokens <= self.token_sizes[-1] and shape.logit_rows <= most
         return shape if fits else None
@@ -144,7 +143,7 @@ class StepShapes:
     def _at_start_with_drafts(self) -> list[StepShape]:
         most = self._limits.drafts
         sizes = [size for size in self.row_sizes if most and size <= _START_DRAFT_ROWS]
-        shapes = (self._draft_shape(size, size * (1 + most), "plain", most) for size in sizes)
+        shapes = (self._draft_shape(size, size * (1 + most), TOKENS, most) for size in sizes)
         return [shape for shape in shapes if shape is not None]
 
     def at_start(self) -> list[StepShape]:
@@ -152,28 +151,31 @@ class StepShapes:
 
         These are a coarse grid of stand-ins for all steps, and decode steps in all sizes up to 256 rows.
         """
+        return self._common() if self._limits.at_start else []
+
+    def _common(self) -> list[StepShape]:
         most = self.row_sizes[-1]
         decode = [StepShape(size, size) for size in self.row_sizes if size <= _START_ROWS or size == most]
-        logits = [StepShape(rows, rows, "later") for rows in self._clipped(_STAND_IN_DECODE_ROWS)]
-        sharing = [StepShape(rows, rows, "plain", True) for rows in self._clipped(_SHARING_ROWS)]
+        logits = [StepShape(rows, rows, LOGITS) for rows in self._clipped(_STAND_IN_DECODE_ROWS)]
+        sharing = [StepShape(rows, rows, TOKENS, True) for rows in self._clipped(_SHARING_ROWS)]
         longest = self.token_sizes[-1]
         tokens = dict.fromkeys(min(size, longest) for size in _STAND_IN_TOKENS)
         mixed = [
-            StepShape(rows, count, "later")
+            StepShape(rows, count, LOGITS)
             for rows in self._clipped(_STAND_IN_ROWS)
             for count in tokens
             if count > rows
         ]
         if self._limits.full_tokens > longest:
             mixed += [
-                StepShape(rows, self._limits.full_tokens, "later") for rows in self._clipped(_STAND_IN_ROWS)
+                StepShape(rows, self._limits.full_tokens, LOGITS) for rows in self._clipped(_STAND_IN_ROWS)
             ]
         return self._up_to_half([*logits, *sharing, *mixed, *self._at_start_with_drafts(), *decode])
 
     def when_idle(self) -> list[StepShape]:
         """Return all shapes to capture while the engine is idle, the most useful first."""
         decode = [StepShape(size, size) for size in self.row_sizes]
-        return self._up_to_half(list(dict.fromkeys([*self.at_start(), *decode])))
+        return self._up_to_half(list(dict.fromkeys([*self._common(), *decode])))
 
     def _up_to_half(self, shapes: list[StepShape]) -> list[StepShape]:
         """Leave half of the graphs to shapes that turn out to be common: a small GPU has room for few."""

@@ -1,0 +1,1 @@
+"""Launchers: captured steps on a GPU and on a CPU, and factories of both."""

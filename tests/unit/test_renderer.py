@@ -190,8 +190,8 @@ def test_a_process_that_hangs_is_killed_at_the_deadline(
     renderer: TemplateRenderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The deadline suffices where the kernel does not limit processor time."""
-    monkeypatch.setattr(renderer_module, "WALL_S", 0.2)
     renderer.render("{{ 1 }}", {})
+    monkeypatch.setattr(renderer_module, "WALL_S", 0.2)
     for pid in pids(renderer):
         psutil.Process(pid).suspend()
     assert "runs for more than 0.2 s" in outcome(renderer, "{{ 1 }}")

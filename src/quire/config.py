@@ -330,6 +330,11 @@ class EngineConfig:
         wanted = (self.target_itl, self.target_ttft, self.prefill_slowdown)
         return any(value is not None for value in wanted)
 
+    @property
+    def reports_names(self) -> bool:
+        """Return whether the engine reports which blocks it has cached, for routing and for shedding."""
+        return self.data_parallel_size > 1 or self.learns_step_times
+
     def resolved(self, gpu_bytes: int, model_max_len: int, state_bytes: int = 0) -> EngineConfig:
         """Return these settings with the automatic values that need no loaded model.
 

@@ -80,7 +80,7 @@ def wire_engine(
     evictor = FIFO if config.eviction == "fifo" else LRU
     pool = BlockPool(num_blocks, evictor())
     cache: PrefixCache = NoPrefixCache(len(groups))
-    journal: CacheJournal = NameJournal() if config.data_parallel_size > 1 else NoJournal()
+    journal: CacheJournal = NameJournal() if config.reports_names else NoJournal()
     snapshots: Snapshots = NoSnapshots()
     if config.prefix_caching:
         if has_states:

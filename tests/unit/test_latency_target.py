@@ -127,6 +127,26 @@ def test_the_fit_predicts_steps_that_it_has_not_seen() -> None:
     assert model.prompt_tokens_within(rows, 1e-3, context=0.5) < 0  # type: ignore[operator]
 
 
+def test_the_prediction_is_the_mean_of_uneven_steps() -> None:
+    model, load, r = StepTimeModel(), StepLoad(0, 0.0, 64, 2.0), random.Random(5)
+    times = [r.choice((4e-3, 16e-3)) for _ in range(200)]
+    for one in times:
+        model.observe(load, one)
+    assert model.predict(load) == pytest.approx(sum(times) / len(times), rel=0.03)
+
+
+def test_the_rate_of_prompts_is_that_of_the_contexts_that_were_seen() -> None:
+    device, budget = Device(noise=0.0), LatencyBudget(512, RequestTargets(ttft_s=1.0))
+    took_s = 0.0
+    for step in range(64):  # prompts of 16 chunks
+        start = 512 * (step % 16)
+        record = StepRecord(step, 0.0, [("a", start, 512)], [], [], 1, 0, None, 9, prompt_tokens=512)
+        record.took_s = device.predict(load_of(record)) + 1e-6 * start
+        took_s += record.took_s
+        budget.end_step(record)
+    assert budget.rate == pytest.approx(64 * 512 / took_s, rel=0.1)
+
+
 def test_the_load_of_a_step() -> None:
     record = StepRecord(0, 0.0, [("a", 99, 1), ("b", 0, 4)], [], [], 2, 0, None, 9, prompt_tokens=4)
     assert load_of(record) == StepLoad(1, 0.1, 4, 0.008)

@@ -63,7 +63,8 @@ def _start(config: EngineConfig, settings: ServeConfig) -> int:
     stop = ShutdownSignal()
     # The engine processes import torch while this process imports the HTTP server.
     step_s = settings.dry_run_step_ms / 1000 if settings.dry_run else None
-    replicas = ReplicaSet(config, settings.routing, _starter(config, settings, step_s), step_s)
+    start = _starter(config, settings, step_s)
+    replicas = ReplicaSet(config, settings.routing, start, step_s, settings.shed)
     try:
         from quire.serve.http.server import run
 

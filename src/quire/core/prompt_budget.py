@@ -20,6 +20,7 @@ _LEAST_TOKENS = 32  # of a chunk, even if the target cannot be met: prompts must
 _GROWTH = 1.5  # a chunk exceeds the largest that was observed by this factor at most: the fit ends there
 _OWN_SHARE = 2.0  # a target of one request leaves prompts at least half of the time
 _RATE_STEPS = 8  # steps between two estimates of the rate
+_SMOOTHING = 0.05  # of the entries in front of a prompt token, per step with prompts
 
 
 class PromptBudget(Protocol):
@@ -95,6 +96,7 @@ class LatencyBudget:
         self._model = StepTimeModel()
         self._largest = _FIRST_TOKENS  # chunk that was observed
         self._load = StepLoad(0, 0.0, 0, 0.0)  # the decoding rows of the newest step
+        self._reach = 0.0  # thousands of entries in front of a prompt token, smoothed
         self._in_flight: deque[tuple[StepRecord, StepLoad]] = deque()  # scheduled, oldest first
         self._steps = 0
 
@@ -159,13 +161,15 @@ class LatencyBudget:
         self._model.observe(load, record.took_s)
         if load.prompt_tokens and load.rows:
             self._largest = max(self._largest, load.prompt_tokens)
+        if load.prompt_tokens:
+            self._reach += _SMOOTHING * (load.prompt_context / load.prompt_tokens - self._reach)
         self._steps += 1
         if self._steps % _RATE_STEPS == 0:
             self._estimate_rate()
 
     def _estimate_rate(self) -> None:
         limit_s = min(self._targets.itl_s, self._slowdown * (self._model.predict(self._load) or math.inf))
-        tokens = self._fitting(self._load, limit_s, 0.0)
-        load = self._load._replace(prompt_tokens=tokens, prompt_context=tokens**2 / 2e3)
+        tokens = self._fitting(self._load, limit_s, self._reach)
+        load = self._load._replace(prompt_tokens=tokens, prompt_context=tokens * self._reach)
         took_s = self._model.predict(load)
         self.rate = tokens / took_s if took_s else 0.0

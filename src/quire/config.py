@@ -111,7 +111,7 @@ class EngineConfig:
     prefill_slowdown: float | None = _scheduling(
         None,
         "longest step with prompts, as a multiple of a step that only decodes; target_ttft takes precedence "
-        "(default: off)",
+        "(default: 3.5 in quire serve, otherwise off; inf for no limit)",
     )
     scheduling_policy: SchedulingPolicy = _scheduling(
         "fcfs", "order of requests: fcfs (first come, first served) or priority (lower numbers first)"
@@ -329,11 +329,6 @@ class EngineConfig:
         """Return whether the engine predicts the time of steps, for the latency targets."""
         wanted = (self.target_itl, self.target_ttft, self.prefill_slowdown)
         return any(value is not None for value in wanted)
-
-    @property
-    def reports_names(self) -> bool:
-        """Return whether the engine reports which blocks it has cached, for routing and for shedding."""
-        return self.data_parallel_size > 1 or self.learns_step_times
 
     def resolved(self, gpu_bytes: int, model_max_len: int, state_bytes: int = 0) -> EngineConfig:
         """Return these settings with the automatic values that need no loaded model.

@@ -78,6 +78,10 @@ def test_a_cached_prompt_is_admitted_where_a_new_one_would_be_late() -> None:
         assert ask(9).status_code == 200, "the time to wait is honest"
 
 
-def test_a_server_without_targets_says_that_they_have_no_effect(dry: Server) -> None:
-    answer = dry.post(CHAT, chat("Hi", max_tokens=2, target_itl=5)).json()
+def test_a_server_with_a_fixed_size_of_chunks_says_that_targets_have_no_effect(dry: Server) -> None:
+    assert "warnings" not in dry.post(CHAT, chat("Hi", max_tokens=2, target_itl=5)).json(), (
+        "it learns step times"
+    )
+    with serving("demo", "--dry-run", "--mixed-prefill-tokens", "256") as fixed:
+        answer = fixed.post(CHAT, chat("Hi", max_tokens=2, target_itl=5)).json()
     assert any("target_itl has no effect" in text for text in answer["warnings"])

@@ -16,7 +16,7 @@ from quire.serve.http.auth import load_keys
 from quire.serve.http.listen import bind, check_tls
 from quire.serve.http.stop import ShutdownSignal
 from quire.serve.replicas.replica_set import ReplicaSet
-from quire.serve.settings import ServeConfig
+from quire.serve.settings import ServeConfig, served_config
 from quire.types import ConfigError
 
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"the last value of {flag} may be meant as the model: name the model first, `quire serve MODEL {flag} ...`"
         )
-    return _start(EngineConfig(**config), ServeConfig(**settings))
+    return _start(served_config(EngineConfig(**config)), ServeConfig(**settings))
 
 
 def _start(config: EngineConfig, settings: ServeConfig) -> int:

@@ -111,7 +111,7 @@ class EngineConfig:
     prefill_slowdown: float | None = _scheduling(
         None,
         "longest step with prompts, as a multiple of a step that only decodes; target_ttft takes precedence "
-        "(default: off)",
+        "(default: 3.5 in quire serve, otherwise off; inf for no limit)",
     )
     scheduling_policy: SchedulingPolicy = _scheduling(
         "fcfs", "order of requests: fcfs (first come, first served) or priority (lower numbers first)"

@@ -80,7 +80,9 @@ def wire_engine(
     evictor = FIFO if config.eviction == "fifo" else LRU
     pool = BlockPool(num_blocks, evictor())
     cache: PrefixCache = NoPrefixCache(len(groups))
-    journal: CacheJournal = NameJournal() if config.data_parallel_size > 1 else NoJournal()
+    # Routers of replicas read the names of cached blocks, and so does shedding, which needs predictions.
+    reports_names = config.data_parallel_size > 1 or config.learns_step_times
+    journal: CacheJournal = NameJournal() if reports_names else NoJournal()
     snapshots: Snapshots = NoSnapshots()
     if config.prefix_caching:
         if has_states:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -57,6 +58,30 @@ def test_a_request_has_its_own_target(server: Server) -> None:
         assert f"{name} must be above 0" in answer.json()["error"]["message"]
 
 
-def test_a_server_without_targets_says_that_they_have_no_effect(dry: Server) -> None:
-    answer = dry.post(CHAT, chat("Hi", max_tokens=2, target_itl=5)).json()
+def test_a_cached_prompt_is_admitted_where_a_new_one_would_be_late() -> None:
+    # 3,200 prompt tokens per second: each of the prompts takes about 0.4 s.
+    flags = ("--dry-run-step-ms", "10", "--max-num-batched-tokens", "32", "--target-ttft", "600", "--shed")
+    with serving("demo", "--dry-run", *flags) as server:
+
+        def ask(first: int) -> httpx.Response:
+            prompt = [first, *range(3, 1303)]
+            return server.post("/v1/completions", {"prompt": prompt, "max_tokens": 2, "ignore_eos": True})
+
+        assert [ask(first).status_code for first in (1, 4, 5)] == [200] * 3
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            other = pool.submit(ask, 2)
+            time.sleep(0.1)  # the other prompt is being computed
+            known, new = pool.submit(ask, 1), ask(9)
+            assert other.result().status_code == known.result().status_code == 200
+        assert new.status_code == 503 and "the target is 0.6 s" in new.json()["error"]["message"]
+        time.sleep(float(new.headers["retry-after"]))
+        assert ask(9).status_code == 200, "the time to wait is honest"
+
+
+def test_a_server_with_a_fixed_size_of_chunks_says_that_targets_have_no_effect(dry: Server) -> None:
+    assert "warnings" not in dry.post(CHAT, chat("Hi", max_tokens=2, target_itl=5)).json(), (
+        "it learns step times"
+    )
+    with serving("demo", "--dry-run", "--mixed-prefill-tokens", "256") as fixed:
+        answer = fixed.post(CHAT, chat("Hi", max_tokens=2, target_itl=5)).json()
     assert any("target_itl has no effect" in text for text in answer["warnings"])

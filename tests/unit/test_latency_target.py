@@ -22,6 +22,7 @@ from quire.config import EngineConfig
 from quire.core.prompt_budget import LatencyBudget
 from quire.core.step_time import StepLoad, StepTimeModel, load_of
 from quire.core.steplog import AdmissionRecord, StepRecord
+from quire.serve.settings import PREFILL_SLOWDOWN, served_config
 from quire.types import (
     ConfigError,
     EngineInfo,
@@ -125,6 +126,26 @@ def test_the_fit_predicts_steps_that_it_has_not_seen() -> None:
     step = StepLoad(10, 3.0, round(tokens), tokens * (0.5 + tokens / 2e3))
     assert device.predict(step) == pytest.approx(20e-3, rel=0.05)
     assert model.prompt_tokens_within(rows, 1e-3, context=0.5) < 0  # type: ignore[operator]
+
+
+def test_the_prediction_is_the_mean_of_uneven_steps() -> None:
+    model, load, r = StepTimeModel(), StepLoad(0, 0.0, 64, 2.0), random.Random(5)
+    times = [r.choice((4e-3, 16e-3)) for _ in range(200)]
+    for one in times:
+        model.observe(load, one)
+    assert model.predict(load) == pytest.approx(sum(times) / len(times), rel=0.03)
+
+
+def test_the_rate_of_prompts_is_that_of_the_contexts_that_were_seen() -> None:
+    device, budget = Device(noise=0.0), LatencyBudget(512, RequestTargets(ttft_s=1.0))
+    took_s = 0.0
+    for step in range(64):  # prompts of 16 chunks
+        start = 512 * (step % 16)
+        record = StepRecord(step, 0.0, [("a", start, 512)], [], [], 1, 0, None, 9, prompt_tokens=512)
+        record.took_s = device.predict(load_of(record)) + 1e-6 * start
+        took_s += record.took_s
+        budget.end_step(record)
+    assert budget.rate == pytest.approx(64 * 512 / took_s, rel=0.1)
 
 
 def test_the_load_of_a_step() -> None:
@@ -238,11 +259,49 @@ def test_requests_are_admitted_in_the_order_in_which_they_are_due() -> None:
     assert ended.index("endless") < len(ended) - 15, "no request waits for ever"
 
 
+def test_servers_limit_chunks_unless_told_otherwise() -> None:
+    def slowdown(**settings: Any) -> float | None:
+        return served_config(EngineConfig(model="m", **settings)).prefill_slowdown
+
+    assert slowdown() == PREFILL_SLOWDOWN and EngineConfig(model="m").prefill_slowdown is None
+    assert slowdown(prefill_slowdown=math.inf) == math.inf and slowdown(prefill_slowdown=2.0) == 2.0
+    for other in (
+        {"target_itl": 9.0},
+        {"mixed_prefill_tokens": 64},
+        {"chunked_prefill": False},
+        {"kv_layout": "none"},
+    ):
+        assert slowdown(**other) is None
+
+
+def test_where_nearly_all_steps_have_prompts_chunks_are_not_limited() -> None:
+    # Each answer is short, so the time is that of prompts, and short chunks would spend more of it on the constant.
+    work = [([index % 7] * 1200, 6) for index in range(240)]
+
+    def served(slowdown: float) -> Run:
+        config = EngineConfig(
+            model="m",
+            max_num_seqs=64,
+            max_num_batched_tokens=2048,
+            mixed_prefill_tokens=2048,
+            prefix_caching=False,
+        )
+        config = replace(config, prefill_slowdown=slowdown)
+        return simulate(config, INFO, Device(), work, [0.0] * len(work), 32)  # type: ignore[arg-type]
+
+    free, even = served(math.inf), served(PREFILL_SLOWDOWN)
+    chunks = [step.prompt_tokens for step in even.steps if step.prompt_tokens]
+    assert percentile(chunks[100:400], 50) < 200, "at first it may be a burst"
+    assert percentile(chunks[-50:], 50) > 500
+    ends = [max(one.token_times_s[-1] for one in done.served) for done in (free, even)]
+    assert ends[1] < 1.15 * ends[0]
+
+
 def test_a_default_keeps_latency_even_for_little_throughput() -> None:
     free, free_itl, _ = run(rate=15.0, mixed_prefill_tokens=2048)
-    even, even_itl, _ = run(rate=15.0, mixed_prefill_tokens=2048, prefill_slowdown=4.0)
+    even, even_itl, _ = run(rate=15.0, mixed_prefill_tokens=2048, prefill_slowdown=PREFILL_SLOWDOWN)
     median = percentile(latencies_ms(even)["itl"], 50)
-    assert free_itl > 6 * median and even_itl < 4.2 * median
+    assert free_itl > 6 * median and even_itl < 4 * median
     ends = [max(one.token_times_s[-1] for one in done.served) for done in (free, even)]
     assert ends[1] < 1.03 * ends[0]
 
@@ -264,10 +323,8 @@ def test_the_capacity_is_the_rate_at_which_a_target_is_just_met() -> None:
     assert plan.meets(plan.run_at(config, speed)) and not plan.meets(plan.run_at(config, 1.3 * speed))
     assert engines_for(2.5 * found.requests_per_s, found) == 3
     assert planner(itl_ms=1.0).capacity({}) is None, "even an idle engine takes longer"
-    assert (
-        {} in plan.alternatives()
-        and {"target_itl": 30.0, "mixed_prefill_tokens": None} in plan.alternatives()
-    )
+    target = {"target_itl": 30.0, "mixed_prefill_tokens": None, "prefill_slowdown": None}
+    assert {} in plan.alternatives() and target in plan.alternatives()
 
 
 def test_decoding_that_was_never_seen_alone_is_predicted_from_steps_with_prompts() -> None:

@@ -47,9 +47,9 @@ class Front:
         self.outputs: list[EngineOutput] = []
         self.cause: str | None = None
         self.assembler = OutputAssembler()
-        routing = settings.pop("routing", "prefix")
+        routing, sheds = settings.pop("routing", "prefix"), settings.pop("sheds", False)
         config = EngineConfig(data_parallel_size=count, **settings)
-        self.set = ReplicaSet(config, routing, start=self._start)  # type: ignore[arg-type]
+        self.set = ReplicaSet(config, routing, start=self._start, sheds=sheds)  # type: ignore[arg-type]
 
     def _start(self, number: int, secret: bytes = b"") -> FakeProcess:
         process = self.current[number] = FakeProcess(SLOTS)
@@ -120,6 +120,31 @@ def test_requests_go_where_their_prefix_is_cached_or_about_to_be() -> None:
         assert front.where("e") == front.where("f")
 
     play(2, scene)
+
+
+@pytest.mark.parametrize("count", (1, 2))
+def test_a_server_that_sheds_knows_how_much_of_a_prompt_is_cached(count: int) -> None:
+    prompt = list(range(100, 229))
+
+    async def scene(front: Front) -> None:
+        names = front.set.block_names(EngineRequest("", prompt, SamplingParams()))
+        assert len(names) == 8 and front.set.cached_tokens(names) == 0
+        front.submit("a", prompt)
+        assert front.set.cached_tokens(names) == 128, "it is being computed"
+        at = front.where("a")
+        front.current[at].finish("a")
+        await settle()
+        assert front.set.cached_tokens(names) == 0
+        front.current[at].say(names=NameChanges(b"".join(names[:5])))
+        await settle()
+        assert front.set.cached_tokens(names) == 80
+        scored = SamplingParams(prompt_logprobs=0)
+        assert front.set.cached_tokens(front.set.block_names(EngineRequest("", prompt, scored))) == 0
+        front.set.replicas[at].info.state_bytes = 8
+        front.set.replicas[0].info.state_bytes = 8
+        assert front.set.cached_tokens(names) == 0, "snapshots are not known"
+
+    play(count, scene, sheds=True)
 
 
 def test_a_popular_prefix_spreads_when_its_replica_is_busy() -> None:

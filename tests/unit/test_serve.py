@@ -158,7 +158,7 @@ def test_admission_counts_what_waits() -> None:
     gate = Admission(max_waiting=2, max_waiting_tokens=None, max_num_seqs=2)
     for _ in range(4):  # two run, two wait
         gate.arrive(ANYONE, 1)
-        gate.pass_on(ANYONE, 1, 10)
+        gate.pass_on(ANYONE, 1, 10, 10)
         gate.prepared(1)
     assert gate.waiting == 2 and gate.waiting_tokens == 40
     with pytest.raises(ApiError) as caught:
@@ -194,12 +194,12 @@ def test_a_full_queue_still_takes_a_clients_share() -> None:
 def test_tokens_that_wait_are_limited_but_one_request_always_fits() -> None:
     gate = Admission(max_waiting=9, max_waiting_tokens=100, max_num_seqs=1)
     gate.arrive(ANYONE, 1)
-    gate.pass_on(ANYONE, 1, 1000)
+    gate.pass_on(ANYONE, 1, 1000, 1000)
     gate.prepared(1)
     gate.report(EngineLoad(received=1, running=1))
     gate.arrive(ANYONE, 1)
     with pytest.raises(ApiError) as caught:
-        gate.pass_on(ANYONE, 1, 101)
+        gate.pass_on(ANYONE, 1, 101, 1)
     assert caught.value.status == 503
     gate.prepared(1)
 
@@ -207,20 +207,20 @@ def test_tokens_that_wait_are_limited_but_one_request_always_fits() -> None:
 def test_requests_that_would_miss_their_first_token_are_refused_with_the_time_to_wait() -> None:
     gate = Admission(max_waiting=99, max_waiting_tokens=None, max_num_seqs=4)
     gate.arrive(ANYONE, 1)
-    assert gate.pass_on(ANYONE, 1, 9000, 0.5) is None, "nothing predicts it yet"
+    assert gate.pass_on(ANYONE, 1, 9000, 9000, 0.5) is None, "nothing predicts it yet"
     gate.prepared(1)
     gate.report(EngineLoad(1, 1, 0, 0, computing_tokens=8000, prompt_rate=1000.0))
     gate.arrive(ANYONE, 1)
     with pytest.raises(ApiError) as caught:
-        gate.pass_on(ANYONE, 1, 100, target_ttft_s=3.0)
+        gate.pass_on(ANYONE, 1, 100, 100, target_ttft_s=3.0)
     assert caught.value.status == 503 and caught.value.headers["Retry-After"] == "5", (
         "8.1 s, less the target of 3"
     )
     assert gate.rejections["target_ttft"] == 1
-    assert gate.pass_on(ANYONE, 1, 100, target_ttft_s=9.0) == pytest.approx(8.1)
+    assert gate.pass_on(ANYONE, 1, 100, 100, target_ttft_s=9.0) == pytest.approx(8.1)
     gate.prepared(1)
     gate.arrive(ANYONE, 1)
-    assert gate.pass_on(ANYONE, 1, 5000, target_ttft_s=4.0) == pytest.approx(13.1), (
+    assert gate.pass_on(ANYONE, 1, 5000, 5000, target_ttft_s=4.0) == pytest.approx(13.1), (
         "waiting would not help it"
     )
     gate.prepared(1)
@@ -228,7 +228,26 @@ def test_requests_that_would_miss_their_first_token_are_refused_with_the_time_to
     gate.report(EngineLoad(3, 4, 9, 0, prompt_rate=1000.0), "slots")
     gate._rate = 2.0
     gate.arrive(ANYONE, 1)
-    assert gate.pass_on(ANYONE, 1, 100) == pytest.approx(11 / 2.0 + 0.1)
+    assert gate.pass_on(ANYONE, 1, 100, 100) == pytest.approx(11 / 2.0 + 0.1)
+
+
+def test_cached_tokens_count_neither_for_a_prompt_nor_for_those_in_front_of_it() -> None:
+    gate = Admission(max_waiting=99, max_waiting_tokens=None, max_num_seqs=4)
+    gate.report(EngineLoad(0, 1, 2, 9000, uncached_tokens=500, computing_tokens=1000, prompt_rate=1000.0))
+    for tokens, uncached, forecast_s in ((5000, 16, 1.516), (5000, 300, 1.816), (5000, 5000, 6.816)):
+        gate.arrive(ANYONE, 1)
+        assert gate.pass_on(ANYONE, 1, tokens, uncached, 8.0) == pytest.approx(forecast_s)
+        gate.prepared(1)
+    gate.arrive(ANYONE, 1)
+    with pytest.raises(ApiError) as caught:
+        gate.pass_on(ANYONE, 1, 5000, 5000, 8.0)
+    assert caught.value.headers["Retry-After"] == "4", "11.8 s, less the target of 8"
+    gate.pass_on(ANYONE, 1, 5000, 16, 8.0)
+    gate.report(EngineLoad(3, 1, 0, 0, prompt_rate=1000.0))
+    gate.arrive(ANYONE, 1)
+    assert gate.pass_on(ANYONE, 1, 100, 100) == pytest.approx(0.116), (
+        "those that arrived are not on their way"
+    )
 
 
 # -------------------------------------------------------------------------------------------- port

@@ -166,9 +166,11 @@ class CapacityPlanner:
         info, found = self.bench.info, [dict[str, Any]()]
         if self.bench.config.target_itl is None and self.bench.config.chunked_prefill is not False:
             sizes = [size for size in _CHUNKS if size <= info.max_num_batched_tokens][-_MOST_CHUNKS:]
-            found += [{"mixed_prefill_tokens": size} for size in sizes]
+            # As in `quire serve`, a size and a target replace the limit relative to decoding.
+            found += [{"mixed_prefill_tokens": size, "prefill_slowdown": None} for size in sizes]
             if math.isfinite(self.targets.itl_ms):
-                found.append({"target_itl": self.targets.itl_ms, "mixed_prefill_tokens": None})
+                target = {"target_itl": self.targets.itl_ms}
+                found.append({**target, "mixed_prefill_tokens": None, "prefill_slowdown": None})
         return found
 
 

@@ -11,6 +11,7 @@ from quire.cli.bench_flags import add_result_arguments, at_least_one, engine_con
 from quire.cli.bench_results import conditions_of, save_result
 from quire.cli.flags import add_flags, add_model
 from quire.config import EngineConfig
+from quire.serve.settings import served_config
 from quire.types import ConfigError
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
     at_least_one(args, "input_len", "output_len", "num_prompts", "gpus")
     if args.request_rate <= 0:
         raise ConfigError(f"request_rate must be above 0, got {args.request_rate}")
-    targets, config = _targets(args.target, args.percentile), engine_config(args)
+    targets, config = _targets(args.target, args.percentile), served_config(engine_config(args))
     if config.spec_method != "off":
         raise ConfigError("plan cannot simulate draft tokens: leave spec_method off")
     from quire.bench.capacity import CapacityPlanner, engines_for, figures, learn_step_times

@@ -16,7 +16,7 @@ from quire.serve.http.auth import load_keys
 from quire.serve.http.listen import bind, check_tls
 from quire.serve.http.stop import ShutdownSignal
 from quire.serve.replicas.replica_set import ReplicaSet
-from quire.serve.settings import ServeConfig
+from quire.serve.settings import ServeConfig, served_config
 from quire.types import ConfigError
 
 
@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"the last value of {flag} may be meant as the model: name the model first, `quire serve MODEL {flag} ...`"
         )
-    return _start(EngineConfig(**config), ServeConfig(**settings))
+    return _start(served_config(EngineConfig(**config)), ServeConfig(**settings))
 
 
 def _start(config: EngineConfig, settings: ServeConfig) -> int:
@@ -63,7 +63,8 @@ def _start(config: EngineConfig, settings: ServeConfig) -> int:
     stop = ShutdownSignal()
     # The engine processes import torch while this process imports the HTTP server.
     step_s = settings.dry_run_step_ms / 1000 if settings.dry_run else None
-    replicas = ReplicaSet(config, settings.routing, _starter(config, settings, step_s), step_s)
+    start = _starter(config, settings, step_s)
+    replicas = ReplicaSet(config, settings.routing, start, step_s, settings.shed)
     try:
         from quire.serve.http.server import run
 

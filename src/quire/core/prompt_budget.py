@@ -19,7 +19,9 @@ _FIRST_TOKENS = 64  # of a chunk before the time of one is known
 _LEAST_TOKENS = 32  # of a chunk, even if the target cannot be met: prompts must go on
 _GROWTH = 1.5  # a chunk exceeds the largest that was observed by this factor at most: the fit ends there
 _OWN_SHARE = 2.0  # a target of one request leaves prompts at least half of the time
+_USUAL_STEPS = 512  # newest steps of which three quarters take at least the usual time
 _RATE_STEPS = 8  # steps between two estimates of the rate
+_SMOOTHING = 0.05  # of the entries in front of a prompt token, per step with prompts
 
 
 class PromptBudget(Protocol):
@@ -80,13 +82,14 @@ class LatencyBudget:
     """A `PromptBudget` that keeps the inter-token latency within limits.
 
     The limit of a step is the least of three: the target of the engine; the targets of the requests that decode in it,
-    which leave prompts half of the time; and `slowdown` times the step without prompts, which does not apply if the next
-    prompt would miss the target for its first token.
+    which leave prompts half of the time; and `slowdown` times a usual step, which does not apply if the next prompt would
+    miss the target for its first token. A usual step has no prompts, unless nearly all steps have some: long steps then
+    make latency no less even, and short chunks would only cost throughput.
 
     Args:
         most: prompt tokens of a step, whatever its time.
         targets: those of requests without their own.
-        slowdown: the limit relative to a step without prompts; infinite for none.
+        slowdown: the limit relative to a usual step; infinite for none.
     """
 
     def __init__(self, most: int, targets: RequestTargets, slowdown: float = math.inf) -> None:
@@ -95,6 +98,9 @@ class LatencyBudget:
         self._model = StepTimeModel()
         self._largest = _FIRST_TOKENS  # chunk that was observed
         self._load = StepLoad(0, 0.0, 0, 0.0)  # the decoding rows of the newest step
+        self._times_s: deque[float] = deque(maxlen=_USUAL_STEPS)  # of steps that decode
+        self._usual_s = 0.0  # that most of them take; 0 until there are enough
+        self._reach = 0.0  # thousands of entries in front of a prompt token, smoothed
         self._in_flight: deque[tuple[StepRecord, StepLoad]] = deque()  # scheduled, oldest first
         self._steps = 0
 
@@ -112,8 +118,8 @@ class LatencyBudget:
         context = first.computed / 1e3
         plain_s = self._model.predict(load) or math.inf
         limit_s = self._limit_s(requests, plain_s)
-        if self._slowdown * plain_s < limit_s:
-            gentle_s = self._slowdown * plain_s
+        gentle_s = self._slowdown * max(plain_s, self._usual_s)
+        if gentle_s < limit_s:
             tokens = self._fitting(load, gentle_s, context)
             left, target_s = first.known - first.computed, first.source.targets.over(self._targets).ttft_s
             if target_s == math.inf or left / tokens * gentle_s <= first.order.due_s - now_s:
@@ -159,13 +165,20 @@ class LatencyBudget:
         self._model.observe(load, record.took_s)
         if load.prompt_tokens and load.rows:
             self._largest = max(self._largest, load.prompt_tokens)
+        if load.rows:
+            self._times_s.append(record.took_s)
+        if load.prompt_tokens:
+            self._reach += _SMOOTHING * (load.prompt_context / load.prompt_tokens - self._reach)
         self._steps += 1
         if self._steps % _RATE_STEPS == 0:
+            if len(self._times_s) == _USUAL_STEPS:
+                self._usual_s = sorted(self._times_s)[_USUAL_STEPS // 4]
             self._estimate_rate()
 
     def _estimate_rate(self) -> None:
-        limit_s = min(self._targets.itl_s, self._slowdown * (self._model.predict(self._load) or math.inf))
-        tokens = self._fitting(self._load, limit_s, 0.0)
-        load = self._load._replace(prompt_tokens=tokens, prompt_context=tokens**2 / 2e3)
+        plain_s = self._model.predict(self._load) or math.inf
+        limit_s = min(self._targets.itl_s, self._slowdown * max(plain_s, self._usual_s))
+        tokens = self._fitting(self._load, limit_s, self._reach)
+        load = self._load._replace(prompt_tokens=tokens, prompt_context=tokens * self._reach)
         took_s = self._model.predict(load)
         self.rate = tokens / took_s if took_s else 0.0

@@ -21,6 +21,7 @@ def load_of(engine: Engine, received: int) -> EngineLoad:
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
         waiting_tokens=scheduler.waiting.tokens,
+        uncached_tokens=scheduler.waiting.uncached_tokens,
         computing_tokens=sum(r.known - r.computed for r in scheduler.running if r.catching_up) if rate else 0,
         prompt_rate=rate,
     )

@@ -2,7 +2,7 @@
 
 The time is linear in what a step does: its decoding rows and the entries that they read, its prompt tokens and the
 entries that these read, and a constant for each kind of step. The newest steps are fitted by least squares of the
-relative error, so the model follows the machine and the operating point. That a real step is linear only near the
+error relative to the prediction, so the model follows the machine and the operating point. That a real step is linear only near the
 operating point is enough: predictions are asked for near it.
 """
 
@@ -20,6 +20,7 @@ from quire.core.steplog import StepRecord
 _WINDOW = 256  # newest steps of each kind that are fitted
 _LEAST = 6  # steps of a kind before it is predicted
 _REFIT = 8  # steps between two fits, and later the share of the window that is new
+_LEAST_SHARE = 0.1  # of its time that a step's error is divided by at least
 _RIDGE = 1e-4  # keeps coefficients small that the window does not tell apart
 _MOST_LATE = 1.5  # beyond it the machine is disturbed by others, which smaller steps do not help
 _LATE = 0.995  # quantile of actual over predicted time that a cautious prediction covers
@@ -92,25 +93,32 @@ class LinearFit:
         # One step that took very long, such as the first of its shape, must not bend the line.
         kept = times <= 5 * np.median(times)
         features, times = np.array(self._features)[kept], times[kept]
-        scale = np.maximum(features.max(0), 1e-9)
-        relative = features / scale / times[:, None]
-        active = np.ones(features.shape[1], bool)
-        weights = np.zeros(features.shape[1])
-        while active.any():
-            part = relative[:, active]
-            gram = part.T @ part
-            gram += _RIDGE * np.trace(gram) / len(gram) * np.eye(len(gram))
-            found = np.linalg.solve(gram, part.sum(0))
-            if (found >= 0).all():
-                weights[active] = found
-                break
-            active[np.flatnonzero(active)[found < 0]] = False
-        self.weights = weights / scale
+        # Errors relative to the time itself would count a short step more than a long one of the same work, and the fit
+        # would predict less than the mean. So the second pass takes errors relative to the prediction.
+        self.weights = _solve(features, times, times)
+        predicted = np.maximum(features @ self.weights, _LEAST_SHARE * times)
+        self.weights = _solve(features, times, predicted)
         self._weights = self.weights.tolist()
-        predicted = np.maximum(features @ self.weights, 1e-9)
-        self.ratios = times / predicted
+        self.ratios = times / np.maximum(features @ self.weights, 1e-9)
         late = float(np.quantile(self.ratios, _LATE))
         self.late = min(max(1.0, late), _MOST_LATE)
+
+
+def _solve(features: np.ndarray, times: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return the non-negative weights with the least squared error of `features @ weights`, each divided by its scale."""
+    width = np.maximum(features.max(0), 1e-9)
+    relative, wanted = features / width / scales[:, None], times / scales
+    active, weights = np.ones(features.shape[1], bool), np.zeros(features.shape[1])
+    while active.any():
+        part = relative[:, active]
+        gram = part.T @ part
+        gram += _RIDGE * np.trace(gram) / len(gram) * np.eye(len(gram))
+        found = np.linalg.solve(gram, part.T @ wanted)
+        if (found >= 0).all():
+            weights[active] = found
+            break
+        active[np.flatnonzero(active)[found < 0]] = False
+    return weights / width
 
 
 class StepTimeModel:

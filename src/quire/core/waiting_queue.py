@@ -18,11 +18,16 @@ def _order(request: Request) -> RequestOrder:
     return request.order
 
 
+def _uncached(request: Request) -> int:
+    return request.prompt_len - request.source.likely_cached
+
+
 class WaitingQueue:
     """The waiting requests of all clients."""
 
     def __init__(self, shares: Shares) -> None:
         self.tokens = 0  # prompt tokens of all waiting requests
+        self.uncached_tokens = 0  # those that are not expected in the prefix cache
         self._shares = shares
         self._lines: dict[str, list[Request]] = {}  # by client; no line is empty
         self._count = 0
@@ -44,6 +49,7 @@ class WaitingQueue:
         insort(line, request, key=_order)
         self._count += 1
         self.tokens += request.prompt_len
+        self.uncached_tokens += _uncached(request)
 
     def remove(self, request: Request) -> None:
         """Remove a request. Raises KeyError or ValueError if it does not wait."""
@@ -52,6 +58,7 @@ class WaitingQueue:
         line.remove(request)
         self._count -= 1
         self.tokens -= request.prompt_len
+        self.uncached_tokens -= _uncached(request)
         if not line:
             del self._lines[client]
 
@@ -88,3 +95,4 @@ class WaitingQueue:
         assert all(line and line == sorted(line, key=_order) for line in self._lines.values())
         assert self._count == sum(map(len, self._lines.values())), "a waiting request was lost"
         assert self.tokens == sum(request.prompt_len for request in self), "waiting tokens do not add up"
+        assert self.uncached_tokens == sum(map(_uncached, self)), "uncached tokens do not add up"

@@ -56,9 +56,9 @@ class Admission:
         self.draining: str | None = None  # error message for new requests; None: they are admitted
         self._preparing = 0  # choices whose prompt is being tokenized
         self._sent = 0  # engine requests since the start
-        # For each sent request: the value of `_sent` after it, and its prompt tokens.
-        self._on_the_way: deque[tuple[int, int]] = deque()
-        self._way_tokens = 0
+        # For each sent request: the value of `_sent` after it, its prompt tokens, and those to be computed.
+        self._on_the_way: deque[tuple[int, int, int]] = deque()
+        self._way_tokens = self._way_uncached = 0
         self._finished = 0
         self._rate = 0.0  # requests finished per second, smoothed
         self._since_s = time.monotonic()
@@ -114,7 +114,12 @@ class Admission:
         return max(0, self._slots - self.load.running - self.load.waiting - unseen)
 
     def pass_on(
-        self, client: ApiClient, choices: int, tokens: int, target_ttft_s: float = math.inf
+        self,
+        client: ApiClient,
+        choices: int,
+        tokens: int,
+        uncached: int,
+        target_ttft_s: float = math.inf,
     ) -> float | None:
         """Count prepared requests as sent to the engine.
 
@@ -122,6 +127,7 @@ class Admission:
             client: owner of the requests.
             choices: their number.
             tokens: their prompt tokens.
+            uncached: those of them that are not expected in the prefix cache.
             target_ttft_s: refuse them if their first token is predicted to take longer.
 
         Returns:
@@ -139,24 +145,25 @@ class Admission:
                 f"{self.waiting_tokens} prompt tokens are waiting already (max_waiting_tokens is {limit})",
             )
         rate = self.load.prompt_rate
-        forecast_s = self._first_token_s(tokens, rate) if rate else None
-        if forecast_s is not None and forecast_s > target_ttft_s >= tokens / rate:
+        forecast_s = self._first_token_s(uncached, rate) if rate else None
+        if forecast_s is not None and forecast_s > target_ttft_s >= uncached / rate:
             self._count_rejection(client, "target_ttft")
             raise overloaded(
                 f"the first token is predicted to take {forecast_s:.2f} s, but the target is {target_ttft_s:g} s",
                 min(_LONGEST_S, forecast_s - target_ttft_s),
             )
         self._sent += choices
-        self._on_the_way.append((self._sent, tokens))
+        self._on_the_way.append((self._sent, tokens, uncached))
         self._way_tokens += tokens
+        self._way_uncached += uncached
         return forecast_s
 
     def _first_token_s(self, tokens: int, rate: float) -> float:
-        """Return the predicted time to first token of a request with `tokens` prompt tokens.
+        """Return the predicted time to first token of a request of which `tokens` prompt tokens are not cached.
 
         It waits for the prompts in front of it, and, while slots or blocks are short, for as many requests to end.
         """
-        ahead = self.load.waiting_tokens + self.load.computing_tokens + self._way_tokens
+        ahead = self.load.uncached_tokens + self.load.computing_tokens + self._way_uncached
         wait_s = 0.0
         if self._rate > 0 and (self._is_full or not self._idle_slots()):
             wait_s = (self.waiting + 1) / self._rate
@@ -181,7 +188,9 @@ class Admission:
         """
         self.load, self._is_full = load, wait_reason in _FULL
         while self._on_the_way and self._on_the_way[0][0] <= load.received:
-            self._way_tokens -= self._on_the_way.popleft()[1]
+            _, tokens, uncached = self._on_the_way.popleft()
+            self._way_tokens -= tokens
+            self._way_uncached -= uncached
 
     def finished(self, choices: int) -> None:
         """Count completed choices towards the smoothed completion rate, from which Retry-After is computed."""

@@ -152,8 +152,9 @@ class AsyncEngine:
             finally:
                 admission.prepared(choices)
             self._raise_if_dead()
-            tokens = sum(len(p.state.prompt_token_ids) for p in prepared)
-            forecast_s = admission.pass_on(client, choices, tokens, self._target_ttft_s(prepared))
+            tokens = sum(p.prompt_tokens for p in prepared)
+            uncached = sum(p.uncached_tokens for p in prepared)
+            forecast_s = admission.pass_on(client, choices, tokens, uncached, self._target_ttft_s(prepared))
         except BaseException:
             admission.leave(client, choices)
             raise
@@ -219,16 +220,24 @@ class AsyncEngine:
         if job.length_field is not None and (max_tokens := job.params.max_tokens) is not None:
             check_room(job.length_field, max_tokens, len(requests[0].prompt), self.info.max_model_len)
         targets = job.targets.over(client.targets)
+        names = self.replicas.block_names(requests[0])
+        first, later = self.replicas.cached_tokens(names), len(names) * self.info.block_size
         requests = [
-            replace(request, client=client.name, weight=client.weight, targets=targets)
-            for request in requests
+            replace(
+                request,
+                client=client.name,
+                weight=client.weight,
+                targets=targets,
+                likely_cached=later if index else first,
+            )
+            for index, request in enumerate(requests)
         ]
         text = prompt if isinstance(prompt, str) else None
         if job.echo and text is None:
             text = self.tokenizer.decode(requests[0].prompt, skip_special_tokens=False)
         frames = b"".join(frame(msg.encode(msg.Add(request))) for request in requests)
         state = RequestState(name, text, requests, self.tokenizer, arrival_s)
-        return EngineJob(state, requests, frames, self.replicas.block_names(requests[0]))
+        return EngineJob(state, requests, frames, names)
 
     def _close(self, generation: Generation, client: ApiClient, choices: int) -> None:
         """Remove an ended generation. Its requests are aborted: slots and blocks are free before the next step."""

@@ -51,6 +51,7 @@ class EngineRequest:
     weight: float = 1.0  # of the client: its share of slots and tokens, relative to other clients
     grammar: GrammarSpec | None = None
     pooling: Pooling | None = None
+    likely_cached: int = 0  # prompt tokens that the sender expects in the prefix cache; only figures use it
     exports: bool = False  # shows its blocks to another engine, which releases them by aborting it
 
 
@@ -208,6 +209,7 @@ class EngineLoad:
     running: int = 0
     waiting: int = 0
     waiting_tokens: int = 0  # prompt tokens of the waiting requests
+    uncached_tokens: int = 0  # those of them that are not expected in the prefix cache
     computing_tokens: int = 0  # prompt tokens of the running requests that are not computed yet
     prompt_rate: float = 0.0  # prompt tokens per second beside the rows that decode now; 0 if it is not known
 

@@ -148,7 +148,7 @@ async def read_request(request: Request, cls: type[T]) -> tuple[T, list[str]]:
     if isinstance(body, RequestFields) and not server_of(request).engine.config.learns_step_times:
         given = [name for name in ("target_itl", "target_ttft") if getattr(body, name) is not None]
         warnings += [
-            f"{name} has no effect: the server runs without --target-itl, --target-ttft and --prefill-slowdown"
+            f"{name} has no effect: the server runs with a fixed size of chunks (--mixed-prefill-tokens) or without chunks"
             for name in given
         ]
     return body, warnings

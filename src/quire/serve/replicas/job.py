@@ -22,7 +22,7 @@ class EngineJob:
         requests: one engine request per choice.
         frames: the encoded messages that add the requests.
         names: short names of the full blocks of the prompt, by which it is found in prefix caches; empty if the
-            request cannot use cached tokens or nothing routes by them.
+            request cannot use cached tokens or nothing reads them.
         priority: lower goes first; 0 for all under `scheduling_policy="fcfs"`.
     """
 
@@ -47,6 +47,11 @@ class EngineJob:
     @property
     def prompt_tokens(self) -> int:
         return len(self.state.prompt_token_ids)
+
+    @property
+    def uncached_tokens(self) -> int:
+        """Return the prompt tokens that are probably to be computed: the choices after the first find its blocks."""
+        return self.prompt_tokens - self.requests[0].likely_cached
 
     @property
     def generated_tokens(self) -> int:

@@ -107,8 +107,9 @@ class Replica:
 
     def cached_blocks(self, names: list[bytes]) -> int:
         """Return the number of blocks at the beginning of a prompt that are cached here or about to be."""
+        cached, expected = self._cached, self._expected
         for count, name in enumerate(names):
-            if name not in self._cached and name not in self._expected:
+            if name not in cached and name not in expected:
                 return count
         return len(names)
 

@@ -75,6 +75,7 @@ class ReplicaSet:
         routing: RoutingPolicy = "prefix",
         start: Callable[[int, bytes], EngineProcess] | None = None,
         dry_run_step_s: float | None = None,
+        sheds: bool = False,
     ) -> None:
         """Start the processes without waiting for them.
 
@@ -84,8 +85,9 @@ class ReplicaSet:
             start: starts the process of a replica, given its number and the key of the names of blocks; None starts
                 it on this host.
             dry_run_step_s: duration of a step of engines without a model; None loads the model.
+            sheds: whether the owner asks for `cached_tokens` to decide about requests.
         """
-        self._config, self._routing = config, routing
+        self._config, self._routing, self._sheds = config, routing, sheds
         secret = block_secret(config)
 
         def start_here(number: int, secret: bytes) -> EngineProcess:
@@ -115,6 +117,8 @@ class ReplicaSet:
         first = self.replicas[0].info
         self._router: ReplicaRouter = make_router(self._routing, first.block_size, first.prefix_caching)
         self._names = BlockNames(first.block_size, self._secret)
+        routes = len(self.replicas) > 1 and self._router.reads_names
+        self._reads_names = routes or (self._sheds and first.prefix_caching)
         return sum_info(infos)
 
     def listen(self, listener: Listener) -> None:
@@ -152,12 +156,25 @@ class ReplicaSet:
         return sum(replica.info.max_num_seqs for replica in self._serving)
 
     def block_names(self, request: EngineRequest) -> list[bytes]:
-        """Return the names by which the router finds the prompt of a request. Thread-safe."""
-        if len(self.replicas) == 1 or not self._router.reads_names:
+        """Return the names by which the prompt of a request is found in prefix caches. Thread-safe.
+
+        The list is empty if neither the router nor shedding reads them.
+        """
+        if not self._reads_names:
             return []
         if request.params.prompt_logprobs is not None or request.pooling == "mean":
             return []  # it cannot use cached tokens
         return self._names.short_names(request.cache_salt, request.prompt)
+
+    def cached_tokens(self, names: list[bytes]) -> int:
+        """Return the tokens at the beginning of a prompt that a replica has cached or is about to. Thread-safe.
+
+        A model with states can only go on from a snapshot, of which nothing is known here, so nothing counts as cached.
+        """
+        serving = self._serving
+        if not names or not serving or serving[0].info.state_bytes:
+            return 0
+        return serving[0].info.block_size * max(replica.cached_blocks(names) for replica in serving)
 
     def submit(self, job: EngineJob) -> None:
         """Send a job to a replica when it is its turn."""

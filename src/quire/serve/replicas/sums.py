@@ -19,6 +19,7 @@ def add_loads(loads: Iterable[EngineLoad]) -> EngineLoad:
         found.running += load.running
         found.waiting += load.waiting
         found.waiting_tokens += load.waiting_tokens
+        found.uncached_tokens += load.uncached_tokens
         found.computing_tokens += load.computing_tokens
         found.prompt_rate += load.prompt_rate
     return found

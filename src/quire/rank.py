@@ -121,6 +121,11 @@ class Rank:
         return self._memory.weight_bytes
 
     @property
+    def draft_weight_bytes(self) -> int:
+        """Bytes of the weights of the network that drafts, on this rank."""
+        return self._memory.draft_bytes
+
+    @property
     def has_states(self) -> bool:
         """Return whether a layer of the model, on any rank, keeps a state per request."""
         return request_state_bytes(self.spec, self.dtype, self._place.size) > 0

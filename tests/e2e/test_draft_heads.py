@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from heads import DraftsWithPauses, Recorder, eagle3_drafts, run, write_eagle3, write_mtp
+from quire import EngineConfig
+from quire.assembly.drafting import find_draft
+from quire.assembly.model import served_spec
+from quire.models.config.load import load_spec
 from quire.models.heads import base
 from quire.types import ConfigError
 from tiny import write_tiny
@@ -118,9 +123,35 @@ def test_eagle3_drafts_what_its_twin_does_after_a_pause(
         assert drafts == eagle3_drafts(head, embed["model.embed_tokens.weight"], known, features, len(drafts))
 
 
+def matrix_bytes(tensors: dict[str, torch.Tensor], prefix: str = "") -> int:
+    return sum(t.nbytes for name, t in tensors.items() if t.ndim == 2 and name.startswith(prefix))
+
+
+@pytest.mark.parametrize("target", [32, 48], ids=["embedding of the model", "its own embedding"])
+def test_the_weights_of_a_head_are_counted(tmp_path: Path, target: int) -> None:
+    head = write_eagle3(tmp_path / "head", target=target, target_hidden_size=target, **TAPS)
+    spec = replace(load_spec(write_tiny(tmp_path / "model")), hidden_size=target)
+    config = EngineConfig(model="demo", spec_method="eagle3", spec_model=str(tmp_path / "head"))
+    (draft,) = find_draft(config, tmp_path / "model", spec)
+    for ranks in (1, 2):  # each has the whole head
+        assert draft.weight_bytes(torch.float32, torch.device("cpu"), True, ranks) == matrix_bytes(head)
+
+
+@pytest.mark.parametrize("form", [None, "int8"])
+def test_the_weights_of_the_layer_for_mtp_are_counted(tmp_path: Path, form: Any) -> None:
+    model = write_mtp(tmp_path)
+    spec = served_spec(EngineConfig(model=str(model), quantization=form or "auto"), load_spec(model))
+    (draft,) = find_draft(EngineConfig(model=str(model), spec_method="mtp"), model, spec)
+    stored = matrix_bytes(load_file(model / "model.safetensors"), "model.layers.2.")
+    for ranks in (1, 2):
+        counted = draft.weight_bytes(torch.float32, torch.device("cpu"), True, ranks)
+        assert counted == stored // (4 if form else 1) // ranks
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"sliding_window": 16, "use_sliding_window": True}, "attends to a window of 16 tokens"),
         ({"architectures": ["LlamaForCausalLM"]}, "needs a spec_model of the architecture LlamaForCausalLMEagle3"),
         ({"vocab_size": 300}, "trained for a vocabulary of 300 tokens, but the model has 260"),
         ({"target_hidden_size": 64}, "reads hidden states of 64 numbers, but the model has 32"),

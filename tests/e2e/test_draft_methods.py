@@ -111,13 +111,18 @@ def bench() -> Bench:
     return Bench("demo")
 
 
+def write_demo_head(folder: Path, target: int = 384) -> None:
+    """Write an EAGLE-3 head for the built-in model, or for `demo-draft` with a `target` of 128."""
+    sizes = {"vocab_size": 2048, "target_hidden_size": target, "max_position_embeddings": 512}
+    taps = {"eagle_aux_hidden_state_layer_ids": [-1, 0, 1]} if target == 128 else {}
+    write_eagle3(folder, taps=3, target=target, **sizes, **taps)
+
+
 @pytest.fixture(scope="module")
 def demo_head(tmp_path_factory: pytest.TempPathFactory) -> str:
     """An EAGLE-3 head for the built-in model."""
     folder = tmp_path_factory.mktemp("heads") / "eagle3"
-    write_eagle3(
-        folder, taps=3, target=384, vocab_size=2048, target_hidden_size=384, max_position_embeddings=512
-    )
+    write_demo_head(folder)
     return str(folder)
 
 

@@ -17,12 +17,13 @@ from quire.frontend.location import locate_model
 from quire.layers.env import Env
 from quire.models.checkpoint.checked import CheckedCheckpoint
 from quire.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from quire.models.checkpoint.sizes import layer_bytes, weight_bytes
 from quire.models.config.eagle import load_eagle3_spec
 from quire.models.config.load import load_spec
 from quire.models.decoder import Model
 from quire.models.heads.base import DraftHead, decoder_of, tap
 from quire.models.heads.eagle3 import UNREAD, Eagle3Head, Eagle3Spec
-from quire.models.heads.mtp import MTPHead, mtp_spec
+from quire.models.heads.mtp import MTPHead, mtp_parameters, mtp_spec
 from quire.models.spec import ModelSpec
 from quire.parallel.ranks import Parallel
 from quire.quant.spec import served_format
@@ -48,6 +49,17 @@ class DraftSource(NamedTuple):
     def kv_layouts(self, dtype: str, ranks: int) -> tuple[KVLayout, ...]:
         """Return what its layers keep of each token; see `ModelSpec.kv_layouts`."""
         return self.spec.kv_layouts(dtype, ranks if self.is_sharded else 1)
+
+    def weight_bytes(self, dtype: torch.dtype, device: torch.device, has_kernels: bool, ranks: int) -> int:
+        """Return the bytes of its weights on one of `ranks` ranks, beside those that `weight_bytes` of the model counts."""
+        if self.eagle3:
+            return layer_bytes(self.eagle3.num_parameters, self.spec, dtype, device, has_kernels)
+        if not self.is_sharded:
+            return weight_bytes(self.path, self.spec, dtype, device, has_kernels)
+        stored = self.spec.quantization
+        if stored is not None and not stored.convert:
+            return 0  # the size of a quantised checkpoint includes all of its layers
+        return layer_bytes(mtp_parameters(self.spec), self.spec, dtype, device, has_kernels) // ranks
 
     @property
     def max_model_len(self) -> int:

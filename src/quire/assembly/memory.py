@@ -68,6 +68,7 @@ def memory_planner(
         model=config.model,
         spec=spec,
         weight_bytes=weight_bytes(path, spec, dtype, device, config.cpu_kernels),
+        draft_bytes=sum(draft.weight_bytes(dtype, device, config.cpu_kernels, ranks) for draft in drafts),
         dtype=dtype,
         device=device,
         groups=held_by(groups, {*own, *range(spec.num_layers, len(layouts))}),

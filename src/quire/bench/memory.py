@@ -21,7 +21,8 @@ def memory_map(info: EngineInfo) -> dict[str, int]:
         process = psutil.Process().memory_info().rss
         return {
             "weights": info.weight_bytes,
-            "KV blocks written, and the rest": process - info.weight_bytes,
+            "draft weights": info.draft_weight_bytes,
+            "KV blocks written, and the rest": process - info.weight_bytes - info.draft_weight_bytes,
             "other processes": total - free - process,
             "free": free,
         }
@@ -33,11 +34,12 @@ def memory_map(info: EngineInfo) -> dict[str, int]:
         if segment["device"] == device.index and tuple(segment["segment_pool_id"]) != (0, 0)
     )
     reserved = torch.cuda.memory_reserved(device)
-    rest = reserved - info.weight_bytes - blocks - states - graphs
+    rest = reserved - info.weight_bytes - info.draft_weight_bytes - blocks - states - graphs
     peak = torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device)
     activations = max(min(peak, rest), 0)
     return {
         "weights": info.weight_bytes,
+        "draft weights": info.draft_weight_bytes,
         "KV blocks": blocks,
         "states": states,
         "graphs": graphs,

@@ -159,6 +159,7 @@ def _machine(report: Report) -> None:
 
 def _plan(report: Report, config: EngineConfig) -> None:
     from quire.assembly.device import pick_device, pick_dtype
+    from quire.assembly.drafting import find_draft
     from quire.assembly.kv_codes import kv_coded_spec
     from quire.assembly.memory import memory_planner, request_state_bytes
     from quire.assembly.model import served_spec
@@ -174,7 +175,9 @@ def _plan(report: Report, config: EngineConfig) -> None:
     dtype = pick_dtype(config.dtype, spec, device)
     spec = kv_coded_spec(config, path, spec, dtype, device)
     states = request_state_bytes(spec, dtype, config.tensor_parallel_size)
-    resolved = config.resolved(gpu_memory(device), spec.max_model_len, states)
+    drafts = find_draft(config, path, spec)
+    longest = min([spec.max_model_len, *(draft.max_model_len for draft in drafts)])
+    resolved = config.resolved(gpu_memory(device), longest, states)
     report.section(f"Plan for {config.model}", "plan")
     report.row(
         "model", f"{spec.family}, {spec.num_parameters / 1e6:,.1f} M parameters, {spec.num_layers} layers"
@@ -196,7 +199,7 @@ def _plan(report: Report, config: EngineConfig) -> None:
     tokens = resolved.max_num_batched_tokens
     report.row("max_num_batched_tokens", f"{tokens} tokens per step", tokens)
     memory = memory_planner(
-        resolved, path, spec, dtype, device, explicit_len=config.max_model_len is not None
+        resolved, path, spec, dtype, device, explicit_len=config.max_model_len is not None, drafts=drafts
     )
     _memory_map(report, memory)
 
@@ -247,7 +250,9 @@ def _memory_map(report: Report, memory: MemoryPlanner) -> None:
     weights, step = memory.check_weights_fit(), memory.cpu_step_bytes()
     size = memory.size_kv(memory.kv_budget(weights + step))
     report.section("Memory map (before loading)", "memory_map")
-    report.size("weights", weights)
+    report.size("weights", weights - memory.draft_bytes)
+    if memory.draft_bytes:
+        report.size("draft weights", memory.draft_bytes)
     report.size("slot columns", memory.column_bytes(size.max_model_len))
     if size.state_bytes:
         each = f"{_size(size.state_bytes)} each"

@@ -44,9 +44,28 @@ def weight_bytes(
     return _stored_bytes(path, dtype)
 
 
+def layer_bytes(
+    parameters: int, spec: ModelSpec, dtype: torch.dtype, device: torch.device, has_kernels: bool = True
+) -> int:
+    """Return the bytes of `parameters` numbers in matrices of layers. The other arguments are those of `weight_bytes`.
+
+    Weights that are stored in a quantised format count as plain ones.
+    """
+    quantization = spec.quantization
+    if quantization is None or not stays_packed(device, has_kernels, quantization.is_fp8):
+        return parameters * dtype.itemsize
+    bits = _bits(quantization.convert, quantization.group_size) if quantization.convert else 8 * dtype.itemsize
+    return int(parameters * bits / 8)
+
+
+def _bits(convert: Conversion, group_size: int) -> float:
+    """Return the bits of a converted number."""
+    return _BITS[convert] + (_GROUP_BITS / group_size if convert == "int4" else 0)
+
+
 def _converted_bytes(spec: ModelSpec, convert: Conversion, group_size: int, dtype: torch.dtype) -> int:
     table = spec.vocab_size * spec.hidden_size
-    bits = _BITS[convert] + (_GROUP_BITS / group_size if convert == "int4" else 0)
+    bits = _bits(convert, group_size)
     head = table if convert in ("int8", "int4") else 0  # kept in 8 bits beside the table of a tied model
     tables = table * dtype.itemsize * (1 if spec.tie_embeddings or head else 2)
     body = spec.num_parameters - table * (1 if spec.tie_embeddings else 2)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from quire.files.reading import read_json
 from quire.models.config.keys import ConfigKeys
-from quire.models.config.parts import decoder_spec
+from quire.models.config.parts import decoder_spec, optional_window
 from quire.models.heads.eagle3 import Eagle3Spec
 from quire.models.spec import ModelSpec
 from quire.types import ConfigError, ModelError
@@ -36,6 +36,12 @@ def load_eagle3_spec(folder: Path, target: ModelSpec) -> Eagle3Spec:
     )
     if layer.num_layers != 1:
         raise keys.refuse("num_hidden_layers", "1, because draft heads have one layer", layer.num_layers)
+    window = optional_window(keys) if keys.flag("use_sliding_window", default=True) else None
+    if window is not None and window < target.max_model_len:
+        raise ConfigError(
+            f"the draft head in {folder} attends to a window of {window} tokens (sliding_window), but drafting reads the "
+            "entries of all tokens; use a head without a window, or spec_method ngram"
+        )
     vocab = keys.integer("draft_vocab_size", default=layer.vocab_size)
     if layer.vocab_size != target.vocab_size:
         raise ConfigError(

@@ -43,6 +43,16 @@ class Eagle3Spec:
     target_hidden: int  # width of these
     normed_residual: bool = False  # whether the residual stream begins behind hidden_norm
 
+    @property
+    def num_parameters(self) -> int:
+        """Number of parameters of the matrices. The embedding counts if it cannot be the model's."""
+        layer, hidden = self.layer, self.layer.hidden_size
+        queries, keys = layer.num_heads * layer.head_dim, layer.num_kv_heads * layer.head_dim
+        attention = 2 * hidden * (queries + 2 * keys) + queries * hidden
+        vocab = self.draft_vocab + (layer.vocab_size if hidden != self.target_hidden else 0)
+        body = len(self.taps) * self.target_hidden + 3 * layer.intermediate_size + vocab
+        return attention + hidden * body
+
 
 class Eagle3Head:
     """A `DraftHead` with the weights of an EAGLE-3 checkpoint.

@@ -43,6 +43,11 @@ def mtp_spec(spec: ModelSpec) -> ModelSpec:
     )
 
 
+def mtp_parameters(spec: ModelSpec) -> int:
+    """Return the number of parameters of the matrices of such a layer. `spec`: from `mtp_spec`."""
+    return sum(spec.layer_parameters) + 2 * spec.hidden_size * spec.hidden_size
+
+
 class MTPHead:
     """A `DraftHead` with the weights of a layer for multi-token prediction.
 

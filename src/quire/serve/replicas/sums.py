@@ -85,6 +85,7 @@ def sum_info(infos: Sequence[EngineInfo]) -> EngineInfo:
         num_blocks=sum(info.num_blocks for info in infos),
         num_snapshots=sum(info.num_snapshots for info in infos),
         weight_bytes=sum(info.weight_bytes for info in infos),
+        draft_weight_bytes=sum(info.draft_weight_bytes for info in infos),
         reserved_bytes=sum(info.reserved_bytes for info in infos),
         phases_s={name: max(info.phases_s.get(name, 0.0) for info in infos) for name in first.phases_s},
     )

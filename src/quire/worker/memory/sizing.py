@@ -101,18 +101,20 @@ class MemoryPlanner:
     snapshots: int | None = 0  # rows for snapshots of states; None: as many as are useful
     ranks: int = 1  # that share the model, each with its own planner; ranks on CPUs also share the memory
     held: float = 1.0  # share of the weights that this rank holds
+    draft_bytes: int = 0  # weights of the network that drafts, on this rank
 
     def check_weights_fit(self) -> int:
-        """Return the bytes of the weights.
+        """Return the bytes of the weights, with those of the network that drafts.
 
         Raises:
             ConfigError: if they exceed the free memory of the device.
         """
-        needed = int(self.weight_bytes * self.held)
+        needed = int(self.weight_bytes * self.held) + self.draft_bytes
         free, total = self._free_memory()
         if needed > free:
+            beside = " and of what drafts" if self.draft_bytes else ""
             raise ConfigError(
-                f"the weights of {self.model} need {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} of "
+                f"the weights of {self.model}{beside} need {needed / 2**30:.1f} GiB, but {free / 2**30:.1f} of "
                 f"{total / 2**30:.1f} GiB are free on {self.device}; choose a smaller model or dtype, or free memory"
             )
         return needed

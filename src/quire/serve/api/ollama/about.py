@@ -48,7 +48,8 @@ async def ollama_ps(request: Request) -> Response:
     server, info = server_of(request), server_of(request).engine.info
     card = await _card(request)
     states = (info.max_num_seqs * info.states_per_request + info.num_snapshots) * info.state_bytes
-    size = info.weight_bytes + info.num_blocks * info.block_bytes + states + info.reserved_bytes
+    weights = info.weight_bytes + info.draft_weight_bytes
+    size = weights + info.num_blocks * info.block_bytes + states + info.reserved_bytes
     more = {
         "expires_at": (datetime.fromtimestamp(server.started_s, UTC) + _FOREVER).isoformat(
             timespec="seconds"

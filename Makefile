@@ -27,7 +27,7 @@ test-fast: $(VENV)/.installed-dev
 
 # All kinds of ranks with every pair of switches, of which `make test` runs one kind. Takes ten minutes.
 test-ranks: $(VENV)/.installed-dev
-	QUIRE_ALL_RANKS=1 $(BIN)/python -m pytest -n 2 tests/e2e/test_rank_matrix.py $(PYTEST_ARGS)
+	QUIRE_ALL_RANKS=1 $(BIN)/python -m pytest -n 2 tests/e2e/test_rank_matrix.py tests/e2e/test_left_processes.py $(PYTEST_ARGS)
 
 # A Ray cluster on this machine. Ray is an extra, and the tests take two minutes, so `make test` skips them.
 test-ray: $(VENV)/.installed-dev

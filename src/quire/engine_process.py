@@ -12,14 +12,17 @@ import os
 import signal
 import socket
 import sys
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from quire.core.engine import Engine
 from quire.core.live_state import live_of
 from quire.core.stats import figures_of, load_of, stats_of
 from quire.frontend.client import ipc as msg
 from quire.frontend.client.base import error_text, refused_output
-from quire.frontend.client.channel import Channel
+from quire.frontend.client.channel import Channel, hangup_poller
 from quire.start import start_engine
 from quire.types import EngineDead, EngineInfo, QuireError, RequestError
 
@@ -31,6 +34,8 @@ _QUIET_S = 1.0
 _INTAKE_S = 0.01
 # Limit on sending the last message.
 _FAREWELL_S = 5.0
+# Interval at which the watch over the client ends once the engine is built.
+_START_POLL_S = 0.5
 # Limit on the connection to a client on another host.
 _CONNECT_S = 60.0
 
@@ -64,7 +69,8 @@ def main(end: socket.socket, parent: int) -> int:
                 return 1
         start = msg.decode_to_engine(channel.receive())
         assert isinstance(start, msg.StartEngine)
-        engine, info = _build(start)
+        with _ending_with_client(end):
+            engine, info = _build(start)
         channel.send(msg.encode(msg.EngineReady(info)))
         serve(engine, channel, parent)
         engine.close()
@@ -84,6 +90,24 @@ def main(end: socket.socket, parent: int) -> int:
         return 1
     finally:
         channel.close()
+
+
+@contextmanager
+def _ending_with_client(end: socket.socket) -> Iterator[None]:
+    """End this process if the client closes its end inside this context, in which no message is read."""
+    left = threading.Event()
+
+    def watch() -> None:
+        poller = hangup_poller(end)
+        while not left.is_set():
+            if poller.poll(1000 * _START_POLL_S) and not left.is_set():
+                os._exit(1)
+
+    threading.Thread(target=watch, daemon=True, name="client-watch").start()
+    try:
+        yield
+    finally:
+        left.set()
 
 
 def _build(start: msg.StartEngine) -> tuple[Engine, EngineInfo]:

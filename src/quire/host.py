@@ -66,8 +66,9 @@ def build_engine(
         share = config.memory_utilization / (1 + config.num_prefills)
         config = replace(config, memory_utilization=share)
     group = start_peers(config) if group is None else group
-    prefills = start_prefills(config, secret)
+    prefills: Prefills | None = None
     try:
+        prefills = start_prefills(config, secret)
         path = locate_model(config.model, config.revision).path
         times = PhaseSpans()
         times.note("import", time.time() - imports_s, time.time())

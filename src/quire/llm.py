@@ -83,7 +83,11 @@ class LLM:
         else:
             self.client = InProcessClient(*start_engine(config))
         self.info: EngineInfo = self.client.info
-        self._processor = processor_of(config, self.info, self._tokenizer)
+        try:
+            self._processor = processor_of(config, self.info, self._tokenizer)
+        except BaseException:
+            self.client.close()
+            raise
         self._assembler = OutputAssembler()
         # Changed requests that their own calls have not seen yet, by id().
         self._changed: dict[int, RequestState] = {}

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from quire.frontend.client.base import error_text
-from quire.frontend.client.channel import Channel
+from quire.frontend.client.channel import Channel, hangup_poller
 from quire.frontend.client.remote import Hello, connect, own_address, split_address
 from quire.ranks import messages as msg
 from quire.ranks.remote import ChannelReader
@@ -85,11 +85,7 @@ def _main(
 
 def _end_with_host(channel: socket.socket) -> None:
     """End this process when the host's end of the channel closes, even while a step waits for other ranks."""
-    import select
-
-    poller = select.poll()
-    poller.register(channel, select.POLLRDHUP if hasattr(select, "POLLRDHUP") else select.POLLHUP)
-    poller.poll()
+    hangup_poller(channel).poll()
     os._exit(1)
 
 

@@ -44,6 +44,9 @@ def start_engine(
     gc.disable()
     try:
         from quire.host import build_engine
+    except BaseException:  # such as Ctrl-C
+        peers.kill()
+        raise
     finally:
         gc.freeze()  # objects of modules are never garbage, so the collector may skip them
         if collecting:

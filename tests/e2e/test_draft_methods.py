@@ -147,6 +147,7 @@ def test_layers_with_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     run_all(bench, {"spec_method": "eagle3", "spec_model": str(head)}, monkeypatch, crowded=True)
 
 
+@pytest.mark.usefixtures("no_process_is_left")
 @pytest.mark.parametrize("method", ["eagle3", "mtp"])
 def test_two_ranks(tmp_path: Path, method: str) -> None:
     """The head of EAGLE-3 is whole on each rank, the layer for multi-token prediction is cut."""

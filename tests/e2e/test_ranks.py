@@ -19,6 +19,7 @@ from quire.types import ConfigError, EngineDead, EngineRequest, ModelError, Stru
 from tiny import CONFIG, write_hybrid, write_tiny
 
 BASE: dict[str, Any] = {"device": "cpu", "dtype": "float32", "cpu_threads": 1}
+pytestmark = pytest.mark.usefixtures("no_process_is_left")
 SCHEMA = {"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}
 PROMPT = list(range(300, 420))
 
@@ -31,8 +32,9 @@ def demo(**settings: Any) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def one() -> LLM:
-    return demo(kv_cache_memory=BLOCKS * BLOCK_BYTES)
+def one() -> Iterator[LLM]:
+    with demo(kv_cache_memory=BLOCKS * BLOCK_BYTES) as llm:
+        yield llm
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +181,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tiny(folder: Path, **settings: Any) -> Engine:
+    """Return an engine, whose ranks end at the latest when the caller lets go of it."""
     base = {"kv_cache_memory": 1 << 19, "skip_tokenizer_init": True, "max_num_batched_tokens": 48}
     return build_engine(EngineConfig(**{"model": str(folder), **BASE, **base, **settings}))[0]
 

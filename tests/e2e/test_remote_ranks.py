@@ -20,6 +20,8 @@ BASE: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "cpu_threads": 1, "max_model_len": 128, "kv_cache_memory": 1 << 23,
 }  # fmt: skip
 
+pytestmark = pytest.mark.usefixtures("no_process_is_left")
+
 
 def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:

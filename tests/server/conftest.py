@@ -9,18 +9,24 @@ import pytest
 import yaml
 from serving import Check, Server, serving
 
+from processes import MODULE_MARK, no_process_is_left, no_process_of_the_module_is_left  # noqa: F401
+
+_UNMARKED = {MODULE_MARK: ""}  # servers of the whole session outlive the module that first uses them
+
 
 @pytest.fixture(scope="session")
 def dry() -> Iterator[Server]:
     """Start a server without a model, which answers with the prompt."""
-    with serving("demo", "--dry-run", "--check-invariants", "--trust-request-chat-template") as server:
+    with serving(
+        "demo", "--dry-run", "--check-invariants", "--trust-request-chat-template", env=_UNMARKED
+    ) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def demo() -> Iterator[Server]:
     """Start a server with the demo model in float32, so that tokens do not depend on the batch."""
-    with serving("demo", "--dtype", "float32") as server:
+    with serving("demo", "--dtype", "float32", env=_UNMARKED) as server:
         yield server
 
 

@@ -21,6 +21,9 @@ REPLICAS = 3
 STREAMS = 100  # more than all slots
 
 
+pytestmark = pytest.mark.usefixtures("no_process_is_left")
+
+
 def engines(server: Server) -> list[psutil.Process]:
     found = (
         p for p in psutil.Process(server.process.pid).children() if "quire.engine_process" in p.cmdline()

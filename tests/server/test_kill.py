@@ -12,6 +12,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+import pytest
 from serving import Server, serving
 
 from quire.cli.main import main
@@ -26,6 +27,8 @@ with httpx.stream("POST", sys.argv[1], json=body, timeout=60) as response:
     for line in response.iter_lines():
         print(line, flush=True)
 """
+
+pytestmark = pytest.mark.usefixtures("no_process_is_left")
 
 
 def stream(server: Server, number: int, tokens: int) -> list[str]:

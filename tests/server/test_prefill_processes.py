@@ -6,10 +6,13 @@ import os
 import signal
 
 import psutil
+import pytest
 from serving import Server, serving
 
 PATH = "/v1/completions"
 PROMPT = [7 + i % 90 for i in range(300)]
+
+pytestmark = pytest.mark.usefixtures("no_process_is_left")
 
 
 def ask(server: Server, prompt: list[int]) -> dict:

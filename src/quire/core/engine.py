@@ -7,7 +7,9 @@ device runs step n (overlap). Scheduler and executor are the same in both cases.
 from __future__ import annotations
 
 import time
+import weakref
 from collections import deque
+from contextlib import ExitStack
 
 from quire.core.cache_journal import CacheJournal, NoJournal
 from quire.core.grammar_interface import Grammar
@@ -18,6 +20,9 @@ from quire.types import EngineOutput, EngineRequest, Executor, StepFailed, StepH
 
 class Engine:
     """An engine: a scheduler and an executor, joined by the step loop.
+
+    It is closed by `close`, when it is garbage-collected, or at the end of the interpreter, whichever comes first: its
+    parts own processes and threads.
 
     Args:
         scheduler: decides what each step runs.
@@ -45,6 +50,7 @@ class Engine:
         self._check = check_invariants
         self._in_flight: deque[tuple[StepRecord, StepHandle]] = deque()
         self._outputs: list[EngineOutput] = []
+        self._closing = weakref.finalize(self, _close, self._in_flight, scheduler, executor, grammar)
 
     def add(self, request: EngineRequest) -> None:
         """Queue a request. Raises RequestError if it could never run."""
@@ -147,8 +153,18 @@ class Engine:
         self.scheduler.check()
 
     def close(self) -> None:
-        """Drop the steps in flight and release executor and grammar."""
-        self._in_flight.clear()
-        self.scheduler.connector.close()
-        self.executor.close()
-        self.grammar.close()
+        """Drop the steps in flight and release connector, executor and grammar. A second call does nothing."""
+        self._closing()
+
+
+def _close(
+    in_flight: deque[tuple[StepRecord, StepHandle]],
+    scheduler: Scheduler,
+    executor: Executor,
+    grammar: Grammar,
+) -> None:
+    """Close the parts of an engine, each of them also if another one fails to close."""
+    in_flight.clear()
+    with ExitStack() as parts:
+        for part in (grammar, executor, scheduler.connector):
+            parts.callback(part.close)

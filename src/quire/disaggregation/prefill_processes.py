@@ -69,7 +69,9 @@ class _PrefillProcess:
             self.process.kill()
         self.process.wait()
         self.channel.close()
-        os.close(self.memory)
+        if self.memory >= 0:  # otherwise it is closed already
+            os.close(self.memory)
+        self.memory = -1
 
 
 class PrefillProcesses:
@@ -83,7 +85,13 @@ class PrefillProcesses:
 
     def __init__(self, configs: Sequence[EngineConfig], secret: bytes, on_ready: OnReady) -> None:
         self._on_ready = on_ready
-        self.processes = [_PrefillProcess(number, config, secret) for number, config in enumerate(configs)]
+        self.processes: list[_PrefillProcess] = []
+        try:
+            for number, config in enumerate(configs):
+                self.processes.append(_PrefillProcess(number, config, secret))
+        except BaseException:
+            self.close()
+            raise
 
     def await_ready(self) -> None:
         """Wait until all engines are up. Raises the error that prevented a start."""

@@ -194,18 +194,28 @@ class RankGroup:
         if sys.platform == "win32":
             raise ConfigError("tensor_parallel_size and pipeline_parallel_size above 1 need Linux or macOS")
         self.size, self.timeout_s = size, timeout_s
-        self.ring: RingWriter | ChannelRing
-        if joined is None:
-            self.ring = RingWriter(size - 1)
-            self._peers = [_start(rank, end, device) for rank, end in enumerate(self.ring.ends(), 1)]
-        else:
-            self.ring = ChannelRing([one.channel for one in joined])
-            self._peers = [_remote(rank, one) for rank, one in enumerate(joined, 1)]
         self._failure: str | None = None
         self._checked_s = 0.0
         self._working = 0  # number of the work in progress, odd while there is one
         self._closed = threading.Event()
+        self._peers: list[_Peer] = []
+        self.ring: RingWriter | ChannelRing
+        if joined is None:
+            self.ring = RingWriter(size - 1)
+            self._start_all(self.ring.ends(), device)
+        else:
+            self.ring = ChannelRing([one.channel for one in joined])
+            self._peers += [_remote(rank, one) for rank, one in enumerate(joined, 1)]
         threading.Thread(target=self._watch, daemon=True, name="rank-watch").start()
+
+    def _start_all(self, ends: Sequence[ReaderEnd], device: str) -> None:
+        """Start the processes, or none of them if one cannot be started."""
+        try:
+            for rank, end in enumerate(ends, 1):
+                self._peers.append(_start(rank, end, device))
+        except BaseException:
+            self.kill()
+            raise
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:

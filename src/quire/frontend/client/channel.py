@@ -19,6 +19,13 @@ _HEADER_BYTES = 4
 _READ_BYTES = 1 << 16  # a larger buffer would be mapped anew for each read
 
 
+def hangup_poller(end: socket.socket) -> select.poll:
+    """Return a poller that reports when the other end of `end` is closed. It reads nothing."""
+    poller = select.poll()
+    poller.register(end, select.POLLRDHUP if hasattr(select, "POLLRDHUP") else select.POLLHUP)
+    return poller
+
+
 def frame(body: bytes) -> bytes:
     """Return the bytes that carry a message."""
     return len(body).to_bytes(_HEADER_BYTES, "little") + body

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
 import sys
+import weakref
 
 from quire import types
 from quire.config import EngineConfig
@@ -51,7 +53,7 @@ class ProcessClient:
     """An EngineClient that owns an engine process and the channel to it.
 
     Building one starts the engine and waits until it is ready. With `wait=False` it returns at once, and `await_ready`
-    waits.
+    waits. The process ends with `close`, when the client is garbage-collected, or with the interpreter.
 
     Raises:
         ConfigError: if the settings cannot work.
@@ -61,6 +63,7 @@ class ProcessClient:
 
     def __init__(self, config: EngineConfig, wait: bool = True) -> None:
         self.process, self._channel = start_engine_process()
+        self._closing = weakref.finalize(self, _stop, self.process, self._channel)
         self._dead: str | None = None
         self._outputs: list[EngineOutput] = []
         self._send(msg.StartEngine(config))
@@ -78,16 +81,8 @@ class ProcessClient:
         return message.outputs if isinstance(message, msg.Outputs) else []
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self._channel.send(msg.encode(msg.StopEngine()))
-            self._channel.settle(_STOP_S)
-            try:
-                self.process.wait(_STOP_S)
-            except subprocess.TimeoutExpired:
-                self.process.kill()
-                self.process.wait()
         self._dead = self._dead or "it was closed"
-        self._channel.close()
+        self._closing()
 
     def fileno(self) -> int:
         """Return the file descriptor that becomes readable when a message arrives."""
@@ -98,7 +93,11 @@ class ProcessClient:
         try:
             while not isinstance(message := self._receive(1.0), msg.EngineReady):
                 pass
-        except BaseException:
+        except QuireError:
+            self.close()
+            raise
+        except BaseException:  # such as Ctrl-C: the process reads no message until it is built
+            self.process.kill()
             self.close()
             raise
         self.info: EngineInfo = message.info
@@ -127,3 +126,18 @@ class ProcessClient:
                 raise error(message.cause)
             raise EngineDead(f"the engine stopped: {message.cause}")
         return message
+
+
+def _stop(process: subprocess.Popen[bytes], channel: Channel) -> None:
+    """End an engine process in order, or kill it if it takes too long."""
+    try:
+        if process.poll() is None:
+            channel.send(msg.encode(msg.StopEngine()))
+            channel.settle(_STOP_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_STOP_S)
+    finally:  # also after Ctrl-C
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+        channel.close()

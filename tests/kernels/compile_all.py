@@ -30,7 +30,7 @@ from triton.runtime import driver, jit
 from quire.attention.triton import TritonAttention
 from quire.kernels import activation, batch, collective, ngram, norm, rope, sum_and_norm, two_trip
 from quire.kernels import target as targets
-from quire.kernels.attention import kv_write, latent, long, shared, short, sparse, tile
+from quire.kernels.attention import kv_write, latent, latent_write, long, shared, short, sparse, tile
 from quire.kernels.experts.route import FEW_TOKENS, rule_arguments
 from quire.kernels.experts.router import norm_and_route, route_all
 from quire.kernels.matmul import gemv, grouped, nibble_gemv, packed, rescale, round_fp8, unpack
@@ -110,7 +110,7 @@ def latent_attention(model: Shapes, dtype: torch.dtype, target: Target) -> None:
     zeros = partial(torch.zeros, dtype=dtype)
     heads, rank, rotary = model.heads, model.rank, model.dim - model.rank
     q, entries, out = zeros(64, heads, model.dim), zeros(9, 16, model.dim), zeros(64, heads * rank)
-    latent.store_latent(
+    latent_write.store_latent(
         q, q[..., rank:], q[:, 0], zeros(rank), 1e-6, longs(64), zeros(99, rotary), 1, entries, longs(64)
     )
     for splits in (64, 1):
